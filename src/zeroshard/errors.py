@@ -1,0 +1,56 @@
+"""The exception tree, and the one way its messages are built.
+
+    Error
+    ├── UserError      (also ValueError)    a setting, argument, model or optimizer that cannot work
+    ├── StateError     (also RuntimeError)  a call at a moment when it cannot be answered
+    │   └── ReleasedError                   a released parameter was touched outside forward and backward
+    └── PeerError      (also RuntimeError)  the ranks disagree, or one of them is gone
+
+Every message says what failed, where, what was expected, what was found, and what to write instead.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class Error(Exception):
+    """Base of everything zeroshard raises on purpose."""
+
+
+class UserError(Error, ValueError):
+    """A setting, argument, model or optimizer that cannot work as given."""
+
+
+class StateError(Error, RuntimeError):
+    """A call at a moment when it cannot be answered."""
+
+
+class ReleasedError(StateError):
+    """A released parameter was touched where it cannot be gathered."""
+
+
+class PeerError(Error, RuntimeError):
+    """The ranks disagree about what they are doing, or one of them is gone."""
+
+
+def message(
+    what: str,
+    *,
+    where: str | None = None,
+    expected: object = None,
+    got: object = None,
+    instead: str | None = None,
+) -> str:
+    """One readable line per fact: what failed, where, expected, got, what to write instead."""
+    facts = {"where": where, "expected": expected, "got": got, "instead": instead}
+    return "\n".join([what, *(f"  {key}: {fact}" for key, fact in facts.items() if fact is not None)])
+
+
+def nearest(word: object, choices: Iterable[str]) -> str:
+    """`did you mean 'model'? (one of: unit, model, tensor)`, for settings with a closed list of values."""
+    choices = list(choices)
+    close = difflib.get_close_matches(str(word), choices, n=1, cutoff=0.5)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return f"{hint}(one of: {', '.join(choices)})"

@@ -1,0 +1,281 @@
+"""Where every element lives: names, shapes and item sizes in; slots, buckets, bounds and fragments out.
+
+Pure arithmetic, frozen, and it checks itself. Imports neither torch nor anything distributed, so that the
+planner, a checkpoint and the engine can all ask the very same object.
+
+    bucket   a flat run of one unit's parameters of one dtype       |--slot--|--slot--....|-slot-..|pad|
+    slot     one parameter's place in it, starting at a block       0        384          1024     1152
+    bounds   where the ranks' shards begin and end                  0            640              1280
+    fragment the part of one slot inside one shard                           |---|  |--|
+
+No cut falls inside a *block* (`align` elements counted from a slot's start): vector kernels and norms then
+work on the same runs of elements however many ranks there are, and give the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, NamedTuple, get_args
+
+from .errors import UserError, message, nearest
+
+Bounds = Literal["unit", "model", "tensor"]
+Buffers = Literal["broadcast", "local"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How parameters are grouped and cut.
+
+    bounds: where shards are cut. "unit": every bucket evenly, at block boundaries, padded. "model": the whole
+        model is one flat vector, cut evenly (the ZeRO paper). "tensor": no tensor is ever cut; the flat model is
+        cut at the tensor boundary nearest to i*P/N (needed by whole-matrix optimizers).
+    bucket_mib: the most parameter bytes (MiB) one collective moves; a larger single tensor gets a bucket of its own.
+    align: elements per block. 128 keeps fused kernels bit-exact under any cut; 1 cuts anywhere.
+    units: which submodules are gathered together: module names, name patterns ("blocks.*") or module classes.
+        None finds them: the children of the outermost `ModuleList`s and `Sequential`s, and large leaves.
+    ignore: parameter names or patterns that zeroshard leaves entirely alone (not sharded, not averaged).
+    buffers: "broadcast" sends rank 0's buffers to all before each training forward, as DDP does; "local" does not.
+    """
+
+    bounds: Bounds = "unit"
+    bucket_mib: float = 24.0
+    align: int = 128
+    units: Sequence[str | type] | None = None
+    ignore: Sequence[str] = ()
+    buffers: Buffers = "broadcast"
+
+    def __post_init__(self) -> None:
+        for name, choices in (("bounds", get_args(Bounds)), ("buffers", get_args(Buffers))):
+            if getattr(self, name) not in choices:
+                raise UserError(message(f"Layout.{name} is not a known policy", got=repr(getattr(self, name)), instead=nearest(getattr(self, name), choices)))
+        if not (isinstance(self.bucket_mib, (int, float)) and 0 < self.bucket_mib < math.inf):
+            raise UserError(message("Layout.bucket_mib must be a positive number of MiB", got=repr(self.bucket_mib), instead="Layout(bucket_mib=24)"))
+        if type(self.align) is not int or self.align < 1 or self.align & (self.align - 1):
+            raise UserError(message("Layout.align must be a power of two", expected="1, 2, 4, ...", got=repr(self.align), instead="Layout(align=128)"))
+        for name in ("units", "ignore"):
+            if isinstance(getattr(self, name), (str, type)):
+                raise UserError(message(f"Layout.{name} takes a sequence", got=repr(getattr(self, name)), instead=f"Layout({name}=[{getattr(self, name)!r}])"))
+
+
+class Spec(NamedTuple):
+    """What the layout needs to know of one parameter. `unit` indexes the list of units."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    itemsize: int
+    unit: int
+    trainable: bool
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+class Fragment(NamedTuple):
+    """Elements [start, stop) of a slot, in the slot's own flat coordinates."""
+
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+class Slot(NamedTuple):
+    """One parameter's place in its bucket: elements [start, start + numel)."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    numel: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.numel
+
+    def within(self, start: int, stop: int) -> Fragment:
+        """The part of this slot inside bucket elements [start, stop); empty fragments have start == stop."""
+        low = min(max(start, self.start), self.stop)
+        high = max(low, min(stop, self.stop))
+        return Fragment(low - self.start, high - self.start)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A flat run of one unit's parameters that share a dtype and were trainable, or not, at construction.
+
+    bounds has N + 1 entries: rank r's shard is elements [bounds[r], bounds[r + 1]).
+    """
+
+    index: int
+    unit: int
+    dtype: str
+    itemsize: int
+    trainable: bool
+    slots: tuple[Slot, ...]
+    numel: int
+    bounds: tuple[int, ...]
+
+    def shard(self, rank: int) -> tuple[int, int]:
+        """First and last + 1 element of a rank's shard."""
+        return self.bounds[rank], self.bounds[rank + 1]
+
+    def shard_numel(self, rank: int) -> int:
+        return self.bounds[rank + 1] - self.bounds[rank]
+
+    def fragment(self, slot: Slot, rank: int) -> Fragment:
+        """The part of `slot` that `rank` owns (possibly empty)."""
+        return slot.within(*self.shard(rank))
+
+    @property
+    def padding(self) -> int:
+        """Elements that belong to no parameter."""
+        return self.numel - sum(slot.numel for slot in self.slots)
+
+
+@dataclass(frozen=True)
+class Partition:
+    """The whole model laid out over `ranks` ranks. Refuses to exist if anything overlaps or is left out."""
+
+    ranks: int
+    align: int
+    buckets: tuple[Bucket, ...]
+
+    def __post_init__(self) -> None:
+        for bucket in self.buckets:
+            assert len(bucket.bounds) == self.ranks + 1 and bucket.bounds[0] == 0 and bucket.bounds[-1] == bucket.numel
+            assert all(low <= high for low, high in pairwise(bucket.bounds)), bucket
+            end = 0
+            for slot in bucket.slots:
+                assert slot.start >= end and slot.start % self.align == 0 and slot.stop <= bucket.numel, slot
+                end = slot.stop
+                for cut in bucket.bounds:
+                    assert not slot.start < cut < slot.stop or (cut - slot.start) % self.align == 0, (slot, cut)
+
+    @property
+    def even(self) -> bool:
+        """Are all shards of each bucket of one size?"""
+        return all(len({bucket.shard_numel(rank) for rank in range(self.ranks)}) <= 1 for bucket in self.buckets)
+
+    def find(self, name: str) -> tuple[Bucket, Slot]:
+        """The bucket and slot of a parameter."""
+        for bucket in self.buckets:
+            for slot in bucket.slots:
+                if slot.name == name:
+                    return bucket, slot
+        raise UserError(message("no such parameter in the layout", got=repr(name), instead=nearest(name, [s.name for b in self.buckets for s in b.slots])))
+
+    def cut_tensors(self) -> list[str]:
+        """Names of the parameters that lie on more than one rank."""
+        return [
+            slot.name
+            for bucket in self.buckets
+            for slot in bucket.slots
+            if any(slot.start < cut < slot.stop for cut in bucket.bounds)
+        ]
+
+
+def partition(specs: Iterable[Spec], layout: Layout, ranks: int) -> Partition:
+    """Lay the parameters out over `ranks` ranks, in the order given."""
+    packed = [_pack(key, run, layout) for key, run in _runs(specs, layout)]
+    bounds = {"unit": _even_bounds, "model": _model_bounds, "tensor": _tensor_bounds}[layout.bounds](packed, layout.align, ranks)
+    return Partition(
+        ranks,
+        layout.align,
+        tuple(
+            Bucket(index, key.unit, key.dtype, key.itemsize, key.trainable, slots, cuts[-1], cuts)
+            for index, ((key, slots, _), cuts) in enumerate(zip(packed, bounds, strict=True))
+        ),
+    )
+
+
+class _Key(NamedTuple):
+    unit: int
+    dtype: str
+    itemsize: int
+    trainable: bool
+
+
+class _Packed(NamedTuple):
+    key: _Key
+    slots: tuple[Slot, ...]
+    numel: int
+
+
+def _runs(specs: Iterable[Spec], layout: Layout) -> list[tuple[_Key, list[Spec]]]:
+    """Parameters that share a bucket: same unit, dtype and trainability, in order, up to the size limit."""
+    limit = layout.bucket_mib * 2**20
+    open_runs: dict[_Key, tuple[list[Spec], float]] = {}
+    runs: list[tuple[_Key, list[Spec]]] = []
+    for spec in specs:
+        key = _Key(spec.unit, spec.dtype, spec.itemsize, spec.trainable)
+        nbytes = spec.numel * spec.itemsize
+        run, filled = open_runs.get(key, ([], math.inf))
+        if filled + nbytes > limit:
+            run, filled = [], 0.0
+            runs.append((key, run))
+        run.append(spec)
+        open_runs[key] = (run, filled + nbytes)
+    return sorted(runs, key=lambda pair: pair[0].unit)
+
+
+def _pack(key: _Key, run: list[Spec], layout: Layout) -> _Packed:
+    slots: list[Slot] = []
+    end = 0
+    for spec in run:
+        slots.append(Slot(spec.name, spec.shape, end, spec.numel))
+        end += _round_up(spec.numel, layout.align)
+    return _Packed(key, tuple(slots), end)
+
+
+def _even_bounds(packed: list[_Packed], align: int, ranks: int) -> list[tuple[int, ...]]:
+    return [tuple(rank * _round_up(-(-p.numel // ranks), align) for rank in range(ranks + 1)) for p in packed]
+
+
+def _model_bounds(packed: list[_Packed], align: int, ranks: int) -> list[tuple[int, ...]]:
+    def cuts(total: int, _edges: list[int]) -> list[int]:
+        share = _round_up(-(-total // ranks), align)
+        return [min(rank * share, total) for rank in range(ranks + 1)]
+
+    return _flat_bounds(packed, cuts)
+
+
+def _tensor_bounds(packed: list[_Packed], align: int, ranks: int) -> list[tuple[int, ...]]:
+    def cuts(total: int, edges: list[int]) -> list[int]:
+        inner = [min(edges, key=lambda edge, at=rank * total / ranks: (abs(edge - at), edge)) for rank in range(1, ranks)]
+        return [0, *inner, total]
+
+    return _flat_bounds(packed, cuts)
+
+
+def _flat_bounds(packed: list[_Packed], cuts) -> list[tuple[int, ...]]:  # type: ignore[no-untyped-def]
+    """Bounds from cuts in one flat vector per (dtype, trainable): all of the model's buckets end to end."""
+    bounds: dict[int, tuple[int, ...]] = {}
+    for key in dict.fromkeys((p.key.dtype, p.key.trainable) for p in packed):
+        members = [i for i, p in enumerate(packed) if (p.key.dtype, p.key.trainable) == key]
+        starts, total = [], 0
+        for i in members:
+            starts.append(total)
+            total += packed[i].numel
+        edges = [start + slot.start for i, start in zip(members, starts, strict=True) for slot in packed[i].slots] + [total]
+        where = cuts(total, edges)
+        for i, start in zip(members, starts, strict=True):
+            bounds[i] = tuple(min(max(cut - start, 0), packed[i].numel) for cut in where)
+            bounds[i] = (0, *bounds[i][1:-1], packed[i].numel)
+    return [bounds[i] for i in range(len(packed))]
+
+
+def _round_up(numel: int, align: int) -> int:
+    return -(-numel // align) * align
+
+
+def slot_at(slots: Sequence[Slot], element: int) -> int:
+    """Index of the slot that holds a bucket element, or of the last one before it."""
+    return max(bisect_left([slot.start for slot in slots], element + 1) - 1, 0)

@@ -1,0 +1,198 @@
+"""Every cast, sum, norm and division, in one place, so that equal bits can be argued by reading one file.
+
+Two facts carry everything:
+
+*The running sum in rank order.* `fold` adds the ranks' contributions one after the other, element by element, in
+the accumulator's arithmetic. It depends on neither stage, bucket size nor cut, and in fp32 it is what plain
+PyTorch does when one process accumulates the same micro-batches one after the other.
+
+*Norms by exact integer sums.* Squares are added per block of 128 elements in a fixed tree, in fp32; the block sums
+are then added as integers, which no order or cut can change (`Bins`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .errors import UserError, message
+
+CHUNK = 1 << 16  # elements handled at a time: scratch of this size stays in the cache
+LOW = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Which dtype each state has. Parameters keep their own dtype unless asked.
+
+    param_dtype: floating parameters are converted to it (None: kept). Masters are seeded before the conversion.
+    reduce_dtype: what gradients are sent as (None: the parameter's dtype, or the accumulator's after `no_sync`).
+    grad_dtype: what they are accumulated in (None: float32 for 16-bit parameters, else the parameter's dtype).
+        bfloat16 saves two bytes per parameter; then bits are equal over stages, but not over rank counts.
+    master_dtype: what the optimizer updates (None: float32 for 16-bit parameters, else the parameter itself).
+    cast_inputs: convert the root module's floating inputs to `param_dtype` (needs `param_dtype`).
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    grad_dtype: torch.dtype | None = None
+    master_dtype: torch.dtype | None = None
+    cast_inputs: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "reduce_dtype", "grad_dtype", "master_dtype"):
+            dtype = getattr(self, name)
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize >= 2):
+                raise UserError(message(f"Precision.{name} must be a floating dtype of 16 bits or more", got=repr(dtype), instead=f"Precision({name}=torch.bfloat16)"))
+        if self.cast_inputs and self.param_dtype is None:
+            raise UserError(message("Precision.cast_inputs needs to know what to cast to", expected="param_dtype", got="None", instead="Precision(param_dtype=torch.bfloat16, cast_inputs=True)"))
+
+    def param(self, own: torch.dtype) -> torch.dtype:
+        return self.param_dtype if self.param_dtype is not None and own.is_floating_point else own
+
+    def grad(self, param: torch.dtype) -> torch.dtype:
+        return self.grad_dtype or (torch.float32 if param in LOW else param)
+
+    def reduce(self, param: torch.dtype) -> torch.dtype:
+        return self.reduce_dtype or param
+
+    def master(self, param: torch.dtype) -> torch.dtype:
+        return self.master_dtype or (torch.float32 if param in LOW else param)
+
+
+def fold(total: Tensor, pieces: Sequence[Tensor], *, fresh: bool) -> None:
+    """total = ((total + pieces[0]) + pieces[1]) + ..., in place; `fresh` starts from pieces[0] instead.
+
+    total and pieces are 1-D and of one length; a piece may be `total` itself (only its first use is read).
+    16-bit accumulators are summed in fp32 and rounded once per call.
+    """
+    dtype = torch.float32 if total.dtype in LOW else total.dtype
+    scratch = torch.empty(2, min(CHUNK, total.numel()), dtype=dtype, device=total.device)
+    for at in range(0, total.numel(), CHUNK):
+        part = total[at : at + CHUNK]
+        running, other = scratch[0, : part.numel()], scratch[1, : part.numel()]
+        running.copy_(pieces[0][at : at + CHUNK] if fresh else part)
+        for piece in pieces[1:] if fresh else pieces:
+            addend = piece[at : at + CHUNK]
+            running.add_(addend if addend.dtype == dtype else other.copy_(addend))
+        part.copy_(running)
+
+
+def average_(total: Tensor, ranks: int) -> None:
+    """Divide once, by a true division: times 1/3 is not division by 3."""
+    if ranks > 1:
+        total.div_(ranks)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Bit equality (so NaN equals itself and -0 differs from 0)."""
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def reseed_(master: Tensor, param: Tensor) -> bool:
+    """Where a parameter's bits are not the cast of its master, somebody edited it: the edit becomes the master.
+
+    Returns whether anything changed. Shapes: both 1-D of one length.
+    """
+    changed = False
+    bits = torch.int16 if param.itemsize == 2 else torch.int32 if param.itemsize == 4 else torch.int64
+    for at in range(0, master.numel(), CHUNK):
+        own, seen = master[at : at + CHUNK], param[at : at + CHUNK]
+        differs = own.to(seen.dtype).view(bits) != seen.view(bits)
+        if differs.any():
+            changed = True
+            torch.where(differs, seen.to(own.dtype), own, out=own)
+    return changed
+
+
+# --- norms ----------------------------------------------------------------------------------------------------------
+
+BLOCK = 128
+_BINS = 34  # 32 of eight exponents each, one for inf, one for NaN
+
+
+class BlockMap:
+    """Which slot each block of a shard belongs to, and which elements of a block are padding.
+
+    blocks are `size` elements from the shard's start; slots begin at block boundaries. Built once per bucket.
+    """
+
+    def __init__(self, numel: int, size: int, spans: Sequence[tuple[int, int, int]], device: torch.device) -> None:
+        """spans: (slot number, start, stop) of each fragment, in shard elements."""
+        self.size = size
+        self.count = numel // size
+        owner = torch.full((self.count,), -1, dtype=torch.int64)
+        partial: list[int] = []
+        lengths: list[int] = []
+        for slot, start, stop in spans:
+            owner[start // size : -(-stop // size)] = slot
+            if stop % size and stop > start:
+                partial.append(stop // size)
+                lengths.append(stop % size)
+        self.used = torch.nonzero(owner >= 0).flatten().to(device)
+        self.owner = owner[owner >= 0].to(device)
+        self.dense = self.used.numel() == self.count
+        self.partial = torch.tensor(partial, dtype=torch.int64, device=device)
+        self.hidden = (torch.arange(size)[None, :] >= torch.tensor(lengths, dtype=torch.int64)[:, None]).to(device)
+
+
+def block_sums(shard: Tensor, blocks: BlockMap, ranks: int, order: float) -> Tensor:
+    """fp32 [blocks in use]: each block's sum of |x|^order (its maximum for order inf) of x = shard / ranks.
+
+    The sum inside a block is a fixed tree of halvings, whatever the number of blocks handled at a time.
+    """
+    out = torch.empty(blocks.count, dtype=torch.float32, device=shard.device)
+    step = max(CHUNK // blocks.size, 1)
+    for at in range(0, blocks.count, step):
+        part = shard[at * blocks.size : (at + step) * blocks.size].to(torch.float32, copy=True).view(-1, blocks.size)
+        average_(part, ranks)
+        if blocks.partial.numel():
+            inside = (blocks.partial >= at) & (blocks.partial < at + part.shape[0])
+            rows = blocks.partial[inside] - at
+            part[rows] = part[rows].masked_fill(blocks.hidden[inside], 0.0)
+        part = part.square_() if order == 2.0 else part.abs_()
+        while part.shape[1] > 1:
+            half = part.shape[1] // 2
+            low, high = part[:, :half], part[:, half:]
+            part = torch.maximum(low, high) if order == torch.inf else low + high
+        out[at : at + step] = part[:, 0]
+    return out if blocks.dense else out[blocks.used]
+
+
+def empty_bins(slots: int, device: torch.device) -> Tensor:
+    """int64 [slots, 34]: an exact sum of non-negative fp32 numbers per slot. Bins of several ranks simply add."""
+    return torch.zeros(slots, _BINS, dtype=torch.int64, device=device)
+
+
+def add_to_bins(bins: Tensor, owner: Tensor, sums: Tensor) -> None:
+    """Add fp32 block sums to their slots' bins.
+
+    A float is m * 2^(max(e, 1) - 150); with e = 8 * bin + shift it adds m << shift to its bin, exactly.
+    """
+    bits = sums.view(torch.int32).to(torch.int64)
+    exponent = bits >> 23
+    mantissa = bits & 0x7FFFFF
+    subnormal = exponent == 0
+    shift = torch.where(subnormal, 1, exponent % 8)
+    value = torch.where(subnormal, mantissa, mantissa | 0x800000) << shift
+    special = exponent == 255
+    value = torch.where(special, 1, value)
+    column = torch.where(special, torch.where(mantissa == 0, 32, 33), exponent // 8)
+    bins.view(-1).index_add_(0, owner * _BINS + column, value)
+
+
+def sums_from_bins(bins: Tensor) -> Tensor:
+    """fp64 [slots]: the sums themselves, inf and NaN where one went in."""
+    scale = torch.tensor([2.0 ** (8 * b - 150) for b in range(32)], dtype=torch.float64, device=bins.device)
+    total = (bins[:, :32].to(torch.float64) * scale).sum(dim=1)
+    total[bins[:, 32] > 0] = torch.inf
+    total[bins[:, 33] > 0] = torch.nan
+    return total
+
+
+def add_to_maxima(maxima: Tensor, owner: Tensor, sums: Tensor) -> None:
+    """int32 [slots]: non-negative floats compare like their bits, NaN above inf, so an integer maximum is exact."""
+    maxima.scatter_reduce_(0, owner, sums.view(torch.int32), reduce="amax")

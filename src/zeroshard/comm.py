@@ -1,0 +1,316 @@
+"""The only caller of `torch.distributed`: one-dimensional tensors over one group of ranks, or over no group at all.
+
+    verb        moves                                             issued as
+    gather      every rank's shard into everybody's full bucket   N broadcasts in place (gloo); all_gather_single (NCCL)
+    reduce      every rank's contribution to each shard's owner   all_to_all_single, summed by `numerics.fold`
+    broadcast   one rank's tensor to all                          broadcast
+    control     a few integers, so that ranks agree               all_gather / all_reduce on CPU tensors over gloo
+
+Gathers, reductions and control use process groups of their own: each is ordered in itself, and none can be
+mistaken for another. Control runs on gloo and CPU tensors even beside NCCL, so agreeing never waits for the device.
+
+Named hazard, *sizes must meet*: two ranks in collectives of different size abort the process in gloo, without an
+exception. So every control collective starts with a header of fixed size (`meet`), which says what the rank is
+about to do; only ranks that say the same go on.
+
+Why not the backend's reduce-scatter: gloo's is an all-reduce inside (twice the bytes), and its order of summation
+depends on where an element lies in the buffer; see docs/decisions/ordered-sum.md.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import pairwise
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .errors import PeerError, UserError, message, nearest
+from .events import Ledger
+
+Reduce = Literal["ordered", "native"]
+
+
+@dataclass(frozen=True)
+class Comm:
+    """How ranks talk.
+
+    group: the process group to shard over (None: all ranks; one process alone needs none). A 1-D `DeviceMesh` is
+        taken as its group.
+    timeout: seconds after which a silent peer is an error (None: torch's default, 30 minutes).
+    reduce: "ordered" sums gradients in rank order (same bits at every stage and bucket size); "native" uses the
+        backend's reduce-scatter, whose order is its own business, and needs equal shards.
+    overlap: gathers and reductions run behind compute. Off, each is waited for where it is launched: same bits.
+    prefetch: how many units ahead of use are gathered.
+    release_after_forward: False keeps sharded parameters gathered until backward has used them.
+    """
+
+    group: Any = None
+    timeout: float | None = None
+    reduce: Reduce = "ordered"
+    overlap: bool = True
+    prefetch: int = 1
+    release_after_forward: bool = True
+
+    def __post_init__(self) -> None:
+        if self.reduce not in get_args(Reduce):
+            raise UserError(message("Comm.reduce is not a known way", got=repr(self.reduce), instead=nearest(self.reduce, get_args(Reduce))))
+        if type(self.prefetch) is not int or self.prefetch < 0:
+            raise UserError(message("Comm.prefetch counts units", expected="0, 1, 2, ...", got=repr(self.prefetch), instead="Comm(prefetch=1)"))
+        if self.timeout is not None and not (isinstance(self.timeout, (int, float)) and self.timeout > 0):
+            raise UserError(message("Comm.timeout is a positive number of seconds", got=repr(self.timeout), instead="Comm(timeout=600)"))
+        if self.prefetch and not self.overlap:
+            # Without overlap a prefetch would only hold memory longer; the pair is not a contradiction worth an error.
+            object.__setattr__(self, "prefetch", 0)
+
+
+class Work:
+    """A collective under way: `wait()` for it, or ask whether it is `done()`."""
+
+    def __init__(self, handles: Sequence[Any] = ()) -> None:
+        self._handles = list(handles)
+
+    def done(self) -> bool:
+        return all(handle.is_completed() for handle in self._handles)
+
+    def wait(self) -> None:
+        while self._handles:
+            _named(self._handles[0].wait)
+            self._handles.pop(0)
+
+
+# What a rank can be about to do when it meets the others; the numbers travel in the header.
+MEETINGS = (
+    "construction", "forward", "forward without grad", "backward", "backward under no_sync", "end of backward",
+    "choosing what to gather", "step", "a question about gradients", "gathered()", "leaving gathered()",
+)  # fmt: skip
+
+
+class Group:
+    """One rank's end of the group. World size 1 walks the same lines with nothing to send."""
+
+    rank: int = 0
+    ranks: int = 1
+    backend: str = "none"
+
+    def __init__(self, ledger: Ledger, device: torch.device) -> None:
+        self.ledger = ledger
+        self.device = device
+
+    def gather(self, full: Tensor, bounds: Sequence[int]) -> Work:
+        """full[bounds[r]:bounds[r+1]] becomes rank r's, on every rank, in place."""
+        return Work()
+
+    def reduce(self, send: Tensor, receive: Tensor, bounds: Sequence[int]) -> Work:
+        """receive (ranks x own shard, 1-D) gets each rank's contribution to the own shard, in rank order."""
+        receive.copy_(send)
+        return Work()
+
+    def reduce_native(self, send: Tensor, receive: Tensor) -> Work:
+        """receive (own shard) gets the backend's sum of all contributions."""
+        receive.copy_(send)
+        return Work()
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        """tensor becomes the source rank's, everywhere."""
+
+    def meet(self, what: str, number: int, *payload: int) -> list[tuple[int, ...]]:
+        """Agree that every rank is at the same thing; returns all ranks' payloads (at most four integers each).
+
+        Raises `PeerError` on every rank, naming who is where, when they are not.
+        """
+        return [tuple(payload)]
+
+    def maximum(self, tensor: Tensor) -> None:
+        """Elementwise maximum over the ranks of a CPU tensor, in place."""
+
+    def total(self, tensor: Tensor) -> None:
+        """Elementwise sum over the ranks of a CPU tensor of integers, in place."""
+
+    def describe(self, facts: Any) -> list[Any]:
+        """Every rank's JSON-able `facts`, in rank order."""
+        return [facts]
+
+
+class ProcessGroup(Group):
+    """The same verbs over `torch.distributed`."""
+
+    _HEADER = 6
+
+    def __init__(self, ledger: Ledger, device: torch.device, groups: _Groups) -> None:
+        super().__init__(ledger, device)
+        self._groups = groups
+        self.ranks = dist.get_world_size(groups.parent)
+        self.rank = dist.get_rank(groups.parent)
+        self.backend = str(dist.get_backend(groups.gathers))
+        self._global = dist.get_process_group_ranks(groups.parent)
+
+    def gather(self, full: Tensor, bounds: Sequence[int]) -> Work:
+        nbytes = full.numel() * full.itemsize
+        own = (bounds[self.rank + 1] - bounds[self.rank]) * full.itemsize
+        self.ledger.move("gather", logical=nbytes, sent=_ring(nbytes, self.ranks), received=nbytes - own)
+        raw = full.view(torch.uint8)
+        cuts = [bound * full.itemsize for bound in bounds]
+        if self.backend == "nccl" and len({high - low for low, high in pairwise(cuts)}) == 1:
+            own_part = raw[cuts[self.rank] : cuts[self.rank + 1]]
+            return Work([_named(_all_gather, raw, own_part, group=self._groups.gathers, async_op=True)])
+        return Work(
+            [
+                _named(dist.broadcast, raw[low:high], self._global[source], group=self._groups.gathers, async_op=True)
+                for source, (low, high) in enumerate(pairwise(cuts))
+                if high > low
+            ]
+        )
+
+    def reduce(self, send: Tensor, receive: Tensor, bounds: Sequence[int]) -> Work:
+        self._count_reduce(send, bounds[self.rank + 1] - bounds[self.rank])
+        own = bounds[self.rank + 1] - bounds[self.rank]
+        splits = [high - low for low, high in pairwise(bounds)]
+        return Work(
+            [_named(dist.all_to_all_single, receive, send, [own] * self.ranks, splits, group=self._groups.reductions, async_op=True)]
+        )
+
+    def reduce_native(self, send: Tensor, receive: Tensor) -> Work:
+        self._count_reduce(send, receive.numel())
+        return Work([_named(_reduce_scatter, receive, send, group=self._groups.reductions, async_op=True)])
+
+    def _count_reduce(self, send: Tensor, own: int) -> None:
+        nbytes = send.numel() * send.itemsize
+        self.ledger.move("reduce", logical=nbytes, sent=nbytes - own * send.itemsize, received=own * send.itemsize * (self.ranks - 1))
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        nbytes = tensor.numel() * tensor.itemsize
+        if nbytes:
+            self.ledger.move("broadcast", logical=nbytes, sent=nbytes if self.rank == source else 0, received=0 if self.rank == source else nbytes)
+            _named(dist.broadcast, tensor.view(torch.uint8), self._global[source], group=self._groups.gathers)
+
+    def meet(self, what: str, number: int, *payload: int) -> list[tuple[int, ...]]:
+        header = torch.zeros(self._HEADER, dtype=torch.int64)
+        header[: 2 + len(payload)] = torch.tensor((MEETINGS.index(what), number, *payload))
+        everyone = torch.empty(self.ranks * self._HEADER, dtype=torch.int64)
+        self._count_control(header)
+        _named(_all_gather, everyone, header, group=self._groups.control)
+        rows = everyone.view(self.ranks, self._HEADER).tolist()
+        if any(row[:2] != rows[0][:2] for row in rows):
+            where = "; ".join(f"rank {rank} is at {MEETINGS[row[0]]} {row[1]}" for rank, row in enumerate(rows))
+            raise PeerError(message("the ranks are not doing the same thing", where=where, expected="the same forwards, backwards, steps and questions on every rank, in the same order", instead="give every rank the same number of batches, and call zeroshard's collective methods on all of them"))
+        return [tuple(row[2 : 2 + len(payload)]) for row in rows]
+
+    def maximum(self, tensor: Tensor) -> None:
+        self._count_control(tensor)
+        _named(dist.all_reduce, tensor, dist.ReduceOp.MAX, group=self._groups.control)
+
+    def total(self, tensor: Tensor) -> None:
+        self._count_control(tensor)
+        _named(dist.all_reduce, tensor, dist.ReduceOp.SUM, group=self._groups.control)
+
+    def _count_control(self, tensor: Tensor) -> None:
+        nbytes = tensor.numel() * tensor.itemsize
+        self.ledger.move("control", logical=nbytes, sent=nbytes, received=nbytes * (self.ranks - 1))
+
+    def describe(self, facts: Any) -> list[Any]:
+        text = torch.frombuffer(bytearray(json.dumps(facts).encode()), dtype=torch.uint8)
+        lengths = [row[0] for row in self.meet("construction", 0, text.numel())]
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: text.numel()] = text
+        everyone = torch.empty(self.ranks * max(lengths), dtype=torch.uint8)
+        _named(_all_gather, everyone, padded, group=self._groups.control)
+        rows = everyone.view(self.ranks, -1)
+        return [json.loads(bytes(rows[rank, :length].tolist())) for rank, length in enumerate(lengths)]
+
+
+def connect(settings: Comm, ledger: Ledger, device: torch.device) -> Group:
+    """This rank's end of the group that `settings` names, starting `torch.distributed` where nobody has.
+
+    Under a launcher (`RANK` and `WORLD_SIZE` set) the default process group is made here and ended at exit.
+    """
+    parent = settings.group
+    if hasattr(parent, "get_group") and hasattr(parent, "ndim"):
+        if parent.ndim != 1:
+            raise UserError(message("only a one-dimensional DeviceMesh can be sharded over", expected="ndim 1", got=f"ndim {parent.ndim} {parent.mesh_dim_names}", instead='Comm(group=mesh["shard"])'))
+        parent = parent.get_group()
+    if parent is None:
+        if not dist.is_available() or not (dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1):
+            return Group(ledger, device)
+        if not dist.is_initialized():
+            _start(settings, device)
+        parent = dist.group.WORLD
+    if parent == dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(parent) < 0:
+        raise UserError(message("this rank is not a member of the process group", where=f"rank {dist.get_rank()}", instead="call shard(...) on members of the group only"))
+    if dist.get_world_size(parent) == 1:
+        return Group(ledger, device)
+    return ProcessGroup(ledger, device, _groups(parent, settings.timeout))
+
+
+def _start(settings: Comm, device: torch.device) -> None:
+    import atexit
+
+    timeout = {} if settings.timeout is None else {"timeout": timedelta(seconds=settings.timeout)}
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", **timeout)
+
+    def finish() -> None:
+        # A gloo process that leaves right after its last collective can abort peers that still read from it.
+        if dist.is_initialized():
+            try:
+                dist.barrier()
+            except RuntimeError:
+                pass  # a peer is gone already; its own error says more than this one would
+            dist.destroy_process_group()
+
+    atexit.register(finish)
+
+
+class _Groups:
+    def __init__(self, parent: Any, timeout: float | None) -> None:
+        ranks = dist.get_process_group_ranks(parent)
+        options: dict[str, Any] = {"ranks": ranks, "use_local_synchronization": True}
+        if timeout is not None:
+            options["timeout"] = timedelta(seconds=timeout)
+        backend = dist.get_backend(parent)
+        self._parent = weakref.ref(parent)
+        self.gathers = dist.new_group(backend=backend, **options)
+        self.reductions = dist.new_group(backend=backend, **options)
+        self.control = dist.new_group(backend="gloo", **options)
+
+    @property
+    def parent(self) -> Any:
+        return self._parent()
+
+
+# The three groups of a parent are made once: making them anew for every engine would leak sockets.
+_made: weakref.WeakKeyDictionary[Any, dict[float | None, _Groups]] = weakref.WeakKeyDictionary()
+
+
+def _groups(parent: Any, timeout: float | None) -> _Groups:
+    made = _made.setdefault(parent, {})
+    if timeout not in made:
+        made[timeout] = _Groups(parent, timeout)
+    return made[timeout]
+
+
+def _ring(nbytes: int, ranks: int) -> int:
+    """(N-1)/N of a buffer: what each rank sends when everybody ends up with all of it."""
+    return nbytes * (ranks - 1) // ranks
+
+
+def _named(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a torch.distributed call; a lost or silent peer becomes a `PeerError`."""
+    try:
+        with warnings.catch_warnings():
+            return call(*args, **kwargs)
+    except (RuntimeError, ValueError) as error:
+        rank = dist.get_rank() if dist.is_initialized() else "?"
+        raise PeerError(message("a collective did not complete: a peer is gone, silent, or raised an error of its own", where=f"rank {rank}", got=str(error).splitlines()[0], instead="read the first error among all ranks' output; Comm(timeout=...) sets how long to wait")) from error
+
+
+# torch 2.13 renamed these two; the old names warn there and the new ones are missing before.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -1,0 +1,57 @@
+"""Where a shard rests. A tier reserves storage for a state and accounts for it in the ledger.
+
+Today there is one: the device the model computes on. Host memory and NVMe files join behind the same two verbs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .errors import UserError, message
+from .events import Ledger
+
+
+@dataclass(frozen=True)
+class Offload:
+    """In which tier each state rests: "device" for all of them, until host and NVMe tiers exist."""
+
+    parameters: str = "device"
+    gradients: str = "device"
+    optimizer: str = "device"
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if getattr(self, field.name) != "device":
+                raise UserError(message(f"Offload.{field.name} names a tier that does not exist yet", expected="'device'", got=repr(getattr(self, field.name)), instead="Offload()"))
+
+
+class Tier(Protocol):
+    """Storage for states: zero-filled when reserved, counted by state until given back."""
+
+    device: torch.device
+    ledger: Ledger
+
+    def reserve(self, state: str, numel: int, dtype: torch.dtype) -> Tensor: ...
+
+    def give_back(self, state: str, tensor: Tensor) -> None: ...
+
+
+class DeviceTier:
+    """Plain tensors on the compute device."""
+
+    def __init__(self, device: torch.device, ledger: Ledger) -> None:
+        self.device = device
+        self.ledger = ledger
+
+    def reserve(self, state: str, numel: int, dtype: torch.dtype) -> Tensor:
+        """1-D tensor of `numel` zeros, counted under `state`."""
+        self.ledger.hold(state, numel * dtype.itemsize)
+        return torch.zeros(numel, dtype=dtype, device=self.device)
+
+    def give_back(self, state: str, tensor: Tensor) -> None:
+        """Stop counting; the memory goes when the caller drops the tensor."""
+        self.ledger.hold(state, -tensor.numel() * tensor.itemsize)

@@ -1,0 +1,338 @@
+"""One bucket's storage: the flat memory its parameters are views of, this rank's shard, its masters and its gradients.
+
+    state      parameters' class   memory beside the shard     who moves it there
+    RELEASED   guarded             none (storage of 0 bytes)   release
+    ARRIVING   guarded             full, being written         gather
+    GUARDED    guarded             full                        land, close
+    OPEN       plain               full                        open
+
+Parameters that are replicated start OPEN and leave it only while an updated copy is arriving.
+
+Note *views stay valid*: releasing is `untyped_storage().resize_(0)` and gathering writes into the same storage, so
+autograd's views of the weights survive. Hence a storage may be emptied only when nothing but our own views holds
+it (its use count is the baseline) and nobody holds a parameter that did not before (reference counts). Memory kept
+for that reason counts as not gathered: the next use gathers again.
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from .comm import Group, Work
+from .errors import StateError, UserError, message
+from .guard import flip, unflip
+from .layout import Bucket, slot_at
+from .numerics import Precision, reseed_, same_bits
+from .stage import Placements
+from .tier import Tier
+
+
+class State(enum.Enum):
+    RELEASED = enum.auto()
+    ARRIVING = enum.auto()
+    GUARDED = enum.auto()
+    OPEN = enum.auto()
+
+
+_LEGAL = {
+    (State.RELEASED, State.ARRIVING),
+    (State.ARRIVING, State.GUARDED),
+    (State.GUARDED, State.ARRIVING),
+    (State.GUARDED, State.OPEN),
+    (State.GUARDED, State.RELEASED),
+    (State.OPEN, State.GUARDED),
+}
+
+
+class Place:
+    """Attached to every managed parameter as `_zeroshard`: which buffer, which slot, and what a touch does."""
+
+    def __init__(self, buffer: Buffer, index: int) -> None:
+        self.buffer = buffer
+        self.index = index
+
+    @property
+    def name(self) -> str:
+        return self.buffer.bucket.slots[self.index].name
+
+    def touch(self, param: nn.Parameter) -> None:
+        """Open the parameter, or raise `ReleasedError` where it cannot be gathered."""
+        self.buffer.on_touch(self.buffer, self.index)
+
+
+def _owned_elsewhere(param: nn.Parameter) -> int:
+    """Python references to a parameter. torch adds one of its own while C++ (a graph, say) holds the tensor too."""
+    return sys.getrefcount(param) - (_CPP_COUNTS and param._use_count() > 1)
+
+
+def _cpp_counts() -> bool:
+    probe = nn.Parameter(torch.zeros(1))
+    alone = sys.getrefcount(probe)
+    graph = probe * 2
+    counted = sys.getrefcount(probe) > alone
+    del graph
+    return counted
+
+
+_CPP_COUNTS = _cpp_counts()
+
+
+class Buffer:
+    """The memory of one bucket on one rank."""
+
+    def __init__(self, bucket: Bucket, params: list[nn.Parameter], align: int, place: Placements, precision: Precision, group: Group, tier: Tier) -> None:
+        self.bucket = bucket
+        self.align = align
+        self.params = params
+        self.place = place
+        self.group = group
+        self.tier = tier
+        self.dtype = precision.param(params[0].dtype)
+        self.grad_dtype = precision.grad(self.dtype)
+        self.reduce_dtype = precision.reduce(self.dtype)
+        self.master_dtype = precision.master(self.dtype)
+        self.generation = 0
+        self.state = State.OPEN
+        self.fresh = True  # is what the storage holds what a gather would bring?
+        self.on_touch: Callable[[Buffer, int], None] = lambda buffer, index: None
+        self.on_new_storage: Callable[[int, Buffer], None] = lambda old, buffer: None
+        self.on_fetch: Callable[[Buffer], None] = lambda buffer: None
+        self.master: Tensor | None = None
+        self.gradients: Tensor | None = None
+        self._work: list[Work] = []
+        self._refs: list[int] = []
+        self._uses = 0
+        self._first, self._last = bucket.shard(group.rank)
+
+    # --- construction -------------------------------------------------------------------------------------------------
+
+    def adopt(self) -> None:
+        """Move the parameters into flat storage: rank 0's values, converted; masters seeded before converting.
+
+        After this every parameter is a view of `full`; with sharded parameters it is released.
+        """
+        bucket, owned = self.bucket, slice(*self.updated)
+        needs_master = bucket.trainable and self.master_dtype != self.dtype
+        source_dtype = self.master_dtype if needs_master else self.dtype
+        source = torch.zeros(bucket.numel, dtype=source_dtype, device=self.tier.device)
+        for param, slot in zip(self.params, bucket.slots, strict=True):
+            source[slot.start : slot.stop].copy_(param.detach().reshape(-1))
+        self.group.broadcast(source)
+        if self.place.parameters:
+            self.shard = self.tier.reserve("parameters", bucket.shard_numel(self.group.rank), self.dtype)
+            self.shard.copy_(source[self._first : self._last])
+            self.tier.ledger.hold("gather", bucket.numel * self.dtype.itemsize)
+            self.full = source if source.dtype == self.dtype else source.to(self.dtype)
+        else:
+            self.full = self.tier.reserve("parameters", bucket.numel, self.dtype)
+            self.full.copy_(source)
+            self.shard = self.full[self._first : self._last]
+        if needs_master:
+            self.master = self.tier.reserve("master", owned.stop - owned.start, self.master_dtype)
+            self.master.copy_(source[owned])
+        del source
+        self._nbytes = bucket.numel * self.dtype.itemsize
+        for param, slot in zip(self.params, bucket.slots, strict=True):
+            param.data = self.full[slot.start : slot.stop].view(slot.shape)
+        if bucket.trainable:
+            self.reserve_gradients()
+        if self.place.parameters:
+            self._baseline()
+            self.close()
+            self.release()
+
+    def reserve_gradients(self) -> None:
+        """The accumulator of averaged gradients: full-size where gradients are replicated, else the shard."""
+        if self.gradients is None:
+            numel = self.bucket.shard_numel(self.group.rank) if self.place.gradients else self.bucket.numel
+            self.gradients = self.tier.reserve("gradients", numel, self.grad_dtype)
+
+    def reserve_master(self) -> None:
+        """Masters for a bucket that was frozen at construction: seeded from the parameters themselves."""
+        if self.master is None and self.master_dtype != self.dtype:
+            first, last = self.updated
+            self.master = self.tier.reserve("master", last - first, self.master_dtype)
+            self.master.copy_(self.stored)
+
+    # --- which part is whose --------------------------------------------------------------------------------------------
+
+    @property
+    def owned(self) -> tuple[int, int]:
+        """Bucket elements [first, last) of this rank's shard."""
+        return self._first, self._last
+
+    @property
+    def updated(self) -> tuple[int, int]:
+        """Bucket elements that this rank's optimizer updates: its shard, or everything where state is replicated."""
+        return self.owned if self.place.optimizer else (0, self.bucket.numel)
+
+    @property
+    def stored(self) -> Tensor:
+        """The resting parameters that this rank's optimizer updates, in the parameters' dtype, 1-D."""
+        if self.place.parameters:
+            return self.shard
+        return self.full[slice(*self.updated)]
+
+    @property
+    def target(self) -> Tensor:
+        """What the optimizer's fragments are views of: the master, or the parameters themselves."""
+        return self.stored if self.master is None else self.master
+
+    @property
+    def total(self) -> Tensor:
+        """This rank's shard of the gradient accumulator, 1-D."""
+        assert self.gradients is not None
+        return self.gradients if self.place.gradients else self.gradients[self._first : self._last]
+
+    # --- the four moves -------------------------------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> bool:
+        """Are the weights here, or on their way?"""
+        return self.state is not State.RELEASED and self.fresh
+
+    def gather(self) -> Work:
+        """Launch the gather of this bucket into its own storage."""
+        with torch.inference_mode(False), torch.no_grad():
+            if self.place.parameters:
+                if self.state is State.RELEASED:
+                    self._baseline()
+                    self.full.untyped_storage().resize_(self._nbytes)
+                    self.tier.ledger.hold("gather", self._nbytes)
+                self.land()
+                self.full[self._first : self._last].copy_(self.shard)
+            if self.state is not State.OPEN:
+                self._move(State.ARRIVING)
+            self.fresh = True
+            work = self.group.gather(self.full, self.bucket.bounds)
+        self._work.append(work)
+        return work
+
+    def expect(self) -> None:
+        """Replicated weights are about to be replaced: guard them until they have landed."""
+        if self.state is State.OPEN:
+            self.close()
+
+    def land(self) -> None:
+        """Wait for whatever is arriving."""
+        while self._work:
+            self._work[0].wait()
+            self._work.pop(0)
+        if self.state is State.ARRIVING:
+            self._move(State.GUARDED)
+
+    def open(self) -> None:
+        """Plain parameters, data present."""
+        self.land()
+        if self.state is State.GUARDED:
+            self._move(State.OPEN)
+            for param in self.params:
+                unflip(param)
+
+    def close(self) -> None:
+        """Guard the parameters; the data stays."""
+        if self.state is State.OPEN:
+            self.land()
+            self._move(State.GUARDED)
+            for param in self.params:
+                flip(param)
+
+    def release(self) -> bool:
+        """Give the memory back, unless somebody still holds it. Returns whether it is gone."""
+        if self.state is State.RELEASED:
+            return True
+        self.land()
+        self.keep_edits()
+        self.fresh = False
+        if torch._C._storage_Use_Count(self.full.untyped_storage()._cdata) > self._uses:
+            return False
+        if any(now > before for now, before in zip(self._references(), self._refs, strict=True)):
+            return False
+        self._move(State.RELEASED)
+        if self.full.untyped_storage().resizable():
+            self.full.untyped_storage().resize_(0)
+        else:
+            self._replace_storage()
+        self.tier.ledger.hold("gather", -self._nbytes)
+        return True
+
+    def _replace_storage(self) -> None:
+        # `.numpy()` pins a storage's size for ever. Nobody holds this one any more, so a new one takes its place.
+        old = self.full.untyped_storage()._cdata
+        self.full = torch.empty_like(self.full)
+        with torch._C.DisableTorchFunctionSubclass():
+            for param, slot in zip(self.params, self.bucket.slots, strict=True):
+                param.data = self.full[slot.start : slot.stop].view(slot.shape)
+        self.full.untyped_storage().resize_(0)
+        self.on_new_storage(old, self)
+
+    def _move(self, state: State) -> None:
+        assert state is self.state or (self.state, state) in _LEGAL, (self.state, state)
+        self.state = state
+
+    def _baseline(self) -> None:
+        # Counted while nothing is gathered: whoever holds a parameter now did so before anybody could compute with it.
+        self._uses = torch._C._storage_Use_Count(self.full.untyped_storage()._cdata)
+        self._refs = self._references()
+
+    def _references(self) -> list[int]:
+        return [_owned_elsewhere(param) for param in self.params]
+
+    # --- edits ----------------------------------------------------------------------------------------------------------
+
+    def rebind(self) -> None:
+        """A parameter whose `.data` was replaced gets the new values copied into its slot and is a view again."""
+        storage = self.full.untyped_storage()._cdata
+        for param, slot in zip(self.params, self.bucket.slots, strict=True):
+            with torch._C.DisableTorchFunctionSubclass():
+                data = param.data
+                if data.untyped_storage()._cdata == storage:
+                    continue
+                if data.shape != slot.shape or data.dtype != self.dtype or data.device != self.full.device:
+                    raise UserError(message("a sharded parameter's data was replaced by something of another kind", where=f"parameter {slot.name!r}", expected=f"{slot.shape} {self.dtype} on {self.full.device}", got=f"{tuple(data.shape)} {data.dtype} on {data.device}", instead="convert or move the model before zeroshard.shard(...), or pass precision= and device="))
+                view = self.full[slot.start : slot.stop].view(slot.shape)
+                view.copy_(data)
+                param.data = view
+
+    def keep_edits(self) -> bool:
+        """With sharded parameters: what was edited in the gathered copy becomes the shard. Says whether anything was."""
+        if not (self.place.parameters and self.ready):
+            return False  # nothing gathered, or only a copy that the last step made old
+        with torch.inference_mode(False), torch.no_grad():
+            self.rebind()
+            mine = self.full[self._first : self._last]
+            if same_bits(mine, self.shard):
+                return False
+            self.shard.copy_(mine)
+            return True
+
+    def seed_master(self) -> bool:
+        """Masters follow edited parameters. Says whether anything was edited."""
+        return self.master is not None and reseed_(self.master, self.stored)
+
+    def changed(self) -> None:
+        """New weights: saved tensors of older ones must not be used."""
+        self.generation += 1
+        if not self.place.parameters:
+            with torch._C.DisableTorchFunctionSubclass():
+                torch.autograd.graph.increment_version(self.params)
+
+    # --- what saved notes ask ---------------------------------------------------------------------------------------------
+
+    def version_at(self, element: int) -> int:
+        return self.params[slot_at(self.bucket.slots, element)]._version
+
+    def name_at(self, element: int) -> str:
+        return self.bucket.slots[slot_at(self.bucket.slots, element)].name
+
+    def fetch(self) -> None:
+        """Make the data present for autograd."""
+        self.on_fetch(self)
+        if not self.ready:
+            raise StateError(message("a weight needed by backward could not be gathered", where=f"parameter {self.bucket.slots[0].name!r}", instead="run backward on every rank"))
+        self.land()

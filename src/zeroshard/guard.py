@@ -1,0 +1,220 @@
+"""Nobody may read a parameter whose memory is not there: an op on an emptied storage is a segmentation fault.
+
+Two doors lead to it, and each has a guard.
+
+*Python.* While a parameter is not open, its class is flipped to a `Parameter` subclass whose `__torch_function__`
+answers metadata (shape, dtype, hooks, ...) and otherwise calls `touch`, which opens the parameter or raises. It is
+what torch's own `UninitializedParameter` does. An open parameter is a plain `nn.Parameter` and costs nothing.
+
+*C++.* Tensors that autograd saves for backward never pass Python. While a unit's forward runs in grad mode, a pair of
+`saved_tensors_hooks` keeps, instead of a parameter (or a view of one), a `Saved` note of where it was; unpacking the
+note gathers the unit. Three hazards, each met below:
+
+- Only the topmost pair of hooks runs, so whatever is not ours goes to the pair below; activation checkpointing is
+  such a pair, and without this every activation would be kept.
+- Hooks switch autograd's own version check off, so versions are compared here.
+- A step between forward and backward would silently use new weights, so notes carry the weights' generation.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from .errors import StateError, message
+
+_GETTERS = (
+    "shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad", "grad_fn", "is_cuda", "is_cpu", "is_meta",
+    "is_sparse", "is_quantized", "is_nested", "is_mps", "is_xpu", "ndim", "name", "names", "_version", "itemsize", "nbytes",
+    "_backward_hooks", "_post_accumulate_grad_hooks", "output_nr", "retains_grad", "_cdata", "_base", "grad_dtype",
+)  # fmt: skip
+_SETTERS = ("grad", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks", "grad_dtype")
+_METHODS = (
+    "size", "dim", "numel", "nelement", "element_size", "stride", "storage_offset", "is_contiguous", "is_floating_point",
+    "is_complex", "is_signed", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "__len__",
+    "__hash__", "get_device", "ndimension", "is_pinned", "is_inference", "_use_count", "is_same_size",
+)  # fmt: skip
+_METADATA = frozenset(
+    [getattr(torch.Tensor, name).__get__ for name in _GETTERS if hasattr(torch.Tensor, name)]
+    + [getattr(torch.Tensor, name).__set__ for name in _SETTERS if hasattr(torch.Tensor, name)]
+    + [getattr(torch.Tensor, name).__delete__ for name in ("grad",)]
+    + [getattr(torch.Tensor, name) for name in _METHODS if hasattr(torch.Tensor, name)]
+    + [torch.numel, torch.is_floating_point, torch.is_complex]
+)
+
+
+class Guarded:
+    """Mixed in front of a parameter's own class while it is not open. `_zeroshard` is its `Place`."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func is torch.Tensor.__repr__:
+            return _describe(args[0])
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Guarded):
+                leaf._zeroshard.touch(leaf)  # type: ignore[attr-defined]
+        return func(*args, **kwargs)
+
+
+def _describe(param: Any) -> str:
+    return f"Parameter {param._zeroshard.name!r} of shape {tuple(param.shape)}, {param.dtype}, sharded by zeroshard and not gathered now"
+
+
+@functools.cache
+def guarded_class(plain: type) -> type:
+    """The flipped class of a parameter class."""
+    return type(f"Guarded{plain.__name__}", (Guarded, plain), {"_plain": plain})
+
+
+def flip(param: nn.Parameter) -> None:
+    """Guard a parameter: Python can no longer read its data."""
+    if not isinstance(param, Guarded):
+        param.__class__ = guarded_class(param.__class__)
+
+
+def unflip(param: nn.Parameter) -> None:
+    """Make it a plain parameter again."""
+    if isinstance(param, Guarded):
+        param.__class__ = param._plain  # type: ignore[attr-defined]
+
+
+@functools.cache
+def cover_dlpack() -> None:
+    """`to_dlpack` is C++ and asks no class: route it past the guard. Called once something can be released."""
+    original = torch._C._to_dlpack
+
+    def to_dlpack(tensor: Any) -> Any:
+        """torch's own, after asking zeroshard's guard about a parameter that may not be gathered."""
+        if isinstance(tensor, Guarded):
+            tensor._zeroshard.touch(tensor)  # type: ignore[attr-defined]
+        return original(tensor)
+
+    for module in (torch._C, torch.utils.dlpack, torch):
+        for name in ("_to_dlpack", "to_dlpack"):
+            if getattr(module, name, None) is original:
+                setattr(module, name, to_dlpack)
+
+
+# --- what autograd saves ----------------------------------------------------------------------------------------------
+
+
+class Source(Protocol):
+    """What a note needs of the buffer it points into."""
+
+    full: Tensor
+    generation: int
+
+    def version_at(self, element: int) -> int: ...
+
+    def name_at(self, element: int) -> str: ...
+
+    def fetch(self) -> None: ...
+
+
+class Saved(NamedTuple):
+    """Instead of a parameter (or a view of one): where it was. A tensor again once its unit is gathered."""
+
+    source: Source
+    dtype: torch.dtype
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    conj: bool
+    neg: bool
+    version: int
+    generation: int
+
+    @property
+    def element(self) -> int:
+        """First element, counted in the buffer's own dtype."""
+        return self.offset * self.dtype.itemsize // self.source.full.itemsize
+
+    def restore(self) -> Tensor:
+        self.source.fetch()
+        if self.generation != self.source.generation or self.version != self.source.version_at(self.element):
+            raise StateError(message("a weight was changed between forward and backward by an inplace operation", where=f"parameter {self.source.name_at(self.element)!r}", expected=f"version {self.version} of generation {self.generation}", got=f"version {self.source.version_at(self.element)} of generation {self.source.generation}", instead="call backward before optimizer.step() or any edit of the weights"))
+        with torch.no_grad():
+            view = torch.empty(0, dtype=self.dtype, device=self.source.full.device)
+            view.set_(self.source.full.untyped_storage(), self.offset, self.size, self.stride)  # type: ignore[call-overload]
+            view = view.conj() if self.conj else view
+            return torch._neg_view(view) if self.neg else view
+
+
+class Kept(NamedTuple):
+    """A tensor that is not ours and that no other pair of hooks wants: kept, with the version it had."""
+
+    tensor: Tensor
+    version: int
+
+    def restore(self) -> Tensor:
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{self.tensor.dtype} {list(self.tensor.shape)} is at version {self.tensor._version}; expected version {self.version} instead."
+            )
+        return self.tensor
+
+
+class Below(NamedTuple):
+    """What the pair of hooks below ours made of a tensor, and how it turns it back."""
+
+    packed: Any
+    unpack: Callable[[Any], Tensor]
+
+    def restore(self) -> Tensor:
+        return self.unpack(self.packed)
+
+
+def _unpack(note: Saved | Kept | Below) -> Tensor:
+    return note.restore()
+
+
+class SavedTensors:
+    """The pairs of hooks, and the stack discipline of pushing and popping them."""
+
+    def __init__(self) -> None:
+        self._sources: dict[int, Source] = {}
+        self._alone = (functools.partial(self._pack, None), _unpack)
+
+    def watch(self, source: Source) -> None:
+        """From now on, tensors that live in this buffer's storage are kept as notes."""
+        self._sources[source.full.untyped_storage()._cdata] = source
+
+    def moved(self, old: int, source: Source) -> None:
+        """A buffer got a new storage in place of the one at address `old`."""
+        self._sources.pop(old, None)
+        self.watch(source)
+
+    def push(self) -> None:
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if top is not None and getattr(top[0], "func", None) == self._pack:
+            pair = top
+        elif top is None:
+            pair = self._alone
+        else:
+            pair = (functools.partial(self._pack, top), _unpack)
+        torch._C._autograd._push_saved_tensors_default_hooks(*pair)
+
+    def pop(self) -> None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+
+    def _pack(self, below: Any, tensor: Tensor) -> Saved | Kept | Below:
+        if tensor.layout is torch.strided:
+            source = self._sources.get(tensor.untyped_storage()._cdata)
+            if source is not None:
+                offset = tensor.storage_offset()
+                element = offset * tensor.itemsize // source.full.itemsize
+                return Saved(source, tensor.dtype, offset, tensor.size(), tensor.stride(), tensor.is_conj(), tensor.is_neg(), source.version_at(element), source.generation)
+        if below is not None:
+            return Below(below[0](tensor), below[1])
+        # detach, because returning an op's own output would tie a reference cycle through its graph.
+        return Kept(tensor.detach(), tensor._version)

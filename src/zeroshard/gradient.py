@@ -1,0 +1,335 @@
+"""Gradients after they are reduced: the accumulators, and `p.grad` as the user sees it.
+
+After backward every rank holds its shard of each bucket's running sum (`Accumulator.total`), at every stage alike.
+`p.grad` is a `ShardedGrad`: a tensor of the parameter's shape without memory of its own, that knows where the sum
+lies. It answers what gradient clipping, scaling and zeroing ask, exactly and the same on every rank; whatever it
+cannot answer it refuses, with the remedy.
+
+The sum is divided by the number of ranks once and late, because (a / 3) * 3 is not a: reading divides a copy,
+only editing or stepping divides in place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .buffer import Buffer
+from .comm import Group, Work
+from .errors import StateError, message
+from .layout import Slot
+from .numerics import (
+    BLOCK,
+    BlockMap,
+    add_to_bins,
+    add_to_maxima,
+    average_,
+    block_sums,
+    empty_bins,
+    sums_from_bins,
+)
+
+aten = torch.ops.aten
+
+
+class Accumulator:
+    """The running sum of one bucket's gradients since they were last cleared, this rank's shard of it."""
+
+    def __init__(self, buffer: Buffer, ranks: int) -> None:
+        self.buffer = buffer
+        self.ranks = ranks
+        self.filled = False  # has anything been added since the gradients were cleared?
+        self.averaged = False  # has the sum been divided by the number of ranks already?
+        self.spread = False  # has every rank the whole average? (replicated optimizer state needs it)
+        self.local: Tensor | None = None  # full-size sum of what backward under no_sync left unreduced
+        self._blocks: BlockMap | None = None
+
+    @property
+    def total(self) -> Tensor:
+        return self.buffer.total
+
+    def fragment(self, index: int) -> Tensor:
+        """This rank's elements of one slot of the sum, 1-D (possibly empty)."""
+        slot = self.buffer.bucket.slots[index]
+        first, last = self.buffer.owned
+        part = slot.within(first, last)
+        return self.total[slot.start + part.start - first : slot.start + part.stop - first] if part.numel else self.total[:0]
+
+    def average(self) -> None:
+        """Turn the sum into the average, in place."""
+        if not self.averaged:
+            average_(self.total, self.ranks)
+            self.averaged = True
+
+    def spread_average(self) -> Work:
+        """Launch the gather of the whole average, where the optimizer's state is replicated and asks for it."""
+        self.average()
+        if self.buffer.place.optimizer or self.spread:
+            return Work()
+        self.spread = True
+        assert self.buffer.gradients is not None
+        return self.buffer.group.gather(self.buffer.gradients, self.buffer.bucket.bounds)
+
+    def updating(self, index: int) -> Tensor:
+        """The averaged gradient of what this rank's optimizer updates of one slot, 1-D."""
+        if self.buffer.place.optimizer:
+            return self.fragment(index)
+        assert self.buffer.gradients is not None
+        slot = self.buffer.bucket.slots[index]
+        return self.buffer.gradients[slot.start : slot.stop]
+
+    def undo_average(self) -> None:
+        """Back to a sum, because more is to be added. Exact where the number of ranks is a power of two."""
+        self.spread = False
+        if self.averaged and self.ranks > 1:
+            self.total.mul_(self.ranks)
+        self.averaged = False
+
+    def clear(self) -> None:
+        self.filled = self.averaged = self.spread = False
+
+    def blocks(self, first_number: int) -> BlockMap:
+        """Which of the shard's blocks belongs to which entry of the book; `first_number` is slot 0's entry."""
+        if self._blocks is None:
+            first, _ = self.buffer.owned
+            spans = []
+            for index, slot in enumerate(self.buffer.bucket.slots):
+                part = slot.within(*self.buffer.owned)
+                if part.numel:
+                    spans.append((first_number + index, slot.start + part.start - first, slot.start + part.stop - first))
+            self._blocks = BlockMap(self.total.numel(), min(BLOCK, self.buffer.align), spans, self.total.device)
+        return self._blocks
+
+
+class Entry(NamedTuple):
+    """One trainable parameter in the book of gradients."""
+
+    number: int
+    param: nn.Parameter
+    accumulator: Accumulator
+    index: int  # slot index in the bucket
+
+    @property
+    def slot(self) -> Slot:
+        return self.accumulator.buffer.bucket.slots[self.index]
+
+
+class Gradients:
+    """The book of all gradients: who has one, and the answers to questions about them."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.accumulators: list[Accumulator] = []
+        self.entries: list[Entry] = []
+        self.first_number: dict[int, int] = {}  # bucket index -> number of its first entry
+        self.fragments: dict[int, list[nn.Parameter]] = {}  # entry number -> what optimizers on this rank hold of it
+        self.settle: Callable[[], None] = lambda: None  # reduces what no_sync left, before a question
+        self._questions = 0
+        self._answers: dict[float, Tensor] = {}
+
+    def add(self, buffer: Buffer) -> Accumulator:
+        """Enter a bucket whose parameters receive gradients."""
+        accumulator = Accumulator(buffer, self.group.ranks)
+        self.first_number[buffer.bucket.index] = len(self.entries)
+        for index, param in enumerate(buffer.params):
+            self.entries.append(Entry(len(self.entries), param, accumulator, index))
+        self.accumulators.append(accumulator)
+        return accumulator
+
+    def forget_answers(self) -> None:
+        self._answers.clear()
+
+    def show(self, entry: Entry) -> None:
+        """Make `p.grad` the sharded gradient."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if not isinstance(entry.param.grad, ShardedGrad):
+                entry.param.grad = ShardedGrad(self, entry, entry.param, is_fragment=False)
+        for fragment in self.fragments.get(entry.number, ()):
+            fragment.grad = ShardedGrad(self, entry, fragment, is_fragment=True)
+
+    def hide(self, entry: Entry) -> None:
+        """Make `p.grad` None, on the optimizers' side too."""
+        with torch._C.DisableTorchFunctionSubclass():
+            entry.param.grad = None
+        for fragment in self.fragments.get(entry.number, ()):
+            fragment.grad = None
+
+    def has_gradient(self, entry: Entry) -> bool:
+        """Does this parameter have a gradient? Clearing or replacing `p.grad` counts."""
+        with torch._C.DisableTorchFunctionSubclass():
+            grad = entry.param.grad
+        if grad is not None and not isinstance(grad, ShardedGrad):
+            raise StateError(message("a sharded gradient was replaced by a tensor", where=f"parameter {entry.slot.name!r}", expected="the ShardedGrad that backward left, edited in place", got=type(grad).__name__, instead="p.grad.copy_(tensor)"))
+        return grad is not None
+
+    # --- questions: every rank asks, one collective answers for all parameters ---------------------------------------------
+
+    def ask(self) -> None:
+        """Agree that every rank is asking; reduce first what was only summed locally."""
+        self.settle()
+        self.agree()
+
+    def agree(self) -> None:
+        self._questions += 1
+        self.group.meet("a question about gradients", self._questions)
+
+    def norm(self, entry: Entry, order: float) -> Tensor:
+        """0-d fp32 tensor: the norm of one parameter's whole gradient, the same on every rank."""
+        if order not in self._answers:
+            self._answers[order] = self._norms(order)
+        return self._answers[order][entry.number]
+
+    def _norms(self, order: float) -> Tensor:
+        if order not in (1.0, 2.0, math.inf):
+            raise StateError(message("this norm of a sharded gradient is not defined", expected="L1, L2 or Linf", got=f"order {order}", instead="norm_type=2.0, 1.0 or float('inf')"))
+        self.ask()
+        device = self.entries[0].param.device
+        bins = empty_bins(len(self.entries), device)
+        maxima = torch.zeros(len(self.entries), dtype=torch.int32, device=device)
+        for accumulator in self.accumulators:
+            if accumulator.filled and accumulator.total.numel():
+                blocks = accumulator.blocks(self.first_number[accumulator.buffer.bucket.index])
+                sums = block_sums(accumulator.total, blocks, 1 if accumulator.averaged else self.group.ranks, order)
+                if order == math.inf:
+                    add_to_maxima(maxima, blocks.owner, sums)
+                else:
+                    add_to_bins(bins, blocks.owner, sums)
+        if order == math.inf:
+            agreed = maxima.cpu()
+            self.group.maximum(agreed)
+            return agreed.view(torch.float32).to(device)
+        agreed = bins.cpu()
+        self.group.total(agreed)
+        sums = sums_from_bins(agreed)
+        return (sums.sqrt() if order == 2.0 else sums).to(torch.float32).to(device)
+
+    def full(self, entry: Entry) -> Tensor:
+        """The whole averaged gradient of one parameter, on every rank."""
+        self.ask()
+        accumulator, buffer = entry.accumulator, entry.accumulator.buffer
+        first, last = buffer.owned
+        whole = torch.zeros(buffer.bucket.numel, dtype=buffer.grad_dtype, device=buffer.full.device)
+        whole[first:last].copy_(accumulator.total)
+        if not accumulator.averaged:
+            average_(whole[first:last], self.group.ranks)
+        self.group.gather(whole, buffer.bucket.bounds).wait()
+        return whole[entry.slot.start : entry.slot.stop].view(entry.slot.shape).clone()
+
+    def unscale(self, grads: Sequence[ShardedGrad], found_inf: Tensor, inv_scale: Tensor) -> None:
+        """What `GradScaler` does to a list of gradients, with one verdict for all ranks."""
+        self.ask()
+        fragments = [grad.editable() for grad in grads]
+        aten._amp_foreach_non_finite_check_and_unscale_([f for f in fragments if f.numel()], found_inf, inv_scale)
+        agreed = found_inf.detach().cpu()
+        self.group.maximum(agreed)
+        found_inf.copy_(agreed)
+
+
+class ShardedGrad(Tensor):
+    """`p.grad` of a managed parameter (or the `.grad` of an optimizer fragment outside `step()`).
+
+    Has the shape, dtype and device of its parameter and no memory. `full_tensor()` gathers the real thing.
+    """
+
+    _book: Gradients
+    _entry: Entry
+    _is_fragment: bool
+
+    @staticmethod
+    def __new__(cls, book: Gradients, entry: Entry, like: Tensor, *, is_fragment: bool) -> ShardedGrad:
+        return torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)  # type: ignore[attr-defined, no-any-return]
+
+    def __init__(self, book: Gradients, entry: Entry, like: Tensor, *, is_fragment: bool) -> None:
+        self._book = book
+        self._entry = entry
+        self._is_fragment = is_fragment
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"ShardedGrad({self._entry.slot.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def full_tensor(self) -> Tensor:
+        """The whole averaged gradient as a plain tensor in the accumulation dtype. Collective: call it on every rank."""
+        return self._book.full(self._entry)
+
+    def to_local(self) -> Tensor:
+        """This rank's elements of the averaged gradient, 1-D. A copy; no communication."""
+        self._book.settle()
+        local = self._entry.accumulator.fragment(self._entry.index).clone()
+        if not self._entry.accumulator.averaged:
+            average_(local, self._book.group.ranks)
+        return local
+
+    def editable(self) -> Tensor:
+        """This rank's elements, averaged, to be changed in place."""
+        self._book.settle()
+        self._book.forget_answers()
+        self._entry.accumulator.average()
+        self._entry.accumulator.spread = False
+        return self._entry.accumulator.fragment(self._entry.index)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is aten.detach.default:
+            return args[0]
+        if func in (aten.linalg_vector_norm.default, aten._foreach_norm.Scalar):
+            return _norm(func, *args, **kwargs)
+        if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
+            return args[0][0]._book.unscale(*args)
+        if func in _ELEMENTWISE and isinstance(args[0], ShardedGrad):
+            _edit(func, args[0], args[1:], kwargs)
+            return args[0]
+        if func in _FOREACH:
+            for number, grad in enumerate(args[0]):
+                _edit(_FOREACH[func], grad, [a[number] if isinstance(a, (list, tuple)) else a for a in args[1:]], kwargs)
+            return None
+        first = next(leaf for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(leaf, ShardedGrad))
+        raise StateError(message(f"a sharded gradient cannot answer {func}", where=f"gradient of {first._entry.slot.name!r}", expected="clip_grad_norm_, clip_grad_value_, GradScaler, zero_ and elementwise edits in place", instead="p.grad.full_tensor() on every rank, or p.grad.to_local() for this rank's elements"))
+
+
+def _norm(func: Any, what: Any, order: float = 2.0, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    grads = what if isinstance(what, (list, tuple)) else [what]
+    for grad in grads:
+        if grad._is_fragment:
+            raise StateError(message("the norm of an optimizer's fragments is only this rank's part of it", where=f"gradient of {grad._entry.slot.name!r}", instead="torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)"))
+    if dim is not None or keepdim:
+        raise StateError(message("a sharded gradient has a norm as a whole only", where=f"gradient of {grads[0]._entry.slot.name!r}", got=f"dim={dim}", instead="p.grad.full_tensor().norm(dim=...) on every rank"))
+    norms = [grad._book.norm(grad._entry, float(order)) for grad in grads]
+    return norms if isinstance(what, (list, tuple)) else norms[0]
+
+
+_ELEMENTWISE = {
+    aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar, aten.add_.Tensor, aten.add_.Scalar,
+    aten.sub_.Tensor, aten.sub_.Scalar, aten.clamp_.default, aten.clamp_min_.default, aten.clamp_max_.default, aten.zero_.default,
+    aten.neg_.default, aten.sign_.default, aten.nan_to_num_.default, aten.fill_.Scalar, aten.copy_.default,
+}  # fmt: skip
+_FOREACH = {
+    aten._foreach_mul_.Scalar: aten.mul_.Scalar,
+    aten._foreach_mul_.Tensor: aten.mul_.Tensor,
+    aten._foreach_div_.Scalar: aten.div_.Scalar,
+    aten._foreach_zero_.default: aten.zero_.default,
+    aten._foreach_clamp_min_.Scalar: aten.clamp_min_.default,
+    aten._foreach_clamp_max_.Scalar: aten.clamp_max_.default,
+}
+
+
+def _edit(func: Any, grad: ShardedGrad, others: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Apply an elementwise op in place to this rank's elements; tensors of the gradient's shape are cut alike."""
+    entry = grad._entry
+    part = entry.slot.within(*entry.accumulator.buffer.owned)
+
+    def cut(other: Any) -> Any:
+        if not isinstance(other, Tensor) or other.numel() == 1 and other.dim() == 0:
+            return other
+        if isinstance(other, ShardedGrad):
+            return other.to_local()
+        if tuple(other.shape) != entry.slot.shape or grad._is_fragment:
+            raise StateError(message("a sharded gradient can be edited by scalars and by tensors of its own shape", where=f"gradient of {entry.slot.name!r}", expected=entry.slot.shape, got=tuple(other.shape), instead="broadcast it first"))
+        return other.reshape(-1)[part.start : part.stop]
+
+    others = [cut(other) for other in others]
+    func(grad.editable(), *others, **kwargs)

@@ -1,0 +1,301 @@
+"""Gradients on their way: counted as they appear, sent in one order, folded into the accumulators.
+
+A bucket is ready when every trainable parameter in it has its gradient (counted by post-accumulate hooks, not by
+module hooks, which fire too early when inputs need no gradient). Ready buckets are sent in one agreed order on every
+rank, whatever order autograd finishes in. At the end of backward the ranks exchange which parameters got a gradient
+anywhere and send the rest, with zeros where a rank has none.
+
+Named hazard, *a second gradient*: inside a re-entrant checkpoint a parameter can receive a gradient more than once
+in one backward (three segments that share a weight, say). Such a bucket waits for the end of the outermost backward.
+
+Named hazard, *never wait before the end*: a rank that waits for a reduction, while a peer waits for it to take part
+in a gather, waits for ever. So until backward ends, waiting here is bounded, and given up for the rest of the backward
+once it did not help.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .buffer import Buffer
+from .comm import Comm, Group, Work
+from .errors import StateError, message
+from .gradient import Accumulator, Entry, Gradients
+from .numerics import fold
+from .tier import Tier
+from .unit import Unit
+
+IN_FLIGHT = 2  # reductions under way before backward pauses for the oldest
+PATIENCE = 0.05  # seconds that pause lasts at most
+
+
+@dataclass
+class Flight:
+    """What one backward knows of one bucket."""
+
+    accumulator: Accumulator
+    unit: Unit
+    landing: Tensor | None = None  # full-size, this rank's contribution
+    landed: dict[int, int] = field(default_factory=dict)  # slot index -> gradients received
+    launched: bool = False
+    hold: bool = False  # may receive again: wait for the end
+    most: int | None = None  # gradients a slot received in the last backward; None before the first
+
+
+class Reduction:
+    """The pipeline from `p.grad` to `Accumulator.total` for all of a model's buckets."""
+
+    def __init__(self, gradients: Gradients, group: Group, tier: Tier, settings: Comm) -> None:
+        self.gradients = gradients
+        self.group = group
+        self.tier = tier
+        self.settings = settings
+        self.flights: dict[int, Flight] = {}  # bucket index -> flight
+        self.order: list[int] = []  # bucket indices, in the order they are sent
+        self._next = 0
+        self._under_way: list[tuple[Flight, Work, Tensor]] = []
+        self._pool: list[Tensor] = []
+        self._local = False
+        self._patient = True
+        self._again: list[Entry] = []
+
+    def add(self, accumulator: Accumulator, unit: Unit) -> None:
+        index = accumulator.buffer.bucket.index
+        self.flights[index] = Flight(accumulator, unit)
+        self.order = sorted(self.flights, reverse=True)
+
+    # --- one backward --------------------------------------------------------------------------------------------------
+
+    def begin(self, *, local: bool) -> None:
+        """Start counting. `local`: under no_sync, contributions are added up here and not sent."""
+        self._local, self._next, self._patient = local, 0, True
+        self._again.clear()
+        self.gradients.forget_answers()
+        for flight in self.flights.values():
+            flight.landed.clear()
+            flight.launched = flight.hold = False
+            self._notice_cleared(flight.accumulator)
+
+    def _notice_cleared(self, accumulator: Accumulator) -> None:
+        """Gradients that the user cleared since do not count any more, singly or all together."""
+        if not accumulator.filled and accumulator.local is None:
+            return
+        first = self.gradients.first_number[accumulator.buffer.bucket.index]
+        entries = self.gradients.entries[first : first + len(accumulator.buffer.params)]
+        kept = [self.gradients.has_gradient(entry) for entry in entries]
+        if not any(kept):
+            for entry in entries:
+                self.gradients.hide(entry)
+            accumulator.clear()
+            self._give_back(accumulator.local)
+            accumulator.local = None
+            return
+        for entry, keep in zip(entries, kept, strict=True):
+            if not keep:
+                self.gradients.hide(entry)
+                accumulator.fragment(entry.index).zero_()
+                if accumulator.local is not None:
+                    accumulator.local[entry.slot.start : entry.slot.stop].zero_()
+
+    def arrived(self, entry: Entry, *, nested: bool) -> bool:
+        """A parameter has its gradient. Returns whether its bucket now has all of them."""
+        flight = self.flights[entry.accumulator.buffer.bucket.index]
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            grad, entry.param.grad = entry.param.grad, None
+            assert grad is not None
+            if grad.layout is not torch.strided:
+                raise StateError(message("sparse gradients cannot be sharded", where=f"parameter {entry.slot.name!r}", expected="a dense gradient", got=str(grad.layout), instead="nn.Embedding(..., sparse=False)"))
+            if flight.launched:
+                self._again.append(entry)
+                flight.landed[entry.index] = flight.landed.get(entry.index, 0) + 1
+                return False
+            slot, landing = entry.slot, self._landing(flight)
+            place = landing[slot.start : slot.stop].view(slot.shape)
+            if entry.index in flight.landed or landing is flight.accumulator.local:
+                place.add_(grad)
+            else:
+                place.copy_(grad)
+        flight.landed[entry.index] = flight.landed.get(entry.index, 0) + 1
+        if flight.unit.calls > 1 or (nested and flight.most != 1) or (flight.most or 0) > 1:
+            flight.hold = True
+        if not self._local and self._all_landed(flight):
+            self._send_ready()
+        return self.complete(entry.accumulator.buffer)
+
+    def complete(self, buffer: Buffer) -> bool:
+        """Have all of a bucket's parameters their gradients, with no more to come in this backward?"""
+        flight = self.flights.get(buffer.bucket.index)
+        if flight is None or flight.hold:
+            return False
+        with torch._C.DisableTorchFunctionSubclass():
+            return all(
+                param.requires_grad and (index in flight.landed or not param.numel())
+                for index, param in enumerate(buffer.params)
+            )
+
+    def _landing(self, flight: Flight) -> Tensor:
+        """Where this rank's contribution is put together: full-size, in the dtype it is sent in."""
+        accumulator, buffer = flight.accumulator, flight.accumulator.buffer
+        if self._local and accumulator.local is None:
+            accumulator.local = self._take(buffer.bucket.numel, buffer.grad_dtype).zero_()
+        if accumulator.local is not None:
+            # no_sync promised two passes in all: what it added up travels with the next backward's gradients.
+            flight.landing = accumulator.local
+        elif flight.landing is None:
+            replicated = None if buffer.place.gradients else buffer.gradients
+            if replicated is not None and not accumulator.filled and buffer.grad_dtype == buffer.reduce_dtype:
+                # A full-size accumulator that holds nothing yet doubles as the place to put contributions.
+                flight.landing = replicated
+            else:
+                flight.landing = self._take(buffer.bucket.numel, buffer.reduce_dtype)
+        return flight.landing
+
+    def _send_ready(self) -> None:
+        while self._next < len(self.order):
+            flight = self.flights[self.order[self._next]]
+            if not self._all_landed(flight):
+                return
+            self._next += 1
+            self._send(flight)
+            self._make_room()
+
+    def _all_landed(self, flight: Flight) -> bool:
+        params = flight.accumulator.buffer.params
+        with torch._C.DisableTorchFunctionSubclass():
+            expected = [index for index, param in enumerate(params) if param.requires_grad and param.numel()]
+        return not flight.hold and bool(flight.landed) and all(index in flight.landed for index in expected)
+
+    def _send(self, flight: Flight) -> None:
+        accumulator, buffer = flight.accumulator, flight.accumulator.buffer
+        landing = self._landing(flight)
+        if landing is not accumulator.local:
+            for index, slot in enumerate(buffer.bucket.slots):
+                if index not in flight.landed:
+                    landing[slot.start : slot.stop].zero_()
+        own = buffer.bucket.shard_numel(self.group.rank)
+        if self.settings.reduce == "native":
+            receive = self._take(own, landing.dtype)
+            work = self.group.reduce_native(landing, receive)
+        else:
+            receive = self._take(own * self.group.ranks, landing.dtype)
+            work = self.group.reduce(landing, receive, buffer.bucket.bounds)
+        flight.launched = True
+        self._under_way.append((flight, work, receive))
+        if not self.settings.overlap:
+            self._land_first()
+
+    def _make_room(self) -> None:
+        """Fold what has come in; pause, within bounds, while too much is under way."""
+        deadline = time.monotonic() + PATIENCE
+        while self._under_way:
+            if self._under_way[0][1].done():
+                self._land_first()
+            elif len(self._under_way) <= IN_FLIGHT or not self._patient:
+                return
+            elif time.monotonic() > deadline:
+                self._patient = False
+            else:
+                time.sleep(0.0001)
+
+    def _land_first(self) -> None:
+        flight, work, receive = self._under_way.pop(0)
+        work.wait()
+        accumulator = flight.accumulator
+        accumulator.undo_average()
+        pieces = receive.view(-1, accumulator.total.numel()).unbind(0) if accumulator.total.numel() else [accumulator.total]
+        fold(accumulator.total, pieces, fresh=not accumulator.filled)
+        accumulator.filled = True
+        self._give_back(receive)
+        if flight.landing is not accumulator.buffer.gradients:
+            self._give_back(flight.landing)
+        accumulator.local = flight.landing = None
+
+    # --- its end -------------------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Exchange which parameters got a gradient anywhere, send the rest, wait for all of it, show the gradients."""
+        mask = torch.zeros(len(self.gradients.entries), dtype=torch.uint8)
+        for index, flight in self.flights.items():
+            first = self.gradients.first_number[index]
+            for slot in flight.landed:
+                mask[first + slot] = 1
+            if flight.landed:
+                flight.most = max(flight.landed.values())
+        for entry in self._again:
+            mask[entry.number] = 2
+        self.group.maximum(mask)
+        if (mask == 2).any():
+            names = [entry.slot.name for entry in self.gradients.entries if mask[entry.number] == 2]
+            self.abort()
+            raise StateError(message("a parameter received a second gradient from a re-entrant checkpoint after its first was reduced", where=f"parameters {names}", instead="torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or repeat the step: from now on these parameters wait for the end of backward"))
+        got = mask.tolist()
+        with_gradient = set()
+        for index, flight in self.flights.items():
+            first = self.gradients.first_number[index]
+            if any(got[first : first + len(flight.accumulator.buffer.params)]):
+                with_gradient.add(index)
+        if self._local:
+            for index in with_gradient:
+                self._landing(self.flights[index])
+        else:
+            for index in self.order[self._next :]:
+                if index in with_gradient:
+                    self._send(self.flights[index])
+            while self._under_way:
+                self._land_first()
+        for flight in self.flights.values():
+            flight.landing = None
+        self._trim()
+        # Buckets that nobody had a gradient for go last next time, so that they do not hold the others back.
+        self.order = sorted(self.flights, key=lambda index: (index not in with_gradient, -index))
+        for entry in self.gradients.entries:
+            if got[entry.number]:
+                self.gradients.show(entry)
+
+    def settle(self) -> None:
+        """Send what no_sync left unsent, because somebody asks for gradients before another backward would."""
+        pending = [index for index, flight in self.flights.items() if flight.accumulator.local is not None]
+        if not pending:
+            return
+        self.gradients.forget_answers()
+        self.gradients.agree()
+        for index in sorted(pending, reverse=True):
+            self._send(self.flights[index])
+        while self._under_way:
+            self._land_first()
+        self._trim()
+
+    def abort(self) -> None:
+        """A backward failed half-way: let go of everything it had begun."""
+        for _, work, receive in self._under_way:
+            work.wait()
+            self._give_back(receive)
+        self._under_way.clear()
+        for flight in self.flights.values():
+            if flight.landing is not flight.accumulator.buffer.gradients:
+                self._give_back(flight.landing)
+            flight.landing = flight.accumulator.local = None
+            flight.landed.clear()
+        self._trim()
+
+    # --- buffers, reused within a backward --------------------------------------------------------------------------------
+
+    def _take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        for at, tensor in enumerate(self._pool):
+            if tensor.numel() == numel and tensor.dtype == dtype:
+                return self._pool.pop(at)
+        return self.tier.reserve("reduce", numel, dtype)
+
+    def _give_back(self, tensor: Tensor | None) -> None:
+        if tensor is not None:
+            self._pool.append(tensor)
+            # Enough for the reductions under way; more would pile up where no two buckets are of one size.
+            self._trim(2 * IN_FLIGHT)
+
+    def _trim(self, keep: int = 0) -> None:
+        while len(self._pool) > keep:
+            self.tier.give_back("reduce", self._pool.pop(0))

@@ -1,0 +1,54 @@
+"""zeroshard: ZeRO stages 0-3 for PyTorch from one line, with the same bits in every configuration.
+
+    unit       submodule whose parameters are gathered and released together, usually one transformer block
+    bucket     flat run of a unit's parameters that share dtype and trainability; what one collective moves
+    slot       one parameter's place in a bucket
+    shard      a rank's contiguous piece of a bucket
+    fragment   the part of a slot inside a shard; what the optimizer sees
+    block      128 elements from a slot's start; no cut falls inside one
+    placement  for each state (parameters, gradients, optimizer): sharded or replicated
+    tier       where a state rests: the device; later host memory and NVMe
+    gather     make a unit's full parameters present
+    reduce     sum the ranks' gradients, in rank order, at each shard's owner
+    release    give a unit's full parameters' memory back
+    script     the order of gathers that all ranks follow
+    ledger     bytes held now, by state, and bytes moved, by verb
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .api import Zero as Zero
+    from .api import shard as shard
+    from .comm import Comm as Comm
+    from .errors import Error as Error
+    from .layout import Layout as Layout
+    from .numerics import Precision as Precision
+    from .tier import Offload as Offload
+
+_HOME = {
+    "Comm": "comm",
+    "Error": "errors",
+    "Layout": "layout",
+    "Offload": "tier",
+    "Precision": "numerics",
+    "Zero": "api",
+    "shard": "api",
+}
+
+__all__ = ["Comm", "Error", "Layout", "Offload", "Precision", "Zero", "shard"]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    # Loaded on first use, so that `zeroshard --help` does not wait for torch.
+    if name in _HOME:
+        return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

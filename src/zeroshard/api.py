@@ -1,0 +1,427 @@
+"""`shard(model, optimizer, stage=...)`: the one new line, and the `Zero` it returns."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fnmatch
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from .buffer import Buffer, Place
+from .comm import Comm, connect
+from .errors import PeerError, StateError, UserError, message, nearest
+from .events import Ledger
+from .gradient import Gradients
+from .guard import Guarded, cover_dlpack
+from .layout import Bucket, Layout, Slot, Spec, partition
+from .numerics import Precision, same_bits
+from .optim import Binding, check_optimizer
+from .reduction import Reduction
+from .schedule import Schedule, in_backward
+from .stage import placements
+from .tier import DeviceTier, Offload
+from .unit import Managed, Unit, borrowed, find_units, managed_parameters, materialise, on_meta
+
+
+def shard(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
+    *,
+    stage: int = 3,
+    precision: Precision | None = None,
+    offload: Offload | None = None,
+    layout: Layout | None = None,
+    comm: Comm | None = None,
+    device: torch.device | str | None = None,
+    init: Callable[[nn.Module], None] | None = None,
+) -> Zero:
+    """Shard a model and its optimizer over the ranks, in place; the training loop stays plain PyTorch.
+
+    Arguments:
+        model: any `nn.Module`, on the CPU, on `device`, or on the meta device. Rank 0's weights and buffers count.
+        optimizer: a `torch.optim` object (or several, or None) over the model's parameters. Its groups, options,
+            hooks, schedulers and existing state stay; its parameters become this rank's fragments.
+        stage: 0 nothing sharded, 1 optimizer state, 2 also gradients, 3 also parameters (ZeRO, Rajbhandari et al. 2020).
+        precision, offload, layout, comm: policies; see their classes.
+        device: where the model computes (default: where it is; the CPU for a model on meta).
+        init: initialises one module whose parameters were on meta (default: its `reset_parameters()`).
+
+    Raises `UserError` (a ValueError) for what cannot work, `PeerError` where the ranks do not agree. With `torchrun`
+    (or any process group) every rank calls it; without a launcher it runs as one rank.
+    """
+    policies = [given if given is not None else make() for given, make in ((precision, Precision), (offload, Offload), (layout, Layout), (comm, Comm))]
+    for policy, kind, name in zip(policies, (Precision, Offload, Layout, Comm), ("precision", "offload", "layout", "comm"), strict=True):
+        if not isinstance(policy, kind):
+            raise UserError(message(f"{name}= takes a zeroshard.{kind.__name__}", got=repr(policy), instead=f"{name}=zeroshard.{kind.__name__}(...)"))
+    if not isinstance(model, nn.Module):
+        raise UserError(message("not a model", expected="an nn.Module", got=type(model).__name__, instead="shard(model, optimizer)"))
+    optimizers = [] if optimizer is None else list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    return Zero(model, optimizers, stage, *policies, _device(model, device), init)  # type: ignore[arg-type]
+
+
+def _device(model: nn.Module, wanted: torch.device | str | None) -> torch.device:
+    if wanted is not None:
+        device = torch.device(wanted)
+        return torch.device(device.type, torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
+    found = {param.device for param in model.parameters() if not param.is_meta}
+    if len(found) > 1:
+        raise UserError(message("the model's parameters are on several devices", got=sorted(map(str, found)), instead="shard(..., device=...)"))
+    return found.pop() if found else torch.device("cpu")
+
+
+class Dtypes(NamedTuple):
+    """What one bucket's states are held in."""
+
+    param: torch.dtype
+    grad: torch.dtype
+    master: torch.dtype
+
+
+class Zero:
+    """A sharded model: what `shard` returns, and where everything beside the plain loop is asked for."""
+
+    def __init__(self, model: nn.Module, optimizers: list[torch.optim.Optimizer], stage: int, precision: Precision, offload: Offload, layout: Layout, comm: Comm, device: torch.device, init: Callable[[nn.Module], None] | None) -> None:
+        self.placements = placements(stage)
+        if any(hasattr(tensor, "_zeroshard") for tensor in model.parameters()):
+            raise UserError(message("this model, or a part of it, is sharded already", instead="shard it once, as a whole"))
+        self.stage = stage
+        self.model = model
+        self._precision, self._layout, self._comm, self._device = precision, layout, comm, device
+        self._ledger = Ledger()
+        self._group = connect(comm, self._ledger, device)
+        self.rank, self.world_size = self._group.rank, self._group.ranks
+        named_units = find_units(model, layout)
+        self._managed = managed_parameters(model, named_units, layout)
+        self.partition = partition(self._specs(), layout, self.world_size)
+        self._check(optimizers)
+        self._agree(optimizers, named_units)
+        self._units = [Unit(index, name, module) for index, (name, module) in enumerate(named_units)]
+        for unit, others in zip(self._units, borrowed(named_units, self._managed), strict=True):
+            unit.borrows = [self._units[other] for other in others]
+        self._tier = DeviceTier(device, self._ledger)
+        self._buffers: list[Buffer] = []
+        self._build(init)
+        self._gradients = Gradients(self._group)
+        self._reduction = Reduction(self._gradients, self._group, self._tier, comm)
+        self._gradients.settle = self._reduction.settle
+        for buffer in self._buffers:
+            if buffer.bucket.trainable:
+                self._reduction.add(self._gradients.add(buffer), self._units[buffer.bucket.unit])
+        self._schedule = Schedule(self._units, self._gradients, self._reduction, self._group, comm)
+        self._schedule.before_forward = self._before_forward
+        self._schedule.cast_inputs = precision.param_dtype if precision.cast_inputs else None
+        self._schedule.hook_gradients()
+        whole = layout.bounds == "tensor" or not self.placements.optimizer
+        self._bindings = [Binding(o, number, self._buffers, self._gradients, self._schedule, self._group, whole=whole) for number, o in enumerate(optimizers)]
+        for binding in self._bindings:
+            binding.before_step = self._before_step
+        self._trainable = [record.param.requires_grad for record in self._managed]
+        if self.placements.parameters:
+            cover_dlpack()
+            for unit in self._units:
+                unit.module.register_state_dict_pre_hook(_refuse_state_dict)
+                unit.module.register_load_state_dict_pre_hook(_refuse_load)
+        # The hooks hold the engine weakly; the model keeps it alive.
+        object.__setattr__(model, "_zeroshard_engine", self)
+
+    def __repr__(self) -> str:
+        return f"Zero(stage={self.stage}, rank={self.rank}, world_size={self.world_size}, parameters={sum(r.param.numel() for r in self._managed)})"
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise StateError(message("a sharded model cannot be copied", instead="copy the model first and shard each copy, or load its weights into a fresh one"))
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise StateError(message("a sharded model cannot be pickled", instead="with zero.gathered(): model.state_dict()"))
+
+    # --- construction -----------------------------------------------------------------------------------------------------
+
+    def _specs(self) -> list[Spec]:
+        return [
+            Spec(r.name, tuple(r.param.shape), str(self._precision.param(r.param.dtype)), self._precision.param(r.param.dtype).itemsize, r.unit, r.param.requires_grad)
+            for r in self._managed
+        ]
+
+    def _check(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        for record in self._managed:
+            if record.param.grad is not None:
+                raise UserError(message("a parameter already has a gradient", where=f"parameter {record.name!r}", instead="optimizer.zero_grad() before shard(...)"))
+            if record.param.is_complex() or record.param.layout is not torch.strided or isinstance(record.param, nn.parameter.UninitializedParameter):
+                raise UserError(message("this kind of parameter cannot be sharded", where=f"parameter {record.name!r}", expected="a dense real tensor", got=f"{type(record.param).__name__} {record.param.dtype} {record.param.layout}", instead=f"Layout(ignore=[{record.name!r}]), or store it as real numbers"))
+        if self._comm.reduce == "native" and not self.partition.even:
+            raise UserError(message("the backend's reduce-scatter needs shards of one size", got=f"bounds={self._layout.bounds!r}", instead='Comm(reduce="ordered"), or Layout(bounds="unit")'))
+        for optimizer in optimizers:
+            check_optimizer(optimizer, self.partition, replicated=not self.placements.optimizer)
+        owned = {id(record.param) for record in self._managed}
+        ignored = {id(param) for param in self.model.parameters()} - owned
+        seen: set[int] = set()
+        for number, optimizer in enumerate(optimizers):
+            for at, group in enumerate(optimizer.param_groups):
+                for position, param in enumerate(group["params"]):
+                    if id(param) not in owned | ignored:
+                        raise UserError(message("the optimizer holds a parameter that is not the model's", where=f"optimizer {number}, group {at}, parameter {position}", instead="put all trained modules under one nn.Module and shard that"))
+                    if id(param) in seen:
+                        raise UserError(message("two optimizers hold the same parameter", where=f"optimizer {number}, group {at}, parameter {position}", instead="give each parameter to one optimizer"))
+                    seen.add(id(param))
+
+    def _agree(self, optimizers: list[torch.optim.Optimizer], units: list[tuple[str, nn.Module]]) -> None:
+        """Every rank must be about to build the same thing; name the first difference."""
+        names = {id(record.param): record.name for record in self._managed}
+        facts: dict[str, Any] = {
+            "torch build": torch.__version__,
+            "intra-op threads": torch.get_num_threads(),
+            "stage": self.stage,
+            "precision": repr(self._precision),
+            "layout": repr(self._layout),
+            "comm": repr(dataclasses.replace(self._comm, group=None)),
+            "device type": self._device.type,
+        }
+        for record in self._managed:
+            facts[f"parameter {record.name!r}"] = f"{tuple(record.param.shape)} {record.param.dtype} requires_grad={record.param.requires_grad} names={record.names}"
+        for name, tensor in self.model.named_buffers():
+            facts[f"buffer {name!r}"] = f"{tuple(tensor.shape)} {tensor.dtype}"
+        facts["units"] = [name for name, _ in units]
+        for number, optimizer in enumerate(optimizers):
+            for at, group in enumerate(optimizer.param_groups):
+                where = f"optimizer {number} ({type(optimizer).__name__}) group {at}"
+                facts[f"{where} parameters"] = [names.get(id(param), "ignored") for param in group["params"]]
+                facts |= {f"{where} {key}": repr(value) for key, value in group.items() if key not in ("params", "param_names")}
+        everyone = self._group.describe(facts)
+        for rank, theirs in enumerate(everyone):
+            for key in dict.fromkeys([*everyone[0], *theirs]):
+                if everyone[0].get(key) != theirs.get(key):
+                    raise PeerError(message("the ranks are about to build different things", where=key, expected=f"{everyone[0].get(key, 'nothing of that name')} (rank 0)", got=f"{theirs.get(key, 'nothing of that name')} (rank {rank})", instead="build the same model, optimizer and settings on every rank; set OMP_NUM_THREADS alike"))
+            if list(everyone[0]) != list(theirs):
+                raise PeerError(message("the ranks register their parameters in different orders", where=f"rank {rank}", expected=list(everyone[0])[:4], got=list(theirs)[:4], instead="build the model the same way on every rank"))
+
+    def _build(self, init: Callable[[nn.Module], None] | None) -> None:
+        """Unit by unit, so that a model on meta never takes more than its shards and one unit."""
+        by_name = {record.name: record for record in self._managed}
+        modules = _own_modules(self._units)
+        buckets = {unit.index: [b for b in self.partition.buckets if b.unit == unit.index] for unit in self._units}
+        if on_meta(self.model):
+            self._same_generator()
+        # A parameter belongs to the unit that registers it first, so units in order never meet one half-built.
+        for unit in self._units:
+            materialise(unit.name, modules[unit.index], self._device, init)
+            for module in (module for _, module in modules[unit.index]):
+                self._place_buffers(module)
+            for bucket in buckets[unit.index]:
+                params = [by_name[slot.name].param for slot in bucket.slots]
+                buffer = Buffer(bucket, params, self.partition.align, self.placements, self._precision, self._group, self._tier)
+                for index, param in enumerate(params):
+                    param._zeroshard = Place(buffer, index)  # type: ignore[attr-defined]
+                buffer.adopt()
+                unit.buffers.append(buffer)
+                self._buffers.append(buffer)
+        self._buffers.sort(key=lambda buffer: buffer.bucket.index)
+
+    def _same_generator(self) -> None:
+        state = torch.get_rng_state()
+        self._group.broadcast(state)
+        torch.set_rng_state(state)
+
+    def _place_buffers(self, module: nn.Module) -> None:
+        for name, tensor in module._buffers.items():
+            if tensor is not None:
+                module._buffers[name] = tensor = tensor.to(self._device)
+                if tensor.numel():
+                    sent = tensor.contiguous()
+                    self._group.broadcast(sent.view(-1) if sent.dim() else sent.view(1))
+                    if sent.data_ptr() != tensor.data_ptr():
+                        tensor.copy_(sent)
+
+    # --- before each forward and step ---------------------------------------------------------------------------------------
+
+    def _before_forward(self, training: bool) -> None:
+        self._notice_edits_of_structure()
+        if training and self._layout.buffers == "broadcast":
+            self._broadcast_buffers()
+
+    def _before_step(self) -> None:
+        self._notice_edits_of_structure()
+        for binding in self._bindings:
+            binding.adopt()
+
+    def _notice_edits_of_structure(self) -> None:
+        """Parameters replaced since `shard` are refused; frozen and unfrozen ones are followed."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for at, record in enumerate(self._managed):
+                for (module, key), name in zip(record.owners, record.names, strict=True):
+                    if module._parameters.get(key) is not record.param:
+                        raise StateError(message("a sharded parameter was replaced or removed", where=f"parameter {name!r}", instead="edit it in place, inside `with zero.gathered():`, or change the model before shard(...)"))
+                if record.param.requires_grad and not self._trainable[at]:
+                    self._unfreeze(record)
+                self._trainable[at] = record.param.requires_grad
+
+    def _unfreeze(self, record: Managed) -> None:
+        """A bucket that was frozen at construction becomes trainable as a whole: see docs/decisions/unfreezing.md."""
+        buffer: Buffer = record.param._zeroshard.buffer  # type: ignore[attr-defined]
+        if buffer.bucket.index not in self._gradients.first_number:
+            buffer.reserve_gradients()
+            buffer.reserve_master()
+            self._reduction.add(self._gradients.add(buffer), self._units[buffer.bucket.unit])
+            for binding in self._bindings:
+                binding.retarget(buffer)
+        self._schedule.hook_gradients()
+        for binding in self._bindings:
+            binding.adopt()
+
+    def _broadcast_buffers(self) -> None:
+        """Rank 0's buffers to all, as DDP does. Equal ones are not written, so autograd's versions stay."""
+        tensors = [tensor for tensor in self.model.buffers() if tensor.numel() and not tensor.is_meta]
+        if not tensors or self.world_size == 1:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            raw = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors])
+            self._group.broadcast(raw)
+            at = 0
+            for tensor in tensors:
+                nbytes = tensor.numel() * tensor.itemsize
+                theirs = raw[at : at + nbytes].clone().view(tensor.dtype).view(tensor.shape)
+                at += nbytes
+                if not same_bits(theirs, tensor):
+                    tensor.copy_(theirs)
+
+    # --- what users call ------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside add up on this rank only; the next backward outside (or the next step) sends the sum.
+
+        At every stage. Costs one full-size gradient buffer in the accumulation dtype (`Precision.grad_dtype`) until
+        then, and saves one pass of the gradients per backward. Same bits at all stages; not the same as without it.
+        """
+        before, self._schedule.local = self._schedule.local, True
+        try:
+            yield
+        finally:
+            self._schedule.local = before
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
+        """Clip all gradients by their global norm (order 1, 2 or inf); returns the norm, the same on every rank.
+
+        Exactly `torch.nn.utils.clip_grad_norm_(model.parameters(), ...)`, which works as well.
+        """
+        params = [record.param for record in self._managed]
+        return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+
+    @contextlib.contextmanager
+    def gathered(self, *what: nn.Module | str, write_from: int | None = None) -> Iterator[None]:
+        """Full parameters inside the `with`, on every rank: of the given modules, or parameter or module names; else all.
+
+        Edits made inside count, at every stage: make them on all ranks alike, or name the one rank whose edits to
+        take with `write_from`. Collective: every rank enters and leaves.
+        """
+        if write_from is not None and not (type(write_from) is int and 0 <= write_from < self.world_size):
+            raise UserError(message("write_from names a rank", expected=f"0 to {self.world_size - 1}", got=repr(write_from), instead="gathered(write_from=0)"))
+        if in_backward():
+            raise StateError(message("gathered() inside backward cannot be answered", instead="touch the parameter, or gather before backward"))
+        units = self._units_of(what)
+        self._group.meet("gathered()", len(units), sum(unit.index for unit in units))
+        with contextlib.ExitStack() as stack:
+            for buffer in (buffer for unit in units for buffer in unit.buffers):
+                buffer.land()
+            stack.enter_context(self._schedule.pin(units))
+            try:
+                yield
+            finally:
+                self._leave_gathered(units, write_from)
+        if not self._schedule.script.active:
+            for unit in units:
+                unit.release()
+
+    @torch.no_grad()
+    def _leave_gathered(self, units: list[Unit], write_from: int | None) -> None:
+        self._group.meet("leaving gathered()", len(units))
+        for buffer in (buffer for unit in units for buffer in unit.buffers):
+            buffer.rebind()
+            if write_from is not None:
+                self._group.broadcast(buffer.full, write_from)
+            edited = buffer.keep_edits()
+            if buffer.seed_master() or edited:
+                buffer.changed()
+            if not buffer.place.parameters and write_from is None:
+                # Whatever each rank did to its copy, the owner's edit of every element is the one that counts.
+                buffer.gather().wait()
+
+    def _units_of(self, what: Sequence[nn.Module | str]) -> list[Unit]:
+        if not what:
+            return list(self._units)
+        index = {id(record.param): record.unit for record in self._managed}
+        names = {name: record.unit for record in self._managed for name in record.names}
+        modules = dict(self.model.named_modules())
+        found: set[int] = set()
+        for item in what:
+            if isinstance(item, str):
+                hits = {unit for name, unit in names.items() if fnmatch.fnmatchcase(name, item)}
+                if item in modules:
+                    hits |= {index[id(param)] for param in modules[item].parameters() if id(param) in index}
+                if not hits:
+                    raise UserError(message("no parameter or module of that name", got=repr(item), instead=nearest(item, [*names, *modules])))
+                found |= hits
+            elif isinstance(item, nn.Module):
+                found |= {index[id(param)] for param in item.parameters() if id(param) in index}
+            elif isinstance(item, nn.Parameter) and id(item) in index:
+                found.add(index[id(item)])
+            else:
+                raise UserError(message("gathered() takes modules and names", got=repr(type(item).__name__), instead='zero.gathered(model.head), or zero.gathered("head.weight")'))
+        return [self._units[unit] for unit in sorted(found)]
+
+    def dtypes(self, bucket: Bucket) -> Dtypes:
+        """What a bucket's parameters, gradients, and masters are held in."""
+        buffer = self._buffers[bucket.index]
+        return Dtypes(buffer.dtype, buffer.grad_dtype, buffer.master_dtype)
+
+    def optimizer_members(self) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any], list[tuple[Bucket, Slot]]]]:
+        """(optimizer, group, the parameters it updates on whichever rank), for every group of every optimizer."""
+        for binding in self._bindings:
+            for number, group in enumerate(binding.optimizer.param_groups):
+                places = [member.place for member in binding.members if member.group == number]
+                yield binding.optimizer, group, [(p.buffer.bucket, p.buffer.bucket.slots[p.index]) for p in places]
+
+    def ledger(self) -> Ledger:
+        """Bytes this rank holds now and held at most, per state, and bytes moved per verb: a snapshot."""
+        snapshot = self._ledger.snapshot()
+        for binding in self._bindings:
+            for state in binding.optimizer.state.values():
+                for key, value in state.items():
+                    if isinstance(value, Tensor):
+                        snapshot.held[key] = snapshot.held.get(key, 0) + value.numel() * value.itemsize
+        for key, nbytes in snapshot.held.items():
+            snapshot.peak[key] = max(snapshot.peak.get(key, 0), nbytes)
+        return snapshot
+
+
+def _own_modules(units: list[Unit]) -> dict[int, list[tuple[str, nn.Module]]]:
+    """Each unit's own modules: those below it and not below a unit inside it. A shared module counts once."""
+    inner = {id(unit.module): unit.index for unit in units}
+    owned: dict[int, list[tuple[str, nn.Module]]] = {unit.index: [] for unit in units}
+    seen: set[int] = set()
+
+    def walk(path: str, module: nn.Module, index: int) -> None:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        index = inner.get(id(module), index)
+        owned[index].append((path, module))
+        for name, child in module.named_children():
+            walk(f"{path}.{name}" if path else name, child, index)
+
+    walk("", units[0].module, 0)
+    return owned
+
+
+def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    if any(isinstance(param, Guarded) for param in module.parameters()):
+        raise StateError(message("state_dict() of a sharded model would hold nothing", where=f"module {type(module).__name__}", instead="with zero.gathered(): model.state_dict()   (on every rank)"))
+
+
+def _refuse_load(module: nn.Module, *_: Any) -> None:
+    if any(isinstance(param, Guarded) for param in module.parameters()):
+        raise StateError(message("load_state_dict() into a sharded model would change nothing", where=f"module {type(module).__name__}", instead="with zero.gathered(): model.load_state_dict(state)   (on every rank)"))
+
+

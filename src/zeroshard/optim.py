@@ -1,0 +1,254 @@
+"""The user's own `torch.optim` object, bound to this rank's fragments.
+
+The optimizer never learns that anything is sharded. Its `param_groups` keep their options and order; in place of each
+parameter they hold this rank's *fragment* of it: a parameter that is a view of the fp32 master, or of the resting
+parameter where none is needed. Everything elementwise then just works, with the state sharded because the fragments are.
+
+Roads not taken: an optimizer of our own (the user's class, options and kernels would be lost); one flat tensor per
+shard (per-group options would be lost, and fused kernels give other bits than on whole tensors); subclassing the
+user's class (schedulers and scalers hold the object they were given).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .buffer import Buffer, Place
+from .comm import Group
+from .errors import StateError, UserError, message
+from .gradient import Entry, Gradients
+from .layout import Partition
+from .schedule import Schedule
+
+ELEMENTWISE = {"SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "NAdam", "RAdam", "Adamax", "ASGD", "Rprop"}
+WHOLE_TENSORS = {"Adafactor", "Muon"}
+SCALARS = {"step", "mu_product", "eta", "mu"}  # per-parameter state that is one number, whatever the parameter's shape
+
+
+class Member(NamedTuple):
+    """A parameter that an optimizer updates, on whichever rank, and the group it is in."""
+
+    place: Place
+    group: int
+
+
+class Fragment(NamedTuple):
+    """What one optimizer on this rank holds of one parameter."""
+
+    param: nn.Parameter
+    buffer: Buffer
+    index: int
+
+
+def check_optimizer(optimizer: Any, partition: Partition, *, replicated: bool) -> None:
+    """Refuse, by name, an optimizer whose update of a fragment is not the fragment of its update."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UserError(message("not an optimizer", expected="a torch.optim.Optimizer, a sequence of them, or None", got=type(optimizer).__name__, instead="optimizer = torch.optim.AdamW(model.parameters()); shard(model, optimizer)"))
+    name = type(optimizer).__name__
+    is_torch = type(optimizer).__module__.startswith("torch.optim")
+    cut = [] if replicated else partition.cut_tensors()
+    where = f"{name}, parameter {cut[0]!r} is cut" if cut else name
+    if is_torch and name == "SparseAdam":
+        raise UserError(message("SparseAdam needs sparse gradients, which cannot be sharded", got=name, instead="torch.optim.Adam with nn.Embedding(..., sparse=False)"))
+    if is_torch and name == "LBFGS" and not replicated:
+        raise UserError(message("LBFGS takes inner products over all parameters, so its state cannot be sharded", got=name, instead="shard(..., stage=0)"))
+    if is_torch and name in WHOLE_TENSORS and cut:
+        raise UserError(message("this optimizer works on whole tensors", where=where, instead='shard(..., layout=Layout(bounds="tensor")), or stage=0'))
+    known = is_torch and name in ELEMENTWISE | WHOLE_TENSORS | {"LBFGS"}
+    if not known and cut and not getattr(optimizer, "elementwise", False):
+        raise UserError(message("zeroshard does not know whether this optimizer is elementwise", where=where, expected=f"one of {sorted(ELEMENTWISE)}, or an attribute elementwise = True on the class", instead='set elementwise = True if each element is updated by itself, else layout=Layout(bounds="tensor")'))
+    if partition.align < 128 and any(group.get("fused") for group in optimizer.param_groups):
+        raise UserError(message("fused kernels depend on where a vector starts", expected="Layout(align=128)", got=f"align={partition.align} and fused=True", instead="fused=False, or the default align"))
+
+
+class Binding:
+    """One optimizer's hooks, fragments and place in a step."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, number: int, buffers: list[Buffer], gradients: Gradients, schedule: Schedule, group: Group, *, whole: bool) -> None:
+        self.optimizer = optimizer
+        self.number = number
+        self.buffers = buffers
+        self.gradients = gradients
+        self.schedule = schedule
+        self.group = group
+        self.whole = whole  # no tensor is cut: fragments keep their parameter's shape
+        self.fragments: list[Fragment] = []
+        self.members: list[Member] = []  # every parameter this optimizer updates, on whichever rank
+        self.before_step: Callable[[], None] = lambda: None
+        self._steps = 0
+        self.adopt(broadcast_state=True)
+        optimizer.register_step_pre_hook(self._before)
+        handle = optimizer.register_step_post_hook(self._after)
+        # The user's post hooks, also earlier ones, see the updated parameters.
+        optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
+        optimizer.register_state_dict_pre_hook(functools.partial(_refuse, "optimizer.state_dict()"))
+        optimizer.register_load_state_dict_pre_hook(functools.partial(_refuse, "optimizer.load_state_dict()"))
+        optimizer.zero_grad = functools.partial(self._zero_grad, optimizer.zero_grad)  # type: ignore[method-assign]
+
+    # --- fragments in place of parameters ------------------------------------------------------------------------------
+
+    def adopt(self, *, broadcast_state: bool = False) -> None:
+        """Replace whatever full parameters the groups hold (all at construction, later those of `add_param_group`)."""
+        for number, group in enumerate(self.optimizer.param_groups):
+            params: list[nn.Parameter] = group["params"]
+            if not any(hasattr(param, "_zeroshard") for param in params):
+                continue
+            made = [self._fragment(param, number, broadcast_state) if hasattr(param, "_zeroshard") else None for param in params]
+            kept = [(params[at] if fragment is None else fragment, at) for at, fragment in enumerate(made) if fragment is None or fragment.numel()]
+            # A group must not be empty: schedulers, scalers and some step functions look at its first parameter.
+            kept = kept or [(next(fragment for fragment in made if fragment is not None), 0)]
+            if "param_names" in group:
+                group["param_names"] = [group["param_names"][at] for _, at in kept]
+            params[:] = [param for param, _ in kept]  # in place: LBFGS, for one, keeps this very list
+        held = {id(param) for group in self.optimizer.param_groups for param in group["params"]}
+        self.fragments = [fragment for fragment in self.fragments if id(fragment.param) in held]
+        for fragment in self.fragments:
+            entry = self.entry(fragment)
+            if entry is not None:
+                known = self.gradients.fragments.setdefault(entry.number, [])
+                if not any(param is fragment.param for param in known):
+                    known.append(fragment.param)
+
+    def _fragment(self, param: nn.Parameter, group: int, broadcast_state: bool) -> nn.Parameter:
+        place: Place = param._zeroshard  # type: ignore[attr-defined]
+        with torch._C.DisableTorchFunctionSubclass():
+            fragment = nn.Parameter(self._view(place.buffer, place.index), requires_grad=param.requires_grad)
+        self.fragments.append(Fragment(fragment, place.buffer, place.index))
+        self.members.append(Member(place, group))
+        state = self.optimizer.state.pop(param, None)
+        if state:
+            kept = {key: self._cut(place, key, value, fragment, broadcast_state) for key, value in state.items()}
+            if fragment.numel():
+                self.optimizer.state[fragment] = kept
+        return fragment
+
+    def _view(self, buffer: Buffer, index: int) -> Tensor:
+        slot = buffer.bucket.slots[index]
+        first, last = buffer.updated
+        part = slot.within(first, last)
+        flat = buffer.target[slot.start + part.start - first : slot.start + part.stop - first] if part.numel else buffer.target[:0]
+        return flat.view(slot.shape) if self.whole and part.numel == slot.numel else flat
+
+    def _cut(self, place: Place, key: str, value: Any, fragment: nn.Parameter, broadcast_state: bool) -> Any:
+        slot = place.buffer.bucket.slots[place.index]
+        if not isinstance(value, Tensor):
+            return value
+        if value.is_cpu or value.device == place.buffer.full.device:
+            value = value.detach().clone().contiguous()
+        if broadcast_state and value.device == place.buffer.full.device:
+            self.group.broadcast(value.view(-1) if value.dim() == 0 else value)
+        if key in SCALARS or value.dim() == 0:
+            return value
+        if tuple(value.shape) != slot.shape:
+            raise UserError(message("the optimizer already has state that cannot be cut", where=f"{type(self.optimizer).__name__}.state of {slot.name!r}, key {key!r}", expected=f"shape {slot.shape} or a scalar", got=tuple(value.shape), instead="shard before the first step"))
+        part = slot.within(*place.buffer.updated)
+        return value.reshape(-1)[part.start : part.stop].view(fragment.shape).clone()
+
+    def retarget(self, buffer: Buffer) -> None:
+        """A bucket got masters: its fragments become views of them."""
+        for fragment in self.fragments:
+            if fragment.buffer is buffer:
+                fragment.param.data = self._view(buffer, fragment.index)
+
+    def entry(self, of: Fragment | Place) -> Entry | None:
+        """The gradient of a parameter; None while its bucket is frozen."""
+        first = self.gradients.first_number.get(of.buffer.bucket.index)
+        return None if first is None else self.gradients.entries[first + of.index]
+
+    # --- a step ----------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _before(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        self._begin()
+        if closure is None:
+            self._bind()
+            return None
+
+        def bound(*inner: Any, **options: Any) -> Any:
+            with torch.no_grad():
+                self._write_back()
+                for fragment in self.fragments:
+                    self._show(fragment)
+            loss = closure(*inner, **options)
+            with torch.no_grad():
+                self.gradients.settle()
+                self._bind()
+            return loss
+
+        return ((args[0], bound, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": bound})
+
+    def _begin(self) -> None:
+        self._steps += 1
+        self.schedule.before_step()
+        self.group.meet("step", self._steps, self.number)
+        self.gradients.settle()
+        self.before_step()
+        for buffer in self.buffers:
+            buffer.land()
+            buffer.rebind()
+            if buffer.seed_master():
+                buffer.changed()
+
+    def _bind(self) -> None:
+        """Give every fragment its averaged gradient."""
+        works = [accumulator.spread_average() for accumulator in self.gradients.accumulators if accumulator.filled]
+        for work in works:
+            work.wait()
+        for fragment in self.fragments:
+            entry = self.entry(fragment)
+            if entry is None or not self.gradients.has_gradient(entry):
+                fragment.param.grad = None
+                continue
+            grad = entry.accumulator.updating(fragment.index)
+            grad = grad[: fragment.param.numel()] if fragment.param.numel() < grad.numel() else grad
+            fragment.param.grad = grad.to(fragment.param.dtype).view(fragment.param.shape)
+
+    @torch.no_grad()
+    def _after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        updated = self._write_back()
+        for buffer in updated:
+            if not buffer.place.parameters and buffer.place.optimizer:
+                buffer.expect()
+                work = buffer.gather()
+                if not self.schedule.settings.overlap:
+                    work.wait()
+                    buffer.open()
+        self.schedule.after_step()
+        for fragment in self.fragments:
+            self._show(fragment)
+
+    def _write_back(self) -> list[Buffer]:
+        """Masters become parameters again, where something was updated on any rank. Returns those buffers, in order."""
+        entries = [entry for entry in (self.entry(member.place) for member in self.members) if entry is not None]
+        updated = {id(e.accumulator.buffer) for e in entries if e.accumulator.filled and self.gradients.has_gradient(e)}
+        buffers = [buffer for buffer in self.buffers if id(buffer) in updated]
+        for buffer in buffers:
+            if buffer.master is not None:
+                buffer.stored.copy_(buffer.master)
+            buffer.changed()
+        return buffers
+
+    def _show(self, fragment: Fragment) -> None:
+        entry = self.entry(fragment)
+        if entry is None:
+            return
+        fragment.param.grad = None
+        if self.gradients.has_gradient(entry):
+            self.gradients.show(entry)
+
+    def _zero_grad(self, original: Callable[..., None], set_to_none: bool = True) -> None:
+        original(set_to_none=set_to_none)
+        if set_to_none:
+            for entry in (self.entry(member.place) for member in self.members):
+                if entry is not None:
+                    self.gradients.hide(entry)
+
+
+def _refuse(what: str, *_: Any) -> None:
+    raise StateError(message(f"{what} of a sharded optimizer holds only this rank's fragments", instead="with zero.gathered(): model.state_dict() for the weights; the optimizer's state stays with the run"))

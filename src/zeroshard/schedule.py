@@ -1,0 +1,368 @@
+"""From hooks to ordered actions: when units are gathered, opened, guarded and released, and when backward ends.
+
+    forward    unit's pre-hook: gather, open          post-hook: guard, release
+    backward   saved weight unpacked: gather          released once its gradients are there, or two units later
+    recompute  (checkpointing) as forward             post-hook: guard, never release
+
+The first event of a backward, of any kind, begins it; a callback of the autograd engine ends it. A callback queued
+inside a nested backward (re-entrant checkpointing) runs at the nested end, so it then hooks the node that is being
+evaluated and queues itself again, until it runs at the end of the outermost one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from .buffer import Buffer
+from .comm import Comm, Group
+from .errors import PeerError, ReleasedError, StateError, message
+from .gradient import Entry, Gradients
+from .guard import SavedTensors
+from .reduction import Reduction
+from .script import Script
+from .unit import Unit
+
+
+def in_backward() -> bool:
+    """Is this thread inside the autograd engine?"""
+    return torch._C._current_graph_task_id() != -1
+
+
+@dataclasses.dataclass
+class Frame:
+    """One running forward of a unit."""
+
+    unit: Unit
+    pushed: bool
+    recompute: bool
+
+
+class Schedule:
+    """The hooks of one sharded model on one rank."""
+
+    def __init__(self, units: list[Unit], gradients: Gradients, reduction: Reduction, group: Group, settings: Comm) -> None:
+        self.units = units
+        self.gradients = gradients
+        self.reduction = reduction
+        self.group = group
+        self.settings = settings
+        self.script = Script(units, group, prefetch=settings.prefetch, overlap=settings.overlap)
+        self.saved = SavedTensors()
+        self.sharded = any(unit.sharded for unit in units)
+        self.local = False  # inside no_sync()
+        self.before_forward: Callable[[bool], None] = lambda training: None
+        self.cast_inputs: torch.dtype | None = None
+        self._frames: list[Frame] = []
+        self._grad_forward = False  # was the running root forward called in grad mode?
+        self._own_segment = False  # did the running backward begin a segment of gathers? (not inside a forward)
+        self._forwards = 0
+        self._backwards = 0
+        self._backward: int | None = None  # graph task of the running backward, None outside
+        self._recent: list[Unit] = []  # units gathered in this backward, oldest first
+        self._unit_of = {id(buffer): unit for unit in units for buffer in unit.buffers}
+        self._hooked: set[int] = set()
+        weak = weakref.ref(self)
+        for unit in units:
+            for buffer in unit.buffers:
+                buffer.on_touch = functools.partial(_call, weak, Schedule.touch)
+                buffer.on_fetch = functools.partial(_call, weak, Schedule.fetch)
+                if buffer.place.parameters:
+                    self.saved.watch(buffer)
+                    buffer.on_new_storage = self.saved.moved
+            unit.module.register_forward_pre_hook(functools.partial(_pre_forward, weak, unit.index), prepend=True, with_kwargs=True)
+            unit.module.register_forward_hook(functools.partial(_post_forward, weak, unit.index), always_call=True)
+
+    def hook_gradients(self) -> None:
+        """Watch every trainable parameter's gradient. Called again after parameters were unfrozen."""
+        weak = weakref.ref(self)
+        for entry in self.gradients.entries:
+            if entry.param.requires_grad and entry.number not in self._hooked:
+                self._hooked.add(entry.number)
+                entry.param.register_hook(functools.partial(_before_accumulation, weak, entry.number))
+                entry.param.register_post_accumulate_grad_hook(functools.partial(_after_accumulation, weak, entry.number))
+
+    # --- forward ----------------------------------------------------------------------------------------------------------
+
+    def enter(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A unit's forward begins."""
+        recompute = in_backward()
+        if recompute:
+            self._event()
+        elif not self._frames:
+            self._begin_forward(unit)
+            if self.cast_inputs is not None:
+                args, kwargs = tree_map_only(Tensor, self._cast, (args, kwargs))
+        for needed in (unit, *unit.borrows):
+            self.script.demand(needed)
+            needed.open_calls += 1
+            needed.open()
+        unit.calls += not recompute and (torch.is_grad_enabled() or self._grad_forward)
+        pushed = self.sharded and torch.is_grad_enabled()
+        if pushed:
+            self.saved.push()
+        self._frames.append(Frame(unit, pushed, recompute))
+        return args, kwargs
+
+    def leave(self, unit: Unit, output: Any) -> None:
+        """A unit's forward ended, normally or by an exception."""
+        if not self._frames or self._frames[-1].unit is not unit:
+            return  # its pre-hook never ran to the end
+        frame = self._frames.pop()
+        if frame.pushed:
+            self.saved.pop()
+        for needed in (unit, *unit.borrows):
+            needed.open_calls -= 1
+            needed.close()
+            if not frame.recompute and self.settings.release_after_forward:
+                needed.release()
+        if not frame.recompute and not self._frames:
+            self._end_forward(output)
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.cast_inputs) if tensor.is_floating_point() else tensor
+
+    def _begin_forward(self, unit: Unit) -> None:
+        if self._backward is not None:
+            self._abort_backward()
+        self._grad_forward = torch.is_grad_enabled()
+        training = self._grad_forward and unit.module.training
+        self.before_forward(training)
+        if self._grad_forward or self.sharded:
+            kind = "forward" if self._grad_forward else "forward without grad"
+            self._forwards += 1
+            self.group.meet(kind, self._forwards, unit.index)
+            self.flush_pinned()
+            if self.sharded:
+                self.script.begin((kind, unit.index))
+
+    def _end_forward(self, output: Any) -> None:
+        if self.script.active:
+            if isinstance(sys.exc_info()[1], PeerError):
+                self.script.abandon()  # asking the peers again would only wait for them again
+            else:
+                self.script.finish()
+        for unit in self.units:
+            if unit.touched:
+                unit.close()
+                unit.touched = self._grad_forward
+            if self.settings.release_after_forward or not self._grad_forward:
+                unit.release()
+        if self._grad_forward:
+            weak = weakref.ref(self)
+            for leaf in tree_leaves(output):
+                if isinstance(leaf, Tensor) and leaf.requires_grad and not leaf.is_leaf:
+                    leaf.register_hook(functools.partial(_output_gradient, weak))
+        self._grad_forward = False
+
+    def flush_pinned(self) -> None:
+        # Inside gathered() the user may have edited the full copy; the coming gathers must bring those edits, not undo them.
+        for unit in self.units:
+            if unit.pinned:
+                for buffer in unit.sharded:
+                    if buffer.keep_edits():
+                        buffer.seed_master()
+                        buffer.changed()
+
+    # --- touches and saved weights ------------------------------------------------------------------------------------------
+
+    def touch(self, buffer: Buffer, index: int) -> None:
+        """Python reads a guarded parameter: gather it where that is possible, or raise."""
+        unit = self._unit_of[id(buffer)]
+        if not buffer.place.parameters:
+            unit.open()
+            return
+        if in_backward():
+            self._event()
+        elif not self._frames:
+            raise ReleasedError(message("a sharded parameter was read while it is not gathered", where=f"parameter {buffer.bucket.slots[index].name!r}, rank {self.group.rank}", expected="the model's own forward or backward", instead="with zero.gathered(): ...   (on every rank)"))
+        self.script.demand(unit)
+        unit.touched = True
+        unit.open()
+
+    def fetch(self, buffer: Buffer) -> None:
+        """Autograd needs a saved weight."""
+        if in_backward():
+            self._event()
+        unit = self._unit_of[id(buffer)]
+        if self._backward is not None and (not self._recent or self._recent[-1] is not unit):
+            self._recent = [*(other for other in self._recent if other is not unit), unit]
+            # The unit before the last is through, except for whatever still holds its storage.
+            for done in self._recent[:-2]:
+                done.release()
+            self._recent = self._recent[-2:]
+        if buffer.ready and not unit.ahead:
+            return
+        if not self.script.active:
+            raise StateError(message("a saved weight was read outside forward and backward", where=f"parameter {buffer.bucket.slots[0].name!r}", instead="with zero.gathered(): ...   (on every rank)"))
+        self.script.demand(unit)
+
+    # --- backward -----------------------------------------------------------------------------------------------------------
+
+    def _event(self) -> None:
+        """Something of a backward happened: begin it if this is the first."""
+        if self._backward is not None:
+            return
+        self._backward = torch._C._current_graph_task_id()
+        self._backwards += 1
+        self._recent.clear()
+        try:
+            self.group.meet("backward under no_sync" if self.local else "backward", self._backwards)
+            self.reduction.begin(local=self.local)
+            self._own_segment = self.sharded and not self.script.active
+            if self._own_segment:
+                self.script.begin(("backward", 0))
+        except BaseException:
+            self._backward = None
+            raise
+        self._queue_end()
+
+    def _queue_end(self) -> None:
+        Variable._execution_engine.queue_callback(functools.partial(_call, weakref.ref(self), Schedule._end))  # type: ignore[attr-defined]
+
+    def _end(self) -> None:
+        if self._backward is None:
+            return
+        node = torch._C._current_autograd_node()
+        if node is not None:
+            # The end of a nested backward: come back when the node that runs it is through.
+            handles: list[Any] = []
+
+            def again(*_: Any) -> None:
+                handles.pop().remove()
+                self._backward = torch._C._current_graph_task_id()
+                self._queue_end()
+
+            handles.append(node.register_hook(again))
+            return
+        try:
+            if self._own_segment:
+                self.script.finish()
+            self.group.meet("end of backward", self._backwards)
+            self.reduction.finish()
+        finally:
+            self._backward = None
+            self._release_all()
+        for unit in self.units:
+            unit.calls = max(unit.calls - 1, 0)
+
+    def _release_all(self) -> None:
+        self._recent.clear()
+        for unit in self.units:
+            unit.touched = False
+            unit.close()
+            unit.release()
+
+    def _abort_backward(self) -> None:
+        """The last backward never reached its end: an exception went through it."""
+        self._backward = None
+        if self.script.active:
+            self.script.abandon()
+        self.reduction.abort()
+        self._release_all()
+
+    def before_accumulation(self, number: int) -> None:
+        """A gradient is about to be added to `p.grad`: the sharded one must not be in its way."""
+        self._event()
+        param = self.gradients.entries[number].param
+        with torch._C.DisableTorchFunctionSubclass():
+            param.grad = None
+
+    def after_accumulation(self, number: int) -> None:
+        """`p.grad` is complete, for this graph at least."""
+        self._event()
+        entry: Entry = self.gradients.entries[number]
+        nested = torch._C._current_graph_task_id() != self._backward
+        if self.reduction.arrived(entry, nested=nested):
+            unit = self._unit_of[id(entry.accumulator.buffer)]
+            if all(self.reduction.complete(buffer) for buffer in unit.buffers):
+                unit.release()
+
+    # --- what else gathers ----------------------------------------------------------------------------------------------------
+
+    def before_step(self) -> None:
+        """An optimizer is about to change the weights."""
+        if self._backward is not None:
+            self._abort_backward()
+        self.flush_pinned()
+
+    def after_step(self) -> None:
+        """New weights: nothing gathered before is worth anything, except to fill it again where the user holds it."""
+        for unit in self.units:
+            unit.calls = 0
+            unit.touched = False
+            for buffer in unit.sharded:
+                buffer.fresh = False
+            if unit.pinned:
+                unit.gather(wait=True)
+            unit.release()
+
+    @contextlib.contextmanager
+    def pin(self, units: list[Unit]) -> Iterator[None]:
+        """Hold units open, for `gathered()`. Every rank calls it with the same units."""
+        for unit in units:
+            if self.script.active:
+                self.script.demand(unit)
+            elif not unit.ready:
+                unit.gather(wait=not self.settings.overlap)
+            unit.pinned += 1
+        for unit in units:
+            unit.open()
+        # What is computed with the weights here, a penalty say, saves them for a backward that may come later.
+        pushed = self.sharded and torch.is_grad_enabled() and not in_backward()
+        if pushed:
+            self.saved.push()
+        try:
+            yield
+        finally:
+            if pushed:
+                self.saved.pop()
+            for unit in units:
+                unit.pinned -= 1
+
+
+def _call(weak: weakref.ref[Schedule], method: Callable[..., Any], *args: Any) -> Any:
+    schedule = weak()
+    return None if schedule is None else method(schedule, *args)
+
+
+# Module and tensor hooks hold the schedule weakly: hooks live in C++ where the garbage collector sees no cycles.
+
+
+def _pre_forward(weak: weakref.ref[Schedule], index: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    schedule = weak()
+    return None if schedule is None else schedule.enter(schedule.units[index], args, kwargs)
+
+
+def _post_forward(weak: weakref.ref[Schedule], index: int, module: nn.Module, args: Any, output: Any) -> None:
+    schedule = weak()
+    if schedule is not None:
+        schedule.leave(schedule.units[index], output)
+
+
+def _before_accumulation(weak: weakref.ref[Schedule], number: int, grad: Tensor) -> None:
+    schedule = weak()
+    if schedule is not None:
+        schedule.before_accumulation(number)
+
+
+def _after_accumulation(weak: weakref.ref[Schedule], number: int, param: nn.Parameter) -> None:
+    schedule = weak()
+    if schedule is not None:
+        schedule.after_accumulation(number)
+
+
+def _output_gradient(weak: weakref.ref[Schedule], grad: Tensor) -> None:
+    schedule = weak()
+    if schedule is not None:
+        schedule._event()

@@ -1,0 +1,91 @@
+"""What every test gets: one thread, fixed seeds, a hard time-out, and warm rank processes (`import ranks`)."""
+
+import os
+import random
+import sys
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: bits depend on the number of threads
+os.environ["MKL_NUM_THREADS"] = "1"
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+os.environ.setdefault("RES_OPTIONS", "timeout:1")  # TCPStore asks the name server who 127.0.0.1 is, and waits for it
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # ranks, reference, models
+
+import hypothesis
+import pytest
+import torch
+
+import ranks as rank_processes
+
+TEST_TIMEOUT = 180  # seconds; a run on ranks has its own, shorter one
+MARKERS = {
+    "dist": "runs on several rank processes (set by itself on tests that use the `ranks` or `world` fixture)",
+    "gpu": "needs a CUDA device, skipped without one",
+    "slow": "takes more than ten seconds; skipped with --fast",
+}
+
+hypothesis.settings.register_profile("zeroshard", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.load_profile("zeroshard")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--fast", action="store_true", help="skip tests marked slow")
+    parser.addoption("--order", type=int, default=None, metavar="SEED", help="seed of the test order; 0: as written")
+
+
+def pytest_configure(config):
+    for name, meaning in MARKERS.items():
+        config.addinivalue_line("markers", f"{name}: {meaning}")
+    if config.getoption("--order") is None:
+        config.option.order = random.SystemRandom().randrange(1, 10_000)
+
+
+def pytest_report_header(config):
+    return f"test order: --order {config.option.order}"
+
+
+def pytest_collection_modifyitems(config, items):
+    _shuffle(items, config.option.order)
+    for item in items:
+        if {"ranks", "world"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.dist)
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if item.get_closest_marker("slow") and config.getoption("--fast"):
+            item.add_marker(pytest.mark.skip(reason="--fast"))
+        if item.get_closest_marker("timeout") is None and not config.getoption("timeout", None):
+            item.add_marker(pytest.mark.timeout(TEST_TIMEOUT))
+
+
+def _shuffle(items, seed):
+    """Files in random order, and the tests within a file; a file's tests stay together, for its fixtures' sake."""
+    if seed:
+        generator = random.Random(seed)
+        place = {path: generator.random() for path in sorted({item.path for item in items})}
+        items.sort(key=lambda item: (place[item.path], generator.random()))
+
+
+@pytest.fixture(autouse=True)
+def _fresh_global_state():
+    rank_processes.reset_global_state()
+
+
+@pytest.fixture
+def ranks():
+    """The module `ranks`; a test that asks for it this way is marked `dist`."""
+    return rank_processes
+
+
+@pytest.fixture(params=[1, 2, 3, 4], ids=lambda world: f"ranks{world}")
+def world(request):
+    """Runs the test at 1, 2, 3 and 4 ranks."""
+    return request.param
+
+
+@pytest.fixture(params=[0, 1, 2, 3], ids=lambda stage: f"stage{stage}")
+def stage(request):
+    """Runs the test at stages 0 to 3."""
+    return request.param
+
+
+def pytest_sessionfinish():
+    rank_processes.shutdown()

@@ -24,7 +24,7 @@ from .reduction import Reduction
 from .schedule import Schedule, in_backward
 from .stage import placements
 from .tier import DeviceTier, Offload
-from .unit import Managed, Unit, borrowed, find_units, managed_parameters, materialise, on_meta
+from .unit import Managed, Structure, Unit, borrowed, find_units, managed_parameters, materialise, on_meta
 
 
 def shard(
@@ -119,6 +119,7 @@ class Zero:
         self._bindings = [Binding(o, number, self._buffers, self._gradients, self._schedule, self._group, whole=whole) for number, o in enumerate(optimizers)]
         for binding in self._bindings:
             binding.before_step = self._before_step
+        self._structure = Structure(model)
         self._trainable = [record.param.requires_grad for record in self._managed]
         if self.placements.parameters:
             cover_dlpack()
@@ -247,15 +248,19 @@ class Zero:
             binding.adopt()
 
     def _notice_edits_of_structure(self) -> None:
-        """Parameters replaced since `shard` are refused; frozen and unfrozen ones are followed."""
+        """Modules and parameters replaced or converted since `shard` are refused; frozen and unfrozen ones followed."""
+        name = self._structure.difference()
+        if name is not None:
+            raise StateError(message("a parameter or module of a sharded model was replaced, removed or added", where=repr(name), instead="edit weights in place, inside `with zero.gathered():`, or change the model before shard(...)"))
         with torch._C.DisableTorchFunctionSubclass():
             for at, record in enumerate(self._managed):
-                for (module, key), name in zip(record.owners, record.names, strict=True):
-                    if module._parameters.get(key) is not record.param:
-                        raise StateError(message("a sharded parameter was replaced or removed", where=f"parameter {name!r}", instead="edit it in place, inside `with zero.gathered():`, or change the model before shard(...)"))
-                if record.param.requires_grad and not self._trainable[at]:
+                param = record.param
+                dtype = param._zeroshard.buffer.dtype  # type: ignore[attr-defined]
+                if param.dtype is not dtype or param.device != self._device:
+                    raise StateError(message("a sharded parameter was converted or moved", where=f"parameter {record.name!r}", expected=f"{dtype} on {self._device}", got=f"{param.dtype} on {param.device}", instead="shard(..., precision=Precision(param_dtype=...), device=...)"))
+                if param.requires_grad and not self._trainable[at]:
                     self._unfreeze(record)
-                self._trainable[at] = record.param.requires_grad
+                self._trainable[at] = param.requires_grad
 
     def _unfreeze(self, record: Managed) -> None:
         """A bucket that was frozen at construction becomes trainable as a whole: see docs/decisions/unfreezing.md."""
@@ -322,17 +327,18 @@ class Zero:
             raise StateError(message("gathered() inside backward cannot be answered", instead="touch the parameter, or gather before backward"))
         units = self._units_of(what)
         self._group.meet("gathered()", len(units), sum(unit.index for unit in units))
-        with contextlib.ExitStack() as stack:
-            for buffer in (buffer for unit in units for buffer in unit.buffers):
-                buffer.land()
-            stack.enter_context(self._schedule.pin(units))
-            try:
-                yield
-            finally:
-                self._leave_gathered(units, write_from)
-        if not self._schedule.script.active:
-            for unit in units:
-                unit.release()
+        for unit in units:
+            unit.land()
+        try:
+            with self._schedule.pin(units):
+                try:
+                    yield
+                finally:
+                    self._leave_gathered(units, write_from)
+        finally:
+            if not self._schedule.script.active:
+                for unit in units:
+                    unit.release()
 
     @torch.no_grad()
     def _leave_gathered(self, units: list[Unit], write_from: int | None) -> None:

@@ -82,6 +82,17 @@ def _cpp_counts() -> bool:
 _CPP_COUNTS = _cpp_counts()
 
 
+def _alias(flat: Tensor) -> Tensor:
+    """The same memory under another storage object, which does not count as somebody holding the first.
+
+    A process group's threads drop their tensors a moment after they report completion; counted, that moment would
+    keep a released bucket's memory now and then.
+    """
+    storage = flat.untyped_storage()
+    other = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), flat.device, storage.nbytes())  # type: ignore[attr-defined]
+    return torch.empty(0, dtype=flat.dtype, device=flat.device).set_(other, 0, flat.shape)
+
+
 class Buffer:
     """The memory of one bucket on one rank."""
 
@@ -105,6 +116,7 @@ class Buffer:
         self.master: Tensor | None = None
         self.gradients: Tensor | None = None
         self._work: list[Work] = []
+        self._landed = Work()
         self._refs: list[int] = []
         self._uses = 0
         self._first, self._last = bucket.shard(group.rank)
@@ -209,7 +221,7 @@ class Buffer:
             if self.state is not State.OPEN:
                 self._move(State.ARRIVING)
             self.fresh = True
-            work = self.group.gather(self.full, self.bucket.bounds)
+            work = self.group.gather(_alias(self.full) if self.place.parameters else self.full, self.bucket.bounds)
         self._work.append(work)
         return work
 
@@ -222,7 +234,7 @@ class Buffer:
         """Wait for whatever is arriving."""
         while self._work:
             self._work[0].wait()
-            self._work.pop(0)
+            self._landed = self._work.pop(0)
         if self.state is State.ARRIVING:
             self._move(State.GUARDED)
 
@@ -249,6 +261,7 @@ class Buffer:
         self.land()
         self.keep_edits()
         self.fresh = False
+        self._landed.let_go()
         if torch._C._storage_Use_Count(self.full.untyped_storage()._cdata) > self._uses:
             return False
         if any(now > before for now, before in zip(self._references(), self._refs, strict=True)):

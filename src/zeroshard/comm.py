@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -48,7 +49,8 @@ class Comm:
     timeout: seconds after which a silent peer is an error (None: torch's default, 30 minutes).
     reduce: "ordered" sums gradients in rank order (same bits at every stage and bucket size); "native" uses the
         backend's reduce-scatter, whose order is its own business, and needs equal shards.
-    overlap: gathers and reductions run behind compute. Off, each is waited for where it is launched: same bits.
+    overlap: gathers and reductions run behind compute. Off, each is waited for where it is launched (a reduction only
+        for a moment, lest ranks that drop different layers wait for each other): same bits.
     prefetch: how many units ahead of use are gathered.
     release_after_forward: False keeps sharded parameters gathered until backward has used them.
     """
@@ -75,8 +77,9 @@ class Comm:
 class Work:
     """A collective under way: `wait()` for it, or ask whether it is `done()`."""
 
-    def __init__(self, handles: Sequence[Any] = ()) -> None:
+    def __init__(self, handles: Sequence[Any] = (), tensors: Sequence[Tensor] = ()) -> None:
         self._handles = list(handles)
+        self._tensors = list(tensors)
 
     def done(self) -> bool:
         return all(handle.is_completed() for handle in self._handles)
@@ -85,6 +88,16 @@ class Work:
         while self._handles:
             _named(self._handles[0].wait)
             self._handles.pop(0)
+
+    def let_go(self) -> None:
+        """After `wait()`: until the backend holds none of the tensors any more.
+
+        gloo's threads drop theirs a moment after `wait()` has returned; a storage held that long looks used.
+        """
+        deadline = time.monotonic() + 1.0
+        while any(tensor._use_count() > 1 for tensor in self._tensors) and time.monotonic() < deadline:
+            time.sleep(0)
+        self._tensors.clear()
 
 
 # What a rank can be about to do when it meets the others; the numbers travel in the header.
@@ -156,18 +169,19 @@ class ProcessGroup(Group):
     def gather(self, full: Tensor, bounds: Sequence[int]) -> Work:
         nbytes = full.numel() * full.itemsize
         own = (bounds[self.rank + 1] - bounds[self.rank]) * full.itemsize
-        self.ledger.move("gather", logical=nbytes, sent=_ring(nbytes, self.ranks), received=nbytes - own)
+        self.ledger.move("gather", logical=nbytes, sent=own * (self.ranks - 1), received=nbytes - own)
         raw = full.view(torch.uint8)
         cuts = [bound * full.itemsize for bound in bounds]
         if self.backend == "nccl" and len({high - low for low, high in pairwise(cuts)}) == 1:
             own_part = raw[cuts[self.rank] : cuts[self.rank + 1]]
-            return Work([_named(_all_gather, raw, own_part, group=self._groups.gathers, async_op=True)])
+            return Work([_named(_all_gather, raw, own_part, group=self._groups.gathers, async_op=True)], [raw, own_part])
+        parts = {source: raw[low:high] for source, (low, high) in enumerate(pairwise(cuts)) if high > low}
         return Work(
             [
-                _named(dist.broadcast, raw[low:high], self._global[source], group=self._groups.gathers, async_op=True)
-                for source, (low, high) in enumerate(pairwise(cuts))
-                if high > low
-            ]
+                _named(dist.broadcast, part, self._global[source], group=self._groups.gathers, async_op=True)
+                for source, part in parts.items()
+            ],
+            list(parts.values()),
         )
 
     def reduce(self, send: Tensor, receive: Tensor, bounds: Sequence[int]) -> Work:
@@ -294,11 +308,6 @@ def _groups(parent: Any, timeout: float | None) -> _Groups:
     if timeout not in made:
         made[timeout] = _Groups(parent, timeout)
     return made[timeout]
-
-
-def _ring(nbytes: int, ranks: int) -> int:
-    """(N-1)/N of a buffer: what each rank sends when everybody ends up with all of it."""
-    return nbytes * (ranks - 1) // ranks
 
 
 def _named(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

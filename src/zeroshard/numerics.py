@@ -89,7 +89,7 @@ def average_(total: Tensor, ranks: int) -> None:
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Bit equality (so NaN equals itself and -0 differs from 0)."""
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
 def reseed_(master: Tensor, param: Tensor) -> bool:

@@ -24,7 +24,7 @@ from torch import Tensor
 from .buffer import Buffer
 from .comm import Comm, Group, Work
 from .errors import StateError, message
-from .gradient import Accumulator, Entry, Gradients
+from .gradient import Accumulator, Entry, Gradients, ShardedGrad
 from .numerics import fold
 from .tier import Tier
 from .unit import Unit
@@ -105,8 +105,10 @@ class Reduction:
         """A parameter has its gradient. Returns whether its bucket now has all of them."""
         flight = self.flights[entry.accumulator.buffer.bucket.index]
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            grad, entry.param.grad = entry.param.grad, None
-            assert grad is not None
+            grad = entry.param.grad
+            if grad is None or isinstance(grad, ShardedGrad):
+                return False  # the hook fires also when nothing was added
+            entry.param.grad = None
             if grad.layout is not torch.strided:
                 raise StateError(message("sparse gradients cannot be sharded", where=f"parameter {entry.slot.name!r}", expected="a dense gradient", got=str(grad.layout), instead="nn.Embedding(..., sparse=False)"))
             if flight.launched:
@@ -185,16 +187,15 @@ class Reduction:
             work = self.group.reduce(landing, receive, buffer.bucket.bounds)
         flight.launched = True
         self._under_way.append((flight, work, receive))
-        if not self.settings.overlap:
-            self._land_first()
 
     def _make_room(self) -> None:
         """Fold what has come in; pause, within bounds, while too much is under way."""
+        allowed = IN_FLIGHT if self.settings.overlap else 0
         deadline = time.monotonic() + PATIENCE
         while self._under_way:
             if self._under_way[0][1].done():
                 self._land_first()
-            elif len(self._under_way) <= IN_FLIGHT or not self._patient:
+            elif len(self._under_way) <= allowed or not self._patient:
                 return
             elif time.monotonic() > deadline:
                 self._patient = False
@@ -236,7 +237,8 @@ class Reduction:
         with_gradient = set()
         for index, flight in self.flights.items():
             first = self.gradients.first_number[index]
-            if any(got[first : first + len(flight.accumulator.buffer.params)]):
+            # What no_sync kept goes with this backward, whatever it used: when it goes must not depend on the bucket.
+            if flight.accumulator.local is not None or any(got[first : first + len(flight.accumulator.buffer.params)]):
                 with_gradient.add(index)
         if self._local:
             for index in with_gradient:

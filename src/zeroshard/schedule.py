@@ -271,9 +271,11 @@ class Schedule:
         self.reduction.abort()
         self._release_all()
 
-    def before_accumulation(self, number: int) -> None:
+    def before_accumulation(self, number: int, grad: Tensor | None) -> None:
         """A gradient is about to be added to `p.grad`: the sharded one must not be in its way."""
         self._event()
+        if grad is None:
+            return  # a custom Function answered None: nothing will be added
         param = self.gradients.entries[number].param
         with torch._C.DisableTorchFunctionSubclass():
             param.grad = None
@@ -350,10 +352,10 @@ def _post_forward(weak: weakref.ref[Schedule], index: int, module: nn.Module, ar
         schedule.leave(schedule.units[index], output)
 
 
-def _before_accumulation(weak: weakref.ref[Schedule], number: int, grad: Tensor) -> None:
+def _before_accumulation(weak: weakref.ref[Schedule], number: int, grad: Tensor | None) -> None:
     schedule = weak()
     if schedule is not None:
-        schedule.before_accumulation(number)
+        schedule.before_accumulation(number, grad)
 
 
 def _after_accumulation(weak: weakref.ref[Schedule], number: int, param: nn.Parameter) -> None:

@@ -170,6 +170,29 @@ def _contains(module: nn.Module, kinds: type | tuple[type, ...]) -> bool:
     return any(isinstance(inner, kinds) for inner in module.modules() if inner is not module)
 
 
+class Structure:
+    """What the module tree looked like when it was sharded, to notice what was replaced, removed or added since."""
+
+    def __init__(self, model: nn.Module) -> None:
+        tables = [
+            (f"{path}." if path else "", table)
+            for path, module in model.named_modules()
+            for table in (module._parameters, module._modules)
+        ]
+        self._entries = [(table, key, value, prefix + key) for prefix, table in tables for key, value in table.items()]
+        self._lengths = [(table, len(table), prefix) for prefix, table in tables]
+
+    def difference(self) -> str | None:
+        """The name of the first parameter or module that is not what it was, or None."""
+        for table, key, value, name in self._entries:
+            if table.get(key) is not value:  # type: ignore[attr-defined]
+                return name
+        for table, length, prefix in self._lengths:
+            if len(table) != length:
+                return prefix + list(table)[-1]
+        return None
+
+
 # --- modules built on the meta device -------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,444 @@
+"""Any module: whatever it looks like, the same bits as plain PyTorch accumulating the same micro-batches."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import models
+import pytest
+import reference
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import zeroshard
+from zeroshard import Comm, Layout
+
+PLAIN = {
+    "gpt": {},
+    "gpt-tied": {"tied": True},
+    "gpt-linear-head": {"tied": "linear"},
+    "gpt-frozen": {"frozen": ("embed", "blocks.0")},
+    "gpt-checkpoint": {"checkpoint": "nonreentrant"},
+    "gpt-reentrant": {"checkpoint": "reentrant"},
+    "gpt-tied-reentrant": {"tied": True, "checkpoint": "reentrant"},
+    "mlp": {},
+    "tiny": {},
+    "degenerate": {},
+    "integers": {},
+    "scales": {},
+    "scales-checkpoint": {"checkpoint": "nonreentrant"},
+    "views": {},
+    "mha": {},
+    "lstm": {},
+    "shared": {},
+    "shared-checkpoint": {"checkpoint": "nonreentrant"},
+    "aliased": {},
+    "outside": {},
+    "penalty": {},
+    "lora": {},
+    "unused": {},
+    "layerdrop": {},
+    "layerdrop-checkpoint": {"checkpoint": "nonreentrant"},
+    "layerdrop-reentrant": {"checkpoint": "reentrant"},
+    "branches": {},
+    "auxiliary": {},
+    **{f"outputs-{kind}": {"kind": kind} for kind in models.OUTPUTS},
+}
+STEPS = 3
+
+
+def make(case: str) -> nn.Module:
+    return models.build(case.split("-")[0], **PLAIN.get(case, {}))
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+def train(rank: int, world: int, case: str, stage: int, backwards: int = 2, **options):
+    """A plain loop on a sharded model; returns the full weights."""
+    name = case.split("-")[0]
+    model = make(case)
+    optimizer = adamw(model)
+    zero = zeroshard.shard(model, optimizer, stage=stage, **options)
+    assert (zero.rank, zero.world_size) == (rank, world)
+    reference.loop(
+        model, optimizer, partial(models.batch, name), partial(models.loss, name), rank, world, backwards, steps=STEPS
+    )
+    held = zero.ledger().held
+    assert held.get("gather", 0) == 0 or case == "views", held
+    with zero.gathered():
+        return reference.weights(model)
+
+
+def plain(case: str, world: int, backwards: int = 2):
+    name = case.split("-")[0]
+    model = make(case)
+    reference.accumulate(
+        model, adamw(model), partial(models.batch, name), partial(models.loss, name), world, backwards, steps=STEPS
+    )
+    return reference.weights(model)
+
+
+def every_stage(world: int, case: str) -> list[str]:
+    """First difference from plain PyTorch, per stage and setting."""
+    rank = torch.distributed.get_rank() if world > 1 else 0
+    want = plain(case, world)
+    settings = [{"stage": stage} for stage in range(4)]
+    settings += [
+        {"stage": 3, "layout": Layout(bucket_mib=1e-3), "comm": Comm(overlap=False)},
+        {"stage": 3, "layout": Layout(bounds="model"), "comm": Comm(prefetch=3)},
+        {"stage": 2, "layout": Layout(bounds="tensor", bucket_mib=1e-3)},
+        {"stage": 3, "comm": Comm(release_after_forward=False)},
+    ]
+    return [
+        f"{setting}: {difference}"
+        for setting in settings
+        if (difference := reference.first_difference(train(rank, world, case, **setting), want))
+    ]
+
+
+@pytest.mark.parametrize("case", PLAIN)
+@pytest.mark.parametrize("world", [1, 2, 3], ids="ranks{}".format)
+def test_any_module_equals_plain_pytorch(ranks, world, case):
+    """Stages 0-3, several layouts: after 3 steps of 2 micro-batches the weights equal one process's, with ==."""
+    for differences in ranks.run(world, every_stage, world, case):
+        assert differences == []
+
+
+@pytest.mark.parametrize("case", ["gpt-tied", "layerdrop", "branches", "degenerate"])
+def test_any_module_at_four_ranks(ranks, case):
+    """The same at four ranks, for the cases that depend on ranks most."""
+    for differences in ranks.run(4, every_stage, 4, case):
+        assert differences == []
+
+
+def same_everywhere(world: int, case: str) -> list[str]:
+    rank = torch.distributed.get_rank() if world > 1 else 0
+    first = train(rank, world, case, 0)
+    return [
+        difference
+        for stage in (1, 2, 3)
+        if (difference := reference.first_difference(train(rank, world, case, stage), first))
+    ]
+
+
+@pytest.mark.parametrize("case", ["mixed", "batchnorm"])
+@pytest.mark.parametrize("world", [1, 2, 3], ids="ranks{}".format)
+def test_stages_agree_where_plain_pytorch_computes_something_else(ranks, world, case):
+    """Masters of 16-bit parameters, and rank 0's running statistics, are zeroshard's own; stages agree with ==."""
+    for differences in ranks.run(world, same_everywhere, world, case):
+        assert differences == []
+
+
+# --- buffers -----------------------------------------------------------------------------------------------------------
+
+
+def buffers_after(buffers: str, stage: int):
+    rank = torch.distributed.get_rank()
+    model = models.build("batchnorm")
+    optimizer = adamw(model)
+    zeroshard.shard(model, optimizer, stage=stage, layout=Layout(buffers=buffers))
+    seen = []
+    for step in range(2):
+        x, y = models.batch("batchnorm", step, rank)
+        model.register_forward_pre_hook(lambda module, args: seen.append(module.layers[1].running_mean.clone()))
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen[-1], model.layers[1].running_mean.clone()
+
+
+def test_buffers_are_rank_0s_before_each_training_forward(ranks, stage):
+    """As in DDP; `Layout(buffers="local")` leaves each rank its own."""
+    (before_0, after_0), (before_1, after_1) = ranks.run(2, buffers_after, "broadcast", stage)
+    assert torch.equal(before_0, before_1) and not torch.equal(after_0, after_1)
+    (before_0, _), (before_1, _) = ranks.run(2, buffers_after, "local", stage)
+    assert not torch.equal(before_0, before_1)
+
+
+def rotary_twice(stage: int):
+    """Two forwards before one backward, with a constant buffer that autograd saves."""
+
+    class Rotary(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("table", torch.linspace(0, 1, 5))
+            self.linear = nn.Linear(5, 5)
+
+        def forward(self, x):
+            return self.linear(x) * self.table
+
+    torch.manual_seed(0)
+    model = Rotary()
+    zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
+    (model(torch.ones(2, 5)).sum() + model(torch.ones(2, 5)).sum()).backward()
+    return True
+
+
+def test_equal_buffers_are_not_written(ranks, stage):
+    """Broadcasting a constant buffer between two forwards must not look like an edit to autograd."""
+    assert ranks.run(2, rotary_twice, stage) == [True, True]
+
+
+# --- freezing -------------------------------------------------------------------------------------------------------------
+
+
+def toggled(world: int, stage: int):
+    rank = torch.distributed.get_rank() if world > 1 else 0
+    batches, loss = partial(models.batch, "gpt"), partial(models.loss, "gpt")
+
+    def script(model, loop, *more):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        engine = zeroshard.shard(model, optimizer, stage=stage) if more else None
+        for phase in range(4):
+            model.blocks[0].requires_grad_(phase in (0, 2))
+            model.blocks[2].requires_grad_(phase != 2)
+            model.norm.requires_grad_(phase > 1)
+            loop(model, optimizer, batches, loss, *more, world, 1, steps=2, first_step=2 * phase)
+        return engine
+
+    want = models.build("gpt", frozen=("norm", "blocks.0"))
+    script(want, reference.accumulate)
+    model = models.build("gpt", frozen=("norm", "blocks.0"))
+    zero = script(model, reference.loop, rank)
+    with zero.gathered():
+        return reference.first_difference(reference.weights(model), reference.weights(want))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3], ids="ranks{}".format)
+def test_parts_frozen_and_unfrozen_in_mid_run(ranks, world, stage):
+    """Parts frozen at construction and trained later, trained first and frozen later, and back: as in plain PyTorch."""
+    assert ranks.run(world, toggled, world, stage) == [""] * world
+
+
+# --- calls that are not the plain loop ---------------------------------------------------------------------------------------
+
+
+def two_forwards(world: int, stage: int, separate: bool):
+    rank = torch.distributed.get_rank() if world > 1 else 0
+
+    def step(model, optimizer, index):
+        losses = [models.loss("gpt", model, models.batch("gpt", s, index)) for s in (0, 1)]
+        for loss in losses if separate else [sum(losses)]:
+            loss.backward()
+
+    want = models.build("gpt")
+    optimizer = adamw(want)
+    for index in range(world):
+        step(want, optimizer, index)
+    for p in want.parameters():
+        p.grad.div_(world)
+    optimizer.step()
+    model = models.build("gpt")
+    optimizer = adamw(model)
+    zero = zeroshard.shard(model, optimizer, stage=stage)
+    step(model, optimizer, rank)
+    optimizer.step()
+    with zero.gathered():
+        return reference.first_difference(reference.weights(model), reference.weights(want))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_two_forwards_before_one_backward(ranks, world, stage):
+    """The sum of two losses, backward once: as in plain PyTorch."""
+    assert ranks.run(world, two_forwards, world, stage, False) == [""] * world
+
+
+def test_two_forwards_before_two_backwards_at_one_rank(ranks, stage):
+    """Each backward is reduced by itself; at one rank that is plain PyTorch."""
+    assert ranks.run(1, two_forwards, 1, stage, True) == [""]
+
+
+def evaluated(stage: int, evaluate: bool):
+    rank = torch.distributed.get_rank()
+    model = models.build("gpt", tied="linear")
+    optimizer = adamw(model)
+    zero = zeroshard.shard(model, optimizer, stage=stage)
+    for step in range(4):
+        models.loss("gpt", model, models.batch("gpt", step, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if evaluate:
+            tokens = models.batch("gpt", 100 + step, rank)[0]
+            model.eval()
+            with torch.no_grad():
+                model(tokens)
+            with torch.inference_mode():
+                model(tokens)
+            # Generation: greedy, both ranks the same number of tokens, as the collectives ask.
+            with torch.no_grad():
+                start = tokens[:, :1]
+                for _ in range(3):
+                    start = torch.cat([start, model(start)[:, -1:].argmax(-1)], dim=1)
+            model.train()
+            model(tokens)  # a forward in grad mode that nobody follows up
+            assert zero.ledger().held.get("gather", 0) == 0 or stage == 3
+    with zero.gathered():
+        return reference.weights(model)
+
+
+def test_evaluation_between_steps_leaves_the_bits_unchanged(ranks, stage):
+    """`no_grad`, `inference_mode`, `eval`, generation and a forward without backward change nothing of the next step."""
+    for with_it, without in zip(
+        ranks.run(2, evaluated, stage, True), ranks.run(2, evaluated, stage, False), strict=True
+    ):
+        reference.assert_same(with_it, without)
+
+
+def direct_calls(stage: int):
+    class Direct(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5)])
+
+        def forward(self, x):
+            return self.blocks[1](self.blocks[0].forward(x))
+
+    torch.manual_seed(0)
+    plain_model = Direct()
+    torch.manual_seed(0)
+    model = Direct()
+    zero = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
+    x = torch.ones(2, 5)
+    assert torch.equal(model(x), plain_model(x))
+    with pytest.raises(zeroshard.Error, match=r"(?s)blocks\.0\.weight.*zero\.gathered"):
+        model.blocks[0].forward(x)
+    # Called as a module, a unit is its own root, also outside the model's forward.
+    assert torch.equal(model.blocks[0](x), plain_model.blocks[0](x))
+    with zero.gathered():
+        return bool(torch.equal(model.blocks[0].forward(x), plain_model.blocks[0].forward(x)))
+
+
+def test_forward_called_directly(ranks):
+    """`layer.forward(...)` works inside the root's forward and raises, naming parameter and remedy, outside."""
+    assert ranks.run(2, direct_calls, 3) == [True, True]
+
+
+def penalised(world: int, stage: int, inside: bool):
+    """A penalty over all parameters under gathered(), with the backward inside or outside of it."""
+    rank = torch.distributed.get_rank() if world > 1 else 0
+
+    def penalty(model):
+        return 0.01 * sum(p.square().sum() for p in model.parameters())
+
+    want = models.build("mlp")
+    optimizer = adamw(want)
+    for index in range(world):
+        (models.loss("mlp", want, models.batch("mlp", 0, index)) + penalty(want)).backward()
+    for p in want.parameters():
+        p.grad.div_(world)
+    optimizer.step()
+
+    model = models.build("mlp")
+    optimizer = adamw(model)
+    zero = zeroshard.shard(model, optimizer, stage=stage)
+    loss = models.loss("mlp", model, models.batch("mlp", 0, rank))
+    with zero.gathered():
+        loss = loss + penalty(model)
+        if inside:
+            loss.backward()
+    if not inside:
+        loss.backward()
+    optimizer.step()
+    with zero.gathered():
+        return reference.first_difference(reference.weights(model), reference.weights(want))
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["backward inside", "backward outside"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_penalty_under_gathered(ranks, world, stage, inside):
+    """Autograd through weights read under gathered() works, also when backward runs after leaving it."""
+    assert ranks.run(world, penalised, world, stage, inside) == [""] * world
+
+
+def failing_forward(stage: int, where: str):
+    """An exception in a user's forward on all ranks, caught; the same step again must equal a clean run's."""
+    rank = torch.distributed.get_rank()
+
+    def run(fail: bool):
+        model = models.build("gpt", checkpoint="nonreentrant" if where == "recompute" else None)
+        optimizer = adamw(model)
+        zero = zeroshard.shard(model, optimizer, stage=stage)
+        armed = {"left": 2 if where == "recompute" else 1, "on": False}
+
+        def bomb(module, args, output=None):
+            if armed["on"]:
+                armed["left"] -= 1
+                if armed["left"] == 0:
+                    raise ValueError("user's own")
+
+        target = {
+            "embed": model.embed,
+            "block": model.blocks[1].mlp[0],
+            "head": model.head,
+            "recompute": model.blocks[1].mlp[0],
+        }[where]
+        target.register_forward_hook(bomb)
+        for step in range(3):
+            if fail and step == 1:
+                armed.update(on=True)
+                with pytest.raises(ValueError, match="user's own"):
+                    models.loss("gpt", model, models.batch("gpt", step, rank)).backward()
+                armed.update(on=False)
+                optimizer.zero_grad()
+            models.loss("gpt", model, models.batch("gpt", step, rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert zero.ledger().held.get("gather", 0) == 0
+        with zero.gathered():
+            return reference.weights(model)
+
+    return reference.first_difference(run(True), run(False))
+
+
+@pytest.mark.parametrize("where", ["embed", "block", "head", "recompute"])
+def test_exception_in_forward_leaves_everything_usable(ranks, stage, where):
+    """Retried after a caught exception, in forward or in a recomputation inside backward, the step has the same bits."""
+    assert ranks.run(2, failing_forward, stage, where) == ["", ""]
+
+
+def forces(stage: int):
+    """A model that differentiates inside its own forward, with a graph for the outer backward."""
+    rank = torch.distributed.get_rank()
+
+    class Energy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = models.mlp((7, 13, 1))
+
+        def forward(self, x):
+            x = x.requires_grad_()
+            return torch.autograd.grad(self.layers(x).sum(), x, create_graph=True)[0]
+
+    def step(model, index):
+        generator = torch.Generator().manual_seed(index)
+        model(torch.randn(3, 7, generator=generator)).square().sum().backward()
+
+    torch.manual_seed(0)
+    want = Energy()
+    optimizer = adamw(want)
+    for _ in range(2):
+        for index in range(2):
+            step(want, index)
+        for p in want.parameters():
+            if p.grad is not None:
+                p.grad.div_(2)
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.manual_seed(0)
+    model = Energy()
+    optimizer = adamw(model)
+    zero = zeroshard.shard(model, optimizer, stage=stage)
+    for _ in range(2):
+        step(model, rank)
+        optimizer.step()
+        optimizer.zero_grad()
+    with zero.gathered():
+        return reference.first_difference(reference.weights(model), reference.weights(want))
+
+
+def test_gradients_of_gradients_inside_forward(ranks, stage):
+    """`autograd.grad(..., create_graph=True)` inside forward: double backward through sharded weights is exact."""
+    assert ranks.run(2, forces, stage) == ["", ""]

@@ -115,7 +115,7 @@ class Zero:
         self._schedule.before_forward = self._before_forward
         self._schedule.cast_inputs = precision.param_dtype if precision.cast_inputs else None
         self._schedule.hook_gradients()
-        whole = layout.bounds == "tensor" or not self.placements.optimizer
+        whole = not self.placements.optimizer or not self.partition.cut_tensors()
         self._bindings = [Binding(o, number, self._buffers, self._gradients, self._schedule, self._group, whole=whole) for number, o in enumerate(optimizers)]
         for binding in self._bindings:
             binding.before_step = self._before_step
@@ -190,6 +190,10 @@ class Zero:
                 where = f"optimizer {number} ({type(optimizer).__name__}) group {at}"
                 facts[f"{where} parameters"] = [names.get(id(param), "ignored") for param in group["params"]]
                 facts |= {f"{where} {key}": repr(value) for key, value in group.items() if key not in ("params", "param_names")}
+                for param in group["params"]:
+                    if state := optimizer.state.get(param):
+                        kinds = {key: f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__ for key, value in state.items()}
+                        facts[f"{where} state of {names.get(id(param), 'ignored')!r}"] = kinds
         everyone = self._group.describe(facts)
         for rank, theirs in enumerate(everyone):
             for key in dict.fromkeys([*everyone[0], *theirs]):

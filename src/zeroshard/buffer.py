@@ -116,7 +116,6 @@ class Buffer:
         self.master: Tensor | None = None
         self.gradients: Tensor | None = None
         self._work: list[Work] = []
-        self._landed = Work()
         self._refs: list[int] = []
         self._uses = 0
         self._first, self._last = bucket.shard(group.rank)
@@ -234,7 +233,7 @@ class Buffer:
         """Wait for whatever is arriving."""
         while self._work:
             self._work[0].wait()
-            self._landed = self._work.pop(0)
+            self._work.pop(0)
         if self.state is State.ARRIVING:
             self._move(State.GUARDED)
 
@@ -261,7 +260,6 @@ class Buffer:
         self.land()
         self.keep_edits()
         self.fresh = False
-        self._landed.let_go()
         if torch._C._storage_Use_Count(self.full.untyped_storage()._cdata) > self._uses:
             return False
         if any(now > before for now, before in zip(self._references(), self._refs, strict=True)):

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -77,9 +76,8 @@ class Comm:
 class Work:
     """A collective under way: `wait()` for it, or ask whether it is `done()`."""
 
-    def __init__(self, handles: Sequence[Any] = (), tensors: Sequence[Tensor] = ()) -> None:
+    def __init__(self, handles: Sequence[Any] = ()) -> None:
         self._handles = list(handles)
-        self._tensors = list(tensors)
 
     def done(self) -> bool:
         return all(handle.is_completed() for handle in self._handles)
@@ -88,16 +86,6 @@ class Work:
         while self._handles:
             _named(self._handles[0].wait)
             self._handles.pop(0)
-
-    def let_go(self) -> None:
-        """After `wait()`: until the backend holds none of the tensors any more.
-
-        gloo's threads drop theirs a moment after `wait()` has returned; a storage held that long looks used.
-        """
-        deadline = time.monotonic() + 1.0
-        while any(tensor._use_count() > 1 for tensor in self._tensors) and time.monotonic() < deadline:
-            time.sleep(0)
-        self._tensors.clear()
 
 
 # What a rank can be about to do when it meets the others; the numbers travel in the header.
@@ -174,14 +162,13 @@ class ProcessGroup(Group):
         cuts = [bound * full.itemsize for bound in bounds]
         if self.backend == "nccl" and len({high - low for low, high in pairwise(cuts)}) == 1:
             own_part = raw[cuts[self.rank] : cuts[self.rank + 1]]
-            return Work([_named(_all_gather, raw, own_part, group=self._groups.gathers, async_op=True)], [raw, own_part])
-        parts = {source: raw[low:high] for source, (low, high) in enumerate(pairwise(cuts)) if high > low}
+            return Work([_named(_all_gather, raw, own_part, group=self._groups.gathers, async_op=True)])
         return Work(
             [
-                _named(dist.broadcast, part, self._global[source], group=self._groups.gathers, async_op=True)
-                for source, part in parts.items()
-            ],
-            list(parts.values()),
+                _named(dist.broadcast, raw[low:high], self._global[source], group=self._groups.gathers, async_op=True)
+                for source, (low, high) in enumerate(pairwise(cuts))
+                if high > low
+            ]
         )
 
     def reduce(self, send: Tensor, receive: Tensor, bounds: Sequence[int]) -> Work:

@@ -12,6 +12,7 @@ only editing or stepping divides in place.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -102,6 +103,7 @@ class Accumulator:
                 if part.numel:
                     spans.append((first_number + index, slot.start + part.start - first, slot.start + part.stop - first))
             self._blocks = BlockMap(self.total.numel(), min(BLOCK, self.buffer.align), spans, self.total.device)
+            self.buffer.tier.ledger.hold("norms", self._blocks.nbytes)
         return self._blocks
 
 
@@ -235,8 +237,9 @@ class ShardedGrad(Tensor):
     Has the shape, dtype and device of its parameter and no memory. `full_tensor()` gathers the real thing.
     """
 
-    _book: Gradients
-    _entry: Entry
+    # Weak, and a number instead of the entry: p.grad is a reference in C++, where the collector sees no cycles.
+    _weak_book: weakref.ref[Gradients]
+    _number: int
     _is_fragment: bool
 
     @staticmethod
@@ -244,9 +247,20 @@ class ShardedGrad(Tensor):
         return torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)  # type: ignore[attr-defined, no-any-return]
 
     def __init__(self, book: Gradients, entry: Entry, like: Tensor, *, is_fragment: bool) -> None:
-        self._book = book
-        self._entry = entry
+        self._weak_book = weakref.ref(book)
+        self._number = entry.number
         self._is_fragment = is_fragment
+
+    @property
+    def _book(self) -> Gradients:
+        book = self._weak_book()
+        if book is None:
+            raise StateError(message("this gradient belongs to a sharded model that is gone", instead="keep the model while its gradients are used"))
+        return book
+
+    @property
+    def _entry(self) -> Entry:
+        return self._book.entries[self._number]
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"ShardedGrad({self._entry.slot.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"

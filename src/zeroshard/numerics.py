@@ -132,11 +132,15 @@ class BlockMap:
             if stop % size and stop > start:
                 partial.append(stop // size)
                 lengths.append(stop % size)
-        self.used = torch.nonzero(owner >= 0).flatten().to(device)
+        self.dense = bool((owner >= 0).all())
+        self.used = torch.empty(0, dtype=torch.int64) if self.dense else torch.nonzero(owner >= 0).flatten().to(device)
         self.owner = owner[owner >= 0].to(device)
-        self.dense = self.used.numel() == self.count
         self.partial = torch.tensor(partial, dtype=torch.int64, device=device)
         self.hidden = (torch.arange(size)[None, :] >= torch.tensor(lengths, dtype=torch.int64)[:, None]).to(device)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.itemsize for t in (self.used, self.owner, self.partial, self.hidden))
 
 
 def block_sums(shard: Tensor, blocks: BlockMap, ranks: int, order: float) -> Tensor:

@@ -82,13 +82,25 @@ class Binding:
         self.before_step: Callable[[], None] = lambda: None
         self._steps = 0
         self.adopt(broadcast_state=True)
-        optimizer.register_step_pre_hook(self._before)
+        self._stay_last(optimizer, optimizer.register_step_pre_hook(self._before).id)
         handle = optimizer.register_step_post_hook(self._after)
         # The user's post hooks, also earlier ones, see the updated parameters.
         optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
         optimizer.register_state_dict_pre_hook(functools.partial(_refuse, "optimizer.state_dict()"))
         optimizer.register_load_state_dict_pre_hook(functools.partial(_refuse, "optimizer.load_state_dict()"))
         optimizer.zero_grad = functools.partial(self._zero_grad, optimizer.zero_grad)  # type: ignore[method-assign]
+
+    @staticmethod
+    def _stay_last(optimizer: Any, ours: int) -> None:
+        # What any pre hook of the user's does to gradients, weights or the closure counts, also if it is registered later.
+        register = optimizer.register_step_pre_hook
+
+        def register_before_ours(hook: Any) -> Any:
+            handle = register(hook)
+            optimizer._optimizer_step_pre_hooks.move_to_end(ours)
+            return handle
+
+        optimizer.register_step_pre_hook = register_before_ours
 
     # --- fragments in place of parameters ------------------------------------------------------------------------------
 
@@ -142,7 +154,7 @@ class Binding:
             value = value.detach().clone().contiguous()
         if broadcast_state and value.device == place.buffer.full.device:
             self.group.broadcast(value.view(-1) if value.dim() == 0 else value)
-        if key in SCALARS or value.dim() == 0:
+        if key in SCALARS or (value.dim() == 0 and slot.shape):
             return value
         if tuple(value.shape) != slot.shape:
             raise UserError(message("the optimizer already has state that cannot be cut", where=f"{type(self.optimizer).__name__}.state of {slot.name!r}, key {key!r}", expected=f"shape {slot.shape} or a scalar", got=tuple(value.shape), instead="shard before the first step"))
@@ -202,8 +214,8 @@ class Binding:
             work.wait()
         for fragment in self.fragments:
             entry = self.entry(fragment)
-            if entry is None or not self.gradients.has_gradient(entry):
-                fragment.param.grad = None
+            if entry is None or not fragment.param.numel() or not self.gradients.has_gradient(entry):
+                fragment.param.grad = None  # an empty fragment only stands in for a group: Muon, for one, refuses its shape
                 continue
             grad = entry.accumulator.updating(fragment.index)
             grad = grad[: fragment.param.numel()] if fragment.param.numel() < grad.numel() else grad

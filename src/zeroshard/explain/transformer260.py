@@ -1,0 +1,233 @@
+"""The transformer of 260 parameters from "ZeRO-1: A Concrete Walkthrough" and "ZeRO-2: A Concrete Walkthrough".
+
+d = 4, two heads of two, a feed-forward layer of 16 with ReLU, 8 words, 3 tokens:
+
+    LN1 - attention - residual - LN2 - feed-forward - residual - W_vocab - softmax - cross-entropy
+
+The texts print W_q, W_k, W_v, W_vocab, the input of GPU-0 and two tables of W_q gradients. They omit the rest, so
+their loss cannot be reproduced and the printed gradients do not follow from the printed weights: `inject` puts those
+in by a hook, for a run that says so. `Entry.origin` tells which value comes from where.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+WIDTH, HEADS, INNER, WORDS, TOKENS = 4, 2, 16, 8, 3
+SEED = 260  # of everything the texts omit
+
+Origin = Literal["text", "convention", "seed"]
+
+
+class Entry(NamedTuple):
+    """One tensor of the texts' table, in their flat order."""
+
+    symbol: str  # as the texts write it
+    name: str  # the parameter's name in `Transformer260`
+    shape: tuple[int, ...]
+    layer: str  # the texts' heading
+    origin: Origin  # "convention": gamma 1 and beta 0, which the traced forward pass implies
+
+
+TENSORS = (
+    Entry("gamma1", "norm1.gamma", (WIDTH,), "LayerNorm 1", "convention"),
+    Entry("beta1", "norm1.beta", (WIDTH,), "LayerNorm 1", "convention"),
+    Entry("W_q", "attention.W_q", (WIDTH, WIDTH), "Attention", "text"),
+    Entry("W_k", "attention.W_k", (WIDTH, WIDTH), "Attention", "text"),
+    Entry("W_v", "attention.W_v", (WIDTH, WIDTH), "Attention", "text"),
+    Entry("W_o", "attention.W_o", (WIDTH, WIDTH), "Attention", "seed"),
+    Entry("gamma2", "norm2.gamma", (WIDTH,), "LayerNorm 2", "convention"),
+    Entry("beta2", "norm2.beta", (WIDTH,), "LayerNorm 2", "convention"),
+    Entry("W1", "feed_forward.W1", (WIDTH, INNER), "FFN", "seed"),
+    Entry("b1", "feed_forward.b1", (INNER,), "FFN", "seed"),
+    Entry("W2", "feed_forward.W2", (INNER, WIDTH), "FFN", "seed"),
+    Entry("b2", "feed_forward.b2", (WIDTH,), "FFN", "seed"),
+    Entry("W_vocab", "head.W_vocab", (WIDTH, WORDS), "Output head", "text"),
+)
+
+TEXT: dict[str, list[list[float]]] = {
+    "W_q": [
+        [0.12, 0.34, -0.21, 0.05],
+        [-0.15, 0.22, 0.11, -0.08],
+        [0.30, -0.10, 0.18, 0.27],
+        [-0.05, 0.14, -0.33, 0.09],
+    ],
+    "W_k": [
+        [0.20, -0.11, 0.07, 0.15],
+        [0.03, 0.28, -0.14, 0.10],
+        [-0.22, 0.06, 0.31, -0.05],
+        [0.17, -0.09, 0.02, 0.24],
+    ],
+    "W_v": [
+        [0.08, 0.19, -0.12, 0.25],
+        [-0.07, 0.33, 0.04, -0.16],
+        [0.21, -0.03, 0.15, 0.11],
+        [-0.14, 0.08, 0.26, -0.02],
+    ],
+    "W_vocab": [
+        [0.11, -0.05, 0.18, 0.03, -0.14, 0.22, -0.09, 0.07],
+        [-0.06, 0.13, 0.02, -0.17, 0.08, 0.04, 0.20, -0.11],
+        [0.15, -0.02, 0.09, 0.21, -0.08, 0.12, -0.03, 0.16],
+        [-0.10, 0.07, -0.13, 0.05, 0.19, -0.06, 0.14, 0.01],
+    ],
+    "x": [[0.5, -0.3, 0.8, 0.1], [0.2, 0.7, -0.1, 0.4], [-0.6, 0.3, 0.5, -0.2]],
+}
+
+# d loss / d W_q on GPU-0 (micro-batch A) and GPU-1 (micro-batch B), as printed
+W_Q_GRADIENTS = (
+    [
+        [0.023, -0.011, 0.045, -0.008],
+        [-0.031, 0.019, -0.007, 0.014],
+        [0.012, -0.028, 0.033, -0.005],
+        [-0.016, 0.009, -0.021, 0.038],
+    ],
+    [
+        [0.017, -0.025, 0.031, -0.013],
+        [-0.009, 0.041, -0.018, 0.006],
+        [0.028, -0.014, 0.022, -0.035],
+        [-0.020, 0.016, -0.012, 0.027],
+    ],
+)
+
+
+class Batch(NamedTuple):
+    """One micro-batch: x [TOKENS, WIDTH], already embedded, and targets [TOKENS]."""
+
+    x: Tensor
+    targets: Tensor
+    x_origin: Origin
+    targets_origin: Origin
+
+
+class Trace(NamedTuple):
+    """What the forward pass goes through. All [TOKENS, ...]."""
+
+    mu: Tensor
+    sigma: Tensor
+    x1: Tensor
+    q: Tensor
+    x2: Tensor
+    logits: Tensor
+
+
+class LayerNorm(nn.Module):
+    """(x - mean) / population deviation * gamma + beta. No epsilon: the texts have none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.ones(WIDTH))
+        self.beta = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        mu = x.mean(-1, keepdim=True)
+        sigma = (x - mu).square().mean(-1, keepdim=True).sqrt()
+        return (x - mu) / sigma * self.gamma + self.beta, mu, sigma
+
+
+class Attention(nn.Module):
+    """Two heads, no mask. Weights multiply from the right, as printed: Q = x W_q."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.W_q = nn.Parameter(torch.empty(WIDTH, WIDTH))
+        self.W_k = nn.Parameter(torch.empty(WIDTH, WIDTH))
+        self.W_v = nn.Parameter(torch.empty(WIDTH, WIDTH))
+        self.W_o = nn.Parameter(torch.empty(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        q = x @ self.W_q
+        heads = [y.view(TOKENS, HEADS, WIDTH // HEADS).transpose(0, 1) for y in (q, x @ self.W_k, x @ self.W_v)]
+        scores = heads[0] @ heads[1].transpose(1, 2) / math.sqrt(WIDTH // HEADS)
+        mixed = (scores.softmax(-1) @ heads[2]).transpose(0, 1).reshape(TOKENS, WIDTH)
+        return mixed @ self.W_o, q
+
+
+class FeedForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.W1 = nn.Parameter(torch.empty(WIDTH, INNER))
+        self.b1 = nn.Parameter(torch.empty(INNER))
+        self.W2 = nn.Parameter(torch.empty(INNER, WIDTH))
+        self.b2 = nn.Parameter(torch.empty(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x @ self.W1 + self.b1) @ self.W2 + self.b2
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.W_vocab = nn.Parameter(torch.empty(WIDTH, WORDS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.W_vocab
+
+
+class Transformer260(nn.Module):
+    """The texts' model: submodules, and the tensors in them, are registered in the texts' flat order."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.norm1 = LayerNorm()
+        self.attention = Attention()
+        self.norm2 = LayerNorm()
+        self.feed_forward = FeedForward()
+        self.head = Head()
+        self.to(dtype)
+        with torch.no_grad():
+            for entry, value in zip(TENSORS, _values(), strict=True):
+                self.get_parameter(entry.name).copy_(value)
+
+    def forward(self, x: Tensor) -> Trace:
+        x1, mu, sigma = self.norm1(x)
+        attended, q = self.attention(x1)
+        x = x + attended
+        x2, _, _ = self.norm2(x)
+        return Trace(mu, sigma, x1, q, x2, self.head(x + self.feed_forward(x2)))
+
+
+def loss(model: nn.Module, batch: Batch) -> Tensor:
+    """Mean cross-entropy over the three tokens."""
+    return F.cross_entropy(model(batch.x).logits, batch.targets)
+
+
+def batches(dtype: torch.dtype = torch.float32) -> tuple[Batch, Batch]:
+    """Micro-batches A (GPU-0: x from the text) and B (GPU-1: all of it from the seed)."""
+    draw = random.Random(SEED + 1)
+    targets_a, targets_b = ([draw.randrange(WORDS) for _ in range(TOKENS)] for _ in range(2))
+    x_b = _draw(draw, TOKENS * WIDTH, 0.8)
+    return (
+        Batch(torch.tensor(TEXT["x"], dtype=dtype), torch.tensor(targets_a), "text", "seed"),
+        Batch(torch.tensor(x_b, dtype=dtype).view(TOKENS, WIDTH), torch.tensor(targets_b), "seed", "seed"),
+    )
+
+
+def inject(model: Transformer260, rank: int) -> None:
+    """From now on the gradient of W_q on this rank is the printed table, whatever backward computes."""
+    table = torch.tensor(W_Q_GRADIENTS[rank], dtype=torch.float64)
+    model.attention.W_q.register_hook(lambda gradient: table.to(gradient))  # type: ignore[no-untyped-call]
+
+
+def _values() -> list[Tensor]:
+    """Every tensor in float64. Seeded ones have two decimals, as the printed ones do."""
+    draw = random.Random(SEED)  # Python's generator, which no release of torch changes
+    values = []
+    for entry in TENSORS:
+        if entry.origin == "text":
+            value = torch.tensor(TEXT[entry.symbol], dtype=torch.float64)
+        elif entry.origin == "convention":
+            value = torch.full(entry.shape, float(entry.symbol.startswith("gamma")), dtype=torch.float64)
+        else:
+            value = torch.tensor(_draw(draw, math.prod(entry.shape), 0.35), dtype=torch.float64).view(entry.shape)
+        values.append(value)
+    return values
+
+
+def _draw(draw: random.Random, count: int, limit: float) -> list[float]:
+    return [round(draw.uniform(-limit, limit), 2) for _ in range(count)]

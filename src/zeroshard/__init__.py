@@ -1,18 +1,18 @@
 """zeroshard: ZeRO stages 0-3 for PyTorch from one line, with the same bits in every configuration.
 
-    unit       submodule whose parameters are gathered and released together, usually one transformer block
-    bucket     flat run of a unit's parameters that share dtype and trainability; what one collective moves
-    slot       one parameter's place in a bucket
-    shard      a rank's contiguous piece of a bucket
-    fragment   the part of a slot inside a shard; what the optimizer sees
-    block      128 elements from a slot's start; no cut falls inside one
-    placement  for each state (parameters, gradients, optimizer): sharded or replicated
-    tier       where a state rests: the device; later host memory and NVMe
-    gather     make a unit's full parameters present
-    reduce     sum the ranks' gradients, in rank order, at each shard's owner
-    release    give a unit's full parameters' memory back
-    script     the order of gathers that all ranks follow
-    ledger     bytes held now, by state, and bytes moved, by verb
+unit       submodule whose parameters are gathered and released together, usually one transformer block
+bucket     flat run of a unit's parameters that share dtype and trainability; what one collective moves
+slot       one parameter's place in a bucket
+shard      a rank's contiguous piece of a bucket
+fragment   the part of a slot inside a shard; what the optimizer sees
+block      128 elements from a slot's start; no cut falls inside one
+placement  for each state (parameters, gradients, optimizer): sharded or replicated
+tier       where a state rests: the device; later host memory and NVMe
+gather     make a unit's full parameters present
+reduce     sum the ranks' gradients, in rank order, at each shard's owner
+release    give a unit's full parameters' memory back
+script     the order of gathers that all ranks follow
+ledger     bytes held now, by state, and bytes moved, by verb
 """
 
 from __future__ import annotations

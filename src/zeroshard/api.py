@@ -53,12 +53,25 @@ def shard(
     Raises `UserError` (a ValueError) for what cannot work, `PeerError` where the ranks do not agree. With `torchrun`
     (or any process group) every rank calls it; without a launcher it runs as one rank.
     """
-    policies = [given if given is not None else make() for given, make in ((precision, Precision), (offload, Offload), (layout, Layout), (comm, Comm))]
-    for policy, kind, name in zip(policies, (Precision, Offload, Layout, Comm), ("precision", "offload", "layout", "comm"), strict=True):
+    policies = [
+        given if given is not None else make()
+        for given, make in ((precision, Precision), (offload, Offload), (layout, Layout), (comm, Comm))
+    ]
+    for policy, kind, name in zip(
+        policies, (Precision, Offload, Layout, Comm), ("precision", "offload", "layout", "comm"), strict=True
+    ):
         if not isinstance(policy, kind):
-            raise UserError(message(f"{name}= takes a zeroshard.{kind.__name__}", got=repr(policy), instead=f"{name}=zeroshard.{kind.__name__}(...)"))
+            raise UserError(
+                message(
+                    f"{name}= takes a zeroshard.{kind.__name__}",
+                    got=repr(policy),
+                    instead=f"{name}=zeroshard.{kind.__name__}(...)",
+                )
+            )
     if not isinstance(model, nn.Module):
-        raise UserError(message("not a model", expected="an nn.Module", got=type(model).__name__, instead="shard(model, optimizer)"))
+        raise UserError(
+            message("not a model", expected="an nn.Module", got=type(model).__name__, instead="shard(model, optimizer)")
+        )
     optimizers = [] if optimizer is None else list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     return Zero(model, optimizers, stage, *policies, _device(model, device), init)  # type: ignore[arg-type]
 
@@ -66,10 +79,20 @@ def shard(
 def _device(model: nn.Module, wanted: torch.device | str | None) -> torch.device:
     if wanted is not None:
         device = torch.device(wanted)
-        return torch.device(device.type, torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
+        return (
+            torch.device(device.type, torch.cuda.current_device())
+            if device.type == "cuda" and device.index is None
+            else device
+        )
     found = {param.device for param in model.parameters() if not param.is_meta}
     if len(found) > 1:
-        raise UserError(message("the model's parameters are on several devices", got=sorted(map(str, found)), instead="shard(..., device=...)"))
+        raise UserError(
+            message(
+                "the model's parameters are on several devices",
+                got=sorted(map(str, found)),
+                instead="shard(..., device=...)",
+            )
+        )
     return found.pop() if found else torch.device("cpu")
 
 
@@ -84,10 +107,23 @@ class Dtypes(NamedTuple):
 class Zero:
     """A sharded model: what `shard` returns, and where everything beside the plain loop is asked for."""
 
-    def __init__(self, model: nn.Module, optimizers: list[torch.optim.Optimizer], stage: int, precision: Precision, offload: Offload, layout: Layout, comm: Comm, device: torch.device, init: Callable[[nn.Module], None] | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: list[torch.optim.Optimizer],
+        stage: int,
+        precision: Precision,
+        offload: Offload,
+        layout: Layout,
+        comm: Comm,
+        device: torch.device,
+        init: Callable[[nn.Module], None] | None,
+    ) -> None:
         self.placements = placements(stage)
         if any(hasattr(tensor, "_zeroshard") for tensor in model.parameters()):
-            raise UserError(message("this model, or a part of it, is sharded already", instead="shard it once, as a whole"))
+            raise UserError(
+                message("this model, or a part of it, is sharded already", instead="shard it once, as a whole")
+            )
         self.stage = stage
         self.model = model
         self._precision, self._layout, self._comm, self._device = precision, layout, comm, device
@@ -116,7 +152,10 @@ class Zero:
         self._schedule.cast_inputs = precision.param_dtype if precision.cast_inputs else None
         self._schedule.hook_gradients()
         whole = not self.placements.optimizer or not self.partition.cut_tensors()
-        self._bindings = [Binding(o, number, self._buffers, self._gradients, self._schedule, self._group, whole=whole) for number, o in enumerate(optimizers)]
+        self._bindings = [
+            Binding(o, number, self._buffers, self._gradients, self._schedule, self._group, whole=whole)
+            for number, o in enumerate(optimizers)
+        ]
         for binding in self._bindings:
             binding.before_step = self._before_step
         self._structure = Structure(model)
@@ -133,27 +172,65 @@ class Zero:
         return f"Zero(stage={self.stage}, rank={self.rank}, world_size={self.world_size}, parameters={sum(r.param.numel() for r in self._managed)})"
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise StateError(message("a sharded model cannot be copied", instead="copy the model first and shard each copy, or load its weights into a fresh one"))
+        raise StateError(
+            message(
+                "a sharded model cannot be copied",
+                instead="copy the model first and shard each copy, or load its weights into a fresh one",
+            )
+        )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise StateError(message("a sharded model cannot be pickled", instead="with zero.gathered(): model.state_dict()"))
+        raise StateError(
+            message("a sharded model cannot be pickled", instead="with zero.gathered(): model.state_dict()")
+        )
 
-    # --- construction -----------------------------------------------------------------------------------------------------
+    # --- construction -----------------------------------------------------------------------------------------------
 
     def _specs(self) -> list[Spec]:
         return [
-            Spec(r.name, tuple(r.param.shape), str(self._precision.param(r.param.dtype)), self._precision.param(r.param.dtype).itemsize, r.unit, r.param.requires_grad)
+            Spec(
+                r.name,
+                tuple(r.param.shape),
+                str(self._precision.param(r.param.dtype)),
+                self._precision.param(r.param.dtype).itemsize,
+                r.unit,
+                r.param.requires_grad,
+            )
             for r in self._managed
         ]
 
     def _check(self, optimizers: list[torch.optim.Optimizer]) -> None:
         for record in self._managed:
             if record.param.grad is not None:
-                raise UserError(message("a parameter already has a gradient", where=f"parameter {record.name!r}", instead="optimizer.zero_grad() before shard(...)"))
-            if record.param.is_complex() or record.param.layout is not torch.strided or isinstance(record.param, nn.parameter.UninitializedParameter):
-                raise UserError(message("this kind of parameter cannot be sharded", where=f"parameter {record.name!r}", expected="a dense real tensor", got=f"{type(record.param).__name__} {record.param.dtype} {record.param.layout}", instead=f"Layout(ignore=[{record.name!r}]), or store it as real numbers"))
+                raise UserError(
+                    message(
+                        "a parameter already has a gradient",
+                        where=f"parameter {record.name!r}",
+                        instead="optimizer.zero_grad() before shard(...)",
+                    )
+                )
+            if (
+                record.param.is_complex()
+                or record.param.layout is not torch.strided
+                or isinstance(record.param, nn.parameter.UninitializedParameter)
+            ):
+                raise UserError(
+                    message(
+                        "this kind of parameter cannot be sharded",
+                        where=f"parameter {record.name!r}",
+                        expected="a dense real tensor",
+                        got=f"{type(record.param).__name__} {record.param.dtype} {record.param.layout}",
+                        instead=f"Layout(ignore=[{record.name!r}]), or store it as real numbers",
+                    )
+                )
         if self._comm.reduce == "native" and not self.partition.even:
-            raise UserError(message("the backend's reduce-scatter needs shards of one size", got=f"bounds={self._layout.bounds!r}", instead='Comm(reduce="ordered"), or Layout(bounds="unit")'))
+            raise UserError(
+                message(
+                    "the backend's reduce-scatter needs shards of one size",
+                    got=f"bounds={self._layout.bounds!r}",
+                    instead='Comm(reduce="ordered"), or Layout(bounds="unit")',
+                )
+            )
         for optimizer in optimizers:
             check_optimizer(optimizer, self.partition, replicated=not self.placements.optimizer)
         owned = {id(record.param) for record in self._managed}
@@ -163,9 +240,21 @@ class Zero:
             for at, group in enumerate(optimizer.param_groups):
                 for position, param in enumerate(group["params"]):
                     if id(param) not in owned | ignored:
-                        raise UserError(message("the optimizer holds a parameter that is not the model's", where=f"optimizer {number}, group {at}, parameter {position}", instead="put all trained modules under one nn.Module and shard that"))
+                        raise UserError(
+                            message(
+                                "the optimizer holds a parameter that is not the model's",
+                                where=f"optimizer {number}, group {at}, parameter {position}",
+                                instead="put all trained modules under one nn.Module and shard that",
+                            )
+                        )
                     if id(param) in seen:
-                        raise UserError(message("two optimizers hold the same parameter", where=f"optimizer {number}, group {at}, parameter {position}", instead="give each parameter to one optimizer"))
+                        raise UserError(
+                            message(
+                                "two optimizers hold the same parameter",
+                                where=f"optimizer {number}, group {at}, parameter {position}",
+                                instead="give each parameter to one optimizer",
+                            )
+                        )
                     seen.add(id(param))
 
     def _agree(self, optimizers: list[torch.optim.Optimizer], units: list[tuple[str, nn.Module]]) -> None:
@@ -181,7 +270,9 @@ class Zero:
             "device type": self._device.type,
         }
         for record in self._managed:
-            facts[f"parameter {record.name!r}"] = f"{tuple(record.param.shape)} {record.param.dtype} requires_grad={record.param.requires_grad} names={record.names}"
+            facts[f"parameter {record.name!r}"] = (
+                f"{tuple(record.param.shape)} {record.param.dtype} requires_grad={record.param.requires_grad} names={record.names}"
+            )
         for name, tensor in self.model.named_buffers():
             facts[f"buffer {name!r}"] = f"{tuple(tensor.shape)} {tensor.dtype}"
         facts["units"] = [name for name, _ in units]
@@ -189,18 +280,43 @@ class Zero:
             for at, group in enumerate(optimizer.param_groups):
                 where = f"optimizer {number} ({type(optimizer).__name__}) group {at}"
                 facts[f"{where} parameters"] = [names.get(id(param), "ignored") for param in group["params"]]
-                facts |= {f"{where} {key}": repr(value) for key, value in group.items() if key not in ("params", "param_names")}
+                facts |= {
+                    f"{where} {key}": repr(value)
+                    for key, value in group.items()
+                    if key not in ("params", "param_names")
+                }
                 for param in group["params"]:
                     if state := optimizer.state.get(param):
-                        kinds = {key: f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__ for key, value in state.items()}
+                        kinds = {
+                            key: f"{value.dtype} {tuple(value.shape)}"
+                            if isinstance(value, Tensor)
+                            else type(value).__name__
+                            for key, value in state.items()
+                        }
                         facts[f"{where} state of {names.get(id(param), 'ignored')!r}"] = kinds
         everyone = self._group.describe(facts)
         for rank, theirs in enumerate(everyone):
             for key in dict.fromkeys([*everyone[0], *theirs]):
                 if everyone[0].get(key) != theirs.get(key):
-                    raise PeerError(message("the ranks are about to build different things", where=key, expected=f"{everyone[0].get(key, 'nothing of that name')} (rank 0)", got=f"{theirs.get(key, 'nothing of that name')} (rank {rank})", instead="build the same model, optimizer and settings on every rank; set OMP_NUM_THREADS alike"))
+                    raise PeerError(
+                        message(
+                            "the ranks are about to build different things",
+                            where=key,
+                            expected=f"{everyone[0].get(key, 'nothing of that name')} (rank 0)",
+                            got=f"{theirs.get(key, 'nothing of that name')} (rank {rank})",
+                            instead="build the same model, optimizer and settings on every rank; set OMP_NUM_THREADS alike",
+                        )
+                    )
             if list(everyone[0]) != list(theirs):
-                raise PeerError(message("the ranks register their parameters in different orders", where=f"rank {rank}", expected=list(everyone[0])[:4], got=list(theirs)[:4], instead="build the model the same way on every rank"))
+                raise PeerError(
+                    message(
+                        "the ranks register their parameters in different orders",
+                        where=f"rank {rank}",
+                        expected=list(everyone[0])[:4],
+                        got=list(theirs)[:4],
+                        instead="build the model the same way on every rank",
+                    )
+                )
 
     def _build(self, init: Callable[[nn.Module], None] | None) -> None:
         """Unit by unit, so that a model on meta never takes more than its shards and one unit."""
@@ -216,7 +332,9 @@ class Zero:
                 self._place_buffers(module)
             for bucket in buckets[unit.index]:
                 params = [by_name[slot.name].param for slot in bucket.slots]
-                buffer = Buffer(bucket, params, self.partition.align, self.placements, self._precision, self._group, self._tier)
+                buffer = Buffer(
+                    bucket, params, self.partition.align, self.placements, self._precision, self._group, self._tier
+                )
                 for index, param in enumerate(params):
                     param._zeroshard = Place(buffer, index)  # type: ignore[attr-defined]
                 buffer.adopt()
@@ -239,7 +357,7 @@ class Zero:
                     if sent.data_ptr() != tensor.data_ptr():
                         tensor.copy_(sent)
 
-    # --- before each forward and step ---------------------------------------------------------------------------------------
+    # --- before each forward and step -------------------------------------------------------------------------------
 
     def _before_forward(self, training: bool) -> None:
         self._notice_edits_of_structure()
@@ -255,13 +373,27 @@ class Zero:
         """Modules and parameters replaced or converted since `shard` are refused; frozen and unfrozen ones followed."""
         name = self._structure.difference()
         if name is not None:
-            raise StateError(message("a parameter or module of a sharded model was replaced, removed or added", where=repr(name), instead="edit weights in place, inside `with zero.gathered():`, or change the model before shard(...)"))
+            raise StateError(
+                message(
+                    "a parameter or module of a sharded model was replaced, removed or added",
+                    where=repr(name),
+                    instead="edit weights in place, inside `with zero.gathered():`, or change the model before shard(...)",
+                )
+            )
         with torch._C.DisableTorchFunctionSubclass():
             for at, record in enumerate(self._managed):
                 param = record.param
                 dtype = param._zeroshard.buffer.dtype  # type: ignore[attr-defined]
                 if param.dtype is not dtype or param.device != self._device:
-                    raise StateError(message("a sharded parameter was converted or moved", where=f"parameter {record.name!r}", expected=f"{dtype} on {self._device}", got=f"{param.dtype} on {param.device}", instead="shard(..., precision=Precision(param_dtype=...), device=...)"))
+                    raise StateError(
+                        message(
+                            "a sharded parameter was converted or moved",
+                            where=f"parameter {record.name!r}",
+                            expected=f"{dtype} on {self._device}",
+                            got=f"{param.dtype} on {param.device}",
+                            instead="shard(..., precision=Precision(param_dtype=...), device=...)",
+                        )
+                    )
                 if param.requires_grad and not self._trainable[at]:
                     self._unfreeze(record)
                 self._trainable[at] = param.requires_grad
@@ -295,7 +427,7 @@ class Zero:
                 if not same_bits(theirs, tensor):
                     tensor.copy_(theirs)
 
-    # --- what users call ------------------------------------------------------------------------------------------------------
+    # --- what users call --------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -326,9 +458,21 @@ class Zero:
         take with `write_from`. Collective: every rank enters and leaves.
         """
         if write_from is not None and not (type(write_from) is int and 0 <= write_from < self.world_size):
-            raise UserError(message("write_from names a rank", expected=f"0 to {self.world_size - 1}", got=repr(write_from), instead="gathered(write_from=0)"))
+            raise UserError(
+                message(
+                    "write_from names a rank",
+                    expected=f"0 to {self.world_size - 1}",
+                    got=repr(write_from),
+                    instead="gathered(write_from=0)",
+                )
+            )
         if in_backward():
-            raise StateError(message("gathered() inside backward cannot be answered", instead="touch the parameter, or gather before backward"))
+            raise StateError(
+                message(
+                    "gathered() inside backward cannot be answered",
+                    instead="touch the parameter, or gather before backward",
+                )
+            )
         units = self._units_of(what)
         self._group.meet("gathered()", len(units), sum(unit.index for unit in units))
         for unit in units:
@@ -371,14 +515,26 @@ class Zero:
                 if item in modules:
                     hits |= {index[id(param)] for param in modules[item].parameters() if id(param) in index}
                 if not hits:
-                    raise UserError(message("no parameter or module of that name", got=repr(item), instead=nearest(item, [*names, *modules])))
+                    raise UserError(
+                        message(
+                            "no parameter or module of that name",
+                            got=repr(item),
+                            instead=nearest(item, [*names, *modules]),
+                        )
+                    )
                 found |= hits
             elif isinstance(item, nn.Module):
                 found |= {index[id(param)] for param in item.parameters() if id(param) in index}
             elif isinstance(item, nn.Parameter) and id(item) in index:
                 found.add(index[id(item)])
             else:
-                raise UserError(message("gathered() takes modules and names", got=repr(type(item).__name__), instead='zero.gathered(model.head), or zero.gathered("head.weight")'))
+                raise UserError(
+                    message(
+                        "gathered() takes modules and names",
+                        got=repr(type(item).__name__),
+                        instead='zero.gathered(model.head), or zero.gathered("head.weight")',
+                    )
+                )
         return [self._units[unit] for unit in sorted(found)]
 
     def dtypes(self, bucket: Bucket) -> Dtypes:
@@ -427,11 +583,21 @@ def _own_modules(units: list[Unit]) -> dict[int, list[tuple[str, nn.Module]]]:
 
 def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     if any(isinstance(param, Guarded) for param in module.parameters()):
-        raise StateError(message("state_dict() of a sharded model would hold nothing", where=f"module {type(module).__name__}", instead="with zero.gathered(): model.state_dict()   (on every rank)"))
+        raise StateError(
+            message(
+                "state_dict() of a sharded model would hold nothing",
+                where=f"module {type(module).__name__}",
+                instead="with zero.gathered(): model.state_dict()   (on every rank)",
+            )
+        )
 
 
 def _refuse_load(module: nn.Module, *_: Any) -> None:
     if any(isinstance(param, Guarded) for param in module.parameters()):
-        raise StateError(message("load_state_dict() into a sharded model would change nothing", where=f"module {type(module).__name__}", instead="with zero.gathered(): model.load_state_dict(state)   (on every rank)"))
-
-
+        raise StateError(
+            message(
+                "load_state_dict() into a sharded model would change nothing",
+                where=f"module {type(module).__name__}",
+                instead="with zero.gathered(): model.load_state_dict(state)   (on every rank)",
+            )
+        )

@@ -96,7 +96,16 @@ def _alias(flat: Tensor) -> Tensor:
 class Buffer:
     """The memory of one bucket on one rank."""
 
-    def __init__(self, bucket: Bucket, params: list[nn.Parameter], align: int, place: Placements, precision: Precision, group: Group, tier: Tier) -> None:
+    def __init__(
+        self,
+        bucket: Bucket,
+        params: list[nn.Parameter],
+        align: int,
+        place: Placements,
+        precision: Precision,
+        group: Group,
+        tier: Tier,
+    ) -> None:
         self.bucket = bucket
         self.align = align
         self.params = params
@@ -120,7 +129,7 @@ class Buffer:
         self._uses = 0
         self._first, self._last = bucket.shard(group.rank)
 
-    # --- construction -------------------------------------------------------------------------------------------------
+    # --- construction -----------------------------------------------------------------------------------------------
 
     def adopt(self) -> None:
         """Move the parameters into flat storage: rank 0's values, converted; masters seeded before converting.
@@ -170,7 +179,7 @@ class Buffer:
             self.master = self.tier.reserve("master", last - first, self.master_dtype)
             self.master.copy_(self.stored)
 
-    # --- which part is whose --------------------------------------------------------------------------------------------
+    # --- which part is whose ----------------------------------------------------------------------------------------
 
     @property
     def owned(self) -> tuple[int, int]:
@@ -200,7 +209,7 @@ class Buffer:
         assert self.gradients is not None
         return self.gradients if self.place.gradients else self.gradients[self._first : self._last]
 
-    # --- the four moves -------------------------------------------------------------------------------------------------
+    # --- the four moves ---------------------------------------------------------------------------------------------
 
     @property
     def ready(self) -> bool:
@@ -294,7 +303,7 @@ class Buffer:
     def _references(self) -> list[int]:
         return [_owned_elsewhere(param) for param in self.params]
 
-    # --- edits ----------------------------------------------------------------------------------------------------------
+    # --- edits ------------------------------------------------------------------------------------------------------
 
     def rebind(self) -> None:
         """A parameter whose `.data` was replaced gets the new values copied into its slot and is a view again."""
@@ -305,7 +314,15 @@ class Buffer:
                 if data.untyped_storage()._cdata == storage:
                     continue
                 if data.shape != slot.shape or data.dtype != self.dtype or data.device != self.full.device:
-                    raise UserError(message("a sharded parameter's data was replaced by something of another kind", where=f"parameter {slot.name!r}", expected=f"{slot.shape} {self.dtype} on {self.full.device}", got=f"{tuple(data.shape)} {data.dtype} on {data.device}", instead="convert or move the model before zeroshard.shard(...), or pass precision= and device="))
+                    raise UserError(
+                        message(
+                            "a sharded parameter's data was replaced by something of another kind",
+                            where=f"parameter {slot.name!r}",
+                            expected=f"{slot.shape} {self.dtype} on {self.full.device}",
+                            got=f"{tuple(data.shape)} {data.dtype} on {data.device}",
+                            instead="convert or move the model before zeroshard.shard(...), or pass precision= and device=",
+                        )
+                    )
                 view = self.full[slot.start : slot.stop].view(slot.shape)
                 view.copy_(data)
                 param.data = view
@@ -333,7 +350,7 @@ class Buffer:
             with torch._C.DisableTorchFunctionSubclass():
                 torch.autograd.graph.increment_version(self.params)
 
-    # --- what saved notes ask ---------------------------------------------------------------------------------------------
+    # --- what saved notes ask ---------------------------------------------------------------------------------------
 
     def version_at(self, element: int) -> int:
         return self.params[slot_at(self.bucket.slots, element)]._version
@@ -345,5 +362,11 @@ class Buffer:
         """Make the data present for autograd."""
         self.on_fetch(self)
         if not self.ready:
-            raise StateError(message("a weight needed by backward could not be gathered", where=f"parameter {self.bucket.slots[0].name!r}", instead="run backward on every rank"))
+            raise StateError(
+                message(
+                    "a weight needed by backward could not be gathered",
+                    where=f"parameter {self.bucket.slots[0].name!r}",
+                    instead="run backward on every rank",
+                )
+            )
         self.land()

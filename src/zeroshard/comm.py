@@ -63,11 +63,28 @@ class Comm:
 
     def __post_init__(self) -> None:
         if self.reduce not in get_args(Reduce):
-            raise UserError(message("Comm.reduce is not a known way", got=repr(self.reduce), instead=nearest(self.reduce, get_args(Reduce))))
+            raise UserError(
+                message(
+                    "Comm.reduce is not a known way",
+                    got=repr(self.reduce),
+                    instead=nearest(self.reduce, get_args(Reduce)),
+                )
+            )
         if type(self.prefetch) is not int or self.prefetch < 0:
-            raise UserError(message("Comm.prefetch counts units", expected="0, 1, 2, ...", got=repr(self.prefetch), instead="Comm(prefetch=1)"))
+            raise UserError(
+                message(
+                    "Comm.prefetch counts units",
+                    expected="0, 1, 2, ...",
+                    got=repr(self.prefetch),
+                    instead="Comm(prefetch=1)",
+                )
+            )
         if self.timeout is not None and not (isinstance(self.timeout, (int, float)) and self.timeout > 0):
-            raise UserError(message("Comm.timeout is a positive number of seconds", got=repr(self.timeout), instead="Comm(timeout=600)"))
+            raise UserError(
+                message(
+                    "Comm.timeout is a positive number of seconds", got=repr(self.timeout), instead="Comm(timeout=600)"
+                )
+            )
         if self.prefetch and not self.overlap:
             # Without overlap a prefetch would only hold memory longer; the pair is not a contradiction worth an error.
             object.__setattr__(self, "prefetch", 0)
@@ -176,7 +193,17 @@ class ProcessGroup(Group):
         own = bounds[self.rank + 1] - bounds[self.rank]
         splits = [high - low for low, high in pairwise(bounds)]
         return Work(
-            [_named(dist.all_to_all_single, receive, send, [own] * self.ranks, splits, group=self._groups.reductions, async_op=True)]
+            [
+                _named(
+                    dist.all_to_all_single,
+                    receive,
+                    send,
+                    [own] * self.ranks,
+                    splits,
+                    group=self._groups.reductions,
+                    async_op=True,
+                )
+            ]
         )
 
     def reduce_native(self, send: Tensor, receive: Tensor) -> Work:
@@ -185,12 +212,19 @@ class ProcessGroup(Group):
 
     def _count_reduce(self, send: Tensor, own: int) -> None:
         nbytes = send.numel() * send.itemsize
-        self.ledger.move("reduce", logical=nbytes, sent=nbytes - own * send.itemsize, received=own * send.itemsize * (self.ranks - 1))
+        self.ledger.move(
+            "reduce", logical=nbytes, sent=nbytes - own * send.itemsize, received=own * send.itemsize * (self.ranks - 1)
+        )
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         nbytes = tensor.numel() * tensor.itemsize
         if nbytes:
-            self.ledger.move("broadcast", logical=nbytes, sent=nbytes if self.rank == source else 0, received=0 if self.rank == source else nbytes)
+            self.ledger.move(
+                "broadcast",
+                logical=nbytes,
+                sent=nbytes if self.rank == source else 0,
+                received=0 if self.rank == source else nbytes,
+            )
             _named(dist.broadcast, tensor.view(torch.uint8), self._global[source], group=self._groups.gathers)
 
     def meet(self, what: str, number: int, *payload: int) -> list[tuple[int, ...]]:
@@ -202,7 +236,14 @@ class ProcessGroup(Group):
         rows = everyone.view(self.ranks, self._HEADER).tolist()
         if any(row[:2] != rows[0][:2] for row in rows):
             where = "; ".join(f"rank {rank} is at {MEETINGS[row[0]]} {row[1]}" for rank, row in enumerate(rows))
-            raise PeerError(message("the ranks are not doing the same thing", where=where, expected="the same forwards, backwards, steps and questions on every rank, in the same order", instead="give every rank the same number of batches, and call zeroshard's collective methods on all of them"))
+            raise PeerError(
+                message(
+                    "the ranks are not doing the same thing",
+                    where=where,
+                    expected="the same forwards, backwards, steps and questions on every rank, in the same order",
+                    instead="give every rank the same number of batches, and call zeroshard's collective methods on all of them",
+                )
+            )
         return [tuple(row[2 : 2 + len(payload)]) for row in rows]
 
     def maximum(self, tensor: Tensor) -> None:
@@ -236,7 +277,14 @@ def connect(settings: Comm, ledger: Ledger, device: torch.device) -> Group:
     parent = settings.group
     if hasattr(parent, "get_group") and hasattr(parent, "ndim"):
         if parent.ndim != 1:
-            raise UserError(message("only a one-dimensional DeviceMesh can be sharded over", expected="ndim 1", got=f"ndim {parent.ndim} {parent.mesh_dim_names}", instead='Comm(group=mesh["shard"])'))
+            raise UserError(
+                message(
+                    "only a one-dimensional DeviceMesh can be sharded over",
+                    expected="ndim 1",
+                    got=f"ndim {parent.ndim} {parent.mesh_dim_names}",
+                    instead='Comm(group=mesh["shard"])',
+                )
+            )
         parent = parent.get_group()
     if parent is None:
         if not dist.is_available() or not (dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1):
@@ -245,7 +293,13 @@ def connect(settings: Comm, ledger: Ledger, device: torch.device) -> Group:
             _start(settings, device)
         parent = dist.group.WORLD
     if parent == dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(parent) < 0:
-        raise UserError(message("this rank is not a member of the process group", where=f"rank {dist.get_rank()}", instead="call shard(...) on members of the group only"))
+        raise UserError(
+            message(
+                "this rank is not a member of the process group",
+                where=f"rank {dist.get_rank()}",
+                instead="call shard(...) on members of the group only",
+            )
+        )
     if dist.get_world_size(parent) == 1:
         return Group(ledger, device)
     return ProcessGroup(ledger, device, _groups(parent, settings.timeout))
@@ -304,7 +358,14 @@ def _named(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             return call(*args, **kwargs)
     except (RuntimeError, ValueError) as error:
         rank = dist.get_rank() if dist.is_initialized() else "?"
-        raise PeerError(message("a collective did not complete: a peer is gone, silent, or raised an error of its own", where=f"rank {rank}", got=str(error).splitlines()[0], instead="read the first error among all ranks' output; Comm(timeout=...) sets how long to wait")) from error
+        raise PeerError(
+            message(
+                "a collective did not complete: a peer is gone, silent, or raised an error of its own",
+                where=f"rank {rank}",
+                got=str(error).splitlines()[0],
+                instead="read the first error among all ranks' output; Comm(timeout=...) sets how long to wait",
+            )
+        ) from error
 
 
 # torch 2.13 renamed these two; the old names warn there and the new ones are missing before.

@@ -58,7 +58,11 @@ class Accumulator:
         slot = self.buffer.bucket.slots[index]
         first, last = self.buffer.owned
         part = slot.within(first, last)
-        return self.total[slot.start + part.start - first : slot.start + part.stop - first] if part.numel else self.total[:0]
+        return (
+            self.total[slot.start + part.start - first : slot.start + part.stop - first]
+            if part.numel
+            else self.total[:0]
+        )
 
     def average(self) -> None:
         """Turn the sum into the average, in place."""
@@ -101,7 +105,9 @@ class Accumulator:
             for index, slot in enumerate(self.buffer.bucket.slots):
                 part = slot.within(*self.buffer.owned)
                 if part.numel:
-                    spans.append((first_number + index, slot.start + part.start - first, slot.start + part.stop - first))
+                    spans.append(
+                        (first_number + index, slot.start + part.start - first, slot.start + part.stop - first)
+                    )
             self._blocks = BlockMap(self.total.numel(), min(BLOCK, self.buffer.align), spans, self.total.device)
             self.buffer.tier.ledger.hold("norms", self._blocks.nbytes)
         return self._blocks
@@ -165,10 +171,18 @@ class Gradients:
         with torch._C.DisableTorchFunctionSubclass():
             grad = entry.param.grad
         if grad is not None and not isinstance(grad, ShardedGrad):
-            raise StateError(message("a sharded gradient was replaced by a tensor", where=f"parameter {entry.slot.name!r}", expected="the ShardedGrad that backward left, edited in place", got=type(grad).__name__, instead="p.grad.copy_(tensor)"))
+            raise StateError(
+                message(
+                    "a sharded gradient was replaced by a tensor",
+                    where=f"parameter {entry.slot.name!r}",
+                    expected="the ShardedGrad that backward left, edited in place",
+                    got=type(grad).__name__,
+                    instead="p.grad.copy_(tensor)",
+                )
+            )
         return grad is not None
 
-    # --- questions: every rank asks, one collective answers for all parameters ---------------------------------------------
+    # --- questions: every rank asks, one collective answers for all parameters --------------------------------------
 
     def ask(self) -> None:
         """Agree that every rank is asking; reduce first what was only summed locally."""
@@ -187,7 +201,14 @@ class Gradients:
 
     def _norms(self, order: float) -> Tensor:
         if order not in (1.0, 2.0, math.inf):
-            raise StateError(message("this norm of a sharded gradient is not defined", expected="L1, L2 or Linf", got=f"order {order}", instead="norm_type=2.0, 1.0 or float('inf')"))
+            raise StateError(
+                message(
+                    "this norm of a sharded gradient is not defined",
+                    expected="L1, L2 or Linf",
+                    got=f"order {order}",
+                    instead="norm_type=2.0, 1.0 or float('inf')",
+                )
+            )
         self.ask()
         device = self.entries[0].param.device
         bins = empty_bins(len(self.entries), device)
@@ -255,7 +276,12 @@ class ShardedGrad(Tensor):
     def _book(self) -> Gradients:
         book = self._weak_book()
         if book is None:
-            raise StateError(message("this gradient belongs to a sharded model that is gone", instead="keep the model while its gradients are used"))
+            raise StateError(
+                message(
+                    "this gradient belongs to a sharded model that is gone",
+                    instead="keep the model while its gradients are used",
+                )
+            )
         return book
 
     @property
@@ -299,19 +325,43 @@ class ShardedGrad(Tensor):
             return args[0]
         if func in _FOREACH:
             for number, grad in enumerate(args[0]):
-                _edit(_FOREACH[func], grad, [a[number] if isinstance(a, (list, tuple)) else a for a in args[1:]], kwargs)
+                _edit(
+                    _FOREACH[func], grad, [a[number] if isinstance(a, (list, tuple)) else a for a in args[1:]], kwargs
+                )
             return None
         first = next(leaf for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(leaf, ShardedGrad))
-        raise StateError(message(f"a sharded gradient cannot answer {func}", where=f"gradient of {first._entry.slot.name!r}", expected="clip_grad_norm_, clip_grad_value_, GradScaler, zero_ and elementwise edits in place", instead="p.grad.full_tensor() on every rank, or p.grad.to_local() for this rank's elements"))
+        raise StateError(
+            message(
+                f"a sharded gradient cannot answer {func}",
+                where=f"gradient of {first._entry.slot.name!r}",
+                expected="clip_grad_norm_, clip_grad_value_, GradScaler, zero_ and elementwise edits in place",
+                instead="p.grad.full_tensor() on every rank, or p.grad.to_local() for this rank's elements",
+            )
+        )
 
 
-def _norm(func: Any, what: Any, order: float = 2.0, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+def _norm(
+    func: Any, what: Any, order: float = 2.0, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Any:
     grads = what if isinstance(what, (list, tuple)) else [what]
     for grad in grads:
         if grad._is_fragment:
-            raise StateError(message("the norm of an optimizer's fragments is only this rank's part of it", where=f"gradient of {grad._entry.slot.name!r}", instead="torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)"))
+            raise StateError(
+                message(
+                    "the norm of an optimizer's fragments is only this rank's part of it",
+                    where=f"gradient of {grad._entry.slot.name!r}",
+                    instead="torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)",
+                )
+            )
     if dim is not None or keepdim:
-        raise StateError(message("a sharded gradient has a norm as a whole only", where=f"gradient of {grads[0]._entry.slot.name!r}", got=f"dim={dim}", instead="p.grad.full_tensor().norm(dim=...) on every rank"))
+        raise StateError(
+            message(
+                "a sharded gradient has a norm as a whole only",
+                where=f"gradient of {grads[0]._entry.slot.name!r}",
+                got=f"dim={dim}",
+                instead="p.grad.full_tensor().norm(dim=...) on every rank",
+            )
+        )
     norms = [grad._book.norm(grad._entry, float(order)) for grad in grads]
     return norms if isinstance(what, (list, tuple)) else norms[0]
 
@@ -342,7 +392,15 @@ def _edit(func: Any, grad: ShardedGrad, others: Sequence[Any], kwargs: dict[str,
         if isinstance(other, ShardedGrad):
             return other.to_local()
         if tuple(other.shape) != entry.slot.shape or grad._is_fragment:
-            raise StateError(message("a sharded gradient can be edited by scalars and by tensors of its own shape", where=f"gradient of {entry.slot.name!r}", expected=entry.slot.shape, got=tuple(other.shape), instead="broadcast it first"))
+            raise StateError(
+                message(
+                    "a sharded gradient can be edited by scalars and by tensors of its own shape",
+                    where=f"gradient of {entry.slot.name!r}",
+                    expected=entry.slot.shape,
+                    got=tuple(other.shape),
+                    instead="broadcast it first",
+                )
+            )
         return other.reshape(-1)[part.start : part.stop]
 
     others = [cut(other) for other in others]

@@ -104,7 +104,7 @@ def cover_dlpack() -> None:
                 setattr(module, name, to_dlpack)
 
 
-# --- what autograd saves ----------------------------------------------------------------------------------------------
+# --- what autograd saves --------------------------------------------------------------------------------------------
 
 
 class Source(Protocol):
@@ -141,7 +141,15 @@ class Saved(NamedTuple):
     def restore(self) -> Tensor:
         self.source.fetch()
         if self.generation != self.source.generation or self.version != self.source.version_at(self.element):
-            raise StateError(message("a weight was changed between forward and backward by an inplace operation", where=f"parameter {self.source.name_at(self.element)!r}", expected=f"version {self.version} of generation {self.generation}", got=f"version {self.source.version_at(self.element)} of generation {self.source.generation}", instead="call backward before optimizer.step() or any edit of the weights"))
+            raise StateError(
+                message(
+                    "a weight was changed between forward and backward by an inplace operation",
+                    where=f"parameter {self.source.name_at(self.element)!r}",
+                    expected=f"version {self.version} of generation {self.generation}",
+                    got=f"version {self.source.version_at(self.element)} of generation {self.source.generation}",
+                    instead="call backward before optimizer.step() or any edit of the weights",
+                )
+            )
         with torch.no_grad():
             view = torch.empty(0, dtype=self.dtype, device=self.source.full.device)
             view.set_(self.source.full.untyped_storage(), self.offset, self.size, self.stride)  # type: ignore[call-overload]
@@ -213,7 +221,17 @@ class SavedTensors:
             if source is not None:
                 offset = tensor.storage_offset()
                 element = offset * tensor.itemsize // source.full.itemsize
-                return Saved(source, tensor.dtype, offset, tensor.size(), tensor.stride(), tensor.is_conj(), tensor.is_neg(), source.version_at(element), source.generation)
+                return Saved(
+                    source,
+                    tensor.dtype,
+                    offset,
+                    tensor.size(),
+                    tensor.stride(),
+                    tensor.is_conj(),
+                    tensor.is_neg(),
+                    source.version_at(element),
+                    source.generation,
+                )
         if below is not None:
             return Below(below[0](tensor), below[1])
         # detach, because returning an op's own output would tie a reference cycle through its graph.

@@ -52,14 +52,39 @@ class Layout:
     def __post_init__(self) -> None:
         for name, choices in (("bounds", get_args(Bounds)), ("buffers", get_args(Buffers))):
             if getattr(self, name) not in choices:
-                raise UserError(message(f"Layout.{name} is not a known policy", got=repr(getattr(self, name)), instead=nearest(getattr(self, name), choices)))
+                raise UserError(
+                    message(
+                        f"Layout.{name} is not a known policy",
+                        got=repr(getattr(self, name)),
+                        instead=nearest(getattr(self, name), choices),
+                    )
+                )
         if not (isinstance(self.bucket_mib, (int, float)) and 0 < self.bucket_mib < math.inf):
-            raise UserError(message("Layout.bucket_mib must be a positive number of MiB", got=repr(self.bucket_mib), instead="Layout(bucket_mib=24)"))
+            raise UserError(
+                message(
+                    "Layout.bucket_mib must be a positive number of MiB",
+                    got=repr(self.bucket_mib),
+                    instead="Layout(bucket_mib=24)",
+                )
+            )
         if type(self.align) is not int or self.align < 1 or self.align & (self.align - 1):
-            raise UserError(message("Layout.align must be a power of two", expected="1, 2, 4, ...", got=repr(self.align), instead="Layout(align=128)"))
+            raise UserError(
+                message(
+                    "Layout.align must be a power of two",
+                    expected="1, 2, 4, ...",
+                    got=repr(self.align),
+                    instead="Layout(align=128)",
+                )
+            )
         for name in ("units", "ignore"):
             if isinstance(getattr(self, name), (str, type)):
-                raise UserError(message(f"Layout.{name} takes a sequence", got=repr(getattr(self, name)), instead=f"Layout({name}=[{getattr(self, name)!r}])"))
+                raise UserError(
+                    message(
+                        f"Layout.{name} takes a sequence",
+                        got=repr(getattr(self, name)),
+                        instead=f"Layout({name}=[{getattr(self, name)!r}])",
+                    )
+                )
 
 
 class Spec(NamedTuple):
@@ -170,7 +195,13 @@ class Partition:
             for slot in bucket.slots:
                 if slot.name == name:
                     return bucket, slot
-        raise UserError(message("no such parameter in the layout", got=repr(name), instead=nearest(name, [s.name for b in self.buckets for s in b.slots])))
+        raise UserError(
+            message(
+                "no such parameter in the layout",
+                got=repr(name),
+                instead=nearest(name, [s.name for b in self.buckets for s in b.slots]),
+            )
+        )
 
     def cut_tensors(self) -> list[str]:
         """Names of the parameters that lie on more than one rank."""
@@ -185,7 +216,9 @@ class Partition:
 def partition(specs: Iterable[Spec], layout: Layout, ranks: int) -> Partition:
     """Lay the parameters out over `ranks` ranks, in the order given."""
     packed = [_pack(key, run, layout) for key, run in _runs(specs, layout)]
-    bounds = {"unit": _even_bounds, "model": _model_bounds, "tensor": _tensor_bounds}[layout.bounds](packed, layout.align, ranks)
+    bounds = {"unit": _even_bounds, "model": _model_bounds, "tensor": _tensor_bounds}[layout.bounds](
+        packed, layout.align, ranks
+    )
     return Partition(
         ranks,
         layout.align,
@@ -249,7 +282,9 @@ def _model_bounds(packed: list[_Packed], align: int, ranks: int) -> list[tuple[i
 
 def _tensor_bounds(packed: list[_Packed], align: int, ranks: int) -> list[tuple[int, ...]]:
     def cuts(total: int, edges: list[int]) -> list[int]:
-        inner = [min(edges, key=lambda edge, at=rank * total / ranks: (abs(edge - at), edge)) for rank in range(1, ranks)]
+        inner = [
+            min(edges, key=lambda edge, at=rank * total / ranks: (abs(edge - at), edge)) for rank in range(1, ranks)
+        ]
         return [0, *inner, total]
 
     return _flat_bounds(packed, cuts)
@@ -264,7 +299,9 @@ def _flat_bounds(packed: list[_Packed], cuts) -> list[tuple[int, ...]]:  # type:
         for i in members:
             starts.append(total)
             total += packed[i].numel
-        edges = [start + slot.start for i, start in zip(members, starts, strict=True) for slot in packed[i].slots] + [total]
+        edges = [start + slot.start for i, start in zip(members, starts, strict=True) for slot in packed[i].slots] + [
+            total
+        ]
         where = cuts(total, edges)
         for i, start in zip(members, starts, strict=True):
             bounds[i] = tuple(min(max(cut - start, 0), packed[i].numel) for cut in where)

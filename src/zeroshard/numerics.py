@@ -45,10 +45,25 @@ class Precision:
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype", "grad_dtype", "master_dtype"):
             dtype = getattr(self, name)
-            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize >= 2):
-                raise UserError(message(f"Precision.{name} must be a floating dtype of 16 bits or more", got=repr(dtype), instead=f"Precision({name}=torch.bfloat16)"))
+            if dtype is not None and not (
+                isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize >= 2
+            ):
+                raise UserError(
+                    message(
+                        f"Precision.{name} must be a floating dtype of 16 bits or more",
+                        got=repr(dtype),
+                        instead=f"Precision({name}=torch.bfloat16)",
+                    )
+                )
         if self.cast_inputs and self.param_dtype is None:
-            raise UserError(message("Precision.cast_inputs needs to know what to cast to", expected="param_dtype", got="None", instead="Precision(param_dtype=torch.bfloat16, cast_inputs=True)"))
+            raise UserError(
+                message(
+                    "Precision.cast_inputs needs to know what to cast to",
+                    expected="param_dtype",
+                    got="None",
+                    instead="Precision(param_dtype=torch.bfloat16, cast_inputs=True)",
+                )
+            )
 
     def param(self, own: torch.dtype) -> torch.dtype:
         return self.param_dtype if self.param_dtype is not None and own.is_floating_point else own

@@ -48,28 +48,77 @@ class Fragment(NamedTuple):
 def check_optimizer(optimizer: Any, partition: Partition, *, replicated: bool) -> None:
     """Refuse, by name, an optimizer whose update of a fragment is not the fragment of its update."""
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UserError(message("not an optimizer", expected="a torch.optim.Optimizer, a sequence of them, or None", got=type(optimizer).__name__, instead="optimizer = torch.optim.AdamW(model.parameters()); shard(model, optimizer)"))
+        raise UserError(
+            message(
+                "not an optimizer",
+                expected="a torch.optim.Optimizer, a sequence of them, or None",
+                got=type(optimizer).__name__,
+                instead="optimizer = torch.optim.AdamW(model.parameters()); shard(model, optimizer)",
+            )
+        )
     name = type(optimizer).__name__
     is_torch = type(optimizer).__module__.startswith("torch.optim")
     cut = [] if replicated else partition.cut_tensors()
     where = f"{name}, parameter {cut[0]!r} is cut" if cut else name
     if is_torch and name == "SparseAdam":
-        raise UserError(message("SparseAdam needs sparse gradients, which cannot be sharded", got=name, instead="torch.optim.Adam with nn.Embedding(..., sparse=False)"))
+        raise UserError(
+            message(
+                "SparseAdam needs sparse gradients, which cannot be sharded",
+                got=name,
+                instead="torch.optim.Adam with nn.Embedding(..., sparse=False)",
+            )
+        )
     if is_torch and name == "LBFGS" and not replicated:
-        raise UserError(message("LBFGS takes inner products over all parameters, so its state cannot be sharded", got=name, instead="shard(..., stage=0)"))
+        raise UserError(
+            message(
+                "LBFGS takes inner products over all parameters, so its state cannot be sharded",
+                got=name,
+                instead="shard(..., stage=0)",
+            )
+        )
     if is_torch and name in WHOLE_TENSORS and cut:
-        raise UserError(message("this optimizer works on whole tensors", where=where, instead='shard(..., layout=Layout(bounds="tensor")), or stage=0'))
+        raise UserError(
+            message(
+                "this optimizer works on whole tensors",
+                where=where,
+                instead='shard(..., layout=Layout(bounds="tensor")), or stage=0',
+            )
+        )
     known = is_torch and name in ELEMENTWISE | WHOLE_TENSORS | {"LBFGS"}
     if not known and cut and not getattr(optimizer, "elementwise", False):
-        raise UserError(message("zeroshard does not know whether this optimizer is elementwise", where=where, expected=f"one of {sorted(ELEMENTWISE)}, or an attribute elementwise = True on the class", instead='set elementwise = True if each element is updated by itself, else layout=Layout(bounds="tensor")'))
+        raise UserError(
+            message(
+                "zeroshard does not know whether this optimizer is elementwise",
+                where=where,
+                expected=f"one of {sorted(ELEMENTWISE)}, or an attribute elementwise = True on the class",
+                instead='set elementwise = True if each element is updated by itself, else layout=Layout(bounds="tensor")',
+            )
+        )
     if partition.align < 128 and any(group.get("fused") for group in optimizer.param_groups):
-        raise UserError(message("fused kernels depend on where a vector starts", expected="Layout(align=128)", got=f"align={partition.align} and fused=True", instead="fused=False, or the default align"))
+        raise UserError(
+            message(
+                "fused kernels depend on where a vector starts",
+                expected="Layout(align=128)",
+                got=f"align={partition.align} and fused=True",
+                instead="fused=False, or the default align",
+            )
+        )
 
 
 class Binding:
     """One optimizer's hooks, fragments and place in a step."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, number: int, buffers: list[Buffer], gradients: Gradients, schedule: Schedule, group: Group, *, whole: bool) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        number: int,
+        buffers: list[Buffer],
+        gradients: Gradients,
+        schedule: Schedule,
+        group: Group,
+        *,
+        whole: bool,
+    ) -> None:
         self.optimizer = optimizer
         self.number = number
         self.buffers = buffers
@@ -102,7 +151,7 @@ class Binding:
 
         optimizer.register_step_pre_hook = register_before_ours
 
-    # --- fragments in place of parameters ------------------------------------------------------------------------------
+    # --- fragments in place of parameters ---------------------------------------------------------------------------
 
     def adopt(self, *, broadcast_state: bool = False) -> None:
         """Replace whatever full parameters the groups hold (all at construction, later those of `add_param_group`)."""
@@ -110,8 +159,15 @@ class Binding:
             params: list[nn.Parameter] = group["params"]
             if not any(hasattr(param, "_zeroshard") for param in params):
                 continue
-            made = [self._fragment(param, number, broadcast_state) if hasattr(param, "_zeroshard") else None for param in params]
-            kept = [(params[at] if fragment is None else fragment, at) for at, fragment in enumerate(made) if fragment is None or fragment.numel()]
+            made = [
+                self._fragment(param, number, broadcast_state) if hasattr(param, "_zeroshard") else None
+                for param in params
+            ]
+            kept = [
+                (params[at] if fragment is None else fragment, at)
+                for at, fragment in enumerate(made)
+                if fragment is None or fragment.numel()
+            ]
             # A group must not be empty: schedulers, scalers and some step functions look at its first parameter.
             kept = kept or [(next(fragment for fragment in made if fragment is not None), 0)]
             if "param_names" in group:
@@ -143,7 +199,11 @@ class Binding:
         slot = buffer.bucket.slots[index]
         first, last = buffer.updated
         part = slot.within(first, last)
-        flat = buffer.target[slot.start + part.start - first : slot.start + part.stop - first] if part.numel else buffer.target[:0]
+        flat = (
+            buffer.target[slot.start + part.start - first : slot.start + part.stop - first]
+            if part.numel
+            else buffer.target[:0]
+        )
         return flat.view(slot.shape) if self.whole and part.numel == slot.numel else flat
 
     def _cut(self, place: Place, key: str, value: Any, fragment: nn.Parameter, broadcast_state: bool) -> Any:
@@ -157,7 +217,15 @@ class Binding:
         if key in SCALARS or (value.dim() == 0 and slot.shape):
             return value
         if tuple(value.shape) != slot.shape:
-            raise UserError(message("the optimizer already has state that cannot be cut", where=f"{type(self.optimizer).__name__}.state of {slot.name!r}, key {key!r}", expected=f"shape {slot.shape} or a scalar", got=tuple(value.shape), instead="shard before the first step"))
+            raise UserError(
+                message(
+                    "the optimizer already has state that cannot be cut",
+                    where=f"{type(self.optimizer).__name__}.state of {slot.name!r}, key {key!r}",
+                    expected=f"shape {slot.shape} or a scalar",
+                    got=tuple(value.shape),
+                    instead="shard before the first step",
+                )
+            )
         part = slot.within(*place.buffer.updated)
         return value.reshape(-1)[part.start : part.stop].view(fragment.shape).clone()
 
@@ -172,10 +240,12 @@ class Binding:
         first = self.gradients.first_number.get(of.buffer.bucket.index)
         return None if first is None else self.gradients.entries[first + of.index]
 
-    # --- a step ----------------------------------------------------------------------------------------------------------
+    # --- a step -----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _before(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def _before(
+        self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         self._begin()
         if closure is None:
@@ -215,7 +285,9 @@ class Binding:
         for fragment in self.fragments:
             entry = self.entry(fragment)
             if entry is None or not fragment.param.numel() or not self.gradients.has_gradient(entry):
-                fragment.param.grad = None  # an empty fragment only stands in for a group: Muon, for one, refuses its shape
+                fragment.param.grad = (
+                    None  # an empty fragment only stands in for a group: Muon, for one, refuses its shape
+                )
                 continue
             grad = entry.accumulator.updating(fragment.index)
             grad = grad[: fragment.param.numel()] if fragment.param.numel() < grad.numel() else grad
@@ -263,4 +335,9 @@ class Binding:
 
 
 def _refuse(what: str, *_: Any) -> None:
-    raise StateError(message(f"{what} of a sharded optimizer holds only this rank's fragments", instead="with zero.gathered(): model.state_dict() for the weights; the optimizer's state stays with the run"))
+    raise StateError(
+        message(
+            f"{what} of a sharded optimizer holds only this rank's fragments",
+            instead="with zero.gathered(): model.state_dict() for the weights; the optimizer's state stays with the run",
+        )
+    )

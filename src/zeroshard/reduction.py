@@ -68,7 +68,7 @@ class Reduction:
         self.flights[index] = Flight(accumulator, unit)
         self.order = sorted(self.flights, reverse=True)
 
-    # --- one backward --------------------------------------------------------------------------------------------------
+    # --- one backward -----------------------------------------------------------------------------------------------
 
     def begin(self, *, local: bool) -> None:
         """Start counting. `local`: under no_sync, contributions are added up here and not sent."""
@@ -110,7 +110,15 @@ class Reduction:
                 return False  # the hook fires also when nothing was added
             entry.param.grad = None
             if grad.layout is not torch.strided:
-                raise StateError(message("sparse gradients cannot be sharded", where=f"parameter {entry.slot.name!r}", expected="a dense gradient", got=str(grad.layout), instead="nn.Embedding(..., sparse=False)"))
+                raise StateError(
+                    message(
+                        "sparse gradients cannot be sharded",
+                        where=f"parameter {entry.slot.name!r}",
+                        expected="a dense gradient",
+                        got=str(grad.layout),
+                        instead="nn.Embedding(..., sparse=False)",
+                    )
+                )
             if flight.launched:
                 self._again.append(entry)
                 flight.landed[entry.index] = flight.landed.get(entry.index, 0) + 1
@@ -207,7 +215,9 @@ class Reduction:
         work.wait()
         accumulator = flight.accumulator
         accumulator.undo_average()
-        pieces = receive.view(-1, accumulator.total.numel()).unbind(0) if accumulator.total.numel() else [accumulator.total]
+        pieces = (
+            receive.view(-1, accumulator.total.numel()).unbind(0) if accumulator.total.numel() else [accumulator.total]
+        )
         fold(accumulator.total, pieces, fresh=not accumulator.filled)
         accumulator.filled = True
         self._give_back(receive)
@@ -215,7 +225,7 @@ class Reduction:
             self._give_back(flight.landing)
         accumulator.local = flight.landing = None
 
-    # --- its end -------------------------------------------------------------------------------------------------------
+    # --- its end ----------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
         """Exchange which parameters got a gradient anywhere, send the rest, wait for all of it, show the gradients."""
@@ -232,7 +242,13 @@ class Reduction:
         if (mask == 2).any():
             names = [entry.slot.name for entry in self.gradients.entries if mask[entry.number] == 2]
             self.abort()
-            raise StateError(message("a parameter received a second gradient from a re-entrant checkpoint after its first was reduced", where=f"parameters {names}", instead="torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or repeat the step: from now on these parameters wait for the end of backward"))
+            raise StateError(
+                message(
+                    "a parameter received a second gradient from a re-entrant checkpoint after its first was reduced",
+                    where=f"parameters {names}",
+                    instead="torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or repeat the step: from now on these parameters wait for the end of backward",
+                )
+            )
         got = mask.tolist()
         with_gradient = set()
         for index, flight in self.flights.items():
@@ -284,7 +300,7 @@ class Reduction:
             flight.landed.clear()
         self._trim()
 
-    # --- buffers, reused within a backward --------------------------------------------------------------------------------
+    # --- buffers, reused within a backward --------------------------------------------------------------------------
 
     def _take(self, numel: int, dtype: torch.dtype) -> Tensor:
         for at, tensor in enumerate(self._pool):

@@ -51,7 +51,9 @@ class Frame:
 class Schedule:
     """The hooks of one sharded model on one rank."""
 
-    def __init__(self, units: list[Unit], gradients: Gradients, reduction: Reduction, group: Group, settings: Comm) -> None:
+    def __init__(
+        self, units: list[Unit], gradients: Gradients, reduction: Reduction, group: Group, settings: Comm
+    ) -> None:
         self.units = units
         self.gradients = gradients
         self.reduction = reduction
@@ -80,7 +82,9 @@ class Schedule:
                 if buffer.place.parameters:
                     self.saved.watch(buffer)
                     buffer.on_new_storage = self.saved.moved
-            unit.module.register_forward_pre_hook(functools.partial(_pre_forward, weak, unit.index), prepend=True, with_kwargs=True)
+            unit.module.register_forward_pre_hook(
+                functools.partial(_pre_forward, weak, unit.index), prepend=True, with_kwargs=True
+            )
             unit.module.register_forward_hook(functools.partial(_post_forward, weak, unit.index), always_call=True)
 
     def hook_gradients(self) -> None:
@@ -90,11 +94,15 @@ class Schedule:
             if entry.param.requires_grad and entry.number not in self._hooked:
                 self._hooked.add(entry.number)
                 entry.param.register_hook(functools.partial(_before_accumulation, weak, entry.number))
-                entry.param.register_post_accumulate_grad_hook(functools.partial(_after_accumulation, weak, entry.number))
+                entry.param.register_post_accumulate_grad_hook(
+                    functools.partial(_after_accumulation, weak, entry.number)
+                )
 
-    # --- forward ----------------------------------------------------------------------------------------------------------
+    # --- forward ----------------------------------------------------------------------------------------------------
 
-    def enter(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def enter(
+        self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A unit's forward begins."""
         recompute = in_backward()
         if recompute:
@@ -174,7 +182,7 @@ class Schedule:
                         buffer.seed_master()
                         buffer.changed()
 
-    # --- touches and saved weights ------------------------------------------------------------------------------------------
+    # --- touches and saved weights ----------------------------------------------------------------------------------
 
     def touch(self, buffer: Buffer, index: int) -> None:
         """Python reads a guarded parameter: gather it where that is possible, or raise."""
@@ -185,7 +193,14 @@ class Schedule:
         if in_backward():
             self._event()
         elif not self._frames:
-            raise ReleasedError(message("a sharded parameter was read while it is not gathered", where=f"parameter {buffer.bucket.slots[index].name!r}, rank {self.group.rank}", expected="the model's own forward or backward", instead="with zero.gathered(): ...   (on every rank)"))
+            raise ReleasedError(
+                message(
+                    "a sharded parameter was read while it is not gathered",
+                    where=f"parameter {buffer.bucket.slots[index].name!r}, rank {self.group.rank}",
+                    expected="the model's own forward or backward",
+                    instead="with zero.gathered(): ...   (on every rank)",
+                )
+            )
         self.script.demand(unit)
         unit.touched = True
         unit.open()
@@ -204,10 +219,16 @@ class Schedule:
         if buffer.ready and not unit.ahead:
             return
         if not self.script.active:
-            raise StateError(message("a saved weight was read outside forward and backward", where=f"parameter {buffer.bucket.slots[0].name!r}", instead="with zero.gathered(): ...   (on every rank)"))
+            raise StateError(
+                message(
+                    "a saved weight was read outside forward and backward",
+                    where=f"parameter {buffer.bucket.slots[0].name!r}",
+                    instead="with zero.gathered(): ...   (on every rank)",
+                )
+            )
         self.script.demand(unit)
 
-    # --- backward -----------------------------------------------------------------------------------------------------------
+    # --- backward ---------------------------------------------------------------------------------------------------
 
     def _event(self) -> None:
         """Something of a backward happened: begin it if this is the first."""
@@ -290,7 +311,7 @@ class Schedule:
             if all(self.reduction.complete(buffer) for buffer in unit.buffers):
                 unit.release()
 
-    # --- what else gathers ----------------------------------------------------------------------------------------------------
+    # --- what else gathers ------------------------------------------------------------------------------------------
 
     def before_step(self) -> None:
         """An optimizer is about to change the weights."""

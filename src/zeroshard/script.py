@@ -84,7 +84,7 @@ class Script:
         for unit in self.units:
             unit.ahead = 0
 
-    # --- the order ------------------------------------------------------------------------------------------------------
+    # --- the order --------------------------------------------------------------------------------------------------
 
     def _reach(self, unit: Unit) -> None:
         if unit.index in self._sequence[self._at :]:
@@ -111,7 +111,7 @@ class Script:
     def _ahead(self) -> int:
         return sum(unit.ahead > 0 for unit in self.units)
 
-    # --- after the script -------------------------------------------------------------------------------------------------
+    # --- after the script -------------------------------------------------------------------------------------------
 
     def _negotiate(self, wanted: Unit | None) -> None:
         """Rounds of naming, until `wanted` is gathered or, with None, until every rank is done."""

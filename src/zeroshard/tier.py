@@ -26,7 +26,14 @@ class Offload:
     def __post_init__(self) -> None:
         for field in fields(self):
             if getattr(self, field.name) != "device":
-                raise UserError(message(f"Offload.{field.name} names a tier that does not exist yet", expected="'device'", got=repr(getattr(self, field.name)), instead="Offload()"))
+                raise UserError(
+                    message(
+                        f"Offload.{field.name} names a tier that does not exist yet",
+                        expected="'device'",
+                        got=repr(getattr(self, field.name)),
+                        instead="Offload()",
+                    )
+                )
 
 
 class Tier(Protocol):

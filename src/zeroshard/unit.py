@@ -107,7 +107,13 @@ def borrowed(units: list[tuple[str, nn.Module]], managed: list[Managed]) -> list
     owner = {id(record.param): record.unit for record in managed}
     result: list[list[int]] = []
     for i, (path, root) in enumerate(units):
-        used = [owner.get(id(p)) for _, module, unit in _walk(path, root, i, index) if unit == i for p in module._parameters.values() if p is not None]
+        used = [
+            owner.get(id(p))
+            for _, module, unit in _walk(path, root, i, index)
+            if unit == i
+            for p in module._parameters.values()
+            if p is not None
+        ]
         result.append(sorted({u for u in used if u is not None and u != i}))
     return result
 
@@ -140,9 +146,19 @@ def _chosen(model: nn.Module, layout: Layout) -> list[tuple[str, nn.Module]]:
         elif isinstance(wanted, type) and issubclass(wanted, nn.Module):
             hits = [(name, module) for name, module in modules if isinstance(module, wanted)]
         else:
-            raise UserError(message("Layout.units takes module names, patterns or module classes", got=repr(wanted), instead='Layout(units=["blocks.*"])'))
+            raise UserError(
+                message(
+                    "Layout.units takes module names, patterns or module classes",
+                    got=repr(wanted),
+                    instead='Layout(units=["blocks.*"])',
+                )
+            )
         if not hits:
-            hint = nearest(wanted, [name for name, _ in modules if name][:40]) if isinstance(wanted, str) else f"{wanted.__name__} is not among {sorted({type(m).__name__ for _, m in modules})}"
+            hint = (
+                nearest(wanted, [name for name, _ in modules if name][:40])
+                if isinstance(wanted, str)
+                else f"{wanted.__name__} is not among {sorted({type(m).__name__ for _, m in modules})}"
+            )
             raise UserError(message("Layout.units matches no module", got=repr(wanted), instead=hint))
         result += hits
     order = {id(module): i for i, (_, module) in enumerate(modules)}
@@ -152,7 +168,9 @@ def _chosen(model: nn.Module, layout: Layout) -> list[tuple[str, nn.Module]]:
 def _automatic(path: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
     """Children of the outermost lists of blocks; outside those, subtrees that are large."""
     result: list[tuple[str, nn.Module]] = []
-    holds_blocks = isinstance(module, nn.ModuleList) or (isinstance(module, nn.Sequential) and not _contains(module, nn.ModuleList))
+    holds_blocks = isinstance(module, nn.ModuleList) or (
+        isinstance(module, nn.Sequential) and not _contains(module, nn.ModuleList)
+    )
     for name, child in module.named_children():
         full = f"{path}.{name}" if path else name
         if not any(True for _ in child.parameters()):
@@ -193,20 +211,24 @@ class Structure:
         return None
 
 
-# --- modules built on the meta device -------------------------------------------------------------------------------------
+# --- modules built on the meta device -------------------------------------------------------------------------------
 
 
 def on_meta(module: nn.Module) -> bool:
     return any(t.is_meta for t in (*module.parameters(), *module.buffers()))
 
 
-def materialise(name: str, modules: list[tuple[str, nn.Module]], device: torch.device, init: Callable[[nn.Module], None] | None) -> None:
+def materialise(
+    name: str, modules: list[tuple[str, nn.Module]], device: torch.device, init: Callable[[nn.Module], None] | None
+) -> None:
     """Give one unit's own modules real memory and initial values: `init(module)`, or `reset_parameters()`.
 
     The parameters stay the same Python objects, so ties and the user's optimizer survive.
     """
     for path, module in modules:
-        own: list[Tensor] = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None and t.is_meta]
+        own: list[Tensor] = [
+            t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None and t.is_meta
+        ]
         if not own:
             continue
         for tensor in own:
@@ -216,6 +238,14 @@ def materialise(name: str, modules: list[tuple[str, nn.Module]], device: torch.d
             torch.utils.swap_tensors(tensor, real)
         reset = init if init is not None else getattr(type(module), "reset_parameters", None)
         if reset is None:
-            raise UserError(message("a module on the meta device does not say how to initialise itself", where=f"module {path!r} ({type(module).__name__})", expected="a reset_parameters() method", got="none", instead="shard(..., init=function_of_a_module)"))
+            raise UserError(
+                message(
+                    "a module on the meta device does not say how to initialise itself",
+                    where=f"module {path!r} ({type(module).__name__})",
+                    expected="a reset_parameters() method",
+                    got="none",
+                    instead="shard(..., init=function_of_a_module)",
+                )
+            )
         with torch.no_grad():
             reset(module)

@@ -31,9 +31,12 @@ def predict_states(zero: Zero) -> dict[str, int]:
                 add("master", (shard if place.optimizer else whole) * dtypes.master.itemsize)
     for optimizer, group, buckets_and_slots in zero.optimizer_members():
         states: dict[Any, dict[str, tuple[int, bool]]] = {}
-        held = [(bucket, bucket.fragment(slot, rank).numel if place.optimizer else slot.numel) for bucket, slot in buckets_and_slots]
-        # A rank that owns nothing of a group holds one empty fragment of it.
-        held = [(bucket, numel) for bucket, numel in held if numel] or held[:1]
+        held = [
+            (bucket, bucket.fragment(slot, rank).numel if place.optimizer else slot.numel)
+            for bucket, slot in buckets_and_slots
+        ]
+        # A rank that owns nothing of a group holds one empty fragment of it, which has no state.
+        held = [(bucket, numel) for bucket, numel in held if numel]
         for bucket, numel in held:
             if bucket.trainable:
                 dtype = zero.dtypes(bucket).master
@@ -50,7 +53,9 @@ def _probe(optimizer: Any, group: dict[str, Any], dtype: Any) -> dict[str, tuple
 
     param = torch.nn.Parameter(torch.zeros(2, dtype=dtype))
     options = {key: value for key, value in group.items() if key not in ("params", "param_names", "initial_lr")}
-    twin = type(optimizer)([{"params": [param], **options}], **({"lr": 0.1} if type(optimizer).__name__ == "SGD" else {}))
+    twin = type(optimizer)(
+        [{"params": [param], **options}], **({"lr": 0.1} if type(optimizer).__name__ == "SGD" else {})
+    )
     param.grad = torch.ones_like(param)
     twin.step()
     return {

@@ -1,0 +1,11 @@
+"""The `zeroshard` command.
+
+main     options, help, one line for every mistake
+config   what one run is asked to do
+data     the text it trains on
+launch   starting local ranks through torch's elastic launcher, and ending them
+model    a byte-level GPT in plain PyTorch
+train    one rank's training loop and journal
+demo     two runs and their comparison
+screen   everything shown
+"""

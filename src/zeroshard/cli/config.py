@@ -1,0 +1,107 @@
+"""What one training run is asked to do.
+
+Imports neither torch nor numpy: bad input and `--help` are answered before anything slow is loaded.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Literal, NamedTuple
+
+from zeroshard.errors import UserError
+
+
+class InputError(UserError):
+    """The command line or a file it names cannot be used; the message is one line, the exit code 2.
+
+    All ranks of a machine meet it alike, so the first of them speaks for the others.
+    """
+
+
+Precision = Literal["fp32", "bf16"]
+Size = Literal["tiny", "small", "medium"]
+Device = Literal["auto", "cpu", "cuda"]
+
+
+class Shape(NamedTuple):
+    """One size of the model. Larger ones want smaller steps, so the default learning rate is part of the row."""
+
+    blocks: int
+    hidden: int
+    heads: int
+    context: int  # bytes the model sees at once
+    lr: float
+
+
+SIZES: Mapping[Size, Shape] = {
+    "tiny": Shape(blocks=3, hidden=128, heads=4, context=64, lr=6e-3),  # 0.7 M parameters
+    "small": Shape(blocks=6, hidden=384, heads=6, context=256, lr=1e-3),  # 11 M
+    "medium": Shape(blocks=12, hidden=768, heads=12, context=512, lr=4e-4),  # 86 M
+}
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The settings of `zeroshard train`, one field per option, as the ranks get them and as `run.json` records them."""
+
+    out: str
+    data: tuple[str, ...]  # empty: the Python files of the standard library
+    stage: int
+    ranks: int
+    steps: int
+    batch: int
+    accumulate: int
+    precision: Precision
+    size: Size
+    lr: float
+    seed: int
+    device: Device
+    report: bool
+
+    def __post_init__(self) -> None:
+        # Here rather than in the option parser, whose refusals do not say what they got.
+        if self.stage not in range(4):
+            raise InputError(f"--stage must be 0, 1, 2 or 3, got {self.stage}")
+        for name, least in {"ranks": 1, "steps": 1, "batch": 1, "accumulate": 1, "seed": 0}.items():
+            if getattr(self, name) < least:
+                raise InputError(f"--{name} must be at least {least}, got {getattr(self, name)}")
+        if not (self.lr > 0 and math.isfinite(self.lr)):
+            raise InputError(f"--lr must be a number above 0, got {self.lr}; for {self.size!r} try {self.shape.lr}")
+
+    @property
+    def shape(self) -> Shape:
+        return SIZES[self.size]
+
+    def command(self) -> list[str]:
+        """The same settings as a command line: `["train", "--out", "run", "--stage", "3", ..., "--report"]`."""
+        words = ["train"]
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, bool):
+                words.append(f"--{field.name}" if value else f"--no-{field.name}")
+            else:
+                for one in value if isinstance(value, tuple) else (value,):
+                    words += [f"--{field.name}", str(one)]
+        return words
+
+    def record(self) -> dict[str, object]:
+        return {**asdict(self), "model": self.shape._asdict()}
+
+
+class Launch(NamedTuple):
+    """This process's place among the ranks, as torchrun's environment tells it; one rank where there is none."""
+
+    rank: int
+    ranks: int
+    local_rank: int
+    local_ranks: int
+
+    @classmethod
+    def from_environment(cls) -> Launch | None:
+        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+            return None
+        rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        return cls(rank, ranks, int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))

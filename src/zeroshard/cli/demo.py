@@ -1,0 +1,88 @@
+"""`zeroshard demo`: the same training at stage 3 and at stage 0, compared bit by bit."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from zeroshard.cli import launch, screen
+from zeroshard.cli.config import SIZES, InputError, Launch, RunConfig
+from zeroshard.cli.data import make_writable
+
+PROMPT = "def "
+SAMPLE_NBYTES = 400
+
+
+def demo(*, steps: int, ranks: int, seed: int, out: str) -> int:
+    if Launch.from_environment():
+        raise InputError("demo starts its own ranks; run it without torchrun")
+    runs = {stage: Path(out) / f"stage{stage}" for stage in (3, 0)}
+    for stage, run in runs.items():
+        config = RunConfig(
+            out=str(run),
+            data=(),
+            stage=stage,
+            ranks=ranks,
+            steps=steps,
+            batch=16,
+            accumulate=1,
+            precision="fp32",
+            size="tiny",
+            lr=SIZES["tiny"].lr,
+            seed=seed,
+            device="cpu",
+            report=stage == 3,
+        )
+        make_writable(config.out)
+        if code := launch.start_ranks(config.command(), ranks):
+            return code
+    screen.console.print()
+    code = compare(runs[3], runs[0])
+    sample = _sample(runs[3], seed)
+    screen.console.print(f"\n[bold]What the model writes after {PROMPT!r}[/bold]\n")
+    screen.console.print(sample, markup=False, style="cyan", no_wrap=True, overflow="ellipsis")
+    screen.console.print()
+    return code
+
+
+def compare(sharded: Path, plain: Path) -> int:
+    """Exit code 0 where both runs have the same weights, losses and gradient norms, bit for bit."""
+    journals = [_journal(run) for run in (sharded, plain)]
+    digests = [hashlib.sha256((run / "model.safetensors").read_bytes()).hexdigest() for run in (sharded, plain)]
+    held = [_held_by_rank_0(run) for run in (sharded, plain)]
+    times = held[1] / held[0]
+    screen.say(f"Rank 0 holds {held[1]:,} bytes of model state at stage 0, {times:.2f} times as many as at stage 3.")
+    first = next((at for at, (a, b) in enumerate(zip(*journals, strict=True)) if a != b), None)
+    count = len(journals[0])
+    if first is None and digests[0] == digests[1]:
+        equal = f"{count} losses, {count} gradient norms, all weights (sha256 {digests[0][:16]})"
+        screen.say(f"[bold green]The bits are equal:[/bold green] {equal}.")
+        return 0
+    weights = "equal" if digests[0] == digests[1] else "different"
+    losses = "equal" if first is None else f"at step {first + 1} {journals[0][first]} and {journals[1][first]}"
+    screen.say(f"[bold red]The bits differ:[/bold red] weights {weights}; losses and norms {losses}.")
+    return 1
+
+
+def _held_by_rank_0(run: Path) -> int:
+    rank_0 = json.loads((run / "ledger.json").read_text(encoding="utf-8"))["ranks"][0]
+    return sum(rank_0["held"][state] for state in rank_0["predicted"])
+
+
+def _journal(run: Path) -> list[tuple[Any, Any]]:
+    # JSON keeps every bit of a float: Python writes the shortest text that reads back as the same number.
+    lines = (json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    return [(line["loss"], line["grad_norm"]) for line in lines]
+
+
+def _sample(run: Path, seed: int) -> str:
+    """Text from the saved weights in the plain model, without zeroshard: the file is all that is needed."""
+    from safetensors.torch import load_file
+
+    from zeroshard.cli.model import GPT, complete
+
+    model = GPT(SIZES["tiny"])
+    model.load_state_dict(load_file(run / "model.safetensors"))
+    return complete(model, PROMPT, nbytes=SAMPLE_NBYTES, temperature=0.7, seed=seed)

@@ -1,0 +1,119 @@
+"""Starting local ranks through torch's elastic launcher, and ending them.
+
+    zeroshard train --ranks 2            this process: checks the input, then is torch's elastic agent
+      ├─ python -m zeroshard train ...   rank 0: the same command under torchrun's environment
+      └─ python -m zeroshard train ...   rank 1
+
+A rank cannot tell whether `zeroshard`, `torchrun` or a second machine's `torchrun` started it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import sys
+import tempfile
+import threading
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+FAILED, BAD_INPUT = 1, 2
+INTERRUPTED = 130  # 128 + SIGINT, what a shell reports for Ctrl-C
+LAUNCHER = "ZEROSHARD_LAUNCHER_PID"
+HANDLED_BY_AGENT = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
+def start_ranks(command: Sequence[str], ranks: int) -> int:
+    """Runs `python -m zeroshard *command` on `ranks` local processes; returns the exit code of the whole."""
+    # One thread per rank unless the user says otherwise: ranks share the cores, and the bits of a matrix product
+    # depend on the number of threads.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ[LAUNCHER] = str(os.getpid())
+
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    with ExitStack() as stack:
+        stack.enter_context(_quiet_and_restored())
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=ranks,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            max_restarts=0,
+            logs_specs=DefaultLogsSpecs(log_dir=stack.enter_context(tempfile.TemporaryDirectory(prefix="zeroshard-"))),
+        )
+        try:
+            elastic_launch(config, sys.executable)("-m", "zeroshard", *command)
+        except (SignalException, KeyboardInterrupt):
+            return INTERRUPTED
+        except ChildFailedError as error:
+            return _explain(*error.get_first_failure())
+    return 0
+
+
+def _explain(rank: int, failure: ProcessFailure) -> int:
+    if failure.exitcode in (INTERRUPTED, -signal.SIGINT, -signal.SIGTERM):
+        return INTERRUPTED
+    if failure.exitcode == BAD_INPUT:  # the rank has said what is wrong
+        return BAD_INPUT
+    how = f"by signal {-failure.exitcode}" if failure.exitcode < 0 else f"with exit code {failure.exitcode}"
+    print(f"zeroshard: rank {rank} ended {how}; all ranks were ended", file=sys.stderr)
+    return FAILED
+
+
+@contextmanager
+def _quiet_and_restored() -> Iterator[None]:
+    """torch's agent logs every signal and exit code, of which we say one line, and keeps its signal handlers."""
+    handlers = {number: signal.getsignal(number) for number in HANDLED_BY_AGENT}
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def end_at_once_when_told(launched: bool) -> None:
+    """Makes SIGINT and SIGTERM end this rank even while its main thread waits for a peer inside a collective.
+
+    Python runs signal handlers between two bytecodes of the main thread, which a rank that waits in C++ never
+    reaches. So the interpreter's C-level handler writes to a pipe, and a thread that reads it ends the process.
+    The same thread notices a launcher that was killed outright: its ranks would otherwise train on, unseen.
+    """
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _leave_it_to_the_watch)
+    # Told by number where possible: a launcher killed while this rank was still starting is not its parent any more.
+    launcher = int(os.environ.get(LAUNCHER, os.getppid())) if launched else None
+
+    def watch() -> None:
+        while not select.select([read_end], [], [], 1.0)[0]:
+            if launcher is not None and os.getppid() != launcher:
+                break
+        with suppress(OSError):
+            if sys.stdout.isatty():  # the progress bar hides the cursor
+                os.write(sys.stdout.fileno(), b"\x1b[?25h\n")
+            if not launched:
+                os.write(sys.stderr.fileno(), b"zeroshard: interrupted\n")
+        os._exit(INTERRUPTED)
+
+    threading.Thread(target=watch, name="end-at-once", daemon=True).start()
+
+
+def _leave_it_to_the_watch(number: int, frame: FrameType | None) -> None:
+    """Python only writes to the wake-up pipe for signals that have a handler."""

@@ -1,0 +1,176 @@
+"""The `zeroshard` command: options, help, and one line for every mistake.
+
+Exit codes: 0 done, 1 failed, 2 the input cannot be used, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from zeroshard.cli import launch
+from zeroshard.cli.config import SIZES, Device, InputError, Launch, Precision, RunConfig, Size
+from zeroshard.cli.data import make_writable, read_corpus
+from zeroshard.errors import Error, UserError
+
+app = typer.Typer(
+    help="ZeRO stages 0-3 for PyTorch from one line, with the same bits in every configuration.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+
+DATA, RUN, MODEL = "Data", "Sharding and run", "Model and training"
+
+
+def _option(panel: str, text: str, **more: Any) -> Any:
+    return typer.Option(help=text, rich_help_panel=panel, **more)
+
+
+Steps = Annotated[int, _option(MODEL, "Optimizer steps.")]
+Seed = Annotated[int, _option(MODEL, "Of the weights and of the micro-batches.")]
+Out = Annotated[str, _option(RUN, "Where the run's files go; an earlier run's there are replaced.", metavar="RUN_DIR")]
+# What follows the first file of `--data *.txt` arrives as arguments: an option of a command line takes one value.
+Data = Annotated[
+    list[str] | None,
+    _option(
+        DATA,
+        "UTF-8 text to train on: --data a.txt b.txt, or --data *.md. Without it: the Python files of this Python's "
+        "own standard library.",
+        metavar="FILES...",
+        show_default=False,
+    ),
+]
+MoreData = Annotated[list[str] | None, typer.Argument(metavar="FILES", hidden=True)]
+Stage = Annotated[
+    int, _option(RUN, "What is sharded: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters.")
+]
+Ranks = Annotated[
+    int | None, _option(RUN, "Local processes to start. [dim]\\[default: 1, or torchrun's][/dim]", show_default=False)
+]
+Where = Annotated[Device, _option(RUN, "auto: a GPU for every rank where there are enough, else the CPU.")]
+Report = Annotated[bool, _option(RUN, "Print the tables of bytes at the end.")]
+Batch = Annotated[int, _option(MODEL, "Sequences in one micro-batch of one rank.")]
+Accumulate = Annotated[int, _option(MODEL, "Micro-batches each rank adds up in one step.")]
+Bits = Annotated[Precision, _option(MODEL, "bf16 computes and sends in bfloat16 and keeps fp32 masters.")]
+Scale = Annotated[Size, _option(MODEL, "0.7 M, 11 M or 86 M parameters.")]
+Rate = Annotated[
+    float | None, _option(MODEL, "Highest learning rate. [dim]\\[default: the size's own][/dim]", show_default=False)
+]
+
+
+@app.command()
+def train(
+    files: MoreData = None,
+    data: Data = None,
+    stage: Stage = 3,
+    ranks: Ranks = None,
+    device: Where = "auto",
+    out: Out = "run/train",
+    report: Report = True,
+    steps: Steps = 1000,
+    batch: Batch = 16,
+    accumulate: Accumulate = 1,
+    precision: Bits = "fp32",
+    size: Scale = "tiny",
+    lr: Rate = None,
+    seed: Seed = 0,
+) -> None:
+    """Train a byte-level GPT on text, sharded over ranks.
+
+    It starts its own local ranks, or is one of torchrun's:
+
+      zeroshard train --ranks 2 --data *.txt
+      torchrun --standalone --nproc-per-node 2 -m zeroshard train --data *.txt
+
+    The run leaves in RUN_DIR:
+
+      [bold]run.json[/bold]           settings, hash of the data, versions
+      [bold]metrics.jsonl[/bold]      a line per step: loss, gradient norm, learning rate, tokens/s
+      [bold]ledger.json[/bold]        bytes of every rank, predicted and held, and bytes sent
+      [bold]model.safetensors[/bold]  the full weights
+    """
+    place = Launch.from_environment()
+    if place and ranks is not None and ranks != place.ranks:
+        raise InputError(f"--ranks {ranks}, but torchrun started {place.ranks} ranks; leave --ranks out under torchrun")
+    config = RunConfig(
+        out=out,
+        data=(*(data or ()), *(files or ())),
+        stage=stage,
+        ranks=place.ranks if place else 1 if ranks is None else ranks,
+        steps=steps,
+        batch=batch,
+        accumulate=accumulate,
+        precision=precision,
+        size=size,
+        lr=lr if lr is not None else SIZES[size].lr,
+        seed=seed,
+        device=device,
+        report=report,
+    )
+    raise typer.Exit(run_training(config, place))
+
+
+@app.command()
+def demo(
+    steps: Steps = 300,
+    ranks: Annotated[int, _option(RUN, "Local processes to start.")] = 2,
+    seed: Seed = 0,
+    out: Out = "run/demo",
+) -> None:
+    """Train at stage 3, again at stage 0, and compare every bit. No GPU, no download, about a minute and a half.
+
+    A small byte-level GPT learns from the Python files of the standard library on local CPU ranks. The demo prints the
+    bytes each rank was predicted to hold and holds, the bytes sent, whether both runs ended with the same weights and
+    losses, and what the model writes. Exit code 1 if any bit differs.
+    """
+    from zeroshard.cli.demo import demo as run_demo
+
+    raise typer.Exit(run_demo(steps=steps, ranks=ranks, seed=seed, out=out))
+
+
+def run_training(config: RunConfig, place: Launch | None) -> int:
+    """As one of torchrun's ranks, as the only rank, or by starting ranks that come back here as torchrun's."""
+    corpus = read_corpus(config.data, context=config.shape.context)
+    if place is None or place.rank == 0:
+        make_writable(config.out)
+    if place is None and config.ranks > 1:
+        return launch.start_ranks(config.command(), config.ranks)
+
+    launch.end_at_once_when_told(launched=place is not None)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch reads it; see start_ranks
+    from zeroshard.cli.train import train as train_rank
+
+    train_rank(config, place or Launch(rank=0, ranks=1, local_rank=0, local_ranks=1), corpus)
+    return 0
+
+
+def main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):  # alike, and also where a shell's `&` has turned SIGINT off
+        signal.signal(number, signal.default_int_handler)
+    place = Launch.from_environment()
+    try:
+        code = app(standalone_mode=False)
+    except InputError as error:
+        code = _say(error, launch.BAD_INPUT) if place is None or place.local_rank == 0 else launch.BAD_INPUT
+    except typer.TyperException as error:  # an option that does not exist, a value of the wrong type
+        code = _say(error.format_message(), launch.BAD_INPUT)
+    except Error as error:
+        who = f"rank {place.rank}: " if place else ""
+        code = _say(f"{who}{error}", launch.BAD_INPUT if isinstance(error, UserError) else launch.FAILED)
+    except KeyboardInterrupt:
+        code = launch.INTERRUPTED
+    if code == launch.INTERRUPTED and place is None:
+        _say("interrupted; all ranks have ended", code)
+    sys.exit(code or 0)
+
+
+def _say(what: object, code: int) -> int:
+    if str(what):  # empty where the help has been shown instead
+        print(f"zeroshard: {what}", file=sys.stderr)
+    return code

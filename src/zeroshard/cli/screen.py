@@ -1,0 +1,128 @@
+"""Everything a run shows: opening lines, live progress, tables of bytes. On a terminal or in a log alike."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+RANKS_SHOWN = 4
+LOG_LINES = 10  # progress lines of a whole run where there is no terminal to draw a bar on
+
+console = Console(highlight=False)
+
+
+def nbytes_text(nbytes: float) -> str:
+    """`2097152` -> `2.00 MiB`; exact below one KiB."""
+    if nbytes < 1024:
+        return f"{nbytes:.0f} B"
+    power = min(int(math.log2(nbytes)) // 10, 3)
+    return f"{nbytes / 1024**power:.2f} {'KMG'[power - 1]}iB"
+
+
+def ranks_text(ranks: int) -> str:
+    return "1 rank" if ranks == 1 else f"{ranks} ranks"
+
+
+def say(line: str) -> None:
+    """One line, never wrapped: logs and `grep` want it whole."""
+    console.print(line, soft_wrap=True)
+
+
+def opening(title: str, facts: Mapping[str, str]) -> None:
+    say(f"\n[bold]{title}[/bold]")
+    for name, fact in facts.items():
+        say(f"  [dim]{name:<6}[/dim] {fact}")
+
+
+class Live:
+    """Progress of one run: a bar on a terminal, a line now and then elsewhere."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self._log_every = max(1, steps // LOG_LINES)
+        self._logged = 0
+        self._bar = Progress(
+            TextColumn("  "),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[numbers]}"),
+            TimeRemainingColumn(compact=True),
+            console=console,
+            disable=not console.is_terminal,
+            refresh_per_second=2,
+        )
+        self._task = self._bar.add_task("", total=steps, numbers="")
+
+    def __enter__(self) -> Live:
+        console.print()
+        self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._bar.stop()
+
+    def show(self, done: int, *, loss: float, tokens_per_s: float, held_nbytes: int) -> None:
+        numbers = f"loss {loss:.3f}  {tokens_per_s:,.0f} tokens/s  {nbytes_text(held_nbytes)} held"
+        self._bar.update(self._task, completed=done, numbers=numbers)
+        due = self._logged == 0 or done // self._log_every > self._logged // self._log_every
+        if not console.is_terminal and (due or done == self._steps):
+            console.print(f"  step {done:>5}/{self._steps}  {numbers}")
+            self._logged = done
+
+
+def ledger(ranks: Sequence[Mapping[str, Any]], steps: int) -> None:
+    """Both tables, and whether the prediction held; `ranks` as in `ledger.json`."""
+    console.print()
+    console.print(_bytes_table(ranks))
+    off = [f"{state} of rank {rank}" for rank, entry in enumerate(ranks) for state in _off(entry)]
+    if off:
+        say(f"  [bold red]held differs from predicted:[/bold red] {', '.join(off)}")
+    else:
+        say(f"  [green]held = predicted on {ranks_text(len(ranks))}, to the byte[/green]")
+    console.print()
+    console.print(_traffic_table(ranks[0]["traffic"], steps))
+
+
+def _bytes_table(ranks: Sequence[Mapping[str, Any]]) -> Table:
+    """What each rank was predicted to hold, holds at rest, and held at its peak."""
+    table = _table("Model state per rank, in bytes", "rank", "state", "predicted", "held", "peak")
+    for rank, entry in enumerate(ranks[:RANKS_SHOWN]):
+        predicted, held, peak = entry["predicted"], entry["held"], entry["peak"]
+        for at, state in enumerate(predicted):
+            cells = (predicted[state], held.get(state, 0), peak.get(state, 0))
+            table.add_row("" if at else str(rank), state, *(f"{cell:,}" for cell in cells))
+        total = sum(predicted.values()), sum(held.get(state, 0) for state in predicted)
+        table.add_row("", "[bold]total[/bold]", *(f"[bold]{cell:,}[/bold]" for cell in total), "")
+        for state in peak.keys() - predicted.keys():
+            table.add_row("", f"[dim]{state}, passing[/dim]", "", f"{held.get(state, 0):,}", f"{peak[state]:,}")
+        table.add_section()
+    if len(ranks) > RANKS_SHOWN:
+        table.caption = f"and {len(ranks) - RANKS_SHOWN} more ranks in ledger.json"
+    return table
+
+
+def _traffic_table(traffic: Mapping[str, Mapping[str, int]], steps: int) -> Table:
+    """What rank 0 moved in the whole run, by verb."""
+    table = _table("Bytes moved by rank 0", "verb", "calls", "logical", "sent", "sent + received", "sent per step")
+    for verb, moved in traffic.items():
+        columns = ("calls", "logical", "sent", "sent_and_received")
+        table.add_row(verb, *(f"{moved[column]:,}" for column in columns), nbytes_text(moved["sent"] / steps))
+    return table
+
+
+def _off(entry: Mapping[str, Any]) -> list[str]:
+    predicted, held = entry["predicted"], entry["held"]
+    return [state for state, nbytes in predicted.items() if held.get(state, 0) != nbytes]
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", header_style="dim", box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("rank", "state", "verb") else "right")
+    return table

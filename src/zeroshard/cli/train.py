@@ -1,0 +1,213 @@
+"""One rank of `zeroshard train`: a plain PyTorch loop with one line more, and the journal it keeps."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+
+import zeroshard
+from zeroshard.cli import screen
+from zeroshard.cli.config import Device, InputError, Launch, RunConfig
+from zeroshard.cli.data import Corpus
+from zeroshard.cli.model import GPT
+from zeroshard.planner import predict_states
+
+CLIP = 1.0
+EXCHANGE_EVERY = 10  # steps between two exchanges of losses; the ranks run on without each other's in between
+
+
+def train(config: RunConfig, launch: Launch, corpus: Corpus) -> None:
+    device = _pick_device(config.device, launch)
+    torch.manual_seed(config.seed)
+    model = GPT(config.shape)
+    optimizer = torch.optim.AdamW(model.parameters(), config.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    precision = zeroshard.Precision(param_dtype=torch.bfloat16 if config.precision == "bf16" else None)
+    zero = zeroshard.shard(model, optimizer, stage=config.stage, precision=precision, device=device)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_then_cosine(config.steps))
+
+    _agree_on(corpus)
+    if zero.rank == 0:
+        _open_run(config, corpus, model, device)
+    with Journal(config, zero) as journal:
+        for step in range(config.steps):
+            losses = []
+            for turn in range(config.accumulate):
+                windows = corpus.micro_batch(
+                    seed=config.seed,
+                    step=step,
+                    index=turn * zero.world_size + zero.rank,
+                    sequences=config.batch,
+                    context=config.shape.context,
+                )
+                tokens_BT = torch.from_numpy(windows).to(device)
+                loss = model(tokens_BT[:, :-1], tokens_BT[:, 1:])
+                (loss / config.accumulate).backward()
+                losses.append(loss.detach())
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+            optimizer.step()
+            journal.add(losses, norm, float(scheduler.get_last_lr()[0]))
+            scheduler.step()
+            optimizer.zero_grad()
+    # Before the weights are gathered for saving: the peaks are to be those of training.
+    ranks = _gather_objects({"predicted": predict_states(zero), **asdict(zero.ledger())})
+    with zero.gathered():  # collective, so on every rank
+        if zero.rank == 0:
+            _save_weights(model, Path(config.out))
+    if zero.rank == 0:
+        _close_run(config, ranks)
+
+
+def warmup_then_cosine(steps: int) -> Callable[[int], float]:
+    """The learning rate's factor: up over the first tenth of the run, then down a half cosine to a tenth."""
+    warmup = max(1, steps // 10)
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        return 0.55 + 0.45 * math.cos(math.pi * (step - warmup) / max(1, steps - warmup))
+
+    return factor
+
+
+class Step(NamedTuple):
+    losses: Tensor  # 1D, one per micro-batch of this rank
+    norm: Tensor
+    lr: float
+    seconds: float
+
+
+class Journal:
+    """`metrics.jsonl` and the live line. Rank 0 writes; all ranks exchange their losses every few steps."""
+
+    def __init__(self, config: RunConfig, zero: zeroshard.Zero) -> None:
+        self._config, self._zero = config, zero
+        self._tokens = config.batch * config.accumulate * zero.world_size * config.shape.context
+        self._done = 0
+        self._waiting: list[Step] = []
+        self._open = ExitStack()
+
+    def __enter__(self) -> Journal:
+        if self._zero.rank == 0:
+            path = Path(self._config.out) / "metrics.jsonl"
+            self._file = self._open.enter_context(path.open("w", encoding="utf-8", buffering=1))
+            self._live = self._open.enter_context(screen.Live(self._config.steps))
+        self._clock = time.perf_counter()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._open.close()
+
+    def add(self, losses: list[Tensor], norm: Tensor, lr: float) -> None:
+        now = time.perf_counter()
+        self._waiting.append(Step(torch.stack(losses), norm, lr, now - self._clock))
+        self._clock = now
+        if len(self._waiting) == EXCHANGE_EVERY or self._done + len(self._waiting) == self._config.steps:
+            per_rank = _gather(torch.stack([step.losses for step in self._waiting]).float())
+            if self._zero.rank == 0:
+                self._write(torch.cat(per_rank, dim=1).tolist())
+            self._done += len(self._waiting)
+            self._waiting.clear()
+
+    def _write(self, micro_batches: list[list[float]]) -> None:
+        # fsum rounds once, so that a mean depends neither on the order nor on the number of ranks.
+        means = [math.fsum(losses) / len(losses) for losses in micro_batches]
+        for number, (step, loss) in enumerate(zip(self._waiting, means, strict=True), start=self._done + 1):
+            speed = round(self._tokens / step.seconds)
+            line = {"step": number, "loss": loss, "grad_norm": step.norm.item(), "lr": step.lr, "tokens_per_s": speed}
+            self._file.write(json.dumps(line) + "\n")
+        self._live.show(
+            self._done + len(means),
+            loss=math.fsum(means) / len(means),
+            tokens_per_s=self._tokens * len(means) / math.fsum(step.seconds for step in self._waiting),
+            held_nbytes=sum(self._zero.ledger().held.values()),
+        )
+
+
+def _gather(tensor: Tensor) -> list[Tensor]:
+    if not dist.is_initialized():
+        return [tensor]
+    everyone = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, tensor)
+    return everyone
+
+
+def _gather_objects(mine: Any) -> list[Any]:
+    if not dist.is_initialized():
+        return [mine]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def _pick_device(wanted: Device, launch: Launch) -> torch.device:
+    gpus = torch.cuda.device_count()
+    if wanted == "cpu" or (wanted == "auto" and gpus < launch.local_ranks):
+        return torch.device("cpu")
+    if gpus < launch.local_ranks:
+        raise InputError(
+            f"--device cuda: {launch.local_ranks} ranks on this machine need a GPU each, and torch sees {gpus}; "
+            f"write --device cpu, or start fewer ranks"
+        )
+    device = torch.device("cuda", launch.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _agree_on(corpus: Corpus) -> None:
+    for rank, digest in enumerate(digests := _gather_objects(corpus.sha256)):
+        if digest != digests[0]:
+            raise InputError(
+                f"rank {rank} read other data than rank 0 (sha256 {digest[:12]}, expected {digests[0][:12]}): "
+                f"give every machine the same files, by --data"
+            )
+
+
+def _open_run(config: RunConfig, corpus: Corpus, model: GPT, device: torch.device) -> None:
+    facts = {
+        "zeroshard": zeroshard.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": str(device),
+        "threads": torch.get_num_threads(),
+    }
+    record = {"config": config.record(), "data": corpus.record(), **facts}
+    (Path(config.out) / "run.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    shape = config.shape
+    numel = sum(param.numel() for param in model.parameters())
+    tokens = config.batch * config.accumulate * config.ranks * shape.context
+    screen.opening(
+        f"Stage {config.stage}, {screen.ranks_text(config.ranks)}, {config.precision}, {device.type}",
+        {
+            "model": f"{config.size}: {shape.blocks} blocks of {shape.hidden}, {numel:,} parameters",
+            "data": f"{corpus.files:,} files, {len(corpus.text):,} bytes, sha256 {corpus.sha256[:12]}",
+            "steps": f"{config.steps} of {tokens:,} bytes",
+            "out": config.out,
+        },
+    )
+
+
+def _save_weights(model: GPT, out: Path) -> None:
+    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    # Under another name first: an interrupted run leaves the last complete weights, never half of them.
+    save_file(weights, out / "model.safetensors.part")
+    os.replace(out / "model.safetensors.part", out / "model.safetensors")
+
+
+def _close_run(config: RunConfig, ranks: list[Any]) -> None:
+    (Path(config.out) / "ledger.json").write_text(json.dumps({"ranks": ranks}, indent=2) + "\n", encoding="utf-8")
+    if config.report:
+        screen.ledger(ranks, config.steps)
+    screen.say(f"\n  weights in {Path(config.out) / 'model.safetensors'}")

@@ -1,0 +1,361 @@
+"""The command: its refusals, its files, its launchers, its end. Every run here is a real process."""
+
+import hashlib
+import json
+import math
+import os
+import pydoc_data.topics
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from zeroshard.cli import demo, screen
+from zeroshard.cli.config import SIZES, RunConfig, Size
+from zeroshard.cli.data import Corpus, standard_library
+from zeroshard.cli.model import GPT, complete
+from zeroshard.cli.train import warmup_then_cosine
+
+TEXT = pydoc_data.topics.__file__
+STEPS = 12
+SHORT = ["--data", TEXT, "--batch", "2", "--steps", str(STEPS)]
+README = (Path(__file__).parents[1] / "README.md").read_text()
+LIMIT = 60  # seconds a command may take before it counts as hung
+
+
+def environment(**more):
+    launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    return {**{name: value for name, value in os.environ.items() if name not in launched}, **more}
+
+
+def zeroshard(*words, **more):
+    command = [sys.executable, "-m", "zeroshard", *map(str, words)]
+    return subprocess.run(command, env=environment(**more), capture_output=True, text=True, timeout=LIMIT, check=False)
+
+
+def bits(run):
+    """What two runs must share: the weights' digest, and every loss and gradient norm."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    digest = hashlib.sha256((run / "model.safetensors").read_bytes()).hexdigest()
+    return digest, [line["loss"] for line in lines], [line["grad_norm"] for line in lines]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """One short run on two ranks at stage 3, whose bits the other ways to start it must repeat."""
+    out = tmp_path_factory.mktemp("train") / "run"
+    done = zeroshard("train", *SHORT, "--ranks", 2, "--out", out)
+    assert (done.returncode, done.stderr) == (0, "")
+    return out, done.stdout
+
+
+# ----------------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.fixture
+def files(tmp_path):
+    (tmp_path / "empty.txt").write_bytes(b"")
+    (tmp_path / "junk.bin").write_bytes(bytes(range(256)))
+    (tmp_path / "latin.txt").write_bytes("caf\u00e9".encode("latin-1"))
+    (tmp_path / "short.txt").write_text("short")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    {
+        "no such file": ("--data {files}/none.txt", "--data {files}/none.txt: no such file"),
+        "second file": (f"--data {TEXT} {{files}}/none.txt", "--data {files}/none.txt: no such file"),
+        "directory": ("--data {files}", "is a directory; name its files"),
+        "empty file": ("--data {files}/empty.txt", "--data {files}/empty.txt: the file is empty"),
+        "binary": ("--data {files}/junk.bin", "not a text file (byte 0x00 at offset 0)"),
+        "not utf-8": ("--data {files}/latin.txt", "not a text file (byte 0xe9 at offset 3); expected UTF-8"),
+        "too short": ("--data {files}/short.txt", "--data has 5 bytes in all, and one sequence needs 65"),
+        "ranks 0": ("--ranks 0", "--ranks must be at least 1, got 0"),
+        "stage 4": ("--stage 4", "--stage must be 0, 1, 2 or 3, got 4"),
+        "steps -1": ("--steps -1", "--steps must be at least 1, got -1"),
+        "lr 0": ("--lr 0", "--lr must be a number above 0, got 0.0; for 'tiny' try 0.006"),
+        "lr nan": ("--lr nan", "--lr must be a number above 0, got nan"),
+        "precision": ("--precision fp8", "'fp8' is not one of 'fp32', 'bf16'"),
+        "size": ("--size huge", "'huge' is not one of 'tiny', 'small', 'medium'"),
+        "steps word": ("--steps many", "Invalid value for '--steps'"),
+        "unknown option": ("--stag 3", "No such option: --stag"),
+        "out is a file": ("--out {files}/short.txt", "--out {files}/short.txt: cannot be written to"),
+    }.values(),
+    ids=lambda value: value.split(" ")[0] if value.startswith("--data") else None,
+)
+def test_bad_input_is_one_line_and_exit_code_2(files, words, says):
+    done = zeroshard("train", *words.format(files=files).split())
+    assert (done.returncode, done.stdout) == (2, "")
+    assert says.format(files=files) in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_ranks_must_be_those_of_the_launcher():
+    place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    done = zeroshard("train", "--ranks", 3, **place)
+    assert done.returncode == 2
+    assert done.stderr == "zeroshard: --ranks 3, but torchrun started 2 ranks; leave --ranks out under torchrun\n"
+    assert zeroshard("demo", **place).stderr == "zeroshard: demo starts its own ranks; run it without torchrun\n"
+
+
+def test_what_only_a_rank_can_refuse_is_one_line_too(tmp_path):
+    done = zeroshard("train", *SHORT, "--ranks", 2, "--device", "cuda", "--out", tmp_path, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 2
+    assert done.stderr == (
+        "zeroshard: --device cuda: 2 ranks on this machine need a GPU each, and torch sees 0; "
+        "write --device cpu, or start fewer ranks\n"
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------- help
+
+
+def test_the_options_are_these():
+    """A new option is a decision; this list makes it one."""
+    wanted = {
+        "train": "accumulate batch data device help lr no-report out precision ranks report seed size stage steps",
+        "demo": "help out ranks seed steps",
+    }
+    for command, options in wanted.items():
+        shown = zeroshard(command, "--help", TERM="dumb", COLUMNS="200").stdout
+        assert sorted(set(re.findall(r"^\W*--([a-z-]+)|\s--(no-[a-z-]+)\s", shown, re.MULTILINE))) == sorted(
+            {(option, "") if not option.startswith("no-") else ("", option) for option in options.split()}
+        )
+    assert zeroshard().returncode == 2
+    assert "train" in zeroshard("--help").stdout
+
+
+# --------------------------------------------------------------------------------------------------------- what it does
+
+
+def test_a_run_leaves_its_files(run):
+    """run.json, metrics.jsonl, ledger.json and weights that the plain model loads; held equals predicted."""
+    out, shown = run
+    assert sorted(path.name for path in out.iterdir()) == [
+        "ledger.json",
+        "metrics.jsonl",
+        "model.safetensors",
+        "run.json",
+    ]
+    record = json.loads((out / "run.json").read_text())
+    assert record["config"]["stage"] == 3
+    assert record["config"]["lr"] == SIZES["tiny"].lr
+    assert record["torch"] == torch.__version__
+    assert record["data"] == {
+        "files": 1,
+        "bytes": os.path.getsize(TEXT),
+        "sha256": hashlib.sha256(
+            f"topics.py\0{os.path.getsize(TEXT)}\0".encode() + Path(TEXT).read_bytes()
+        ).hexdigest(),
+    }
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert all(set(line) == {"step", "loss", "grad_norm", "lr", "tokens_per_s"} for line in lines)
+    assert abs(lines[0]["loss"] - math.log(256)) < 1  # untrained: about as good as guessing one byte of 256
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    ranks = json.loads((out / "ledger.json").read_text())["ranks"]
+    assert len(ranks) == 2
+    for entry in ranks:
+        assert {state: entry["held"][state] for state in entry["predicted"]} == entry["predicted"]
+    assert "held = predicted on 2 ranks, to the byte" in shown
+    assert f"step    {STEPS}/{STEPS}" in shown
+    GPT(SIZES["tiny"]).load_state_dict(load_file(out / "model.safetensors"))
+
+
+def test_one_rank_that_adds_up_two_micro_batches_gives_the_same_bits(run, tmp_path):
+    """At stage 0, without any launcher, and at stage 3 on two ranks: one micro-batch is one, whoever computes it."""
+    out = tmp_path / "one"
+    done = zeroshard("train", *SHORT, "--accumulate", 2, "--stage", 0, "--no-report", "--out", out)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "predicted" not in done.stdout
+    assert bits(out) == bits(run[0])
+
+
+def torchrun(*words):
+    command = [sys.executable, "-m", "torch.distributed.run", *map(str, words)]
+    return subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(*processes):
+    try:
+        for process in processes:
+            said, _ = process.communicate(timeout=LIMIT)
+            assert process.returncode == 0, said
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def test_under_torchrun(run, tmp_path):
+    """`torchrun --standalone` starts the very same ranks."""
+    finish(torchrun("--standalone", "--nproc-per-node", 2, "-m", "zeroshard", "train", *SHORT, "--out", tmp_path))
+    assert bits(tmp_path) == bits(run[0])
+
+
+def test_under_two_torchrun_agents(run, tmp_path):
+    """Two machines' agents, here both on this one."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    agent = ["--nnodes", 2, "--nproc-per-node", 1, "--rdzv-backend", "c10d", "--rdzv-id", port]
+    agent += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1", "-m", "zeroshard", "train", *SHORT]
+    finish(torchrun(*agent, "--out", tmp_path), torchrun(*agent, "--out", tmp_path))
+    assert bits(tmp_path) == bits(run[0])
+
+
+def test_a_rank_under_torchrun_with_bad_input_says_so_once(tmp_path):
+    process = torchrun("--standalone", "--nproc-per-node", 2, "-m", "zeroshard", "train", "--data", tmp_path / "none")
+    said, _ = process.communicate(timeout=LIMIT)
+    assert process.returncode == 1  # torchrun's own
+    assert said.count(f"zeroshard: --data {tmp_path / 'none'}: no such file") == 1
+
+
+def test_demo(tmp_path):
+    done = zeroshard("demo", "--steps", STEPS, "--out", tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    digest, losses, norms = bits(tmp_path / "stage3")
+    assert bits(tmp_path / "stage0") == (digest, losses, norms)
+    assert (
+        f"The bits are equal: {STEPS} losses, {STEPS} gradient norms, all weights (sha256 {digest[:16]})" in done.stdout
+    )
+    assert "What the model writes after 'def '" in done.stdout
+    for stage in (3, 0):  # the README's table is of this model on two ranks
+        rank_0 = json.loads((tmp_path / f"stage{stage}" / "ledger.json").read_text())["ranks"][0]
+        nbytes = {state: rank_0["held"][state] for state in rank_0["predicted"]}
+        sent = sum(rank_0["traffic"][verb]["sent"] for verb in ("gather", "reduce")) // STEPS
+        row = f"| {stage} | {sum(rank_0['predicted'].values()):,}( bytes)? | {sum(nbytes.values()):,} | {sent:,} |"
+        assert re.search(row.replace("|", r"\|"), README)
+
+
+@pytest.mark.parametrize("changed", ["weights", "loss"])
+def test_demo_fails_when_one_bit_differs(run, tmp_path, capsys, changed):
+    for name in ("ledger.json", "metrics.jsonl", "model.safetensors"):
+        (tmp_path / name).write_bytes((run[0] / name).read_bytes())
+    assert demo.compare(run[0], tmp_path) == 0
+    if changed == "weights":
+        weights = load_file(tmp_path / "model.safetensors")
+        weights["norm.weight"].view(torch.int32)[7] ^= 1
+        save_file(weights, tmp_path / "model.safetensors")
+    else:
+        lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+        lines[3]["loss"] = math.nextafter(lines[3]["loss"], 9.0)
+        (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert demo.compare(run[0], tmp_path) == 1
+    assert {"weights": "weights different", "loss": "at step 4"}[changed] in capsys.readouterr().out
+
+
+# -------------------------------------------------------------------------------------------------------------- its end
+
+
+def alive(pid):
+    """Whether the process runs; one that ended but was not waited for yet does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+def test_a_signal_ends_all_ranks(tmp_path, number):
+    """Ctrl-C and SIGTERM: exit code 130, one line. Killed outright, the launcher cannot tell its ranks; they notice."""
+    command = [sys.executable, "-m", "zeroshard", "train", "--data", TEXT, "--ranks", "2", "--steps", "1000000"]
+    launcher = subprocess.Popen(
+        [*command, "--out", str(tmp_path)], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    ranks = []
+    try:
+        while "step" not in (line := launcher.stdout.readline()) or "tokens/s" not in line:
+            assert line, launcher.communicate()
+        ranks = [int(pid) for pid in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()]
+        assert len(ranks) == 2
+        launcher.send_signal(number)
+        _, said = launcher.communicate(timeout=LIMIT)
+        if number == signal.SIGKILL:
+            for _ in range(LIMIT * 10):  # until the ranks have noticed; the loop's end is the hard time-out
+                if not any(map(alive, ranks)):
+                    break
+                time.sleep(0.1)
+        else:
+            assert (launcher.returncode, said) == (130, "zeroshard: interrupted; all ranks have ended\n")
+        assert [pid for pid in ranks if alive(pid)] == []
+    finally:
+        for pid in [launcher.pid, *ranks]:
+            if alive(pid):
+                os.kill(pid, signal.SIGKILL)
+
+
+# ---------------------------------------------------------------------------------------------------------------- parts
+
+
+def test_every_size_is_an_option():
+    assert get_args(Size) == tuple(SIZES)
+
+
+def test_a_config_survives_the_command_line():
+    """The ranks get the settings as options; what they parse is what was meant."""
+    config = RunConfig(
+        out="run/x y", data=("a.txt", "b.txt"), stage=2, ranks=3, steps=7, batch=5, accumulate=2, precision="bf16",
+        size="small", lr=1e-3 / 3, seed=11, device="cpu", report=False,
+    )  # fmt: skip
+    words = config.command()
+    assert words[0] == "train"
+    options = {}
+    for at, word in enumerate(words):
+        if word.startswith("--") and at + 1 < len(words) and not words[at + 1].startswith("--"):
+            options.setdefault(word, []).append(words[at + 1])
+    assert options["--data"] == ["a.txt", "b.txt"]
+    assert float(options["--lr"][0]) == config.lr
+    assert words[-1] == "--no-report"
+    assert set(options) | {"--report"} == {f"--{name}" for name in config.__dataclass_fields__}
+
+
+def test_a_micro_batch_is_a_function_of_its_arguments():
+    corpus = Corpus(np.arange(200, dtype=np.uint8), 1, "")
+    place = {"seed": 1, "step": 2, "index": 3, "sequences": 50, "context": 9}
+    first = corpus.micro_batch(**place)
+    assert first.shape == (50, 10)
+    assert (first == corpus.micro_batch(**place)).all()
+    assert (np.diff(first, axis=1) == 1).all()  # windows of consecutive bytes
+    for name in ("seed", "step", "index"):
+        assert (corpus.micro_batch(**{**place, name: place[name] + 1}) != first).any()
+    starts = np.concatenate([corpus.micro_batch(**{**place, "step": step})[:, 0] for step in range(100)])
+    assert set(starts) == set(range(200 - 9))  # every window can be drawn, none leaves the text
+
+
+def test_the_standard_library_is_text_without_tests():
+    files = standard_library()
+    assert len(files) > 300
+    assert files == sorted(files)
+    assert not any({"test", "tests", "site-packages"} & set(path.parts[-3:-1]) for path in files)
+
+
+def test_learning_rate():
+    factor = warmup_then_cosine(100)
+    assert [factor(0), factor(9), factor(10), factor(55)] == [0.1, 1.0, 1.0, 0.55]
+    assert math.isclose(factor(100), 0.1)  # the cosine of pi is exact, 0.55 - 0.45 is not
+    assert warmup_then_cosine(1)(0) == 1.0
+
+
+def test_sample_is_repeatable():
+    torch.manual_seed(0)
+    model = GPT(SIZES["tiny"])
+    texts = {complete(model, "def ", nbytes=70, temperature=0.7, seed=seed) for seed in (1, 1, 2)}
+    assert len(texts) == 2
+    assert all(text.startswith("def ") for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"), [(0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (5 * 2**30, "5.00 GiB")]
+)
+def test_nbytes_text(nbytes, text):
+    assert screen.nbytes_text(nbytes) == text

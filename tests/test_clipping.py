@@ -1,0 +1,556 @@
+"""Norms and clipping: torch's own functions on sharded gradients, equal with `==` to the definition on plain tensors.
+
+The definition of a norm is `norms`; the gradients it is applied to are those of plain PyTorch, accumulated in one
+process. What is asked of `p.grad` and cannot be answered raises, and says what to write instead.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+
+import models
+import norms
+import pytest
+import ranks
+import reference
+import torch
+
+import zeroshard
+from zeroshard import Comm, Error, Layout, Precision
+from zeroshard.errors import PeerError
+
+STAGES = (0, 1, 2, 3)
+BUCKETS = {
+    "one": Layout(units=()),
+    "units": Layout(),
+    "many": Layout(bucket_mib=0.0001),
+    "model": Layout(bounds="model"),
+    "tensor": Layout(bounds="tensor"),
+}
+EVERYWHERE = [(stage, buckets) for stage in STAGES for buckets in BUCKETS]
+ORDERS = (1.0, 2.0, math.inf)
+PRECISIONS = {"fp32": Precision(), "bf16": Precision(param_dtype=torch.bfloat16)}
+MODELS = {
+    "gpt": {"hidden": 12, "layers": 2},  # no size is a multiple of 128: padding everywhere
+    "gpt-tied": {"hidden": 12, "layers": 2, "tied": True},
+    "degenerate": {},  # no elements, no dimensions, one element
+    "unused": {},  # no gradient at all
+    "layerdrop": {},  # no gradient on some ranks
+    "tiny": {},  # fewer elements than ranks
+    "aliased": {},  # one weight under five names
+    "mixed": {},  # fp32, bf16 and fp64 in one model
+}
+
+
+def build(case):
+    return models.build(case.split("-")[0], **MODELS[case])
+
+
+def backward(case, model, index):
+    name = case.split("-")[0]
+    models.loss(name, model, models.batch(name, 0, index)).backward()
+
+
+@functools.cache
+def plain(case, world, precision="fp32"):
+    """The averaged gradients of one process: {name: gradient}, accumulated in fp32 where parameters are in bf16."""
+    model = build(case)
+    if precision == "bf16":
+        model.bfloat16()
+    total = {}
+    for rank in range(world):
+        backward(case, model, rank)
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                gradient = parameter.grad.float() if parameter.dtype == torch.bfloat16 else parameter.grad
+                total[name] = total[name] + gradient if name in total else gradient
+        model.zero_grad()
+    return {name: gradient / world for name, gradient in total.items()}
+
+
+def grouped(gradients, model):
+    """In the order in which torch norms them: grouped by the parameters' dtypes, in order of first appearance."""
+    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    order = list(dict.fromkeys(dtypes[name] for name in gradients))
+    return [gradients[name] for dtype in order for name in gradients if dtypes[name] == dtype]
+
+
+def sharded(case, stage, buckets, precision="fp32", comm=None):
+    """A model whose gradients are there, with its optimizer and its Zero."""
+    model = build(case)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    zero = zeroshard.shard(model, optimizer, stage=stage, layout=BUCKETS[buckets], precision=PRECISIONS[precision], comm=comm)
+    backward(case, model, ranks.rank())
+    return model, optimizer, zero
+
+
+def full(model):
+    return {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
+
+
+# ------------------------------------------------------------------------------------------------------------- the norms
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("case", MODELS)
+def test_the_global_norm_is_the_definitions(case, precision, world):
+    """L1, L2 and Linf, by torch and by zero, at every stage, bucketing and bounds: the norm of the plain gradients.
+
+    Padding does not count and ties count once, because the definition never sees either.
+    """
+    if case == "mixed":
+        precision = "fp32"  # it has its own dtypes
+    gradients = grouped(plain(case, world, precision), build(case))
+    want = {order: norms.total(gradients, order).item() for order in ORDERS}
+    assert len(gradients) == len({id(gradient) for gradient in gradients})
+    for per_rank in ranks.run(world, global_norms, case, precision):
+        wrong = {where: got for where, got in per_rank.items() if got != {order: [want[order]] * 4 for order in ORDERS}}
+        assert wrong == {}, want
+
+
+def global_norms(case, precision):
+    """By torch (foreach and not), by torch's get_total_norm, and by zero; with a limit far above, so that none clips."""
+    found = {}
+    for where in EVERYWHERE:
+        model, _, zero = sharded(case, *where, precision)
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        found[where] = {
+            order: [
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9, order).item(),
+                torch.nn.utils.clip_grad_norm_(list(model.parameters()), 1e9, order, foreach=False).item(),
+                torch.nn.utils.get_total_norm(gradients, order).item(),
+                zero.clip_grad_norm_(1e9, order).item(),
+            ]
+            for order in ORDERS
+        }
+    return found
+
+
+def test_one_parameters_norm_is_its_own():
+    """p.grad.norm(), torch.linalg.vector_norm(p.grad, order): one number per parameter, one question for all of them."""
+    gradients = plain("gpt", 3)
+    want = {order: {name: norms.of_tensor(g, order).item() for name, g in gradients.items()} for order in ORDERS}
+    for found, questions in ranks.run(3, single_norms):
+        assert all(each == want for each in found)
+        assert questions == len(ORDERS)
+
+
+def single_norms():
+    found = []
+    for where in EVERYWHERE:
+        model, _, zero = sharded("gpt", *where)
+        before = zero.ledger().traffic["control"].calls
+        found.append({order: {name: torch.linalg.vector_norm(p.grad, order).item() for name, p in model.named_parameters()} for order in ORDERS})
+        assert all(p.grad.norm().item() == found[-1][2.0][name] for name, p in model.named_parameters())
+        # Each question costs an agreement and one all-reduce, however many parameters ask.
+        questions, rest = divmod(zero.ledger().traffic["control"].calls - before, 2)
+        assert rest == 0
+    return found, questions
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_what_is_not_finite_shows_on_every_rank(value):
+    """One inf or NaN on one rank's data: the norm is inf or NaN on all ranks at every stage; error_if_nonfinite raises."""
+    for found in ranks.run(2, not_finite, value):
+        for got in found:
+            assert all(math.isnan(norm) if math.isnan(value) else norm == math.inf for norm in got[:-1]), got
+            assert got[-1] == "raised"
+
+
+def not_finite(value):
+    found = []
+    for stage in STAGES:
+        model, _, zero = sharded("gpt", stage, "units")
+        weight = model.blocks[0].mlp[0].weight
+        edit = torch.zeros(weight.shape)
+        edit[5, 3] = value
+        weight.grad.add_(edit)
+        got = [torch.nn.utils.get_total_norm([p.grad for p in model.parameters()], order).item() for order in ORDERS]
+        try:
+            zero.clip_grad_norm_(1.0, error_if_nonfinite=True)
+        except RuntimeError as error:
+            got.append("raised" if "non-finite" in str(error) else str(error))
+        found.append(got)
+    return found
+
+
+def test_garbage_in_the_padding_is_never_seen():
+    """NaN written into every element that belongs to no parameter changes neither norms, nor clipping, nor the step."""
+    for found in ranks.run(3, poisoned):
+        assert found == [("", "")] * len(EVERYWHERE)
+
+
+def poisoned():
+    found = []
+    for where in EVERYWHERE:
+        runs = []
+        for poison in (False, True):
+            model, optimizer, zero = sharded("gpt", *where)
+            if poison:
+                for accumulator in zero._gradients.accumulators:
+                    belongs = torch.zeros(accumulator.buffer.bucket.numel, dtype=torch.bool)
+                    for slot in accumulator.buffer.bucket.slots:
+                        belongs[slot.start : slot.stop] = True
+                    accumulator.total[~belongs[slice(*accumulator.buffer.owned)]] = math.nan
+            got = [zero.clip_grad_norm_(0.1, order) for order in ORDERS]
+            clipped = full(model)
+            optimizer.step()
+            with zero.gathered():
+                runs.append((clipped | {"norms": torch.stack(got)}, reference.weights(model)))
+        found.append(tuple(reference.first_difference(*pair) for pair in zip(*runs, strict=True)))
+    return found
+
+
+# --------------------------------------------------------------------------------------------------------------- clipping
+
+
+def clipped_plainly(gradients, limit, order):
+    """torch's rule on plain tensors, with the norm as zeroshard defines it."""
+    scale = torch.clamp(limit / (norms.total(gradients.values(), order) + 1e-6), max=1.0)
+    return {name: gradient * scale for name, gradient in gradients.items()}
+
+
+def stepped_plainly(case, gradients):
+    model = build(case)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name in gradients:
+                parameter.grad = gradients[name]
+    torch.optim.SGD(model.parameters(), lr=0.5).step()
+    return reference.weights(model)
+
+
+@pytest.mark.parametrize("by", ["torch", "zero"])
+@pytest.mark.parametrize("case", ["gpt", "gpt-tied", "layerdrop", "degenerate", "tiny"])
+def test_every_fragment_is_clipped(case, by, world):
+    """After clipping, the whole gradient, and the step it gives, are the plain ones scaled, on every rank, every order."""
+    gradients = plain(case, world)
+    want = []
+    for order in ORDERS:
+        scaled = clipped_plainly(gradients, 0.05, order)
+        want.append((scaled, stepped_plainly(case, scaled)))
+    configurations = [each for each in EVERYWHERE if each[1] in ("units", "model")]
+    for found in ranks.run(world, clip_and_step, case, by, configurations, want):
+        assert found == {}
+
+
+def clip_and_step(case, by, configurations, want):
+    found = {}
+    for where in configurations:
+        for order, (gradients, weights) in zip(ORDERS, want, strict=True):
+            model, optimizer, zero = sharded(case, *where)
+            if by == "zero":
+                zero.clip_grad_norm_(0.05, order)
+            else:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05, order)
+            difference = reference.first_difference(full(model), gradients)
+            optimizer.step()
+            with zero.gathered():
+                difference = difference or reference.first_difference(reference.weights(model), weights)
+            if difference:
+                found[where, order] = difference
+    return found
+
+
+def test_a_norm_below_the_limit_changes_no_bit():
+    """The factor is never above one."""
+    want = plain("gpt", 3)
+    for found in ranks.run(3, unclipped, want):
+        assert found == [""] * 4
+
+
+def unclipped(want):
+    found = []
+    for stage in STAGES:
+        model, _, zero = sharded("gpt", stage, "units")
+        zero.clip_grad_norm_(1e6)
+        found.append(reference.first_difference(full(model), want))
+    return found
+
+
+def test_a_part_of_the_parameters_can_be_clipped_by_itself():
+    """clip_grad_norm_ over some parameters norms and scales those only."""
+    gradients = plain("gpt", 3)
+    part = {name: gradient for name, gradient in gradients.items() if name.startswith("blocks.0")}
+    want = gradients | clipped_plainly(part, 0.05, 2.0)
+    norm = norms.total(part.values()).item()
+    assert ranks.run(3, clip_a_part, want) == [[(norm, "")] * 4] * 3
+
+
+def clip_a_part(want):
+    found = []
+    for stage in STAGES:
+        model, _, _ = sharded("gpt", stage, "many")
+        norm = torch.nn.utils.clip_grad_norm_(model.blocks[0].parameters(), 0.05)
+        found.append((norm.item(), reference.first_difference(full(model), want)))
+    return found
+
+
+@pytest.mark.parametrize("foreach", [None, True, False])
+def test_values_are_clipped_as_plain_torch_clips_them(foreach, world):
+    """clip_grad_value_ works on every fragment, at every stage."""
+    want = {name: gradient.clamp(-0.003, 0.003) for name, gradient in plain("gpt", world).items()}
+    assert any(not torch.equal(want[name], gradient) for name, gradient in plain("gpt", world).items())
+    assert ranks.run(world, clip_values, foreach, want) == [[""] * 4] * world
+
+
+def clip_values(foreach, want):
+    found = []
+    for stage in STAGES:
+        model, _, _ = sharded("gpt", stage, "units")
+        torch.nn.utils.clip_grad_value_(model.parameters(), 0.003, foreach=foreach)
+        found.append(reference.first_difference(full(model), want))
+    return found
+
+
+def test_edits_in_place_count_like_those_of_a_plain_gradient():
+    """Scaling, adding, copying, zeroing p.grad: the step uses it, the next norm sees it, at every stage."""
+    want = _edited(plain("gpt", 3))
+    norm = norms.total(want.values()).item()
+    weights = stepped_plainly("gpt", want)
+    assert ranks.run(3, edit, want, weights) == [[(norm, "", "")] * 4] * 3
+
+
+EDITS = (
+    lambda g: g.mul_(0.3),
+    lambda g: g.div_(7),
+    lambda g: g.add_(torch.linspace(-1, 1, g.numel()).view(g.shape)),
+    lambda g: g.copy_(torch.linspace(-1, 1, g.numel()).view(g.shape)),
+    lambda g: g.zero_(),
+    lambda g: g.clamp_(min=-1e-3),
+    lambda g: g.neg_(),
+    lambda g: g.sub_(0.25),
+)
+
+
+def _edited(gradients):
+    gradients = {name: gradient.clone() for name, gradient in gradients.items()}
+    for number, gradient in enumerate(gradients.values()):
+        EDITS[number % len(EDITS)](gradient)
+    return gradients
+
+
+def edit(want, weights):
+    found = []
+    for stage in STAGES:
+        model, optimizer, zero = sharded("gpt", stage, "units")
+        zero.clip_grad_norm_(1e9)  # an answer from before the edits, which must not be given again
+        for number, (_, parameter) in enumerate(model.named_parameters()):
+            EDITS[number % len(EDITS)](parameter.grad)
+        norm = zero.clip_grad_norm_(1e9).item()
+        difference = reference.first_difference(full(model), want)
+        optimizer.step()
+        with zero.gathered():
+            found.append((norm, difference, reference.first_difference(reference.weights(model), weights)))
+    return found
+
+
+# ------------------------------------------------------------------------------------------------- p.grad as a tensor
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_sharded_gradient_looks_like_one(stage, precision):
+    """Shape, dtype and device of its parameter; None where nobody has one; full_tensor and to_local hold the values."""
+    ranks.run(3, looks, stage, precision, plain("unused", 3, precision))
+
+
+def looks(stage, precision, want):
+    model, optimizer, zero = sharded("unused", stage, "units", precision)
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        assert (gradient is None) == (name not in want)
+        if gradient is None:
+            continue
+        assert isinstance(gradient, torch.Tensor)
+        assert (gradient.shape, gradient.dtype, gradient.device) == (parameter.shape, parameter.dtype, parameter.device)
+        assert (gradient.numel(), gradient.dim(), gradient.requires_grad) == (parameter.numel(), parameter.dim(), False)
+        assert name in repr(gradient)
+        bucket, slot = zero.partition.find(name)
+        first, last = bucket.fragment(slot, zero.rank)
+        reference.assert_same({"": gradient.to_local()}, {"": want[name].reshape(-1)[first:last]})
+        reference.assert_same({"": gradient.full_tensor()}, {"": want[name]})
+    optimizer.zero_grad()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+REFUSED = {
+    "sum": lambda g: g.sum(),
+    "item": lambda g: g[0, 0].item(),
+    "plus": lambda g: g + 1,
+    "copy-out": lambda g: torch.zeros(g.shape).copy_(g),
+    "matmul": lambda g: g @ g.T,
+    "tolist": lambda g: g.tolist(),
+    "numpy": lambda g: g.numpy(),
+    "comparison": lambda g: g == 0,
+    "cat": lambda g: torch.cat([g, g]),
+    "clone": lambda g: g.clone(),
+    "norm-of-rows": lambda g: g.norm(dim=1),
+    "norm-of-order-3": lambda g: torch.linalg.vector_norm(g, 3.0),
+    "norm-of-order-0": lambda g: g.norm(0),
+    "wrong-shape": lambda g: g.mul_(torch.ones(g.shape[1])),
+    "write-one-element": lambda g: g[0].zero_(),
+}
+
+
+@pytest.mark.parametrize("question", REFUSED)
+def test_what_a_sharded_gradient_cannot_answer_it_refuses(question):
+    """zeroshard.Error that names the parameter and the remedy; the gradient is as good as before."""
+    for stage, found in enumerate(ranks.run(2, refuse, question)[0]):
+        kinds, text, unchanged = found
+        assert "Error" in kinds, (stage, text)
+        assert "blocks.0.qkv.weight" in text, (stage, text)
+        assert "instead:" in text
+        assert unchanged
+
+
+def refuse(question):
+    found = []
+    for stage in STAGES:
+        model, _, zero = sharded("gpt", stage, "units")
+        before = full(model)
+        kinds, text = [], "nothing was raised"
+        try:
+            REFUSED[question](model.blocks[0].qkv.weight.grad)
+        except Exception as error:
+            kinds, text = [cls.__name__ for cls in type(error).__mro__ if issubclass(cls, Error)], f"{type(error).__name__}: {error}"
+        found.append((kinds, text, not reference.first_difference(full(model), before)))
+        zero.clip_grad_norm_(1.0)
+    return found
+
+
+def test_clipping_the_optimizers_fragments_is_refused():
+    """Over optimizer.param_groups the norm would be this rank's only: refused, with the call that is meant."""
+    for found in ranks.run(2, clip_fragments):
+        assert found == [True] * 4
+
+
+def clip_fragments():
+    found = []
+    for stage in STAGES:
+        model, optimizer, zero = sharded("gpt", stage, "units")
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        assert any(p.grad is not None for p in held)
+        with pytest.raises(Error, match=r"clip_grad_norm_\(model\.parameters\(\)"):
+            torch.nn.utils.clip_grad_norm_(held, 1.0)
+        optimizer.step()
+        found.append(all("ShardedGrad" in type(p.grad).__name__ for p in held if p.grad is not None))
+        zero.clip_grad_norm_(1.0)
+    return found
+
+
+@pytest.mark.parametrize("then", ["step", "backward", "clip"])
+def test_a_gradient_replaced_by_a_tensor_is_refused(then):
+    """p.grad = tensor would be one rank's own idea of it: the next step, backward or question names the parameter."""
+    for found in ranks.run(2, replace, then):
+        assert found == [""] * 4
+
+
+def replace(then):
+    found = []
+    for stage in STAGES:
+        model, optimizer, zero = sharded("gpt", stage, "units")
+        weight = model.blocks[0].qkv.weight
+        weight.grad = torch.zeros(weight.shape)
+        try:
+            if then == "clip":
+                zero.clip_grad_norm_(1.0)
+                optimizer.step()
+            elif then == "step":
+                optimizer.step()
+            else:
+                backward("gpt", model, 5)
+            found.append("nothing was raised")
+        except Error as error:
+            found.append("" if "blocks.0.qkv.weight" in str(error) else str(error))
+    return found
+
+
+# ------------------------------------------------------------------------------------------- questions are collective
+
+
+def test_a_question_on_some_ranks_only_raises_within_the_time_out():
+    """Rank 0 asks for the norm and nobody else says anything: PeerError after Comm(timeout=...), never a hang."""
+    for stage in (0, 3):
+        seconds, text = ranks.run(2, ask_alone, stage)[0]
+        assert "did not complete" in text
+        assert seconds < 4
+
+
+def ask_alone(stage):
+    model, _, zero = sharded("gpt", stage, "units", comm=Comm(timeout=1.0))
+    began, text = time.monotonic(), ""
+    if ranks.rank() == 0:
+        try:
+            zero.clip_grad_norm_(1.0)
+        except PeerError as error:
+            text = str(error)
+    return time.monotonic() - began, text
+
+
+def test_asking_twice_asks_the_peers_once():
+    """Norms are remembered until a gradient changes: a second clip_grad_norm_ costs one question, a logged norm none."""
+    for found in ranks.run(2, ask_twice):
+        assert found == [(2, 0, 2)] * 4
+
+
+def ask_twice():
+    found = []
+    for stage in STAGES:
+        model, _, zero = sharded("gpt", stage, "units")
+        calls = [zero.ledger().traffic["control"].calls]
+        for _ in range(2):
+            torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+            calls.append(zero.ledger().traffic["control"].calls)
+        model.norm.weight.grad.mul_(2)
+        torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+        calls.append(zero.ledger().traffic["control"].calls)
+        found.append(tuple(after - before for before, after in zip(calls, calls[1:], strict=False)))
+    return found
+
+
+def test_clipping_before_more_backwards_is_equal_over_stages():
+    """Clip, backward, clip: plain torch's order of things; at three ranks the same bits at every stage and bucketing."""
+    found = [run for run in ranks.run(3, clip_between)[0]]
+    assert all(not reference.first_difference(run, found[0]) for run in found)
+
+
+def clip_between():
+    found = []
+    for where in EVERYWHERE:
+        model, optimizer, zero = sharded("gpt", *where)
+        zero.clip_grad_norm_(0.1)
+        backward("gpt", model, 3 + ranks.rank())
+        zero.clip_grad_norm_(0.1)
+        optimizer.step()
+        with zero.gathered():
+            found.append(reference.weights(model))
+    return found
+
+
+def test_clipping_under_no_sync_settles_first(world):
+    """A norm asked after local backwards is that of the average over all ranks, at every stage."""
+    model = build("gpt")
+    for rank in range(world):
+        local = {name: None for name, _ in model.named_parameters()}
+        for a in range(2):
+            backward("gpt", model, 2 * rank + a)
+        for name, parameter in model.named_parameters():
+            local[name] = parameter.grad
+        model.zero_grad()
+        total = local if rank == 0 else {name: total[name] + local[name] for name in local}
+    want = norms.total([gradient / world for gradient in total.values()]).item()
+    assert ranks.run(world, clip_local) == [[want] * 4] * world
+
+
+def clip_local():
+    found = []
+    for stage in STAGES:
+        model = build("gpt")
+        zero = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.5), stage=stage)
+        with zero.no_sync():
+            for a in range(2):
+                backward("gpt", model, 2 * ranks.rank() + a)
+        found.append(zero.clip_grad_norm_(1.0).item())
+    return found

@@ -1,0 +1,311 @@
+"""The layout is pure arithmetic: whatever the shapes, ranks and policy, every element has exactly one place and owner."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zeroshard import Error, Layout, layout
+from zeroshard.layout import Bucket, Partition, Slot, Spec, partition, slot_at
+
+ITEM_BYTES = {"torch.float32": 4, "torch.bfloat16": 2, "torch.int64": 8}
+SHAPES = st.lists(st.sampled_from([0, 1, 2, 3, 5, 13, 64, 127, 128, 129, 257]), max_size=3).map(tuple)
+
+
+@st.composite
+def specs(draw):
+    """Up to twelve parameters, 0-d and empty ones among them, in up to three units, registered in any order of units."""
+    shapes = draw(st.lists(SHAPES.filter(lambda shape: math.prod(shape) <= 20_000), max_size=12))
+    kinds = st.tuples(st.sampled_from(list(ITEM_BYTES)), st.integers(0, 2), st.booleans())
+    return [
+        Spec(f"p{number}", shape, dtype, ITEM_BYTES[dtype], unit, trainable)
+        for number, shape in enumerate(shapes)
+        for dtype, unit, trainable in [draw(kinds)]
+    ]
+
+
+LAYOUTS = st.builds(
+    Layout,
+    bounds=st.sampled_from(["unit", "model", "tensor"]),
+    bucket_mib=st.sampled_from([0.0001, 0.01, 24.0]),
+    align=st.sampled_from([1, 2, 32, 128]),
+)
+RANKS = st.integers(1, 7)
+
+
+@given(specs(), LAYOUTS, RANKS)
+def test_fragments_tile_every_slot_exactly(given_specs, policy, ranks):
+    """Every parameter has one slot, and the ranks' fragments of it follow each other from 0 to numel, without a gap."""
+    made = partition(given_specs, policy, ranks)
+    slots = [slot for bucket in made.buckets for slot in bucket.slots]
+    assert sorted(slot.name for slot in slots) == sorted(spec.name for spec in given_specs)
+    for spec in given_specs:
+        bucket, slot = made.find(spec.name)
+        assert (slot.shape, slot.numel) == (spec.shape, math.prod(spec.shape))
+        assert (bucket.unit, bucket.dtype, bucket.itemsize, bucket.trainable) == (spec.unit, spec.dtype, spec.itemsize, spec.trainable)
+        at = 0
+        for rank in range(ranks):
+            fragment = bucket.fragment(slot, rank)
+            if fragment.numel:
+                assert fragment.start == at
+                at = fragment.stop
+        assert at == slot.numel
+
+
+@given(specs(), LAYOUTS, RANKS)
+def test_shards_tile_every_bucket_exactly(given_specs, policy, ranks):
+    """Bounds rise from 0 to the bucket's size; parameters plus padding fill it; slots neither overlap nor leave it."""
+    for bucket in partition(given_specs, policy, ranks).buckets:
+        assert bucket.bounds[0] == 0
+        assert bucket.bounds[-1] == bucket.numel
+        assert list(bucket.bounds) == sorted(bucket.bounds)
+        assert sum(bucket.shard_numel(rank) for rank in range(ranks)) == bucket.numel
+        assert bucket.padding == bucket.numel - sum(slot.numel for slot in bucket.slots) >= 0
+        taken = [range(slot.start, slot.stop) for slot in bucket.slots if slot.numel]
+        assert all(before.stop <= after.start for before, after in zip(taken, taken[1:], strict=False))
+        assert all(slot.stop <= bucket.numel for slot in bucket.slots)
+
+
+@given(specs(), LAYOUTS, RANKS)
+def test_no_cut_falls_inside_a_block(given_specs, policy, ranks):
+    """Slots, shards and fragments begin at whole blocks, so kernels and norms see the same runs at any rank count."""
+    for bucket in partition(given_specs, policy, ranks).buckets:
+        assert all(bound % policy.align == 0 for bound in bucket.bounds)
+        for slot in bucket.slots:
+            assert slot.start % policy.align == 0
+            for rank in range(ranks):
+                fragment = bucket.fragment(slot, rank)
+                assert fragment.start % policy.align == 0 or fragment.numel == 0
+                assert fragment.stop % policy.align == 0 or fragment.stop == slot.numel or fragment.numel == 0
+
+
+@given(specs(), LAYOUTS, RANKS)
+def test_where_a_parameter_lies_does_not_depend_on_ranks_or_policy(given_specs, policy, ranks):
+    """Buckets and slots are the same at every rank count and bounds policy; only bounds and final padding differ."""
+    for bounds in ("unit", "model", "tensor"):
+        one = partition(given_specs, dataclasses.replace(policy, bounds=bounds), 1)
+        many = partition(given_specs, policy, ranks)
+        assert [(b.unit, b.dtype, b.trainable, b.slots) for b in one.buckets] == [(b.unit, b.dtype, b.trainable, b.slots) for b in many.buckets]
+
+
+@given(specs(), LAYOUTS, RANKS)
+def test_unit_bounds_are_even(given_specs, policy, ranks):
+    """`unit`: all shards of a bucket have one size, and padding is less than a block per slot plus a block per rank."""
+    made = partition(given_specs, dataclasses.replace(policy, bounds="unit"), ranks)
+    assert made.even
+    for bucket in made.buckets:
+        assert len({bucket.shard_numel(rank) for rank in range(ranks)}) == 1
+        assert bucket.padding <= (policy.align - 1) * len(bucket.slots) + ranks * policy.align
+
+
+@given(specs(), LAYOUTS, RANKS)
+def test_model_bounds_cut_one_flat_vector_evenly(given_specs, policy, ranks):
+    """`model`: laid end to end, buckets of one kind are cut into equal shares, the last one taking what is left."""
+    made = partition(given_specs, dataclasses.replace(policy, bounds="model"), ranks)
+    for members in _vectors(made):
+        total = sum(bucket.numel for bucket in members)
+        share = -(-total // ranks)
+        share += -share % policy.align
+        held = [sum(bucket.shard_numel(rank) for bucket in members) for rank in range(ranks)]
+        assert held == [max(0, min(share, total - rank * share)) for rank in range(ranks)]
+        _assert_ranks_follow_each_other(members, ranks)
+
+
+@given(specs(), LAYOUTS, RANKS)
+def test_tensor_bounds_never_cut_a_tensor(given_specs, policy, ranks):
+    """`tensor`: every parameter belongs to one rank whole, and each cut is the boundary nearest to i * P / N."""
+    made = partition(given_specs, dataclasses.replace(policy, bounds="tensor"), ranks)
+    assert made.cut_tensors() == []
+    for bucket in made.buckets:
+        for slot in bucket.slots:
+            assert sorted(bucket.fragment(slot, rank).numel for rank in range(ranks))[-1] == slot.numel
+    for members in _vectors(made):
+        total, edges = 0, []
+        for bucket in members:
+            edges += [total + slot.start for slot in bucket.slots]
+            total += bucket.numel
+        edges.append(total)
+        for rank in range(1, ranks):
+            cut = sum(bucket.bounds[rank] for bucket in members)
+            assert cut in edges
+            assert abs(cut - rank * total / ranks) == min(abs(edge - rank * total / ranks) for edge in edges)
+        _assert_ranks_follow_each_other(members, ranks)
+
+
+def _vectors(made: Partition) -> list[list[Bucket]]:
+    kinds = dict.fromkeys((bucket.dtype, bucket.trainable) for bucket in made.buckets)
+    return [[bucket for bucket in made.buckets if (bucket.dtype, bucket.trainable) == kind] for kind in kinds]
+
+
+def _assert_ranks_follow_each_other(members: list[Bucket], ranks: int) -> None:
+    owners = [rank for bucket in members for rank in range(ranks) if bucket.shard_numel(rank)]
+    assert owners == sorted(owners)
+
+
+@given(specs(), LAYOUTS, RANKS)
+def test_buckets_keep_to_their_size(given_specs, policy, ranks):
+    """A bucket of several parameters stays within bucket_mib; parameters of one unit, dtype and trainability share one."""
+    made = partition(given_specs, policy, ranks)
+    limit = policy.bucket_mib * 2**20
+    for bucket in made.buckets:
+        assert len(bucket.slots) == 1 or sum(slot.numel for slot in bucket.slots) * bucket.itemsize <= limit
+    if policy.bucket_mib == 24.0:
+        kinds = [(bucket.unit, bucket.dtype, bucket.trainable) for bucket in made.buckets]
+        assert len(kinds) == len(set(kinds))
+    assert [bucket.index for bucket in made.buckets] == list(range(len(made.buckets)))
+    assert [bucket.unit for bucket in made.buckets] == sorted(bucket.unit for bucket in made.buckets)
+
+
+@given(specs(), LAYOUTS, RANKS)
+def test_the_cut_tensors_are_those_on_several_ranks(given_specs, policy, ranks):
+    """cut_tensors() names a parameter if and only if two ranks hold elements of it."""
+    made = partition(given_specs, policy, ranks)
+    several = {
+        slot.name
+        for bucket in made.buckets
+        for slot in bucket.slots
+        if sum(bucket.fragment(slot, rank).numel > 0 for rank in range(ranks)) > 1
+    }
+    assert set(made.cut_tensors()) == several
+
+
+@given(specs(), LAYOUTS)
+def test_every_element_finds_its_slot(given_specs, policy):
+    """slot_at gives the slot an element lies in, empty slots at the same place notwithstanding."""
+    for bucket in partition(given_specs, policy, 1).buckets:
+        for slot in bucket.slots:
+            for element in {slot.start, slot.stop - 1} if slot.numel else ():
+                assert bucket.slots[slot_at(bucket.slots, element)] == slot
+
+
+# -------------------------------------------------------------------------------------------------- the texts' examples
+
+TEXT_A = {  # the 260-parameter transformer, in the order of its flat vector
+    "gamma1": (4,), "beta1": (4,), "W_q": (4, 4), "W_k": (4, 4), "W_v": (4, 4), "W_o": (4, 4), "gamma2": (4,), "beta2": (4,),
+    "W1": (4, 16), "b1": (16,), "W2": (16, 4), "b2": (4,), "W_vocab": (4, 8),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bucket_mib", [24.0, 0.0001])
+@pytest.mark.parametrize("units", [1, 3])
+def test_the_260_parameter_model_is_cut_at_130_inside_w1(units, bucket_mib):
+    """Ranks own 0-129 and 130-259; W1 (elements 80-143) is cut 50/14; slices sum to 130 each, however it is bucketed."""
+    given_specs = [
+        Spec(name, shape, "torch.bfloat16", 2, min(number // 5, units - 1), True)
+        for number, (name, shape) in enumerate(TEXT_A.items())
+    ]
+    made = partition(given_specs, Layout(bounds="model", align=1, bucket_mib=bucket_mib), 2)
+    starts, owned, at = {}, {0: [], 1: []}, 0
+    for bucket in made.buckets:
+        for slot in bucket.slots:
+            starts[slot.name] = at + slot.start
+            for rank in (0, 1):
+                fragment = bucket.fragment(slot, rank)
+                owned[rank] += range(at + slot.start + fragment.start, at + slot.start + fragment.stop)
+        at += bucket.numel
+    assert at == 260
+    assert list(starts.values()) == [0, 4, 8, 24, 40, 56, 72, 76, 80, 144, 160, 224, 228]
+    assert owned == {0: list(range(130)), 1: list(range(130, 260))}
+    bucket, slot = made.find("W1")
+    assert [bucket.fragment(slot, rank).numel for rank in (0, 1)] == [50, 14]
+    assert made.cut_tensors() == ["W1"]
+    assert sum(bucket.padding for bucket in made.buckets) == 0
+
+
+def test_of_the_four_weights_each_rank_owns_a_layer():
+    """w1, w2 (layer 1) go to rank 0, w3, w4 (layer 2) to rank 1 under `tensor` bounds, in one unit or two."""
+    for units in ((0, 0, 0, 0), (0, 0, 1, 1)):
+        names = ("w1", "w2", "w3", "w4")
+        given_specs = [Spec(name, (), "torch.float32", 4, unit, True) for name, unit in zip(names, units, strict=True)]
+        made = partition(given_specs, Layout(bounds="tensor", align=1), 2)
+        owners = {}
+        for name in names:
+            bucket, slot = made.find(name)
+            owners[name] = [rank for rank in (0, 1) if bucket.fragment(slot, rank).numel]
+        assert owners == {"w1": [0], "w2": [0], "w3": [1], "w4": [1]}
+
+
+def test_more_ranks_than_elements():
+    """A one-element model on seven ranks: one rank owns it, the others own padding or nothing."""
+    for bounds in ("unit", "model", "tensor"):
+        for align in (1, 128):
+            made = partition([Spec("p", (1,), "torch.float32", 4, 0, True)], Layout(bounds=bounds, align=align), 7)
+            assert sorted(made.buckets[0].fragment(made.buckets[0].slots[0], rank).numel for rank in range(7)) == [0] * 6 + [1]
+
+
+# ----------------------------------------------------------------------------------------------------- it checks itself
+
+
+def _bucket(**changes):
+    slots = (Slot("a", (200,), 0, 200), Slot("b", (56,), 256, 56))
+    fields = dict(index=0, unit=0, dtype="torch.float32", itemsize=4, trainable=True, slots=slots, numel=512, bounds=(0, 256, 512))
+    return Bucket(**(fields | changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"bounds": (0, 512)},
+        {"bounds": (0, 256, 384)},
+        {"bounds": (128, 256, 512)},
+        {"bounds": (0, 100, 512)},
+        {"bounds": (0, 640, 512)},
+        {"slots": (Slot("a", (200,), 0, 200), Slot("b", (56,), 128, 56))},
+        {"slots": (Slot("a", (200,), 0, 200), Slot("b", (56,), 200, 56))},
+        {"slots": (Slot("a", (600,), 0, 600),)},
+    ],
+    ids=["a-rank-too-few", "an-end-too-early", "a-start-too-late", "a-cut-in-a-block", "falling", "overlap", "unaligned", "too-long"],
+)
+def test_a_wrong_layout_cannot_exist(changes):
+    """Overlaps, gaps at the ends, unaligned slots and cuts inside blocks are refused at construction."""
+    assert Partition(2, 128, (_bucket(),)).buckets
+    with pytest.raises(AssertionError):
+        Partition(2, 128, (_bucket(**changes),))
+
+
+@pytest.mark.parametrize(
+    ("settings", "hint"),
+    [
+        ({"bounds": "modle"}, "did you mean 'model'"),
+        ({"buffers": "brodcast"}, "did you mean 'broadcast'"),
+        ({"bucket_mib": 0}, "bucket_mib"),
+        ({"bucket_mib": math.inf}, "bucket_mib"),
+        ({"bucket_mib": "24"}, "bucket_mib"),
+        ({"align": 0}, "align"),
+        ({"align": 3}, "align"),
+        ({"align": 128.0}, "align"),
+        ({"units": "blocks.*"}, "units=['blocks.*']"),
+        ({"ignore": "head"}, "ignore=['head']"),
+    ],
+    ids=str,
+)
+def test_settings_that_cannot_work_are_refused_with_what_to_write(settings, hint):
+    """A ValueError that is also zeroshard.Error names the setting, or the nearest valid value."""
+    with pytest.raises(Error) as caught:
+        Layout(**settings)
+    assert isinstance(caught.value, ValueError)
+    assert hint in str(caught.value)
+
+
+def test_an_unknown_parameter_gets_the_nearest_name():
+    """Partition.find answers a misspelt name with the one that was meant."""
+    made = partition([Spec("head.weight", (3,), "torch.float32", 4, 0, True)], Layout(), 2)
+    with pytest.raises(Error, match=r"did you mean 'head\.weight'"):
+        made.find("head.wieght")
+
+
+def test_the_layout_imports_neither_torch_nor_anything_distributed():
+    """Pure arithmetic: the standard library and zeroshard.errors are all it imports, and everything in it is frozen."""
+    tree = ast.parse(Path(layout.__file__).read_text())
+    modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    modules |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    assert modules <= {"__future__", "math", "bisect", "collections.abc", "dataclasses", "itertools", "typing", "errors"}
+    for frozen in (Layout(), _bucket(), Partition(2, 128, (_bucket(),))):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            frozen.bounds = ()

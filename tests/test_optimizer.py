@@ -1,0 +1,861 @@
+"""The optimizer stays the user's: any elementwise `torch.optim` class, with its groups, options, hooks and schedulers.
+
+A scenario is a function of an `Engine`: it builds a model and an optimizer, hands them to `engine.shard`, and trains.
+With a stage the engine is zeroshard on one rank; without one it is plain PyTorch in one process, which runs all ranks'
+micro-batches and averages. Weights, optimizer state and whatever else the scenario notes must be equal with `==`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from functools import partial
+from typing import Any
+
+import models
+import pytest
+import ranks
+import reference
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+import zeroshard
+from zeroshard import Layout, Precision
+from zeroshard.errors import PeerError, StateError, UserError
+
+STAGES = (0, 1, 2, 3)
+SIZES = (7, 131, 37, 5)  # no tensor is a multiple of the block; at 2 and 3 ranks cuts fall inside tensors
+
+
+class Engine:
+    """Plain PyTorch (no stage), or zeroshard on this rank: what a scenario trains with."""
+
+    def __init__(self, world: int, stage: int | None = None) -> None:
+        self.world, self.stage = world, stage
+        self.zero: Any = None
+        self.groups: list[tuple[torch.optim.Optimizer, int, list[str]]] = []
+        self.notes: list[Any] = []
+
+    def shard(self, model, optimizer, **options):
+        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer or []
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        for each in optimizers:
+            for number, group in enumerate(each.param_groups):
+                self.groups.append((each, number, [names[id(parameter)] for parameter in group["params"]]))
+        if self.stage is not None:
+            self.zero = zeroshard.shard(model, optimizer, stage=self.stage, **options)
+        return self.zero
+
+    def gathered(self):
+        return self.zero.gathered() if self.zero else contextlib.nullcontext()
+
+    def backward(self, model, step, name="mlp"):
+        """One micro-batch per rank; returns the mean of the ranks' losses, the same on every rank."""
+        if self.zero:
+            loss = models.loss(name, model, models.batch(name, step, ranks.rank()))
+            loss.backward()
+            losses = [torch.zeros(()) for _ in range(self.world)]
+            dist.all_gather(losses, loss.detach())
+            return torch.stack(losses).mean()
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(self.world)  # what was kept goes on being a sum
+        losses = []
+        for rank in range(self.world):
+            losses.append(models.loss(name, model, models.batch(name, step, rank)))
+            losses[-1].backward()
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.div_(self.world)
+        return torch.stack(losses).mean().detach()
+
+    def train(self, model, optimizer, steps, name="mlp"):
+        for step in steps:
+            self.backward(model, step, name)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def states(self, whole):
+        """{(parameter, state key): this rank's values, 1-D}; from plain PyTorch's state (`whole`) the same elements."""
+        found = {}
+        for optimizer, number, names in self.groups:
+            held = iter(optimizer.param_groups[number]["params"])
+            for name in names:
+                bucket, slot = self.zero.partition.find(name)
+                first, last = bucket.fragment(slot, self.zero.rank) if self.stage else (0, slot.numel)
+                if last > first:
+                    state = optimizer.state[next(held)]
+                    assert state.keys() == whole[name].keys(), (name, state.keys(), whole[name].keys())
+                    for key, value in state.items():
+                        want = torch.as_tensor(whole[name][key])
+                        want = want.reshape(-1)[first:last] if want.numel() == slot.numel and want.dim() else want
+                        if difference := reference.first_difference({key: torch.as_tensor(value).reshape(want.shape)}, {key: want}):
+                            found[name, key] = difference
+        return found
+
+
+def plain(scenario, world, *args):
+    """What plain PyTorch ends with: (weights, optimizer state by name, notes)."""
+    ranks.reset_global_state()
+    engine = Engine(world)
+    model = scenario(engine, *args)
+    state = {}
+    for optimizer, number, names in engine.groups:
+        for name, parameter in zip(names, optimizer.param_groups[number]["params"], strict=False):
+            state[name] = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in optimizer.state[parameter].items()}
+    return reference.weights(model), state, engine.notes
+
+
+def compare(scenario, stages, want, args, compare_state):
+    """{stage: the first difference from plain PyTorch on this rank}."""
+    found = {}
+    for stage in stages:
+        ranks.reset_global_state()
+        engine = Engine(ranks.world(), stage)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model = scenario(engine, *args)
+        with engine.zero.gathered():
+            weights = reference.weights(model)
+        text = reference.first_difference(weights, want[0])
+        text = text or (str(engine.states(want[1]) or "") if compare_state else "")
+        if text or engine.notes != want[2]:
+            found[stage] = text or f"noted {engine.notes} instead of {want[2]}"
+    return found
+
+
+def check(scenario, *args, world=3, stages=STAGES, state=True):
+    """The scenario on `world` ranks, at all stages, equals plain PyTorch."""
+    want = plain(scenario, world, *args)
+    assert ranks.run(world, compare, scenario, stages, want, args, state) == [{}] * world
+
+
+# -------------------------------------------------------------------------------------------- every elementwise optimizer
+
+KINDS = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.05),
+    "SGD momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, dampening=0.1, weight_decay=0.01),
+    "SGD nesterov": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True, maximize=True),
+    "SGD foreach": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, foreach=True),
+    "SGD fused": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01, fused=True),
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.01),
+    "Adam foreach": lambda p: torch.optim.Adam(p, lr=0.01, foreach=True),
+    "Adam fused": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True, fused=True),
+    "AdamW amsgrad": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
+    "AdamW tensor lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01), foreach=False),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05, lr_decay=0.1, initial_accumulator_value=0.1),
+    "Adagrad foreach": lambda p: torch.optim.Adagrad(p, lr=0.05, foreach=True),
+    "Adagrad fused": lambda p: torch.optim.Adagrad(p, lr=0.05, fused=True),
+    "RMSprop centered": lambda p: torch.optim.RMSprop(p, lr=0.01, centered=True, momentum=0.5),
+    "RMSprop foreach": lambda p: torch.optim.RMSprop(p, lr=0.01, foreach=True),
+    "Adadelta": lambda p: torch.optim.Adadelta(p, lr=1.0, weight_decay=0.01),
+    "Adadelta foreach": lambda p: torch.optim.Adadelta(p, lr=1.0, foreach=True),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=0.01, decoupled_weight_decay=True, weight_decay=0.01),
+    "NAdam foreach": lambda p: torch.optim.NAdam(p, lr=0.01, foreach=True),
+    "RAdam": lambda p: torch.optim.RAdam(p, lr=0.01),
+    "RAdam foreach": lambda p: torch.optim.RAdam(p, lr=0.01, foreach=True),
+    "Adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
+    "Adamax foreach": lambda p: torch.optim.Adamax(p, lr=0.01, foreach=True),
+    "ASGD": lambda p: torch.optim.ASGD(p, lr=0.05, t0=2.0),
+    "ASGD foreach": lambda p: torch.optim.ASGD(p, lr=0.05, t0=2.0, foreach=True),
+    "Rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
+    "Rprop foreach": lambda p: torch.optim.Rprop(p, lr=0.01, foreach=True),
+}
+
+
+def training(engine, kind, warm, name="mlp", options=None, layout=None, precision=None):
+    """`warm` steps before shard (on all ranks' data, on every rank alike), then four after it."""
+    model = models.build(name, **({"sizes": SIZES} if options is None else options))
+    optimizer = KINDS[kind](model.parameters())
+    Engine(engine.world).train(model, optimizer, range(warm), name)
+    engine.shard(model, optimizer, layout=layout, precision=precision)
+    engine.train(model, optimizer, range(warm, warm + 4), name)
+    return model
+
+
+def cold_and_warm(kind, want):
+    return [compare(training, STAGES, each, (kind, warm), True) for warm, each in want.items()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_elementwise_optimizer_equals_plain_torch(kind):
+    """Weights and optimizer state at stages 0-3 on 3 ranks equal plain PyTorch's, from a fresh optimizer and from one
+    that had already stepped three times: that keeps its state, its scalars included."""
+    want = {warm: plain(training, 3, kind, warm) for warm in (0, 3)}
+    assert ranks.run(3, cold_and_warm, kind, want) == [[{}, {}]] * 3
+
+
+@pytest.mark.parametrize("world", [1, 2], ids=lambda world: f"ranks{world}")
+def test_every_elementwise_optimizer_at_one_and_two_ranks(world):
+    """The same at one and at two ranks, one kernel of each class, fresh."""
+    kinds = ["SGD momentum", "Adam", "AdamW fused", "Adagrad", "RMSprop centered", "Adadelta", "NAdam", "RAdam", "Adamax", "ASGD", "Rprop"]
+    want = {kind: plain(training, world, kind, 0) for kind in kinds}
+    assert ranks.run(world, several_kinds, want) == [{kind: {} for kind in kinds}] * world
+
+
+def several_kinds(want):
+    return {kind: compare(training, STAGES, each, (kind, 0), True) for kind, each in want.items()}
+
+
+def test_tensors_of_every_size_keep_their_state():
+    """Zero-element, 0-d and one-element parameters, at more ranks than elements: state as plain PyTorch has it."""
+    args = ("Adam", 2, "degenerate", {})
+    check(training, *args)
+    check(training, "SGD momentum", 2, "tiny", {})
+
+
+# ---------------------------------------------------------------------------------------------------- whole-tensor ones
+
+
+def whole_tensors(engine, kind, layout):
+    model = models.build("mlp", sizes=SIZES)
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    vectors = [p for p in model.parameters() if p.dim() != 2]
+    if kind == "Adafactor":
+        optimizers = [torch.optim.Adafactor(model.parameters(), lr=0.05, weight_decay=0.01)]
+    elif kind == "Muon":
+        optimizers = [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(vectors, lr=0.01)]
+    elif kind == "Muon of one matrix":  # most ranks own nothing of it
+        optimizers = [torch.optim.Muon(matrices[1:2], lr=0.02), torch.optim.Adafactor([*vectors, matrices[2]], lr=0.05)]
+    else:
+        optimizers = [Unknown(model.parameters())]
+    engine.shard(model, optimizers, layout=layout)
+    for step in range(3):
+        engine.backward(model, step)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return model
+
+
+class Unknown(torch.optim.Optimizer):
+    """A user's own optimizer, not elementwise: each tensor moves by its gradient over that gradient's norm."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad * (group["lr"] / (param.grad.norm() + 1e-6)))
+
+
+class Known(torch.optim.Optimizer):
+    """A user's own optimizer that says of itself that it is elementwise."""
+
+    elementwise = True
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    state["sign"] = state.get("sign", torch.zeros_like(param)).mul_(0.5).add_(param.grad.sign())
+                    param.sub_(state["sign"] * group["lr"])
+
+
+KINDS["Known"] = Known
+
+
+@pytest.mark.parametrize("kind", ["Adafactor", "Muon", "Muon of one matrix", "Unknown"])
+def test_whole_tensor_optimizers_where_nothing_is_cut(kind):
+    """Under `bounds="tensor"` at every stage, at stage 0, and at one rank, Adafactor, Muon and unknown classes equal
+    plain PyTorch."""
+    check(whole_tensors, kind, Layout(bounds="tensor"), state=kind != "Unknown")
+    check(whole_tensors, kind, None, stages=(0,), state=kind != "Unknown")
+    check(whole_tensors, kind, None, world=1, state=kind != "Unknown")
+
+
+def test_an_optimizer_may_say_that_it_is_elementwise():
+    """A user's class with `elementwise = True` is cut like any other, its state included."""
+    check(training, "Known", 2)
+
+
+def lbfgs(engine, line_search):
+    model = models.build("mlp", sizes=SIZES)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, line_search_fn=line_search)
+    engine.shard(model, optimizer)
+    for step in range(3):
+
+        def closure(step=step):
+            optimizer.zero_grad()
+            loss = engine.backward(model, step)
+            engine.notes.append(loss.item())
+            return loss
+
+        engine.notes.append(optimizer.step(closure).item())
+    return model
+
+
+@pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
+def test_lbfgs_at_stage_0(line_search):
+    """LBFGS evaluates its closure as often, at the same points and with the same losses as plain PyTorch."""
+    check(lbfgs, line_search, stages=(0,), state=False)
+
+
+# -------------------------------------------------------------------------------------------------------------- refusals
+
+
+def refusals():
+    """{what was tried: the message}; empty where nothing was refused."""
+
+    def attempt(optimizer_of, **options):
+        model = models.build("mlp", sizes=SIZES)
+        try:
+            zeroshard.shard(model, optimizer_of(model), **options)
+        except UserError as error:
+            assert isinstance(error, ValueError)
+            return str(error)
+        return ""
+
+    class AdamW(torch.optim.AdamW):
+        """Of a known name, but not torch's."""
+
+    found = {}
+    for stage in STAGES:
+        found["SparseAdam", stage] = attempt(lambda m: torch.optim.SparseAdam(m.parameters()), stage=stage)
+        found["LBFGS", stage] = attempt(lambda m: torch.optim.LBFGS(m.parameters()), stage=stage)
+        found["Adafactor", stage] = attempt(lambda m: torch.optim.Adafactor(m.parameters()), stage=stage)
+        found["Muon", stage] = attempt(lambda m: torch.optim.Muon([p for p in m.parameters() if p.dim() == 2]), stage=stage)
+        found["Unknown", stage] = attempt(lambda m: Unknown(m.parameters()), stage=stage)
+        found["AdamW", stage] = attempt(lambda m: AdamW(m.parameters()), stage=stage)
+    for bounds in ("unit", "model", "tensor"):
+        found["SparseAdam", bounds] = attempt(lambda m: torch.optim.SparseAdam(m.parameters()), layout=Layout(bounds=bounds))
+        found["LBFGS", bounds] = attempt(lambda m: torch.optim.LBFGS(m.parameters()), layout=Layout(bounds=bounds))
+    found["fused"] = attempt(lambda m: torch.optim.AdamW(m.parameters(), fused=True), layout=Layout(align=1))
+    found["string"] = attempt(lambda m: "adamw")
+    found["class"] = attempt(lambda m: torch.optim.AdamW)
+    found["in a list"] = attempt(lambda m: [torch.optim.AdamW(m.parameters()), None])
+    found["foreign"] = attempt(lambda m: torch.optim.AdamW([*m.parameters(), nn.Parameter(torch.ones(3))]))
+    found["twice"] = attempt(lambda m: [torch.optim.AdamW(m.parameters()), torch.optim.SGD(m[0].parameters())])
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2], ids=lambda world: f"ranks{world}")
+def test_what_cannot_be_cut_is_refused_by_name(world):
+    """SparseAdam always; LBFGS unless nothing is sharded; Adafactor, Muon and unknown classes where a tensor is cut.
+    The message names the class, and the tensor that would be cut, and says what works."""
+    for found in ranks.run(world, refusals):
+        for (what, where), text in ((key, text) for key, text in found.items() if isinstance(key, tuple)):
+            cut = where in ("unit", "model", "tensor") or where > 0
+            refused = what == "SparseAdam" or (what == "LBFGS" and cut) or (what != "LBFGS" and cut and world > 1)
+            assert bool(text) == refused, (what, where, text)
+            assert not refused or what in text
+            assert not refused or "instead" in text
+        if world > 1:
+            for what in ("Adafactor", "Muon", "Unknown", "AdamW"):
+                assert "weight" in found[what, 3]
+                assert 'bounds="tensor"' in found[what, 3]
+            assert "elementwise = True" in found["Unknown", 3]
+        assert "stage=0" in found["LBFGS", 1]
+        assert "sparse=False" in found["SparseAdam", 0]
+        assert "fused=False" in found["fused"]
+        assert "str" in found["string"]
+        assert "type" in found["class"]
+        assert "NoneType" in found["in a list"]
+        assert "optimizer 0, group 0, parameter 6" in found["foreign"]
+        assert "optimizer 1, group 0, parameter 0" in found["twice"]
+
+
+def sparse():
+    """A gradient that turns out to be sparse."""
+    model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2))
+    zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2)
+    with pytest.raises(StateError, match=r"(?s)sparse gradients.*'0\.weight'.*sparse=False"):
+        model(torch.tensor([1, 2])).sum().backward()
+
+
+def test_sparse_gradients_are_refused_by_name():
+    """An embedding with sparse=True names itself and the remedy in its first backward, on every rank."""
+    ranks.run(2, sparse)
+
+
+# ---------------------------------------------------------------------------------------------------------- param groups
+
+
+def groups(engine, precision=None):
+    model = models.build("mlp", sizes=SIZES)
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [model[0].weight], "lr": 0.02, "betas": (0.8, 0.95)},
+            {"params": [model[0].bias, model[2].bias, model[4].bias], "weight_decay": 0.0, "eps": 1e-6},
+            {"params": [("last", model[4].weight), ("middle", model[2].weight)], "amsgrad": True},
+        ][:2]
+        + [{"params": [model[4].weight, model[2].weight], "amsgrad": True}],
+        lr=0.005,
+        weight_decay=0.1,
+    )
+    engine.shard(model, optimizer, precision=precision)
+    for step in range(4):
+        engine.backward(model, step)
+        optimizer.param_groups[1]["lr"] *= 0.5  # options may be changed at any time
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.notes = [
+        {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+    ]
+    return model
+
+
+@pytest.mark.parametrize("world", [1, 2, 3], ids=lambda world: f"ranks{world}")
+def test_param_groups_keep_their_options(world):
+    """Groups with their own lr, betas, eps, weight decay and amsgrad, one of which has no element on some ranks."""
+    check(groups, world=world)
+
+
+def named(engine):
+    model = models.build("mlp", sizes=SIZES)
+    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.05)
+    engine.shard(model, optimizer)
+    engine.train(model, optimizer, range(2))
+    if engine.zero:
+        group = optimizer.param_groups[0]
+        assert len(group["param_names"]) == len(group["params"]) > 0
+        assert set(group["param_names"]) <= {name for name, _ in model.named_parameters()}
+    return model
+
+
+def test_named_parameters_keep_their_names():
+    """An optimizer over `named_parameters()` goes on naming the parameters that it holds a part of."""
+    check(named)
+
+
+def unfreezing(engine, how, precision=None):
+    """Two steps with a frozen part, two with it trained, one with it frozen again."""
+    model = models.build("mlp", sizes=SIZES)
+    part = model[2]
+    part.requires_grad_(False)
+    outside = how != "held"
+    trained = [p for p in model.parameters() if not (outside and any(p is q for q in part.parameters()))]
+    optimizer = torch.optim.SGD(trained, lr=0.05, momentum=0.9, weight_decay=0.01)
+    engine.shard(model, optimizer, precision=precision)
+    engine.train(model, optimizer, range(2))
+    part.requires_grad_(True)
+    if outside:
+        optimizer.add_param_group({"params": list(part.parameters()), "lr": 0.01, "nesterov": True})
+    engine.notes.append([len(optimizer.param_groups), [group["lr"] for group in optimizer.param_groups]])
+    if how == "zero_grad first":
+        optimizer.zero_grad()
+    engine.train(model, optimizer, range(2, 4))
+    part.requires_grad_(False)
+    engine.train(model, optimizer, range(4, 5))
+    return model
+
+
+@pytest.mark.parametrize("how", ["held", "added", "zero_grad first"])
+def test_frozen_parameters_are_unfrozen_and_added(how):
+    """A part frozen at construction, then unfrozen and given to `add_param_group` (or held all along), then frozen
+    again: as in plain PyTorch."""
+    check(unfreezing, how, state=False)
+
+
+def added_with_scheduler(engine):
+    """A scheduler and a frozen group: the added group is scheduled from its own rate on."""
+    model = models.build("mlp", sizes=SIZES)
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02)
+    engine.shard(model, optimizer)
+    engine.train(model, optimizer, range(2))
+    model[0].requires_grad_(True)
+    optimizer.add_param_group({"params": model[0].parameters(), "lr": 0.01})
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    for step in range(2, 5):
+        engine.train(model, optimizer, [step])
+        scheduler.step()
+        engine.notes.append(scheduler.get_last_lr())
+    return model
+
+
+def test_a_scheduler_over_an_added_group():
+    """A scheduler made after `add_param_group`, before the next step, sees both groups."""
+    check(added_with_scheduler, state=False)
+
+
+# ------------------------------------------------------------------------------------------ an optimizer that had stepped
+
+
+def other_state():
+    """Rank 0's state counts: the ranks had stepped on different data. Returns [first difference per stage]."""
+    found = []
+    for stage in STAGES:
+        results = []
+        for seed in (ranks.rank(), 0):
+            model = models.build("mlp", sizes=SIZES)
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+            for step in range(2):
+                models.loss("mlp", model, models.batch("mlp", step, seed)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            zero = zeroshard.shard(model, optimizer, stage=stage)
+            for step in range(2, 4):
+                models.loss("mlp", model, models.batch("mlp", step, ranks.rank())).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            with zero.gathered():
+                results.append(reference.weights(model))
+        found.append(reference.first_difference(*results))
+    return found
+
+
+def test_rank_0s_optimizer_state_counts():
+    """Ranks that stepped apart before `shard` start from rank 0's weights and rank 0's state."""
+    assert ranks.run(3, other_state) == [[""] * 4] * 3
+
+
+def unequal_state(kind):
+    """Rank 0's optimizer has stepped, the others' has not (or the other way round, or with other keys)."""
+    model = models.build("mlp", sizes=SIZES)
+    amsgrad = kind == "other keys" and ranks.rank() == 1
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, amsgrad=amsgrad)
+    if kind == "other keys" or (ranks.rank() == 0) == (kind == "only rank 0"):
+        models.loss("mlp", model, models.batch("mlp", 0, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for group in optimizer.param_groups:
+        group["amsgrad"] = False
+    with pytest.raises(PeerError, match=r"(?s)state of '0\.weight'.*rank 0.*rank [12]"):
+        zeroshard.shard(model, optimizer, stage=2)
+
+
+def test_ranks_with_different_kinds_of_state_are_refused():
+    """An optimizer that has stepped on some ranks only, or has other state there, is refused by name on every rank."""
+    for kind in ("only rank 0", "all but rank 0", "other keys"):
+        ranks.run(3, unequal_state, kind)
+
+
+# ------------------------------------------------------------------------------------------------------------ schedulers
+
+SCHEDULERS = {
+    "LambdaLR": lambda o: torch.optim.lr_scheduler.LambdaLR(o, [lambda step: 0.9**step, lambda step: 1.0 / (1 + step)]),
+    "OneCycleLR": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=[0.05, 0.02], total_steps=12),
+    "ReduceLROnPlateau": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, factor=0.5, patience=1),
+    "CosineAnnealingLR": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, T_max=4, eta_min=1e-4),
+}
+
+
+def scheduled(engine, name, when, kind):
+    model = models.build("mlp", sizes=SIZES)
+    classes = {
+        "AdamW": partial(torch.optim.AdamW, lr=0.01),
+        "SGD": partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+    }
+    optimizer = classes[kind]([{"params": model[0].parameters()}, {"params": model[2:].parameters()}])
+    if when == "before":
+        scheduler = SCHEDULERS[name](optimizer)
+    engine.shard(model, optimizer)
+    if when == "after":
+        scheduler = SCHEDULERS[name](optimizer)
+    metrics = [1.0, 0.9, 0.9, 0.95, 0.99, 0.99]  # two plateaus
+    for step in range(6):
+        loss = engine.backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        if name == "ReduceLROnPlateau":
+            scheduler.step(loss.item() if kind == "SGD" else metrics[step])
+        else:
+            scheduler.step()
+        engine.notes.append([
+            (group["lr"], group.get("betas"), group.get("momentum")) for group in optimizer.param_groups
+        ])
+    return model
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_schedulers_built_before_or_after(name, when):
+    """Rates, cycled momenta and weights are plain PyTorch's, without a warning, wherever the scheduler was built."""
+    for kind in ("AdamW", "SGD"):
+        check(scheduled, name, when, kind)
+
+
+# ---------------------------------------------------------------------------------------------------- hooks and closures
+
+
+def hooked(engine, precision=None):
+    """Step hooks registered before and after shard, local and global: each notes who ran and the weights it saw."""
+    model = models.build("mlp", sizes=SIZES)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def note(who, opt, args, kwargs):
+        assert opt is optimizer
+        assert args[0] is optimizer
+        with engine.gathered():
+            engine.notes.append((who, model[0].weight[0].tolist(), model[4].bias.tolist()))
+
+    handles = [
+        register_optimizer_step_pre_hook(partial(note, "global pre")),
+        register_optimizer_step_post_hook(partial(note, "global post")),
+    ]
+    optimizer.register_step_pre_hook(partial(note, "pre before"))
+    optimizer.register_step_post_hook(partial(note, "post before"))
+    removed = optimizer.register_step_post_hook(partial(note, "removed"))
+    engine.shard(model, optimizer, precision=precision)
+    optimizer.register_step_pre_hook(partial(note, "pre after"))
+    optimizer.register_step_post_hook(partial(note, "post after"))
+    removed.remove()
+    try:
+        engine.train(model, optimizer, range(3))
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert len(engine.notes) == 3 * 6
+    return model
+
+
+def test_step_hooks_run_once_and_see_the_right_weights():
+    """Pre hooks see the old weights and post hooks the new ones, once per step and in plain PyTorch's order."""
+    check(hooked)
+
+
+def editing(engine, when, what, precision=None):
+    """A pre hook that changes every gradient, or every weight, right before the step."""
+    model = models.build("mlp", sizes=SIZES)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    @torch.no_grad()
+    def edit(opt, args, kwargs):
+        if what == "gradients":
+            for parameter in model.parameters():
+                parameter.grad.mul_(0.25)
+                parameter.grad.clamp_(-0.01, 0.01)
+        elif what == "clip":
+            nn.utils.clip_grad_value_(model.parameters(), 0.02)
+        else:
+            with engine.gathered():
+                for parameter in model.parameters():
+                    parameter.mul_(0.5)
+
+    if when == "before":
+        optimizer.register_step_pre_hook(edit)
+    engine.shard(model, optimizer, precision=precision)
+    if when == "after":
+        optimizer.register_step_pre_hook(edit)
+    engine.train(model, optimizer, range(3))
+    return model
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("what", ["gradients", "clip", "weights"])
+def test_edits_in_a_pre_hook_count(when, what):
+    """What a step pre hook does to gradients or weights counts in that very step, wherever it was registered."""
+    check(editing, when, what)
+
+
+def closures(engine, kind, keyword):
+    """`step(closure)`: evaluated once per step, with clipping inside; its loss is returned."""
+    model = models.build("mlp", sizes=SIZES)
+    optimizer = KINDS[kind](model.parameters())
+    engine.shard(model, optimizer)
+    calls = []
+    for step in range(3):
+
+        def closure(step=step):
+            calls.append(step)
+            optimizer.zero_grad()
+            loss = engine.backward(model, step)
+            nn.utils.clip_grad_value_(model.parameters(), 0.01)
+            return loss
+
+        loss = optimizer.step(closure=closure) if keyword else optimizer.step(closure)
+        engine.notes.append(loss.item())
+    assert calls == [0, 1, 2]
+    return model
+
+
+@pytest.mark.parametrize("kind", ["SGD momentum", "AdamW fused", "Rprop foreach"])
+def test_closures(kind):
+    """A closure runs once per step, its clipped gradients are the ones used, and its loss comes back."""
+    check(closures, kind, False)
+    check(closures, kind, True, stages=(0, 3))
+
+
+# -------------------------------------------------------------------------------------------------------------- zero_grad
+
+
+def zeroing(engine, side, to_none):
+    """Steps with, without and after clearing gradients; one step that nothing went backward before."""
+    model = models.build("unused")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
+    engine.shard(model, optimizer)
+
+    def clear():
+        {"model": model, "optimizer": optimizer}[side].zero_grad(set_to_none=to_none)
+        engine.notes.append([parameter.grad is None for parameter in model.parameters()])
+
+    engine.backward(model, 0, "unused")
+    optimizer.step()
+    optimizer.step()  # the same gradients again
+    clear()
+    optimizer.step()  # zeros still decay and move by momentum; None leaves alone
+    engine.backward(model, 1, "unused")
+    clear()
+    engine.backward(model, 2, "unused")  # the gradients of step 1 are gone
+    model.blocks[0].weight.grad = None  # one alone
+    optimizer.step()
+    clear()
+    clear()
+    engine.backward(model, 3, "unused")
+    model.blocks[2].zero_grad(set_to_none=to_none)  # a part
+    engine.notes.append([parameter.grad is None for parameter in model.parameters()])
+    optimizer.step()
+    return model
+
+
+@pytest.mark.parametrize("to_none", [True, False], ids=["none", "zeros"])
+@pytest.mark.parametrize("side", ["model", "optimizer"])
+def test_zero_grad_from_either_side(side, to_none):
+    """Cleared to None or to zeros, all or some: what the next steps do is what plain PyTorch does."""
+    for world in (1, 3):
+        check(zeroing, side, to_none, world=world)
+
+
+def forgotten(engine):
+    """Gradients that were stepped with and not cleared go on adding up."""
+    model = models.build("mlp", sizes=SIZES)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    engine.shard(model, optimizer)
+    for step in range(4):
+        engine.backward(model, step)
+        optimizer.step()
+        if step == 2:
+            optimizer.zero_grad()
+    return model
+
+
+def test_gradients_add_up_when_they_are_not_cleared():
+    """Averaged gradients kept over a step, and more added: plain PyTorch's sum (2 ranks: exact)."""
+    check(forgotten, world=2)
+
+
+# ------------------------------------------------------------------------------------------------------------ state_dict
+
+
+def state_dicts():
+    messages = []
+    for stage in STAGES:
+        model = models.build("mlp", sizes=SIZES)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        before = optimizer.state_dict()
+        zeroshard.shard(model, optimizer, stage=stage)
+        engine = Engine(ranks.world(), stage)
+        engine.zero = True
+        for ask in (optimizer.state_dict, partial(optimizer.load_state_dict, before)):
+            engine.train(model, optimizer, [0])
+            with pytest.raises(StateError) as caught:
+                ask()
+            messages.append(str(caught.value))
+        engine.train(model, optimizer, [1])  # nothing is broken by having asked
+    return messages
+
+
+def test_state_dict_is_refused_with_the_remedy():
+    """`optimizer.state_dict()` and `load_state_dict()` hold only fragments: refused at every stage, before and after
+    a step, and training goes on."""
+    for messages in ranks.run(2, state_dicts):
+        assert ["load_state_dict()" in text for text in messages] == [False, True] * 4
+        assert all("state_dict()" in text and "instead" in text and "gathered()" in text for text in messages)
+
+
+# ----------------------------------------------------------------------------------------------- several optimizers, none
+
+
+def several(engine, kind):
+    """Two optimizers; the second steps every second time only, on gradients that add up meanwhile."""
+    model = models.build("mlp", sizes=SIZES)
+    first = torch.optim.AdamW(model[:3].parameters(), lr=0.01)
+    second = torch.optim.SGD(model[3:].parameters(), lr=0.05, momentum=0.9)
+    engine.shard(model, kind([first, second]))
+    for step in range(4):
+        engine.backward(model, step)
+        first.step()
+        first.zero_grad()
+        engine.notes.append([parameter.grad is None for parameter in model.parameters()])
+        if step % 2:
+            second.step()
+            second.zero_grad()
+    return model
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_a_sequence_of_optimizers(kind):
+    """Each optimizer steps and clears its own parameters, when it is asked to (2 ranks: sums of averages are exact)."""
+    check(several, kind, world=2)
+
+
+def alternating(engine):
+    """Two optimizers in turn over one model, as in adversarial training."""
+    model = models.build("gpt", hidden=12, layers=2)
+    first = torch.optim.AdamW(model.blocks.parameters(), lr=0.01)
+    second = torch.optim.Adam([p for n, p in model.named_parameters() if not n.startswith("blocks")], lr=0.01)
+    engine.shard(model, [first, second])
+    for step in range(4):
+        engine.backward(model, step, "gpt")
+        (second if step % 2 else first).step()
+        model.zero_grad()
+    return model
+
+
+def test_optimizers_in_turn():
+    """A step of one optimizer leaves the other's weights alone, also within one bucket."""
+    check(alternating)
+
+
+def partly(engine):
+    """Some trainable parameters belong to no optimizer: they have gradients, and keep their values."""
+    model = models.build("mlp", sizes=SIZES)
+    optimizer = torch.optim.AdamW([model[0].weight, model[4].bias], lr=0.01)
+    engine.shard(model, optimizer)
+    for step in range(3):
+        engine.backward(model, step)
+        optimizer.step()
+        engine.notes.append([parameter.grad is None for parameter in model.parameters()])
+        model.zero_grad()
+    return model
+
+
+def test_parameters_without_an_optimizer():
+    """Trainable parameters that no optimizer holds get gradients, and no update."""
+    check(partly)
+
+
+def without_optimizer(want):
+    """[per stage: outputs equal plain PyTorch's?, gradients equal?, bytes of master and gradients of a frozen model]."""
+    found = []
+    for stage in STAGES:
+        for empty in (None, [], ()):
+            model = models.build("gpt", hidden=12, layers=2)
+            zero = zeroshard.shard(model, empty, stage=stage)
+            model.eval()
+            with torch.no_grad():
+                same = torch.equal(model(models.batch("gpt", 0, 0)[0]), want["output"])
+            model.train()
+            models.loss("gpt", model, models.batch("gpt", 0, ranks.rank())).backward()
+            gradients = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+            found.append((same, reference.first_difference(gradients, want["gradients"])))
+            del zero
+        frozen = models.build("gpt", hidden=12, layers=2).requires_grad_(False)
+        ledger = zeroshard.shard(frozen, None, stage=stage, precision=Precision(param_dtype=torch.bfloat16)).ledger()
+        with torch.inference_mode():
+            frozen(models.batch("gpt", 0, 0)[0])
+        found.append((ledger.held.get("master", 0), ledger.held.get("gradients", 0)))
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 3], ids=lambda world: f"ranks{world}")
+def test_without_an_optimizer(world):
+    """`shard(model, None)`: outputs and averaged gradients are plain PyTorch's; a frozen model holds nothing more than
+    its parameters."""
+    model = models.build("gpt", hidden=12, layers=2)
+    want = {"output": model(models.batch("gpt", 0, 0)[0]).detach()}
+    Engine(world).backward(model, 0, "gpt")
+    want["gradients"] = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert ranks.run(world, without_optimizer, want) == [([(True, "")] * 3 + [(0, 0)]) * 4] * world

@@ -1,0 +1,670 @@
+"""Precision is said, not guessed: which dtype each state has, what is cast where, and GradScaler without a word changed.
+
+`plain` is the definition in plain PyTorch, one process for all ranks: per backward each rank's gradient is cast to the
+dtype it travels in, added in rank order in fp32 (or wider), kept in the accumulator's dtype, divided once; masters step,
+parameters are their cast.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from functools import partial
+
+import models
+import norms
+import pytest
+import ranks
+import reference
+import test_optimizer
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import zeroshard
+from zeroshard import Layout, Precision
+from zeroshard.errors import UserError
+
+STAGES = (0, 1, 2, 3)
+SIZES = (7, 29, 11, 5)
+LOW = (torch.bfloat16, torch.float16)
+HALF = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
+
+OPTIMIZERS = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+}
+
+
+def squares(model, batch):
+    """The loss in fp32, the input in the dtype of the model's first floating parameter."""
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    return F.mse_loss(model(batch[0].to(dtype)).float(), batch[1])
+
+
+class Plain:
+    """Parameters, masters and accumulators as `precision` names them, in one process."""
+
+    def __init__(self, model, make, world, precision=None, warm=0, loss=squares, name="mlp"):
+        precision = precision or Precision()
+        self.model, self.world, self.loss, self.name = model, world, loss, name
+        self.named = dict(model.named_parameters())
+        self.optimizer = make(model.parameters())
+        for step in range(warm):
+            self.backward(step)
+            for parameter in self.named.values():
+                parameter.grad = self.average(parameter)
+            self.optimizer.step()
+        state, self.optimizer.state = self.optimizer.state, type(self.optimizer.state)(dict)
+        self.masters, self.grad_dtype, self.reduce_dtype = {}, {}, {}
+        for name, p in self.named.items():
+            dtype = precision.param_dtype or p.dtype if p.is_floating_point() else p.dtype
+            self.grad_dtype[name] = precision.grad_dtype or (torch.float32 if dtype in LOW else dtype)
+            self.reduce_dtype[name] = precision.reduce_dtype or dtype
+            master = precision.master_dtype or (torch.float32 if dtype in LOW else dtype)
+            self.masters[name] = nn.Parameter(p.detach().to(master).clone(), requires_grad=p.requires_grad)
+            if p in state:
+                self.optimizer.state[self.masters[name]] = {
+                    key: value.to(master) if value.dim() else value for key, value in state[p].items()
+                }
+            p.data = p.data.to(dtype)
+        self.optimizer.param_groups[0]["params"][:] = list(self.masters.values())
+
+    def backward(self, step, scaler=None, change=None):
+        """All ranks' micro-batches; leaves each rank's gradients apart."""
+        self.pieces = []
+        for rank in range(self.world):
+            loss = self.loss(self.model, models.batch(self.name, step, rank))
+            loss = change(self.model, loss, step, rank, self.world) if change else loss
+            (scaler.scale(loss) if scaler else loss).backward()
+            self.pieces.append({name: p.grad for name, p in self.named.items()})
+            self.model.zero_grad()
+
+    def average(self, parameter=None):
+        """The averaged gradients, bound to the masters; with a parameter, that parameter's in its own dtype."""
+        for name, p in self.named.items():
+            pieces = [piece[name] for piece in self.pieces if piece[name] is not None]
+            if parameter is p:
+                return sum(piece.float() for piece in pieces).to(p.dtype).div_(self.world)
+            if parameter is None:
+                self.masters[name].grad = None
+            if parameter is None and pieces:
+                wide = torch.float32 if self.grad_dtype[name] in LOW else self.grad_dtype[name]
+                running = pieces[0].to(self.reduce_dtype[name]).to(wide)
+                for piece in pieces[1:]:
+                    running = running + piece.to(self.reduce_dtype[name]).to(wide)
+                total = running.to(self.grad_dtype[name]).div_(self.world)
+                self.masters[name].grad = total.to(self.masters[name].dtype)
+        return None
+
+    @torch.no_grad()
+    def write_back(self):
+        for name, p in self.named.items():
+            p.copy_(self.masters[name])
+
+    def found(self):
+        return {"weights": reference.weights(self.model), "masters": {n: m.detach().clone() for n, m in self.masters.items()}}
+
+
+def difference(zero, model, optimizer, want):
+    """Empty, or the first difference of the weights, or of this rank's part of the masters."""
+    with zero.gathered():
+        weights = reference.weights(model)
+    if text := reference.first_difference(weights, want["weights"]):
+        return text
+    held = iter(optimizer.param_groups[0]["params"])
+    for name in want["masters"]:
+        bucket, slot = zero.partition.find(name)
+        first, last = bucket.fragment(slot, zero.rank) if zero.stage else (0, slot.numel)
+        if last > first:
+            mine = {name: next(held).detach().reshape(-1)}
+            if text := reference.first_difference(mine, {name: want["masters"][name].reshape(-1)[first:last]}):
+                return f"master {text}"
+    return ""
+
+
+# ------------------------------------------------------------------------------------------------- which dtype each has
+
+BUILD = {
+    "fp32": lambda: models.build("mlp", sizes=SIZES),
+    "bf16": lambda: models.build("mlp", sizes=SIZES).bfloat16(),
+    "fp16": lambda: models.build("mlp", sizes=SIZES).half(),
+    "fp64": lambda: models.build("mlp", sizes=SIZES).double(),
+    "mixed": lambda: models.build("mixed"),
+}
+SETTINGS = {
+    "own": Precision(),
+    "param bf16": Precision(param_dtype=torch.bfloat16),
+    "param fp16": Precision(param_dtype=torch.float16),
+    "grad bf16": Precision(param_dtype=torch.bfloat16, grad_dtype=torch.bfloat16),
+    "reduce fp32": Precision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    "reduce bf16": Precision(reduce_dtype=torch.bfloat16),
+    "master bf16": Precision(param_dtype=torch.bfloat16, master_dtype=torch.bfloat16),
+    "master fp64": Precision(master_dtype=torch.float64),
+}
+CASES = [
+    *((build, "own") for build in BUILD),
+    *(("fp32", setting) for setting in SETTINGS if setting != "own"),
+    ("bf16", "grad bf16"),
+    ("fp64", "param bf16"),
+    ("mixed", "param bf16"),
+    ("mixed", "master fp64"),
+]
+
+
+def trained(build, setting, want, warm=0, steps=3):
+    """{(stage, layout): difference}, of those that differ, after `steps` steps."""
+    found = {}
+    for stage in STAGES:
+        for layout in (Layout(), Layout(bucket_mib=0.0005)):
+            model = BUILD[build]()
+            optimizer = OPTIMIZERS["adamw"](model.parameters())
+            name = "mixed" if build == "mixed" else "mlp"
+            apart = Plain(model, OPTIMIZERS["adamw"], 1)
+            for step in range(warm):
+                models_gradients(model, apart, step, name)
+                optimizer.step()
+                optimizer.zero_grad()
+            zero = zeroshard.shard(model, optimizer, stage=stage, layout=layout, precision=SETTINGS[setting])
+            loss = mixed_squares if build == "mixed" else squares
+            for step in range(steps):
+                loss(model, models.batch(name, warm + step, ranks.rank())).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            if text := difference(zero, model, optimizer, want):
+                found[stage, layout.bucket_mib] = text
+    return found
+
+
+def models_gradients(model, apart, step, name):
+    """What the warm steps of `Plain` see: every rank's batches, averaged."""
+    apart.world, apart.named = ranks.world(), dict(model.named_parameters())
+    apart.backward(step)
+    for parameter in apart.named.values():
+        parameter.grad = apart.average(parameter)
+
+
+def mixed_squares(model, batch):
+    """The mixed model casts between its layers itself; asked for one dtype, its casts are the user's business."""
+    x = torch.tanh(model.first(batch[0].to(model.first.weight.dtype)))
+    x = model.second(x.to(model.second.weight.dtype)) * model.gain
+    return F.mse_loss(model.third(x.to(model.third.weight.dtype)).float(), batch[1])
+
+
+@pytest.mark.parametrize(("build", "setting"), CASES, ids=lambda each: each)
+def test_every_state_has_the_dtype_it_was_given(build, setting):
+    """Weights and masters after 3 steps on 3 ranks, at every stage and in one or many buckets, are those of the
+    definition with the same parameter, reduction, gradient and master dtypes."""
+    loss, name = (mixed_squares, "mixed") if build == "mixed" else (squares, "mlp")
+    apart = Plain(BUILD[build](), OPTIMIZERS["adamw"], 3, SETTINGS[setting], loss=loss, name=name)
+    for step in range(3):
+        apart.backward(step)
+        apart.average()
+        apart.optimizer.step()
+        apart.write_back()
+    assert ranks.run(3, trained, build, setting, apart.found()) == [{}] * 3
+
+
+@pytest.mark.parametrize(("build", "setting"), [("fp32", "param bf16"), ("bf16", "own")], ids=lambda each: each)
+def test_a_stepped_optimizer_keeps_its_state_in_another_precision(build, setting):
+    """State of an optimizer that had stepped goes on in the masters' dtype, as `load_state_dict` would cast it."""
+    apart = Plain(BUILD[build](), OPTIMIZERS["adamw"], 2, SETTINGS[setting], warm=2)
+    for step in range(2, 5):
+        apart.backward(step)
+        apart.average()
+        apart.optimizer.step()
+        apart.write_back()
+    assert ranks.run(2, trained, build, setting, apart.found(), 2) == [{}] * 2
+
+
+def dtypes():
+    found = []
+    for stage in STAGES:
+        for build, make in BUILD.items():
+            for setting, precision in SETTINGS.items():
+                model = make()
+                model.register_buffer("table", torch.ones(3, dtype=torch.float64))
+                own = {name: p.dtype for name, p in model.named_parameters()}
+                optimizer = OPTIMIZERS["adamw"](model.parameters())
+                zero = zeroshard.shard(model, optimizer, stage=stage, precision=precision)
+                wanted = precision.param_dtype
+                assert {n: p.dtype for n, p in model.named_parameters()} == {n: wanted or d for n, d in own.items()}
+                with zero.gathered():
+                    assert {n: p.dtype for n, p in model.named_parameters()} == {n: wanted or d for n, d in own.items()}
+                assert model.table.dtype == torch.float64  # buffers are never converted
+                for bucket in zero.partition.buckets:
+                    param = wanted or own[bucket.slots[0].name]
+                    got = zero.dtypes(bucket)
+                    assert got.param == param, (build, setting)
+                    assert got.grad == precision.grad_dtype or (got.grad == (torch.float32 if param in LOW else param) and not precision.grad_dtype)
+                    assert got.master == precision.master_dtype or (got.master == (torch.float32 if param in LOW else param) and not precision.master_dtype)
+                masters = {p.dtype for p in optimizer.param_groups[0]["params"]}
+                assert masters == {zero.dtypes(bucket).master for bucket in zero.partition.buckets if bucket.shard_numel(zero.rank) or not stage}
+                held = zero.ledger().held
+                expected = sum(
+                    (bucket.shard_numel(zero.rank) if stage else bucket.numel) * zero.dtypes(bucket).master.itemsize
+                    for bucket in zero.partition.buckets
+                    if zero.dtypes(bucket).master != zero.dtypes(bucket).param
+                )
+                assert held.get("master", 0) == expected, (stage, build, setting)
+                found.append((stage, build, setting))
+    return len(found)
+
+
+def test_parameters_keep_their_dtype_unless_asked():
+    """Parameters have their own dtype or the one asked for, gradients and masters the documented one, buffers always
+    their own; master bytes are held only where the master's dtype is not the parameter's."""
+    assert ranks.run(2, dtypes) == [len(STAGES) * len(BUILD) * len(SETTINGS)] * 2
+
+
+def seeds():
+    for stage in STAGES:
+        for asked in (True, False):
+            model = models.build("mlp", sizes=SIZES)
+            fp32 = reference.weights(model)
+            if not asked:
+                model.bfloat16()
+            optimizer = OPTIMIZERS["sgd"](model.parameters())
+            precision = Precision(param_dtype=torch.bfloat16) if asked else Precision()
+            zero = zeroshard.shard(model, optimizer, stage=stage, precision=precision)
+            want = {
+                "weights": {name: weight.bfloat16() for name, weight in fp32.items()},
+                "masters": {name: weight if asked else weight.bfloat16().float() for name, weight in fp32.items()},
+            }
+            assert difference(zero, model, optimizer, want) == ""
+
+
+def test_masters_are_seeded_from_the_weights_that_came_in():
+    """An fp32 model asked to compute in bf16 keeps its fp32 weights as masters, unrounded; a bf16 model has none."""
+    ranks.run(3, seeds)
+
+
+def one_copy():
+    for stage in STAGES:
+        model = models.build("mlp", sizes=SIZES)
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        zero = zeroshard.shard(model, optimizer, stage=stage)
+        storages = {p.untyped_storage().data_ptr() for p in optimizer.param_groups[0]["params"]}
+        if stage < 3:  # the optimizer updates the very memory that the model computes with
+            assert storages <= {p.untyped_storage().data_ptr() for p in model.parameters()}
+        squares(model, models.batch("mlp", 0, ranks.rank())).backward()
+        optimizer.step()
+        held = zero.ledger().held
+        numel = sum(b.shard_numel(zero.rank) if stage == 3 else b.numel for b in zero.partition.buckets)
+        assert "master" not in held
+        assert held["parameters"] == 4 * numel
+        assert {p.untyped_storage().data_ptr() for p in optimizer.param_groups[0]["params"]} == storages
+
+
+def test_fp32_parameters_need_no_second_copy():
+    """The fragments of fp32 parameters are views of the parameters at rest; nothing is held as master."""
+    ranks.run(2, one_copy)
+
+
+# ------------------------------------------------------------------------------------------------------------- fp16
+
+SCALES = {"init_scale": 2.0**8, "growth_interval": 2, "growth_factor": 2.0, "backoff_factor": 0.5}
+STEPS = 8
+
+
+def overflow(model, loss, step, rank, world):
+    """Steps 1, 4 and 5 overflow: on the last rank, on the first, on both."""
+    at = {1: {world - 1}, 4: {0}, 5: {0, world - 1}}
+    return loss * 1e7 if rank in at.get(step, ()) else loss
+
+
+def overflow_in_one_part(model, loss, step, rank, world):
+    """Steps 1 and 4 overflow, in the gradient of the last bias only."""
+    term = model[4].bias.float().sum()
+    return loss + term * (1e7 if (step, rank) in {(1, world - 1), (4, 0)} else 0.0)
+
+
+def scaled_plain(world, kind, how):
+    model = BUILD["fp16"]()
+    apart = Plain(model, OPTIMIZERS[kind], world)
+    scaler = torch.amp.GradScaler("cpu", **SCALES)
+    scales, steps = [], []
+    apart.optimizer.register_step_post_hook(lambda *_: steps.append(len(scales)))
+    for step in range(STEPS):
+        apart.backward(step, scaler, overflow)
+        apart.average()
+        if how != "step":
+            scaler.unscale_(apart.optimizer)
+        if how == "clip":
+            reference.clip_([m.grad for m in apart.masters.values()], 0.3, norms.total)
+        scaler.step(apart.optimizer)
+        scaler.update()
+        apart.write_back()
+        scales.append(scaler.get_scale())
+    return apart.found() | {"scales": scales, "steps": steps}
+
+
+def scaled(kind, how, want):
+    found = {}
+    for stage in STAGES:
+        model = BUILD["fp16"]()
+        optimizer = OPTIMIZERS[kind](model.parameters())
+        zero = zeroshard.shard(model, optimizer, stage=stage)
+        scaler = torch.amp.GradScaler("cpu", **SCALES)
+        scales, steps = [], []
+        optimizer.register_step_post_hook(lambda *_, steps=steps, scales=scales: steps.append(len(scales)))
+        for step in range(STEPS):
+            loss = squares(model, models.batch("mlp", step, ranks.rank()))
+            scaler.scale(overflow(model, loss, step, ranks.rank(), ranks.world())).backward()
+            if how != "step":
+                scaler.unscale_(optimizer)
+            if how == "clip":
+                nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            scales.append(scaler.get_scale())
+        text = difference(zero, model, optimizer, want)
+        if text or (scales, steps) != (want["scales"], want["steps"]):
+            found[stage] = text or (scales, steps)
+    return found
+
+
+@pytest.mark.parametrize("how", ["step", "unscale", "clip"])
+@pytest.mark.parametrize("kind", ["adamw", "fused", "sgd"])
+@pytest.mark.parametrize("world", [1, 2, 3], ids=lambda world: f"ranks{world}")
+def test_grad_scaler_unmodified(world, kind, how):
+    """torch.amp.GradScaler with and without `unscale_`, with clipping after it, and with the fused step that unscales
+    itself: overflows on one rank skip the step on all; scales, steps taken, weights and masters are plain PyTorch's."""
+    want = scaled_plain(world, kind, how)
+    assert len(set(want["scales"])) > 2  # the script both grows and backs off
+    if kind != "fused":
+        assert want["steps"] == [0, 2, 3, 6, 7]
+    assert ranks.run(world, scaled, kind, how, want) == [{}] * world
+
+
+def two_optimizers(model_or_masters):
+    parameters = list(model_or_masters)
+    return [torch.optim.AdamW(parameters[:4], lr=0.01), torch.optim.SGD(parameters[4:], lr=0.05)]
+
+
+def one_of_two(want):
+    found = {}
+    for stage in STAGES:
+        model = BUILD["fp16"]()
+        optimizers = two_optimizers(model.parameters())
+        zero = zeroshard.shard(model, optimizers, stage=stage)
+        scaler = torch.amp.GradScaler("cpu", **SCALES)
+        scales = []
+        for step in range(6):
+            loss = squares(model, models.batch("mlp", step, ranks.rank()))
+            scaler.scale(overflow_in_one_part(model, loss, step, ranks.rank(), ranks.world())).backward()
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+            model.zero_grad()
+            scales.append(scaler.get_scale())
+        with zero.gathered():
+            weights = reference.weights(model)
+        text = reference.first_difference(weights, want["weights"])
+        if text or scales != want["scales"]:
+            found[stage] = text or scales
+    return found
+
+
+def test_grad_scaler_decides_per_optimizer():
+    """Two optimizers, an overflow in the gradients of one: that one skips on all ranks, the other steps, as in torch."""
+    world = 3
+    model = BUILD["fp16"]()
+    apart = Plain(model, OPTIMIZERS["sgd"], world)
+    optimizers = two_optimizers(apart.masters.values())
+    scaler = torch.amp.GradScaler("cpu", **SCALES)
+    scales = []
+    for step in range(6):
+        apart.backward(step, scaler, overflow_in_one_part)
+        apart.average()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        apart.write_back()
+        scales.append(scaler.get_scale())
+    want = apart.found() | {"scales": scales}
+    assert ranks.run(world, one_of_two, want) == [{}] * world
+
+
+UNEVEN = {
+    # Ranks whose fragments are of different dtypes, or of parameters without a gradient, or empty.
+    "mixed": ("mixed", {}, mixed_squares, Layout(bounds="tensor")),
+    "unused": ("unused", {}, squares, Layout(bounds="tensor")),
+    "tiny": ("tiny", {}, squares, Layout()),
+    "degenerate": ("degenerate", {}, squares, Layout()),
+}
+
+
+def uneven(name, want):
+    found = {}
+    model_name, options, loss, layout = UNEVEN[name]
+    for stage in STAGES:
+        model = models.build(model_name, **options)
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        zero = zeroshard.shard(model, optimizer, stage=stage, layout=layout)
+        scaler = torch.amp.GradScaler("cpu", **SCALES)
+        scales = []
+        for step in range(6):
+            value = loss(model, models.batch(model_name, step, ranks.rank()))
+            value = value * float("inf") if (step, ranks.rank()) in {(1, 2), (3, 0)} else value
+            scaler.scale(value).backward()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            scales.append(scaler.get_scale())
+        with zero.gathered():
+            text = reference.first_difference(reference.weights(model), want["weights"])
+        if text or scales != want["scales"]:
+            found[stage] = text or scales
+    return found
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+def test_grad_scaler_where_ranks_hold_different_things(name):
+    """Ranks that own other dtypes than their peers, only parameters without gradients, or nothing, decide alike."""
+    model_name, options, loss, _ = UNEVEN[name]
+    apart = Plain(models.build(model_name, **options), OPTIMIZERS["adamw"], 3, loss=loss, name=model_name)
+    scaler = torch.amp.GradScaler("cpu", **SCALES)
+    scales = []
+
+    def infinite(model, value, step, rank, world):
+        return value * float("inf") if (step, rank) in {(1, 2), (3, 0)} else value
+
+    for step in range(6):
+        apart.backward(step, scaler, infinite)
+        apart.average()
+        scaler.unscale_(apart.optimizer)
+        scaler.step(apart.optimizer)
+        scaler.update()
+        apart.write_back()
+        scales.append(scaler.get_scale())
+    assert ranks.run(3, uneven, name, apart.found() | {"scales": scales}) == [{}] * 3
+
+
+# ------------------------------------------------------------------------------------------- integers, bools and buffers
+
+
+def integers(want):
+    for stage in STAGES:
+        for precision in (Precision(), Precision(param_dtype=torch.bfloat16)):
+            model = models.build("integers")
+            before = {n: t.clone() for n, t in [*model.named_parameters(), *model.named_buffers()] if not t.is_floating_point()}
+            optimizer = OPTIMIZERS["adamw"](model.parameters())
+            zero = zeroshard.shard(model, optimizer, stage=stage, precision=precision)
+            for step in range(3):
+                squares(model, models.batch("integers", step, ranks.rank())).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            before["calls"] = torch.tensor(3)
+            with zero.gathered():
+                now = {n: t for n, t in [*model.named_parameters(), *model.named_buffers()] if n in before}
+                reference.assert_same(now, before)
+                if precision == Precision():
+                    reference.assert_same(reference.weights(model), want)
+
+
+def test_integers_and_bools_are_untouched():
+    """int and bool parameters and buffers keep dtype and value at every stage, also where floats become bf16."""
+    apart = Plain(models.build("integers"), OPTIMIZERS["adamw"], 3, name="integers")
+    for step in range(3):
+        apart.backward(step)
+        apart.average()
+        apart.optimizer.step()
+        apart.write_back()
+    ranks.run(3, integers, apart.found()["weights"])
+
+
+# -------------------------------------------------------------------------------------------------------------- autocast
+
+
+def under_autocast(name, model, batch):
+    with torch.autocast("cpu", torch.bfloat16):
+        return models.loss(name, model, batch)
+
+
+def autocast(checkpoint, want):
+    found = {}
+    for stage in STAGES:
+        model = models.build("gpt", hidden=12, layers=2, checkpoint=checkpoint)
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        zero = zeroshard.shard(model, optimizer, stage=stage)
+        history = reference.loop(
+            model, optimizer, partial(models.batch, "gpt"), partial(under_autocast, "gpt"),
+            ranks.rank(), ranks.world(), 2, steps=3, clip=0.5,
+        )  # fmt: skip
+        with zero.gathered():
+            assert {p.dtype for p in model.parameters()} == {torch.float32}
+            text = reference.first_difference(reference.weights(model) | {"norms": torch.stack(history.norms)}, want)
+        if text:
+            found[stage] = text
+    return found
+
+
+@pytest.mark.parametrize("checkpoint", [None, "nonreentrant", "reentrant"])
+def test_autocast_composes(checkpoint):
+    """fp32 weights under `torch.autocast(bfloat16)`, recomputed or not, two micro-batches per step and clipping: plain
+    PyTorch's bits."""
+    model = models.build("gpt", hidden=12, layers=2)
+    history = reference.accumulate(
+        model, OPTIMIZERS["adamw"](model.parameters()), partial(models.batch, "gpt"), partial(under_autocast, "gpt"),
+        2, 2, steps=3, clip=0.5, norm=norms.total,
+    )  # fmt: skip
+    want = reference.weights(model) | {"norms": torch.stack(history.norms)}
+    assert ranks.run(2, autocast, checkpoint, want) == [{}] * 2
+
+
+# ------------------------------------------------------------------------------------------------------------ cast_inputs
+
+
+class Seeing(nn.Module):
+    """Notes the dtypes that its forward was given, nested ones and keywords included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(7, 5)
+        self.saw: list[torch.dtype] = []
+
+    def forward(self, x, more, *, scale, flag=True):
+        self.saw = [x.dtype, more["a"][0].dtype, more["tokens"].dtype, scale.dtype, more["mask"].dtype]
+        return self.linear(x) * scale
+
+
+def cast():
+    found = []
+    for stage in STAGES:
+        for option in (False, True):
+            model = Seeing()
+            torch.manual_seed(0)
+            optimizer = OPTIMIZERS["sgd"](model.parameters())
+            precision = Precision(param_dtype=torch.bfloat16, cast_inputs=option)
+            zeroshard.shard(model, optimizer, stage=stage, precision=precision)
+            more = {"a": (torch.ones(2, dtype=torch.float64),), "tokens": torch.tensor([1]), "mask": torch.tensor([True])}
+            refused = pytest.raises(RuntimeError, match="dtype") if not option else contextlib.nullcontext()
+            with refused:
+                model(torch.ones(2, 7), more, scale=torch.tensor(2.0)).sum().backward()
+            found.append(model.saw)
+            assert more["a"][0].dtype == torch.float64  # the caller's own tensors are not changed
+    return found
+
+
+def test_whether_inputs_are_cast_is_said():
+    """Without `cast_inputs` inputs arrive as they are, and torch says what does not fit; with it, floating inputs of
+    the root (nested and by keyword too) arrive in `param_dtype`, integers and bools as they are."""
+    kept = [torch.float32, torch.float64, torch.int64, torch.float32, torch.bool]
+    cast_ = [torch.bfloat16, torch.bfloat16, torch.int64, torch.bfloat16, torch.bool]
+    assert ranks.run(2, cast) == [[kept, cast_] * 4] * 2
+
+
+def cast_by_hand():
+    found = []
+    for stage in STAGES:
+        runs = []
+        for option in (False, True):
+            model = models.build("mlp", sizes=SIZES)
+            optimizer = OPTIMIZERS["adamw"](model.parameters())
+            precision = Precision(param_dtype=torch.bfloat16, cast_inputs=option)
+            zero = zeroshard.shard(model, optimizer, stage=stage, precision=precision)
+            for step in range(2):
+                x, y = models.batch("mlp", step, ranks.rank())
+                F.mse_loss(model(x if option else x.bfloat16()).float(), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            with zero.gathered():
+                runs.append(reference.weights(model))
+        found.append(reference.first_difference(*runs))
+    return found
+
+
+def test_casting_inputs_is_casting_by_hand():
+    """`cast_inputs` gives the bits of `model(x.to(param_dtype))`."""
+    assert ranks.run(2, cast_by_hand) == [[""] * 4] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"param_dtype": "bf16"}, "param_dtype"),
+        ({"grad_dtype": torch.int64}, "grad_dtype"),
+        ({"master_dtype": torch.float8_e4m3fn}, "master_dtype"),
+        ({"reduce_dtype": torch.complex64}, "reduce_dtype"),
+        ({"cast_inputs": True}, "param_dtype"),
+        ({"param_dtype": torch.bfloat16, "cast_inputs": "no"}, "cast_inputs"),
+    ],
+)
+def test_contradictory_precisions_are_refused(options, says):
+    """What is not a floating dtype of 16 bits or more, and `cast_inputs` without anything to cast to."""
+    with pytest.raises(UserError, match=says):
+        Precision(**options)
+
+
+# ---------------------------------------------------------------------------- the user's optimizer, in lower precision
+
+SCENARIOS = {
+    "groups": (test_optimizer.groups, ()),
+    "unfrozen": (test_optimizer.unfreezing, ("held",)),
+    "added": (test_optimizer.unfreezing, ("added",)),
+    "hooks": (test_optimizer.hooked, ()),
+    "gradients edited before": (test_optimizer.editing, ("before", "gradients")),
+    "gradients edited after": (test_optimizer.editing, ("after", "gradients")),
+    "weights edited before": (test_optimizer.editing, ("before", "weights")),
+    "weights edited after": (test_optimizer.editing, ("after", "weights")),
+}
+
+
+def in_bf16(name):
+    scenario, args = SCENARIOS[name]
+    runs = []
+    for stage in STAGES:
+        engine = test_optimizer.Engine(ranks.world(), stage)
+        model = scenario(engine, *args, precision=Precision(param_dtype=torch.bfloat16, cast_inputs=True))
+        with engine.zero.gathered():
+            runs.append((reference.weights(model), engine.notes))
+    return [reference.first_difference(weights, runs[0][0]) or notes != runs[0][1] for weights, notes in runs]
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_optimizer_scenarios_in_bf16(name):
+    """Param groups, unfreezing, hooks and edits with bf16 parameters and fp32 masters: equal over stages."""
+    assert ranks.run(3, in_bf16, name) == [[False] * 4] * 3

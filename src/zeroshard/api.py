@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .buffer import Buffer, Place
 from .comm import Comm, connect
-from .errors import PeerError, StateError, UserError, message, nearest
+from .errors import PeerError, StateError, UserError, nearest
 from .events import Ledger
 from .gradient import Gradients
 from .guard import Guarded, cover_dlpack
@@ -62,15 +62,13 @@ def shard(
     ):
         if not isinstance(policy, kind):
             raise UserError(
-                message(
-                    f"{name}= takes a zeroshard.{kind.__name__}",
-                    got=repr(policy),
-                    instead=f"{name}=zeroshard.{kind.__name__}(...)",
-                )
+                f"{name}= takes a zeroshard.{kind.__name__}",
+                got=repr(policy),
+                instead=f"{name}=zeroshard.{kind.__name__}(...)",
             )
     if not isinstance(model, nn.Module):
         raise UserError(
-            message("not a model", expected="an nn.Module", got=type(model).__name__, instead="shard(model, optimizer)")
+            "not a model", expected="an nn.Module", got=type(model).__name__, instead="shard(model, optimizer)"
         )
     optimizers = [] if optimizer is None else list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     return Zero(model, optimizers, stage, *policies, _device(model, device), init)  # type: ignore[arg-type]
@@ -87,11 +85,9 @@ def _device(model: nn.Module, wanted: torch.device | str | None) -> torch.device
     found = {param.device for param in model.parameters() if not param.is_meta}
     if len(found) > 1:
         raise UserError(
-            message(
-                "the model's parameters are on several devices",
-                got=sorted(map(str, found)),
-                instead="shard(..., device=...)",
-            )
+            "the model's parameters are on several devices",
+            got=sorted(map(str, found)),
+            instead="shard(..., device=...)",
         )
     return found.pop() if found else torch.device("cpu")
 
@@ -121,9 +117,7 @@ class Zero:
     ) -> None:
         self.placements = placements(stage)
         if any(hasattr(tensor, "_zeroshard") for tensor in model.parameters()):
-            raise UserError(
-                message("this model, or a part of it, is sharded already", instead="shard it once, as a whole")
-            )
+            raise UserError("this model, or a part of it, is sharded already", instead="shard it once, as a whole")
         self.stage = stage
         self.model = model
         self._precision, self._layout, self._comm, self._device = precision, layout, comm, device
@@ -173,16 +167,12 @@ class Zero:
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise StateError(
-            message(
-                "a sharded model cannot be copied",
-                instead="copy the model first and shard each copy, or load its weights into a fresh one",
-            )
+            "a sharded model cannot be copied",
+            instead="copy the model first and shard each copy, or load its weights into a fresh one",
         )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise StateError(
-            message("a sharded model cannot be pickled", instead="with zero.gathered(): model.state_dict()")
-        )
+        raise StateError("a sharded model cannot be pickled", instead="with zero.gathered(): model.state_dict()")
 
     # --- construction -----------------------------------------------------------------------------------------------
 
@@ -203,11 +193,9 @@ class Zero:
         for record in self._managed:
             if record.param.grad is not None:
                 raise UserError(
-                    message(
-                        "a parameter already has a gradient",
-                        where=f"parameter {record.name!r}",
-                        instead="optimizer.zero_grad() before shard(...)",
-                    )
+                    "a parameter already has a gradient",
+                    where=f"parameter {record.name!r}",
+                    instead="optimizer.zero_grad() before shard(...)",
                 )
             if (
                 record.param.is_complex()
@@ -215,21 +203,17 @@ class Zero:
                 or isinstance(record.param, nn.parameter.UninitializedParameter)
             ):
                 raise UserError(
-                    message(
-                        "this kind of parameter cannot be sharded",
-                        where=f"parameter {record.name!r}",
-                        expected="a dense real tensor",
-                        got=f"{type(record.param).__name__} {record.param.dtype} {record.param.layout}",
-                        instead=f"Layout(ignore=[{record.name!r}]), or store it as real numbers",
-                    )
+                    "this kind of parameter cannot be sharded",
+                    where=f"parameter {record.name!r}",
+                    expected="a dense real tensor",
+                    got=f"{type(record.param).__name__} {record.param.dtype} {record.param.layout}",
+                    instead=f"Layout(ignore=[{record.name!r}]), or store it as real numbers",
                 )
         if self._comm.reduce == "native" and not self.partition.even:
             raise UserError(
-                message(
-                    "the backend's reduce-scatter needs shards of one size",
-                    got=f"bounds={self._layout.bounds!r}",
-                    instead='Comm(reduce="ordered"), or Layout(bounds="unit")',
-                )
+                "the backend's reduce-scatter needs shards of one size",
+                got=f"bounds={self._layout.bounds!r}",
+                instead='Comm(reduce="ordered"), or Layout(bounds="unit")',
             )
         for optimizer in optimizers:
             check_optimizer(optimizer, self.partition, replicated=not self.placements.optimizer)
@@ -241,19 +225,15 @@ class Zero:
                 for position, param in enumerate(group["params"]):
                     if id(param) not in owned | ignored:
                         raise UserError(
-                            message(
-                                "the optimizer holds a parameter that is not the model's",
-                                where=f"optimizer {number}, group {at}, parameter {position}",
-                                instead="put all trained modules under one nn.Module and shard that",
-                            )
+                            "the optimizer holds a parameter that is not the model's",
+                            where=f"optimizer {number}, group {at}, parameter {position}",
+                            instead="put all trained modules under one nn.Module and shard that",
                         )
                     if id(param) in seen:
                         raise UserError(
-                            message(
-                                "two optimizers hold the same parameter",
-                                where=f"optimizer {number}, group {at}, parameter {position}",
-                                instead="give each parameter to one optimizer",
-                            )
+                            "two optimizers hold the same parameter",
+                            where=f"optimizer {number}, group {at}, parameter {position}",
+                            instead="give each parameter to one optimizer",
                         )
                     seen.add(id(param))
 
@@ -299,23 +279,19 @@ class Zero:
             for key in dict.fromkeys([*everyone[0], *theirs]):
                 if everyone[0].get(key) != theirs.get(key):
                     raise PeerError(
-                        message(
-                            "the ranks are about to build different things",
-                            where=key,
-                            expected=f"{everyone[0].get(key, 'nothing of that name')} (rank 0)",
-                            got=f"{theirs.get(key, 'nothing of that name')} (rank {rank})",
-                            instead="build the same model, optimizer and settings on every rank; set OMP_NUM_THREADS alike",
-                        )
+                        "the ranks are about to build different things",
+                        where=key,
+                        expected=f"{everyone[0].get(key, 'nothing of that name')} (rank 0)",
+                        got=f"{theirs.get(key, 'nothing of that name')} (rank {rank})",
+                        instead="build the same model, optimizer and settings on every rank; set OMP_NUM_THREADS alike",
                     )
             if list(everyone[0]) != list(theirs):
                 raise PeerError(
-                    message(
-                        "the ranks register their parameters in different orders",
-                        where=f"rank {rank}",
-                        expected=list(everyone[0])[:4],
-                        got=list(theirs)[:4],
-                        instead="build the model the same way on every rank",
-                    )
+                    "the ranks register their parameters in different orders",
+                    where=f"rank {rank}",
+                    expected=list(everyone[0])[:4],
+                    got=list(theirs)[:4],
+                    instead="build the model the same way on every rank",
                 )
 
     def _build(self, init: Callable[[nn.Module], None] | None) -> None:
@@ -374,11 +350,9 @@ class Zero:
         name = self._structure.difference()
         if name is not None:
             raise StateError(
-                message(
-                    "a parameter or module of a sharded model was replaced, removed or added",
-                    where=repr(name),
-                    instead="edit weights in place, inside `with zero.gathered():`, or change the model before shard(...)",
-                )
+                "a parameter or module of a sharded model was replaced, removed or added",
+                where=repr(name),
+                instead="edit weights in place, inside `with zero.gathered():`, or change the model before shard(...)",
             )
         with torch._C.DisableTorchFunctionSubclass():
             for at, record in enumerate(self._managed):
@@ -386,13 +360,11 @@ class Zero:
                 dtype = param._zeroshard.buffer.dtype  # type: ignore[attr-defined]
                 if param.dtype is not dtype or param.device != self._device:
                     raise StateError(
-                        message(
-                            "a sharded parameter was converted or moved",
-                            where=f"parameter {record.name!r}",
-                            expected=f"{dtype} on {self._device}",
-                            got=f"{param.dtype} on {param.device}",
-                            instead="shard(..., precision=Precision(param_dtype=...), device=...)",
-                        )
+                        "a sharded parameter was converted or moved",
+                        where=f"parameter {record.name!r}",
+                        expected=f"{dtype} on {self._device}",
+                        got=f"{param.dtype} on {param.device}",
+                        instead="shard(..., precision=Precision(param_dtype=...), device=...)",
                     )
                 if param.requires_grad and not self._trainable[at]:
                     self._unfreeze(record)
@@ -459,19 +431,15 @@ class Zero:
         """
         if write_from is not None and not (type(write_from) is int and 0 <= write_from < self.world_size):
             raise UserError(
-                message(
-                    "write_from names a rank",
-                    expected=f"0 to {self.world_size - 1}",
-                    got=repr(write_from),
-                    instead="gathered(write_from=0)",
-                )
+                "write_from names a rank",
+                expected=f"0 to {self.world_size - 1}",
+                got=repr(write_from),
+                instead="gathered(write_from=0)",
             )
         if in_backward():
             raise StateError(
-                message(
-                    "gathered() inside backward cannot be answered",
-                    instead="touch the parameter, or gather before backward",
-                )
+                "gathered() inside backward cannot be answered",
+                instead="touch the parameter, or gather before backward",
             )
         units = self._units_of(what)
         self._group.meet("gathered()", len(units), sum(unit.index for unit in units))
@@ -516,11 +484,9 @@ class Zero:
                     hits |= {index[id(param)] for param in modules[item].parameters() if id(param) in index}
                 if not hits:
                     raise UserError(
-                        message(
-                            "no parameter or module of that name",
-                            got=repr(item),
-                            instead=nearest(item, [*names, *modules]),
-                        )
+                        "no parameter or module of that name",
+                        got=repr(item),
+                        instead=nearest(item, [*names, *modules]),
                     )
                 found |= hits
             elif isinstance(item, nn.Module):
@@ -529,11 +495,9 @@ class Zero:
                 found.add(index[id(item)])
             else:
                 raise UserError(
-                    message(
-                        "gathered() takes modules and names",
-                        got=repr(type(item).__name__),
-                        instead='zero.gathered(model.head), or zero.gathered("head.weight")',
-                    )
+                    "gathered() takes modules and names",
+                    got=repr(type(item).__name__),
+                    instead='zero.gathered(model.head), or zero.gathered("head.weight")',
                 )
         return [self._units[unit] for unit in sorted(found)]
 
@@ -584,20 +548,16 @@ def _own_modules(units: list[Unit]) -> dict[int, list[tuple[str, nn.Module]]]:
 def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     if any(isinstance(param, Guarded) for param in module.parameters()):
         raise StateError(
-            message(
-                "state_dict() of a sharded model would hold nothing",
-                where=f"module {type(module).__name__}",
-                instead="with zero.gathered(): model.state_dict()   (on every rank)",
-            )
+            "state_dict() of a sharded model would hold nothing",
+            where=f"module {type(module).__name__}",
+            instead="with zero.gathered(): model.state_dict()   (on every rank)",
         )
 
 
 def _refuse_load(module: nn.Module, *_: Any) -> None:
     if any(isinstance(param, Guarded) for param in module.parameters()):
         raise StateError(
-            message(
-                "load_state_dict() into a sharded model would change nothing",
-                where=f"module {type(module).__name__}",
-                instead="with zero.gathered(): model.load_state_dict(state)   (on every rank)",
-            )
+            "load_state_dict() into a sharded model would change nothing",
+            where=f"module {type(module).__name__}",
+            instead="with zero.gathered(): model.load_state_dict(state)   (on every rank)",
         )

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from .comm import Group, Work
-from .errors import StateError, UserError, message
+from .errors import StateError, UserError
 from .guard import flip, unflip
 from .layout import Bucket, slot_at
 from .numerics import Precision, reseed_, same_bits
@@ -315,13 +315,11 @@ class Buffer:
                     continue
                 if data.shape != slot.shape or data.dtype != self.dtype or data.device != self.full.device:
                     raise UserError(
-                        message(
-                            "a sharded parameter's data was replaced by something of another kind",
-                            where=f"parameter {slot.name!r}",
-                            expected=f"{slot.shape} {self.dtype} on {self.full.device}",
-                            got=f"{tuple(data.shape)} {data.dtype} on {data.device}",
-                            instead="convert or move the model before zeroshard.shard(...), or pass precision= and device=",
-                        )
+                        "a sharded parameter's data was replaced by something of another kind",
+                        where=f"parameter {slot.name!r}",
+                        expected=f"{slot.shape} {self.dtype} on {self.full.device}",
+                        got=f"{tuple(data.shape)} {data.dtype} on {data.device}",
+                        instead="convert or move the model before zeroshard.shard(...), or pass precision= and device=",
                     )
                 view = self.full[slot.start : slot.stop].view(slot.shape)
                 view.copy_(data)
@@ -363,10 +361,8 @@ class Buffer:
         self.on_fetch(self)
         if not self.ready:
             raise StateError(
-                message(
-                    "a weight needed by backward could not be gathered",
-                    where=f"parameter {self.bucket.slots[0].name!r}",
-                    instead="run backward on every rank",
-                )
+                "a weight needed by backward could not be gathered",
+                where=f"parameter {self.bucket.slots[0].name!r}",
+                instead="run backward on every rank",
             )
         self.land()

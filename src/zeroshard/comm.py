@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .errors import PeerError, UserError, message, nearest
+from .errors import PeerError, UserError, nearest
 from .events import Ledger
 
 Reduce = Literal["ordered", "native"]
@@ -64,26 +64,20 @@ class Comm:
     def __post_init__(self) -> None:
         if self.reduce not in get_args(Reduce):
             raise UserError(
-                message(
-                    "Comm.reduce is not a known way",
-                    got=repr(self.reduce),
-                    instead=nearest(self.reduce, get_args(Reduce)),
-                )
+                "Comm.reduce is not a known way",
+                got=repr(self.reduce),
+                instead=nearest(self.reduce, get_args(Reduce)),
             )
         if type(self.prefetch) is not int or self.prefetch < 0:
             raise UserError(
-                message(
-                    "Comm.prefetch counts units",
-                    expected="0, 1, 2, ...",
-                    got=repr(self.prefetch),
-                    instead="Comm(prefetch=1)",
-                )
+                "Comm.prefetch counts units",
+                expected="0, 1, 2, ...",
+                got=repr(self.prefetch),
+                instead="Comm(prefetch=1)",
             )
         if self.timeout is not None and not (isinstance(self.timeout, (int, float)) and self.timeout > 0):
             raise UserError(
-                message(
-                    "Comm.timeout is a positive number of seconds", got=repr(self.timeout), instead="Comm(timeout=600)"
-                )
+                "Comm.timeout is a positive number of seconds", got=repr(self.timeout), instead="Comm(timeout=600)"
             )
         if self.prefetch and not self.overlap:
             # Without overlap a prefetch would only hold memory longer; the pair is not a contradiction worth an error.
@@ -237,12 +231,10 @@ class ProcessGroup(Group):
         if any(row[:2] != rows[0][:2] for row in rows):
             where = "; ".join(f"rank {rank} is at {MEETINGS[row[0]]} {row[1]}" for rank, row in enumerate(rows))
             raise PeerError(
-                message(
-                    "the ranks are not doing the same thing",
-                    where=where,
-                    expected="the same forwards, backwards, steps and questions on every rank, in the same order",
-                    instead="give every rank the same number of batches, and call zeroshard's collective methods on all of them",
-                )
+                "the ranks are not doing the same thing",
+                where=where,
+                expected="the same forwards, backwards, steps and questions on every rank, in the same order",
+                instead="give every rank the same number of batches, and call zeroshard's collective methods on all of them",
             )
         return [tuple(row[2 : 2 + len(payload)]) for row in rows]
 
@@ -278,12 +270,10 @@ def connect(settings: Comm, ledger: Ledger, device: torch.device) -> Group:
     if hasattr(parent, "get_group") and hasattr(parent, "ndim"):
         if parent.ndim != 1:
             raise UserError(
-                message(
-                    "only a one-dimensional DeviceMesh can be sharded over",
-                    expected="ndim 1",
-                    got=f"ndim {parent.ndim} {parent.mesh_dim_names}",
-                    instead='Comm(group=mesh["shard"])',
-                )
+                "only a one-dimensional DeviceMesh can be sharded over",
+                expected="ndim 1",
+                got=f"ndim {parent.ndim} {parent.mesh_dim_names}",
+                instead='Comm(group=mesh["shard"])',
             )
         parent = parent.get_group()
     if parent is None:
@@ -294,11 +284,9 @@ def connect(settings: Comm, ledger: Ledger, device: torch.device) -> Group:
         parent = dist.group.WORLD
     if parent == dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(parent) < 0:
         raise UserError(
-            message(
-                "this rank is not a member of the process group",
-                where=f"rank {dist.get_rank()}",
-                instead="call shard(...) on members of the group only",
-            )
+            "this rank is not a member of the process group",
+            where=f"rank {dist.get_rank()}",
+            instead="call shard(...) on members of the group only",
         )
     if dist.get_world_size(parent) == 1:
         return Group(ledger, device)
@@ -359,12 +347,10 @@ def _named(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     except (RuntimeError, ValueError) as error:
         rank = dist.get_rank() if dist.is_initialized() else "?"
         raise PeerError(
-            message(
-                "a collective did not complete: a peer is gone, silent, or raised an error of its own",
-                where=f"rank {rank}",
-                got=str(error).splitlines()[0],
-                instead="read the first error among all ranks' output; Comm(timeout=...) sets how long to wait",
-            )
+            "a collective did not complete: a peer is gone, silent, or raised an error of its own",
+            where=f"rank {rank}",
+            got=str(error).splitlines()[0],
+            instead="read the first error among all ranks' output; Comm(timeout=...) sets how long to wait",
         ) from error
 
 

@@ -6,7 +6,7 @@
     │   └── ReleasedError                   a released parameter was touched outside forward and backward
     └── PeerError      (also RuntimeError)  the ranks disagree, or one of them is gone
 
-Every message says what failed, where, what was expected, what was found, and what to write instead.
+Every one of them says what failed, where, what was expected, what was found, and what to write instead.
 """
 
 from __future__ import annotations
@@ -16,7 +16,16 @@ from collections.abc import Iterable
 
 
 class Error(Exception):
-    """Base of everything zeroshard raises on purpose."""
+    """Base of everything zeroshard raises on purpose.
+
+    Reads as one line per fact: what failed, where, what was expected, what was found, what to write instead.
+    """
+
+    def __init__(
+        self, what: str, *, where: object = None, expected: object = None, got: object = None, instead: object = None
+    ) -> None:
+        facts = {"where": where, "expected": expected, "got": got, "instead": instead}
+        super().__init__("\n".join([what, *(f"  {key}: {fact}" for key, fact in facts.items() if fact is not None)]))
 
 
 class UserError(Error, ValueError):
@@ -33,19 +42,6 @@ class ReleasedError(StateError):
 
 class PeerError(Error, RuntimeError):
     """The ranks disagree about what they are doing, or one of them is gone."""
-
-
-def message(
-    what: str,
-    *,
-    where: str | None = None,
-    expected: object = None,
-    got: object = None,
-    instead: str | None = None,
-) -> str:
-    """One readable line per fact: what failed, where, expected, got, what to write instead."""
-    facts = {"where": where, "expected": expected, "got": got, "instead": instead}
-    return "\n".join([what, *(f"  {key}: {fact}" for key, fact in facts.items() if fact is not None)])
 
 
 def nearest(word: object, choices: Iterable[str]) -> str:

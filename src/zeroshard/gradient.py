@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from .buffer import Buffer
 from .comm import Group, Work
-from .errors import StateError, message
+from .errors import StateError
 from .layout import Slot
 from .numerics import (
     BLOCK,
@@ -172,13 +172,11 @@ class Gradients:
             grad = entry.param.grad
         if grad is not None and not isinstance(grad, ShardedGrad):
             raise StateError(
-                message(
-                    "a sharded gradient was replaced by a tensor",
-                    where=f"parameter {entry.slot.name!r}",
-                    expected="the ShardedGrad that backward left, edited in place",
-                    got=type(grad).__name__,
-                    instead="p.grad.copy_(tensor)",
-                )
+                "a sharded gradient was replaced by a tensor",
+                where=f"parameter {entry.slot.name!r}",
+                expected="the ShardedGrad that backward left, edited in place",
+                got=type(grad).__name__,
+                instead="p.grad.copy_(tensor)",
             )
         return grad is not None
 
@@ -202,12 +200,10 @@ class Gradients:
     def _norms(self, order: float) -> Tensor:
         if order not in (1.0, 2.0, math.inf):
             raise StateError(
-                message(
-                    "this norm of a sharded gradient is not defined",
-                    expected="L1, L2 or Linf",
-                    got=f"order {order}",
-                    instead="norm_type=2.0, 1.0 or float('inf')",
-                )
+                "this norm of a sharded gradient is not defined",
+                expected="L1, L2 or Linf",
+                got=f"order {order}",
+                instead="norm_type=2.0, 1.0 or float('inf')",
             )
         self.ask()
         device = self.entries[0].param.device
@@ -277,10 +273,8 @@ class ShardedGrad(Tensor):
         book = self._weak_book()
         if book is None:
             raise StateError(
-                message(
-                    "this gradient belongs to a sharded model that is gone",
-                    instead="keep the model while its gradients are used",
-                )
+                "this gradient belongs to a sharded model that is gone",
+                instead="keep the model while its gradients are used",
             )
         return book
 
@@ -331,12 +325,10 @@ class ShardedGrad(Tensor):
             return None
         first = next(leaf for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(leaf, ShardedGrad))
         raise StateError(
-            message(
-                f"a sharded gradient cannot answer {func}",
-                where=f"gradient of {first._entry.slot.name!r}",
-                expected="clip_grad_norm_, clip_grad_value_, GradScaler, zero_ and elementwise edits in place",
-                instead="p.grad.full_tensor() on every rank, or p.grad.to_local() for this rank's elements",
-            )
+            f"a sharded gradient cannot answer {func}",
+            where=f"gradient of {first._entry.slot.name!r}",
+            expected="clip_grad_norm_, clip_grad_value_, GradScaler, zero_ and elementwise edits in place",
+            instead="p.grad.full_tensor() on every rank, or p.grad.to_local() for this rank's elements",
         )
 
 
@@ -347,20 +339,16 @@ def _norm(
     for grad in grads:
         if grad._is_fragment:
             raise StateError(
-                message(
-                    "the norm of an optimizer's fragments is only this rank's part of it",
-                    where=f"gradient of {grad._entry.slot.name!r}",
-                    instead="torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)",
-                )
+                "the norm of an optimizer's fragments is only this rank's part of it",
+                where=f"gradient of {grad._entry.slot.name!r}",
+                instead="torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)",
             )
     if dim is not None or keepdim:
         raise StateError(
-            message(
-                "a sharded gradient has a norm as a whole only",
-                where=f"gradient of {grads[0]._entry.slot.name!r}",
-                got=f"dim={dim}",
-                instead="p.grad.full_tensor().norm(dim=...) on every rank",
-            )
+            "a sharded gradient has a norm as a whole only",
+            where=f"gradient of {grads[0]._entry.slot.name!r}",
+            got=f"dim={dim}",
+            instead="p.grad.full_tensor().norm(dim=...) on every rank",
         )
     norms = [grad._book.norm(grad._entry, float(order)) for grad in grads]
     return norms if isinstance(what, (list, tuple)) else norms[0]
@@ -393,13 +381,11 @@ def _edit(func: Any, grad: ShardedGrad, others: Sequence[Any], kwargs: dict[str,
             return other.to_local()
         if tuple(other.shape) != entry.slot.shape or grad._is_fragment:
             raise StateError(
-                message(
-                    "a sharded gradient can be edited by scalars and by tensors of its own shape",
-                    where=f"gradient of {entry.slot.name!r}",
-                    expected=entry.slot.shape,
-                    got=tuple(other.shape),
-                    instead="broadcast it first",
-                )
+                "a sharded gradient can be edited by scalars and by tensors of its own shape",
+                where=f"gradient of {entry.slot.name!r}",
+                expected=entry.slot.shape,
+                got=tuple(other.shape),
+                instead="broadcast it first",
             )
         return other.reshape(-1)[part.start : part.stop]
 

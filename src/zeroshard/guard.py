@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from .errors import StateError, message
+from .errors import StateError
 
 _GETTERS = (
     "shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad", "grad_fn", "is_cuda", "is_cpu", "is_meta",
@@ -142,13 +142,11 @@ class Saved(NamedTuple):
         self.source.fetch()
         if self.generation != self.source.generation or self.version != self.source.version_at(self.element):
             raise StateError(
-                message(
-                    "a weight was changed between forward and backward by an inplace operation",
-                    where=f"parameter {self.source.name_at(self.element)!r}",
-                    expected=f"version {self.version} of generation {self.generation}",
-                    got=f"version {self.source.version_at(self.element)} of generation {self.source.generation}",
-                    instead="call backward before optimizer.step() or any edit of the weights",
-                )
+                "a weight was changed between forward and backward by an inplace operation",
+                where=f"parameter {self.source.name_at(self.element)!r}",
+                expected=f"version {self.version} of generation {self.generation}",
+                got=f"version {self.source.version_at(self.element)} of generation {self.source.generation}",
+                instead="call backward before optimizer.step() or any edit of the weights",
             )
         with torch.no_grad():
             view = torch.empty(0, dtype=self.dtype, device=self.source.full.device)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, NamedTuple, get_args
 
-from .errors import UserError, message, nearest
+from .errors import UserError, nearest
 
 Bounds = Literal["unit", "model", "tensor"]
 Buffers = Literal["broadcast", "local"]
@@ -53,37 +53,29 @@ class Layout:
         for name, choices in (("bounds", get_args(Bounds)), ("buffers", get_args(Buffers))):
             if getattr(self, name) not in choices:
                 raise UserError(
-                    message(
-                        f"Layout.{name} is not a known policy",
-                        got=repr(getattr(self, name)),
-                        instead=nearest(getattr(self, name), choices),
-                    )
+                    f"Layout.{name} is not a known policy",
+                    got=repr(getattr(self, name)),
+                    instead=nearest(getattr(self, name), choices),
                 )
         if not (isinstance(self.bucket_mib, (int, float)) and 0 < self.bucket_mib < math.inf):
             raise UserError(
-                message(
-                    "Layout.bucket_mib must be a positive number of MiB",
-                    got=repr(self.bucket_mib),
-                    instead="Layout(bucket_mib=24)",
-                )
+                "Layout.bucket_mib must be a positive number of MiB",
+                got=repr(self.bucket_mib),
+                instead="Layout(bucket_mib=24)",
             )
         if type(self.align) is not int or self.align < 1 or self.align & (self.align - 1):
             raise UserError(
-                message(
-                    "Layout.align must be a power of two",
-                    expected="1, 2, 4, ...",
-                    got=repr(self.align),
-                    instead="Layout(align=128)",
-                )
+                "Layout.align must be a power of two",
+                expected="1, 2, 4, ...",
+                got=repr(self.align),
+                instead="Layout(align=128)",
             )
         for name in ("units", "ignore"):
             if isinstance(getattr(self, name), (str, type)):
                 raise UserError(
-                    message(
-                        f"Layout.{name} takes a sequence",
-                        got=repr(getattr(self, name)),
-                        instead=f"Layout({name}=[{getattr(self, name)!r}])",
-                    )
+                    f"Layout.{name} takes a sequence",
+                    got=repr(getattr(self, name)),
+                    instead=f"Layout({name}=[{getattr(self, name)!r}])",
                 )
 
 
@@ -196,11 +188,9 @@ class Partition:
                 if slot.name == name:
                     return bucket, slot
         raise UserError(
-            message(
-                "no such parameter in the layout",
-                got=repr(name),
-                instead=nearest(name, [s.name for b in self.buckets for s in b.slots]),
-            )
+            "no such parameter in the layout",
+            got=repr(name),
+            instead=nearest(name, [s.name for b in self.buckets for s in b.slots]),
         )
 
     def cut_tensors(self) -> list[str]:

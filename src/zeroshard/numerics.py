@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .errors import UserError, message
+from .errors import UserError
 
 CHUNK = 1 << 16  # elements handled at a time: scratch of this size stays in the cache
 LOW = (torch.bfloat16, torch.float16)
@@ -49,20 +49,16 @@ class Precision:
                 isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize >= 2
             ):
                 raise UserError(
-                    message(
-                        f"Precision.{name} must be a floating dtype of 16 bits or more",
-                        got=repr(dtype),
-                        instead=f"Precision({name}=torch.bfloat16)",
-                    )
+                    f"Precision.{name} must be a floating dtype of 16 bits or more",
+                    got=repr(dtype),
+                    instead=f"Precision({name}=torch.bfloat16)",
                 )
         if self.cast_inputs and self.param_dtype is None:
             raise UserError(
-                message(
-                    "Precision.cast_inputs needs to know what to cast to",
-                    expected="param_dtype",
-                    got="None",
-                    instead="Precision(param_dtype=torch.bfloat16, cast_inputs=True)",
-                )
+                "Precision.cast_inputs needs to know what to cast to",
+                expected="param_dtype",
+                got="None",
+                instead="Precision(param_dtype=torch.bfloat16, cast_inputs=True)",
             )
 
     def param(self, own: torch.dtype) -> torch.dtype:

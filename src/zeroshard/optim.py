@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from .buffer import Buffer, Place
 from .comm import Group
-from .errors import StateError, UserError, message
+from .errors import StateError, UserError
 from .gradient import Entry, Gradients
 from .layout import Partition
 from .schedule import Schedule
@@ -49,12 +49,10 @@ def check_optimizer(optimizer: Any, partition: Partition, *, replicated: bool) -
     """Refuse, by name, an optimizer whose update of a fragment is not the fragment of its update."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UserError(
-            message(
-                "not an optimizer",
-                expected="a torch.optim.Optimizer, a sequence of them, or None",
-                got=type(optimizer).__name__,
-                instead="optimizer = torch.optim.AdamW(model.parameters()); shard(model, optimizer)",
-            )
+            "not an optimizer",
+            expected="a torch.optim.Optimizer, a sequence of them, or None",
+            got=type(optimizer).__name__,
+            instead="optimizer = torch.optim.AdamW(model.parameters()); shard(model, optimizer)",
         )
     name = type(optimizer).__name__
     is_torch = type(optimizer).__module__.startswith("torch.optim")
@@ -62,46 +60,36 @@ def check_optimizer(optimizer: Any, partition: Partition, *, replicated: bool) -
     where = f"{name}, parameter {cut[0]!r} is cut" if cut else name
     if is_torch and name == "SparseAdam":
         raise UserError(
-            message(
-                "SparseAdam needs sparse gradients, which cannot be sharded",
-                got=name,
-                instead="torch.optim.Adam with nn.Embedding(..., sparse=False)",
-            )
+            "SparseAdam needs sparse gradients, which cannot be sharded",
+            got=name,
+            instead="torch.optim.Adam with nn.Embedding(..., sparse=False)",
         )
     if is_torch and name == "LBFGS" and not replicated:
         raise UserError(
-            message(
-                "LBFGS takes inner products over all parameters, so its state cannot be sharded",
-                got=name,
-                instead="shard(..., stage=0)",
-            )
+            "LBFGS takes inner products over all parameters, so its state cannot be sharded",
+            got=name,
+            instead="shard(..., stage=0)",
         )
     if is_torch and name in WHOLE_TENSORS and cut:
         raise UserError(
-            message(
-                "this optimizer works on whole tensors",
-                where=where,
-                instead='shard(..., layout=Layout(bounds="tensor")), or stage=0',
-            )
+            "this optimizer works on whole tensors",
+            where=where,
+            instead='shard(..., layout=Layout(bounds="tensor")), or stage=0',
         )
     known = is_torch and name in ELEMENTWISE | WHOLE_TENSORS | {"LBFGS"}
     if not known and cut and not getattr(optimizer, "elementwise", False):
         raise UserError(
-            message(
-                "zeroshard does not know whether this optimizer is elementwise",
-                where=where,
-                expected=f"one of {sorted(ELEMENTWISE)}, or an attribute elementwise = True on the class",
-                instead='set elementwise = True if each element is updated by itself, else layout=Layout(bounds="tensor")',
-            )
+            "zeroshard does not know whether this optimizer is elementwise",
+            where=where,
+            expected=f"one of {sorted(ELEMENTWISE)}, or an attribute elementwise = True on the class",
+            instead='set elementwise = True if each element is updated by itself, else layout=Layout(bounds="tensor")',
         )
     if partition.align < 128 and any(group.get("fused") for group in optimizer.param_groups):
         raise UserError(
-            message(
-                "fused kernels depend on where a vector starts",
-                expected="Layout(align=128)",
-                got=f"align={partition.align} and fused=True",
-                instead="fused=False, or the default align",
-            )
+            "fused kernels depend on where a vector starts",
+            expected="Layout(align=128)",
+            got=f"align={partition.align} and fused=True",
+            instead="fused=False, or the default align",
         )
 
 
@@ -218,13 +206,11 @@ class Binding:
             return value
         if tuple(value.shape) != slot.shape:
             raise UserError(
-                message(
-                    "the optimizer already has state that cannot be cut",
-                    where=f"{type(self.optimizer).__name__}.state of {slot.name!r}, key {key!r}",
-                    expected=f"shape {slot.shape} or a scalar",
-                    got=tuple(value.shape),
-                    instead="shard before the first step",
-                )
+                "the optimizer already has state that cannot be cut",
+                where=f"{type(self.optimizer).__name__}.state of {slot.name!r}, key {key!r}",
+                expected=f"shape {slot.shape} or a scalar",
+                got=tuple(value.shape),
+                instead="shard before the first step",
             )
         part = slot.within(*place.buffer.updated)
         return value.reshape(-1)[part.start : part.stop].view(fragment.shape).clone()
@@ -336,8 +322,6 @@ class Binding:
 
 def _refuse(what: str, *_: Any) -> None:
     raise StateError(
-        message(
-            f"{what} of a sharded optimizer holds only this rank's fragments",
-            instead="with zero.gathered(): model.state_dict() for the weights; the optimizer's state stays with the run",
-        )
+        f"{what} of a sharded optimizer holds only this rank's fragments",
+        instead="with zero.gathered(): model.state_dict() for the weights; the optimizer's state stays with the run",
     )

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .buffer import Buffer
 from .comm import Comm, Group, Work
-from .errors import StateError, message
+from .errors import StateError
 from .gradient import Accumulator, Entry, Gradients, ShardedGrad
 from .numerics import fold
 from .tier import Tier
@@ -111,13 +111,11 @@ class Reduction:
             entry.param.grad = None
             if grad.layout is not torch.strided:
                 raise StateError(
-                    message(
-                        "sparse gradients cannot be sharded",
-                        where=f"parameter {entry.slot.name!r}",
-                        expected="a dense gradient",
-                        got=str(grad.layout),
-                        instead="nn.Embedding(..., sparse=False)",
-                    )
+                    "sparse gradients cannot be sharded",
+                    where=f"parameter {entry.slot.name!r}",
+                    expected="a dense gradient",
+                    got=str(grad.layout),
+                    instead="nn.Embedding(..., sparse=False)",
                 )
             if flight.launched:
                 self._again.append(entry)
@@ -243,11 +241,9 @@ class Reduction:
             names = [entry.slot.name for entry in self.gradients.entries if mask[entry.number] == 2]
             self.abort()
             raise StateError(
-                message(
-                    "a parameter received a second gradient from a re-entrant checkpoint after its first was reduced",
-                    where=f"parameters {names}",
-                    instead="torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or repeat the step: from now on these parameters wait for the end of backward",
-                )
+                "a parameter received a second gradient from a re-entrant checkpoint after its first was reduced",
+                where=f"parameters {names}",
+                instead="torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or repeat the step: from now on these parameters wait for the end of backward",
             )
         got = mask.tolist()
         with_gradient = set()

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .buffer import Buffer
 from .comm import Comm, Group
-from .errors import PeerError, ReleasedError, StateError, message
+from .errors import PeerError, ReleasedError, StateError
 from .gradient import Entry, Gradients
 from .guard import SavedTensors
 from .reduction import Reduction
@@ -194,12 +194,10 @@ class Schedule:
             self._event()
         elif not self._frames:
             raise ReleasedError(
-                message(
-                    "a sharded parameter was read while it is not gathered",
-                    where=f"parameter {buffer.bucket.slots[index].name!r}, rank {self.group.rank}",
-                    expected="the model's own forward or backward",
-                    instead="with zero.gathered(): ...   (on every rank)",
-                )
+                "a sharded parameter was read while it is not gathered",
+                where=f"parameter {buffer.bucket.slots[index].name!r}, rank {self.group.rank}",
+                expected="the model's own forward or backward",
+                instead="with zero.gathered(): ...   (on every rank)",
             )
         self.script.demand(unit)
         unit.touched = True
@@ -220,11 +218,9 @@ class Schedule:
             return
         if not self.script.active:
             raise StateError(
-                message(
-                    "a saved weight was read outside forward and backward",
-                    where=f"parameter {buffer.bucket.slots[0].name!r}",
-                    instead="with zero.gathered(): ...   (on every rank)",
-                )
+                "a saved weight was read outside forward and backward",
+                where=f"parameter {buffer.bucket.slots[0].name!r}",
+                instead="with zero.gathered(): ...   (on every rank)",
             )
         self.script.demand(unit)
 

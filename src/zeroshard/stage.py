@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .errors import UserError, message
+from .errors import UserError
 
 
 class Placements(NamedTuple):
@@ -30,7 +30,5 @@ STAGES = {
 def placements(stage: int) -> Placements:
     """The row of the table. Raises `UserError` for anything but 0, 1, 2, 3."""
     if type(stage) is not int or stage not in STAGES:
-        raise UserError(
-            message("no such ZeRO stage", expected="0, 1, 2 or 3", got=repr(stage), instead="shard(..., stage=3)")
-        )
+        raise UserError("no such ZeRO stage", expected="0, 1, 2 or 3", got=repr(stage), instead="shard(..., stage=3)")
     return STAGES[stage]

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .errors import UserError, message
+from .errors import UserError
 from .events import Ledger
 
 
@@ -27,12 +27,10 @@ class Offload:
         for field in fields(self):
             if getattr(self, field.name) != "device":
                 raise UserError(
-                    message(
-                        f"Offload.{field.name} names a tier that does not exist yet",
-                        expected="'device'",
-                        got=repr(getattr(self, field.name)),
-                        instead="Offload()",
-                    )
+                    f"Offload.{field.name} names a tier that does not exist yet",
+                    expected="'device'",
+                    got=repr(getattr(self, field.name)),
+                    instead="Offload()",
                 )
 
 

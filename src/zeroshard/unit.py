@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .buffer import Buffer
-from .errors import UserError, message, nearest
+from .errors import UserError, nearest
 from .layout import Layout
 
 LARGE = 1 << 16  # elements from which a module outside any list of blocks is worth a unit of its own
@@ -147,11 +147,9 @@ def _chosen(model: nn.Module, layout: Layout) -> list[tuple[str, nn.Module]]:
             hits = [(name, module) for name, module in modules if isinstance(module, wanted)]
         else:
             raise UserError(
-                message(
-                    "Layout.units takes module names, patterns or module classes",
-                    got=repr(wanted),
-                    instead='Layout(units=["blocks.*"])',
-                )
+                "Layout.units takes module names, patterns or module classes",
+                got=repr(wanted),
+                instead='Layout(units=["blocks.*"])',
             )
         if not hits:
             hint = (
@@ -159,7 +157,7 @@ def _chosen(model: nn.Module, layout: Layout) -> list[tuple[str, nn.Module]]:
                 if isinstance(wanted, str)
                 else f"{wanted.__name__} is not among {sorted({type(m).__name__ for _, m in modules})}"
             )
-            raise UserError(message("Layout.units matches no module", got=repr(wanted), instead=hint))
+            raise UserError("Layout.units matches no module", got=repr(wanted), instead=hint)
         result += hits
     order = {id(module): i for i, (_, module) in enumerate(modules)}
     return sorted(result, key=lambda pair: order[id(pair[1])])
@@ -239,13 +237,11 @@ def materialise(
         reset = init if init is not None else getattr(type(module), "reset_parameters", None)
         if reset is None:
             raise UserError(
-                message(
-                    "a module on the meta device does not say how to initialise itself",
-                    where=f"module {path!r} ({type(module).__name__})",
-                    expected="a reset_parameters() method",
-                    got="none",
-                    instead="shard(..., init=function_of_a_module)",
-                )
+                "a module on the meta device does not say how to initialise itself",
+                where=f"module {path!r} ({type(module).__name__})",
+                expected="a reset_parameters() method",
+                got="none",
+                instead="shard(..., init=function_of_a_module)",
             )
         with torch.no_grad():
             reset(module)

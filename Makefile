@@ -1,0 +1,25 @@
+# Each target is one line; .ci/run calls the same ones. PYTHON chooses the interpreter that .venv is made from.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: install demo test slow check docs
+
+install: .venv/installed
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv --clear .venv && $(BIN)/pip install -q -c constraints.txt -e '.[dev]' && touch $@
+
+demo: install ## train at stage 3 and at stage 0 on two local ranks, and compare every bit
+	$(BIN)/zeroshard demo
+
+test: install ## everything but what is marked slow
+	$(BIN)/pytest --fast
+
+slow: install ## only what is marked slow
+	$(BIN)/pytest -m slow
+
+check: install ## format, lint, types, layers, line caps, public names
+	$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy && $(BIN)/pytest -q tests/test_house.py
+
+docs: install ## the README's snippets, examples and links
+	$(BIN)/pytest -q tests/test_docs.py

@@ -258,7 +258,9 @@ def own_seed():
         model = models.build("gpt", seed=ranks.rank(), **GPT)
         optimizer = adamw(model.parameters(), "loop")
         zero = zeroshard.shard(model, optimizer, stage=stage)
-        reference.loop(model, optimizer, partial(models.batch, "gpt"), partial(models.loss, "gpt"), ranks.rank(), 3, steps=2)
+        reference.loop(
+            model, optimizer, partial(models.batch, "gpt"), partial(models.loss, "gpt"), ranks.rank(), 3, steps=2
+        )
         with zero.gathered():
             found.append(reference.weights(model))
     first = reference.weights(models.build("gpt", seed=0, **GPT))

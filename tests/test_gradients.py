@@ -330,7 +330,9 @@ def _difference(case, stage, layout, want):
             if text := reference.first_difference(reference.weights(model), weights):
                 return f"step {step}, weight {text}"
     held = zero.ledger().held
-    return "".join(f"{held[state]} bytes of {state} are still held" for state in ("gather", "reduce") if held.get(state))
+    return "".join(
+        f"{held[state]} bytes of {state} are still held" for state in ("gather", "reduce") if held.get(state)
+    )
 
 
 @pytest.mark.parametrize("case", SCENARIOS)
@@ -531,7 +533,9 @@ def no_sync_price(stage):
                 inside = zero.ledger()
                 assert inside.traffic.get("reduce", before.traffic.get("reduce")) == before.traffic.get("reduce")
                 assert inside.held["reduce"] == full
-                assert {k: v for k, v in inside.held.items() if k != "reduce"} == {k: v for k, v in before.held.items() if k != "reduce"}
+                assert {k: v for k, v in inside.held.items() if k != "reduce"} == {
+                    k: v for k, v in before.held.items() if k != "reduce"
+                }
         loss_of("gpt", model, 0, 3).backward()
         after = zero.ledger()
         assert after.traffic["reduce"].calls == len(zero.partition.buckets)
@@ -542,15 +546,15 @@ def no_sync_price(stage):
 # ------------------------------------------------------------------------------------------------- when ranks disagree
 
 
-
-
 class Run:
     """A model on this rank, and the things a loop does, one by one."""
 
     def __init__(self, stage, comm=None):
         self.model = models.build("mlp")
         self.optimizer = optimizer_of(self.model)
-        self.zero = zeroshard.shard(self.model, self.optimizer, stage=stage, layout=Layout(bucket_mib=0.0001), comm=comm)
+        self.zero = zeroshard.shard(
+            self.model, self.optimizer, stage=stage, layout=Layout(bucket_mib=0.0001), comm=comm
+        )
         self.losses = []
 
     def forward(self):
@@ -646,7 +650,9 @@ def test_evaluating_on_one_rank_is_an_error_only_where_weights_must_be_gathered(
     """Stages 0-2 hold all weights, so one rank may evaluate alone; at stage 3 every rank is named at once."""
     for stage in STAGES:
         outcomes = ranks.run(3, evaluate_alone, stage)
-        assert outcomes == ([None] * 3 if stage == 3 else ["rank 0 noticed nothing", "rank 1 noticed nothing", "rank 2 noticed nothing"])
+        assert outcomes == (
+            [None] * 3 if stage == 3 else ["rank 0 noticed nothing", "rank 1 noticed nothing", "rank 2 noticed nothing"]
+        )
 
 
 def evaluate_alone(stage):

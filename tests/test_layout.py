@@ -48,7 +48,12 @@ def test_fragments_tile_every_slot_exactly(given_specs, policy, ranks):
     for spec in given_specs:
         bucket, slot = made.find(spec.name)
         assert (slot.shape, slot.numel) == (spec.shape, math.prod(spec.shape))
-        assert (bucket.unit, bucket.dtype, bucket.itemsize, bucket.trainable) == (spec.unit, spec.dtype, spec.itemsize, spec.trainable)
+        assert (bucket.unit, bucket.dtype, bucket.itemsize, bucket.trainable) == (
+            spec.unit,
+            spec.dtype,
+            spec.itemsize,
+            spec.trainable,
+        )
         at = 0
         for rank in range(ranks):
             fragment = bucket.fragment(slot, rank)
@@ -91,7 +96,9 @@ def test_where_a_parameter_lies_does_not_depend_on_ranks_or_policy(given_specs, 
     for bounds in ("unit", "model", "tensor"):
         one = partition(given_specs, dataclasses.replace(policy, bounds=bounds), 1)
         many = partition(given_specs, policy, ranks)
-        assert [(b.unit, b.dtype, b.trainable, b.slots) for b in one.buckets] == [(b.unit, b.dtype, b.trainable, b.slots) for b in many.buckets]
+        assert [(b.unit, b.dtype, b.trainable, b.slots) for b in one.buckets] == [
+            (b.unit, b.dtype, b.trainable, b.slots) for b in many.buckets
+        ]
 
 
 @given(specs(), LAYOUTS, RANKS)
@@ -236,7 +243,9 @@ def test_more_ranks_than_elements():
     for bounds in ("unit", "model", "tensor"):
         for align in (1, 128):
             made = partition([Spec("p", (1,), "torch.float32", 4, 0, True)], Layout(bounds=bounds, align=align), 7)
-            assert sorted(made.buckets[0].fragment(made.buckets[0].slots[0], rank).numel for rank in range(7)) == [0] * 6 + [1]
+            assert sorted(made.buckets[0].fragment(made.buckets[0].slots[0], rank).numel for rank in range(7)) == [
+                0
+            ] * 6 + [1]
 
 
 # ----------------------------------------------------------------------------------------------------- it checks itself
@@ -244,7 +253,9 @@ def test_more_ranks_than_elements():
 
 def _bucket(**changes):
     slots = (Slot("a", (200,), 0, 200), Slot("b", (56,), 256, 56))
-    fields = dict(index=0, unit=0, dtype="torch.float32", itemsize=4, trainable=True, slots=slots, numel=512, bounds=(0, 256, 512))
+    fields = dict(
+        index=0, unit=0, dtype="torch.float32", itemsize=4, trainable=True, slots=slots, numel=512, bounds=(0, 256, 512)
+    )
     return Bucket(**(fields | changes))
 
 
@@ -260,7 +271,16 @@ def _bucket(**changes):
         {"slots": (Slot("a", (200,), 0, 200), Slot("b", (56,), 200, 56))},
         {"slots": (Slot("a", (600,), 0, 600),)},
     ],
-    ids=["a-rank-too-few", "an-end-too-early", "a-start-too-late", "a-cut-in-a-block", "falling", "overlap", "unaligned", "too-long"],
+    ids=[
+        "a-rank-too-few",
+        "an-end-too-early",
+        "a-start-too-late",
+        "a-cut-in-a-block",
+        "falling",
+        "overlap",
+        "unaligned",
+        "too-long",
+    ],
 )
 def test_a_wrong_layout_cannot_exist(changes):
     """Overlaps, gaps at the ends, unaligned slots and cuts inside blocks are refused at construction."""
@@ -305,7 +325,16 @@ def test_the_layout_imports_neither_torch_nor_anything_distributed():
     tree = ast.parse(Path(layout.__file__).read_text())
     modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     modules |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    assert modules <= {"__future__", "math", "bisect", "collections.abc", "dataclasses", "itertools", "typing", "errors"}
+    assert modules <= {
+        "__future__",
+        "math",
+        "bisect",
+        "collections.abc",
+        "dataclasses",
+        "itertools",
+        "typing",
+        "errors",
+    }
     for frozen in (Layout(), _bucket(), Partition(2, 128, (_bucket(),))):
         with pytest.raises(dataclasses.FrozenInstanceError):
             frozen.bounds = ()

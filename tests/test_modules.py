@@ -442,3 +442,60 @@ def forces(stage: int):
 def test_gradients_of_gradients_inside_forward(ranks, stage):
     """`autograd.grad(..., create_graph=True)` inside forward: double backward through sharded weights is exact."""
     assert ranks.run(2, forces, stage) == ["", ""]
+
+
+class Recursive(nn.Module):
+    """Calls itself, and its one block, `depth` times."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(7, 7)])
+
+    def forward(self, x, depth=3):
+        x = torch.tanh(self.blocks[0](x))
+        return x if depth == 0 else self(x, depth - 1)
+
+
+def interrupted(stage: int):
+    """A KeyboardInterrupt inside a forward of a model that calls itself, caught as a notebook does."""
+    rank = torch.distributed.get_rank()
+
+    def run(interrupt: bool, sharded: bool = True):
+        torch.manual_seed(0)
+        model = Recursive()
+        optimizer = adamw(model)
+        zero = zeroshard.shard(model, optimizer, stage=stage) if sharded else None
+        armed = []
+
+        def stop(module, args):
+            if armed:
+                raise KeyboardInterrupt
+
+        model.blocks[0].register_forward_pre_hook(stop)
+        for step in range(3):
+            if interrupt and step == 1:
+                armed.append(True)
+                with pytest.raises(KeyboardInterrupt):
+                    model(torch.ones(2, 7))
+                armed.clear()
+            for index in [rank] if sharded else range(2):
+                x = torch.randn(2, 7, generator=torch.Generator().manual_seed(10 * step + index))
+                model(x).square().sum().backward()
+            if not sharded:
+                for p in model.parameters():
+                    p.grad.div_(2)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        if zero is None:
+            return reference.weights(model)
+        with zero.gathered():
+            return reference.weights(model)
+
+    clean = run(False)
+    return reference.first_difference(run(True), clean), reference.first_difference(clean, run(False, sharded=False))
+
+
+def test_recursion_and_an_interrupt(ranks, stage):
+    """A model that calls itself equals plain PyTorch, and a Ctrl-C inside its forward leaves nothing behind."""
+    assert ranks.run(2, interrupted, stage) == [("", "")] * 2

@@ -113,7 +113,9 @@ def test_bins_hold_the_exact_sum(bits):
     bins = empty_bins(1, CPU)
     add_to_bins(bins, torch.zeros(len(bits), dtype=torch.int64), values)
     exact = sum((Fraction(value) for value in values.tolist()), Fraction(0))
-    assert sum(Fraction(count) * Fraction(2) ** (8 * at - 150) for at, count in enumerate(bins[0, :32].tolist())) == exact
+    assert (
+        sum(Fraction(count) * Fraction(2) ** (8 * at - 150) for at, count in enumerate(bins[0, :32].tolist())) == exact
+    )
     assert bins[0, 32:].tolist() == [0, 0]
 
 
@@ -127,9 +129,13 @@ def test_sums_from_bins_round_to_the_right_float(bits):
     assert same_bits(sums_from_bins(bins).float(), want.float())
 
 
-@given(st.lists(st.tuples(st.integers(0, 4), BIT_PATTERNS.map(lambda b: b & 0x7FFFFFFF)), max_size=60), st.randoms(use_true_random=False))
+@given(
+    st.lists(st.tuples(st.integers(0, 4), BIT_PATTERNS.map(lambda b: b & 0x7FFFFFFF)), max_size=60),
+    st.randoms(use_true_random=False),
+)
 def test_bins_depend_on_neither_order_nor_cut(entries, shuffler):
     """Any order, and any distribution over ranks whose bins are then added: the very same integers."""
+
     def bins_of(some):
         bins = empty_bins(5, CPU)
         owner = torch.tensor([slot for slot, _ in some], dtype=torch.int64)
@@ -291,7 +297,11 @@ def test_an_edit_to_negative_zero_or_nan_counts():
         (Precision(), torch.float32, (torch.float32, torch.float32, torch.float32, torch.float32)),
         (Precision(), torch.bfloat16, (torch.bfloat16, torch.float32, torch.bfloat16, torch.float32)),
         (Precision(), torch.float64, (torch.float64, torch.float64, torch.float64, torch.float64)),
-        (Precision(param_dtype=torch.bfloat16), torch.float32, (torch.bfloat16, torch.float32, torch.bfloat16, torch.float32)),
+        (
+            Precision(param_dtype=torch.bfloat16),
+            torch.float32,
+            (torch.bfloat16, torch.float32, torch.bfloat16, torch.float32),
+        ),
         (Precision(param_dtype=torch.bfloat16), torch.int64, (torch.int64,) * 4),
         (
             Precision(torch.float16, torch.float32, torch.bfloat16, torch.float64),
@@ -309,7 +319,13 @@ def test_each_state_has_its_dtype(precision, own, want):
 
 @pytest.mark.parametrize(
     "settings",
-    [{"param_dtype": torch.int32}, {"grad_dtype": torch.float8_e4m3fn}, {"master_dtype": "float32"}, {"reduce_dtype": torch.complex64}, {"cast_inputs": True}],
+    [
+        {"param_dtype": torch.int32},
+        {"grad_dtype": torch.float8_e4m3fn},
+        {"master_dtype": "float32"},
+        {"reduce_dtype": torch.complex64},
+        {"cast_inputs": True},
+    ],
     ids=str,
 )
 def test_dtypes_that_cannot_work_are_refused(settings):

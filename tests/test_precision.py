@@ -45,9 +45,9 @@ def squares(model, batch):
 class Plain:
     """Parameters, masters and accumulators as `precision` names them, in one process."""
 
-    def __init__(self, model, make, world, precision=None, warm=0, loss=squares, name="mlp"):
+    def __init__(self, model, make, world, precision=None, warm=0):
         precision = precision or Precision()
-        self.model, self.world, self.loss, self.name = model, world, loss, name
+        self.model, self.world = model, world
         self.named = dict(model.named_parameters())
         self.optimizer = make(model.parameters())
         for step in range(warm):
@@ -55,6 +55,7 @@ class Plain:
             for parameter in self.named.values():
                 parameter.grad = self.average(parameter)
             self.optimizer.step()
+            self.optimizer.zero_grad()
         state, self.optimizer.state = self.optimizer.state, type(self.optimizer.state)(dict)
         self.masters, self.grad_dtype, self.reduce_dtype = {}, {}, {}
         for name, p in self.named.items():
@@ -70,11 +71,13 @@ class Plain:
             p.data = p.data.to(dtype)
         self.optimizer.param_groups[0]["params"][:] = list(self.masters.values())
 
-    def backward(self, step, scaler=None, change=None):
+    def backward(self, step, scaler=None, change=None, before=None):
         """All ranks' micro-batches; leaves each rank's gradients apart."""
         self.pieces = []
         for rank in range(self.world):
-            loss = self.loss(self.model, models.batch(self.name, step, rank))
+            if before:
+                before(step, rank)
+            loss = squares(self.model, models.batch("mlp", step, rank))
             loss = change(self.model, loss, step, rank, self.world) if change else loss
             (scaler.scale(loss) if scaler else loss).backward()
             self.pieces.append({name: p.grad for name, p in self.named.items()})
@@ -125,12 +128,40 @@ def difference(zero, model, optimizer, want):
 
 # ------------------------------------------------------------------------------------------------- which dtype each has
 
+class Casting(models.Mixed):
+    """Parameters of three dtypes; casts between its layers to whatever dtype these have."""
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x.to(self.first.weight.dtype)))
+        x = self.second(x.to(self.second.weight.dtype)) * self.gain
+        return self.third(x.to(self.third.weight.dtype))
+
+
+class Sensitive(nn.Module):
+    """The gradient of the last bias alone grows with `self.factor`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = models.mlp(SIZES)
+        self.factor = 0.0
+
+    def forward(self, x):
+        term = self.layers[4].bias * self.factor
+        return self.layers(x) + (term - term.detach())  # nothing, but for its gradient
+
+
+def seeded(make):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return make()
+
+
 BUILD = {
     "fp32": lambda: models.build("mlp", sizes=SIZES),
     "bf16": lambda: models.build("mlp", sizes=SIZES).bfloat16(),
     "fp16": lambda: models.build("mlp", sizes=SIZES).half(),
     "fp64": lambda: models.build("mlp", sizes=SIZES).double(),
-    "mixed": lambda: models.build("mixed"),
+    "mixed": lambda: seeded(Casting),
 }
 SETTINGS = {
     "own": Precision(),
@@ -159,16 +190,14 @@ def trained(build, setting, want, warm=0, steps=3):
         for layout in (Layout(), Layout(bucket_mib=0.0005)):
             model = BUILD[build]()
             optimizer = OPTIMIZERS["adamw"](model.parameters())
-            name = "mixed" if build == "mixed" else "mlp"
             apart = Plain(model, OPTIMIZERS["adamw"], 1)
             for step in range(warm):
-                models_gradients(model, apart, step, name)
+                models_gradients(model, apart, step)
                 optimizer.step()
                 optimizer.zero_grad()
             zero = zeroshard.shard(model, optimizer, stage=stage, layout=layout, precision=SETTINGS[setting])
-            loss = mixed_squares if build == "mixed" else squares
             for step in range(steps):
-                loss(model, models.batch(name, warm + step, ranks.rank())).backward()
+                squares(model, models.batch("mlp", warm + step, ranks.rank())).backward()
                 optimizer.step()
                 optimizer.zero_grad()
             if text := difference(zero, model, optimizer, want):
@@ -176,7 +205,7 @@ def trained(build, setting, want, warm=0, steps=3):
     return found
 
 
-def models_gradients(model, apart, step, name):
+def models_gradients(model, apart, step):
     """What the warm steps of `Plain` see: every rank's batches, averaged."""
     apart.world, apart.named = ranks.world(), dict(model.named_parameters())
     apart.backward(step)
@@ -184,19 +213,11 @@ def models_gradients(model, apart, step, name):
         parameter.grad = apart.average(parameter)
 
 
-def mixed_squares(model, batch):
-    """The mixed model casts between its layers itself; asked for one dtype, its casts are the user's business."""
-    x = torch.tanh(model.first(batch[0].to(model.first.weight.dtype)))
-    x = model.second(x.to(model.second.weight.dtype)) * model.gain
-    return F.mse_loss(model.third(x.to(model.third.weight.dtype)).float(), batch[1])
-
-
 @pytest.mark.parametrize(("build", "setting"), CASES, ids=lambda each: each)
 def test_every_state_has_the_dtype_it_was_given(build, setting):
     """Weights and masters after 3 steps on 3 ranks, at every stage and in one or many buckets, are those of the
     definition with the same parameter, reduction, gradient and master dtypes."""
-    loss, name = (mixed_squares, "mixed") if build == "mixed" else (squares, "mlp")
-    apart = Plain(BUILD[build](), OPTIMIZERS["adamw"], 3, SETTINGS[setting], loss=loss, name=name)
+    apart = Plain(BUILD[build](), OPTIMIZERS["adamw"], 3, SETTINGS[setting])
     for step in range(3):
         apart.backward(step)
         apart.average()
@@ -313,10 +334,9 @@ def overflow(model, loss, step, rank, world):
     return loss * 1e7 if rank in at.get(step, ()) else loss
 
 
-def overflow_in_one_part(model, loss, step, rank, world):
-    """Steps 1 and 4 overflow, in the gradient of the last bias only."""
-    term = model[4].bias.float().sum()
-    return loss + term * (1e7 if (step, rank) in {(1, world - 1), (4, 0)} else 0.0)
+def factor(step, rank, world):
+    """What `Sensitive` overflows by, at steps 1 and 4."""
+    return 1e4 if (step, rank) in {(1, world - 1), (4, 0)} else 0.0
 
 
 def scaled_plain(world, kind, how):
@@ -386,14 +406,16 @@ def two_optimizers(model_or_masters):
 def one_of_two(want):
     found = {}
     for stage in STAGES:
-        model = BUILD["fp16"]()
+        model = seeded(Sensitive).half()
         optimizers = two_optimizers(model.parameters())
         zero = zeroshard.shard(model, optimizers, stage=stage)
         scaler = torch.amp.GradScaler("cpu", **SCALES)
-        scales = []
+        scales, steps = [], [0, 0]
+        for number, optimizer in enumerate(optimizers):
+            optimizer.register_step_post_hook(partial(count, steps, number))
         for step in range(6):
-            loss = squares(model, models.batch("mlp", step, ranks.rank()))
-            scaler.scale(overflow_in_one_part(model, loss, step, ranks.rank(), ranks.world())).backward()
+            model.factor = factor(step, ranks.rank(), ranks.world())
+            scaler.scale(squares(model, models.batch("mlp", step, ranks.rank()))).backward()
             for optimizer in optimizers:
                 scaler.step(optimizer)
             scaler.update()
@@ -402,53 +424,76 @@ def one_of_two(want):
         with zero.gathered():
             weights = reference.weights(model)
         text = reference.first_difference(weights, want["weights"])
-        if text or scales != want["scales"]:
-            found[stage] = text or scales
+        if text or (scales, steps) != (want["scales"], want["steps"]):
+            found[stage] = text or (scales, steps)
     return found
+
+
+def count(steps, number, *_):
+    steps[number] += 1
 
 
 def test_grad_scaler_decides_per_optimizer():
     """Two optimizers, an overflow in the gradients of one: that one skips on all ranks, the other steps, as in torch."""
     world = 3
-    model = BUILD["fp16"]()
+    model = seeded(Sensitive).half()
     apart = Plain(model, OPTIMIZERS["sgd"], world)
     optimizers = two_optimizers(apart.masters.values())
     scaler = torch.amp.GradScaler("cpu", **SCALES)
-    scales = []
+    scales, steps = [], [0, 0]
+    for number, optimizer in enumerate(optimizers):
+        optimizer.register_step_post_hook(partial(count, steps, number))
     for step in range(6):
-        apart.backward(step, scaler, overflow_in_one_part)
+        apart.backward(step, scaler, before=lambda step, rank: setattr(model, "factor", factor(step, rank, world)))
         apart.average()
         for optimizer in optimizers:
             scaler.step(optimizer)
         scaler.update()
         apart.write_back()
         scales.append(scaler.get_scale())
-    want = apart.found() | {"scales": scales}
+    assert steps == [6, 4]
+    want = apart.found() | {"scales": scales, "steps": steps}
     assert ranks.run(world, one_of_two, want) == [{}] * world
 
 
 UNEVEN = {
     # Ranks whose fragments are of different dtypes, or of parameters without a gradient, or empty.
-    "mixed": ("mixed", {}, mixed_squares, Layout(bounds="tensor")),
-    "unused": ("unused", {}, squares, Layout(bounds="tensor")),
-    "tiny": ("tiny", {}, squares, Layout()),
-    "degenerate": ("degenerate", {}, squares, Layout()),
+    "mixed": (BUILD["mixed"], Layout(bounds="tensor")),
+    "unused": (partial(models.build, "unused"), Layout(bounds="tensor")),
+    "mostly unused": (lambda: seeded(partial(Seldom, 12)), Layout(bounds="tensor")),
+    "tiny": (partial(models.build, "tiny"), Layout()),
+    "degenerate": (partial(models.build, "degenerate"), Layout()),
 }
+
+
+class Seldom(nn.Module):
+    """The first and the last of many equal layers are used: ranks in the middle own no gradient at all."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(7, 7) for _ in range(layers))
+
+    def forward(self, x):
+        return self.layers[-1](torch.tanh(self.layers[0](x)))[:, :5]
+
+
+def infinite(model, value, step, rank, world):
+    """Steps 1 and 3 overflow, on one rank each."""
+    return value * float("inf") if (step, rank) in {(1, 2), (3, 0)} else value
 
 
 def uneven(name, want):
     found = {}
-    model_name, options, loss, layout = UNEVEN[name]
+    make, layout = UNEVEN[name]
     for stage in STAGES:
-        model = models.build(model_name, **options)
+        model = make()
         optimizer = OPTIMIZERS["adamw"](model.parameters())
         zero = zeroshard.shard(model, optimizer, stage=stage, layout=layout)
         scaler = torch.amp.GradScaler("cpu", **SCALES)
         scales = []
         for step in range(6):
-            value = loss(model, models.batch(model_name, step, ranks.rank()))
-            value = value * float("inf") if (step, ranks.rank()) in {(1, 2), (3, 0)} else value
-            scaler.scale(value).backward()
+            value = squares(model, models.batch("mlp", step, ranks.rank()))
+            scaler.scale(infinite(model, value, step, ranks.rank(), 3)).backward()
             scaler.unscale_(optimizer)
             scaler.step(optimizer)
             scaler.update()
@@ -464,14 +509,10 @@ def uneven(name, want):
 @pytest.mark.parametrize("name", UNEVEN)
 def test_grad_scaler_where_ranks_hold_different_things(name):
     """Ranks that own other dtypes than their peers, only parameters without gradients, or nothing, decide alike."""
-    model_name, options, loss, _ = UNEVEN[name]
-    apart = Plain(models.build(model_name, **options), OPTIMIZERS["adamw"], 3, loss=loss, name=model_name)
+    make, _ = UNEVEN[name]
+    apart = Plain(make(), OPTIMIZERS["adamw"], 3)
     scaler = torch.amp.GradScaler("cpu", **SCALES)
     scales = []
-
-    def infinite(model, value, step, rank, world):
-        return value * float("inf") if (step, rank) in {(1, 2), (3, 0)} else value
-
     for step in range(6):
         apart.backward(step, scaler, infinite)
         apart.average()
@@ -494,7 +535,7 @@ def integers(want):
             optimizer = OPTIMIZERS["adamw"](model.parameters())
             zero = zeroshard.shard(model, optimizer, stage=stage, precision=precision)
             for step in range(3):
-                squares(model, models.batch("integers", step, ranks.rank())).backward()
+                squares(model, models.batch("mlp", step, ranks.rank())).backward()
                 optimizer.step()
                 optimizer.zero_grad()
             before["calls"] = torch.tensor(3)
@@ -507,7 +548,7 @@ def integers(want):
 
 def test_integers_and_bools_are_untouched():
     """int and bool parameters and buffers keep dtype and value at every stage, also where floats become bf16."""
-    apart = Plain(models.build("integers"), OPTIMIZERS["adamw"], 3, name="integers")
+    apart = Plain(models.build("integers"), OPTIMIZERS["adamw"], 3)
     for step in range(3):
         apart.backward(step)
         apart.average()

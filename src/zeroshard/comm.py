@@ -68,6 +68,9 @@ class Comm:
                 got=repr(self.reduce),
                 instead=nearest(self.reduce, get_args(Reduce)),
             )
+        for name in ("overlap", "release_after_forward"):
+            if type(getattr(self, name)) is not bool:
+                raise UserError(f"Comm.{name} is a yes or a no", expected="True or False", got=repr(getattr(self, name)))
         if type(self.prefetch) is not int or self.prefetch < 0:
             raise UserError(
                 "Comm.prefetch counts units",

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -135,7 +135,10 @@ class Gradients:
         self.entries: list[Entry] = []
         self.first_number: dict[int, int] = {}  # bucket index -> number of its first entry
         self.fragments: dict[int, list[nn.Parameter]] = {}  # entry number -> what optimizers on this rank hold of it
+        self.updaters: dict[int, int] = {}  # entry number -> number of the optimizer that updates it, on some rank
+        self.stand_ins: dict[int, nn.Parameter] = {}  # optimizer number -> its first fragment on this rank
         self.settle: Callable[[], None] = lambda: None  # reduces what no_sync left, before a question
+        self._judged: Tensor | None = None  # the found_inf that already has all ranks' verdict
         self._questions = 0
         self._answers: dict[float, Tensor] = {}
 
@@ -158,6 +161,10 @@ class Gradients:
                 entry.param.grad = ShardedGrad(self, entry, entry.param, is_fragment=False)
         for fragment in self.fragments.get(entry.number, ()):
             fragment.grad = ShardedGrad(self, entry, fragment, is_fragment=True)
+        # GradScaler wants to see a gradient in each optimizer, also on a rank that owns nothing of any.
+        stand_in = self.stand_ins.get(self.updaters.get(entry.number, -1))
+        if stand_in is not None and stand_in.grad is None and entry.number not in self.fragments:
+            stand_in.grad = ShardedGrad(self, entry, stand_in, is_fragment=True)
 
     def hide(self, entry: Entry) -> None:
         """Make `p.grad` None, on the optimizers' side too."""
@@ -194,17 +201,18 @@ class Gradients:
     def norm(self, entry: Entry, order: float) -> Tensor:
         """0-d fp32 tensor: the norm of one parameter's whole gradient, the same on every rank."""
         if order not in self._answers:
+            if order not in (1.0, 2.0, math.inf):
+                raise StateError(
+                    "this norm of a sharded gradient is not defined",
+                    where=f"gradient of {entry.slot.name!r}",
+                    expected="L1, L2 or Linf",
+                    got=f"order {order}",
+                    instead="norm_type=2.0, 1.0 or float('inf')",
+                )
             self._answers[order] = self._norms(order)
         return self._answers[order][entry.number]
 
     def _norms(self, order: float) -> Tensor:
-        if order not in (1.0, 2.0, math.inf):
-            raise StateError(
-                "this norm of a sharded gradient is not defined",
-                expected="L1, L2 or Linf",
-                got=f"order {order}",
-                instead="norm_type=2.0, 1.0 or float('inf')",
-            )
         self.ask()
         device = self.entries[0].param.device
         bins = empty_bins(len(self.entries), device)
@@ -239,13 +247,22 @@ class Gradients:
         return whole[entry.slot.start : entry.slot.stop].view(entry.slot.shape).clone()
 
     def unscale(self, grads: Sequence[ShardedGrad], found_inf: Tensor, inv_scale: Tensor) -> None:
-        """What `GradScaler` does to a list of gradients, with one verdict for all ranks."""
-        self.ask()
+        """What `GradScaler` does to a list of gradients, with one verdict for all ranks.
+
+        It calls once per dtype that it sees, which differs over the ranks: so the first call with a new `found_inf`
+        settles the verdict for everything that the optimizer updates.
+        """
+        if found_inf is not self._judged:
+            self.ask()
+            self._judged = found_inf
+            updater = self.updaters.get(grads[0]._entry.number)
+            mine = [e for e in self.entries if self.updaters.get(e.number) == updater and self.has_gradient(e)]
+            finite = [bool(e.accumulator.fragment(e.index).isfinite().all()) for e in mine]
+            agreed = torch.tensor([0 if all(finite) else 1], dtype=torch.uint8)
+            self.group.maximum(agreed)
+            found_inf.fill_(max(float(agreed), float(found_inf)))
         fragments = [grad.editable() for grad in grads]
         aten._amp_foreach_non_finite_check_and_unscale_([f for f in fragments if f.numel()], found_inf, inv_scale)
-        agreed = found_inf.detach().cpu()
-        self.group.maximum(agreed)
-        found_inf.copy_(agreed)
 
 
 class ShardedGrad(Tensor):
@@ -284,6 +301,20 @@ class ShardedGrad(Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"ShardedGrad({self._entry.slot.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def _cannot(self, what: object) -> StateError:
+        return StateError(
+            f"a sharded gradient cannot answer {what}",
+            where=f"gradient of {self._entry.slot.name!r}",
+            expected="clip_grad_norm_, clip_grad_value_, GradScaler, zero_ and elementwise edits in place",
+            instead="p.grad.full_tensor() on every rank, or p.grad.to_local() for this rank's elements",
+        )
+
+    def tolist(self) -> NoReturn:  # torch refuses these two itself, but says no remedy
+        raise self._cannot("tolist()")
+
+    def numpy(self, *, force: bool = False) -> NoReturn:
+        raise self._cannot("numpy()")
 
     def full_tensor(self) -> Tensor:
         """The whole averaged gradient as a plain tensor in the accumulation dtype. Collective: call it on every rank."""
@@ -324,12 +355,7 @@ class ShardedGrad(Tensor):
                 )
             return None
         first = next(leaf for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(leaf, ShardedGrad))
-        raise StateError(
-            f"a sharded gradient cannot answer {func}",
-            where=f"gradient of {first._entry.slot.name!r}",
-            expected="clip_grad_norm_, clip_grad_value_, GradScaler, zero_ and elementwise edits in place",
-            instead="p.grad.full_tensor() on every rank, or p.grad.to_local() for this rank's elements",
-        )
+        raise first._cannot(func)
 
 
 def _norm(

@@ -53,6 +53,10 @@ class Precision:
                     got=repr(dtype),
                     instead=f"Precision({name}=torch.bfloat16)",
                 )
+        if type(self.cast_inputs) is not bool:
+            raise UserError(
+                "Precision.cast_inputs is a yes or a no", expected="True or False", got=repr(self.cast_inputs)
+            )
         if self.cast_inputs and self.param_dtype is None:
             raise UserError(
                 "Precision.cast_inputs needs to know what to cast to",
@@ -187,7 +191,7 @@ def add_to_bins(bins: Tensor, owner: Tensor, sums: Tensor) -> None:
 
     A float is m * 2^(max(e, 1) - 150); with e = 8 * bin + shift it adds m << shift to its bin, exactly.
     """
-    bits = sums.view(torch.int32).to(torch.int64)
+    bits = _magnitude(sums).to(torch.int64)
     exponent = bits >> 23
     mantissa = bits & 0x7FFFFF
     subnormal = exponent == 0
@@ -210,4 +214,9 @@ def sums_from_bins(bins: Tensor) -> Tensor:
 
 def add_to_maxima(maxima: Tensor, owner: Tensor, sums: Tensor) -> None:
     """int32 [slots]: non-negative floats compare like their bits, NaN above inf, so an integer maximum is exact."""
-    maxima.scatter_reduce_(0, owner, sums.view(torch.int32), reduce="amax")
+    maxima.scatter_reduce_(0, owner, _magnitude(sums), reduce="amax")
+
+
+def _magnitude(sums: Tensor) -> Tensor:
+    """Their bits without the sign, which only a NaN can have: inf - inf is a negative one on most processors."""
+    return sums.view(torch.int32) & 0x7FFFFFFF

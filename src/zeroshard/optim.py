@@ -169,6 +169,9 @@ class Binding:
                 known = self.gradients.fragments.setdefault(entry.number, [])
                 if not any(param is fragment.param for param in known):
                     known.append(fragment.param)
+        entries = [entry for entry in (self.entry(member.place) for member in self.members) if entry is not None]
+        self.gradients.updaters |= {entry.number: self.number for entry in entries}
+        self.gradients.stand_ins |= {self.number: fragment.param for fragment in self.fragments[:1]}
 
     def _fragment(self, param: nn.Parameter, group: int, broadcast_state: bool) -> nn.Parameter:
         place: Place = param._zeroshard  # type: ignore[attr-defined]
@@ -178,7 +181,7 @@ class Binding:
         self.members.append(Member(place, group))
         state = self.optimizer.state.pop(param, None)
         if state:
-            kept = {key: self._cut(place, key, value, fragment, broadcast_state) for key, value in state.items()}
+            kept = {key: self._cut(place, group, key, value, fragment, broadcast_state) for key, value in state.items()}
             if fragment.numel():
                 self.optimizer.state[fragment] = kept
         return fragment
@@ -194,16 +197,18 @@ class Binding:
         )
         return flat.view(slot.shape) if self.whole and part.numel == slot.numel else flat
 
-    def _cut(self, place: Place, key: str, value: Any, fragment: nn.Parameter, broadcast_state: bool) -> Any:
+    def _cut(
+        self, place: Place, group: int, key: str, value: Any, fragment: nn.Parameter, broadcast_state: bool
+    ) -> Any:
         slot = place.buffer.bucket.slots[place.index]
         if not isinstance(value, Tensor):
             return value
-        if value.is_cpu or value.device == place.buffer.full.device:
-            value = value.detach().clone().contiguous()
-        if broadcast_state and value.device == place.buffer.full.device:
-            self.group.broadcast(value.view(-1) if value.dim() == 0 else value)
+        options, home = self.optimizer.param_groups[group], value.device
+        value = value.detach().to(fragment.device, copy=True).contiguous()
+        if broadcast_state:
+            self.group.broadcast(value.view(-1))
         if key in SCALARS or (value.dim() == 0 and slot.shape):
-            return value
+            return value if options.get("fused") or options.get("capturable") else value.to(home)
         if tuple(value.shape) != slot.shape:
             raise UserError(
                 "the optimizer already has state that cannot be cut",
@@ -213,7 +218,9 @@ class Binding:
                 instead="shard before the first step",
             )
         part = slot.within(*place.buffer.updated)
-        return value.reshape(-1)[part.start : part.stop].view(fragment.shape).clone()
+        value = value.reshape(-1)[part.start : part.stop].view(fragment.shape)
+        # As load_state_dict does it: state goes along in the dtype of what is updated.
+        return value.to(fragment.dtype if value.is_floating_point() else value.dtype, copy=True)
 
     def retarget(self, buffer: Buffer) -> None:
         """A bucket got masters: its fragments become views of them."""

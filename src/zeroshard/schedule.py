@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from .buffer import Buffer
 from .comm import Comm, Group
 from .errors import PeerError, ReleasedError, StateError
-from .gradient import Entry, Gradients
+from .gradient import Gradients
 from .guard import SavedTensors
 from .reduction import Reduction
 from .script import Script
@@ -37,6 +37,13 @@ from .unit import Unit
 def in_backward() -> bool:
     """Is this thread inside the autograd engine?"""
     return torch._C._current_graph_task_id() != -1
+
+
+def _stack_depth() -> int:
+    frame, depth = sys._getframe(), 0
+    while frame.f_back is not None:
+        frame, depth = frame.f_back, depth + 1
+    return depth
 
 
 @dataclasses.dataclass
@@ -66,6 +73,7 @@ class Schedule:
         self.before_forward: Callable[[bool], None] = lambda training: None
         self.cast_inputs: torch.dtype | None = None
         self._frames: list[Frame] = []
+        self._depth = 0  # of the Python stack where the outermost of them was entered
         self._grad_forward = False  # was the running root forward called in grad mode?
         self._own_segment = False  # did the running backward begin a segment of gathers? (not inside a forward)
         self._forwards = 0
@@ -74,40 +82,35 @@ class Schedule:
         self._recent: list[Unit] = []  # units gathered in this backward, oldest first
         self._unit_of = {id(buffer): unit for unit in units for buffer in unit.buffers}
         self._hooked: set[int] = set()
-        weak = weakref.ref(self)
         for unit in units:
             for buffer in unit.buffers:
-                buffer.on_touch = functools.partial(_call, weak, Schedule.touch)
-                buffer.on_fetch = functools.partial(_call, weak, Schedule.fetch)
+                buffer.on_touch, buffer.on_fetch = _weak(self.touch), _weak(self.fetch)
                 if buffer.place.parameters:
                     self.saved.watch(buffer)
                     buffer.on_new_storage = self.saved.moved
-            unit.module.register_forward_pre_hook(
-                functools.partial(_pre_forward, weak, unit.index), prepend=True, with_kwargs=True
-            )
-            unit.module.register_forward_hook(functools.partial(_post_forward, weak, unit.index), always_call=True)
+            unit.module.register_forward_pre_hook(_weak(self.enter, unit), prepend=True, with_kwargs=True)
+            unit.module.register_forward_hook(_weak(self.leave, unit), always_call=True)
 
     def hook_gradients(self) -> None:
         """Watch every trainable parameter's gradient. Called again after parameters were unfrozen."""
-        weak = weakref.ref(self)
         for entry in self.gradients.entries:
             if entry.param.requires_grad and entry.number not in self._hooked:
                 self._hooked.add(entry.number)
-                entry.param.register_hook(functools.partial(_before_accumulation, weak, entry.number))
-                entry.param.register_post_accumulate_grad_hook(
-                    functools.partial(_after_accumulation, weak, entry.number)
-                )
+                entry.param.register_hook(_weak(self.before_accumulation, entry.number))
+                entry.param.register_post_accumulate_grad_hook(_weak(self.after_accumulation, entry.number))
 
     # --- forward ----------------------------------------------------------------------------------------------------
 
-    def enter(
-        self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def enter(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """A unit's forward begins."""
         recompute = in_backward()
         if recompute:
             self._event()
-        elif not self._frames:
+        elif not self._frames or _stack_depth() <= self._depth:
+            if self._frames:  # an interrupt went through the last forward, past every hook
+                self._unwind(None)
+                self.script.abandon()
+            self._depth = _stack_depth()
             self._begin_forward(unit)
             if self.cast_inputs is not None:
                 args, kwargs = tree_map_only(Tensor, self._cast, (args, kwargs))
@@ -122,20 +125,27 @@ class Schedule:
         self._frames.append(Frame(unit, pushed, recompute))
         return args, kwargs
 
-    def leave(self, unit: Unit, output: Any) -> None:
+    def leave(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
         """A unit's forward ended, normally or by an exception."""
-        if not self._frames or self._frames[-1].unit is not unit:
-            return  # its pre-hook never ran to the end
-        frame = self._frames.pop()
-        if frame.pushed:
-            self.saved.pop()
-        for needed in (unit, *unit.borrows):
-            needed.open_calls -= 1
-            needed.close()
-            if not frame.recompute and self.settings.release_after_forward:
-                needed.release()
-        if not frame.recompute and not self._frames:
-            self._end_forward(output)
+        if any(frame.unit is unit for frame in self._frames):  # else its pre-hook never ran to the end
+            frame = self._unwind(unit)
+            if not (frame.recompute or self._frames):
+                self._end_forward(output)
+
+    def _unwind(self, unit: Unit | None) -> Frame:
+        """Leave the innermost forward of `unit`, and with it those inside it that an interrupt never let end."""
+        while self._frames:
+            frame = self._frames.pop()
+            if frame.pushed:
+                self.saved.pop()
+            for needed in (frame.unit, *frame.unit.borrows):
+                needed.open_calls -= 1
+                needed.close()
+                if not frame.recompute and self.settings.release_after_forward:
+                    needed.release()
+            if frame.unit is unit:
+                break
+        return frame
 
     def _cast(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.cast_inputs) if tensor.is_floating_point() else tensor
@@ -167,14 +177,13 @@ class Schedule:
             if self.settings.release_after_forward or not self._grad_forward:
                 unit.release()
         if self._grad_forward:
-            weak = weakref.ref(self)
             for leaf in tree_leaves(output):
                 if isinstance(leaf, Tensor) and leaf.requires_grad and not leaf.is_leaf:
-                    leaf.register_hook(functools.partial(_output_gradient, weak))
+                    leaf.register_hook(_weak(self._event))
         self._grad_forward = False
 
     def flush_pinned(self) -> None:
-        # Inside gathered() the user may have edited the full copy; the coming gathers must bring those edits, not undo them.
+        """Edits made so far inside gathered() become the shards, or the coming gathers would undo them."""
         for unit in self.units:
             if unit.pinned:
                 for buffer in unit.sharded:
@@ -226,7 +235,7 @@ class Schedule:
 
     # --- backward ---------------------------------------------------------------------------------------------------
 
-    def _event(self) -> None:
+    def _event(self, *_: Any) -> None:
         """Something of a backward happened: begin it if this is the first."""
         if self._backward is not None:
             return
@@ -245,7 +254,7 @@ class Schedule:
         self._queue_end()
 
     def _queue_end(self) -> None:
-        Variable._execution_engine.queue_callback(functools.partial(_call, weakref.ref(self), Schedule._end))  # type: ignore[attr-defined]
+        Variable._execution_engine.queue_callback(_weak(self._end))  # type: ignore[attr-defined]
 
     def _end(self) -> None:
         if self._backward is None:
@@ -297,10 +306,10 @@ class Schedule:
         with torch._C.DisableTorchFunctionSubclass():
             param.grad = None
 
-    def after_accumulation(self, number: int) -> None:
+    def after_accumulation(self, number: int, param: nn.Parameter) -> None:
         """`p.grad` is complete, for this graph at least."""
         self._event()
-        entry: Entry = self.gradients.entries[number]
+        entry = self.gradients.entries[number]
         nested = torch._C._current_graph_task_id() != self._backward
         if self.reduction.arrived(entry, nested=nested):
             unit = self._unit_of[id(entry.accumulator.buffer)]
@@ -350,38 +359,14 @@ class Schedule:
                 unit.pinned -= 1
 
 
-def _call(weak: weakref.ref[Schedule], method: Callable[..., Any], *args: Any) -> Any:
-    schedule = weak()
-    return None if schedule is None else method(schedule, *args)
+def _weak(method: Callable[..., Any], *args: Any) -> Callable[..., Any]:
+    """A hook that calls the method for as long as its object lives.
+
+    Hooks of tensors live in C++, where the garbage collector sees no cycles: they must not keep the engine alive.
+    """
+    return functools.partial(_call, weakref.WeakMethod(method), *args)
 
 
-# Module and tensor hooks hold the schedule weakly: hooks live in C++ where the garbage collector sees no cycles.
-
-
-def _pre_forward(weak: weakref.ref[Schedule], index: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    schedule = weak()
-    return None if schedule is None else schedule.enter(schedule.units[index], args, kwargs)
-
-
-def _post_forward(weak: weakref.ref[Schedule], index: int, module: nn.Module, args: Any, output: Any) -> None:
-    schedule = weak()
-    if schedule is not None:
-        schedule.leave(schedule.units[index], output)
-
-
-def _before_accumulation(weak: weakref.ref[Schedule], number: int, grad: Tensor | None) -> None:
-    schedule = weak()
-    if schedule is not None:
-        schedule.before_accumulation(number, grad)
-
-
-def _after_accumulation(weak: weakref.ref[Schedule], number: int, param: nn.Parameter) -> None:
-    schedule = weak()
-    if schedule is not None:
-        schedule.after_accumulation(number)
-
-
-def _output_gradient(weak: weakref.ref[Schedule], grad: Tensor) -> None:
-    schedule = weak()
-    if schedule is not None:
-        schedule._event()
+def _call(reference: weakref.WeakMethod[Callable[..., Any]], *args: Any) -> Any:
+    method = reference()
+    return None if method is None else method(*args)

@@ -10,19 +10,20 @@ import functools
 import itertools
 from functools import partial
 
-import models
-import norms
 import pytest
-import ranks
-import reference
 import torch
 
+import models
+import norms
+import ranks
+import reference
 import zeroshard
 from zeroshard import Comm, Layout, Precision
 
 STEPS = 20
-GPT = {"hidden": 12, "layers": 2}
 STAGES = (0, 1, 2, 3)
+BATCHES, LOSS = partial(models.batch, "gpt"), partial(models.loss, "gpt")
+GPT = {"hidden": 12, "layers": 2}
 BUCKETS = {
     "one": Layout(units=()),  # the whole model is one unit and one bucket
     "units": Layout(),
@@ -62,8 +63,9 @@ def plain(world, precision, kernel="loop", backwards=1, steps=STEPS, block=norms
         made.append(adamw(parameters, kernel))
         return made[0]
 
-    options = dict(steps=steps, clip=limit(world * backwards), average=True, norm=partial(norms.total, block=block))
-    common = (partial(models.batch, "gpt"), partial(models.loss, "gpt"), world, backwards)
+    norm = partial(norms.total, block=block)
+    options = {"steps": steps, "clip": limit(world * backwards), "average": True, "norm": norm}
+    common = (BATCHES, LOSS, world, backwards)
     if precision == "fp32":
         history = reference.accumulate(model, make(model.parameters()), *common, **options)
         masters = dict(model.named_parameters())
@@ -88,7 +90,7 @@ def train(stage, buckets, checkpoint, kernel, *, precision, backwards=1, steps=S
     layout = layout or BUCKETS[buckets]
     zero = zeroshard.shard(model, optimizer, stage=stage, precision=PRECISIONS[precision], layout=layout, comm=comm)
     history = reference.loop(
-        model, optimizer, partial(models.batch, "gpt"), partial(models.loss, "gpt"),
+        model, optimizer, BATCHES, LOSS,
         ranks.rank(), ranks.world(), backwards, steps=steps, clip=limit(ranks.world() * backwards), average=True,
     )  # fmt: skip
     with zero.gathered():
@@ -166,7 +168,7 @@ def test_several_micro_batches_are_added_in_order(world, precision, backwards):
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_fewer_ranks_with_more_micro_batches_have_the_same_bits(precision):
-    """4 ranks x 1, 2 x 2 and 1 x 4 micro-batches end with the same weights, masters, state and norms, at every stage."""
+    """4 ranks x 1, 2 x 2, 1 x 4 micro-batches end with the same weights, masters, state and norms, at every stage."""
     want = {"loop": plain(1, precision, "loop", 4, 4)}
     for each in ("weights", "norms"):
         for world in (2, 4):
@@ -182,7 +184,7 @@ def _as_dict(value):
     return value if isinstance(value, dict) else {"": value}
 
 
-# ------------------------------------------------------------------------------------------- everything else that may vary
+# ---------------------------------------------------------------------------------------- whatever else may vary
 
 RECOMPUTE = (None, "nonreentrant", None, "reentrant")
 COMMS = {
@@ -212,7 +214,7 @@ def test_where_tensors_are_cut_changes_no_bit(bounds, kernel, precision):
 
 @pytest.mark.parametrize("bounds", ["unit", "model"])
 def test_cuts_at_any_element_change_no_bit(bounds):
-    """`align=1`, as in the papers: cuts fall anywhere, also inside vector registers; norms then add element by element."""
+    """`align=1`, as in the papers: cuts fall anywhere, inside vector registers too; norms then add single elements."""
     want = {kernel: plain(3, "fp32", kernel, 1, 5, block=1) for kernel in ("loop", "foreach")}
     configurations = [(stage, None, None, kernel) for stage in STAGES for kernel in want]
     run = partial(compare, configurations, want, precision="fp32", steps=5, layout=Layout(bounds=bounds, align=1))
@@ -237,7 +239,7 @@ def over_stages(options):
         optimizer = adamw(model.parameters(), "loop")
         zero = zeroshard.shard(model, optimizer, stage=stage, **options)
         history = reference.loop(
-            model, optimizer, partial(models.batch, "gpt"), partial(models.loss, "gpt"),
+            model, optimizer, BATCHES, LOSS,
             ranks.rank(), ranks.world(), 2, steps=5, clip=0.3, average=True,
         )  # fmt: skip
         with zero.gathered():
@@ -258,9 +260,7 @@ def own_seed():
         model = models.build("gpt", seed=ranks.rank(), **GPT)
         optimizer = adamw(model.parameters(), "loop")
         zero = zeroshard.shard(model, optimizer, stage=stage)
-        reference.loop(
-            model, optimizer, partial(models.batch, "gpt"), partial(models.loss, "gpt"), ranks.rank(), 3, steps=2
-        )
+        reference.loop(model, optimizer, BATCHES, LOSS, ranks.rank(), 3, steps=2)
         with zero.gathered():
             found.append(reference.weights(model))
     first = reference.weights(models.build("gpt", seed=0, **GPT))

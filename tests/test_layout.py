@@ -1,9 +1,10 @@
-"""The layout is pure arithmetic: whatever the shapes, ranks and policy, every element has exactly one place and owner."""
+"""The layout is pure arithmetic: whatever shapes, ranks and policy, every element has exactly one place and owner."""
 
 from __future__ import annotations
 
 import ast
 import dataclasses
+import itertools
 import math
 from pathlib import Path
 
@@ -20,7 +21,7 @@ SHAPES = st.lists(st.sampled_from([0, 1, 2, 3, 5, 13, 64, 127, 128, 129, 257]), 
 
 @st.composite
 def specs(draw):
-    """Up to twelve parameters, 0-d and empty ones among them, in up to three units, registered in any order of units."""
+    """Up to twelve parameters, 0-d and empty ones among them, in up to three units in any order."""
     shapes = draw(st.lists(SHAPES.filter(lambda shape: math.prod(shape) <= 20_000), max_size=12))
     kinds = st.tuples(st.sampled_from(list(ITEM_BYTES)), st.integers(0, 2), st.booleans())
     return [
@@ -73,7 +74,7 @@ def test_shards_tile_every_bucket_exactly(given_specs, policy, ranks):
         assert sum(bucket.shard_numel(rank) for rank in range(ranks)) == bucket.numel
         assert bucket.padding == bucket.numel - sum(slot.numel for slot in bucket.slots) >= 0
         taken = [range(slot.start, slot.stop) for slot in bucket.slots if slot.numel]
-        assert all(before.stop <= after.start for before, after in zip(taken, taken[1:], strict=False))
+        assert all(before.stop <= after.start for before, after in itertools.pairwise(taken))
         assert all(slot.stop <= bucket.numel for slot in bucket.slots)
 
 
@@ -157,7 +158,7 @@ def _assert_ranks_follow_each_other(members: list[Bucket], ranks: int) -> None:
 
 @given(specs(), LAYOUTS, RANKS)
 def test_buckets_keep_to_their_size(given_specs, policy, ranks):
-    """A bucket of several parameters stays within bucket_mib; parameters of one unit, dtype and trainability share one."""
+    """Several parameters stay within bucket_mib; those of one unit, dtype and trainability share a bucket."""
     made = partition(given_specs, policy, ranks)
     limit = policy.bucket_mib * 2**20
     for bucket in made.buckets:
@@ -194,7 +195,8 @@ def test_every_element_finds_its_slot(given_specs, policy):
 # -------------------------------------------------------------------------------------------------- the texts' examples
 
 TEXT_A = {  # the 260-parameter transformer, in the order of its flat vector
-    "gamma1": (4,), "beta1": (4,), "W_q": (4, 4), "W_k": (4, 4), "W_v": (4, 4), "W_o": (4, 4), "gamma2": (4,), "beta2": (4,),
+    "gamma1": (4,), "beta1": (4,), "W_q": (4, 4), "W_k": (4, 4), "W_v": (4, 4), "W_o": (4, 4),
+    "gamma2": (4,), "beta2": (4,),
     "W1": (4, 16), "b1": (16,), "W2": (16, 4), "b2": (4,), "W_vocab": (4, 8),
 }  # fmt: skip
 
@@ -202,7 +204,7 @@ TEXT_A = {  # the 260-parameter transformer, in the order of its flat vector
 @pytest.mark.parametrize("bucket_mib", [24.0, 0.0001])
 @pytest.mark.parametrize("units", [1, 3])
 def test_the_260_parameter_model_is_cut_at_130_inside_w1(units, bucket_mib):
-    """Ranks own 0-129 and 130-259; W1 (elements 80-143) is cut 50/14; slices sum to 130 each, however it is bucketed."""
+    """Ranks own 0-129 and 130-259; W1 (elements 80-143) is cut 50/14; 130 elements each, however it is bucketed."""
     given_specs = [
         Spec(name, shape, "torch.bfloat16", 2, min(number // 5, units - 1), True)
         for number, (name, shape) in enumerate(TEXT_A.items())
@@ -253,9 +255,16 @@ def test_more_ranks_than_elements():
 
 def _bucket(**changes):
     slots = (Slot("a", (200,), 0, 200), Slot("b", (56,), 256, 56))
-    fields = dict(
-        index=0, unit=0, dtype="torch.float32", itemsize=4, trainable=True, slots=slots, numel=512, bounds=(0, 256, 512)
-    )
+    fields = {
+        "index": 0,
+        "unit": 0,
+        "dtype": "torch.float32",
+        "itemsize": 4,
+        "trainable": True,
+        "slots": slots,
+        "numel": 512,
+        "bounds": (0, 256, 512),
+    }
     return Bucket(**(fields | changes))
 
 

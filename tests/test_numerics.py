@@ -1,17 +1,18 @@
-"""Sums in rank order, exact norms, and masters that follow edits: against plain torch and against Python's fractions."""
+"""Sums in rank order, exact norms, masters that follow edits: against plain torch and Python's fractions."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from fractions import Fraction
 
-import norms
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import norms
 from zeroshard import Error, Precision
 from zeroshard.numerics import (
     CHUNK,
@@ -192,7 +193,7 @@ def test_maxima_compare_like_their_bits(bits, with_inf, with_nan):
     assert math.isnan(got) if with_nan else got == values.max().item()
 
 
-# ------------------------------------------------------------------------------------------------------------ the blocks
+# ------------------------------------------------------------------------------------------------------- the blocks
 
 
 def norms_of_shards(gradients, cuts, order, ranks, block, dtype=torch.float32, garbage=math.nan):
@@ -207,7 +208,7 @@ def norms_of_shards(gradients, cuts, order, ranks, block, dtype=torch.float32, g
         flat[start : start + gradient.numel()] = gradient
     bins, maxima = empty_bins(len(gradients), CPU), torch.zeros(len(gradients), dtype=torch.int32)
     bounds = [0, *sorted(cut * block for cut in cuts), total]
-    for low, high in zip(bounds, bounds[1:], strict=False):
+    for low, high in itertools.pairwise(bounds):
         spans = []
         for number, (gradient, start) in enumerate(zip(gradients, starts, strict=True)):
             first, last = max(low, start), min(high, start + gradient.numel())
@@ -227,7 +228,7 @@ def norms_of_shards(gradients, cuts, order, ranks, block, dtype=torch.float32, g
     st.sampled_from([1, 32, 128]),
 )
 def test_norms_do_not_depend_on_cuts_and_never_see_padding(sizes, cuts, order, ranks, block):
-    """Wherever the bucket is cut, and with NaN in all padding, each slot's norm is the definition on the plain tensor."""
+    """Wherever the bucket is cut, with NaN in all padding, each slot's norm is the definition's on the plain tensor."""
     gradients = [random(size, seed, spread=8) for seed, size in enumerate(sizes)]
     got = norms_of_shards(gradients, [cut % 4 for cut in cuts], order, ranks, block)
     got = got.sqrt() if order == 2.0 else got
@@ -265,7 +266,7 @@ def test_equal_bits_are_stricter_than_equal_values():
 @pytest.mark.parametrize("numel", [1, 300, CHUNK + 3])
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16, torch.float32])
 def test_masters_follow_edits_and_nothing_else(low, numel):
-    """Where a parameter is the cast of its master, the master keeps its extra bits; where not, the edit is the master."""
+    """Where a parameter is the cast of its master, the master keeps its extra bits; else the edit is the master."""
     master = random(numel, spread=4)
     param = master.to(low, copy=True)
     kept = master.clone()
@@ -288,7 +289,7 @@ def test_an_edit_to_negative_zero_or_nan_counts():
     assert math.isnan(master[1])
 
 
-# -------------------------------------------------------------------------------------------------------------- Precision
+# -------------------------------------------------------------------------------------------------------- Precision
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import fnmatch
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
@@ -13,18 +12,19 @@ from torch import Tensor, nn
 
 from .buffer import Buffer, Place
 from .comm import Comm, connect
-from .errors import PeerError, StateError, UserError, nearest
+from .errors import StateError, UserError, nearest
 from .events import Ledger
 from .gradient import Gradients
 from .guard import Guarded, cover_dlpack
 from .layout import Bucket, Layout, Slot, Spec, partition
 from .numerics import Precision, same_bits
-from .optim import Binding, check_optimizer
+from .optim import Binding
+from .preflight import Structure, agree, check_model, check_optimizers, describe
 from .reduction import Reduction
 from .schedule import Schedule, in_backward
 from .stage import placements
 from .tier import DeviceTier, Offload
-from .unit import Managed, Structure, Unit, borrowed, find_units, managed_parameters, materialise, on_meta
+from .unit import Managed, Unit, borrowed, check_initialisers, find_units, managed_parameters, materialise, on_meta
 
 
 def shard(
@@ -76,7 +76,12 @@ def shard(
 
 def _device(model: nn.Module, wanted: torch.device | str | None) -> torch.device:
     if wanted is not None:
-        device = torch.device(wanted)
+        try:
+            device = torch.device(wanted)
+        except (RuntimeError, TypeError):
+            device = torch.device("meta")
+        if device.type == "meta":
+            raise UserError("device= is nothing to compute on", got=repr(wanted), instead='device="cuda" or device="cpu"')
         return (
             torch.device(device.type, torch.cuda.current_device())
             if device.type == "cuda" and device.index is None
@@ -124,11 +129,7 @@ class Zero:
         self._ledger = Ledger()
         self._group = connect(comm, self._ledger, device)
         self.rank, self.world_size = self._group.rank, self._group.ranks
-        named_units = find_units(model, layout)
-        self._managed = managed_parameters(model, named_units, layout)
-        self.partition = partition(self._specs(), layout, self.world_size)
-        self._check(optimizers)
-        self._agree(optimizers, named_units)
+        named_units = self._preflight(optimizers, layout, comm)
         self._units = [Unit(index, name, module) for index, (name, module) in enumerate(named_units)]
         for unit, others in zip(self._units, borrowed(named_units, self._managed), strict=True):
             unit.borrows = [self._units[other] for other in others]
@@ -176,6 +177,27 @@ class Zero:
 
     # --- construction -----------------------------------------------------------------------------------------------
 
+    def _preflight(
+        self, optimizers: list[torch.optim.Optimizer], layout: Layout, comm: Comm
+    ) -> list[tuple[str, nn.Module]]:
+        """Find units and parameters, lay them out, and make sure that every rank can and will do the same."""
+        problem: UserError | None = None
+        facts: dict[str, Any] = {}
+        units: list[tuple[str, nn.Module]] = []
+        try:
+            units = find_units(self.model, layout)
+            self._managed = managed_parameters(self.model, units, layout)
+            self.partition = partition(self._specs(), layout, self.world_size)
+            check_model(self._managed, self.partition, layout, comm)
+            replicated = not self.placements.optimizer
+            check_optimizers(self.model, self._managed, optimizers, self.partition, replicated=replicated)
+            names, policies = [name for name, _ in units], (self._precision, layout, comm)
+            facts = describe(self.model, self._managed, names, optimizers, self.stage, policies, self._device)
+        except UserError as error:
+            problem = error
+        agree(self._group, facts, problem)
+        return units
+
     def _specs(self) -> list[Spec]:
         return [
             Spec(
@@ -189,121 +211,18 @@ class Zero:
             for r in self._managed
         ]
 
-    def _check(self, optimizers: list[torch.optim.Optimizer]) -> None:
-        for record in self._managed:
-            if record.param.grad is not None:
-                raise UserError(
-                    "a parameter already has a gradient",
-                    where=f"parameter {record.name!r}",
-                    instead="optimizer.zero_grad() before shard(...)",
-                )
-            if (
-                record.param.is_complex()
-                or record.param.layout is not torch.strided
-                or isinstance(record.param, nn.parameter.UninitializedParameter)
-            ):
-                raise UserError(
-                    "this kind of parameter cannot be sharded",
-                    where=f"parameter {record.name!r}",
-                    expected="a dense real tensor",
-                    got=f"{type(record.param).__name__} {record.param.dtype} {record.param.layout}",
-                    instead=f"Layout(ignore=[{record.name!r}]), or store it as real numbers",
-                )
-        if self._comm.reduce == "native" and not self.partition.even:
-            raise UserError(
-                "the backend's reduce-scatter needs shards of one size",
-                got=f"bounds={self._layout.bounds!r}",
-                instead='Comm(reduce="ordered"), or Layout(bounds="unit")',
-            )
-        for optimizer in optimizers:
-            check_optimizer(optimizer, self.partition, replicated=not self.placements.optimizer)
-        owned = {id(record.param) for record in self._managed}
-        ignored = {id(param) for param in self.model.parameters()} - owned
-        seen: set[int] = set()
-        for number, optimizer in enumerate(optimizers):
-            for at, group in enumerate(optimizer.param_groups):
-                for position, param in enumerate(group["params"]):
-                    if id(param) not in owned | ignored:
-                        raise UserError(
-                            "the optimizer holds a parameter that is not the model's",
-                            where=f"optimizer {number}, group {at}, parameter {position}",
-                            instead="put all trained modules under one nn.Module and shard that",
-                        )
-                    if id(param) in seen:
-                        raise UserError(
-                            "two optimizers hold the same parameter",
-                            where=f"optimizer {number}, group {at}, parameter {position}",
-                            instead="give each parameter to one optimizer",
-                        )
-                    seen.add(id(param))
-
-    def _agree(self, optimizers: list[torch.optim.Optimizer], units: list[tuple[str, nn.Module]]) -> None:
-        """Every rank must be about to build the same thing; name the first difference."""
-        names = {id(record.param): record.name for record in self._managed}
-        facts: dict[str, Any] = {
-            "torch build": torch.__version__,
-            "intra-op threads": torch.get_num_threads(),
-            "stage": self.stage,
-            "precision": repr(self._precision),
-            "layout": repr(self._layout),
-            "comm": repr(dataclasses.replace(self._comm, group=None)),
-            "device type": self._device.type,
-        }
-        for record in self._managed:
-            facts[f"parameter {record.name!r}"] = (
-                f"{tuple(record.param.shape)} {record.param.dtype} requires_grad={record.param.requires_grad} names={record.names}"
-            )
-        for name, tensor in self.model.named_buffers():
-            facts[f"buffer {name!r}"] = f"{tuple(tensor.shape)} {tensor.dtype}"
-        facts["units"] = [name for name, _ in units]
-        for number, optimizer in enumerate(optimizers):
-            for at, group in enumerate(optimizer.param_groups):
-                where = f"optimizer {number} ({type(optimizer).__name__}) group {at}"
-                facts[f"{where} parameters"] = [names.get(id(param), "ignored") for param in group["params"]]
-                facts |= {
-                    f"{where} {key}": repr(value)
-                    for key, value in group.items()
-                    if key not in ("params", "param_names")
-                }
-                for param in group["params"]:
-                    if state := optimizer.state.get(param):
-                        kinds = {
-                            key: f"{value.dtype} {tuple(value.shape)}"
-                            if isinstance(value, Tensor)
-                            else type(value).__name__
-                            for key, value in state.items()
-                        }
-                        facts[f"{where} state of {names.get(id(param), 'ignored')!r}"] = kinds
-        everyone = self._group.describe(facts)
-        for rank, theirs in enumerate(everyone):
-            for key in dict.fromkeys([*everyone[0], *theirs]):
-                if everyone[0].get(key) != theirs.get(key):
-                    raise PeerError(
-                        "the ranks are about to build different things",
-                        where=key,
-                        expected=f"{everyone[0].get(key, 'nothing of that name')} (rank 0)",
-                        got=f"{theirs.get(key, 'nothing of that name')} (rank {rank})",
-                        instead="build the same model, optimizer and settings on every rank; set OMP_NUM_THREADS alike",
-                    )
-            if list(everyone[0]) != list(theirs):
-                raise PeerError(
-                    "the ranks register their parameters in different orders",
-                    where=f"rank {rank}",
-                    expected=list(everyone[0])[:4],
-                    got=list(theirs)[:4],
-                    instead="build the model the same way on every rank",
-                )
-
     def _build(self, init: Callable[[nn.Module], None] | None) -> None:
         """Unit by unit, so that a model on meta never takes more than its shards and one unit."""
         by_name = {record.name: record for record in self._managed}
         modules = _own_modules(self._units)
         buckets = {unit.index: [b for b in self.partition.buckets if b.unit == unit.index] for unit in self._units}
         if on_meta(self.model):
+            check_initialisers([pair for unit in self._units for pair in modules[unit.index]], init)
             self._same_generator()
         # A parameter belongs to the unit that registers it first, so units in order never meet one half-built.
         for unit in self._units:
-            materialise(unit.name, modules[unit.index], self._device, init)
+            flats, memory = self._memory_for_meta(buckets[unit.index], by_name)
+            materialise(modules[unit.index], self._device, init, memory)
             for module in (module for _, module in modules[unit.index]):
                 self._place_buffers(module)
             for bucket in buckets[unit.index]:
@@ -313,10 +232,27 @@ class Zero:
                 )
                 for index, param in enumerate(params):
                     param._zeroshard = Place(buffer, index)  # type: ignore[attr-defined]
-                buffer.adopt()
+                buffer.adopt(flats.pop(bucket.index, None))
                 unit.buffers.append(buffer)
                 self._buffers.append(buffer)
         self._buffers.sort(key=lambda buffer: buffer.bucket.index)
+
+    def _memory_for_meta(
+        self, buckets: list[Bucket], by_name: dict[str, Managed]
+    ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        """Flat storage by bucket, and each parameter's part of it by the parameter's id.
+
+        Parameters on meta come to life where they will lie, lest a unit takes its memory twice.
+        """
+        flats: dict[int, Tensor] = {}
+        memory: dict[int, Tensor] = {}
+        for bucket in buckets:
+            params = [by_name[slot.name].param for slot in bucket.slots]
+            if all(param.is_meta for param in params) and len({param.dtype for param in params}) == 1:
+                flats[bucket.index] = flat = torch.zeros(bucket.numel, dtype=params[0].dtype, device=self._device)
+                for param, slot in zip(params, bucket.slots, strict=True):
+                    memory[id(param)] = flat[slot.start : slot.stop].view(slot.shape)
+        return flats, memory
 
     def _same_generator(self) -> None:
         state = torch.get_rng_state()

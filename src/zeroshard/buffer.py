@@ -131,17 +131,22 @@ class Buffer:
 
     # --- construction -----------------------------------------------------------------------------------------------
 
-    def adopt(self) -> None:
+    def adopt(self, flat: Tensor | None = None) -> None:
         """Move the parameters into flat storage: rank 0's values, converted; masters seeded before converting.
 
-        After this every parameter is a view of `full`; with sharded parameters it is released.
+        After this every parameter is a view of `full`; with sharded parameters it is released. `flat` is storage that
+        the parameters are views of already, in their own dtype.
         """
         bucket, owned = self.bucket, slice(*self.updated)
         needs_master = bucket.trainable and self.master_dtype != self.dtype
         source_dtype = self.master_dtype if needs_master else self.dtype
-        source = torch.zeros(bucket.numel, dtype=source_dtype, device=self.tier.device)
-        for param, slot in zip(self.params, bucket.slots, strict=True):
-            source[slot.start : slot.stop].copy_(param.detach().reshape(-1))
+        if flat is not None and flat.dtype == source_dtype:
+            source = flat
+        else:
+            source = torch.zeros(bucket.numel, dtype=source_dtype, device=self.tier.device)
+            for param, slot in zip(self.params, bucket.slots, strict=True):
+                source[slot.start : slot.stop].copy_(param.detach().reshape(-1))
+        del flat
         self.group.broadcast(source)
         if self.place.parameters:
             self.shard = self.tier.reserve("parameters", bucket.shard_numel(self.group.rank), self.dtype)

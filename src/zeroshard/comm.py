@@ -70,7 +70,9 @@ class Comm:
             )
         for name in ("overlap", "release_after_forward"):
             if type(getattr(self, name)) is not bool:
-                raise UserError(f"Comm.{name} is a yes or a no", expected="True or False", got=repr(getattr(self, name)))
+                raise UserError(
+                    f"Comm.{name} is a yes or a no", expected="True or False", got=repr(getattr(self, name))
+                )
         if type(self.prefetch) is not int or self.prefetch < 0:
             raise UserError(
                 "Comm.prefetch counts units",
@@ -285,6 +287,13 @@ def connect(settings: Comm, ledger: Ledger, device: torch.device) -> Group:
         if not dist.is_initialized():
             _start(settings, device)
         parent = dist.group.WORLD
+    if parent != dist.GroupMember.NON_GROUP_MEMBER and not isinstance(parent, dist.ProcessGroup):
+        raise UserError(
+            "Comm.group is not a process group",
+            expected="a torch.distributed process group or a one-dimensional DeviceMesh",
+            got=repr(parent),
+            instead="Comm(group=torch.distributed.new_group([...]))",
+        )
     if parent == dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(parent) < 0:
         raise UserError(
             "this rank is not a member of the process group",

@@ -401,7 +401,7 @@ def _edit(func: Any, grad: ShardedGrad, others: Sequence[Any], kwargs: dict[str,
     part = entry.slot.within(*entry.accumulator.buffer.owned)
 
     def cut(other: Any) -> Any:
-        if not isinstance(other, Tensor) or other.numel() == 1 and other.dim() == 0:
+        if not isinstance(other, Tensor) or (other.numel() == 1 and other.dim() == 0):
             return other
         if isinstance(other, ShardedGrad):
             return other.to_local()

@@ -22,11 +22,8 @@ from .buffer import Buffer, Place
 from .comm import Group
 from .errors import StateError, UserError
 from .gradient import Entry, Gradients
-from .layout import Partition
 from .schedule import Schedule
 
-ELEMENTWISE = {"SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "NAdam", "RAdam", "Adamax", "ASGD", "Rprop"}
-WHOLE_TENSORS = {"Adafactor", "Muon"}
 SCALARS = {"step", "mu_product", "eta", "mu"}  # per-parameter state that is one number, whatever the parameter's shape
 
 
@@ -43,54 +40,6 @@ class Fragment(NamedTuple):
     param: nn.Parameter
     buffer: Buffer
     index: int
-
-
-def check_optimizer(optimizer: Any, partition: Partition, *, replicated: bool) -> None:
-    """Refuse, by name, an optimizer whose update of a fragment is not the fragment of its update."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UserError(
-            "not an optimizer",
-            expected="a torch.optim.Optimizer, a sequence of them, or None",
-            got=type(optimizer).__name__,
-            instead="optimizer = torch.optim.AdamW(model.parameters()); shard(model, optimizer)",
-        )
-    name = type(optimizer).__name__
-    is_torch = type(optimizer).__module__.startswith("torch.optim")
-    cut = [] if replicated else partition.cut_tensors()
-    where = f"{name}, parameter {cut[0]!r} is cut" if cut else name
-    if is_torch and name == "SparseAdam":
-        raise UserError(
-            "SparseAdam needs sparse gradients, which cannot be sharded",
-            got=name,
-            instead="torch.optim.Adam with nn.Embedding(..., sparse=False)",
-        )
-    if is_torch and name == "LBFGS" and not replicated:
-        raise UserError(
-            "LBFGS takes inner products over all parameters, so its state cannot be sharded",
-            got=name,
-            instead="shard(..., stage=0)",
-        )
-    if is_torch and name in WHOLE_TENSORS and cut:
-        raise UserError(
-            "this optimizer works on whole tensors",
-            where=where,
-            instead='shard(..., layout=Layout(bounds="tensor")), or stage=0',
-        )
-    known = is_torch and name in ELEMENTWISE | WHOLE_TENSORS | {"LBFGS"}
-    if not known and cut and not getattr(optimizer, "elementwise", False):
-        raise UserError(
-            "zeroshard does not know whether this optimizer is elementwise",
-            where=where,
-            expected=f"one of {sorted(ELEMENTWISE)}, or an attribute elementwise = True on the class",
-            instead='set elementwise = True if each element is updated by itself, else layout=Layout(bounds="tensor")',
-        )
-    if partition.align < 128 and any(group.get("fused") for group in optimizer.param_groups):
-        raise UserError(
-            "fused kernels depend on where a vector starts",
-            expected="Layout(align=128)",
-            got=f"align={partition.align} and fused=True",
-            instead="fused=False, or the default align",
-        )
 
 
 class Binding:

@@ -90,14 +90,18 @@ def managed_parameters(model: nn.Module, units: list[tuple[str, nn.Module]], lay
     """Every parameter once, in the order of registration, except the ignored ones."""
     index = {id(module): i for i, (_, module) in enumerate(units)}
     found: dict[int, Managed] = {}
+    names: list[str] = []
     for path, module, unit in _walk("", model, 0, index):
         for name, param in module._parameters.items():
-            full = f"{path}.{name}" if path else name
+            names.append(full := f"{path}.{name}" if path else name)
             if param is None or any(fnmatch.fnmatchcase(full, pattern) for pattern in layout.ignore):
                 continue
             record = found.setdefault(id(param), Managed(param, [], [], unit))
             record.names.append(full)
             record.owners.append((module, name))
+    for pattern in layout.ignore:
+        if not fnmatch.filter(names, pattern):
+            raise UserError("Layout.ignore matches no parameter", got=repr(pattern), instead=nearest(pattern, names[:40]))
     return list(found.values())
 
 
@@ -186,29 +190,6 @@ def _contains(module: nn.Module, kinds: type | tuple[type, ...]) -> bool:
     return any(isinstance(inner, kinds) for inner in module.modules() if inner is not module)
 
 
-class Structure:
-    """What the module tree looked like when it was sharded, to notice what was replaced, removed or added since."""
-
-    def __init__(self, model: nn.Module) -> None:
-        tables = [
-            (f"{path}." if path else "", table)
-            for path, module in model.named_modules()
-            for table in (module._parameters, module._modules)
-        ]
-        self._entries = [(table, key, value, prefix + key) for prefix, table in tables for key, value in table.items()]
-        self._lengths = [(table, len(table), prefix) for prefix, table in tables]
-
-    def difference(self) -> str | None:
-        """The name of the first parameter or module that is not what it was, or None."""
-        for table, key, value, name in self._entries:
-            if table.get(key) is not value:  # type: ignore[attr-defined]
-                return name
-        for table, length, prefix in self._lengths:
-            if len(table) != length:
-                return prefix + list(table)[-1]
-        return None
-
-
 # --- modules built on the meta device -------------------------------------------------------------------------------
 
 
@@ -216,26 +197,13 @@ def on_meta(module: nn.Module) -> bool:
     return any(t.is_meta for t in (*module.parameters(), *module.buffers()))
 
 
-def materialise(
-    name: str, modules: list[tuple[str, nn.Module]], device: torch.device, init: Callable[[nn.Module], None] | None
-) -> None:
-    """Give one unit's own modules real memory and initial values: `init(module)`, or `reset_parameters()`.
-
-    The parameters stay the same Python objects, so ties and the user's optimizer survive.
-    """
+def check_initialisers(modules: list[tuple[str, nn.Module]], init: Callable[[nn.Module], None] | None) -> None:
+    """Before anything is changed: every module that has something on meta must say how to fill it."""
+    seen: set[int] = set()
     for path, module in modules:
-        own: list[Tensor] = [
-            t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None and t.is_meta
-        ]
-        if not own:
-            continue
-        for tensor in own:
-            real = torch.empty_like(tensor, device=device)
-            if isinstance(tensor, nn.Parameter):
-                real = nn.Parameter(real, requires_grad=tensor.requires_grad)
-            torch.utils.swap_tensors(tensor, real)
-        reset = init if init is not None else getattr(type(module), "reset_parameters", None)
-        if reset is None:
+        own = {id(tensor) for tensor in _own_meta(module)} - seen
+        seen |= own
+        if own and init is None and not hasattr(type(module), "reset_parameters"):
             raise UserError(
                 "a module on the meta device does not say how to initialise itself",
                 where=f"module {path!r} ({type(module).__name__})",
@@ -243,5 +211,31 @@ def materialise(
                 got="none",
                 instead="shard(..., init=function_of_a_module)",
             )
-        with torch.no_grad():
-            reset(module)
+
+
+def materialise(
+    modules: list[tuple[str, nn.Module]],
+    device: torch.device,
+    init: Callable[[nn.Module], None] | None,
+    memory: dict[int, Tensor],
+) -> None:
+    """Give one unit's own modules real memory and initial values: `init(module)`, or `reset_parameters()`.
+
+    `memory` (by the parameter's id) is what becomes a parameter's; others get their own. The parameters stay the same
+    Python objects, so ties and the user's optimizer survive.
+    """
+    for _, module in modules:
+        own = _own_meta(module)
+        for tensor in own:
+            given = memory.pop(id(tensor), None)
+            real = torch.empty_like(tensor, device=device) if given is None else given
+            if isinstance(tensor, nn.Parameter):
+                real = nn.Parameter(real, requires_grad=tensor.requires_grad)
+            torch.utils.swap_tensors(tensor, real)
+        if own:
+            with torch.no_grad():
+                init(module) if init is not None else module.reset_parameters()  # type: ignore[operator]
+
+
+def _own_meta(module: nn.Module) -> list[Tensor]:
+    return [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None and t.is_meta]

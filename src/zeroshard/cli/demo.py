@@ -11,8 +11,9 @@ from zeroshard.cli import launch, screen
 from zeroshard.cli.config import SIZES, InputError, Launch, RunConfig
 from zeroshard.cli.data import make_writable
 
-PROMPT = "def "
-SAMPLE_NBYTES = 400
+# Lines, because a model of this size cannot count the blanks of an indented block.
+PROMPTS = ("def ", "class ", "import ", "from ", "if ", "for ", "return ", "raise ", "self.", "# ")
+LINE_NBYTES = 76
 
 
 def demo(*, steps: int, ranks: int, seed: int, out: str) -> int:
@@ -40,10 +41,10 @@ def demo(*, steps: int, ranks: int, seed: int, out: str) -> int:
             return code
     screen.console.print()
     code = compare(runs[3], runs[0])
-    sample = _sample(runs[3], seed)
-    screen.console.print(f"\n[bold]What the model writes after {PROMPT!r}[/bold]\n")
-    screen.console.print(sample, markup=False, style="cyan", no_wrap=True, overflow="ellipsis")
-    screen.console.print()
+    screen.say("\n[bold]What the model writes, a line after each beginning[/bold]\n")
+    for line in _sample(runs[3], seed):
+        screen.console.print(f"  {line}", markup=False, style="cyan", soft_wrap=True)
+    screen.say("")
     return code
 
 
@@ -77,12 +78,14 @@ def _journal(run: Path) -> list[tuple[Any, Any]]:
     return [(line["loss"], line["grad_norm"]) for line in lines]
 
 
-def _sample(run: Path, seed: int) -> str:
+def _sample(run: Path, seed: int) -> list[str]:
     """Text from the saved weights in the plain model, without zeroshard: the file is all that is needed."""
+    import torch
     from safetensors.torch import load_file
 
-    from zeroshard.cli.model import GPT, complete
+    from zeroshard.cli.model import GPT, complete_line
 
     model = GPT(SIZES["tiny"])
     model.load_state_dict(load_file(run / "model.safetensors"))
-    return complete(model, PROMPT, nbytes=SAMPLE_NBYTES, temperature=0.7, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    return [complete_line(model, prompt, most=LINE_NBYTES, temperature=0.6, generator=generator) for prompt in PROMPTS]

@@ -85,12 +85,11 @@ class GPT(nn.Module):
 
 
 @torch.no_grad()
-def complete(model: GPT, prompt: str, *, nbytes: int, temperature: float, seed: int) -> str:
-    """`prompt` continued by `nbytes` sampled bytes. The same seed and weights give the same text."""
-    generator = torch.Generator().manual_seed(seed)
-    text = list(prompt.encode())
-    for _ in range(nbytes):
-        x_1T = torch.tensor([text[-model.context :]])
+def complete_line(model: GPT, prompt: str, *, most: int, temperature: float, generator: torch.Generator) -> str:
+    """`prompt` continued with sampled bytes to the end of its line, or to `most` bytes in all."""
+    line = list(prompt.encode())
+    while len(line) < most and line[-1] != ord("\n"):
+        x_1T = torch.tensor([line[-model.context :]])
         chances_V = torch.softmax(model(x_1T)[0, -1].float() / temperature, dim=-1)
-        text.append(int(torch.multinomial(chances_V, 1, generator=generator)))
-    return bytes(text).decode(errors="replace")
+        line.append(int(torch.multinomial(chances_V, 1, generator=generator)))
+    return bytes(line).decode(errors="replace").rstrip()

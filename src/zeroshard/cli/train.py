@@ -184,6 +184,8 @@ def _open_run(config: RunConfig, corpus: Corpus, model: GPT, device: torch.devic
         "threads": torch.get_num_threads(),
     }
     record = {"config": config.record(), "data": corpus.record(), **facts}
+    for name in ("metrics.jsonl", "ledger.json", "model.safetensors"):
+        (Path(config.out) / name).unlink(missing_ok=True)  # of an earlier run: not to be taken for this one's
     (Path(config.out) / "run.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     shape = config.shape
     numel = sum(param.numel() for param in model.parameters())
@@ -201,7 +203,7 @@ def _open_run(config: RunConfig, corpus: Corpus, model: GPT, device: torch.devic
 
 def _save_weights(model: GPT, out: Path) -> None:
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    # Under another name first: an interrupted run leaves the last complete weights, never half of them.
+    # Under another name first: a run that is interrupted now leaves no half of a file under this one.
     save_file(weights, out / "model.safetensors.part")
     os.replace(out / "model.safetensors.part", out / "model.safetensors")
 

@@ -1,0 +1,223 @@
+"""What is looked at before anything is built: can this model and optimizer be sharded, and do all ranks agree?
+
+A rank that must refuse says so to the others first, so that all of them raise instead of waiting for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .comm import Comm, Group
+from .errors import PeerError, UserError
+from .layout import Layout, Partition
+from .numerics import Precision
+from .unit import Managed
+
+ELEMENTWISE = {"SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "NAdam", "RAdam", "Adamax", "ASGD", "Rprop"}
+WHOLE_TENSORS = {"Adafactor", "Muon"}
+
+
+def check_model(managed: list[Managed], partition: Partition, layout: Layout, comm: Comm) -> None:
+    """Refuse, by name, parameters and settings that cannot work."""
+    for record in managed:
+        if record.param.grad is not None:
+            raise UserError(
+                "a parameter already has a gradient",
+                where=f"parameter {record.name!r}",
+                instead="optimizer.zero_grad() before shard(...)",
+            )
+        if (
+            record.param.is_complex()
+            or record.param.layout is not torch.strided
+            or isinstance(record.param, nn.parameter.UninitializedParameter)
+        ):
+            raise UserError(
+                "this kind of parameter cannot be sharded",
+                where=f"parameter {record.name!r}",
+                expected="a dense real tensor",
+                got=f"{type(record.param).__name__} {record.param.dtype} {record.param.layout}",
+                instead=f"Layout(ignore=[{record.name!r}]), or store it as real numbers",
+            )
+    if comm.reduce == "native" and not partition.even:
+        raise UserError(
+            "the backend's reduce-scatter needs shards of one size",
+            got=f"bounds={layout.bounds!r}",
+            instead='Comm(reduce="ordered"), or Layout(bounds="unit")',
+        )
+
+
+def check_optimizers(
+    model: nn.Module, managed: list[Managed], optimizers: list[Any], partition: Partition, *, replicated: bool
+) -> None:
+    """Refuse optimizers of the wrong kind, parameters that are not the model's, and parameters held twice."""
+    for optimizer in optimizers:
+        check_optimizer(optimizer, partition, replicated=replicated)
+    owned = {id(record.param) for record in managed}
+    ignored = {id(param) for param in model.parameters()} - owned
+    seen: set[int] = set()
+    for number, optimizer in enumerate(optimizers):
+        for at, group in enumerate(optimizer.param_groups):
+            for position, param in enumerate(group["params"]):
+                if id(param) not in owned | ignored:
+                    raise UserError(
+                        "the optimizer holds a parameter that is not the model's",
+                        where=f"optimizer {number}, group {at}, parameter {position}",
+                        instead="put all trained modules under one nn.Module and shard that",
+                    )
+                if id(param) in seen:
+                    raise UserError(
+                        "two optimizers hold the same parameter",
+                        where=f"optimizer {number}, group {at}, parameter {position}",
+                        instead="give each parameter to one optimizer",
+                    )
+                seen.add(id(param))
+
+
+def check_optimizer(optimizer: Any, partition: Partition, *, replicated: bool) -> None:
+    """Refuse, by name, an optimizer whose update of a fragment is not the fragment of its update."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UserError(
+            "not an optimizer",
+            expected="a torch.optim.Optimizer, a sequence of them, or None",
+            got=type(optimizer).__name__,
+            instead="optimizer = torch.optim.AdamW(model.parameters()); shard(model, optimizer)",
+        )
+    name = type(optimizer).__name__
+    is_torch = type(optimizer).__module__.startswith("torch.optim")
+    cut = [] if replicated else partition.cut_tensors()
+    where = f"{name}, parameter {cut[0]!r} is cut" if cut else name
+    if is_torch and name == "SparseAdam":
+        raise UserError(
+            "SparseAdam needs sparse gradients, which cannot be sharded",
+            got=name,
+            instead="torch.optim.Adam with nn.Embedding(..., sparse=False)",
+        )
+    if is_torch and name == "LBFGS" and not replicated:
+        raise UserError(
+            "LBFGS takes inner products over all parameters, so its state cannot be sharded",
+            got=name,
+            instead="shard(..., stage=0)",
+        )
+    if is_torch and name in WHOLE_TENSORS and cut:
+        raise UserError(
+            "this optimizer works on whole tensors",
+            where=where,
+            instead='shard(..., layout=Layout(bounds="tensor")), or stage=0',
+        )
+    known = is_torch and name in ELEMENTWISE | WHOLE_TENSORS | {"LBFGS"}
+    if not known and cut and not getattr(optimizer, "elementwise", False):
+        raise UserError(
+            "zeroshard does not know whether this optimizer is elementwise",
+            where=where,
+            expected=f"one of {sorted(ELEMENTWISE)}, or an attribute elementwise = True on the class",
+            instead='set elementwise = True if each element is updated by itself, else layout=Layout(bounds="tensor")',
+        )
+    if partition.align < 128 and any(group.get("fused") for group in optimizer.param_groups):
+        raise UserError(
+            "fused kernels depend on where a vector starts",
+            expected="Layout(align=128)",
+            got=f"align={partition.align} and fused=True",
+            instead="fused=False, or the default align",
+        )
+
+
+def describe(
+    model: nn.Module,
+    managed: list[Managed],
+    units: list[str],
+    optimizers: list[torch.optim.Optimizer],
+    stage: int,
+    policies: tuple[Precision, Layout, Comm],
+    device: torch.device,
+) -> dict[str, Any]:
+    """Everything that must be alike on all ranks, in words and numbers, in the order of registration."""
+    precision, layout, comm = policies
+    names = {id(record.param): record.name for record in managed}
+    facts: dict[str, Any] = {
+        "torch build": torch.__version__,
+        "intra-op threads": torch.get_num_threads(),
+        "stage": stage,
+        "precision": repr(precision),
+        "layout": repr(layout),
+        "comm": repr(dataclasses.replace(comm, group=None)),
+        "device type": device.type,
+    }
+    for record in managed:
+        facts[f"parameter {record.name!r}"] = (
+            f"{tuple(record.param.shape)} {record.param.dtype} requires_grad={record.param.requires_grad} names={record.names}"
+        )
+    for name, tensor in model.named_buffers():
+        facts[f"buffer {name!r}"] = f"{tuple(tensor.shape)} {tensor.dtype}"
+    facts["units"] = units
+    for number, optimizer in enumerate(optimizers):
+        for at, group in enumerate(optimizer.param_groups):
+            where = f"optimizer {number} ({type(optimizer).__name__}) group {at}"
+            facts[f"{where} parameters"] = [names.get(id(param), "ignored") for param in group["params"]]
+            facts |= {
+                f"{where} {key}": repr(value) for key, value in group.items() if key not in ("params", "param_names")
+            }
+            for param in group["params"]:
+                if state := optimizer.state.get(param):
+                    kinds = {
+                        key: f"{value.dtype} {tuple(value.shape)}"
+                        if isinstance(value, Tensor)
+                        else type(value).__name__
+                        for key, value in state.items()
+                    }
+                    facts[f"{where} state of {names.get(id(param), 'ignored')!r}"] = kinds
+    return facts
+
+
+def agree(group: Group, facts: dict[str, Any], problem: UserError | None) -> None:
+    """Raise on every rank if one of them must refuse, or is about to build something else; name the first difference."""
+    everyone = group.describe({"problem": None if problem is None else str(problem), **facts})
+    if problem is not None:
+        raise problem
+    for rank, theirs in enumerate(everyone):
+        if theirs["problem"] is not None:
+            raise PeerError("another rank cannot shard its model", where=f"rank {rank}", got=theirs["problem"])
+    for rank, theirs in enumerate(everyone):
+        for key in dict.fromkeys([*everyone[0], *theirs]):
+            if everyone[0].get(key) != theirs.get(key):
+                raise PeerError(
+                    "the ranks are about to build different things",
+                    where=key,
+                    expected=f"{everyone[0].get(key, 'nothing of that name')} (rank 0)",
+                    got=f"{theirs.get(key, 'nothing of that name')} (rank {rank})",
+                    instead="build the same model, optimizer and settings on every rank; set OMP_NUM_THREADS alike",
+                )
+        if list(everyone[0]) != list(theirs):
+            raise PeerError(
+                "the ranks register their parameters in different orders",
+                where=f"rank {rank}",
+                expected=list(everyone[0])[:4],
+                got=list(theirs)[:4],
+                instead="build the model the same way on every rank",
+            )
+
+
+class Structure:
+    """What the module tree looked like when it was sharded, to notice what was replaced, removed or added since."""
+
+    def __init__(self, model: nn.Module) -> None:
+        tables = [
+            (f"{path}." if path else "", table)
+            for path, module in model.named_modules()
+            for table in (module._parameters, module._modules)
+        ]
+        self._entries = [(table, key, value, prefix + key) for prefix, table in tables for key, value in table.items()]
+        self._lengths = [(table, len(table), prefix) for prefix, table in tables]
+
+    def difference(self) -> str | None:
+        """The name of the first parameter or module that is not what it was, or None."""
+        for table, key, value, name in self._entries:
+            if table.get(key) is not value:  # type: ignore[attr-defined]
+                return name
+        for table, length, prefix in self._lengths:
+            if len(table) != length:
+                return prefix + list(table)[-1]
+        return None

@@ -54,7 +54,7 @@ def run(tmp_path_factory):
     """One short run on two ranks at stage 3, whose bits the other ways to start it must repeat."""
     out = tmp_path_factory.mktemp("train") / "run"
     done = zeroshard("train", *SHORT, "--ranks", 2, "--out", out)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
     return out, done.stdout
 
 
@@ -176,7 +176,7 @@ def test_one_rank_that_adds_up_two_micro_batches_gives_the_same_bits(run, tmp_pa
     """At stage 0, without any launcher, and at stage 3 on two ranks: one micro-batch is one, whoever computes it."""
     out = tmp_path / "one"
     done = zeroshard("train", *SHORT, "--accumulate", 2, "--stage", 0, "--no-report", "--out", out)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
     assert "predicted" not in done.stdout
     assert bits(out) == bits(run[0])
 
@@ -222,7 +222,7 @@ def test_a_rank_under_torchrun_with_bad_input_says_so_once(tmp_path):
 
 def test_demo(tmp_path):
     done = zeroshard("demo", "--steps", STEPS, "--out", tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
     digest, losses, norms = bits(tmp_path / "stage3")
     assert bits(tmp_path / "stage0") == (digest, losses, norms)
     assert (

@@ -79,7 +79,10 @@ def traffic(stage: int, backwards: int, no_sync: bool, precision: Precision, wid
     time.sleep(0.1)
     after, wire = zero.ledger().traffic, received_by_tcp() - wire
     moved = {
-        verb: tuple(getattr(now, field) - getattr(before.get(verb, type(now)()), field) for field in ("calls", "logical", "sent", "sent_and_received"))
+        verb: tuple(
+            getattr(now, field) - getattr(before.get(verb, type(now)()), field)
+            for field in ("calls", "logical", "sent", "sent_and_received")
+        )
         for verb, now in after.items()
     }
     return moved, wire
@@ -131,7 +134,9 @@ def test_bytes_on_the_wire(ranks, world, stage):
     Headers of gloo's messages and the control collectives are the difference.
     """
     width = 768
-    results = ranks.run(world, traffic, stage, 1, False, Precision(param_dtype=torch.bfloat16), width, Comm(), timeout=100)
+    results = ranks.run(
+        world, traffic, stage, 1, False, Precision(param_dtype=torch.bfloat16), width, Comm(), timeout=100
+    )
     sent = sum(moved[verb][2] for moved, _ in results for verb in ("gather", "reduce"))
     received = sum(wire for _, wire in results)
     assert sent == (3 if stage == 3 else 3 if stage == 0 else 2) * BLOCKS * width * width * 2 * (world - 1)
@@ -155,7 +160,9 @@ def native(stage: int, reduce: str):
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_native_reduction(ranks, world, stage):
     """The backend's own reduce-scatter: the same number of reductions; sums that differ by rounding at most."""
-    for (want, calls), (got, native_calls) in zip(ranks.run(world, native, stage, "ordered"), ranks.run(world, native, stage, "native"), strict=True):
+    for (want, calls), (got, native_calls) in zip(
+        ranks.run(world, native, stage, "ordered"), ranks.run(world, native, stage, "native"), strict=True
+    ):
         assert calls == native_calls
         # The order of summation is the backend's: fp32 rounding of sums of at most three terms.
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)

@@ -64,7 +64,9 @@ def states(world: int, stage: int, case: str, options: dict, optimizer_name: str
         "adamw": partial(torch.optim.AdamW, lr=1e-3),
         "amsgrad": partial(torch.optim.Adam, lr=1e-3, amsgrad=True),
         "sgd": partial(torch.optim.SGD, lr=1e-3, momentum=0.9),
-        "groups": lambda params: torch.optim.AdamW([{"params": [p], "lr": 1e-3 * (i + 1)} for i, p in enumerate(params)]),
+        "groups": lambda params: torch.optim.AdamW(
+            [{"params": [p], "lr": 1e-3 * (i + 1)} for i, p in enumerate(params)]
+        ),
     }[optimizer_name]
     optimizer = make(model.parameters())
     zero = zeroshard.shard(model, optimizer, stage=stage, **options)
@@ -187,7 +189,11 @@ def test_deleting_model_and_optimizer_frees_everything(ranks, stage):
 def growth(rounds: int, body) -> tuple[int, int, int]:
     def now():
         gc.collect()
-        return sum(live().values()), len(os.listdir("/proc/self/fd")), threading.active_count() + len(os.listdir("/proc/self/task"))
+        return (
+            sum(live().values()),
+            len(os.listdir("/proc/self/fd")),
+            threading.active_count() + len(os.listdir("/proc/self/task")),
+        )
 
     for _ in range(3):
         body()

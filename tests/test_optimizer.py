@@ -91,7 +91,9 @@ class Engine:
                     for key, value in state.items():
                         want = torch.as_tensor(whole[name][key])
                         want = want.reshape(-1)[first:last] if want.numel() == slot.numel and want.dim() else want
-                        if difference := reference.first_difference({key: torch.as_tensor(value).reshape(want.shape)}, {key: want}):
+                        if difference := reference.first_difference(
+                            {key: torch.as_tensor(value).reshape(want.shape)}, {key: want}
+                        ):
                             found[name, key] = difference
         return found
 
@@ -104,7 +106,9 @@ def plain(scenario, world, *args):
     state = {}
     for optimizer, number, names in engine.groups:
         for name, parameter in zip(names, optimizer.param_groups[number]["params"], strict=False):
-            state[name] = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in optimizer.state[parameter].items()}
+            state[name] = {
+                k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in optimizer.state[parameter].items()
+            }
     return reference.weights(model), state, engine.notes
 
 
@@ -191,7 +195,19 @@ def test_every_elementwise_optimizer_equals_plain_torch(kind):
 @pytest.mark.parametrize("world", [1, 2], ids=lambda world: f"ranks{world}")
 def test_every_elementwise_optimizer_at_one_and_two_ranks(world):
     """The same at one and at two ranks, one kernel of each class, fresh."""
-    kinds = ["SGD momentum", "Adam", "AdamW fused", "Adagrad", "RMSprop centered", "Adadelta", "NAdam", "RAdam", "Adamax", "ASGD", "Rprop"]
+    kinds = [
+        "SGD momentum",
+        "Adam",
+        "AdamW fused",
+        "Adagrad",
+        "RMSprop centered",
+        "Adadelta",
+        "NAdam",
+        "RAdam",
+        "Adamax",
+        "ASGD",
+        "Rprop",
+    ]
     want = {kind: plain(training, world, kind, 0) for kind in kinds}
     assert ranks.run(world, several_kinds, want) == [{kind: {} for kind in kinds}] * world
 
@@ -325,11 +341,15 @@ def refusals():
         found["SparseAdam", stage] = attempt(lambda m: torch.optim.SparseAdam(m.parameters()), stage=stage)
         found["LBFGS", stage] = attempt(lambda m: torch.optim.LBFGS(m.parameters()), stage=stage)
         found["Adafactor", stage] = attempt(lambda m: torch.optim.Adafactor(m.parameters()), stage=stage)
-        found["Muon", stage] = attempt(lambda m: torch.optim.Muon([p for p in m.parameters() if p.dim() == 2]), stage=stage)
+        found["Muon", stage] = attempt(
+            lambda m: torch.optim.Muon([p for p in m.parameters() if p.dim() == 2]), stage=stage
+        )
         found["Unknown", stage] = attempt(lambda m: Unknown(m.parameters()), stage=stage)
         found["AdamW", stage] = attempt(lambda m: AdamW(m.parameters()), stage=stage)
     for bounds in ("unit", "model", "tensor"):
-        found["SparseAdam", bounds] = attempt(lambda m: torch.optim.SparseAdam(m.parameters()), layout=Layout(bounds=bounds))
+        found["SparseAdam", bounds] = attempt(
+            lambda m: torch.optim.SparseAdam(m.parameters()), layout=Layout(bounds=bounds)
+        )
         found["LBFGS", bounds] = attempt(lambda m: torch.optim.LBFGS(m.parameters()), layout=Layout(bounds=bounds))
     found["fused"] = attempt(lambda m: torch.optim.AdamW(m.parameters(), fused=True), layout=Layout(align=1))
     found["string"] = attempt(lambda m: "adamw")
@@ -400,9 +420,7 @@ def groups(engine, precision=None):
         optimizer.param_groups[1]["lr"] *= 0.5  # options may be changed at any time
         optimizer.step()
         optimizer.zero_grad()
-    engine.notes = [
-        {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
-    ]
+    engine.notes = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     return model
 
 
@@ -563,9 +581,9 @@ def scheduled(engine, name, when, kind):
             scheduler.step(loss.item() if kind == "SGD" else metrics[step])
         else:
             scheduler.step()
-        engine.notes.append([
-            (group["lr"], group.get("betas"), group.get("momentum")) for group in optimizer.param_groups
-        ])
+        engine.notes.append(
+            [(group["lr"], group.get("betas"), group.get("momentum")) for group in optimizer.param_groups]
+        )
     return model
 
 

@@ -106,7 +106,10 @@ class Plain:
             p.copy_(self.masters[name])
 
     def found(self):
-        return {"weights": reference.weights(self.model), "masters": {n: m.detach().clone() for n, m in self.masters.items()}}
+        return {
+            "weights": reference.weights(self.model),
+            "masters": {n: m.detach().clone() for n, m in self.masters.items()},
+        }
 
 
 def difference(zero, model, optimizer, want):
@@ -127,6 +130,7 @@ def difference(zero, model, optimizer, want):
 
 
 # ------------------------------------------------------------------------------------------------- which dtype each has
+
 
 class Casting(models.Mixed):
     """Parameters of three dtypes; casts between its layers to whatever dtype these have."""
@@ -257,10 +261,18 @@ def dtypes():
                     param = wanted or own[bucket.slots[0].name]
                     got = zero.dtypes(bucket)
                     assert got.param == param, (build, setting)
-                    assert got.grad == precision.grad_dtype or (got.grad == (torch.float32 if param in LOW else param) and not precision.grad_dtype)
-                    assert got.master == precision.master_dtype or (got.master == (torch.float32 if param in LOW else param) and not precision.master_dtype)
+                    assert got.grad == precision.grad_dtype or (
+                        got.grad == (torch.float32 if param in LOW else param) and not precision.grad_dtype
+                    )
+                    assert got.master == precision.master_dtype or (
+                        got.master == (torch.float32 if param in LOW else param) and not precision.master_dtype
+                    )
                 masters = {p.dtype for p in optimizer.param_groups[0]["params"]}
-                assert masters == {zero.dtypes(bucket).master for bucket in zero.partition.buckets if bucket.shard_numel(zero.rank) or not stage}
+                assert masters == {
+                    zero.dtypes(bucket).master
+                    for bucket in zero.partition.buckets
+                    if bucket.shard_numel(zero.rank) or not stage
+                }
                 held = zero.ledger().held
                 expected = sum(
                     (bucket.shard_numel(zero.rank) if stage else bucket.numel) * zero.dtypes(bucket).master.itemsize
@@ -531,7 +543,11 @@ def integers(want):
     for stage in STAGES:
         for precision in (Precision(), Precision(param_dtype=torch.bfloat16)):
             model = models.build("integers")
-            before = {n: t.clone() for n, t in [*model.named_parameters(), *model.named_buffers()] if not t.is_floating_point()}
+            before = {
+                n: t.clone()
+                for n, t in [*model.named_parameters(), *model.named_buffers()]
+                if not t.is_floating_point()
+            }
             optimizer = OPTIMIZERS["adamw"](model.parameters())
             zero = zeroshard.shard(model, optimizer, stage=stage, precision=precision)
             for step in range(3):
@@ -621,7 +637,11 @@ def cast():
             optimizer = OPTIMIZERS["sgd"](model.parameters())
             precision = Precision(param_dtype=torch.bfloat16, cast_inputs=option)
             zeroshard.shard(model, optimizer, stage=stage, precision=precision)
-            more = {"a": (torch.ones(2, dtype=torch.float64),), "tokens": torch.tensor([1]), "mask": torch.tensor([True])}
+            more = {
+                "a": (torch.ones(2, dtype=torch.float64),),
+                "tokens": torch.tensor([1]),
+                "mask": torch.tensor([True]),
+            }
             refused = pytest.raises(RuntimeError, match="dtype") if not option else contextlib.nullcontext()
             with refused:
                 model(torch.ones(2, 7), more, scale=torch.tensor(2.0)).sum().backward()

@@ -110,7 +110,13 @@ def metadata():
         assert name == plain_name and isinstance(mine, nn.Parameter)
         for ask in ("shape", "dtype", "device", "requires_grad", "is_leaf", "ndim", "grad", "layout"):
             assert getattr(mine, ask) == getattr(its, ask), ask
-        assert (mine.size(), mine.numel(), mine.stride(), mine.dim(), len(mine)) == (its.size(), its.numel(), its.stride(), its.dim(), len(its))
+        assert (mine.size(), mine.numel(), mine.stride(), mine.dim(), len(mine)) == (
+            its.size(),
+            its.numel(),
+            its.stride(),
+            its.dim(),
+            len(its),
+        )
         assert name in repr(mine) and "not gathered" in repr(mine)
     assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in plain.parameters())
     assert "Linear(in_features=7" in repr(model)

@@ -238,4 +238,5 @@ def materialise(
 
 
 def _own_meta(module: nn.Module) -> list[Tensor]:
-    return [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None and t.is_meta]
+    tensors = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None and t.is_meta]
+    return list({id(tensor): tensor for tensor in tensors}.values())

@@ -14,6 +14,7 @@ import zlib
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -178,7 +179,7 @@ class GPT(nn.Module):
 def mlp(sizes: tuple[int, ...] = (FEATURES, 13, 11, TARGETS)) -> nn.Sequential:
     """Prime sizes."""
     layers: list[nn.Module] = []
-    for size, following in zip(sizes, sizes[1:], strict=False):
+    for size, following in pairwise(sizes):
         layers += [nn.Linear(size, following), nn.Tanh()]
     return nn.Sequential(*layers[:-1])
 

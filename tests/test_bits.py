@@ -145,9 +145,9 @@ def check(world, configurations, precision, *, backwards=1, steps=STEPS, timeout
 def test_the_same_bits_as_plain_torch(world, precision):
     """20 clipped steps on different data per rank: stages x buckets x checkpointing x AdamW kernels equal plain torch.
 
-    In pairs of settings; every combination is `test_every_combination_has_the_same_bits`.
+    Twelve combinations, six of them in each precision; every combination is `test_every_combination_has_the_same_bits`.
     """
-    check(world, SOME, precision)
+    check(world, SOME[list(PRECISIONS).index(precision) :: 2], precision)
 
 
 @pytest.mark.slow
@@ -174,7 +174,12 @@ def test_fewer_ranks_with_more_micro_batches_have_the_same_bits(precision):
         for world in (2, 4):
             other = plain(world, precision, "loop", 4 // world, 4)
             assert not reference.first_difference(_as_dict(other[each]), _as_dict(want["loop"][each]))
-    configurations = [(stage, buckets, None, "loop") for stage in STAGES for buckets in ("one", "many")]
+    configurations = [
+        (0, "many", None, "loop"),
+        (1, "one", None, "loop"),
+        (2, "many", None, "loop"),
+        (3, "many", None, "loop"),
+    ]
     for world in (1, 2, 4):
         run = partial(compare, configurations, want, precision=precision, backwards=4 // world, steps=4)
         assert ranks.run(world, run) == [{}] * world

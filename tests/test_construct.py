@@ -10,10 +10,7 @@ import subprocess
 import sys
 from functools import partial
 
-import models
 import pytest
-import ranks
-import reference
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -22,6 +19,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import models
+import ranks
+import reference
 import zeroshard
 from zeroshard import Comm, Layout, Offload, Precision
 from zeroshard.errors import Error, PeerError, ReleasedError, StateError, UserError
@@ -307,6 +307,8 @@ def build(odd, kind):
     }.get(kind if odd else "", {})
     if odd and kind == "gradient":
         model.first.weight.grad = torch.ones(5, 7)
+    if kind == "order":
+        optimizers = None  # whose groups would name the parameters, and differ first
     if odd and kind == "refused optimizer":
         optimizers = torch.optim.SparseAdam(parameters)
     if odd and kind == "no such unit":
@@ -318,7 +320,7 @@ DIFFERENCES = {
     "name": r"parameter 'second\.weight'",
     "shape": r"parameter 'first\.weight'.*\(5, 7\).*rank 0.*\(6, 7\)",
     "dtype": r"parameter 'first\.weight'.*float32.*rank 0.*float64",
-    "order": r"order",
+    "order": r"in different orders.*first\.weight.*rank 0.*second\.weight.*rank 1",
     "tie": r"parameter 'first\.bias'.*second\.bias",
     "buffer": r"buffer 'table'.*\(2,\).*rank 0.*\(3,\)",
     "more": r"parameter 'third\.weight'.*nothing of that name.*rank 0",
@@ -513,6 +515,7 @@ META = {
     "gpt filled": (lambda: models.MODELS["gpt"](hidden=12, layers=2, tied=True), fill),
     "batchnorm": (lambda: models.MODELS["mlp"]().extend([nn.BatchNorm1d(5)]), None),
     "aliased": (lambda: models.MODELS["aliased"](), None),
+    "lstm": (lambda: models.MODELS["lstm"](), None),
     "half meta": (lambda: nn.Sequential(nn.Linear(7, 7), models.MODELS["mlp"]()), None),
 }
 
@@ -540,7 +543,7 @@ def on_meta(name, precision):
             first = reference.weights(model) | {n: b.clone() for n, b in model.named_buffers()}
             generator = torch.rand(3)
         if name != "batchnorm":
-            batches = "gpt" if "gpt" in name else "mlp"
+            batches = next((each for each in ("gpt", "lstm") if each in name), "mlp")
             train(model, optimizer, rank=0, name=batches)
         with zero.gathered():
             found.append((first, reference.weights(model), generator))

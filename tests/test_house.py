@@ -97,7 +97,7 @@ def test_importing_does_not_load_torch(module):
 
 def test_a_stage_is_data():
     """No name of that kind outside the table, the public call and what prints it."""
-    for name in set(ORDER) - {"stage", "api"}:
+    for name in set(ORDER) - {"stage", "api", "preflight"}:
         nodes = ast.walk(ast.parse((PACKAGE / f"{name}.py").read_text()))
         names = {getattr(node, field, None) for node in nodes for field in ("id", "attr", "arg")}
         assert "stage" not in names, name

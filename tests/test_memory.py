@@ -8,13 +8,13 @@ import threading
 import time
 from functools import partial
 
-import models
 import pytest
-import ranks as rank_processes
-import reference
 import torch
 from torch import nn
 
+import models
+import ranks as rank_processes
+import reference
 import zeroshard
 from zeroshard import Comm, Layout, Precision
 from zeroshard.gradient import ShardedGrad

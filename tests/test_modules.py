@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 
-import models
 import pytest
-import reference
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+import models
+import reference
 import zeroshard
 from zeroshard import Comm, Layout
 

@@ -12,15 +12,15 @@ import warnings
 from functools import partial
 from typing import Any
 
-import models
 import pytest
-import ranks
-import reference
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+import models
+import ranks
+import reference
 import zeroshard
 from zeroshard import Layout, Precision
 from zeroshard.errors import PeerError, StateError, UserError

@@ -10,16 +10,16 @@ from __future__ import annotations
 import contextlib
 from functools import partial
 
-import models
-import norms
 import pytest
-import ranks
-import reference
-import test_optimizer
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+import models
+import norms
+import ranks
+import reference
+import test_optimizer
 import zeroshard
 from zeroshard import Layout, Precision
 from zeroshard.errors import UserError

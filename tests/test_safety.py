@@ -7,14 +7,14 @@ import gc
 import pickle
 from functools import partial
 
-import models
 import numpy as np
 import pytest
-import reference
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+import models
+import reference
 import zeroshard
 from zeroshard import Layout, Precision
 from zeroshard.errors import ReleasedError, StateError
@@ -320,7 +320,7 @@ def checkpoint_keeps_no_activation():
                 kept.append(tensor.untyped_storage().nbytes())
                 return tensor
 
-            tokens, targets = models.batch("gpt", 0, 0)
+            tokens, _ = models.batch("gpt", 0, 0)
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                 out = model(tokens)
             saved[checkpoint, sharded] = sum(kept)

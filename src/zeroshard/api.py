@@ -19,7 +19,7 @@ from .guard import Guarded, cover_dlpack
 from .layout import Bucket, Layout, Slot, Spec, partition
 from .numerics import Precision, same_bits
 from .optim import Binding
-from .preflight import Structure, agree, check_model, check_optimizers, describe
+from .preflight import Structure, agree, check_optimizers, check_parameters, check_settings, describe
 from .reduction import Reduction
 from .schedule import Schedule, in_backward
 from .stage import placements
@@ -45,7 +45,7 @@ def shard(
         model: any `nn.Module`, on the CPU, on `device`, or on the meta device. Rank 0's weights and buffers count.
         optimizer: a `torch.optim` object (or several, or None) over the model's parameters. Its groups, options,
             hooks, schedulers and existing state stay; its parameters become this rank's fragments.
-        stage: 0 nothing sharded, 1 optimizer state, 2 also gradients, 3 also parameters (ZeRO, Rajbhandari et al. 2020).
+        stage: 0 nothing sharded, 1 optimizer state, 2 also gradients, 3 also parameters (Rajbhandari et al. 2020).
         precision, offload, layout, comm: policies; see their classes.
         device: where the model computes (default: where it is; the CPU for a model on meta).
         init: initialises one module whose parameters were on meta (default: its `reset_parameters()`).
@@ -53,12 +53,15 @@ def shard(
     Raises `UserError` (a ValueError) for what cannot work, `PeerError` where the ranks do not agree. With `torchrun`
     (or any process group) every rank calls it; without a launcher it runs as one rank.
     """
-    policies = [
-        given if given is not None else make()
-        for given, make in ((precision, Precision), (offload, Offload), (layout, Layout), (comm, Comm))
-    ]
-    for policy, kind, name in zip(
-        policies, (Precision, Offload, Layout, Comm), ("precision", "offload", "layout", "comm"), strict=True
+    precision = Precision() if precision is None else precision
+    offload = Offload() if offload is None else offload
+    layout = Layout() if layout is None else layout
+    comm = Comm() if comm is None else comm
+    for name, policy, kind in (
+        ("precision", precision, Precision),
+        ("offload", offload, Offload),
+        ("layout", layout, Layout),
+        ("comm", comm, Comm),
     ):
         if not isinstance(policy, kind):
             raise UserError(
@@ -70,8 +73,10 @@ def shard(
         raise UserError(
             "not a model", expected="an nn.Module", got=type(model).__name__, instead="shard(model, optimizer)"
         )
-    optimizers = [] if optimizer is None else list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
-    return Zero(model, optimizers, stage, *policies, _device(model, device), init)  # type: ignore[arg-type]
+    optimizers: list[Any] = [optimizer]
+    if optimizer is None or isinstance(optimizer, (list, tuple)):
+        optimizers = list(optimizer or ())
+    return Zero(model, optimizers, stage, precision, layout, comm, _device(model, device), init)
 
 
 def _device(model: nn.Module, wanted: torch.device | str | None) -> torch.device:
@@ -81,7 +86,9 @@ def _device(model: nn.Module, wanted: torch.device | str | None) -> torch.device
         except (RuntimeError, TypeError):
             device = torch.device("meta")
         if device.type == "meta":
-            raise UserError("device= is nothing to compute on", got=repr(wanted), instead='device="cuda" or device="cpu"')
+            raise UserError(
+                "device= is nothing to compute on", got=repr(wanted), instead='device="cuda" or device="cpu"'
+            )
         return (
             torch.device(device.type, torch.cuda.current_device())
             if device.type == "cuda" and device.index is None
@@ -114,7 +121,6 @@ class Zero:
         optimizers: list[torch.optim.Optimizer],
         stage: int,
         precision: Precision,
-        offload: Offload,
         layout: Layout,
         comm: Comm,
         device: torch.device,
@@ -155,6 +161,8 @@ class Zero:
             binding.before_step = self._before_step
         self._structure = Structure(model)
         self._trainable = [record.param.requires_grad for record in self._managed]
+        for unit in self._units:
+            unit.module.__dict__["__reduce_ex__"] = _refuse_copy  # what deepcopy, pickle and torch.save ask first
         if self.placements.parameters:
             cover_dlpack()
             for unit in self._units:
@@ -164,16 +172,11 @@ class Zero:
         object.__setattr__(model, "_zeroshard_engine", self)
 
     def __repr__(self) -> str:
-        return f"Zero(stage={self.stage}, rank={self.rank}, world_size={self.world_size}, parameters={sum(r.param.numel() for r in self._managed)})"
-
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise StateError(
-            "a sharded model cannot be copied",
-            instead="copy the model first and shard each copy, or load its weights into a fresh one",
-        )
+        numel = sum(record.param.numel() for record in self._managed)
+        return f"Zero(stage={self.stage}, rank={self.rank}, world_size={self.world_size}, parameters={numel})"
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise StateError("a sharded model cannot be pickled", instead="with zero.gathered(): model.state_dict()")
+        _refuse_copy(protocol)
 
     # --- construction -----------------------------------------------------------------------------------------------
 
@@ -187,12 +190,14 @@ class Zero:
         try:
             units = find_units(self.model, layout)
             self._managed = managed_parameters(self.model, units, layout)
+            check_parameters(self._managed)
             self.partition = partition(self._specs(), layout, self.world_size)
-            check_model(self._managed, self.partition, layout, comm)
+            check_settings(self.partition, layout, comm)
             replicated = not self.placements.optimizer
             check_optimizers(self.model, self._managed, optimizers, self.partition, replicated=replicated)
             names, policies = [name for name, _ in units], (self._precision, layout, comm)
-            facts = describe(self.model, self._managed, names, optimizers, self.stage, policies, self._device)
+            facts = describe(self.model, self._managed, names, optimizers, policies, self._device)
+            facts["stage"] = self.stage
         except UserError as error:
             problem = error
         agree(self._group, facts, problem)
@@ -360,7 +365,7 @@ class Zero:
 
     @contextlib.contextmanager
     def gathered(self, *what: nn.Module | str, write_from: int | None = None) -> Iterator[None]:
-        """Full parameters inside the `with`, on every rank: of the given modules, or parameter or module names; else all.
+        """Full parameters inside the `with`, on every rank: of the given modules or names (patterns), else of all.
 
         Edits made inside count, at every stage: make them on all ranks alike, or name the one rank whose edits to
         take with `write_from`. Collective: every rank enters and leaves.
@@ -447,7 +452,7 @@ class Zero:
         for binding in self._bindings:
             for number, group in enumerate(binding.optimizer.param_groups):
                 places = [member.place for member in binding.members if member.group == number]
-                yield binding.optimizer, group, [(p.buffer.bucket, p.buffer.bucket.slots[p.index]) for p in places]
+                yield binding.optimizer, group, [(p.buffer.bucket, p.buffer.bucket.slots[p.position]) for p in places]
 
     def ledger(self) -> Ledger:
         """Bytes this rank holds now and held at most, per state, and bytes moved per verb: a snapshot."""
@@ -479,6 +484,13 @@ def _own_modules(units: list[Unit]) -> dict[int, list[tuple[str, nn.Module]]]:
 
     walk("", units[0].module, 0)
     return owned
+
+
+def _refuse_copy(protocol: Any) -> NoReturn:
+    raise StateError(
+        "a sharded model cannot be copied or pickled",
+        instead="copy it before shard(...), or, for its weights alone, with zero.gathered(): model.state_dict()",
+    )
 
 
 def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:

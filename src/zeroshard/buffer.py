@@ -19,6 +19,7 @@ from __future__ import annotations
 import enum
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,22 +53,22 @@ _LEGAL = {
 class Place:
     """Attached to every managed parameter as `_zeroshard`: which buffer, which slot, and what a touch does."""
 
-    def __init__(self, buffer: Buffer, index: int) -> None:
+    def __init__(self, buffer: Buffer, position: int) -> None:
         self.buffer = buffer
-        self.index = index
+        self.position = position
 
     @property
     def name(self) -> str:
-        return self.buffer.bucket.slots[self.index].name
+        return self.buffer.bucket.slots[self.position].name
 
     def touch(self, param: nn.Parameter) -> None:
         """Open the parameter, or raise `ReleasedError` where it cannot be gathered."""
-        self.buffer.on_touch(self.buffer, self.index)
+        self.buffer.on_touch(self.buffer, self.position)
 
 
 def _owned_elsewhere(param: nn.Parameter) -> int:
     """Python references to a parameter. torch adds one of its own while C++ (a graph, say) holds the tensor too."""
-    return sys.getrefcount(param) - (_CPP_COUNTS and param._use_count() > 1)
+    return sys.getrefcount(param) - (_CPP_COUNTS and param._use_count() > 1)  # type: ignore[attr-defined]
 
 
 def _cpp_counts() -> bool:
@@ -89,8 +90,8 @@ def _alias(flat: Tensor) -> Tensor:
     keep a released bucket's memory now and then.
     """
     storage = flat.untyped_storage()
-    other = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), flat.device, storage.nbytes())  # type: ignore[attr-defined]
-    return torch.empty(0, dtype=flat.dtype, device=flat.device).set_(other, 0, flat.shape)
+    other: Any = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), flat.device, storage.nbytes())
+    return torch.empty(0, dtype=flat.dtype, device=flat.device).set_(other, 0, flat.shape, flat.stride())
 
 
 class Buffer:
@@ -331,7 +332,7 @@ class Buffer:
                 param.data = view
 
     def keep_edits(self) -> bool:
-        """With sharded parameters: what was edited in the gathered copy becomes the shard. Says whether anything was."""
+        """With sharded parameters: edits of the gathered copy become the shard. Says whether there were any."""
         if not (self.place.parameters and self.ready):
             return False  # nothing gathered, or only a copy that the last step made old
         with torch.inference_mode(False), torch.no_grad():

@@ -19,6 +19,7 @@ depends on where an element lies in the buffer; see docs/decisions/ordered-sum.m
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import warnings
@@ -239,7 +240,7 @@ class ProcessGroup(Group):
                 "the ranks are not doing the same thing",
                 where=where,
                 expected="the same forwards, backwards, steps and questions on every rank, in the same order",
-                instead="give every rank the same number of batches, and call zeroshard's collective methods on all of them",
+                instead="as many batches on every rank, and zeroshard's collective methods on all of them",
             )
         return [tuple(row[2 : 2 + len(payload)]) for row in rows]
 
@@ -308,16 +309,16 @@ def connect(settings: Comm, ledger: Ledger, device: torch.device) -> Group:
 def _start(settings: Comm, device: torch.device) -> None:
     import atexit
 
-    timeout = {} if settings.timeout is None else {"timeout": timedelta(seconds=settings.timeout)}
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", **timeout)
+    timeout = None if settings.timeout is None else timedelta(seconds=settings.timeout)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
 
     def finish() -> None:
         # A gloo process that leaves right after its last collective can abort peers that still read from it.
         if dist.is_initialized():
-            try:
+            with contextlib.suppress(
+                RuntimeError
+            ):  # a peer is gone already; its own error says more than this one would
                 dist.barrier()
-            except RuntimeError:
-                pass  # a peer is gone already; its own error says more than this one would
             dist.destroy_process_group()
 
     atexit.register(finish)

@@ -119,11 +119,11 @@ class Entry(NamedTuple):
     number: int
     param: nn.Parameter
     accumulator: Accumulator
-    index: int  # slot index in the bucket
+    position: int  # of its slot in the bucket
 
     @property
     def slot(self) -> Slot:
-        return self.accumulator.buffer.bucket.slots[self.index]
+        return self.accumulator.buffer.bucket.slots[self.position]
 
 
 class Gradients:
@@ -257,7 +257,7 @@ class Gradients:
             self._judged = found_inf
             updater = self.updaters.get(grads[0]._entry.number)
             mine = [e for e in self.entries if self.updaters.get(e.number) == updater and self.has_gradient(e)]
-            finite = [bool(e.accumulator.fragment(e.index).isfinite().all()) for e in mine]
+            finite = [bool(e.accumulator.fragment(e.position).isfinite().all()) for e in mine]
             agreed = torch.tensor([0 if all(finite) else 1], dtype=torch.uint8)
             self.group.maximum(agreed)
             found_inf.fill_(max(float(agreed), float(found_inf)))
@@ -278,7 +278,7 @@ class ShardedGrad(Tensor):
 
     @staticmethod
     def __new__(cls, book: Gradients, entry: Entry, like: Tensor, *, is_fragment: bool) -> ShardedGrad:
-        return torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)  # type: ignore[attr-defined, no-any-return]
+        return torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
 
     def __init__(self, book: Gradients, entry: Entry, like: Tensor, *, is_fragment: bool) -> None:
         self._weak_book = weakref.ref(book)
@@ -317,13 +317,13 @@ class ShardedGrad(Tensor):
         raise self._cannot("numpy()")
 
     def full_tensor(self) -> Tensor:
-        """The whole averaged gradient as a plain tensor in the accumulation dtype. Collective: call it on every rank."""
+        """The whole averaged gradient, a plain tensor in the accumulation dtype. Collective: call it on every rank."""
         return self._book.full(self._entry)
 
     def to_local(self) -> Tensor:
         """This rank's elements of the averaged gradient, 1-D. A copy; no communication."""
         self._book.settle()
-        local = self._entry.accumulator.fragment(self._entry.index).clone()
+        local = self._entry.accumulator.fragment(self._entry.position).clone()
         if not self._entry.accumulator.averaged:
             average_(local, self._book.group.ranks)
         return local
@@ -334,10 +334,10 @@ class ShardedGrad(Tensor):
         self._book.forget_answers()
         self._entry.accumulator.average()
         self._entry.accumulator.spread = False
-        return self._entry.accumulator.fragment(self._entry.index)
+        return self._entry.accumulator.fragment(self._entry.position)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         if func is aten.detach.default:
             return args[0]
@@ -382,8 +382,9 @@ def _norm(
 
 _ELEMENTWISE = {
     aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar, aten.add_.Tensor, aten.add_.Scalar,
-    aten.sub_.Tensor, aten.sub_.Scalar, aten.clamp_.default, aten.clamp_min_.default, aten.clamp_max_.default, aten.zero_.default,
-    aten.neg_.default, aten.sign_.default, aten.nan_to_num_.default, aten.fill_.Scalar, aten.copy_.default,
+    aten.sub_.Tensor, aten.sub_.Scalar, aten.clamp_.default, aten.clamp_min_.default, aten.clamp_max_.default,
+    aten.zero_.default, aten.neg_.default, aten.sign_.default, aten.nan_to_num_.default, aten.fill_.Scalar,
+    aten.copy_.default,
 }  # fmt: skip
 _FOREACH = {
     aten._foreach_mul_.Scalar: aten.mul_.Scalar,

@@ -30,14 +30,15 @@ from .errors import StateError
 
 _GETTERS = (
     "shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad", "grad_fn", "is_cuda", "is_cpu", "is_meta",
-    "is_sparse", "is_quantized", "is_nested", "is_mps", "is_xpu", "ndim", "name", "names", "_version", "itemsize", "nbytes",
-    "_backward_hooks", "_post_accumulate_grad_hooks", "output_nr", "retains_grad", "_cdata", "_base", "grad_dtype",
+    "is_sparse", "is_quantized", "is_nested", "is_mps", "is_xpu", "ndim", "name", "names", "_version", "itemsize",
+    "nbytes", "_backward_hooks", "_post_accumulate_grad_hooks", "output_nr", "retains_grad", "_cdata",
+    "_base", "grad_dtype",
 )  # fmt: skip
 _SETTERS = ("grad", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks", "grad_dtype")
 _METHODS = (
-    "size", "dim", "numel", "nelement", "element_size", "stride", "storage_offset", "is_contiguous", "is_floating_point",
-    "is_complex", "is_signed", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "__len__",
-    "__hash__", "get_device", "ndimension", "is_pinned", "is_inference", "_use_count", "is_same_size",
+    "size", "dim", "numel", "nelement", "element_size", "stride", "storage_offset", "is_contiguous", "get_device",
+    "is_floating_point", "is_complex", "is_signed", "requires_grad_", "register_hook", "ndimension", "is_pinned",
+    "register_post_accumulate_grad_hook", "__len__", "__hash__", "is_inference", "_use_count", "is_same_size",
 )  # fmt: skip
 _METADATA = frozenset(
     [getattr(torch.Tensor, name).__get__ for name in _GETTERS if hasattr(torch.Tensor, name)]
@@ -66,7 +67,8 @@ class Guarded:
 
 
 def _describe(param: Any) -> str:
-    return f"Parameter {param._zeroshard.name!r} of shape {tuple(param.shape)}, {param.dtype}, sharded by zeroshard and not gathered now"
+    what = f"Parameter {param._zeroshard.name!r} of shape {tuple(param.shape)}, {param.dtype}"
+    return f"{what}, sharded by zeroshard and not gathered now"
 
 
 @functools.cache
@@ -125,7 +127,7 @@ class Saved(NamedTuple):
 
     source: Source
     dtype: torch.dtype
-    offset: int
+    offset: Any
     size: torch.Size
     stride: tuple[int, ...]
     conj: bool
@@ -136,7 +138,7 @@ class Saved(NamedTuple):
     @property
     def element(self) -> int:
         """First element, counted in the buffer's own dtype."""
-        return self.offset * self.dtype.itemsize // self.source.full.itemsize
+        return int(self.offset) * self.dtype.itemsize // self.source.full.itemsize
 
     def restore(self) -> Tensor:
         self.source.fetch()
@@ -150,7 +152,7 @@ class Saved(NamedTuple):
             )
         with torch.no_grad():
             view = torch.empty(0, dtype=self.dtype, device=self.source.full.device)
-            view.set_(self.source.full.untyped_storage(), self.offset, self.size, self.stride)  # type: ignore[call-overload]
+            view.set_(self.source.full.untyped_storage(), self.offset, self.size, self.stride)
             view = view.conj() if self.conj else view
             return torch._neg_view(view) if self.neg else view
 
@@ -165,7 +167,8 @@ class Kept(NamedTuple):
         if self.tensor._version != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"{self.tensor.dtype} {list(self.tensor.shape)} is at version {self.tensor._version}; expected version {self.version} instead."
+                f"{self.tensor.dtype} {list(self.tensor.shape)} is at version {self.tensor._version}; "
+                f"expected version {self.version} instead."
             )
         return self.tensor
 

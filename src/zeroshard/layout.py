@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, NamedTuple, get_args
@@ -272,15 +272,15 @@ def _model_bounds(packed: list[_Packed], align: int, ranks: int) -> list[tuple[i
 
 def _tensor_bounds(packed: list[_Packed], align: int, ranks: int) -> list[tuple[int, ...]]:
     def cuts(total: int, edges: list[int]) -> list[int]:
-        inner = [
-            min(edges, key=lambda edge, at=rank * total / ranks: (abs(edge - at), edge)) for rank in range(1, ranks)
-        ]
-        return [0, *inner, total]
+        def nearest_edge(at: float) -> int:
+            return min(edges, key=lambda edge: (abs(edge - at), edge))
+
+        return [0, *(nearest_edge(rank * total / ranks) for rank in range(1, ranks)), total]
 
     return _flat_bounds(packed, cuts)
 
 
-def _flat_bounds(packed: list[_Packed], cuts) -> list[tuple[int, ...]]:  # type: ignore[no-untyped-def]
+def _flat_bounds(packed: list[_Packed], cuts: Callable[[int, list[int]], list[int]]) -> list[tuple[int, ...]]:
     """Bounds from cuts in one flat vector per (dtype, trainable): all of the model's buckets end to end."""
     bounds: dict[int, tuple[int, ...]] = {}
     for key in dict.fromkeys((p.key.dtype, p.key.trainable) for p in packed):

@@ -2,7 +2,7 @@
 
 The optimizer never learns that anything is sharded. Its `param_groups` keep their options and order; in place of each
 parameter they hold this rank's *fragment* of it: a parameter that is a view of the fp32 master, or of the resting
-parameter where none is needed. Everything elementwise then just works, with the state sharded because the fragments are.
+parameter where none is needed. Everything elementwise just works, and its state is sharded because the fragments are.
 
 Roads not taken: an optimizer of our own (the user's class, options and kernels would be lost); one flat tensor per
 shard (per-group options would be lost, and fused kernels give other bits than on whole tensors); subclassing the
@@ -39,7 +39,7 @@ class Fragment(NamedTuple):
 
     param: nn.Parameter
     buffer: Buffer
-    index: int
+    position: int
 
 
 class Binding:
@@ -78,7 +78,7 @@ class Binding:
 
     @staticmethod
     def _stay_last(optimizer: Any, ours: int) -> None:
-        # What any pre hook of the user's does to gradients, weights or the closure counts, also if it is registered later.
+        # What a pre hook of the user's does to gradients, weights or the closure counts, also when registered later.
         register = optimizer.register_step_pre_hook
 
         def register_before_ours(hook: Any) -> Any:
@@ -120,13 +120,14 @@ class Binding:
                     known.append(fragment.param)
         entries = [entry for entry in (self.entry(member.place) for member in self.members) if entry is not None]
         self.gradients.updaters |= {entry.number: self.number for entry in entries}
-        self.gradients.stand_ins |= {self.number: fragment.param for fragment in self.fragments[:1]}
+        if self.fragments:
+            self.gradients.stand_ins[self.number] = self.fragments[0].param
 
     def _fragment(self, param: nn.Parameter, group: int, broadcast_state: bool) -> nn.Parameter:
         place: Place = param._zeroshard  # type: ignore[attr-defined]
         with torch._C.DisableTorchFunctionSubclass():
-            fragment = nn.Parameter(self._view(place.buffer, place.index), requires_grad=param.requires_grad)
-        self.fragments.append(Fragment(fragment, place.buffer, place.index))
+            fragment = nn.Parameter(self._view(place.buffer, place.position), requires_grad=param.requires_grad)
+        self.fragments.append(Fragment(fragment, place.buffer, place.position))
         self.members.append(Member(place, group))
         state = self.optimizer.state.pop(param, None)
         if state:
@@ -149,7 +150,7 @@ class Binding:
     def _cut(
         self, place: Place, group: int, key: str, value: Any, fragment: nn.Parameter, broadcast_state: bool
     ) -> Any:
-        slot = place.buffer.bucket.slots[place.index]
+        slot = place.buffer.bucket.slots[place.position]
         if not isinstance(value, Tensor):
             return value
         options, home = self.optimizer.param_groups[group], value.device
@@ -175,12 +176,12 @@ class Binding:
         """A bucket got masters: its fragments become views of them."""
         for fragment in self.fragments:
             if fragment.buffer is buffer:
-                fragment.param.data = self._view(buffer, fragment.index)
+                fragment.param.data = self._view(buffer, fragment.position)
 
     def entry(self, of: Fragment | Place) -> Entry | None:
         """The gradient of a parameter; None while its bucket is frozen."""
         first = self.gradients.first_number.get(of.buffer.bucket.index)
-        return None if first is None else self.gradients.entries[first + of.index]
+        return None if first is None else self.gradients.entries[first + of.position]
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
@@ -231,7 +232,7 @@ class Binding:
                     None  # an empty fragment only stands in for a group: Muon, for one, refuses its shape
                 )
                 continue
-            grad = entry.accumulator.updating(fragment.index)
+            grad = entry.accumulator.updating(fragment.position)
             grad = grad[: fragment.param.numel()] if fragment.param.numel() < grad.numel() else grad
             fragment.param.grad = grad.to(fragment.param.dtype).view(fragment.param.shape)
 

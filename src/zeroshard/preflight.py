@@ -21,8 +21,8 @@ ELEMENTWISE = {"SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "NAdam"
 WHOLE_TENSORS = {"Adafactor", "Muon"}
 
 
-def check_model(managed: list[Managed], partition: Partition, layout: Layout, comm: Comm) -> None:
-    """Refuse, by name, parameters and settings that cannot work."""
+def check_parameters(managed: list[Managed]) -> None:
+    """Refuse, by name, parameters that cannot be cut."""
     for record in managed:
         if record.param.grad is not None:
             raise UserError(
@@ -31,9 +31,9 @@ def check_model(managed: list[Managed], partition: Partition, layout: Layout, co
                 instead="optimizer.zero_grad() before shard(...)",
             )
         if (
-            record.param.is_complex()
+            isinstance(record.param, nn.parameter.UninitializedParameter)
+            or record.param.is_complex()
             or record.param.layout is not torch.strided
-            or isinstance(record.param, nn.parameter.UninitializedParameter)
         ):
             raise UserError(
                 "this kind of parameter cannot be sharded",
@@ -42,6 +42,10 @@ def check_model(managed: list[Managed], partition: Partition, layout: Layout, co
                 got=f"{type(record.param).__name__} {record.param.dtype} {record.param.layout}",
                 instead=f"Layout(ignore=[{record.name!r}]), or store it as real numbers",
             )
+
+
+def check_settings(partition: Partition, layout: Layout, comm: Comm) -> None:
+    """Refuse settings that contradict each other."""
     if comm.reduce == "native" and not partition.even:
         raise UserError(
             "the backend's reduce-scatter needs shards of one size",
@@ -130,7 +134,6 @@ def describe(
     managed: list[Managed],
     units: list[str],
     optimizers: list[torch.optim.Optimizer],
-    stage: int,
     policies: tuple[Precision, Layout, Comm],
     device: torch.device,
 ) -> dict[str, Any]:
@@ -140,16 +143,15 @@ def describe(
     facts: dict[str, Any] = {
         "torch build": torch.__version__,
         "intra-op threads": torch.get_num_threads(),
-        "stage": stage,
         "precision": repr(precision),
         "layout": repr(layout),
         "comm": repr(dataclasses.replace(comm, group=None)),
         "device type": device.type,
     }
     for record in managed:
-        facts[f"parameter {record.name!r}"] = (
-            f"{tuple(record.param.shape)} {record.param.dtype} requires_grad={record.param.requires_grad} names={record.names}"
-        )
+        param = record.param
+        kind = f"{tuple(param.shape)} {param.dtype} requires_grad={param.requires_grad} names={record.names}"
+        facts[f"parameter {record.name!r}"] = kind
     for name, tensor in model.named_buffers():
         facts[f"buffer {name!r}"] = f"{tuple(tensor.shape)} {tensor.dtype}"
     facts["units"] = units
@@ -173,7 +175,7 @@ def describe(
 
 
 def agree(group: Group, facts: dict[str, Any], problem: UserError | None) -> None:
-    """Raise on every rank if one of them must refuse, or is about to build something else; name the first difference."""
+    """Raise on every rank if one must refuse or is about to build something else; name the first difference."""
     everyone = group.describe({"problem": None if problem is None else str(problem), **facts})
     if problem is not None:
         raise problem
@@ -190,12 +192,14 @@ def agree(group: Group, facts: dict[str, Any], problem: UserError | None) -> Non
                     got=f"{theirs.get(key, 'nothing of that name')} (rank {rank})",
                     instead="build the same model, optimizer and settings on every rank; set OMP_NUM_THREADS alike",
                 )
-        if list(everyone[0]) != list(theirs):
+        for first, other in zip(everyone[0], theirs, strict=True):
+            if first == other:
+                continue
             raise PeerError(
                 "the ranks register their parameters in different orders",
-                where=f"rank {rank}",
-                expected=list(everyone[0])[:4],
-                got=list(theirs)[:4],
+                where=other,
+                expected=f"{first} (rank 0)",
+                got=f"{other} (rank {rank})",
                 instead="build the model the same way on every rank",
             )
 
@@ -204,7 +208,7 @@ class Structure:
     """What the module tree looked like when it was sharded, to notice what was replaced, removed or added since."""
 
     def __init__(self, model: nn.Module) -> None:
-        tables = [
+        tables: list[tuple[str, dict[str, Any]]] = [
             (f"{path}." if path else "", table)
             for path, module in model.named_modules()
             for table in (module._parameters, module._modules)
@@ -215,7 +219,7 @@ class Structure:
     def difference(self) -> str | None:
         """The name of the first parameter or module that is not what it was, or None."""
         for table, key, value, name in self._entries:
-            if table.get(key) is not value:  # type: ignore[attr-defined]
+            if table.get(key) is not value:
                 return name
         for table, length, prefix in self._lengths:
             if len(table) != length:

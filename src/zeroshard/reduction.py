@@ -97,7 +97,7 @@ class Reduction:
         for entry, keep in zip(entries, kept, strict=True):
             if not keep:
                 self.gradients.hide(entry)
-                accumulator.fragment(entry.index).zero_()
+                accumulator.fragment(entry.position).zero_()
                 if accumulator.local is not None:
                     accumulator.local[entry.slot.start : entry.slot.stop].zero_()
 
@@ -119,15 +119,15 @@ class Reduction:
                 )
             if flight.launched:
                 self._again.append(entry)
-                flight.landed[entry.index] = flight.landed.get(entry.index, 0) + 1
+                flight.landed[entry.position] = flight.landed.get(entry.position, 0) + 1
                 return False
             slot, landing = entry.slot, self._landing(flight)
             place = landing[slot.start : slot.stop].view(slot.shape)
-            if entry.index in flight.landed or landing is flight.accumulator.local:
+            if entry.position in flight.landed or landing is flight.accumulator.local:
                 place.add_(grad)
             else:
                 place.copy_(grad)
-        flight.landed[entry.index] = flight.landed.get(entry.index, 0) + 1
+        flight.landed[entry.position] = flight.landed.get(entry.position, 0) + 1
         if flight.unit.calls > 1 or (nested and flight.most != 1) or (flight.most or 0) > 1:
             flight.hold = True
         if not self._local and self._all_landed(flight):
@@ -243,7 +243,7 @@ class Reduction:
             raise StateError(
                 "a parameter received a second gradient from a re-entrant checkpoint after its first was reduced",
                 where=f"parameters {names}",
-                instead="torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or repeat the step: from now on these parameters wait for the end of backward",
+                instead="checkpoint(..., use_reentrant=False), or repeat the step: from now on they wait for the end",
             )
         got = mask.tolist()
         with_gradient = set()

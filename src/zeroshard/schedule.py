@@ -254,7 +254,7 @@ class Schedule:
         self._queue_end()
 
     def _queue_end(self) -> None:
-        Variable._execution_engine.queue_callback(_weak(self._end))  # type: ignore[attr-defined]
+        Variable._execution_engine.queue_callback(_weak(self._end))
 
     def _end(self) -> None:
         if self._backward is None:

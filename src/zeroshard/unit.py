@@ -7,9 +7,11 @@ both. The root module is always a unit; it owns what no other unit does.
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -101,7 +103,9 @@ def managed_parameters(model: nn.Module, units: list[tuple[str, nn.Module]], lay
             record.owners.append((module, name))
     for pattern in layout.ignore:
         if not fnmatch.filter(names, pattern):
-            raise UserError("Layout.ignore matches no parameter", got=repr(pattern), instead=nearest(pattern, names[:40]))
+            raise UserError(
+                "Layout.ignore matches no parameter", got=repr(pattern), instead=nearest(pattern, names[:40])
+            )
     return list(found.values())
 
 
@@ -222,19 +226,42 @@ def materialise(
     """Give one unit's own modules real memory and initial values: `init(module)`, or `reset_parameters()`.
 
     `memory` (by the parameter's id) is what becomes a parameter's; others get their own. The parameters stay the same
-    Python objects, so ties and the user's optimizer survive.
+    Python objects, so ties and the user's optimizer survive. What a module has beside its tensors on meta (a weight
+    tied to an earlier module's, one loaded already) keeps its values.
     """
     for _, module in modules:
         own = _own_meta(module)
+        if not own:
+            continue
+        recurrent = isinstance(module, nn.RNNBase)
+        if recurrent:
+            module._flat_weight_refs = []  # type: ignore[assignment]  # nothing with a weak reference can be swapped
         for tensor in own:
             given = memory.pop(id(tensor), None)
-            real = torch.empty_like(tensor, device=device) if given is None else given
+            # .data, because a parameter must not share the version counter of the storage it lies in.
+            real = torch.empty_like(tensor, device=device) if given is None else given.data
             if isinstance(tensor, nn.Parameter):
                 real = nn.Parameter(real, requires_grad=tensor.requires_grad)
             torch.utils.swap_tensors(tensor, real)
-        if own:
-            with torch.no_grad():
-                init(module) if init is not None else module.reset_parameters()  # type: ignore[operator]
+        with torch.no_grad(), _standing_in(module, {id(tensor) for tensor in own}, device):
+            init(module) if init is not None else module.reset_parameters()  # type: ignore[operator]
+        if recurrent:
+            module._init_flat_weights()  # type: ignore[operator]
+
+
+@contextlib.contextmanager
+def _standing_in(module: nn.Module, fresh: set[int], device: torch.device) -> Iterator[None]:
+    """Hide what is not to be initialised behind throw-away tensors of the same kind."""
+    tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+    hidden = [(t, name, x) for t in tables for name, x in t.items() if x is not None and id(x) not in fresh]
+    for table, name, tensor in hidden:
+        blank = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        table[name] = nn.Parameter(blank, tensor.requires_grad) if table is module._parameters else blank
+    try:
+        yield
+    finally:
+        for table, name, tensor in hidden:
+            table[name] = tensor
 
 
 def _own_meta(module: nn.Module) -> list[Tensor]:

@@ -211,7 +211,7 @@ def batches(dtype: torch.dtype = torch.float32) -> tuple[Batch, Batch]:
 def inject(model: Transformer260, rank: int) -> None:
     """From now on the gradient of W_q on this rank is the printed table, whatever backward computes."""
     table = torch.tensor(W_Q_GRADIENTS[rank], dtype=torch.float64)
-    model.attention.W_q.register_hook(lambda gradient: table.to(gradient))  # type: ignore[no-untyped-call]
+    model.attention.W_q.register_hook(lambda gradient: table.to(gradient))
 
 
 def _values() -> list[Tensor]:

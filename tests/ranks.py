@@ -468,8 +468,8 @@ def _worker(fd: int, log_fd: int) -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: go when the nursery goes
     os.dup2(log_fd, 1)
     os.dup2(log_fd, 2)
-    sys.stdout = open(1, "w", buffering=1, closefd=False)
-    sys.stderr = open(2, "w", buffering=1, closefd=False)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     faulthandler.enable(2)  # a segmentation fault leaves its stack in the log
     faulthandler.register(signal.SIGUSR1, 2, all_threads=True)  # works while the interpreter is stuck in C++
     connection = Connection(fd)
@@ -483,6 +483,15 @@ def _worker(fd: int, log_fd: int) -> None:
                 connection.send_bytes(_close(environment))
     except (EOFError, OSError):
         os._exit(0)
+
+
+def _report(error: BaseException) -> dict[str, Any]:
+    return {
+        "type": type(error).__name__,
+        "message": str(error),
+        "traceback": traceback.format_exc(),
+        "bases": tuple(cls.__name__ for cls in type(error).__mro__),
+    }
 
 
 def _answer(job: dict[str, Any], call: bytes) -> bytes:
@@ -500,9 +509,7 @@ def _answer(job: dict[str, Any], call: bytes) -> bytes:
         fn, args, kwargs = pickle.loads(call)
         return pickle.dumps(("value", pickle.dumps(fn(*args, **kwargs))))
     except BaseException as error:  # SystemExit and pytest's outcomes are answers too
-        bases = tuple(cls.__name__ for cls in type(error).__mro__)
-        report = dict(type=type(error).__name__, message=str(error), traceback=traceback.format_exc(), bases=bases)
-        return pickle.dumps(("error", report))
+        return pickle.dumps(("error", _report(error)))
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -538,9 +545,7 @@ def _close(environment: dict[str, str]) -> bytes:
         _reset()
         return pickle.dumps(("value", b""))
     except BaseException as error:
-        bases = tuple(cls.__name__ for cls in type(error).__mro__)
-        report = dict(type=type(error).__name__, message=str(error), traceback=traceback.format_exc(), bases=bases)
-        return pickle.dumps(("error", report))
+        return pickle.dumps(("error", _report(error)))
 
 
 def _reset() -> None:

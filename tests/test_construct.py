@@ -564,7 +564,7 @@ def test_a_model_on_meta_has_the_same_bits_everywhere(name):
     first, trained, generator = runs[0][0]
     assert any(bool((weight != 0).any()) for weight in first.values())
     for run in runs:
-        for initial, weights, drawn in run:
+        for initial, _, drawn in run:
             reference.assert_same(initial, first)
             assert torch.equal(drawn, generator)
     for run in runs:

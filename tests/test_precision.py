@@ -397,8 +397,18 @@ def scaled(kind, how, want):
     return found
 
 
-@pytest.mark.parametrize("how", ["step", "unscale", "clip"])
-@pytest.mark.parametrize("kind", ["adamw", "fused", "sgd"])
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        ("adamw", "step"),
+        ("adamw", "clip"),
+        ("fused", "step"),
+        ("fused", "clip"),
+        ("sgd", "unscale"),
+        ("fused", "unscale"),
+    ],
+    ids=lambda each: each,
+)
 @pytest.mark.parametrize("world", [1, 2, 3], ids=lambda world: f"ranks{world}")
 def test_grad_scaler_unmodified(world, kind, how):
     """torch.amp.GradScaler with and without `unscale_`, with clipping after it, and with the fused step that unscales

@@ -183,7 +183,9 @@ def agree(group: Group, facts: dict[str, Any], problem: UserError | None) -> Non
         if theirs["problem"] is not None:
             raise PeerError("another rank cannot shard its model", where=f"rank {rank}", got=theirs["problem"])
     for rank, theirs in enumerate(everyone):
-        for key in dict.fromkeys([*everyone[0], *theirs]):
+        # Units and optimizers last: they differ wherever parameters do, which say more.
+        keys = dict.fromkeys([*everyone[0], *theirs])
+        for key in sorted(keys, key=lambda key: key.startswith(("units", "optimizer "))):
             if everyone[0].get(key) != theirs.get(key):
                 raise PeerError(
                     "the ranks are about to build different things",

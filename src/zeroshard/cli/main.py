@@ -118,7 +118,7 @@ def train(
 
 @app.command()
 def demo(
-    steps: Steps = 300,
+    steps: Steps = 250,
     ranks: Annotated[int, _option(RUN, "Local processes to start.")] = 2,
     seed: Seed = 0,
     out: Out = "run/demo",

@@ -244,7 +244,7 @@ def over_stages(options):
         zero = zeroshard.shard(model, optimizer, stage=stage, **options)
         history = reference.loop(
             model, optimizer, BATCHES, LOSS,
-            ranks.rank(), ranks.world(), 2, steps=5, clip=0.3, average=True,
+            ranks.rank(), ranks.world(), 2, steps=3, clip=0.3, average=True,
         )  # fmt: skip
         with zero.gathered():
             runs.append(reference.weights(model) | {"norms": torch.stack(history.norms)})

@@ -26,7 +26,7 @@ STAGES = (0, 1, 2, 3)
 BUCKETS = {
     "one": Layout(units=()),
     "units": Layout(),
-    "many": Layout(bucket_mib=0.0001),
+    "many": Layout(bucket_mib=0.0005),
     "model": Layout(bounds="model"),
     "tensor": Layout(bounds="tensor"),
 }

@@ -24,7 +24,7 @@ from zeroshard import Comm, Layout, Precision
 from zeroshard.errors import PeerError
 
 STAGES = (0, 1, 2, 3)
-BUCKETS = {"one": Layout(units=()), "units": Layout(), "many": Layout(bucket_mib=0.0001)}
+BUCKETS = {"one": Layout(units=()), "units": Layout(), "many": Layout(bucket_mib=0.0005)}
 STEPS = 3
 WHERE = {  # rank count -> the stages and buckets that every scenario runs with
     1: [(0, "units"), (3, "units")],

@@ -90,7 +90,11 @@ def check(ranks, world, stage, case, options, optimizer="adamw"):
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("case", ["gpt", "degenerate", "lora", "tiny"])
+@pytest.mark.parametrize(
+    ("case", "world"),
+    [("gpt", 1), ("gpt", 2), ("gpt", 3), ("gpt", 4), ("degenerate", 3), ("lora", 2), ("tiny", 4)],
+    ids=lambda value: value if isinstance(value, str) else f"ranks{value}",
+)
 def test_live_bytes_are_the_layouts_arithmetic(ranks, world, stage, case, dtype):
     """At rest and after backward: live storages == ledger == prediction, for odd sizes, frozen parts, empty shards."""
     options = {"precision": Precision(param_dtype=dtype)}
@@ -216,7 +220,7 @@ def created_and_destroyed(stage: int):
     return growth(200, body)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_two_hundred_engines_leak_nothing(ranks, stage):
     """Created, used once and dropped: live bytes, descriptors and threads stay constant."""
     assert ranks.run(2, created_and_destroyed, stage) == [(0, 0, 0)] * 2
@@ -237,7 +241,7 @@ def thousand_steps(stage: int):
     return growth(1000, body)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_thousand_steps_leak_nothing(ranks, stage):
     """Live bytes, descriptors and threads after 1,000 steps are those after three."""
     assert ranks.run(2, thousand_steps, stage, timeout=150) == [(0, 0, 0)] * 2

@@ -79,6 +79,9 @@ TOUCHES = {
     "set data": lambda p: setattr(p, "data", torch.ones(7, 7)),
     "item": lambda p: p.item(),
     "is_shared": lambda p: p.share_memory_(),
+    "torch.tensor": lambda p: torch.tensor(p),
+    "new_tensor": lambda p: torch.ones(1).new_tensor(p),
+    "as_subclass": lambda p: p.as_subclass(torch.Tensor),
     "vector": lambda p: nn.utils.parameters_to_vector([p]),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -15,7 +16,7 @@ from .comm import Comm, connect
 from .errors import StateError, UserError, nearest
 from .events import Ledger
 from .gradient import Gradients
-from .guard import Guarded, cover_dlpack
+from .guard import Guarded, cover_constructors
 from .layout import Bucket, Layout, Slot, Spec, partition
 from .numerics import Precision, same_bits
 from .optim import Binding
@@ -164,7 +165,7 @@ class Zero:
         for unit in self._units:
             unit.module.__dict__["__reduce_ex__"] = _refuse_copy  # what deepcopy, pickle and torch.save ask first
         if self.placements.parameters:
-            cover_dlpack()
+            cover_constructors()
             for unit in self._units:
                 unit.module.register_state_dict_pre_hook(_refuse_state_dict)
                 unit.module.register_load_state_dict_pre_hook(_refuse_load)
@@ -383,7 +384,8 @@ class Zero:
                 instead="touch the parameter, or gather before backward",
             )
         units = self._units_of(what)
-        self._group.meet("gathered()", len(units), sum(unit.index for unit in units))
+        which = zlib.crc32(repr([unit.index for unit in units]).encode())
+        self._group.meet("gathered()", len(units), which, -1 if write_from is None else write_from)
         for unit in units:
             unit.land()
         try:

@@ -140,12 +140,15 @@ class Group:
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         """tensor becomes the source rank's, everywhere."""
 
-    def meet(self, what: str, number: int, *payload: int) -> list[tuple[int, ...]]:
-        """Agree that every rank is at the same thing; returns all ranks' payloads (at most four integers each).
+    def meet(self, what: str, number: int, *same: int) -> None:
+        """Agree that every rank is at the same thing, down to the (at most three) integers that say which.
 
         Raises `PeerError` on every rank, naming who is where, when they are not.
         """
-        return [tuple(payload)]
+
+    def poll(self, what: str, number: int, *mine: int) -> list[tuple[int, ...]]:
+        """Agree as `meet` does; the integers may differ, and every rank gets those of all, in rank order."""
+        return [mine]
 
     def maximum(self, tensor: Tensor) -> None:
         """Elementwise maximum over the ranks of a CPU tensor, in place."""
@@ -170,6 +173,8 @@ class ProcessGroup(Group):
         self.rank = dist.get_rank(groups.parent)
         self.backend = str(dist.get_backend(groups.gathers))
         self._global = dist.get_process_group_ranks(groups.parent)
+        groups.engines += 1
+        self._engine = groups.engines  # models sharded over one group are told apart by the order of their making
 
     def gather(self, full: Tensor, bounds: Sequence[int]) -> Work:
         nbytes = full.numel() * full.itemsize
@@ -227,22 +232,32 @@ class ProcessGroup(Group):
             )
             _named(dist.broadcast, tensor.view(torch.uint8), self._global[source], group=self._groups.gathers)
 
-    def meet(self, what: str, number: int, *payload: int) -> list[tuple[int, ...]]:
+    def meet(self, what: str, number: int, *same: int) -> None:
+        self._exchange(what, number, same, compared=self._HEADER)
+
+    def poll(self, what: str, number: int, *mine: int) -> list[tuple[int, ...]]:
+        return [tuple(row[3 : 3 + len(mine)]) for row in self._exchange(what, number, mine, compared=3)]
+
+    def _exchange(self, what: str, number: int, integers: tuple[int, ...], *, compared: int) -> list[list[int]]:
         header = torch.zeros(self._HEADER, dtype=torch.int64)
-        header[: 2 + len(payload)] = torch.tensor((MEETINGS.index(what), number, *payload))
+        header[: 3 + len(integers)] = torch.tensor((self._engine, MEETINGS.index(what), number, *integers))
         everyone = torch.empty(self.ranks * self._HEADER, dtype=torch.int64)
         self._count_control(header)
         _named(_all_gather, everyone, header, group=self._groups.control)
-        rows = everyone.view(self.ranks, self._HEADER).tolist()
-        if any(row[:2] != rows[0][:2] for row in rows):
-            where = "; ".join(f"rank {rank} is at {MEETINGS[row[0]]} {row[1]}" for rank, row in enumerate(rows))
+        rows: list[list[int]] = everyone.view(self.ranks, self._HEADER).tolist()
+        if any(row[:compared] != rows[0][:compared] for row in rows):
+            detail = all(row[1:3] == rows[0][1:3] for row in rows)
+            where = "; ".join(
+                f"rank {rank} is at {MEETINGS[row[1]]} {row[2]}" + (f" of model {row[0]}, {row[3:]}" if detail else "")
+                for rank, row in enumerate(rows)
+            )
             raise PeerError(
                 "the ranks are not doing the same thing",
                 where=where,
                 expected="the same forwards, backwards, steps and questions on every rank, in the same order",
-                instead="as many batches on every rank, and zeroshard's collective methods on all of them",
+                instead="as many batches on every rank, and zeroshard's collective methods on all of them, alike",
             )
-        return [tuple(row[2 : 2 + len(payload)]) for row in rows]
+        return rows
 
     def maximum(self, tensor: Tensor) -> None:
         self._count_control(tensor)
@@ -258,7 +273,7 @@ class ProcessGroup(Group):
 
     def describe(self, facts: Any) -> list[Any]:
         text = torch.frombuffer(bytearray(json.dumps(facts).encode()), dtype=torch.uint8)
-        lengths = [row[0] for row in self.meet("construction", 0, text.numel())]
+        lengths = [row[0] for row in self.poll("construction", 0, text.numel())]
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: text.numel()] = text
         everyone = torch.empty(self.ranks * max(lengths), dtype=torch.uint8)
@@ -335,6 +350,7 @@ class _Groups:
         self.gathers = dist.new_group(backend=backend, **options)
         self.reductions = dist.new_group(backend=backend, **options)
         self.control = dist.new_group(backend="gloo", **options)
+        self.engines = 0
 
     @property
     def parent(self) -> Any:

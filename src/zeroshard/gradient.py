@@ -177,15 +177,20 @@ class Gradients:
         """Does this parameter have a gradient? Clearing or replacing `p.grad` counts."""
         with torch._C.DisableTorchFunctionSubclass():
             grad = entry.param.grad
-        if grad is not None and not isinstance(grad, ShardedGrad):
+        if grad is not None and not (isinstance(grad, ShardedGrad) and grad._number == entry.number):
             raise StateError(
-                "a sharded gradient was replaced by a tensor",
+                "a sharded gradient was replaced by another tensor",
                 where=f"parameter {entry.slot.name!r}",
-                expected="the ShardedGrad that backward left, edited in place",
+                expected="the ShardedGrad that backward left here, edited in place",
                 got=type(grad).__name__,
                 instead="p.grad.copy_(tensor)",
             )
         return grad is not None
+
+    def cleared_by_optimizer(self, entry: Entry) -> bool:
+        """Did somebody set `grad` to None on this rank's fragments, in `optimizer.param_groups`?"""
+        fragments = self.fragments.get(entry.number, ())
+        return bool(fragments) and all(fragment.grad is None for fragment in fragments)
 
     # --- questions: every rank asks, one collective answers for all parameters --------------------------------------
 
@@ -299,6 +304,20 @@ class ShardedGrad(Tensor):
     def _entry(self) -> Entry:
         return self._book.entries[self._number]
 
+    @property
+    def _current(self) -> Entry:
+        """The entry, if this is still its gradient: a kept handle must not speak for a later backward."""
+        entry = self._entry
+        with torch._C.DisableTorchFunctionSubclass():
+            holders = [entry.param.grad, *(fragment.grad for fragment in self._book.fragments.get(self._number, ()))]
+        if not any(holder is self for holder in holders) and not self._is_fragment:
+            raise StateError(
+                "this gradient was cleared, or another backward has added to it since",
+                where=f"gradient of {entry.slot.name!r}",
+                instead="read p.grad again, or keep p.grad.full_tensor()",
+            )
+        return entry
+
     def __repr__(self) -> str:  # type: ignore[override]
         return f"ShardedGrad({self._entry.slot.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
@@ -318,18 +337,19 @@ class ShardedGrad(Tensor):
 
     def full_tensor(self) -> Tensor:
         """The whole averaged gradient, a plain tensor in the accumulation dtype. Collective: call it on every rank."""
-        return self._book.full(self._entry)
+        return self._book.full(self._current)
 
     def to_local(self) -> Tensor:
-        """This rank's elements of the averaged gradient, 1-D. A copy; no communication."""
+        """This rank's elements of the averaged gradient, a 1-D copy. Collective only where no_sync left something."""
         self._book.settle()
-        local = self._entry.accumulator.fragment(self._entry.position).clone()
+        local = self._current.accumulator.fragment(self._entry.position).clone()
         if not self._entry.accumulator.averaged:
             average_(local, self._book.group.ranks)
         return local
 
     def editable(self) -> Tensor:
         """This rank's elements, averaged, to be changed in place."""
+        assert self._current is not None
         self._book.settle()
         self._book.forget_answers()
         self._entry.accumulator.average()
@@ -376,7 +396,7 @@ def _norm(
             got=f"dim={dim}",
             instead="p.grad.full_tensor().norm(dim=...) on every rank",
         )
-    norms = [grad._book.norm(grad._entry, float(order)) for grad in grads]
+    norms = [grad._book.norm(grad._current, float(order)) for grad in grads]
     return norms if isinstance(what, (list, tuple)) else norms[0]
 
 

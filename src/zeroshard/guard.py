@@ -90,20 +90,35 @@ def unflip(param: nn.Parameter) -> None:
 
 
 @functools.cache
-def cover_dlpack() -> None:
-    """`to_dlpack` is C++ and asks no class: route it past the guard. Called once something can be released."""
-    original = torch._C._to_dlpack
+def cover_constructors() -> None:
+    """Functions of torch that are C++ and ask no class are routed past the guard, once something can be released.
 
-    def to_dlpack(tensor: Any) -> Any:
-        """torch's own, after asking zeroshard's guard about a parameter that may not be gathered."""
-        if isinstance(tensor, Guarded):
-            tensor._zeroshard.touch(tensor)  # type: ignore[attr-defined]
-        return original(tensor)
+    What stays open, because types and descriptors cannot be wrapped: `torch.Tensor(p)`, `torch.FloatTensor(p)` and
+    `tensor.data = p` of a released parameter.
+    """
+    places = (
+        (torch._C, "_to_dlpack"),
+        (torch.utils.dlpack, "to_dlpack"),
+        (torch, "to_dlpack"),
+        (torch, "tensor"),
+        (torch.Tensor, "new_tensor"),
+        (torch.Tensor, "as_subclass"),
+    )
+    for owner, name in places:
+        original = getattr(owner, name, None)
+        if original is not None:
+            setattr(owner, name, _asking(original))
 
-    for module in (torch._C, torch.utils.dlpack, torch):
-        for name in ("_to_dlpack", "to_dlpack"):
-            if getattr(module, name, None) is original:
-                setattr(module, name, to_dlpack)
+
+def _asking(original: Any) -> Any:
+    @functools.wraps(original)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        for argument in args:
+            if isinstance(argument, Guarded):
+                argument._zeroshard.touch(argument)  # type: ignore[attr-defined]
+        return original(*args, **kwargs)
+
+    return function
 
 
 # --- what autograd saves --------------------------------------------------------------------------------------------

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from .buffer import Buffer, Place
 from .comm import Group
 from .errors import StateError, UserError
-from .gradient import Entry, Gradients
-from .schedule import Schedule
+from .gradient import Entry, Gradients, ShardedGrad
+from .schedule import Schedule, stack_depth
 
 SCALARS = {"step", "mu_product", "eta", "mu"}  # per-parameter state that is one number, whatever the parameter's shape
 
@@ -67,6 +67,9 @@ class Binding:
         self.members: list[Member] = []  # every parameter this optimizer updates, on whichever rank
         self.before_step: Callable[[], None] = lambda: None
         self._steps = 0
+        self._updated: list[Buffer] = []  # what the running step updates
+        self._bound: dict[int, Tensor] = {}  # by fragment's id, the gradient that it was given
+        self._depth = 0  # of the Python stack at the running step
         self.adopt(broadcast_state=True)
         self._stay_last(optimizer, optimizer.register_step_pre_hook(self._before).id)
         handle = optimizer.register_step_post_hook(self._after)
@@ -118,6 +121,8 @@ class Binding:
                 known = self.gradients.fragments.setdefault(entry.number, [])
                 if not any(param is fragment.param for param in known):
                     known.append(fragment.param)
+                    if self.gradients.has_gradient(entry):
+                        self.gradients.show(entry)
         entries = [entry for entry in (self.entry(member.place) for member in self.members) if entry is not None]
         self.gradients.updaters |= {entry.number: self.number for entry in entries}
         if self.fragments:
@@ -189,6 +194,9 @@ class Binding:
     def _before(
         self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if self._nested(stack_depth()):
+            return None
+        self._depth = stack_depth()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         self._begin()
         if closure is None:
@@ -208,6 +216,11 @@ class Binding:
 
         return ((args[0], bound, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": bound})
 
+    def _nested(self, depth: int) -> bool:
+        """Is this a step that a running step of the same optimizer calls? (`super().step()`: torch hooks both.)"""
+        running = any(fragment.param.grad is self._bound.get(id(fragment.param), self) for fragment in self.fragments)
+        return running and depth > self._depth
+
     def _begin(self) -> None:
         self._steps += 1
         self.schedule.before_step()
@@ -225,19 +238,29 @@ class Binding:
         works = [accumulator.spread_average() for accumulator in self.gradients.accumulators if accumulator.filled]
         for work in works:
             work.wait()
+        self._updated = self._to_be_updated()
+        bound, self._bound = self._bound, {}
         for fragment in self.fragments:
-            entry = self.entry(fragment)
-            if entry is None or not fragment.param.numel() or not self.gradients.has_gradient(entry):
-                fragment.param.grad = (
-                    None  # an empty fragment only stands in for a group: Muon, for one, refuses its shape
+            entry, shown = self.entry(fragment), fragment.param.grad
+            if not (shown is None or isinstance(shown, ShardedGrad) or shown is bound.get(id(fragment.param))):
+                raise StateError(
+                    "a gradient in optimizer.param_groups was replaced by a tensor",
+                    where=f"parameter {fragment.buffer.bucket.slots[fragment.position].name!r}",
+                    instead="edit p.grad of the model's parameter in place",
                 )
+            # An empty fragment only stands in for a group: Muon, for one, refuses its shape.
+            fragment.param.grad = None
+            if entry is None or shown is None or not fragment.param.numel() or not self.gradients.has_gradient(entry):
                 continue
             grad = entry.accumulator.updating(fragment.position)
             grad = grad[: fragment.param.numel()] if fragment.param.numel() < grad.numel() else grad
             fragment.param.grad = grad.to(fragment.param.dtype).view(fragment.param.shape)
+            self._bound[id(fragment.param)] = fragment.param.grad
 
     @torch.no_grad()
     def _after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self._nested(stack_depth()):
+            return
         updated = self._write_back()
         for buffer in updated:
             if not buffer.place.parameters and buffer.place.optimizer:
@@ -248,18 +271,22 @@ class Binding:
                     buffer.open()
         self.schedule.after_step()
         for fragment in self.fragments:
-            self._show(fragment)
+            if id(fragment.param) in self._bound or not fragment.param.numel():
+                self._show(fragment)
 
-    def _write_back(self) -> list[Buffer]:
-        """Masters become parameters again, where something was updated on any rank. Returns those buffers, in order."""
+    def _to_be_updated(self) -> list[Buffer]:
+        """Buffers that have gradients for this optimizer on any rank, in order."""
         entries = [entry for entry in (self.entry(member.place) for member in self.members) if entry is not None]
         updated = {id(e.accumulator.buffer) for e in entries if e.accumulator.filled and self.gradients.has_gradient(e)}
-        buffers = [buffer for buffer in self.buffers if id(buffer) in updated]
-        for buffer in buffers:
+        return [buffer for buffer in self.buffers if id(buffer) in updated]
+
+    def _write_back(self) -> list[Buffer]:
+        """Masters become parameters again, where this step had gradients: the step itself may have cleared them."""
+        for buffer in self._updated:
             if buffer.master is not None:
                 buffer.stored.copy_(buffer.master)
             buffer.changed()
-        return buffers
+        return self._updated
 
     def _show(self, fragment: Fragment) -> None:
         entry = self.entry(fragment)

@@ -15,6 +15,7 @@ once it did not help.
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass, field
 
@@ -95,6 +96,8 @@ class Reduction:
             accumulator.local = None
             return
         for entry, keep in zip(entries, kept, strict=True):
+            if keep and self.gradients.cleared_by_optimizer(entry):
+                accumulator.fragment(entry.position).zero_()  # each owner of a part sees its own fragment cleared
             if not keep:
                 self.gradients.hide(entry)
                 accumulator.fragment(entry.position).zero_()
@@ -284,17 +287,22 @@ class Reduction:
         self._trim()
 
     def abort(self) -> None:
-        """A backward failed half-way: let go of everything it had begun."""
+        """A backward failed half-way: what it had sent and added cannot be told from what was there, so all goes."""
         for _, work, receive in self._under_way:
             work.wait()
             self._give_back(receive)
         self._under_way.clear()
         for flight in self.flights.values():
-            if flight.landing is not flight.accumulator.buffer.gradients:
-                self._give_back(flight.landing)
+            for transient in (flight.landing, flight.accumulator.local):
+                if transient is not flight.accumulator.buffer.gradients:
+                    self._give_back(transient)
             flight.landing = flight.accumulator.local = None
             flight.landed.clear()
+            flight.accumulator.clear()
+        for entry in self.gradients.entries:
+            self.gradients.hide(entry)
         self._trim()
+        logging.getLogger("zeroshard").warning("a backward ended by an exception: all gradients were dropped")
 
     # --- buffers, reused within a backward --------------------------------------------------------------------------
 

@@ -39,7 +39,8 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _stack_depth() -> int:
+def stack_depth() -> int:
+    """Of Python's stack. A call that is still running stands higher up in it than everything it calls."""
     frame, depth = sys._getframe(), 0
     while frame.f_back is not None:
         frame, depth = frame.f_back, depth + 1
@@ -79,6 +80,8 @@ class Schedule:
         self._forwards = 0
         self._backwards = 0
         self._backward: int | None = None  # graph task of the running backward, None outside
+        self._ending: Callable[[], Callable[[], None] | None] = lambda: None  # its callback, while autograd holds it
+        self._hidden: list[int] = []  # entries whose sharded gradient made way for one that is about to come
         self._recent: list[Unit] = []  # units gathered in this backward, oldest first
         self._unit_of = {id(buffer): unit for unit in units for buffer in unit.buffers}
         self._hooked: set[int] = set()
@@ -106,11 +109,11 @@ class Schedule:
         recompute = in_backward()
         if recompute:
             self._event()
-        elif not self._frames or _stack_depth() <= self._depth:
+        elif not self._frames or stack_depth() <= self._depth:
             if self._frames:  # an interrupt went through the last forward, past every hook
                 self._unwind(None)
                 self.script.abandon()
-            self._depth = _stack_depth()
+            self._depth = stack_depth()
             self._begin_forward(unit)
             if self.cast_inputs is not None:
                 args, kwargs = tree_map_only(Tensor, self._cast, (args, kwargs))
@@ -155,14 +158,14 @@ class Schedule:
             self._abort_backward()
         self._grad_forward = torch.is_grad_enabled()
         training = self._grad_forward and unit.module.training
-        self.before_forward(training)
+        kind = "forward" if self._grad_forward else "forward without grad"
         if self._grad_forward or self.sharded:
-            kind = "forward" if self._grad_forward else "forward without grad"
             self._forwards += 1
-            self.group.meet(kind, self._forwards, unit.index)
-            self.flush_pinned()
-            if self.sharded:
-                self.script.begin((kind, unit.index))
+            self.group.meet(kind, self._forwards, unit.index, training)
+        self.before_forward(training)
+        self.flush_pinned()
+        if self.sharded:
+            self.script.begin((kind, unit.index))
 
     def _end_forward(self, output: Any) -> None:
         if self.script.active:
@@ -237,11 +240,14 @@ class Schedule:
 
     def _event(self, *_: Any) -> None:
         """Something of a backward happened: begin it if this is the first."""
-        if self._backward is not None:
+        if self._backward is not None and self._ending() is not None:
             return
+        if self._backward is not None:  # autograd dropped the callback: an exception ended that backward
+            self._abort_backward()
         self._backward = torch._C._current_graph_task_id()
         self._backwards += 1
         self._recent.clear()
+        self._hidden.clear()
         try:
             self.group.meet("backward under no_sync" if self.local else "backward", self._backwards)
             self.reduction.begin(local=self.local)
@@ -251,10 +257,12 @@ class Schedule:
         except BaseException:
             self._backward = None
             raise
-        self._queue_end()
+        self._queue_end(_weak(self._end))
 
-    def _queue_end(self) -> None:
-        Variable._execution_engine.queue_callback(_weak(self._end))
+    def _queue_end(self, end: Callable[[], None]) -> None:
+        # Only autograd holds the callback: it lives exactly as long as the backward that will call it.
+        self._ending = weakref.ref(end)
+        Variable._execution_engine.queue_callback(end)
 
     def _end(self) -> None:
         if self._backward is None:
@@ -263,11 +271,13 @@ class Schedule:
         if node is not None:
             # The end of a nested backward: come back when the node that runs it is through.
             handles: list[Any] = []
+            end = self._ending()
+            assert end is not None
 
             def again(*_: Any) -> None:
                 handles.pop().remove()
                 self._backward = torch._C._current_graph_task_id()
-                self._queue_end()
+                self._queue_end(end)
 
             handles.append(node.register_hook(again))
             return
@@ -276,6 +286,8 @@ class Schedule:
                 self.script.finish()
             self.group.meet("end of backward", self._backwards)
             self.reduction.finish()
+            for number in self._hidden:  # autograd.grad() takes gradients without adding them: what was there stays
+                self.gradients.show(self.gradients.entries[number])
         finally:
             self._backward = None
             self._release_all()
@@ -290,7 +302,7 @@ class Schedule:
             unit.release()
 
     def _abort_backward(self) -> None:
-        """The last backward never reached its end: an exception went through it."""
+        """The last backward never reached its end: an exception went through it. All gradients are dropped, alike."""
         self._backward = None
         if self.script.active:
             self.script.abandon()
@@ -304,7 +316,9 @@ class Schedule:
             return  # a custom Function answered None: nothing will be added
         param = self.gradients.entries[number].param
         with torch._C.DisableTorchFunctionSubclass():
-            param.grad = None
+            if param.grad is not None:
+                param.grad = None
+                self._hidden.append(number)
 
     def after_accumulation(self, number: int, param: nn.Parameter) -> None:
         """`p.grad` is complete, for this graph at least."""

@@ -118,7 +118,7 @@ class Script:
         while True:
             vote = _NOBODY if wanted is None else wanted.index
             idle = int(not all(self._used))
-            votes = self.group.meet("choosing what to gather", self._number, vote, idle)
+            votes = self.group.poll("choosing what to gather", self._number, vote, idle)
             named = list(dict.fromkeys(vote for vote, _ in votes if vote != _NOBODY))
             for index in named:
                 self._sequence.append(index)

@@ -75,7 +75,7 @@ class Unit:
             buffer.open()
 
     def close(self) -> None:
-        """Guard again, and say whether it did: not while a forward, a `gathered()` or a touch keeps it open."""
+        """Guard again, unless a running forward or a `gathered()` keeps it open."""
         if not (self.open_calls or self.pinned):
             for buffer in self.sharded:
                 buffer.close()

@@ -1,0 +1,211 @@
+"""Ranks that do different things are named at once, and what one rank's user does behind our back still counts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import models
+import ranks as rank_processes
+import reference
+import zeroshard
+from zeroshard.errors import PeerError, StateError
+
+
+def three(stage: int, optimizer=torch.optim.SGD, seed: int = 0):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16))
+    made = optimizer(model.parameters(), lr=0.1)
+    return model, made, zeroshard.shard(model, made, stage=stage)
+
+
+def x(index: int = 0):
+    return torch.randn(3, 16, generator=torch.Generator().manual_seed(index))
+
+
+# --- ranks that differ --------------------------------------------------------------------------------------------------
+
+
+def differing(what: str, stage: int):
+    rank = rank_processes.rank()
+    model, optimizer, zero = three(stage)
+    if what == "gathered":
+        with zero.gathered(model[rank]):
+            pass
+    elif what == "write_from":
+        with zero.gathered(write_from=rank):
+            pass
+    elif what == "entry":
+        model[rank](x())
+    elif what == "engines":
+        other = three(stage, seed=1)[0]
+        for each in (model, other) if rank == 0 else (other, model):
+            each(x())
+    elif what == "optimizers":
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+        optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model]
+        zeroshard.shard(model, optimizers, stage=stage)
+        model(x()).sum().backward()
+        for optimizer in optimizers if rank == 0 else reversed(optimizers):
+            optimizer.step()
+    elif what == "training":
+        model = models.build("batchnorm")
+        zeroshard.shard(model, None, stage=stage)
+        model.train(rank == 0)
+        model(models.batch("batchnorm", 0, 0)[0])
+    elif what == "one forward more":
+        model = models.build("batchnorm")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        zeroshard.shard(model, optimizer, stage=stage)
+        for _ in range(1 + rank):
+            out = model(models.batch("batchnorm", 0, 0)[0])
+        out.sum().backward()
+
+
+CASES = ["gathered", "write_from", "entry", "engines", "optimizers", "training", "one forward more"]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("what", CASES)
+def test_ranks_that_differ_are_named_on_every_rank(ranks, what, stage):
+    """Other units, writers, models, optimizers, modes or counts: a PeerError on both ranks, before anything is mixed."""
+    for outcome in ranks.run(2, differing, what, stage, expect_errors=True, group_timeout=20):
+        assert outcome.type == PeerError.__name__, outcome
+        assert "rank 0 is at" in outcome.message and "rank 1 is at" in outcome.message
+
+
+# --- gradients touched in unusual ways ------------------------------------------------------------------------------------
+
+
+def taken(stage: int):
+    """autograd.grad() between backward and step takes gradients without adding them, or clearing what was there."""
+    model, _optimizer, zero = three(stage)
+    model(x(1)).square().sum().backward()
+    before = [p.grad.full_tensor() for p in model.parameters()]
+    with zero.gathered():
+        found = torch.autograd.grad(model(x(2)).square().sum(), list(model.parameters()))
+    assert all(torch.isfinite(g).all() for g in found)
+    after = [p.grad.full_tensor() for p in model.parameters()]
+    return all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_autograd_grad_leaves_accumulated_gradients(ranks, stage):
+    """As in plain PyTorch."""
+    assert ranks.run(2, taken, stage) == [True, True]
+
+
+def failed_backward(stage: int, pending: bool):
+    """A backward that raises, then another graph's backward and a step: as if the first had never been."""
+
+    def run(fail: bool):
+        model, optimizer, zero = three(stage)
+        model(x(9)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if fail:
+            if pending:
+                with zero.no_sync():
+                    model(x(8)).square().sum().backward()
+            second = model(x(1)).square().sum()
+            hidden = model[0](x(3))
+            hidden.register_hook(lambda grad: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                model[2](model[1](hidden)).sum().backward()
+            optimizer.zero_grad()
+            second.backward()
+        else:
+            model(x(1)).square().sum().backward()
+        optimizer.step()
+        with zero.gathered():
+            return reference.weights(model)
+
+    return reference.first_difference(run(True), run(False))
+
+
+@pytest.mark.parametrize("pending", [False, True], ids=["", "no_sync pending"])
+def test_a_backward_after_one_that_failed(ranks, stage, pending):
+    """The failed one's traces are dropped, with what was accumulated before it, on every rank alike."""
+    assert ranks.run(2, failed_backward, stage, pending) == ["", ""]
+
+
+class ClearsItself(torch.optim.SGD):
+    elementwise = True
+
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad = None
+
+
+def self_clearing(stage: int, dtype):
+    def run(cls):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)).to(dtype)
+        optimizer = cls(model.parameters(), lr=0.1)
+        zero = zeroshard.shard(model, optimizer, stage=stage)
+        for index in range(3):
+            model(x(index).to(dtype)).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with zero.gathered():
+            return reference.weights(model)
+
+    return reference.first_difference(run(ClearsItself), run(torch.optim.SGD))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_an_optimizer_that_clears_gradients_inside_its_step(ranks, stage, dtype):
+    """What the step updated is written back and gathered all the same."""
+    assert ranks.run(2, self_clearing, stage, dtype) == ["", ""]
+
+
+def cleared_in_groups(stage: int):
+    model, optimizer, zero = three(stage)
+    with zero.gathered():
+        before = reference.weights(model)
+    model(x(1)).square().sum().backward()
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad = None
+    optimizer.step()
+    with zero.gathered():
+        unmoved = reference.first_difference(reference.weights(model), before)
+    model(x(2)).square().sum().backward()
+    grads = {str(i): p.grad.full_tensor() for i, p in enumerate(model.parameters())}
+    optimizer.zero_grad()
+    model(x(2)).square().sum().backward()
+    again = {str(i): p.grad.full_tensor() for i, p in enumerate(model.parameters())}
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad = torch.zeros_like(p)
+    with pytest.raises(StateError, match="param_groups"):
+        optimizer.step()
+    return unmoved, reference.first_difference(grads, again)
+
+
+def test_gradients_cleared_or_replaced_in_param_groups(ranks, stage):
+    """Cleared there: no step, and the next backward starts from nothing. Replaced there: refused."""
+    assert ranks.run(2, cleared_in_groups, stage) == [("", "")] * 2
+
+
+def stale_handles(stage: int):
+    model, optimizer, _ = three(stage)
+    model(x(1)).square().sum().backward()
+    kept = model[0].weight.grad
+    optimizer.zero_grad()
+    model(x(2)).square().sum().backward()
+    for use in (kept.full_tensor, kept.to_local, kept.norm, lambda: kept.mul_(2)):
+        with pytest.raises(StateError, match="read p.grad again"):
+            use()
+    model[0].weight.grad = model[1].weight.grad
+    with pytest.raises(StateError, match="replaced"):
+        optimizer.step()
+    return True
+
+
+def test_a_kept_gradient_handle_speaks_for_nothing_else(ranks, stage):
+    """After clearing and another backward, or under another parameter, it is refused."""
+    assert ranks.run(2, stale_handles, stage) == [True, True]

@@ -236,6 +236,8 @@ class Buffer:
                 self._move(State.ARRIVING)
             self.fresh = True
             work = self.group.gather(_alias(self.full) if self.place.parameters else self.full, self.bucket.bounds)
+            if self.place.parameters:
+                work.hold(self.full)  # the alias does not
         self._work.append(work)
         return work
 

@@ -95,6 +95,7 @@ class Work:
 
     def __init__(self, handles: Sequence[Any] = ()) -> None:
         self._handles = list(handles)
+        self._held: Tensor | None = None
 
     def done(self) -> bool:
         return all(handle.is_completed() for handle in self._handles)
@@ -103,6 +104,16 @@ class Work:
         while self._handles:
             _named(self._handles[0].wait)
             self._handles.pop(0)
+        self._held = None
+        _holding.discard(self)
+
+    def hold(self, tensor: Tensor) -> None:
+        """Keep the memory that the collective works on alive until it is through, even if its owner is dropped."""
+        self._held = tensor
+        _holding.add(self)
+
+
+_holding: set[Work] = set()
 
 
 # What a rank can be about to do when it meets the others; the numbers travel in the header.

@@ -270,8 +270,9 @@ class Binding:
                     work.wait()
                     buffer.open()
         self.schedule.after_step()
+        bound, self._bound = self._bound, {}
         for fragment in self.fragments:
-            if id(fragment.param) in self._bound or not fragment.param.numel():
+            if id(fragment.param) in bound or not fragment.param.numel():
                 self._show(fragment)
 
     def _to_be_updated(self) -> list[Buffer]:

@@ -4,6 +4,7 @@ import gc
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -290,13 +291,19 @@ def test_a_worker_that_dies_while_idle_is_replaced():
     assert ranks.pids(2)[1] != before[1]
 
 
-def test_an_interruption_while_workers_start_leaves_no_confusion():
+def test_an_interruption_while_workers_start_leaves_no_confusion(monkeypatch):
     """Ctrl-C or a time-out between a question to the nursery and its answer: the next run starts from nothing."""
     ranks.shutdown()
-    main = threading.get_ident()
-    threading.Timer(0.3, signal.pthread_kill, (main, signal.SIGINT)).start()  # importing torch takes longer
+    send = socket.send_fds
+
+    def send_and_be_interrupted(*args):
+        send(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(socket, "send_fds", send_and_be_interrupted)
     with pytest.raises(KeyboardInterrupt):
         ranks.run(2, total)
+    monkeypatch.undo()
     assert ranks.run(2, total) == [2.0, 2.0]
     assert [each[0] for each in ranks.run(2, identity)] == ranks.pids(2)
 

@@ -337,7 +337,7 @@ def _difference(case, stage, layout, want):
 
 
 @pytest.mark.parametrize("case", SCENARIOS)
-@pytest.mark.parametrize("world", [1, 2, 3], ids=lambda world: f"ranks{world}")
+@pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.slow)], ids=lambda world: f"ranks{world}")
 def test_gradients_are_what_the_definition_says(case, world):
     """At stages 0-3 with one, some and many buckets: equal gradients, equal absences, equal weights, three steps."""
     assert ranks.run(world, differences, case, defined(case, world)) == [{}] * world

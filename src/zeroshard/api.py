@@ -406,9 +406,7 @@ class Zero:
             buffer.rebind()
             if write_from is not None:
                 self._group.broadcast(buffer.full, write_from)
-            edited = buffer.keep_edits()
-            if buffer.seed_master() or edited:
-                buffer.changed()
+            buffer.follow_edits()
             if not buffer.place.parameters and write_from is None:
                 # Whatever each rank did to its copy, the owner's edit of every element is the one that counts.
                 buffer.gather().wait()

@@ -349,6 +349,12 @@ class Buffer:
         """Masters follow edited parameters. Says whether anything was edited."""
         return self.master is not None and reseed_(self.master, self.stored)
 
+    def follow_edits(self) -> None:
+        """Shard, masters and generation follow what was edited in the gathered copy."""
+        edited = self.keep_edits()
+        if self.seed_master() or edited:
+            self.changed()
+
     def changed(self) -> None:
         """New weights: saved tensors of older ones must not be used."""
         self.generation += 1

@@ -190,9 +190,7 @@ class Schedule:
         for unit in self.units:
             if unit.pinned:
                 for buffer in unit.sharded:
-                    if buffer.keep_edits():
-                        buffer.seed_master()
-                        buffer.changed()
+                    buffer.follow_edits()
 
     # --- touches and saved weights ----------------------------------------------------------------------------------
 

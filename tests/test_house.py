@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+import tokenize
 import zipfile
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import zeroshard
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "zeroshard"
 PUBLIC = ["Comm", "Error", "Layout", "Offload", "Precision", "Zero", "shard"]
-CAPS = {"core": 2600, "storage": 1200}  # statements: see docs/decisions/core-size.md
+CAPS = {"core": 3400, "storage": 1200}  # lines: see docs/decisions/core-size.md
 STORAGE = {"checkpoint", "tier", "nvme"}
 NOT_LAYERS = {"__init__", "__main__"}
 
@@ -49,12 +50,17 @@ def imported(path):
     return names
 
 
-def statements(path):
-    """Statements of a file. Comments, blank lines and docstrings are none; wrapping one, or a longer message, is free."""
-    nodes = list(ast.walk(ast.parse(path.read_text())))
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    docstrings = sum(isinstance(node, documented) and ast.get_docstring(node) is not None for node in nodes)
-    return sum(isinstance(node, ast.stmt) for node in nodes) - docstrings
+def code_lines(path):
+    """Lines of a file that hold code: comments, blank lines and docstrings do not count."""
+    prose = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    with path.open("rb") as file:
+        tokens = [token for token in tokenize.tokenize(file.readline) if token.type not in prose | {tokenize.ENCODING}]
+    lines = {line for token in tokens for line in range(token.start[0], token.end[0] + 1)}
+    for node in ast.walk(ast.parse(path.read_text())):
+        documented = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+        if documented and ast.get_docstring(node) is not None:
+            lines -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    return len(lines)
 
 
 def test_the_reading_order_names_every_file_of_the_core():
@@ -79,7 +85,7 @@ def test_layout_is_pure():
 
 @pytest.mark.parametrize("part", CAPS)
 def test_size_cap(part):
-    counts = {name: statements(PACKAGE / f"{name}.py") for name in ORDER if (name in STORAGE) == (part == "storage")}
+    counts = {name: code_lines(PACKAGE / f"{name}.py") for name in ORDER if (name in STORAGE) == (part == "storage")}
     assert sum(counts.values()) <= CAPS[part], counts
 
 

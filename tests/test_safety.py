@@ -105,6 +105,41 @@ def test_touching_a_released_parameter_names_it_and_the_remedy(ranks, name):
     assert ranks.run(2, touch, name) == [0, 0]
 
 
+def data_of_another(param):
+    tensor = torch.ones(7, 7)
+    tensor.data = param
+    return tensor
+
+
+DOORS = {
+    "Tensor": lambda p: torch.Tensor(p),
+    "FloatTensor": lambda p: torch.FloatTensor(p),
+    "make_subclass": lambda p: torch.Tensor._make_subclass(torch.Tensor, p),
+    "data of another": data_of_another,
+}
+
+
+def behind_the_guard(name: str):
+    model, optimizer, zero = two()
+    step(model, optimizer)
+    tensor = DOORS[name](model.blocks[0].weight)
+    assert tensor.shape == (7, 7) and tensor.isnan().all() and tensor.sum().isnan() and (tensor @ tensor).isnan().all()
+    with pytest.raises(RuntimeError, match="single memory location"):
+        tensor.detach().mul_(2.0)
+    tensor.detach().fill_(1.0)
+    step(model, optimizer, 1)  # nothing was harmed, and the memory is not held by what was taken
+    assert DOORS[name](model.blocks[0].weight).isnan().all()
+    with zero.gathered():
+        assert model.blocks[0].weight.isfinite().all()
+    return zero.ledger().held["gather"]
+
+
+@pytest.mark.parametrize("name", DOORS)
+def test_what_no_guard_can_see_reads_nan_and_harms_nothing(ranks, name):
+    """Types and descriptors of torch ask no Python class first: no crash, no weight, and training goes on."""
+    assert ranks.run(2, behind_the_guard, name) == [0, 0]
+
+
 def metadata():
     model, _, _ = two()
     torch.manual_seed(0)
@@ -120,6 +155,7 @@ def metadata():
             its.dim(),
             len(its),
         )
+        assert (mine.is_contiguous(), mine.storage_offset() >= 0) == (its.is_contiguous(), True)
         assert name in repr(mine) and "not gathered" in repr(mine)
     assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in plain.parameters())
     assert "Linear(in_features=7" in repr(model)

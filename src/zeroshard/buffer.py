@@ -1,7 +1,7 @@
 """One bucket's storage: the flat memory its parameters are views of, this rank's shard, its masters and its gradients.
 
     state      parameters' class   memory beside the shard     who moves it there
-    RELEASED   guarded             none (storage of 0 bytes)   release
+    RELEASED   guarded             none (see `nowhere`)        release
     ARRIVING   guarded             full, being written         gather
     GUARDED    guarded             full                        land, close
     OPEN       plain               full                        open
@@ -12,11 +12,16 @@ Note *views stay valid*: releasing is `untyped_storage().resize_(0)` and gatheri
 autograd's views of the weights survive. Hence a storage may be emptied only when nothing but our own views holds
 it (its use count is the baseline) and nobody holds a parameter that did not before (reference counts). Memory kept
 for that reason counts as not gathered: the next use gathers again.
+
+Note *no way leads to emptied memory*: an op on an emptied storage is a segmentation fault, and some of torch's C++ asks
+no Python class first. So the parameters themselves point at `nowhere` while released; the guard answers for their
+strides.
 """
 
 from __future__ import annotations
 
 import enum
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -61,6 +66,11 @@ class Place:
     def name(self) -> str:
         return self.buffer.bucket.slots[self.position].name
 
+    @property
+    def view(self) -> Tensor:
+        """Where the parameter lies when it is gathered: right in shape and strides at any time."""
+        return self.buffer.views[self.position]
+
     def touch(self, param: nn.Parameter) -> None:
         """Open the parameter, or raise `ReleasedError` where it cannot be gathered."""
         self.buffer.on_touch(self.buffer, self.position)
@@ -81,6 +91,12 @@ def _cpp_counts() -> bool:
 
 
 _CPP_COUNTS = _cpp_counts()
+
+
+@functools.cache
+def nowhere(device: torch.device) -> Tensor:
+    """The bytes that every element of every released parameter lies at: NaN in any floating dtype."""
+    return torch.full((16,), 0xFF, dtype=torch.uint8, device=device)
 
 
 def _alias(flat: Tensor) -> Tensor:
@@ -163,8 +179,9 @@ class Buffer:
             self.master.copy_(source[owned])
         del source
         self._nbytes = bucket.numel * self.dtype.itemsize
-        for param, slot in zip(self.params, bucket.slots, strict=True):
-            param.data = self.full[slot.start : slot.stop].view(slot.shape)
+        absent = nowhere(self.full.device).view(self.dtype)[0]
+        self._absent = [absent.expand(slot.shape) for slot in bucket.slots]
+        self._make_views()
         if bucket.trainable:
             self.reserve_gradients()
         if self.place.parameters:
@@ -227,6 +244,7 @@ class Buffer:
         with torch.inference_mode(False), torch.no_grad():
             if self.place.parameters:
                 if self.state is State.RELEASED:
+                    self._point(self.views)
                     self._baseline()
                     self.full.untyped_storage().resize_(self._nbytes)
                     self.tier.ledger.hold("gather", self._nbytes)
@@ -282,6 +300,8 @@ class Buffer:
         if any(now > before for now, before in zip(self._references(), self._refs, strict=True)):
             return False
         self._move(State.RELEASED)
+        self._point(self._absent)
+        nowhere(self.full.device).fill_(0xFF)  # torch lets `fill_` through where every element is the same one
         if self.full.untyped_storage().resizable():
             self.full.untyped_storage().resize_(0)
         else:
@@ -293,11 +313,20 @@ class Buffer:
         # `.numpy()` pins a storage's size for ever. Nobody holds this one any more, so a new one takes its place.
         old = self.full.untyped_storage()._cdata
         self.full = torch.empty_like(self.full)
-        with torch._C.DisableTorchFunctionSubclass():
-            for param, slot in zip(self.params, self.bucket.slots, strict=True):
-                param.data = self.full[slot.start : slot.stop].view(slot.shape)
+        self._make_views()
+        self._point(self._absent)
         self.full.untyped_storage().resize_(0)
         self.on_new_storage(old, self)
+
+    def _make_views(self) -> None:
+        self.views = [self.full[slot.start : slot.stop].view(slot.shape) for slot in self.bucket.slots]
+        self._point(self.views)
+
+    def _point(self, tensors: list[Tensor]) -> None:
+        """The parameters' memory becomes that of `tensors`."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for param, tensor in zip(self.params, tensors, strict=True):
+                param.data = tensor
 
     def _move(self, state: State) -> None:
         assert state is self.state or (self.state, state) in _LEGAL, (self.state, state)
@@ -315,8 +344,10 @@ class Buffer:
 
     def rebind(self) -> None:
         """A parameter whose `.data` was replaced gets the new values copied into its slot and is a view again."""
+        if self.state is State.RELEASED:
+            return
         storage = self.full.untyped_storage()._cdata
-        for param, slot in zip(self.params, self.bucket.slots, strict=True):
+        for param, view, slot in zip(self.params, self.views, self.bucket.slots, strict=True):
             with torch._C.DisableTorchFunctionSubclass():
                 data = param.data
                 if data.untyped_storage()._cdata == storage:
@@ -329,7 +360,6 @@ class Buffer:
                         got=f"{tuple(data.shape)} {data.dtype} on {data.device}",
                         instead="convert or move the model before zeroshard.shard(...), or pass precision= and device=",
                     )
-                view = self.full[slot.start : slot.stop].view(slot.shape)
                 view.copy_(data)
                 param.data = view
 

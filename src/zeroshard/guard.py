@@ -1,4 +1,4 @@
-"""Nobody may read a parameter whose memory is not there: an op on an emptied storage is a segmentation fault.
+"""Nobody may read a parameter whose memory is not there: it would read NaN, or memory that is no more.
 
 Two doors lead to it, and each has a guard.
 
@@ -36,7 +36,7 @@ _GETTERS = (
 )  # fmt: skip
 _SETTERS = ("grad", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks", "grad_dtype")
 _METHODS = (
-    "size", "dim", "numel", "nelement", "element_size", "stride", "storage_offset", "is_contiguous", "get_device",
+    "size", "dim", "numel", "nelement", "element_size", "get_device",
     "is_floating_point", "is_complex", "is_signed", "requires_grad_", "register_hook", "ndimension", "is_pinned",
     "register_post_accumulate_grad_hook", "__len__", "__hash__", "is_inference", "_use_count", "is_same_size",
 )  # fmt: skip
@@ -47,6 +47,7 @@ _METADATA = frozenset(
     + [getattr(torch.Tensor, name) for name in _METHODS if hasattr(torch.Tensor, name)]
     + [torch.numel, torch.is_floating_point, torch.is_complex]
 )
+_STRIDES = frozenset({torch.Tensor.stride, torch.Tensor.storage_offset, torch.Tensor.is_contiguous})
 
 
 class Guarded:
@@ -58,6 +59,8 @@ class Guarded:
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if func in _STRIDES:
+            return func(args[0]._zeroshard.view, *args[1:], **kwargs)
         if func is torch.Tensor.__repr__:
             return _describe(args[0])
         for leaf in tree_leaves((args, kwargs)):
@@ -93,8 +96,8 @@ def unflip(param: nn.Parameter) -> None:
 def cover_constructors() -> None:
     """Functions of torch that are C++ and ask no class are routed past the guard, once something can be released.
 
-    What stays open, because types and descriptors cannot be wrapped: `torch.Tensor(p)`, `torch.FloatTensor(p)` and
-    `tensor.data = p` of a released parameter.
+    Types and descriptors cannot be wrapped: `torch.Tensor(p)`, `torch.FloatTensor(p)` and `tensor.data = p` of a
+    released parameter give NaN.
     """
     places = (
         (torch._C, "_to_dlpack"),

@@ -1,0 +1,126 @@
+"""The one contract for everything that builds a user's training job from a name: plan, simulate, verify, bench.
+
+    def job():                                          # train.py; named on the command line as train:job
+        model = GPT(...)
+        return {
+            "model": model,                             # an nn.Module
+            "optimizer": lambda params: AdamW(params),  # parameters (or groups) -> torch.optim.Optimizer
+            "batch": lambda step, index: (x, y),        # micro-batch `index` of a step, whatever `loss` takes
+            "loss": lambda model, batch: ...,           # -> a scalar to call backward on
+        }
+
+What is missing limits what can be asked of it, and the error says so.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from ..errors import UserError, nearest
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+PARTS = ("model", "optimizer", "batch", "loss")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A built job. `optimizer`, `batch` and `loss` raise `UserError` when called where the function gave none."""
+
+    name: str
+    model: nn.Module
+    optimizer: Callable[[Any], torch.optim.Optimizer]
+    batch: Callable[[int, int], Any]
+    loss: Callable[[nn.Module, Any], Tensor]
+    given: frozenset[str]
+
+    def need(self, *parts: str) -> None:
+        """Raise `UserError` unless the function returned all of these."""
+        for part in parts:
+            if part not in self.given:
+                _missing(self.name, part)
+
+
+def find(name: str) -> Callable[[], Any]:
+    """The function that `module:function` names; the current folder counts, as it does for `python -m`."""
+    module_name, colon, function_name = name.partition(":")
+    if not colon or not module_name or not function_name:
+        raise UserError("a job is named module:function", got=repr(name), instead="zeroshard verify train:job")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name.removesuffix(".py").replace(os.sep, "."))
+    except Exception as error:
+        raise UserError(
+            "the module of the job cannot be imported",
+            where=module_name,
+            got=f"{type(error).__name__}: {error}",
+            instead="module:function, importable from the current folder or installed",
+        ) from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise UserError(
+            "the module has no such function", where=module_name, got=repr(function_name),
+            instead=nearest(function_name, functions),
+        )  # fmt: skip
+    found: Callable[[], Any] = function
+    return found
+
+
+def build(name: str, *, device: str | None = None) -> Job:
+    """Call the function (with `device` as torch's default device, "meta" for shapes only) and check what it returns."""
+    import torch
+
+    function = find(name)
+    where: AbstractContextManager[Any] = nullcontext() if device is None else torch.device(device)
+    try:
+        with where:
+            parts = function()
+    except Exception as error:
+        raise UserError(
+            "the job's function raised",
+            where=f"{name}()" + (f" on device {device!r}" if device else ""),
+            got=f"{type(error).__name__}: {error}",
+            instead="a function without arguments that returns a dict of model, optimizer, batch and loss",
+        ) from error
+    if not isinstance(parts, dict) or not isinstance(parts.get("model"), torch.nn.Module):
+        raise UserError(
+            "the job's function must return a dict with a model",
+            where=f"{name}()",
+            expected="{'model': nn.Module, 'optimizer': ..., 'batch': ..., 'loss': ...}",
+            got=type(parts).__name__ if not isinstance(parts, dict) else f"a dict of {sorted(map(str, parts))}",
+        )
+    for key in parts:
+        if key not in PARTS:
+            raise UserError(
+                "the job has a part of no meaning", where=f"{name}()", got=repr(key), instead=nearest(key, PARTS)
+            )
+    for key in PARTS[1:]:
+        if key in parts and not callable(parts[key]):
+            raise UserError("a part of the job is not callable", where=f"{name}()[{key!r}]", got=repr(parts[key]))
+
+    def part(key: str) -> Callable[..., Any]:
+        given: Callable[..., Any] = parts.get(key) or (lambda *args: _missing(name, key))
+        return given
+
+    return Job(name, parts["model"], part("optimizer"), part("batch"), part("loss"), frozenset(parts))
+
+
+def _missing(name: str, part: str) -> NoReturn:
+    signature = {"model": "an nn.Module", "optimizer": "optimizer(params)", "batch": "batch(step, index)"}
+    raise UserError(
+        f"this question needs the job's {part}",
+        where=f"{name}()",
+        expected=f"a key {part!r}: {signature.get(part, 'loss(model, batch)')}",
+        got="none",
+        instead=f"return {{..., {part!r}: ...}}",
+    )

@@ -13,7 +13,7 @@ demo: install ## train at stage 3 and at stage 0 on two local ranks, and compare
 	$(BIN)/zeroshard demo
 
 test: install ## everything but what is marked slow
-	$(BIN)/pytest --fast
+	$(BIN)/pytest --fast -n 2 --dist loadfile
 
 slow: install ## only what is marked slow
 	$(BIN)/pytest -m slow

@@ -35,8 +35,15 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     for name, meaning in MARKERS.items():
         config.addinivalue_line("markers", f"{name}: {meaning}")
+    if hasattr(config, "workerinput"):
+        config.option.order = config.workerinput["order"]
     if config.getoption("--order") is None:
         config.option.order = random.SystemRandom().randrange(1, 10_000)
+
+
+def pytest_configure_node(node):
+    """All of xdist's workers must see one order."""
+    node.workerinput["order"] = node.config.option.order
 
 
 def pytest_report_header(config):

@@ -2,9 +2,9 @@
 
     pytest --socket--> nursery (torch imported, one thread) --fork--> worker 0, worker 1, ...   (one per rank)
 
-    pytest --socket--> nursery (torch imported, one thread) --fork--> worker 0, worker 1, ... (one per rank)
-run reuses, whatever its world size. A run that fails in any way costs its workers: they are killed and forked anew, so
-nothing of a broken run can leak into the next test. The nursery ends when its socket to pytest does (however pytest
+The nursery pays for the imports once; a fork takes some milliseconds. Workers are forked when first needed, and the next
+run reuses them, whatever its world size. A run that fails in any way costs its workers: they are killed and forked
+anew, so nothing of a broken run can leak into the next test. The nursery ends when its socket to pytest does (however pytest
 ended) and kills its workers by pid; each worker also asks the kernel to die with the nursery.
 
 Rejected: `torch.multiprocessing.spawn` per test and restarting workers from scratch after a failure (4 s each); one

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fnmatch
+import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
@@ -11,10 +13,11 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
+from . import trace
 from .buffer import Buffer, Place
 from .comm import Comm, connect
 from .errors import StateError, UserError, nearest
-from .events import Ledger
+from .events import Event, Ledger, Record
 from .gradient import Gradients
 from .guard import Guarded, cover_constructors
 from .layout import Bucket, Layout, Slot, Spec, partition
@@ -23,7 +26,7 @@ from .optim import Binding
 from .preflight import Structure, agree, check_optimizers, check_parameters, check_settings, describe
 from .reduction import Reduction
 from .schedule import Schedule, in_backward
-from .stage import placements
+from .stage import Placements, placements
 from .tier import DeviceTier, Offload
 from .unit import Managed, Unit, borrowed, check_initialisers, find_units, managed_parameters, materialise, on_meta
 
@@ -113,6 +116,15 @@ class Dtypes(NamedTuple):
     master: torch.dtype
 
 
+class Owner(NamedTuple):
+    """Elements [start, stop) of a parameter, counted flat, in the memory of one rank."""
+
+    rank: int
+    start: int
+    stop: int
+    tier: str
+
+
 class Zero:
     """A sharded model: what `shard` returns, and where everything beside the plain loop is asked for."""
 
@@ -134,6 +146,7 @@ class Zero:
         self.model = model
         self._precision, self._layout, self._comm, self._device = precision, layout, comm, device
         self._ledger = Ledger()
+        self._ledger.begin("init")
         self._group = connect(comm, self._ledger, device)
         self.rank, self.world_size = self._group.rank, self._group.ranks
         named_units = self._preflight(optimizers, layout, comm)
@@ -169,6 +182,9 @@ class Zero:
             for unit in self._units:
                 unit.module.register_state_dict_pre_hook(_refuse_state_dict)
                 unit.module.register_load_state_dict_pre_hook(_refuse_load)
+        for binding in self._bindings:
+            binding.count_state()
+        self._ledger.end("init")
         # The hooks hold the engine weakly; the model keeps it alive.
         object.__setattr__(model, "_zeroshard_engine", self)
 
@@ -386,6 +402,7 @@ class Zero:
         units = self._units_of(what)
         which = zlib.crc32(repr([unit.index for unit in units]).encode())
         self._group.meet("gathered()", len(units), which, -1 if write_from is None else write_from)
+        self._ledger.begin("gather")
         for unit in units:
             unit.land()
         try:
@@ -395,6 +412,7 @@ class Zero:
                 finally:
                     self._leave_gathered(units, write_from)
         finally:
+            self._ledger.end("gather")
             if not self._schedule.script.active:
                 for unit in units:
                     unit.release()
@@ -425,9 +443,7 @@ class Zero:
                     hits |= {index[id(param)] for param in modules[item].parameters() if id(param) in index}
                 if not hits:
                     raise UserError(
-                        "no parameter or module of that name",
-                        got=repr(item),
-                        instead=nearest(item, [*names, *modules]),
+                        "no parameter or module of that name", got=repr(item), instead=nearest(item, [*names, *modules])
                     )
                 found |= hits
             elif isinstance(item, nn.Module):
@@ -455,16 +471,57 @@ class Zero:
                 yield binding.optimizer, group, [(p.buffer.bucket, p.buffer.bucket.slots[p.position]) for p in places]
 
     def ledger(self) -> Ledger:
-        """Bytes this rank holds now and held at most, per state, and bytes moved per verb: a snapshot."""
-        snapshot = self._ledger.snapshot()
+        """Bytes this rank holds now and held at most, by state, tier and phase, and bytes moved by verb: a snapshot."""
         for binding in self._bindings:
-            for state in binding.optimizer.state.values():
-                for key, value in state.items():
-                    if isinstance(value, Tensor):
-                        snapshot.held[key] = snapshot.held.get(key, 0) + value.numel() * value.itemsize
-        for key, nbytes in snapshot.held.items():
-            snapshot.peak[key] = max(snapshot.peak.get(key, 0), nbytes)
-        return snapshot
+            binding.count_state()
+        return self._ledger.snapshot()
+
+    def owners(self, name: str, state: str = "optimizer") -> list[Owner]:
+        """Which rank holds which flat range of a parameter's "parameters", "gradients" or "optimizer" state.
+
+        Ranges in rank order; where the state is replicated every rank holds the whole. Empty for gradients and
+        optimizer state of a parameter in a frozen bucket.
+        """
+        record = next((record for record in self._managed if name in record.names), None)
+        if record is None:
+            raise UserError(
+                "no such parameter",
+                got=repr(name),
+                instead=nearest(name, [name for record in self._managed for name in record.names]),
+            )
+        if state not in Placements._fields:
+            raise UserError("no such state", got=repr(state), instead=nearest(state, Placements._fields))
+        bucket, slot = self.partition.find(record.name)
+        if state != "parameters" and bucket.index not in self._gradients.first_number:
+            return []
+        if not getattr(self.placements, state):
+            return [Owner(rank, 0, slot.numel, self._tier.name) for rank in range(self.world_size)]
+        parts = [bucket.fragment(slot, rank) for rank in range(self.world_size)]
+        return [Owner(rank, *part, self._tier.name) for rank, part in enumerate(parts) if part.numel]
+
+    # --- what happened ----------------------------------------------------------------------------------------------
+
+    def record(self, limit: int = 1 << 16) -> None:
+        """Record events from now on, and the changes of what is held: the last `limit` of each. 0 stops and forgets."""
+        if type(limit) is not int or limit < 0:
+            raise UserError("record() keeps a number of events", got=repr(limit), instead="zero.record(65536)")
+        self._ledger.record = Record(limit) if limit else None
+
+    def events(self) -> list[Event]:
+        """What this rank recorded, oldest first; collectives carry the name of their bucket's unit."""
+        if self._ledger.record is None:
+            raise StateError("nothing was recorded", instead="zero.record() before the steps of interest")
+        units = [self._units[bucket.unit].name for bucket in self.partition.buckets]
+        events = list(self._ledger.record.events)
+        return [e if e.bucket is None else dataclasses.replace(e, unit=units[e.bucket]) for e in events]
+
+    def trace(self, path: str | os.PathLike[str]) -> None:
+        """Write what all ranks recorded as one Chrome trace, for ui.perfetto.dev. Collective; rank 0 writes."""
+        events = self.events()
+        assert self._ledger.record is not None
+        ranks = self._group.describe(trace.facts(self._ledger.record, events))
+        if self.rank == 0:
+            trace.write(path, ranks)
 
 
 def _own_modules(units: list[Unit]) -> dict[int, list[tuple[str, nn.Module]]]:

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from .comm import Group, Work
 from .errors import StateError, UserError
+from .events import ends
 from .guard import flip, unflip
 from .layout import Bucket, slot_at
 from .numerics import Precision, reseed_, same_bits
@@ -142,6 +143,7 @@ class Buffer:
         self.master: Tensor | None = None
         self.gradients: Tensor | None = None
         self._work: list[Work] = []
+        self._counted = "gather"  # what the ledger calls the gathered copy
         self._refs: list[int] = []
         self._uses = 0
         self._first, self._last = bucket.shard(group.rank)
@@ -164,12 +166,18 @@ class Buffer:
             for param, slot in zip(self.params, bucket.slots, strict=True):
                 source[slot.start : slot.stop].copy_(param.detach().reshape(-1))
         del flat
+        ledger, staged = self.tier.ledger, bucket.numel * source_dtype.itemsize
+        ledger.hold("staging", staged)
         self.group.broadcast(source)
         if self.place.parameters:
             self.shard = self.tier.reserve("parameters", bucket.shard_numel(self.group.rank), self.dtype)
             self.shard.copy_(source[self._first : self._last])
-            self.tier.ledger.hold("gather", bucket.numel * self.dtype.itemsize)
-            self.full = source if source.dtype == self.dtype else source.to(self.dtype)
+            if source.dtype == self.dtype:
+                ledger.rename("staging", "gather", staged)
+                self.full, staged = source, 0
+            else:
+                ledger.hold("gather", bucket.numel * self.dtype.itemsize)
+                self.full = source.to(self.dtype)
         else:
             self.full = self.tier.reserve("parameters", bucket.numel, self.dtype)
             self.full.copy_(source)
@@ -178,6 +186,7 @@ class Buffer:
             self.master = self.tier.reserve("master", owned.stop - owned.start, self.master_dtype)
             self.master.copy_(source[owned])
         del source
+        ledger.hold("staging", -staged)
         self._nbytes = bucket.numel * self.dtype.itemsize
         absent = nowhere(self.full.device).view(self.dtype)[0]
         self._absent = [absent.expand(slot.shape) for slot in bucket.slots]
@@ -239,25 +248,38 @@ class Buffer:
         """Are the weights here, or on their way?"""
         return self.state is not State.RELEASED and self.fresh
 
-    def gather(self) -> Work:
-        """Launch the gather of this bucket into its own storage."""
+    def gather(self, *, ahead: bool = False) -> Work:
+        """Launch the gather of this bucket into its own storage; `ahead` of its use it counts as prefetched."""
         with torch.inference_mode(False), torch.no_grad():
             if self.place.parameters:
                 if self.state is State.RELEASED:
                     self._point(self.views)
                     self._baseline()
                     self.full.untyped_storage().resize_(self._nbytes)
-                    self.tier.ledger.hold("gather", self._nbytes)
+                    self._counted = "prefetch" if ahead else "gather"
+                    self.tier.ledger.hold(self._counted, self._nbytes)
                 self.land()
                 self.full[self._first : self._last].copy_(self.shard)
             if self.state is not State.OPEN:
                 self._move(State.ARRIVING)
             self.fresh = True
-            work = self.group.gather(_alias(self.full) if self.place.parameters else self.full, self.bucket.bounds)
+            work = self.group.gather(
+                _alias(self.full) if self.place.parameters else self.full,
+                self.bucket.bounds,
+                "parameters",
+                self.bucket.index,
+            )
             if self.place.parameters:
                 work.hold(self.full)  # the alias does not
         self._work.append(work)
         return work
+
+    def claim(self) -> None:
+        """What was prefetched is used."""
+        if self._counted == "prefetch":
+            self._counted = "gather"
+            if self.state is not State.RELEASED:
+                self.tier.ledger.rename("prefetch", "gather", self._nbytes)
 
     def expect(self) -> None:
         """Replicated weights are about to be replaced: guard them until they have landed."""
@@ -306,7 +328,8 @@ class Buffer:
             self.full.untyped_storage().resize_(0)
         else:
             self._replace_storage()
-        self.tier.ledger.hold("gather", -self._nbytes)
+        self.tier.ledger.hold(self._counted, -self._nbytes)
+        ends(self.tier.ledger.note("release", state="parameters", bucket=self.bucket.index, logical=self._nbytes))
         return True
 
     def _replace_storage(self) -> None:

@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .errors import PeerError, UserError, nearest
-from .events import Ledger
+from .events import Event, Ledger, ends
 
 Reduce = Literal["ordered", "native"]
 
@@ -65,9 +65,7 @@ class Comm:
     def __post_init__(self) -> None:
         if self.reduce not in get_args(Reduce):
             raise UserError(
-                "Comm.reduce is not a known way",
-                got=repr(self.reduce),
-                instead=nearest(self.reduce, get_args(Reduce)),
+                "Comm.reduce is not a known way", got=repr(self.reduce), instead=nearest(self.reduce, get_args(Reduce))
             )
         for name in ("overlap", "release_after_forward"):
             if type(getattr(self, name)) is not bool:
@@ -93,8 +91,9 @@ class Comm:
 class Work:
     """A collective under way: `wait()` for it, or ask whether it is `done()`."""
 
-    def __init__(self, handles: Sequence[Any] = ()) -> None:
+    def __init__(self, handles: Sequence[Any] = (), event: Event | None = None) -> None:
         self._handles = list(handles)
+        self._event = event
         self._held: Tensor | None = None
 
     def done(self) -> bool:
@@ -104,6 +103,7 @@ class Work:
         while self._handles:
             _named(self._handles[0].wait)
             self._handles.pop(0)
+        ends(self._event)
         self._held = None
         _holding.discard(self)
 
@@ -124,138 +124,163 @@ MEETINGS = (
 
 
 class Group:
-    """One rank's end of the group. World size 1 walks the same lines with nothing to send."""
+    """One rank's end of the group, and what it counts. By itself it sends nothing.
 
-    rank: int = 0
-    ranks: int = 1
+    With one rank there is nothing to send. With more it is rank `rank` of a simulation, whose peers all do the same.
+    """
+
     backend: str = "none"
 
-    def __init__(self, ledger: Ledger, device: torch.device) -> None:
+    def __init__(self, ledger: Ledger, device: torch.device, rank: int = 0, ranks: int = 1) -> None:
         self.ledger = ledger
         self.device = device
+        self.rank = rank
+        self.ranks = ranks
 
-    def gather(self, full: Tensor, bounds: Sequence[int]) -> Work:
+    # --- verbs of data ----------------------------------------------------------------------------------------------
+
+    def gather(self, full: Tensor, bounds: Sequence[int], state: str, bucket: int) -> Work:
         """full[bounds[r]:bounds[r+1]] becomes rank r's, on every rank, in place."""
-        return Work()
+        nbytes = full.numel() * full.itemsize
+        own = (bounds[self.rank + 1] - bounds[self.rank]) * full.itemsize
+        event = self._count("gather", nbytes, own * (self.ranks - 1), nbytes - own, state, bucket)
+        return Work(self._gather(full, bounds), event)
 
-    def reduce(self, send: Tensor, receive: Tensor, bounds: Sequence[int]) -> Work:
+    def reduce(self, send: Tensor, receive: Tensor, bounds: Sequence[int], bucket: int) -> Work:
         """receive (ranks x own shard, 1-D) gets each rank's contribution to the own shard, in rank order."""
-        receive.copy_(send)
-        return Work()
+        event = self._count_reduce(send, bounds[self.rank + 1] - bounds[self.rank], bucket)
+        return Work(self._reduce(send, receive, bounds), event)
 
-    def reduce_native(self, send: Tensor, receive: Tensor) -> Work:
+    def reduce_native(self, send: Tensor, receive: Tensor, bucket: int) -> Work:
         """receive (own shard) gets the backend's sum of all contributions."""
-        receive.copy_(send)
-        return Work()
+        event = self._count_reduce(send, receive.numel(), bucket)
+        return Work(self._reduce_native(send, receive), event)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         """tensor becomes the source rank's, everywhere."""
+        nbytes = tensor.numel() * tensor.itemsize
+        if nbytes:
+            mine = self.rank == source
+            event = self._count("broadcast", nbytes, nbytes if mine else 0, 0 if mine else nbytes)
+            self._broadcast(tensor, source)
+            ends(event)
+
+    def _gather(self, full: Tensor, bounds: Sequence[int]) -> list[Any]:
+        return []
+
+    def _reduce(self, send: Tensor, receive: Tensor, bounds: Sequence[int]) -> list[Any]:
+        if self.ranks == 1:
+            receive.copy_(send)
+        return []
+
+    def _reduce_native(self, send: Tensor, receive: Tensor) -> list[Any]:
+        if self.ranks == 1:
+            receive.copy_(send)
+        return []
+
+    def _broadcast(self, tensor: Tensor, source: int) -> None:
+        pass
+
+    # --- verbs of agreement -----------------------------------------------------------------------------------------
 
     def meet(self, what: str, number: int, *same: int) -> None:
         """Agree that every rank is at the same thing, down to the (at most three) integers that say which.
 
         Raises `PeerError` on every rank, naming who is where, when they are not.
         """
+        self.poll(what, number, *same)
 
     def poll(self, what: str, number: int, *mine: int) -> list[tuple[int, ...]]:
         """Agree as `meet` does; the integers may differ, and every rank gets those of all, in rank order."""
+        self._count_control(8 * _HEADER)
         return [mine]
+
+    def flags(self, mine: bytes) -> bytes:
+        """Elementwise maximum over the ranks of as many small numbers on each."""
+        self._count_control(len(mine))
+        return mine
 
     def maximum(self, tensor: Tensor) -> None:
         """Elementwise maximum over the ranks of a CPU tensor, in place."""
+        self._count_control(tensor.numel() * tensor.itemsize)
 
     def total(self, tensor: Tensor) -> None:
         """Elementwise sum over the ranks of a CPU tensor of integers, in place."""
+        self._count_control(tensor.numel() * tensor.itemsize)
 
     def describe(self, facts: Any) -> list[Any]:
         """Every rank's JSON-able `facts`, in rank order."""
         return [facts]
 
+    # --- what they count --------------------------------------------------------------------------------------------
+
+    def _count(
+        self, verb: str, nbytes: int, sent: int, received: int, state: str = "", bucket: int | None = None
+    ) -> Event | None:
+        if self.ranks == 1:
+            return self.ledger.note(verb, state=state, bucket=bucket, logical=nbytes)
+        return self.ledger.move(verb, logical=nbytes, sent=sent, received=received, state=state, bucket=bucket)
+
+    def _count_reduce(self, send: Tensor, own: int, bucket: int) -> Event | None:
+        nbytes, own = send.numel() * send.itemsize, own * send.itemsize
+        return self._count("reduce", nbytes, nbytes - own, own * (self.ranks - 1), "gradients", bucket)
+
+    def _count_control(self, nbytes: int) -> Event | None:
+        return self._count("control", nbytes, nbytes, nbytes * (self.ranks - 1)) if self.ranks > 1 else None
+
+
+_HEADER = 6
+
 
 class ProcessGroup(Group):
     """The same verbs over `torch.distributed`."""
 
-    _HEADER = 6
-
     def __init__(self, ledger: Ledger, device: torch.device, groups: _Groups) -> None:
-        super().__init__(ledger, device)
+        super().__init__(ledger, device, dist.get_rank(groups.parent), dist.get_world_size(groups.parent))
         self._groups = groups
-        self.ranks = dist.get_world_size(groups.parent)
-        self.rank = dist.get_rank(groups.parent)
         self.backend = str(dist.get_backend(groups.gathers))
         self._global = dist.get_process_group_ranks(groups.parent)
         groups.engines += 1
         self._engine = groups.engines  # models sharded over one group are told apart by the order of their making
 
-    def gather(self, full: Tensor, bounds: Sequence[int]) -> Work:
-        nbytes = full.numel() * full.itemsize
-        own = (bounds[self.rank + 1] - bounds[self.rank]) * full.itemsize
-        self.ledger.move("gather", logical=nbytes, sent=own * (self.ranks - 1), received=nbytes - own)
+    def _gather(self, full: Tensor, bounds: Sequence[int]) -> list[Any]:
         raw = full.view(torch.uint8)
         cuts = [bound * full.itemsize for bound in bounds]
         if self.backend == "nccl" and len({high - low for low, high in pairwise(cuts)}) == 1:
             own_part = raw[cuts[self.rank] : cuts[self.rank + 1]]
-            return Work([_named(_all_gather, raw, own_part, group=self._groups.gathers, async_op=True)])
-        return Work(
-            [
-                _named(dist.broadcast, raw[low:high], self._global[source], group=self._groups.gathers, async_op=True)
-                for source, (low, high) in enumerate(pairwise(cuts))
-                if high > low
-            ]
-        )
+            return [_named(_all_gather, raw, own_part, group=self._groups.gathers, async_op=True)]
+        return [
+            _named(dist.broadcast, raw[low:high], self._global[source], group=self._groups.gathers, async_op=True)
+            for source, (low, high) in enumerate(pairwise(cuts))
+            if high > low
+        ]
 
-    def reduce(self, send: Tensor, receive: Tensor, bounds: Sequence[int]) -> Work:
-        self._count_reduce(send, bounds[self.rank + 1] - bounds[self.rank])
-        own = bounds[self.rank + 1] - bounds[self.rank]
+    def _reduce(self, send: Tensor, receive: Tensor, bounds: Sequence[int]) -> list[Any]:
+        own = [bounds[self.rank + 1] - bounds[self.rank]] * self.ranks
         splits = [high - low for low, high in pairwise(bounds)]
-        return Work(
-            [
-                _named(
-                    dist.all_to_all_single,
-                    receive,
-                    send,
-                    [own] * self.ranks,
-                    splits,
-                    group=self._groups.reductions,
-                    async_op=True,
-                )
-            ]
-        )
+        group = self._groups.reductions
+        return [_named(dist.all_to_all_single, receive, send, own, splits, group=group, async_op=True)]
 
-    def reduce_native(self, send: Tensor, receive: Tensor) -> Work:
-        self._count_reduce(send, receive.numel())
-        return Work([_named(_reduce_scatter, receive, send, group=self._groups.reductions, async_op=True)])
+    def _reduce_native(self, send: Tensor, receive: Tensor) -> list[Any]:
+        return [_named(_reduce_scatter, receive, send, group=self._groups.reductions, async_op=True)]
 
-    def _count_reduce(self, send: Tensor, own: int) -> None:
-        nbytes = send.numel() * send.itemsize
-        self.ledger.move(
-            "reduce", logical=nbytes, sent=nbytes - own * send.itemsize, received=own * send.itemsize * (self.ranks - 1)
-        )
-
-    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        nbytes = tensor.numel() * tensor.itemsize
-        if nbytes:
-            self.ledger.move(
-                "broadcast",
-                logical=nbytes,
-                sent=nbytes if self.rank == source else 0,
-                received=0 if self.rank == source else nbytes,
-            )
-            _named(dist.broadcast, tensor.view(torch.uint8), self._global[source], group=self._groups.gathers)
+    def _broadcast(self, tensor: Tensor, source: int) -> None:
+        _named(dist.broadcast, tensor.view(torch.uint8), self._global[source], group=self._groups.gathers)
 
     def meet(self, what: str, number: int, *same: int) -> None:
-        self._exchange(what, number, same, compared=self._HEADER)
+        self._exchange(what, number, same, compared=_HEADER)
 
     def poll(self, what: str, number: int, *mine: int) -> list[tuple[int, ...]]:
         return [tuple(row[3 : 3 + len(mine)]) for row in self._exchange(what, number, mine, compared=3)]
 
     def _exchange(self, what: str, number: int, integers: tuple[int, ...], *, compared: int) -> list[list[int]]:
-        header = torch.zeros(self._HEADER, dtype=torch.int64)
+        header = torch.zeros(_HEADER, dtype=torch.int64)
         header[: 3 + len(integers)] = torch.tensor((self._engine, MEETINGS.index(what), number, *integers))
-        everyone = torch.empty(self.ranks * self._HEADER, dtype=torch.int64)
-        self._count_control(header)
+        everyone = torch.empty(self.ranks * _HEADER, dtype=torch.int64)
+        event = self._count_control(8 * _HEADER)
         _named(_all_gather, everyone, header, group=self._groups.control)
-        rows: list[list[int]] = everyone.view(self.ranks, self._HEADER).tolist()
+        ends(event)
+        rows: list[list[int]] = everyone.view(self.ranks, _HEADER).tolist()
         if any(row[:compared] != rows[0][:compared] for row in rows):
             detail = all(row[1:3] == rows[0][1:3] for row in rows)
             where = "; ".join(
@@ -270,17 +295,21 @@ class ProcessGroup(Group):
             )
         return rows
 
+    def flags(self, mine: bytes) -> bytes:
+        tensor = torch.frombuffer(bytearray(mine), dtype=torch.uint8) if mine else torch.empty(0, dtype=torch.uint8)
+        self.maximum(tensor)
+        return bytes(tensor.tolist())
+
     def maximum(self, tensor: Tensor) -> None:
-        self._count_control(tensor)
-        _named(dist.all_reduce, tensor, dist.ReduceOp.MAX, group=self._groups.control)
+        self._all_reduce(tensor, dist.ReduceOp.MAX)
 
     def total(self, tensor: Tensor) -> None:
-        self._count_control(tensor)
-        _named(dist.all_reduce, tensor, dist.ReduceOp.SUM, group=self._groups.control)
+        self._all_reduce(tensor, dist.ReduceOp.SUM)
 
-    def _count_control(self, tensor: Tensor) -> None:
-        nbytes = tensor.numel() * tensor.itemsize
-        self.ledger.move("control", logical=nbytes, sent=nbytes, received=nbytes * (self.ranks - 1))
+    def _all_reduce(self, tensor: Tensor, op: Any) -> None:
+        event = self._count_control(tensor.numel() * tensor.itemsize)
+        _named(dist.all_reduce, tensor, op, group=self._groups.control)
+        ends(event)
 
     def describe(self, facts: Any) -> list[Any]:
         text = torch.frombuffer(bytearray(json.dumps(facts).encode()), dtype=torch.uint8)

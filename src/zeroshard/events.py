@@ -1,14 +1,22 @@
-"""What is held and what was sent: the ledger, and the counters that `comm` fills.
+"""What is held, what was moved, and when: the ledger, and the record of events.
 
-A *state* is what the bytes are for ("parameters", "gradients", "master", "gather", "reduce", ...);
-a *verb* is what moved them ("gather", "reduce", "broadcast", "control").
+A *state* is what the bytes are for ("parameters", "gradients", "master", an optimizer's own names, and in passing
+"gather", "prefetch", "reduce", ...); a *verb* is what happened ("gather", "reduce", "release", ...); a *phase* is what
+the loop is doing ("init", "forward", "backward", "reduce", "step", "gather", "save", or "between" them).
+
+The ledger always counts. Events are recorded only when asked for, into a ring that forgets the oldest.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections import defaultdict
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+
+DEVICE = "device"
 
 
 @dataclass
@@ -25,34 +33,169 @@ class Traffic:
     sent_and_received: int = 0
 
 
+@dataclass(slots=True)
+class Event:
+    """Something that happened on this rank. Times in nanoseconds of `time.perf_counter_ns`; `end` is 0 until it ended.
+
+    A collective ends when somebody has waited for it: that is no later than its result was needed.
+    """
+
+    verb: str
+    state: str  # what the bytes are for; "" where nothing moved
+    bucket: int | None
+    unit: str | None
+    logical: int
+    sent: int
+    received: int
+    start: int
+    end: int = 0
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most bytes held at once in one phase, all states and tiers together, and what they were."""
+
+    total: int
+    held: dict[str, int]
+
+
+class Record:
+    """The last events, and the last changes of what is held."""
+
+    def __init__(self, limit: int) -> None:
+        self.events: deque[Event] = deque(maxlen=limit)
+        self.held: deque[tuple[int, str, int]] = deque(maxlen=limit)  # (time, state, bytes held from then on)
+
+
 @dataclass
 class Ledger:
-    """Bytes held now and at most, by state, and bytes moved, by verb. One per rank."""
+    """Bytes held now and at most, and bytes moved. One per rank.
+
+    held: bytes now, by state. tiers: the same, by tier and state. peak: the most there ever were of one state.
+    phases: the most held at once in each phase. traffic: by verb.
+    """
 
     held: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     peak: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     traffic: dict[str, Traffic] = field(default_factory=lambda: defaultdict(Traffic))
+    tiers: dict[str, dict[str, int]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(int)))
+    phases: dict[str, Peak] = field(default_factory=dict)
+    record: Record | None = None
 
     def __post_init__(self) -> None:
         # On CUDA the backward hooks run on autograd's own threads.
         self._lock = threading.Lock()
+        self._running: list[tuple[str, Event | None]] = []
+        self._most = sum(self.held.values())  # held in the running phase
+        self._total = self._most
 
-    def hold(self, state: str, nbytes: int) -> None:
+    # --- what is held -----------------------------------------------------------------------------------------------
+
+    def hold(self, state: str, nbytes: int, tier: str = DEVICE) -> None:
         """Count `nbytes` more (or, negative, fewer) bytes held for `state`."""
+        if not nbytes:
+            return
         with self._lock:
             self.held[state] += nbytes
+            self.tiers[tier][state] += nbytes
+            self._total += nbytes
             self.peak[state] = max(self.peak[state], self.held[state])
+            if self._total > self._most:
+                self._note_peak()
+            if self.record is not None:
+                self.record.held.append((time.perf_counter_ns(), state, self.held[state]))
 
-    def move(self, verb: str, *, logical: int, sent: int, received: int) -> None:
-        """Count one collective of `logical` bytes."""
+    def rename(self, state: str, other: str, nbytes: int) -> None:
+        """Bytes held for `state` are from now on held for `other`: no moment has both."""
+        self.hold(state, -nbytes)
+        self.hold(other, nbytes)
+
+    def set(self, state: str, nbytes: int, tier: str = DEVICE) -> None:
+        """Count exactly `nbytes` for `state`."""
+        self.hold(state, nbytes - self.tiers[tier][state], tier)
+
+    def _note_peak(self) -> None:
+        self._most = self._total
+        if self._most > self.phases.get(self.phase, Peak(0, {})).total:
+            self.phases[self.phase] = Peak(self._total, {state: n for state, n in self.held.items() if n})
+
+    # --- phases -----------------------------------------------------------------------------------------------------
+
+    @property
+    def phase(self) -> str:
+        return self._running[-1][0] if self._running else "between"
+
+    def begin(self, phase: str) -> None:
+        """The loop turns to something. Phases nest: a closure's forward lies inside its step."""
+        with self._lock:
+            self._running.append((phase, self.note(phase)))
+            self._most = 0
+            self._note_peak()
+
+    def end(self, phase: str) -> None:
+        """It is through, and so is whatever an exception left running inside it. Ending what never began is nothing."""
+        with self._lock:
+            if any(running == phase for running, _ in self._running):
+                ended = ""
+                while ended != phase:
+                    ended, event = self._running.pop()
+                    ends(event)
+                self._most = 0
+                self._note_peak()
+
+    @contextlib.contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        self.begin(phase)
+        try:
+            yield
+        finally:
+            self.end(phase)
+
+    # --- what happened ----------------------------------------------------------------------------------------------
+
+    def move(
+        self, verb: str, *, logical: int, sent: int, received: int, state: str = "", bucket: int | None = None
+    ) -> Event | None:
+        """Count one collective of `logical` bytes. The event, if one is recorded, ends when `ends` is told."""
         with self._lock:
             traffic = self.traffic[verb]
             traffic.calls += 1
             traffic.logical += logical
             traffic.sent += sent
             traffic.sent_and_received += sent + received
+        return self.note(verb, state=state, bucket=bucket, logical=logical, sent=sent, received=received)
+
+    def note(
+        self,
+        verb: str,
+        *,
+        state: str = "",
+        bucket: int | None = None,
+        unit: str | None = None,
+        logical: int = 0,
+        sent: int = 0,
+        received: int = 0,
+    ) -> Event | None:
+        """Record that something begins now, if events are recorded at all."""
+        if self.record is None:
+            return None
+        event = Event(verb, state, bucket, unit, logical, sent, received, time.perf_counter_ns())
+        self.record.events.append(event)
+        return event
 
     def snapshot(self) -> Ledger:
         """A copy that no longer changes."""
         with self._lock:
-            return Ledger(dict(self.held), dict(self.peak), {verb: replace(t) for verb, t in self.traffic.items()})
+            return Ledger(
+                dict(self.held),
+                dict(self.peak),
+                {verb: replace(t) for verb, t in self.traffic.items()},
+                {tier: dict(held) for tier, held in self.tiers.items()},
+                dict(self.phases),
+            )
+
+
+def ends(event: Event | None) -> None:
+    """An event that was begun is over."""
+    if event is not None and not event.end:
+        event.end = time.perf_counter_ns()

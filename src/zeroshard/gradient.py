@@ -23,16 +23,7 @@ from .buffer import Buffer
 from .comm import Group, Work
 from .errors import StateError
 from .layout import Slot
-from .numerics import (
-    BLOCK,
-    BlockMap,
-    add_to_bins,
-    add_to_maxima,
-    average_,
-    block_sums,
-    empty_bins,
-    sums_from_bins,
-)
+from .numerics import BLOCK, BlockMap, add_to_bins, add_to_maxima, average_, block_sums, empty_bins, sums_from_bins
 
 aten = torch.ops.aten
 
@@ -77,7 +68,8 @@ class Accumulator:
             return Work()
         self.spread = True
         assert self.buffer.gradients is not None
-        return self.buffer.group.gather(self.buffer.gradients, self.buffer.bucket.bounds)
+        bucket = self.buffer.bucket
+        return self.buffer.group.gather(self.buffer.gradients, bucket.bounds, "gradients", bucket.index)
 
     def updating(self, index: int) -> Tensor:
         """The averaged gradient of what this rank's optimizer updates of one slot, 1-D."""
@@ -248,7 +240,7 @@ class Gradients:
         whole[first:last].copy_(accumulator.total)
         if not accumulator.averaged:
             average_(whole[first:last], self.group.ranks)
-        self.group.gather(whole, buffer.bucket.bounds).wait()
+        self.group.gather(whole, buffer.bucket.bounds, "gradients", buffer.bucket.index).wait()
         return whole[entry.slot.start : entry.slot.stop].view(entry.slot.shape).clone()
 
     def unscale(self, grads: Sequence[ShardedGrad], found_inf: Tensor, inv_scale: Tensor) -> None:

@@ -70,6 +70,8 @@ class Binding:
         self._updated: list[Buffer] = []  # what the running step updates
         self._bound: dict[int, Tensor] = {}  # by fragment's id, the gradient that it was given
         self._depth = 0  # of the Python stack at the running step
+        self._counted: dict[str, int] = {}  # bytes of optimizer state that the ledger knows of, by torch's names
+        self._stateful = 0  # parameters that had state then
         self.adopt(broadcast_state=True)
         self._stay_last(optimizer, optimizer.register_step_pre_hook(self._before).id)
         handle = optimizer.register_step_post_hook(self._after)
@@ -197,6 +199,8 @@ class Binding:
         if self._nested(stack_depth()):
             return None
         self._depth = stack_depth()
+        self.group.ledger.end("step")  # of a step that an exception left
+        self.group.ledger.begin("step")
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         self._begin()
         if closure is None:
@@ -274,6 +278,21 @@ class Binding:
         for fragment in self.fragments:
             if id(fragment.param) in bound or not fragment.param.numel():
                 self._show(fragment)
+        if len(self.optimizer.state) != self._stateful:
+            self.count_state()
+        self.group.ledger.end("step")
+
+    def count_state(self) -> None:
+        """Tell the ledger what the optimizer keeps on this rank, by its own names for it."""
+        self._stateful = len(self.optimizer.state)
+        now: dict[str, int] = {}
+        for state in self.optimizer.state.values():
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    now[key] = now.get(key, 0) + value.numel() * value.itemsize
+        for key in dict.fromkeys([*now, *self._counted]):
+            self.group.ledger.hold(key, now.get(key, 0) - self._counted.get(key, 0))
+        self._counted = now
 
     def _to_be_updated(self) -> list[Buffer]:
         """Buffers that have gradients for this optimizer on any rank, in order."""

@@ -9,8 +9,8 @@ Named hazard, *a second gradient*: inside a re-entrant checkpoint a parameter ca
 in one backward (three segments that share a weight, say). Such a bucket waits for the end of the outermost backward.
 
 Named hazard, *never wait before the end*: a rank that waits for a reduction, while a peer waits for it to take part
-in a gather, waits for ever. So until backward ends, waiting here is bounded, and given up for the rest of the backward
-once it did not help.
+in a gather, waits for ever. So until backward ends, waiting here is bounded, given up for the rest of the backward once
+it did not help, and shorter in the next.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from .errors import StateError
 from .gradient import Accumulator, Entry, Gradients, ShardedGrad
 from .numerics import fold
 from .tier import Tier
-from .unit import Unit
+from .unit import Unit, profiled
 
 IN_FLIGHT = 2  # reductions under way before backward pauses for the oldest
-PATIENCE = 0.05  # seconds that pause lasts at most
+PATIENCE = 1.0  # seconds that pause lasts at most, where it has not been in vain before
 
 
 @dataclass
@@ -62,6 +62,7 @@ class Reduction:
         self._pool: list[Tensor] = []
         self._local = False
         self._patient = True
+        self._patience = PATIENCE
         self._again: list[Entry] = []
 
     def add(self, accumulator: Accumulator, unit: Unit) -> None:
@@ -188,26 +189,31 @@ class Reduction:
                 if index not in flight.landed:
                     landing[slot.start : slot.stop].zero_()
         own = buffer.bucket.shard_numel(self.group.rank)
-        if self.settings.reduce == "native":
-            receive = self._take(own, landing.dtype)
-            work = self.group.reduce_native(landing, receive)
-        else:
-            receive = self._take(own * self.group.ranks, landing.dtype)
-            work = self.group.reduce(landing, receive, buffer.bucket.bounds)
+        with profiled("reduce", flight.unit.name):
+            if self.settings.reduce == "native":
+                receive = self._take(own, landing.dtype)
+                work = self.group.reduce_native(landing, receive, buffer.bucket.index)
+            else:
+                receive = self._take(own * self.group.ranks, landing.dtype)
+                work = self.group.reduce(landing, receive, buffer.bucket.bounds, buffer.bucket.index)
         flight.launched = True
         self._under_way.append((flight, work, receive))
 
     def _make_room(self) -> None:
-        """Fold what has come in; pause, within bounds, while too much is under way."""
+        """While too much is under way, fold the oldest; wait for it, within bounds.
+
+        By count and not by what has come in already, so that the bytes held are known before the run.
+        """
         allowed = IN_FLIGHT if self.settings.overlap else 0
-        deadline = time.monotonic() + PATIENCE
-        while self._under_way:
+        deadline = time.monotonic() + self._patience
+        while len(self._under_way) > allowed:
             if self._under_way[0][1].done():
                 self._land_first()
-            elif len(self._under_way) <= allowed or not self._patient:
+                self._patience = min(2 * self._patience, PATIENCE)
+            elif not self._patient:
                 return
             elif time.monotonic() > deadline:
-                self._patient = False
+                self._patient, self._patience = False, self._patience / 8
             else:
                 time.sleep(0.0001)
 
@@ -230,7 +236,7 @@ class Reduction:
 
     def finish(self) -> None:
         """Exchange which parameters got a gradient anywhere, send the rest, wait for all of it, show the gradients."""
-        mask = torch.zeros(len(self.gradients.entries), dtype=torch.uint8)
+        mask = bytearray(len(self.gradients.entries))
         for index, flight in self.flights.items():
             first = self.gradients.first_number[index]
             for slot in flight.landed:
@@ -239,16 +245,15 @@ class Reduction:
                 flight.most = max(flight.landed.values())
         for entry in self._again:
             mask[entry.number] = 2
-        self.group.maximum(mask)
-        if (mask == 2).any():
-            names = [entry.slot.name for entry in self.gradients.entries if mask[entry.number] == 2]
+        got = self.group.flags(bytes(mask))
+        if 2 in got:
+            names = [entry.slot.name for entry in self.gradients.entries if got[entry.number] == 2]
             self.abort()
             raise StateError(
                 "a parameter received a second gradient from a re-entrant checkpoint after its first was reduced",
                 where=f"parameters {names}",
                 instead="checkpoint(..., use_reentrant=False), or repeat the step: from now on they wait for the end",
             )
-        got = mask.tolist()
         with_gradient = set()
         for index, flight in self.flights.items():
             first = self.gradients.first_number[index]
@@ -280,11 +285,12 @@ class Reduction:
             return
         self.gradients.forget_answers()
         self.gradients.agree()
-        for index in sorted(pending, reverse=True):
-            self._send(self.flights[index])
-        while self._under_way:
-            self._land_first()
-        self._trim()
+        with self.group.ledger.during("reduce"):
+            for index in sorted(pending, reverse=True):
+                self._send(self.flights[index])
+            while self._under_way:
+                self._land_first()
+            self._trim()
 
     def abort(self) -> None:
         """A backward failed half-way: what it had sent and added cannot be told from what was there, so all goes."""

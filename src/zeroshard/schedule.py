@@ -27,11 +27,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from .buffer import Buffer
 from .comm import Comm, Group
 from .errors import PeerError, ReleasedError, StateError
+from .events import Event, ends
 from .gradient import Gradients
 from .guard import SavedTensors
 from .reduction import Reduction
 from .script import Script
-from .unit import Unit
+from .unit import Unit, profiled
 
 
 def in_backward() -> bool:
@@ -54,6 +55,8 @@ class Frame:
     unit: Unit
     pushed: bool
     recompute: bool
+    event: Event | None
+    profiled: contextlib.AbstractContextManager[Any]
 
 
 class Schedule:
@@ -66,6 +69,7 @@ class Schedule:
         self.gradients = gradients
         self.reduction = reduction
         self.group = group
+        self.ledger = group.ledger
         self.settings = settings
         self.script = Script(units, group, prefetch=settings.prefetch, overlap=settings.overlap)
         self.saved = SavedTensors()
@@ -83,6 +87,7 @@ class Schedule:
         self._ending: Callable[[], Callable[[], None] | None] = lambda: None  # its callback, while autograd holds it
         self._hidden: list[int] = []  # entries whose sharded gradient made way for one that is about to come
         self._recent: list[Unit] = []  # units gathered in this backward, oldest first
+        self._at: tuple[Unit, Event | None] | None = None  # the unit that backward is working on
         self._unit_of = {id(buffer): unit for unit in units for buffer in unit.buffers}
         self._hooked: set[int] = set()
         for unit in units:
@@ -113,6 +118,7 @@ class Schedule:
             if self._frames:  # an interrupt went through the last forward, past every hook
                 self._unwind(None)
                 self.script.abandon()
+                self.ledger.end("forward")
             self._depth = stack_depth()
             self._begin_forward(unit)
             if self.cast_inputs is not None:
@@ -125,7 +131,10 @@ class Schedule:
         pushed = self.sharded and torch.is_grad_enabled()
         if pushed:
             self.saved.push()
-        self._frames.append(Frame(unit, pushed, recompute))
+        verb = "recompute" if recompute else "forward"
+        frame = Frame(unit, pushed, recompute, self.ledger.note(verb, unit=unit.name), profiled(verb, unit.name))
+        frame.profiled.__enter__()
+        self._frames.append(frame)
         return args, kwargs
 
     def leave(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
@@ -139,6 +148,8 @@ class Schedule:
         """Leave the innermost forward of `unit`, and with it those inside it that an interrupt never let end."""
         while self._frames:
             frame = self._frames.pop()
+            frame.profiled.__exit__(None, None, None)
+            ends(frame.event)
             if frame.pushed:
                 self.saved.pop()
             for needed in (frame.unit, *frame.unit.borrows):
@@ -162,12 +173,19 @@ class Schedule:
         if self._grad_forward or self.sharded:
             self._forwards += 1
             self.group.meet(kind, self._forwards, unit.index, training)
+        self.ledger.begin("forward")
         self.before_forward(training)
         self.flush_pinned()
         if self.sharded:
             self.script.begin((kind, unit.index))
 
     def _end_forward(self, output: Any) -> None:
+        try:
+            self._finish_forward(output)
+        finally:
+            self.ledger.end("forward")
+
+    def _finish_forward(self, output: Any) -> None:
         if self.script.active:
             if isinstance(sys.exc_info()[1], PeerError):
                 self.script.abandon()  # asking the peers again would only wait for them again
@@ -218,6 +236,7 @@ class Schedule:
         if in_backward():
             self._event()
         unit = self._unit_of[id(buffer)]
+        self._work_on(unit)
         if self._backward is not None and (not self._recent or self._recent[-1] is not unit):
             self._recent = [*(other for other in self._recent if other is not unit), unit]
             # The unit before the last is through, except for whatever still holds its storage.
@@ -255,7 +274,16 @@ class Schedule:
         except BaseException:
             self._backward = None
             raise
+        self.ledger.begin("backward")
         self._queue_end(_weak(self._end))
+
+    def _work_on(self, unit: Unit | None) -> None:
+        """For the record: backward has come to this unit, or to none."""
+        if self.ledger.record is not None and (self._at is None or self._at[0] is not unit):
+            if self._at is not None:
+                ends(self._at[1])
+            running = unit is not None and self._backward is not None
+            self._at = (unit, self.ledger.note("backward", unit=unit.name)) if unit is not None and running else None
 
     def _queue_end(self, end: Callable[[], None]) -> None:
         # Only autograd holds the callback: it lives exactly as long as the backward that will call it.
@@ -283,12 +311,15 @@ class Schedule:
             if self._own_segment:
                 self.script.finish()
             self.group.meet("end of backward", self._backwards)
-            self.reduction.finish()
+            self._work_on(None)
+            with self.ledger.during("reduce"):
+                self.reduction.finish()
             for number in self._hidden:  # autograd.grad() takes gradients without adding them: what was there stays
                 self.gradients.show(self.gradients.entries[number])
         finally:
             self._backward = None
             self._release_all()
+            self.ledger.end("backward")
         for unit in self.units:
             unit.calls = max(unit.calls - 1, 0)
 
@@ -306,6 +337,8 @@ class Schedule:
             self.script.abandon()
         self.reduction.abort()
         self._release_all()
+        self._work_on(None)
+        self.ledger.end("backward")
 
     def before_accumulation(self, number: int, grad: Tensor | None) -> None:
         """A gradient is about to be added to `p.grad`: the sharded one must not be in its way."""
@@ -323,10 +356,11 @@ class Schedule:
         self._event()
         entry = self.gradients.entries[number]
         nested = torch._C._current_graph_task_id() != self._backward
-        if self.reduction.arrived(entry, nested=nested):
-            unit = self._unit_of[id(entry.accumulator.buffer)]
-            if all(self.reduction.complete(buffer) for buffer in unit.buffers):
-                unit.release()
+        unit = self._unit_of[id(entry.accumulator.buffer)]
+        self._work_on(unit)
+        complete = self.reduction.arrived(entry, nested=nested)
+        if complete and all(self.reduction.complete(buffer) for buffer in unit.buffers):
+            unit.release()
 
     # --- what else gathers ------------------------------------------------------------------------------------------
 

@@ -15,8 +15,6 @@ control collectives per segment, on the CPU.
 
 from __future__ import annotations
 
-import torch
-
 from .comm import Group
 from .unit import Unit
 
@@ -62,6 +60,7 @@ class Script:
                 return
             self._reach(unit)
         unit.ahead -= 1
+        unit.claim()
         self._mark_used(unit)
         if self.overlap:
             while self._at < len(self._sequence) and self._ahead() < self.prefetch:
@@ -92,15 +91,15 @@ class Script:
         else:
             stop = len(self._sequence)
         while self._at < stop:
-            self._launch_next()
+            self._launch_next(unit)
         if not unit.ahead:
             self._negotiate(unit)
 
-    def _launch_next(self) -> None:
+    def _launch_next(self, wanted: Unit | None = None) -> None:
         unit = self.units[self._sequence[self._at]]
         self._at += 1
         unit.ahead += 1
-        unit.gather(wait=not self.overlap)
+        unit.gather(wait=not self.overlap, ahead=unit is not wanted)
 
     def _mark_used(self, unit: Unit) -> None:
         for at in range(self._at):
@@ -123,7 +122,7 @@ class Script:
             for index in named:
                 self._sequence.append(index)
                 self._used.append(False)
-                self._launch_next()
+                self._launch_next(wanted)
             if wanted is not None:
                 return
             if not named:
@@ -132,6 +131,5 @@ class Script:
                 return
 
     def _drop_unused(self) -> None:
-        used = torch.tensor(self._used, dtype=torch.uint8)
-        self.group.maximum(used)
-        self._sequence = [index for index, keep in zip(self._sequence, used.tolist(), strict=True) if keep]
+        used = self.group.flags(bytes(self._used))
+        self._sequence = [index for index, keep in zip(self._sequence, used, strict=True) if keep]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .errors import UserError
-from .events import Ledger
+from .events import DEVICE, Ledger
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Offload:
 class Tier(Protocol):
     """Storage for states: zero-filled when reserved, counted by state until given back."""
 
+    name: str
     device: torch.device
     ledger: Ledger
 
@@ -47,6 +48,8 @@ class Tier(Protocol):
 
 class DeviceTier:
     """Plain tensors on the compute device."""
+
+    name = DEVICE
 
     def __init__(self, device: torch.device, ledger: Ledger) -> None:
         self.device = device

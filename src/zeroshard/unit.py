@@ -37,6 +37,13 @@ class Managed:
         return self.names[0]
 
 
+def profiled(what: str, unit: str) -> contextlib.AbstractContextManager[Any]:
+    """A range of that name in `torch.profiler`'s traces, while one is being taken."""
+    if not torch._C._autograd._profiler_enabled():
+        return contextlib.nullcontext()
+    return torch.autograd.profiler.record_function(f"zeroshard: {what} {unit or 'root'}")
+
+
 @dataclass
 class Unit:
     """A submodule, its buffers, and how many reasons there are right now to keep it open or gathered."""
@@ -60,11 +67,17 @@ class Unit:
     def ready(self) -> bool:
         return all(buffer.ready for buffer in self.buffers)
 
-    def gather(self, *, wait: bool) -> None:
+    def gather(self, *, wait: bool, ahead: bool = False) -> None:
+        with profiled("gather", self.name):
+            for buffer in self.sharded:
+                work = buffer.gather(ahead=ahead)
+                if wait:
+                    work.wait()
+
+    def claim(self) -> None:
+        """What was gathered ahead of its use is used."""
         for buffer in self.sharded:
-            work = buffer.gather()
-            if wait:
-                work.wait()
+            buffer.claim()
 
     def land(self) -> None:
         for buffer in self.buffers:

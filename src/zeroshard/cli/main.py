@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from typing import Annotated, Any
 
 import typer
@@ -25,6 +26,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+SPEAKER = 5.0  # seconds that one rank gets to say for all of them what is wrong
 DATA, RUN, MODEL = "Data", "Sharding and run", "Model and training"
 
 
@@ -157,7 +159,9 @@ def main() -> None:
     try:
         code = app(standalone_mode=False)
     except InputError as error:
-        code = _say(error, launch.BAD_INPUT) if place is None or place.local_rank == 0 else launch.BAD_INPUT
+        if place is not None and place.local_rank != 0:
+            time.sleep(SPEAKER)  # a rank that ends makes torchrun end the others, and one of them is about to speak
+        code = _say(error if place is None or place.local_rank == 0 else "", launch.BAD_INPUT)
     except typer.TyperException as error:  # an option that does not exist, a value of the wrong type
         code = _say(error.format_message(), launch.BAD_INPUT)
     except Error as error:

@@ -34,7 +34,7 @@ from .errors import StateError, UserError
 from .events import ends
 from .guard import flip, unflip
 from .layout import Bucket, slot_at
-from .numerics import Precision, reseed_, same_bits
+from .numerics import Precision, reseed_, same_bits, simulated
 from .stage import Placements
 from .tier import Tier
 
@@ -97,6 +97,10 @@ _CPP_COUNTS = _cpp_counts()
 @functools.cache
 def nowhere(device: torch.device) -> Tensor:
     """The bytes that every element of every released parameter lies at: NaN in any floating dtype."""
+    return _nowhere(device)
+
+
+def _nowhere(device: torch.device) -> Tensor:
     return torch.full((16,), 0xFF, dtype=torch.uint8, device=device)
 
 
@@ -106,6 +110,8 @@ def _alias(flat: Tensor) -> Tensor:
     A process group's threads drop their tensors a moment after they report completion; counted, that moment would
     keep a released bucket's memory now and then.
     """
+    if simulated(flat):
+        return flat
     storage = flat.untyped_storage()
     other: Any = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), flat.device, storage.nbytes())
     return torch.empty(0, dtype=flat.dtype, device=flat.device).set_(other, 0, flat.shape, flat.stride())
@@ -188,7 +194,9 @@ class Buffer:
         del source
         ledger.hold("staging", -staged)
         self._nbytes = bucket.numel * self.dtype.itemsize
-        absent = nowhere(self.full.device).view(self.dtype)[0]
+        # A simulation's tensors must not outlive it, so it has a nowhere of its own.
+        self._nowhere = (_nowhere if simulated(self.full) else nowhere)(self.full.device)
+        absent = self._nowhere.view(self.dtype)[0]
         self._absent = [absent.expand(slot.shape) for slot in bucket.slots]
         self._make_views()
         if bucket.trainable:
@@ -323,7 +331,7 @@ class Buffer:
             return False
         self._move(State.RELEASED)
         self._point(self._absent)
-        nowhere(self.full.device).fill_(0xFF)  # torch lets `fill_` through where every element is the same one
+        self._nowhere.fill_(0xFF)  # torch lets `fill_` through where every element is the same one
         if self.full.untyped_storage().resizable():
             self.full.untyped_storage().resize_(0)
         else:

@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -86,6 +86,13 @@ class Comm:
         if self.prefetch and not self.overlap:
             # Without overlap a prefetch would only hold memory longer; the pair is not a contradiction worth an error.
             object.__setattr__(self, "prefetch", 0)
+
+
+class Simulated(NamedTuple):
+    """Stands for a process group in `Comm.group`: rank `rank` of `ranks` that exist only in arithmetic."""
+
+    rank: int
+    ranks: int
 
 
 class Work:
@@ -328,6 +335,8 @@ def connect(settings: Comm, ledger: Ledger, device: torch.device) -> Group:
     Under a launcher (`RANK` and `WORLD_SIZE` set) the default process group is made here and ended at exit.
     """
     parent = settings.group
+    if isinstance(parent, Simulated):
+        return Group(ledger, device, parent.rank, parent.ranks)
     if hasattr(parent, "get_group") and hasattr(parent, "ndim"):
         if parent.ndim != 1:
             raise UserError(

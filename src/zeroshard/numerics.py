@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .errors import UserError
 
@@ -78,6 +79,11 @@ class Precision:
         return self.master_dtype or (torch.float32 if param in LOW else param)
 
 
+def simulated(tensor: Tensor) -> bool:
+    """Has this tensor a shape but no values? Then nothing is computed with it, and any two have the same bits."""
+    return isinstance(tensor, FakeTensor)
+
+
 def fold(total: Tensor, pieces: Sequence[Tensor], *, fresh: bool) -> None:
     """total = ((total + pieces[0]) + pieces[1]) + ..., in place; `fresh` starts from pieces[0] instead.
 
@@ -104,7 +110,7 @@ def average_(total: Tensor, ranks: int) -> None:
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Bit equality (so NaN equals itself and -0 differs from 0)."""
-    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+    return simulated(a) or torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
 def reseed_(master: Tensor, param: Tensor) -> bool:
@@ -112,6 +118,8 @@ def reseed_(master: Tensor, param: Tensor) -> bool:
 
     Returns whether anything changed. Shapes: both 1-D of one length.
     """
+    if simulated(master):
+        return False
     changed = False
     bits = torch.int16 if param.itemsize == 2 else torch.int32 if param.itemsize == 4 else torch.int64
     for at in range(0, master.numel(), CHUNK):

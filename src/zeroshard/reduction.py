@@ -26,7 +26,7 @@ from .buffer import Buffer
 from .comm import Comm, Group, Work
 from .errors import StateError
 from .gradient import Accumulator, Entry, Gradients, ShardedGrad
-from .numerics import fold
+from .numerics import fold, simulated
 from .tier import Tier
 from .unit import Unit, profiled
 
@@ -222,10 +222,9 @@ class Reduction:
         work.wait()
         accumulator = flight.accumulator
         accumulator.undo_average()
-        pieces = (
-            receive.view(-1, accumulator.total.numel()).unbind(0) if accumulator.total.numel() else [accumulator.total]
-        )
-        fold(accumulator.total, pieces, fresh=not accumulator.filled)
+        if accumulator.total.numel() and not simulated(receive):
+            pieces = receive.view(-1, accumulator.total.numel()).unbind(0)
+            fold(accumulator.total, pieces, fresh=not accumulator.filled)
         accumulator.filled = True
         self._give_back(receive)
         if flight.landing is not accumulator.buffer.gradients:

@@ -76,11 +76,11 @@ def find(name: str) -> Callable[[], Any]:
     return found
 
 
-def build(name: str, *, device: str | None = None) -> Job:
+def build(job: str | Callable[[], Any], *, device: str | None = None) -> Job:
     """Call the function (with `device` as torch's default device, "meta" for shapes only) and check what it returns."""
     import torch
 
-    function = find(name)
+    name, function = (job, find(job)) if isinstance(job, str) else (getattr(job, "__name__", "job"), job)
     where: AbstractContextManager[Any] = nullcontext() if device is None else torch.device(device)
     try:
         with where:

@@ -41,25 +41,26 @@ def predict_states(zero: Zero) -> dict[str, int]:
             if bucket.trainable:
                 dtype = zero.dtypes(bucket).master
                 if dtype not in states:
-                    states[dtype] = _probe(optimizer, group, dtype)
+                    states[dtype] = {
+                        k: (d.itemsize, grows) for k, (d, grows) in probe(type(optimizer), group, dtype).items()
+                    }
                 for key, (nbytes, grows) in states[dtype].items():
                     add(key, nbytes * numel if grows else nbytes)
     return total
 
 
-def _probe(optimizer: Any, group: dict[str, Any], dtype: Any) -> dict[str, tuple[int, bool]]:
-    """{state: (bytes, per element?)} after one step of the user's optimizer class with the user's options."""
+def probe(kind: Any, group: dict[str, Any], dtype: Any) -> dict[str, tuple[Any, bool]]:
+    """{state: (dtype, per element?)} after one step of an optimizer class with the user's options."""
     import torch
 
-    param = torch.nn.Parameter(torch.zeros(2, dtype=dtype))
-    options = {key: value for key, value in group.items() if key not in ("params", "param_names", "initial_lr")}
-    twin = type(optimizer)(
-        [{"params": [param], **options}], **({"lr": 0.1} if type(optimizer).__name__ == "SGD" else {})
-    )
-    param.grad = torch.ones_like(param)
-    twin.step()
+    with torch._subclasses.fake_tensor.unset_fake_temporarily():
+        param = torch.nn.Parameter(torch.zeros(2, dtype=dtype))
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names", "initial_lr")}
+        twin = kind([{"params": [param], **options}], **({"lr": 0.1} if kind.__name__ == "SGD" else {}))
+        param.grad = torch.ones_like(param)
+        twin.step()
     return {
-        key: (value.itemsize, value.numel() == 2 and key != "step")
+        key: (value.dtype, value.numel() == 2 and key != "step")
         for key, value in twin.state[param].items()
         if isinstance(value, torch.Tensor)
     }

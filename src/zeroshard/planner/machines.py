@@ -1,0 +1,82 @@
+"""What a cluster can do, in a few numbers, and how long a collective takes on it. No torch.
+
+The model is the usual one (Hockney; Thakur et al. 2005): a collective costs its hops times a latency, and its bytes
+over the bandwidth of the narrowest link it crosses. A ring over several nodes enters and leaves each node once per
+step, and all of a node's network cards carry rings at once, so it runs at the lesser of one GPU's link and the whole
+node's network. An exchange in which every rank sends to every other (the ordered reduction) has no partial sums to
+carry on: each rank's own network card takes everything that leaves the node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..errors import UserError, nearest
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One kind of cluster. Bandwidths are bytes per second, one way, per GPU; latencies seconds per hop.
+
+    flops: dense 16-bit peak of one GPU. efficiency: the part of it that whole training steps reach without any
+    communication. memory: bytes of one GPU. memory_bandwidth: of that memory. gpus: in one node. link: between GPUs of
+    a node. network: between nodes. link_latency, network_latency: per hop. source: where the numbers are from.
+    """
+
+    name: str
+    flops: float
+    efficiency: float
+    memory: int
+    memory_bandwidth: float
+    gpus: int
+    link: float
+    network: float
+    link_latency: float
+    network_latency: float
+    source: str
+
+    def ring_seconds(self, nbytes: float, ranks: int) -> float:
+        """All-gather or reduce-scatter of `nbytes` in all over `ranks` ranks."""
+        nodes = -(-ranks // self.gpus)
+        narrowest = self.link if nodes == 1 else min(self.link, self.gpus * self.network)
+        hops = (ranks - nodes) * self.link_latency + (nodes if nodes > 1 else 0) * self.network_latency
+        return (ranks > 1) * hops + (ranks - 1) / ranks * nbytes / narrowest
+
+    def exchange_seconds(self, nbytes: float, ranks: int) -> float:
+        """Every rank sends every other its part of `nbytes`."""
+        near = min(ranks, self.gpus)
+        inside = (near - 1) / ranks * nbytes / self.link
+        outside = (ranks - near) / ranks * nbytes / self.network
+        return (ranks > 1) * (self.link_latency if ranks <= self.gpus else self.network_latency) + max(inside, outside)
+
+
+_GB = 10**9
+MACHINES: Mapping[str, Machine] = {
+    machine.name: machine
+    for machine in (
+        Machine(
+            "dgx-2", 125e12, 0.30, 32 * 2**30, 900 * _GB, 16, 150 * _GB, 6.25 * _GB, 3e-6, 8e-6,
+            "16 V100, NVSwitch, 8 x 100 Gb/s (NVIDIA DGX-2 data sheet); 39 TFLOP/s on one GPU (Shoeybi et al. 2019)",
+        ),
+        Machine(
+            "a100", 312e12, 0.57, 80 * 2**30, 2039 * _GB, 8, 300 * _GB, 25 * _GB, 2e-6, 6e-6,
+            "DGX A100: NVLink 3, 8 x 200 Gb/s (NVIDIA data sheet); 57 % of peak (Korthikanti et al. 2022, table 5)",
+        ),
+        Machine(
+            "h100", 989e12, 0.42, 80 * 2**30, 3350 * _GB, 8, 450 * _GB, 50 * _GB, 2e-6, 6e-6,
+            "DGX H100: NVLink 4, 8 x 400 Gb/s (NVIDIA data sheet); 42 % of peak (MosaicML llm-foundry, bf16 table)",
+        ),
+        Machine(
+            "a100-ethernet", 312e12, 0.57, 80 * 2**30, 2039 * _GB, 8, 300 * _GB, 6.25 * _GB, 2e-6, 20e-6,
+            "AWS p4de.24xlarge: NVLink 3 inside, 4 x 100 Gb/s between (AWS instance page)",
+        ),
+    )
+}  # fmt: skip
+
+
+def machine(name: str) -> Machine:
+    """One of `MACHINES`. Raises `UserError` with the nearest name."""
+    if name not in MACHINES:
+        raise UserError("no such machine", got=repr(name), instead=nearest(name, MACHINES))
+    return MACHINES[name]

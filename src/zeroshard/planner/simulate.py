@@ -1,0 +1,248 @@
+"""One rank of any number, without the others and without memory: the engine itself, on tensors that have no values.
+
+`FakeTensorMode` gives every tensor a shape, a dtype and a device but no memory; `comm.Simulated` stands for the process
+group. Everything else is the engine a run uses: the same layout, hooks, script, buffers and ledger. So it proves sizes,
+the order of things and the ledger, never numbers. The arithmetic of the optimizer is left out (its scalars would need
+values); its states are what it makes itself when asked with a parameter of two elements.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from ..api import Zero, shard
+from ..comm import Comm, Simulated
+from ..errors import UserError
+from ..events import Event, Ledger
+from ..layout import Layout
+from ..numerics import Precision
+from .job import Job, build
+from .states import probe
+
+STEPS, RECORDED = 3, 2  # the first negotiates its gathers; a timeline needs a step with one before it
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What one rank would hold and move while it trains.
+
+    ledger: held at rest, and the most held in each phase, in bytes. events: of the last `RECORDED` steps, in the order
+    they happened; "compute" events carry floating-point operations in `logical`. flops: of one step. activations: bytes
+    that forward keeps for backward, beside the engine's own. tokens: integers in the largest such tensor of a
+    micro-batch, times the micro-batches of a step (0 where a batch has none).
+    """
+
+    job: str
+    stage: int
+    rank: int
+    ranks: int
+    zero: Zero
+    ledger: Ledger
+    events: list[Event]
+    flops: int
+    activations: int
+    tokens: int
+
+
+def simulate(
+    job: str | Callable[[], dict[str, Any]],
+    *,
+    ranks: int,
+    rank: int = 0,
+    stage: int = 3,
+    accumulate: int = 1,
+    precision: Precision | None = None,
+    layout: Layout | None = None,
+    comm: Comm | None = None,
+    checkpoint: bool = False,
+) -> Simulation:
+    """Run three steps of `module:function` (or of a function that returns a job's parts) as rank `rank` of `ranks`.
+
+    checkpoint: recompute every unit's activations in backward. Raises `UserError` for what cannot be built, or what
+    needs values (`.item()`, `if loss > 1:`) to run.
+    """
+    for name, value, least in (("ranks", ranks, 1), ("accumulate", accumulate, 1), ("rank", rank, 0)):
+        if type(value) is not int or value < least:
+            raise UserError(f"{name} is a number of at least {least}", got=repr(value))
+    if rank >= ranks:
+        raise UserError("no such rank", expected=f"0 to {ranks - 1}", got=rank)
+    comm = Comm() if comm is None else comm
+    with without_values():
+        built = build(job)
+        built.need("optimizer", "batch", "loss")
+        optimizer = built.optimizer(built.model.parameters())
+        optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+        for each in optimizers:
+            leave_out_arithmetic(each)
+        zero = shard(
+            built.model,
+            optimizers,
+            stage=stage,
+            precision=precision,
+            layout=layout,
+            comm=dataclasses.replace(comm, group=Simulated(rank, ranks)),
+        )
+        if checkpoint:
+            checkpoint_units(zero)
+        counted = Counter(zero)
+        for step in range(STEPS):
+            if step == STEPS - RECORDED:
+                zero.record(1 << 20)
+            _train(built, optimizers, counted, step, [a * ranks + rank for a in range(accumulate)])
+        return Simulation(
+            job if isinstance(job, str) else job.__name__,
+            stage,
+            rank,
+            ranks,
+            zero,
+            zero.ledger(),
+            zero.events(),
+            counted.flops,
+            counted.activations,
+            counted.tokens,
+        )
+
+
+def _train(job: Job, optimizers: list[Any], counted: Counter, step: int, indices: list[int]) -> None:
+    counted.flops = counted.tokens = 0
+    try:
+        for index in indices:
+            batch = job.batch(step, index)
+            counted.tokens += _tokens(batch)
+            with counted:
+                loss = job.loss(job.model, batch)
+                counted.activations = counted.kept()
+                loss.backward()
+            del loss
+    except (torch._subclasses.fake_tensor.DataDependentOutputException, RuntimeError) as error:
+        if "data-dependent" not in str(error).lower() and not isinstance(
+            error, torch._subclasses.fake_tensor.DataDependentOutputException
+        ):
+            raise
+        raise UserError(
+            "this job needs values to run, and a simulation has none",
+            where=f"{job.name}, step {step}",
+            got=str(error).splitlines()[0],
+            instead="a loss and a model without .item() and without branches on values",
+        ) from error
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _tokens(batch: Any) -> int:
+    integers = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and not leaf.is_floating_point()]
+    return max((leaf.numel() for leaf in integers), default=0)
+
+
+@contextmanager
+def without_values() -> Iterator[None]:
+    """Tensors made inside have no memory."""
+    # `module.to(dtype)` swaps tensors without values as whole objects, and refuses where something holds them weakly.
+    swap = torch.utils.swap_tensors
+    torch.utils.swap_tensors = _become
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            yield
+    finally:
+        torch.utils.swap_tensors = swap
+
+
+def _become(tensor: Any, other: Any) -> None:
+    tensor.data = other.data
+    tensor.fake_device = other.fake_device
+
+
+def leave_out_arithmetic(optimizer: torch.optim.Optimizer) -> None:
+    """The optimizer's `step` then only makes the states that the real one makes, and calls a closure if it gets one."""
+    plain = type(optimizer)
+
+    def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None and not self.state[param]:
+                    for key, (dtype, grows) in probe(plain, group, param.dtype).items():
+                        shape = param.shape if grows else ()
+                        self.state[param][key] = torch.zeros(shape, dtype=dtype, device=param.device)
+        return loss
+
+    hooked: Any = torch.optim.Optimizer.profile_hook_step(step)  # as Optimizer.__init__ does to a class's own step
+    hooked.hooked = True
+    body = {"step": hooked, "__module__": plain.__module__}
+    optimizer.__class__ = type(plain.__name__, (plain,), body)
+
+
+def checkpoint_units(zero: Zero) -> None:
+    """Recompute each unit's forward in backward, as `torch.utils.checkpoint` does without re-entering autograd."""
+    from torch.utils.checkpoint import checkpoint
+
+    for unit in zero._units[1:]:
+        forward = unit.module.forward
+
+        def again(*args: Any, _forward: Any = forward, **kwargs: Any) -> Any:
+            return checkpoint(_forward, *args, use_reentrant=False, **kwargs)
+
+        unit.module.forward = again
+
+
+# Attention on the CPU has names of its own, and torch's table of operations only those on CUDA.
+_LIKE = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        torch.ops.aten._scaled_dot_product_flash_attention_backward
+    ),
+}
+
+
+class Counter(TorchDispatchMode):
+    """Counts floating-point operations, and the bytes of what is computed and still alive."""
+
+    def __init__(self, zero: Zero) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ledger = zero._ledger
+        self.flops = 0
+        self.activations = 0
+        self.tokens = 0
+        self._made: dict[int, Any] = {}
+        engine = [t for b in zero._buffers for t in (b.full, b.stored, b.master, b.gradients) if t is not None]
+        self._known = {tensor.untyped_storage()._cdata for tensor in (*engine, *zero.model.buffers())}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        count = flop_registry.get(_LIKE.get(func._overloadpacket, func._overloadpacket))
+        if count is not None:
+            flops = int(count(*args, **(kwargs or {}), out_val=out))
+            self.flops += flops
+            self.ledger.note("compute", logical=flops)
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                storage = leaf.untyped_storage()
+                if storage._cdata not in self._made and storage._cdata not in self._known:
+                    self._made[storage._cdata] = StorageWeakRef(storage)
+        return out
+
+    def kept(self) -> int:
+        """Bytes of what was made inside and is still alive."""
+        total = 0
+        for key, ref in list(self._made.items()):
+            if ref.expired():
+                del self._made[key]
+            else:
+                total += torch.UntypedStorage._new_with_weak_ptr(ref.cdata).nbytes()
+        return total

@@ -1,0 +1,121 @@
+"""A simulated step on a clock: when each collective would begin and end, and how long compute would wait for it.
+
+Compute runs on one stream, collectives on another, in the order the engine launched them. A collective begins when it
+is launched and the link is free; whoever waits for it waits until it ends. Nothing is measured here: the times are
+those of `machines`, so a timeline is as good as its machine's numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..errors import UserError
+from ..events import Event
+from .machines import Machine
+
+TRAVELS = ("gather", "reduce")
+
+
+@dataclass(frozen=True)
+class Slice:
+    """One thing on the timeline, in seconds since it began."""
+
+    stream: str  # "compute" or "link"
+    verb: str
+    unit: str | None
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One step, from the end of the step before it. Seconds.
+
+    step: the whole. compute: forward and backward. optimizer: reading and writing its states. exposed: waiting for
+    collectives. moving: collectives under way, hidden or not.
+    """
+
+    step: float
+    compute: float
+    optimizer: float
+    exposed: float
+    moving: float
+    slices: list[Slice]
+
+    def tokens_per_second(self, tokens: int) -> float:
+        """Of one GPU, for `tokens` in its micro-batches of one step."""
+        return tokens / self.step
+
+
+def replay(
+    events: Sequence[Event], machine: Machine, *, ranks: int, updated_nbytes: int, ordered: bool = True
+) -> Timeline:
+    """Put recorded steps on a clock; what is reported is the last of them.
+
+    updated_nbytes: bytes that the optimizer's step reads and writes on this rank. ordered: reductions are exchanges and
+    a sum in rank order (else the backend's reduce-scatter, a ring).
+    """
+    turns = sorted(
+        [(event.start, 0, number) for number, event in enumerate(events)]
+        + [(event.end, 1, number) for number, event in enumerate(events) if event.end and event.verb in TRAVELS]
+    )
+    clock = _Clock(machine, ranks, ordered)
+    marks: list[tuple[float, float, float, float]] = []
+    for _, ends, number in turns:
+        event = events[number]
+        if event.verb in TRAVELS and event.logical:
+            clock.wait(number, event) if ends else clock.launch(number, event)
+        elif event.verb == "compute":
+            clock.run(event.logical / (machine.flops * machine.efficiency), event)
+        elif event.verb == "step":
+            clock.update(2 * updated_nbytes / machine.memory_bandwidth, event)
+            marks.append((clock.now, clock.exposed, clock.moving, clock.compute))
+    if len(marks) < 2:
+        raise UserError("a timeline needs two recorded steps", got=len(marks), instead="simulate(...) as it is")
+    (began, exposed, moving, compute), (ended, exposed_2, moving_2, compute_2) = marks[-2:]
+    slices = [
+        Slice(s.stream, s.verb, s.unit, max(s.start - began, 0.0), s.end - began) for s in clock.slices if s.end > began
+    ]
+    return Timeline(
+        ended - began,
+        compute_2 - compute,
+        2 * updated_nbytes / machine.memory_bandwidth,
+        exposed_2 - exposed,
+        moving_2 - moving,
+        slices,
+    )
+
+
+class _Clock:
+    def __init__(self, machine: Machine, ranks: int, ordered: bool) -> None:
+        self.machine, self.ranks, self.ordered = machine, ranks, ordered
+        self.now = self.exposed = self.moving = self.compute = 0.0
+        self.slices: list[Slice] = []
+        self._link_free = 0.0
+        self._ends: dict[int, float] = {}
+
+    def run(self, seconds: float, event: Event) -> None:
+        self.slices.append(Slice("compute", "compute", None, self.now, self.now + seconds))
+        self.now += seconds
+        self.compute += seconds
+
+    def update(self, seconds: float, event: Event) -> None:
+        self.slices.append(Slice("compute", "step", None, self.now, self.now + seconds))
+        self.now += seconds
+
+    def launch(self, number: int, event: Event) -> None:
+        exchange = event.verb == "reduce" and self.ordered
+        seconds = (self.machine.exchange_seconds if exchange else self.machine.ring_seconds)(event.logical, self.ranks)
+        start = max(self.now, self._link_free)
+        self._link_free = self._ends[number] = start + seconds
+        self.moving += seconds
+        self.slices.append(Slice("link", event.verb, event.unit, start, start + seconds))
+
+    def wait(self, number: int, event: Event) -> None:
+        late = self._ends.get(number, self.now) - self.now
+        if late > 0:
+            self.exposed += late
+            self.now += late
+        if event.verb == "reduce" and self.ordered:  # every rank's contribution is read once and added to the sum
+            self.now += event.logical / self.machine.memory_bandwidth

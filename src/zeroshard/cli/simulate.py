@@ -1,0 +1,167 @@
+"""`zeroshard simulate`: a rank of a run that does not exist, its bytes, its messages, and its step on a clock."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+from rich.markup import escape
+
+from zeroshard.api import Zero
+from zeroshard.cli import screen
+from zeroshard.comm import Comm
+from zeroshard.layout import Layout
+from zeroshard.numerics import Precision
+from zeroshard.planner import states, timeline
+from zeroshard.planner.machines import Machine, machine
+from zeroshard.planner.simulate import RECORDED, Simulation, simulate
+from zeroshard.trace import chrome, facts
+
+PASSING = ("gather", "prefetch", "reduce", "staging")
+
+
+def show_simulation(
+    job: str,
+    *,
+    ranks: int,
+    rank: list[int],
+    stage: int,
+    accumulate: int,
+    on: str,
+    bucket_mib: float,
+    prefetch: int,
+    reduce: str,
+    bf16: bool,
+    checkpoint: bool,
+    trace: str | None,
+    as_json: bool,
+) -> None:
+    import torch
+
+    cluster = machine(on)
+    found = []
+    for one in rank:
+        run = simulate(
+            job,
+            ranks=ranks,
+            rank=one,
+            stage=stage,
+            accumulate=accumulate,
+            precision=Precision(param_dtype=torch.bfloat16) if bf16 else None,
+            layout=Layout(bucket_mib=bucket_mib),
+            comm=Comm(prefetch=prefetch, reduce=reduce),  # type: ignore[arg-type]
+            checkpoint=checkpoint,
+        )
+        found.append(report(run, cluster, ordered=reduce == "ordered"))
+        if trace is not None:
+            _write_trace(trace if len(rank) == 1 else f"{trace}.rank{one}", run)
+    if as_json:
+        print(json.dumps({"job": job, "ranks": ranks, "stage": stage, "machine": on, "simulated": found}, indent=2))
+        return
+    facts = {
+        "job": escape(job),
+        "ranks": f"{ranks:,} at stage {stage}; nothing runs, nothing is sent",
+        "on": f"{cluster.name}: {escape(cluster.source)}",
+    }
+    screen.opening("Simulation", facts)
+    for each in found:
+        _show(each)
+
+
+def report(run: Simulation, cluster: Machine, *, ordered: bool) -> dict[str, Any]:
+    """Everything the command tells of one rank, as plain numbers; bytes are integers, times seconds."""
+    ledger, zero = run.ledger, run.zero
+    held = {state: nbytes for state, nbytes in ledger.held.items() if nbytes and state not in PASSING}
+    peak_phase, peak = max(ledger.phases.items(), key=lambda item: item[1].total if item[0] != "init" else 0)
+    updated = sum(nbytes for state, nbytes in held.items() if state != "parameters")
+    line = timeline.replay(run.events, cluster, ranks=run.ranks, updated_nbytes=updated, ordered=ordered)
+    moved = [event for event in run.events if event.verb in timeline.TRAVELS and event.logical]
+    return {
+        "rank": run.rank,
+        "predicted": states.predict_states(zero),
+        "held": held,
+        "peak": {"phase": peak_phase, "total": peak.total, "held": peak.held},
+        "activations": run.activations,
+        "flops": run.flops,
+        "collectives": [
+            {"verb": verb, "logical": logical, "per_step": count / RECORDED}
+            for (verb, logical), count in sorted(Counter((e.verb, e.logical) for e in moved).items())
+        ],
+        "traffic": {
+            verb: {
+                "calls": sum(e.verb == verb for e in moved) / RECORDED,
+                "logical": sum(e.logical for e in moved if e.verb == verb) // RECORDED,
+                "sent": sum(e.sent for e in moved if e.verb == verb) // RECORDED,
+                "sent_and_received": sum(e.sent + e.received for e in moved if e.verb == verb) // RECORDED,
+            }
+            for verb in timeline.TRAVELS
+        },
+        "layout": balance(zero),
+        "time": {
+            "step": line.step,
+            "compute": line.compute,
+            "optimizer": line.optimizer,
+            "exposed": line.exposed,
+            "moving": line.moving,
+            "tokens_per_second": run.tokens / line.step if run.tokens else None,
+        },
+    }
+
+
+def balance(zero: Zero) -> dict[str, Any]:
+    """How evenly the layout shares the model: padding, the fullest and emptiest rank, ranks without a part."""
+    buckets = zero.partition.buckets
+    elements = [sum(bucket.shard_numel(rank) for bucket in buckets) for rank in range(zero.world_size)]
+    padding = sum(bucket.padding * zero.dtypes(bucket).param.itemsize for bucket in buckets)
+    total = sum(bucket.numel * zero.dtypes(bucket).param.itemsize for bucket in buckets)
+    return {
+        "buckets": len(buckets),
+        "padding_bytes": padding,
+        "padding_fraction": padding / total if total else 0.0,
+        "fullest_rank_elements": max(elements, default=0),
+        "emptiest_rank_elements": min(elements, default=0),
+        "empty_shards": sum(not bucket.shard_numel(rank) for bucket in buckets for rank in range(zero.world_size)),
+    }
+
+
+def _write_trace(path: str, run: Simulation) -> None:
+    record = run.zero._ledger.record
+    assert record is not None
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(chrome([facts(record, run.events)]), file)
+
+
+def _show(found: dict[str, Any]) -> None:
+    screen.say(f"\n[bold]Rank {found['rank']:,}[/bold]")
+    table = screen.new_table("Held, in bytes", "state", "at rest", "at the peak", "GiB at the peak")
+    peak = found["peak"]
+    for state in dict.fromkeys([*found["held"], *peak["held"]]):
+        at_peak = peak["held"].get(state, 0)
+        table.add_row(state, f"{found['held'].get(state, 0):,}", f"{at_peak:,}", f"{at_peak / 2**30:.3f}")
+    rest = sum(found["held"].values())
+    table.add_row("[bold]total[/bold]", f"{rest:,}", f"{peak['total']:,}", f"{peak['total'] / 2**30:.3f}")
+    table.add_row("[dim]activations, beside[/dim]", "", f"{found['activations']:,}", f"{found['activations'] / 2**30:.3f}")
+    screen.console.print(table)
+    screen.say(f"  [dim]the peak is in {peak['phase']}; activations are what forward keeps for backward[/dim]\n")
+    table = screen.new_table("Collectives of one step", "verb", "calls", "logical", "sent", "sent + received")
+    for verb, moved in found["traffic"].items():
+        cells = (f"{moved[column]:,}" for column in ("logical", "sent", "sent_and_received"))
+        table.add_row(verb, f"{moved['calls']:g}", *cells)
+    screen.console.print(table)
+    share = found["layout"]
+    screen.say(
+        f"  [dim]{share['buckets']:,} buckets; padding {share['padding_bytes']:,} bytes "
+        f"({100 * share['padding_fraction']:.2f} %); elements per rank {share['emptiest_rank_elements']:,} to "
+        f"{share['fullest_rank_elements']:,}; {share['empty_shards']:,} empty shards[/dim]\n"
+    )
+    clock = found["time"]
+    table = screen.new_table("A step on the clock", "what", "seconds")
+    rows = {"compute": "compute", "optimizer": "optimizer", "exposed": "waiting for collectives", "step": "[bold]step[/bold]"}
+    for key, what in rows.items():
+        table.add_row(what, f"{clock[key]:.4f}")
+    screen.console.print(table)
+    hidden = max(clock["moving"] - clock["exposed"], 0.0)
+    screen.say(f"  [dim]{clock['moving']:.4f} s of collectives, {hidden:.4f} s of them behind compute[/dim]")
+    if clock["tokens_per_second"] is not None:
+        screen.say(f"  [bold]{clock['tokens_per_second']:,.0f} tokens/s[/bold] per GPU")

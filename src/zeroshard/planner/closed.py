@@ -170,6 +170,8 @@ def _custom(text: str) -> Recipe:
                 f"bytes does not say how many the {needed} take", got=repr(text), instead=f"{needed}=2,{text}"
             )
     parameters, gradients = states.pop("parameters"), states.pop("gradients")
+    if not parameters:
+        raise UserError("a parameter takes more than no bytes", got=repr(text), instead="parameters=2")
     return Recipe(f"custom ({text})", parameters, gradients, MappingProxyType(states))
 
 

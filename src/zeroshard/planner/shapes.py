@@ -14,6 +14,7 @@ Units are those the engine would find, read off the names: the members of the ou
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import json
 import math
@@ -34,9 +35,13 @@ HEADER_LIMIT = 100_000_000  # bytes; that of the safetensors library
 JSON_LIMIT = 100_000_000
 NUMEL_LIMIT = 1 << 60
 LAYERS_LIMIT = 100_000
+NAME_LIMIT = 500
 
 # Bits per element. Those of whole numbers hold no parameters: masks, quantised weights, counters.
-FLOATS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8}
+FLOATS = {
+    **{"C64": 64, "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4},
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+}
 OTHERS = {"I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32, "U16": 16, "U8": 8, "BOOL": 8}
 # Buffers that some checkpoints carry beside the parameters.
 BUFFERS = ("*rotary_emb.inv_freq", "*.attn.masked_bias", "*.attn.bias")
@@ -75,6 +80,8 @@ def read(path: str | os.PathLike[str]) -> Shapes:
             return _folder(where)
         if not where.exists():
             raise UserError("no such file or folder of shapes", where=where, instead=_neighbour(where))
+        if not where.is_file():
+            raise UserError("neither a file nor a folder", where=where)
         if where.suffix == ".safetensors":
             return _counted(where, _header(where))
         return _counted(where, _listing(where)) if where.name != "config.json" else _config(where)
@@ -84,10 +91,10 @@ def read(path: str | os.PathLike[str]) -> Shapes:
 
 def _neighbour(where: Path) -> str:
     folder = where.parent
-    names = sorted(entry.name for entry in folder.iterdir())[:1000] if folder.is_dir() else []
-    if not names:
-        return f"{where.parent} does not exist or is empty"
-    return nearest(where.name, names[:20])
+    if not folder.is_dir():
+        return f"{folder} does not exist"
+    close = difflib.get_close_matches(where.name, [entry.name for entry in folder.iterdir()], n=1)
+    return f"did you mean {folder / close[0]}?" if close else "a .json or .safetensors file, or a folder of them"
 
 
 def _damaged(where: Path, expected: str, got: object) -> UserError:
@@ -108,9 +115,9 @@ def _parsed(text: bytes, where: Path) -> dict[str, Any]:
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         table = dict(pairs)
         if len(table) != len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in names if names.count(name) > 1)
-            raise _damaged(where, "every name once", f"{twice!r} twice")
+            seen: set[str] = set()
+            twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+            raise _damaged(where, "every name once", f"{twice[:60]!r} twice")
         return table
 
     try:
@@ -188,6 +195,8 @@ def _header(where: Path) -> dict[str, _Tensor]:
 def _counted(where: Path, tensors: Mapping[str, _Tensor]) -> Shapes:
     parameters, left_out = {}, {}
     for name, (shape, dtype) in tensors.items():
+        if len(name) > NAME_LIMIT or not name.isprintable():
+            raise _damaged(where, f"printable names of at most {NAME_LIMIT} characters", repr(name[:60]))
         kind = (dtype or "F32").upper().removeprefix("TORCH.")
         if kind in OTHERS or re.fullmatch(r"U?INT\d+|BOOL", kind):
             left_out[name] = f"{dtype} is not a floating dtype"
@@ -391,7 +400,8 @@ def _config(where: Path) -> Shapes:
 class _Node:
     """A module as far as parameter names tell."""
 
-    def __init__(self) -> None:
+    def __init__(self, path: str) -> None:
+        self.path = path
         self.children: dict[str, _Node] = {}
         self.names: list[str] = []  # of all parameters below
         self.numel = 0
@@ -406,19 +416,32 @@ class _Node:
         return any(child.listed or child.holds_lists for child in self.children.values())
 
 
-def units_of(parameters: Mapping[str, Shape]) -> dict[str, int]:
-    """{parameter: unit}; the root is 0, the others are numbered in the order their names come."""
-    root = _Node()
+def _units(parameters: Mapping[str, Shape]) -> list[_Node]:
+    """The root, then the others in the order their names come."""
+    root = _Node("")
     for name, shape in parameters.items():
         node, numel = root, math.prod(shape)
-        for part in ("", *name.split(".")[:-1]):
-            node = node.children.setdefault(part, _Node()) if part else node
+        path = [root]
+        for part in name.split(".")[:-1]:
+            node = node.children.setdefault(part, _Node(f"{node.path}.{part}".lstrip(".")))
+            path.append(node)
+        for node in path:
             node.names.append(name)
             node.numel += numel
-    units = dict.fromkeys(parameters, 0)
-    for number, node in enumerate(_chosen(root), start=1):
+    return [root, *_chosen(root)]
+
+
+def units_of(parameters: Mapping[str, Shape]) -> dict[str, int]:
+    """{parameter: unit}; the root is 0."""
+    units: dict[str, int] = {}
+    for number, node in enumerate(_units(parameters)):
         units.update(dict.fromkeys(node.names, number))
     return units
+
+
+def unit_names(parameters: Mapping[str, Shape]) -> list[str]:
+    """ "the root", then the units' paths, in the order of their numbers."""
+    return [node.path or "the root" for node in _units(parameters)]
 
 
 def _chosen(node: _Node) -> list[_Node]:

@@ -220,6 +220,6 @@ def _answers(found: Plan, limit: int) -> None:
             table.add_row(change.what, *nbytes_cells(change.nbytes), verdict)
         screen.console.print()
         screen.console.print(table)
-        if not any(change.fits for change in found.advice):
-            screen.say("  none of these is enough; a smaller model, or fewer bytes per parameter, would be")
+    if not fitting and not any(change.fits for change in found.advice):
+        screen.say("  nothing here is enough; a smaller model, or fewer bytes per parameter, would be")
     screen.console.print()

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 RANKS_SHOWN = 4
 LOG_LINES = 10  # progress lines of a whole run where there is no terminal to draw a bar on
@@ -126,7 +127,9 @@ LEFT = {"rank", "state", "verb", "stage", "what", "line", "change", "unit", "fit
 
 def new_table(title: str, *columns: str) -> Table:
     """Words to the left, numbers to the right, no lines around."""
-    table = Table(title=title, title_justify="left", title_style="bold", header_style="dim", box=None, pad_edge=False)
+    # As wide as it is: Rich would wrap a title at the width of its table.
+    unbroken = Text(title, style="bold not italic", no_wrap=True, overflow="ignore")
+    table = Table(title=unbroken, title_justify="left", header_style="dim", box=None, pad_edge=False)
     for column in columns:
         table.add_column(column, justify="left" if column in LEFT else "right")
     return table

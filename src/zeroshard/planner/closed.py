@@ -441,7 +441,8 @@ def advice(stage: int, ranks: int, recipe: Recipe, limit: int, nbytes_of: Total,
         words.append("bf16 gradients")
     if words:
         both = " and ".join(words)
-        changes.append(_change(both, nbytes_of(last, ranks, thin or recipe), limit))
+        if len(words) > 1:  # one alone has been tried
+            changes.append(_change(both, nbytes_of(last, ranks, thin or recipe), limit))
         if not changes[-1].fits:
             changes += _more_ranks(last, ranks, thin or recipe, limit, nbytes_of, most_ranks, f"{both} and ")
     return changes
@@ -479,5 +480,8 @@ def plain(value: Fraction | int) -> int | float:
 
 
 def number(value: Fraction | int) -> str:
-    """`12`, `4.1875`: as short as it is exact, else to six digits."""
-    return f"{int(value)}" if value == int(value) else f"{float(value):.6g}"
+    """`12`, `4.1875`: exact where six decimals are enough for that, else six digits."""
+    for decimals in range(7):
+        if (value * 10**decimals).denominator == 1:
+            return f"{float(value):.{decimals}f}"
+    return f"{float(value):.6g}"

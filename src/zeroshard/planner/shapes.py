@@ -39,7 +39,14 @@ NAME_LIMIT = 500
 
 # Bits per element. Those of whole numbers hold no parameters: masks, quantised weights, counters.
 FLOATS = {
-    **{"C64": 64, "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4},
+    "C64": 64,
+    "F64": 64,
+    "F32": 32,
+    "F16": 16,
+    "BF16": 16,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    "F4": 4,
     **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
 }
 OTHERS = {"I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32, "U16": 16, "U8": 8, "BOOL": 8}

@@ -275,6 +275,7 @@ def _b() -> Text:
                         number(1 + Fraction(2 * (count - 1), 8)),
                         k.reduce_inside + k.reduce_between,
                         "P",
+                        exact=True,
                     )
                     for count, k in by_k.items()
                 ],

@@ -158,7 +158,7 @@ def plan(
     stage: Annotated[
         int | None, _option(RUN, "One stage. [dim]\\[default: all four][/dim]", show_default=False)
     ] = None,
-    accumulate: Accumulate = 1,
+    accumulate: Annotated[int, _option(RUN, "Backwards per step.")] = 1,
     no_sync: Annotated[bool, _option(RUN, "Added up on the rank first, reduced once.", "--no-sync")] = False,
     instances: Annotated[
         int | None, _option(RUN, "K copies of the sharded optimizer, each over 1/K of the ranks.", show_default=False)

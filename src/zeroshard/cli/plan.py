@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 from rich.text import Text as Styled
 
 from zeroshard.cli import screen
@@ -17,6 +19,8 @@ from zeroshard.planner.texts import Line, text
 
 BAR = 24  # characters of the longest bar
 PASSING = "passing at the peak"
+# Bytes are shown to the last digit, also where the terminal is narrower than the table.
+_wide = Console(highlight=False, width=200)
 # Told apart without colours too, in a log.
 LOOKS = {"parameters": ("█", "cyan"), "gradients": ("▓", "yellow"), PADDING: ("x", "red"), PASSING: ("·", "white")}
 MORE_LOOKS = (("▒", "magenta"), ("░", "green"), ("#", "blue"), ("=", "bright_magenta"), ("+", "bright_green"))
@@ -61,8 +65,7 @@ def show_text(letter: str, *, as_json: bool) -> None:
         shown = screen.new_table(table.title, "line", "text says", "recomputed", "unit", "")
         for line in table.lines:
             shown.add_row(line.what, _said(line), line.shown, line.unit, "" if line.agrees else "[red]differs[/red]")
-        screen.console.print()
-        screen.console.print(shown)
+        _show(shown)
     screen.say("\n[bold]Where the text differs[/bold]")
     for correction in found.corrections:
         screen.console.print(f"  - {correction}", markup=False)
@@ -72,6 +75,11 @@ def one_line(error: UserError) -> str:
     """`no such preset; got 'papr'; instead: did you mean 'paper'?`"""
     what, *facts = str(error).splitlines()
     return "; ".join([what, *(fact.strip() for fact in facts)])
+
+
+def _show(table: Table) -> None:
+    screen.console.print()
+    _wide.print(table)
 
 
 def _said(line: Line) -> str:
@@ -90,7 +98,7 @@ def _head(found: Plan) -> None:
     states = {"parameters": recipe.parameters, "gradients": recipe.gradients, **recipe.optimizer}
     facts = {
         "model": f"{found.parameters:,} parameters" + ("" if found.layout is None else f" in {escape(found.source)}"),
-        "ranks": f"{found.ranks:,}; the bytes below are rank {found.rank:,}'s",
+        "ranks": f"{found.ranks:,}; the bytes below are {_whose(found)}'s, which holds most",
         "recipe": f"[bold]{escape(recipe.name)}[/bold]: "
         + " + ".join(f"{number(nbytes)} {state}" for state, nbytes in states.items())
         + f" = {number(recipe.total)} bytes per parameter",
@@ -98,6 +106,13 @@ def _head(found: Plan) -> None:
     if recipe.says:
         facts[""] = recipe.says
     screen.opening("Plan", facts)
+
+
+def _whose(found: Plan) -> str:
+    shown = {stage.stage: f"rank {stage.rank:,}" for stage in found.stages}
+    if len(set(shown.values())) == 1:
+        return next(iter(shown.values()))
+    return ", ".join(f"{rank} (stage {stage})" for stage, rank in shown.items())
 
 
 def _looks(found: Plan) -> dict[str, tuple[str, str]]:
@@ -131,8 +146,7 @@ def _bars(found: Plan) -> None:
         table.add_row(
             str(stage.stage), stage.formula, _bar(stage, looks, longest), *cells, f"{100 * stage.saved:.1f} %"
         )
-    screen.console.print()
-    screen.console.print(table)
+    _show(table)
     legend = Styled("  ")
     for state, (glyph, colour) in looks.items():
         legend.append(f"{glyph * 2} ", style=colour).append(f"{state}  ")
@@ -145,8 +159,7 @@ def _states(found: Plan) -> None:
     for state in dict.fromkeys(state for stage in found.stages for state in stage.states):
         table.add_row(state, *(f"{stage.states.get(state, 0):,}" for stage in found.stages))
     table.add_row("[bold]total[/bold]", *(f"[bold]{stage.total:,}[/bold]" for stage in found.stages))
-    screen.console.print()
-    screen.console.print(table)
+    _show(table)
 
 
 def _peaks(found: Plan) -> None:
@@ -156,8 +169,7 @@ def _peaks(found: Plan) -> None:
         table.add_row(
             str(stage.stage), *nbytes_cells(stage.peak), f"{stage.peak - stage.total:,}", escape(str(stage.peak_at))
         )  # fmt: skip
-    screen.console.print()
-    screen.console.print(table)
+    _show(table)
     screen.say("  [dim]an upper bound for units used one after the other; activations come on top[/dim]")
 
 
@@ -172,8 +184,7 @@ def _traffic(found: Plan) -> None:
         table.add_row(str(stage.stage), str(stage.traffic.passes), *(f"{nbytes:,}" for nbytes in total))
         if stage.traffic.recompute != Moved(0, 0, 0):
             table.add_row("", "recompute", *(f"{nbytes:,}" for nbytes in stage.traffic.recompute))
-    screen.console.print()
-    screen.console.print(table)
+    _show(table)
 
 
 def _instances(found: Plan) -> None:
@@ -193,8 +204,7 @@ def _instances(found: Plan) -> None:
         table.add_row(what, number(elements / ring))
     table.add_row("less on the slow link, a card per rank", f"{float(100 * copies.saved_per_rank):.1f} %")
     table.add_row("less on the slow link, a card per group", f"{float(100 * copies.saved_per_node):.1f} %")
-    screen.console.print()
-    screen.console.print(table)
+    _show(table)
 
 
 def _answers(found: Plan, limit: int) -> None:
@@ -206,20 +216,18 @@ def _answers(found: Plan, limit: int) -> None:
         spare = limit - stage.most
         verdict = "[green]fits[/green]" if stage.fits else "[red]does not fit[/red]"
         table.add_row(str(stage.stage), verdict, *nbytes_cells(spare), f"{stage.largest or 0:,}")
-    screen.console.print()
-    screen.console.print(table)
+    _show(table)
     screen.say(f"  [dim]fits: {what}, without activations; largest: by states at rest alone[/dim]")
     fitting = [stage.stage for stage in found.stages if stage.fits]
     if fitting and len(found.stages) > 1:
         screen.say(f"  the lowest stage that fits: [bold]{fitting[0]}[/bold]")
     if found.advice:
         last = max(stage.stage for stage in found.stages)
-        table = screen.new_table(f"To make stage {last} fit", "change", "bytes", "GiB", "")  # fmt: skip
+        table = screen.new_table(f"To make stage {last} fit", "change", "bytes", "GiB", "")
         for change in found.advice:
             verdict = "[green]fits[/green]" if change.fits else "does not fit"
             table.add_row(change.what, *nbytes_cells(change.nbytes), verdict)
-        screen.console.print()
-        screen.console.print(table)
+        _show(table)
     if not fitting and not any(change.fits for change in found.advice):
         screen.say("  nothing here is enough; a smaller model, or fewer bytes per parameter, would be")
     screen.console.print()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, NoReturn, get_args
+from typing import Any, NamedTuple, get_args
 
 from ..errors import UserError, nearest
 from ..layout import Bounds, Layout, Partition, partition
@@ -25,13 +25,14 @@ ADVISED_RANKS_LIMIT = 1 << 10  # of a layout, where several are tried
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage. All bytes are of one rank.
+    """One stage. All bytes are those of `rank`, which holds most; of equals the last.
 
     states: at rest, by state, padding apart. instants, peak: what passes through beside them, and the most of both
     together (None in the closed form, which knows no units). largest: the most parameters whose states alone fit.
     """
 
     stage: int
+    rank: int
     formula: str
     states: Mapping[str, int]
     saved: float  # fraction of stage 0's total
@@ -55,6 +56,7 @@ class StagePlan:
     def json(self) -> dict[str, Any]:
         return {
             "stage": self.stage,
+            "rank": self.rank,
             "bytes_per_parameter": self.formula,
             "states": dict(self.states),
             "total": self.total,
@@ -70,12 +72,11 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """The answer for the stages asked for. `rank` is the one shown: the fullest, and of equals the last."""
+    """The answer for the stages asked for."""
 
     source: str
     parameters: int
     ranks: int
-    rank: int
     recipe: Recipe
     accumulate: int
     no_sync: bool
@@ -93,7 +94,6 @@ class Plan:
             "source": self.source,
             "parameters": self.parameters,
             "ranks": self.ranks,
-            "rank": self.rank,
             "recipe": self.recipe.json(),
             "accumulate": self.accumulate,
             "no_sync": self.no_sync,
@@ -190,7 +190,7 @@ class _Asked(NamedTuple):
     instances: int | None
 
 
-def plan_job(job: str, asked: _Asked, layout: Layout) -> NoReturn:
+def plan_job(job: str, asked: _Asked, layout: Layout) -> Plan:
     """A plan of the user's own job, "module:function"."""
     raise UserError(
         "a job cannot be planned by its name; its shapes, or how many parameters it has, can",
@@ -224,6 +224,7 @@ def _plan_params(numel: int, asked: _Asked) -> Plan:
         place = STAGES[stage]
         return StagePlan(
             stage,
+            ranks - 1,
             recipe.formula(place),
             closed.at_rest(numel, ranks, place, recipe),
             0.0,
@@ -236,7 +237,7 @@ def _plan_params(numel: int, asked: _Asked) -> Plan:
     notes = []
     if recipe.per_tensor:
         notes.append("step counters, 4 bytes per parameter tensor and rank, come on top; shapes count them")
-    return _finish("parameters", numel, ranks - 1, asked, None, of, nbytes_of, RANKS_LIMIT, notes)
+    return _finish("parameters", numel, asked, None, of, nbytes_of, RANKS_LIMIT, notes)
 
 
 # ------------------------------------------------------------------------------------------------------------- shapes
@@ -249,40 +250,35 @@ def _plan_shapes(path: str | os.PathLike[str], asked: _Asked, layout: Layout) ->
     specs = model.specs(max(round(recipe.parameters), 1))
     names = shapes.unit_names(model.parameters)
 
-    def laid_out(ranks: int) -> Partition:
-        return partition(specs, layout, ranks)
+    cuts: dict[int, tuple[Partition, list[states.Owned]]] = {}
 
-    def of_partition(cut: Partition, rank: int, stage: int, other: Recipe) -> StagePlan:
+    def planned(stage: int, ranks: int, other: Recipe) -> StagePlan:
+        if ranks not in cuts:
+            laid_out = partition(specs, layout, ranks)
+            cuts[ranks] = laid_out, states.owned(laid_out)
+        cut, owned = cuts[ranks]
         place = STAGES[stage]
+        rank = states.fullest_rank(owned, place, other)
         at_rest = states.recipe_states(cut, place, rank, other)
-        found = instants.instants(
-            cut, place, instants.item_sizes(other), rank,
-            accumulate=asked.accumulate, no_sync=asked.no_sync, names=names,
-        )  # fmt: skip
+        backwards, no_sync = asked.accumulate, asked.no_sync
+        moved = states.recipe_traffic(cut, place, rank, other, accumulate=backwards, no_sync=no_sync)
+        sizes = instants.item_sizes(other)
+        found = instants.instants(cut, place, sizes, rank, accumulate=backwards, no_sync=no_sync, names=names)
         peak, peak_at = instants.peak(at_rest, found)
-        moved = states.recipe_traffic(
-            cut, place, rank, other, accumulate=asked.accumulate, no_sync=asked.no_sync
-        )  # fmt: skip
-        return StagePlan(
-            stage, other.formula(place), at_rest, 0.0, moved, tuple(found), peak, peak_at
-        )  # fmt: skip
+        return StagePlan(stage, rank, other.formula(place), at_rest, 0.0, moved, tuple(found), peak, peak_at)
 
-    cut = laid_out(asked.ranks)
-    rank = states.fullest_rank(cut, recipe)
-    others: dict[int, tuple[Partition, int]] = {asked.ranks: (cut, rank)}
+    def of(stage: int) -> StagePlan:
+        return planned(stage, asked.ranks, recipe)
 
     def nbytes_of(stage: int, ranks: int, other: Recipe) -> int:
-        if ranks not in others:
-            laid = laid_out(ranks)
-            others[ranks] = laid, states.fullest_rank(laid, other)
-        return of_partition(*others[ranks], stage, other).most
+        return planned(stage, ranks, other).most
 
-    notes = [f"{name} is {shared}, counted once" for name, shared in model.ties.items()]
+    of(max(asked.stages))
+    padding = sum(bucket.padding for bucket in cuts[asked.ranks][0].buckets)
+    notes = [f"padding over all ranks: {padding:,} elements"] if padding else []
+    notes += [f"{name} is {shared}, counted once" for name, shared in model.ties.items()]
     notes += [f"{name} left out: {why}" for name, why in model.left_out.items()]
-    return _finish(
-        model.source, model.numel, rank, asked, layout, lambda stage: of_partition(cut, rank, stage, recipe),
-        nbytes_of, ADVISED_RANKS_LIMIT, notes,
-    )  # fmt: skip
+    return _finish(model.source, model.numel, asked, layout, of, nbytes_of, ADVISED_RANKS_LIMIT, notes)
 
 
 # ---------------------------------------------------------------------------------------------------------- both alike
@@ -291,7 +287,6 @@ def _plan_shapes(path: str | os.PathLike[str], asked: _Asked, layout: Layout) ->
 def _finish(
     source: str,
     numel: int,
-    rank: int,
     asked: _Asked,
     layout: Layout | None,
     of: Callable[[int], StagePlan],
@@ -319,7 +314,6 @@ def _finish(
         source,
         numel,
         ranks,
-        rank,
         recipe,
         asked.accumulate,
         asked.no_sync,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -85,10 +85,46 @@ def recipe_states(
     return states_of(partition, place, rank, lambda bucket: stored, lambda bucket, slot: kept, apart=apart)
 
 
-def fullest_rank(partition: Partition, recipe: Recipe) -> int:
-    """The rank whose shards are largest; the last of several, where the padding lies."""
-    shards = [sum(bucket.shard_numel(rank) for bucket in partition.buckets) for rank in range(partition.ranks)]
-    return max(range(partition.ranks), key=lambda rank: (shards[rank], rank))
+class Owned(NamedTuple):
+    """What one rank has of a partition: elements of its shards, of parameters in them, and how many fragments."""
+
+    shard: int
+    numel: int
+    fragments: int
+
+
+def owned(partition: Partition) -> list[Owned]:
+    """For every rank. Walks bounds and slots side by side: a large model has thousands of either."""
+    found = [[0, 0, 0] for _ in range(partition.ranks)]
+    for bucket in partition.buckets:
+        first = 0  # of the slots, the first that can reach into this shard
+        for rank in range(partition.ranks):
+            low, high = bucket.shard(rank)
+            mine = found[rank]
+            mine[0] += high - low
+            while first < len(bucket.slots) and bucket.slots[first].stop <= low:
+                first += 1
+            for slot in bucket.slots[first:]:
+                if slot.start >= high:
+                    break
+                if numel := slot.within(low, high).numel:
+                    mine[1] += numel
+                    mine[2] += 1
+    return [Owned(*mine) for mine in found]
+
+
+def fullest_rank(ranks: Sequence[Owned], place: Placements, recipe: Recipe) -> int:
+    """The rank that holds most at rest; of equals the last, where the padding lies."""
+    stored = recipe.parameters * place.parameters + recipe.gradients * place.gradients
+    stored += recipe.optimizer.get("master", Fraction()) * place.optimizer
+    kept = sum((nbytes for state, nbytes in recipe.optimizer.items() if state != "master"), Fraction())
+    each = sum(recipe.per_tensor.values())
+
+    def held(rank: int) -> tuple[Fraction, int]:
+        mine = ranks[rank]
+        return stored * mine.shard + (kept * mine.numel + each * mine.fragments) * place.optimizer, rank
+
+    return max(range(len(ranks)), key=held)
 
 
 def recipe_traffic(

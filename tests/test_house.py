@@ -14,7 +14,7 @@ import zeroshard
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "zeroshard"
-PUBLIC = ["Comm", "Error", "Layout", "Offload", "Precision", "Zero", "shard"]
+PUBLIC = ["Comm", "Error", "Layout", "Offload", "Precision", "Zero", "plan", "shard"]
 CAPS = {"core": 3500, "storage": 1200}  # lines: see docs/decisions/core-size.md
 STORAGE = {"checkpoint", "tier", "nvme"}
 NOT_LAYERS = {"__init__", "__main__"}
@@ -95,7 +95,7 @@ def test_public_names():
     assert all(getattr(zeroshard, name).__name__ == name for name in PUBLIC)
 
 
-@pytest.mark.parametrize("module", ["zeroshard", "zeroshard.layout", "zeroshard.cli.main"])
+@pytest.mark.parametrize("module", ["zeroshard", "zeroshard.layout", "zeroshard.planner.plan", "zeroshard.cli.main"])
 def test_importing_does_not_load_torch(module):
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .errors import Error as Error
     from .layout import Layout as Layout
     from .numerics import Precision as Precision
+    from .planner.plan import plan as plan
     from .tier import Offload as Offload
 
 _HOME = {
@@ -36,10 +37,11 @@ _HOME = {
     "Offload": "tier",
     "Precision": "numerics",
     "Zero": "api",
+    "plan": "planner.plan",
     "shard": "api",
 }
 
-__all__ = ["Comm", "Error", "Layout", "Offload", "Precision", "Zero", "shard"]
+__all__ = ["Comm", "Error", "Layout", "Offload", "Precision", "Zero", "plan", "shard"]
 __version__ = "0.1.0"
 
 

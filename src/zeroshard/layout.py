@@ -26,6 +26,8 @@ from .errors import UserError, nearest
 Bounds = Literal["unit", "model", "tensor"]
 Buffers = Literal["broadcast", "local"]
 
+LARGE = 1 << 16  # elements from which a module outside any list of blocks is worth a unit of its own
+
 
 @dataclass(frozen=True)
 class Layout:

@@ -18,9 +18,7 @@ from torch import Tensor, nn
 
 from .buffer import Buffer
 from .errors import UserError, nearest
-from .layout import Layout
-
-LARGE = 1 << 16  # elements from which a module outside any list of blocks is worth a unit of its own
+from .layout import LARGE, Layout
 
 
 @dataclass

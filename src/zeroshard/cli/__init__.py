@@ -7,5 +7,6 @@ launch   starting local ranks through torch's elastic launcher, and ending them
 model    a byte-level GPT in plain PyTorch
 train    one rank's training loop and journal
 demo     two runs and their comparison
+plan     what a model would take, without one
 screen   everything shown
 """

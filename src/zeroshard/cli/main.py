@@ -15,7 +15,6 @@ import typer
 
 from zeroshard.cli import launch
 from zeroshard.cli.config import SIZES, Device, InputError, Launch, Precision, RunConfig, Size
-from zeroshard.cli.data import make_writable, read_corpus
 from zeroshard.errors import Error, UserError
 
 app = typer.Typer(
@@ -28,10 +27,11 @@ app = typer.Typer(
 
 SPEAKER = 5.0  # seconds that one rank gets to say for all of them what is wrong
 DATA, RUN, MODEL = "Data", "Sharding and run", "Model and training"
+WHAT, BYTES, ANSWER = "What is planned", "Bytes and messages", "The answer"
 
 
-def _option(panel: str, text: str, **more: Any) -> Any:
-    return typer.Option(help=text, rich_help_panel=panel, **more)
+def _option(panel: str, text: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=panel, **more)
 
 
 Steps = Annotated[int, _option(MODEL, "Optimizer steps.")]
@@ -136,8 +136,98 @@ def demo(
     raise typer.Exit(run_demo(steps=steps, ranks=ranks, seed=seed, out=out))
 
 
+@app.command()
+def plan(
+    context: typer.Context,
+    job: Annotated[str | None, typer.Argument(metavar="MODULE:FUNCTION", show_default=False)] = None,
+    params: Annotated[str | None, _option(WHAT, "How many parameters: 7e9, 6738415616.", show_default=False)] = None,
+    shapes: Annotated[
+        str | None,
+        _option(
+            WHAT,
+            "Names and shapes from a file or folder: JSON, .safetensors, or a Hugging Face config.json.",
+            metavar="FILE_OR_FOLDER",
+            show_default=False,
+        ),
+    ] = None,
+    text: Annotated[
+        str | None,
+        _option(
+            WHAT, "The tables of one of five published texts, recomputed.", metavar="A|B|C|D|E", show_default=False
+        ),
+    ] = None,
+    ranks: Annotated[int, _option(RUN, "Over which the states are sharded.")] = 1,
+    stage: Annotated[
+        int | None, _option(RUN, "One stage. [dim]\\[default: all four][/dim]", show_default=False)
+    ] = None,
+    accumulate: Annotated[int, _option(RUN, "Backwards per step.")] = 1,
+    no_sync: Annotated[bool, _option(RUN, "Added up on the rank first, reduced once.", "--no-sync")] = False,
+    instances: Annotated[
+        int | None, _option(RUN, "K copies of the sharded optimizer, each over 1/K of the ranks.", show_default=False)
+    ] = None,
+    bounds: Annotated[
+        str | None, _option(RUN, "Where shards are cut: unit, model or tensor (with --shapes).", show_default=False)
+    ] = None,
+    align: Annotated[
+        int | None, _option(RUN, "Elements no cut falls inside (with --shapes).", show_default=False)
+    ] = None,
+    bucket_mib: Annotated[
+        float | None, _option(RUN, "The most one message moves (with --shapes).", show_default=False)
+    ] = None,
+    preset: Annotated[
+        str | None,
+        _option(
+            BYTES,
+            "Bytes per parameter by name: paper, zeroshard, zeroshard-bf16-grads, fp32, deepspeed, megatron-bf16, "
+            "megatron-fp16. [dim]\\[default: paper, with shapes zeroshard][/dim]",
+            show_default=False,
+        ),
+    ] = None,
+    optimizer: Annotated[
+        str | None,
+        _option(
+            BYTES,
+            "Its states instead of the preset's: adamw, sgd, sgd-momentum, muon, adam-8bit, adamw-24bit-master, "
+            "pure-bf16.",
+            show_default=False,
+        ),
+    ] = None,
+    bytes: Annotated[
+        str | None,
+        _option(BYTES, "Your own: parameters=2,gradients=2,master=4,m=4,v=4.", metavar="FORMULA", show_default=False),
+    ] = None,
+    gpu_mem: Annotated[
+        str | None,
+        _option(ANSWER, "80GiB, 80GB, 24576MiB: does it fit, what would?", metavar="BUDGET", show_default=False),
+    ] = None,
+    as_json: Annotated[bool, _option(ANSWER, "As JSON, bytes as integers.", "--json")] = False,
+) -> None:
+    """What each rank holds and sends at every stage, before anything is built.
+
+      zeroshard plan --params 7e9 --ranks 8 --gpu-mem 80GiB
+      zeroshard plan --shapes path/to/Llama-3-8B --ranks 64
+
+    --params is arithmetic on three numbers; --shapes lays the model out as the engine does, to the byte, with padding
+    and the peak of a step.
+    """
+    from zeroshard.cli import plan as command
+
+    settings = dict(context.params)  # every option above, by its name; as_json and text are not the planner's
+    as_json, text = settings.pop("as_json"), settings.pop("text")
+    if text is None:
+        command.show_plan(as_json=as_json, **settings)
+        return
+    sources = {name: context.get_parameter_source(name) for name in settings}
+    given = [name.replace("_", "-") for name, source in sources.items() if source and source.name != "DEFAULT"]
+    if given:
+        raise InputError(f"--text shows a text's own models; leave {', '.join(given)} out")
+    command.show_text(text, as_json=as_json)
+
+
 def run_training(config: RunConfig, place: Launch | None) -> int:
     """As one of torchrun's ranks, as the only rank, or by starting ranks that come back here as torchrun's."""
+    from zeroshard.cli.data import make_writable, read_corpus  # numpy, which `plan` does not wait for
+
     corpus = read_corpus(config.data, context=config.shape.context)
     if place is None or place.rank == 0:
         make_writable(config.out)

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 RANKS_SHOWN = 4
 LOG_LINES = 10  # progress lines of a whole run where there is no terminal to draw a bar on
@@ -91,7 +92,7 @@ def ledger(ranks: Sequence[Mapping[str, Any]], steps: int) -> None:
 
 def _bytes_table(ranks: Sequence[Mapping[str, Any]]) -> Table:
     """What each rank was predicted to hold, holds at rest, and held at its peak."""
-    table = _table("Model state per rank, in bytes", "rank", "state", "predicted", "held", "peak")
+    table = new_table("Model state per rank, in bytes", "rank", "state", "predicted", "held", "peak")
     for rank, entry in enumerate(ranks[:RANKS_SHOWN]):
         predicted, held, peak = entry["predicted"], entry["held"], entry["peak"]
         for at, state in enumerate(predicted):
@@ -109,7 +110,7 @@ def _bytes_table(ranks: Sequence[Mapping[str, Any]]) -> Table:
 
 def _traffic_table(traffic: Mapping[str, Mapping[str, int]], steps: int) -> Table:
     """What rank 0 moved in the whole run, by verb."""
-    table = _table("Bytes moved by rank 0", "verb", "calls", "logical", "sent", "sent + received", "sent per step")
+    table = new_table("Bytes moved by rank 0", "verb", "calls", "logical", "sent", "sent + received", "sent per step")
     for verb, moved in traffic.items():
         columns = ("calls", "logical", "sent", "sent_and_received")
         table.add_row(verb, *(f"{moved[column]:,}" for column in columns), nbytes_text(moved["sent"] / steps))
@@ -121,8 +122,14 @@ def _off(entry: Mapping[str, Any]) -> list[str]:
     return [state for state, nbytes in predicted.items() if held.get(state, 0) != nbytes]
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", header_style="dim", box=None, pad_edge=False)
+LEFT = {"rank", "state", "verb", "stage", "what", "line", "change", "unit", "fits", "at"}  # columns of words
+
+
+def new_table(title: str, *columns: str) -> Table:
+    """Words to the left, numbers to the right, no lines around."""
+    # As wide as it is: Rich would wrap a title at the width of its table.
+    unbroken = Text(title, style="bold not italic", no_wrap=True, overflow="ignore")
+    table = Table(title=unbroken, title_justify="left", header_style="dim", box=None, pad_edge=False)
     for column in columns:
-        table.add_column(column, justify="left" if column in ("rank", "state", "verb") else "right")
+        table.add_column(column, justify="left" if column in LEFT else "right")
     return table

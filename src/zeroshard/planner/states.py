@@ -2,10 +2,148 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..layout import Bucket, Partition, Slot
+from ..stage import Placements
+from .closed import PADDING, Moved, Recipe, Traffic, moved, passes, widths
 
 if TYPE_CHECKING:
     from ..api import Zero
+
+
+class Stored(NamedTuple):
+    """Bytes per element of what a bucket itself stores. `master` is 0 where the parameters are what is updated."""
+
+    parameters: Fraction | int
+    gradients: Fraction | int
+    master: Fraction | int
+
+
+# What an optimizer keeps of one slot: {state: (bytes, per element?)}
+Kept = Mapping[str, tuple[Fraction | int, bool]]
+
+
+def states_of(
+    partition: Partition,
+    place: Placements,
+    rank: int,
+    stored: Callable[[Bucket], Stored],
+    kept: Callable[[Bucket, Slot], Kept],
+    *,
+    apart: bool = False,
+) -> dict[str, int]:
+    """{state: bytes} of one rank at rest: the only place where the bytes of a partition are added up.
+
+    A bucket stores its padding with each state; an optimizer sees fragments, which have none. `apart`: the padding's
+    bytes are not in their states but in a row of their own, "padding".
+    """
+    held: dict[str, int] = {}
+
+    def add(state: str, nbytes: Fraction | int) -> None:
+        if nbytes:
+            held[state] = held.get(state, 0) + math.ceil(nbytes)
+
+    for bucket in partition.buckets:
+        sizes = stored(bucket)
+        shard, whole = bucket.shard_numel(rank), bucket.numel
+        own = [bucket.fragment(slot, rank).numel for slot in bucket.slots]
+
+        def store(state: str, sharded: bool, nbytes: Fraction | int) -> None:
+            padding = shard - sum(own) if sharded else bucket.padding  # noqa: B023  # called in this turn only
+            reserved = shard if sharded else whole  # noqa: B023
+            add(state, (reserved - padding if apart else reserved) * nbytes)
+            if apart:
+                add(PADDING, padding * nbytes)
+
+        store("parameters", place.parameters, sizes.parameters)
+        if bucket.trainable:
+            store("gradients", place.gradients, sizes.gradients)
+            store("master", place.optimizer, sizes.master)
+            for slot, fragment in zip(bucket.slots, own, strict=True):
+                numel = fragment if place.optimizer else slot.numel
+                if numel:  # of a rank that owns nothing of it, the optimizer has no state
+                    for state, (nbytes, grows) in kept(bucket, slot).items():
+                        add(state, nbytes * numel if grows else nbytes)
+    if PADDING in held:
+        held[PADDING] = held.pop(PADDING)  # last, where it is shown
+    return held
+
+
+def recipe_states(
+    partition: Partition, place: Placements, rank: int, recipe: Recipe, *, apart: bool = True
+) -> dict[str, int]:
+    """`states_of` with the bytes of a recipe. Its gradients count for trainable buckets only, as the engine's do."""
+    stored = Stored(recipe.parameters, recipe.gradients, recipe.optimizer.get("master", 0))
+    kept: dict[str, tuple[Fraction | int, bool]] = {
+        **{state: (nbytes, True) for state, nbytes in recipe.optimizer.items() if state != "master"},
+        **{state: (nbytes, False) for state, nbytes in recipe.per_tensor.items()},
+    }
+    return states_of(partition, place, rank, lambda bucket: stored, lambda bucket, slot: kept, apart=apart)
+
+
+class Owned(NamedTuple):
+    """What one rank has of a partition: elements of its shards, of parameters in them, and how many fragments."""
+
+    shard: int
+    numel: int
+    fragments: int
+
+
+def owned(partition: Partition) -> list[Owned]:
+    """For every rank. Walks bounds and slots side by side: a large model has thousands of either."""
+    found = [[0, 0, 0] for _ in range(partition.ranks)]
+    for bucket in partition.buckets:
+        first = 0  # of the slots, the first that can reach into this shard
+        for rank in range(partition.ranks):
+            low, high = bucket.shard(rank)
+            mine = found[rank]
+            mine[0] += high - low
+            while first < len(bucket.slots) and bucket.slots[first].stop <= low:
+                first += 1
+            for slot in bucket.slots[first:]:
+                if slot.start >= high:
+                    break
+                if numel := slot.within(low, high).numel:
+                    mine[1] += numel
+                    mine[2] += 1
+    return [Owned(*mine) for mine in found]
+
+
+def fullest_rank(ranks: Sequence[Owned], place: Placements, recipe: Recipe) -> int:
+    """The rank that holds most at rest; of equals the last, where the padding lies."""
+    stored = recipe.parameters * place.parameters + recipe.gradients * place.gradients
+    stored += recipe.optimizer.get("master", Fraction()) * place.optimizer
+    kept = sum((nbytes for state, nbytes in recipe.optimizer.items() if state != "master"), Fraction())
+    each = sum(recipe.per_tensor.values())
+
+    def held(rank: int) -> tuple[Fraction, int]:
+        mine = ranks[rank]
+        return stored * mine.shard + (kept * mine.numel + each * mine.fragments) * place.optimizer, rank
+
+    return max(range(len(ranks)), key=held)
+
+
+def recipe_traffic(
+    partition: Partition, place: Placements, rank: int, recipe: Recipe, *, accumulate: int = 1, no_sync: bool = False
+) -> Traffic:
+    """Bytes that one rank moves in a step, bucket by bucket; recomputation finds its unit gathered already."""
+    reductions, gathers = passes(place, accumulate=accumulate, no_sync=no_sync)
+    reduced, gathered = widths(place, recipe, no_sync=no_sync)
+    totals = [Moved(0, 0, 0), Moved(0, 0, 0)]
+    for bucket in partition.buckets:
+        own = bucket.shard_numel(rank)
+        both = (
+            moved(bucket.numel, own, partition.ranks, reduced)[0].times(reductions if bucket.trainable else 0),
+            moved(bucket.numel, own, partition.ranks, gathered)[1].times(
+                gathers if bucket.trainable or place.parameters else 0
+            ),
+        )
+        totals = [Moved(*map(sum, zip(*pair, strict=True))) for pair in zip(totals, both, strict=True)]
+    return Traffic(reductions, gathers, totals[0], totals[1], Moved(0, 0, 0))
 
 
 def predict_states(zero: Zero) -> dict[str, int]:
@@ -14,39 +152,31 @@ def predict_states(zero: Zero) -> dict[str, int]:
     Optimizer state is found by asking the optimizer itself: one step of a twin on a parameter of two elements tells
     which of its states grow with the parameter and which are one number.
     """
-    place, rank = zero.placements, zero.rank
-    total: dict[str, int] = {}
 
-    def add(state: str, nbytes: int) -> None:
-        if nbytes:
-            total[state] = total.get(state, 0) + nbytes
-
-    for bucket in zero.partition.buckets:
+    def stored(bucket: Bucket) -> Stored:
         dtypes = zero.dtypes(bucket)
-        shard, whole = bucket.shard_numel(rank), bucket.numel
-        add("parameters", (shard if place.parameters else whole) * dtypes.param.itemsize)
-        if bucket.trainable:
-            add("gradients", (shard if place.gradients else whole) * dtypes.grad.itemsize)
-            if dtypes.master != dtypes.param:
-                add("master", (shard if place.optimizer else whole) * dtypes.master.itemsize)
-    for optimizer, group, buckets_and_slots in zero.optimizer_members():
-        states: dict[Any, dict[str, tuple[int, bool]]] = {}
-        held = [
-            (bucket, bucket.fragment(slot, rank).numel if place.optimizer else slot.numel)
-            for bucket, slot in buckets_and_slots
-        ]
-        # A rank that owns nothing of a group holds one empty fragment of it, which has no state.
-        held = [(bucket, numel) for bucket, numel in held if numel]
-        for bucket, numel in held:
-            if bucket.trainable:
-                dtype = zero.dtypes(bucket).master
-                if dtype not in states:
-                    states[dtype] = {
-                        k: (d.itemsize, grows) for k, (d, grows) in probe(type(optimizer), group, dtype).items()
-                    }
-                for key, (nbytes, grows) in states[dtype].items():
-                    add(key, nbytes * numel if grows else nbytes)
-    return total
+        master = dtypes.master.itemsize if dtypes.master != dtypes.param else 0
+        return Stored(dtypes.param.itemsize, dtypes.grad.itemsize, master)
+
+    members: dict[tuple[int, str], int] = {}
+    groups: list[tuple[Any, dict[str, Any]]] = []
+    for optimizer, group, places in zero.optimizer_members():
+        groups.append((optimizer, group))
+        members.update({(bucket.index, slot.name): len(groups) - 1 for bucket, slot in places})
+    probed: dict[tuple[int, Any], Kept] = {}
+
+    def kept(bucket: Bucket, slot: Slot) -> Kept:
+        if (bucket.index, slot.name) not in members:
+            return {}
+        number = members[bucket.index, slot.name]
+        dtype = zero.dtypes(bucket).master
+        if (number, dtype) not in probed:
+            optimizer, group = groups[number]
+            found = probe(type(optimizer), group, dtype)
+            probed[number, dtype] = {state: (kind.itemsize, grows) for state, (kind, grows) in found.items()}
+        return probed[number, dtype]
+
+    return states_of(zero.partition, zero.placements, zero.rank, stored, kept)
 
 
 def probe(kind: Any, group: dict[str, Any], dtype: Any) -> dict[str, tuple[Any, bool]]:

@@ -1,0 +1,233 @@
+"""`zeroshard plan`: the planner's answers as tables and bars, or as JSON. Never imports torch."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text as Styled
+
+from zeroshard.cli import screen
+from zeroshard.cli.config import InputError
+from zeroshard.errors import UserError
+from zeroshard.planner.closed import PADDING, Moved, number
+from zeroshard.planner.plan import Plan, StagePlan, plan
+from zeroshard.planner.texts import Line, text
+
+BAR = 24  # characters of the longest bar
+PASSING = "passing at the peak"
+# Bytes are shown to the last digit, also where the terminal is narrower than the table.
+_wide = Console(highlight=False, width=200)
+# Told apart without colours too, in a log.
+LOOKS = {"parameters": ("█", "cyan"), "gradients": ("▓", "yellow"), PADDING: ("x", "red"), PASSING: ("·", "white")}
+MORE_LOOKS = (("▒", "magenta"), ("░", "green"), ("#", "blue"), ("=", "bright_magenta"), ("+", "bright_green"))
+
+
+def show_plan(*, as_json: bool, **settings: Any) -> None:
+    """Plan, and print. Raises `InputError`, one line, for what cannot be planned."""
+    try:
+        found = plan(**settings)
+    except UserError as error:
+        raise InputError(one_line(error)) from error
+    if as_json:
+        print(json.dumps(found.json(), indent=2))
+        return
+    _head(found)
+    _bars(found)
+    _states(found)
+    if found.layout is not None:
+        _peaks(found)
+    _traffic(found)
+    if found.instances is not None:
+        _instances(found)
+    if found.gpu_mem is not None:
+        _answers(found, found.gpu_mem)
+    for note in found.notes[:8]:
+        screen.say(f"  [dim]{escape(note)}[/dim]")
+    if len(found.notes) > 8:
+        screen.say(f"  [dim]and {len(found.notes) - 8} more notes in --json[/dim]")
+
+
+def show_text(letter: str, *, as_json: bool) -> None:
+    """One source text's tables, each line with the text's own number."""
+    try:
+        found = text(letter)
+    except UserError as error:
+        raise InputError(one_line(error)) from error
+    if as_json:
+        print(json.dumps(found.json(), indent=2))
+        return
+    screen.say(f"\n[bold]Text {found.letter}: {found.title}[/bold]   [dim]recipe paper, 16 bytes per parameter[/dim]")
+    for table in found.tables:
+        shown = screen.new_table(table.title, "line", "text says", "recomputed", "unit", "")
+        for line in table.lines:
+            shown.add_row(line.what, _said(line), line.shown, line.unit, "" if line.agrees else "[red]differs[/red]")
+        _show(shown)
+    screen.say("\n[bold]Where the text differs[/bold]")
+    for correction in found.corrections:
+        screen.console.print(f"  - {correction}", markup=False)
+
+
+def one_line(error: UserError) -> str:
+    """`no such preset; got 'papr'; instead: did you mean 'paper'?`"""
+    what, *facts = str(error).splitlines()
+    return "; ".join([what, *(fact.strip() for fact in facts)])
+
+
+def _show(table: Table) -> None:
+    screen.console.print()
+    _wide.print(table)
+
+
+def _said(line: Line) -> str:
+    if line.says is None:
+        return "[dim]-[/dim]"
+    return f"{int(line.says):,}" if line.says.isdecimal() else line.says
+
+
+def nbytes_cells(nbytes: int) -> tuple[str, str]:
+    """Exact bytes, and GiB."""
+    return f"{nbytes:,}", f"{nbytes / 2**30:,.2f}"
+
+
+def _head(found: Plan) -> None:
+    recipe = found.recipe
+    states = {"parameters": recipe.parameters, "gradients": recipe.gradients, **recipe.optimizer}
+    facts = {
+        "model": f"{found.parameters:,} parameters" + ("" if found.layout is None else f" in {escape(found.source)}"),
+        "ranks": f"{found.ranks:,}; the bytes below are {_whose(found)}'s, which holds most",
+        "recipe": f"[bold]{escape(recipe.name)}[/bold]: "
+        + " + ".join(f"{number(nbytes)} {state}" for state, nbytes in states.items())
+        + f" = {number(recipe.total)} bytes per parameter",
+    }
+    if recipe.says:
+        facts[""] = recipe.says
+    screen.opening("Plan", facts)
+
+
+def _whose(found: Plan) -> str:
+    shown = {stage.stage: f"rank {stage.rank:,}" for stage in found.stages}
+    if len(set(shown.values())) == 1:
+        return next(iter(shown.values()))
+    return ", ".join(f"{rank} (stage {stage})" for stage, rank in shown.items())
+
+
+def _looks(found: Plan) -> dict[str, tuple[str, str]]:
+    names = dict.fromkeys(state for stage in found.stages for state in stage.states)
+    spare = iter(MORE_LOOKS * (1 + len(names)))
+    looks = {name: LOOKS[name] if name in LOOKS else next(spare) for name in names}
+    if any(stage.most > stage.total for stage in found.stages):
+        looks[PASSING] = LOOKS[PASSING]
+    return looks
+
+
+def _bar(stage: StagePlan, looks: dict[str, tuple[str, str]], longest: int) -> Styled:
+    """Characters in proportion to bytes; each state ends where its running sum does, so that the sum is right."""
+    bar, nbytes, drawn = Styled(), 0, 0
+    for state, more in {**stage.states, PASSING: stage.most - stage.total}.items():
+        nbytes += more
+        upto = round(BAR * nbytes / longest)
+        glyph, colour = looks.get(state, LOOKS[PASSING])
+        bar.append(glyph * (upto - drawn), style=colour)
+        drawn = upto
+    return bar
+
+
+def _bars(found: Plan) -> None:
+    looks = _looks(found)
+    longest = max(stage.most for stage in found.stages)
+    table = screen.new_table("Model state per rank, at rest", "stage", "bytes/param", "", "bytes", "GiB", "saved")
+    table.columns[2].justify = "left"
+    for stage in found.stages:
+        cells = nbytes_cells(stage.total)
+        table.add_row(
+            str(stage.stage), stage.formula, _bar(stage, looks, longest), *cells, f"{100 * stage.saved:.1f} %"
+        )
+    _show(table)
+    legend = Styled("  ")
+    for state, (glyph, colour) in looks.items():
+        legend.append(f"{glyph * 2} ", style=colour).append(f"{state}  ")
+    screen.console.print(legend, soft_wrap=True)
+
+
+def _states(found: Plan) -> None:
+    columns = [f"stage {stage.stage}" for stage in found.stages]
+    table = screen.new_table("State by state, in bytes", "state", *columns)
+    for state in dict.fromkeys(state for stage in found.stages for state in stage.states):
+        table.add_row(state, *(f"{stage.states.get(state, 0):,}" for stage in found.stages))
+    table.add_row("[bold]total[/bold]", *(f"[bold]{stage.total:,}[/bold]" for stage in found.stages))
+    _show(table)
+
+
+def _peaks(found: Plan) -> None:
+    table = screen.new_table("At rest and passing, at the peak of a step", "stage", "bytes", "GiB", "passing", "at")
+    for stage in found.stages:
+        assert stage.peak is not None
+        table.add_row(
+            str(stage.stage), *nbytes_cells(stage.peak), f"{stage.peak - stage.total:,}", escape(str(stage.peak_at))
+        )  # fmt: skip
+    _show(table)
+    screen.say("  [dim]an upper bound for units used one after the other; activations come on top[/dim]")
+
+
+def _traffic(found: Plan) -> None:
+    backwards = f"{found.accumulate} backward" + ("s" if found.accumulate > 1 else "")
+    how = f"{backwards}, no_sync" if found.no_sync else backwards
+    table = screen.new_table(
+        f"Bytes moved per step and rank ({how})", "stage", "passes", "logical", "sent", "sent + received"
+    )
+    for stage in found.stages:
+        total = stage.traffic.total
+        table.add_row(str(stage.stage), str(stage.traffic.passes), *(f"{nbytes:,}" for nbytes in total))
+        if stage.traffic.recompute != Moved(0, 0, 0):
+            table.add_row("", "recompute", *(f"{nbytes:,}" for nbytes in stage.traffic.recompute))
+    _show(table)
+
+
+def _instances(found: Plan) -> None:
+    copies = found.instances
+    assert copies is not None
+    ring = found.parameters
+    table = screen.new_table(
+        f"{copies.replicas} optimizer instances on {found.ranks} ranks (stage 1)", "what", "amount"
+    )
+    table.add_row("optimizer, bytes per parameter and rank", number(copies.optimizer))
+    for what, elements in {
+        "reduced inside a group, P sent per rank": copies.reduce_inside,
+        "reduced between the groups": copies.reduce_between,
+        "gathered inside a group": copies.gather_inside,
+        "total, the same for every K": copies.total,
+    }.items():
+        table.add_row(what, number(elements / ring))
+    table.add_row("less on the slow link, a card per rank", f"{float(100 * copies.saved_per_rank):.1f} %")
+    table.add_row("less on the slow link, a card per group", f"{float(100 * copies.saved_per_node):.1f} %")
+    _show(table)
+
+
+def _answers(found: Plan, limit: int) -> None:
+    what = "at rest" if found.layout is None else "at the peak"
+    table = screen.new_table(
+        f"Into {limit:,} bytes per rank", "stage", "fits", "to spare", "GiB", "largest, parameters"
+    )
+    for stage in found.stages:
+        spare = limit - stage.most
+        verdict = "[green]fits[/green]" if stage.fits else "[red]does not fit[/red]"
+        table.add_row(str(stage.stage), verdict, *nbytes_cells(spare), f"{stage.largest or 0:,}")
+    _show(table)
+    screen.say(f"  [dim]fits: {what}, without activations; largest: by states at rest alone[/dim]")
+    fitting = [stage.stage for stage in found.stages if stage.fits]
+    if fitting and len(found.stages) > 1:
+        screen.say(f"  the lowest stage that fits: [bold]{fitting[0]}[/bold]")
+    if found.advice:
+        last = max(stage.stage for stage in found.stages)
+        table = screen.new_table(f"To make stage {last} fit", "change", "bytes", "GiB", "")
+        for change in found.advice:
+            verdict = "[green]fits[/green]" if change.fits else "does not fit"
+            table.add_row(change.what, *nbytes_cells(change.nbytes), verdict)
+        _show(table)
+    if not fitting and not any(change.fits for change in found.advice):
+        screen.say("  nothing here is enough; a smaller model, or fewer bytes per parameter, would be")
+    screen.console.print()

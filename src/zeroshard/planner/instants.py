@@ -1,0 +1,203 @@
+"""What a rank holds beside its states, at the moments when that is most: arithmetic on a layout, no engine.
+
+    init                  one unit at a time is put together, one bucket of it in the masters' dtype
+    forward of unit k     the root, unit k, and `prefetch` units after it
+    backward of unit k    the root, unit k, the one just left and `prefetch` units before it, and the reductions
+    reduce of bucket j    its contributions and what arrives for them, `in_flight` buckets under way before it
+    step                  gradients in the masters' dtype, where that is another
+    gather                after the step, into the replicated parameters' own memory: nothing
+
+    peak = states at rest + the most of these
+
+For a model that uses its units one after the other. An upper bound: prefetched units count as arrived at once, every
+reduction as finished as late as the engine allows, the root as gathered all the way, and a rank's gradients of one
+parameter, which belong to autograd until they land, with the activations, which are not counted here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
+from typing import NamedTuple
+
+from ..layout import Bucket, Partition
+from ..stage import Placements
+from .closed import Recipe
+
+GATHER, REDUCE, UPCAST, BUILD = "gather", "reduce", "upcast", "build"
+
+PREFETCH = 1  # as `Comm.prefetch`
+IN_FLIGHT = 2  # as `reduction.IN_FLIGHT`
+POOL = 2 * IN_FLIGHT  # used buffers kept for the next bucket of that size, as in `reduction`
+
+
+class ItemSizes(NamedTuple):
+    """Bytes per element. `updated`: of what the optimizer updates (the master, or the parameter itself)."""
+
+    parameters: Fraction | int
+    gradients: Fraction | int
+    reduced: Fraction | int
+    updated: Fraction | int
+
+
+class Instant(NamedTuple):
+    """Bytes that pass through, by state, at one moment; the states at rest are not in it."""
+
+    name: str
+    nbytes: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.nbytes.values())
+
+    def json(self) -> dict[str, object]:
+        return {"name": self.name, "nbytes": dict(self.nbytes), "total": self.total}
+
+
+def item_sizes(recipe: Recipe) -> ItemSizes:
+    """Those of a recipe."""
+    return ItemSizes(recipe.parameters, recipe.gradients, recipe.reduced, recipe.updated)
+
+
+def instants(
+    partition: Partition,
+    place: Placements,
+    sizes: ItemSizes,
+    rank: int,
+    *,
+    prefetch: int = PREFETCH,
+    in_flight: int = IN_FLIGHT,
+    accumulate: int = 1,
+    no_sync: bool = False,
+    names: Sequence[str] = (),
+) -> list[Instant]:
+    """All named instants of a step, in the order they come. `names[k]` is shown for unit k, if given."""
+    units: dict[int, list[Bucket]] = {}
+    for bucket in partition.buckets:
+        units.setdefault(bucket.unit, []).append(bucket)
+    whole = {unit: sum(_nbytes(bucket.numel, sizes.parameters) for bucket in units[unit]) for unit in units}
+    order = [unit for unit in units if unit != 0]  # the root runs around them all
+    shown = {unit: names[unit] if unit < len(names) else f"unit {unit}" for unit in units}
+
+    def gathered(at: int, behind: int, ahead: int) -> dict[str, int]:
+        if not place.parameters:
+            return {}
+        window = order[max(at - behind, 0) : at + ahead + 1]
+        return {GATHER: whole.get(0, 0) + sum(whole[unit] for unit in window)}
+
+    reduced = _reductions(partition, place, sizes, rank, in_flight, fresh=accumulate == 1, no_sync=no_sync)
+    found = [_init(units, whole, place, sizes)]
+    for at, unit in enumerate(order):
+        found.append(Instant(f"forward of {shown[unit]}", gathered(at, 0, prefetch)))
+    if not order:
+        found.append(Instant(f"forward of {shown.get(0, 'the root')}", gathered(0, 0, 0)))
+    for at in reversed(range(len(order))):
+        unit = order[at]
+        most = max((reduced.get(bucket.index, 0) for bucket in units[unit]), default=0)
+        found.append(Instant(f"backward of {shown[unit]}", _some(gathered(at, prefetch, 1), {REDUCE: most})))
+        found += _each_bucket(units[unit], reduced, gathered(at, prefetch, 1))
+    if 0 in units:
+        found += _each_bucket(units[0], reduced, gathered(0, 0, 1))
+    found.append(Instant("step", _some(_step(partition, place, sizes, rank))))
+    found.append(Instant("gather", {}))
+    return found
+
+
+def peak(at_rest: Mapping[str, int], found: Iterable[Instant]) -> tuple[int, str]:
+    """(bytes, name of the instant): states at rest plus the most that passes through."""
+    worst = max(found, key=lambda instant: instant.total)
+    return sum(at_rest.values()) + worst.total, worst.name
+
+
+def _nbytes(numel: int, itemsize: Fraction | int) -> int:
+    return math.ceil(numel * itemsize)
+
+
+def _some(*tables: Mapping[str, int]) -> dict[str, int]:
+    return {state: nbytes for table in tables for state, nbytes in table.items() if nbytes}
+
+
+def _init(units: Mapping[int, list[Bucket]], whole: Mapping[int, int], place: Placements, sizes: ItemSizes) -> Instant:
+    """A bucket is put together in the dtype of what is updated, then converted, unit by unit."""
+    gathered = max(whole.values(), default=0) if place.parameters else 0
+    build = max((_nbytes(bucket.numel, sizes.updated) for run in units.values() for bucket in run), default=0)
+    return Instant("init", _some({GATHER: gathered, BUILD: build}))
+
+
+def _step(partition: Partition, place: Placements, sizes: ItemSizes, rank: int) -> dict[str, int]:
+    """The optimizer gets every gradient in the dtype of what it updates."""
+    if sizes.gradients == sizes.updated:
+        return {}
+    numel = sum(
+        bucket.fragment(slot, rank).numel if place.optimizer else slot.numel
+        for bucket in partition.buckets
+        if bucket.trainable
+        for slot in bucket.slots
+    )
+    return {UPCAST: _nbytes(numel, sizes.updated)}
+
+
+def _each_bucket(buckets: Sequence[Bucket], reduced: Mapping[int, int], gathered: Mapping[str, int]) -> list[Instant]:
+    return [
+        Instant(f"reduce of bucket {bucket.index}", _some(gathered, {REDUCE: reduced[bucket.index]}))
+        for bucket in reversed(buckets)
+        if bucket.index in reduced
+    ]
+
+
+def _reductions(
+    partition: Partition,
+    place: Placements,
+    sizes: ItemSizes,
+    rank: int,
+    in_flight: int,
+    *,
+    fresh: bool,
+    no_sync: bool,
+) -> dict[int, int]:
+    """{bucket: bytes of contributions and of what arrives for them when it has been sent}, last bucket first.
+
+    The engine's bookkeeping of buffers with every reduction as late as allowed: a landing of the bucket's size and a
+    receive buffer of `ranks` times the own shard; done, both wait in a pool for the next bucket of their size. The
+    landings of the unit's other buckets may have begun, and count too. Under `no_sync` all landings exist already,
+    full-size, in the gradients' dtype. Replicated gradients of the dtype that is sent are their own landing in the
+    first backward (`fresh`).
+    """
+    itemsize = max(sizes.gradients, sizes.reduced) if no_sync else sizes.reduced
+    trainable = [bucket for bucket in partition.buckets if bucket.trainable]
+    in_place = fresh and not no_sync and not place.gradients and sizes.gradients == sizes.reduced
+
+    def landing(bucket: Bucket) -> list[int]:
+        return [] if in_place else [_nbytes(bucket.numel, itemsize)]
+
+    def receive(bucket: Bucket) -> int:
+        return _nbytes(bucket.shard_numel(rank) * partition.ranks, itemsize)
+
+    pool: list[int] = []
+
+    def take(nbytes: int) -> None:
+        if nbytes in pool:
+            pool.remove(nbytes)
+
+    begun: set[int] = set()
+    alive: list[list[int]] = []  # buffers of the reductions under way, oldest first
+    most: dict[int, int] = {}
+    if no_sync:
+        begun = {bucket.index for bucket in trainable}
+    waiting = {bucket.index: sum(landing(bucket)) for bucket in trainable} if no_sync else {}
+    for bucket in reversed(trainable):
+        for other in trainable:
+            if other.unit == bucket.unit and other.index <= bucket.index and other.index not in begun:
+                begun.add(other.index)
+                waiting[other.index] = sum(landing(other))
+                for nbytes in landing(other):
+                    take(nbytes)
+        take(receive(bucket))
+        waiting.pop(bucket.index, 0)
+        alive.append([*landing(bucket), receive(bucket)])
+        most[bucket.index] = sum(waiting.values()) + sum(map(sum, alive)) + sum(pool)
+        while len(alive) > (in_flight if partition.ranks > 1 else 0):  # alone, a reduction is through at once
+            for nbytes in reversed(alive.pop(0)):
+                pool = [*pool, nbytes][-POOL:]
+    return most

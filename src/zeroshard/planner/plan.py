@@ -1,0 +1,326 @@
+"""`plan`: what a model takes per rank at every stage, whether it fits, and what to change if not.
+
+plan(params=...)            the closed form: three numbers and a recipe
+plan(shapes=...)            the engine's own layout of those shapes, and the instants of a step
+plan("module:function")     the user's own job
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, get_args
+
+from ..errors import UserError, nearest
+from ..layout import Bounds, Layout, Partition, partition
+from ..stage import STAGES
+from . import closed, instants, shapes, states
+from .closed import Change, Instances, Recipe, Traffic, plain
+
+RANKS_LIMIT = 1 << 20  # of the closed form
+LAYOUT_RANKS_LIMIT = 1 << 13  # of a layout, which writes down every rank's bounds
+ADVISED_RANKS_LIMIT = 1 << 10  # of a layout, where several are tried
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage. All bytes are those of `rank`, which holds most; of equals the last.
+
+    states: at rest, by state, padding apart. instants, peak: what passes through beside them, and the most of both
+    together (None in the closed form, which knows no units). largest: the most parameters whose states alone fit.
+    """
+
+    stage: int
+    rank: int
+    formula: str
+    states: Mapping[str, int]
+    saved: float  # fraction of stage 0's total
+    traffic: Traffic
+    instants: tuple[instants.Instant, ...] = ()
+    peak: int | None = None
+    peak_at: str | None = None
+    fits: bool | None = None
+    largest: int | None = None
+
+    @property
+    def total(self) -> int:
+        """Bytes at rest."""
+        return sum(self.states.values())
+
+    @property
+    def most(self) -> int:
+        """What has to fit: the peak, or what is known of it."""
+        return self.total if self.peak is None else self.peak
+
+    def json(self) -> dict[str, Any]:
+        return {
+            "stage": self.stage,
+            "rank": self.rank,
+            "bytes_per_parameter": self.formula,
+            "states": dict(self.states),
+            "total": self.total,
+            "saved": self.saved,
+            "traffic": self.traffic.json(),
+            "instants": [instant.json() for instant in self.instants],
+            "peak": self.peak,
+            "peak_at": self.peak_at,
+            "fits": self.fits,
+            "largest": self.largest,
+        }
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The answer for the stages asked for."""
+
+    source: str
+    parameters: int
+    ranks: int
+    recipe: Recipe
+    accumulate: int
+    no_sync: bool
+    stages: tuple[StagePlan, ...]
+    layout: Layout | None = None
+    instances: Instances | None = None
+    gpu_mem: int | None = None
+    advice: tuple[Change, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def json(self) -> dict[str, Any]:
+        """The same as plain numbers, strings, lists and dicts; all bytes are integers."""
+        layout = self.layout and {name: getattr(self.layout, name) for name in ("bounds", "bucket_mib", "align")}
+        return {
+            "source": self.source,
+            "parameters": self.parameters,
+            "ranks": self.ranks,
+            "recipe": self.recipe.json(),
+            "accumulate": self.accumulate,
+            "no_sync": self.no_sync,
+            "layout": layout,
+            "gpu_mem": self.gpu_mem,
+            "stages": [stage.json() for stage in self.stages],
+            "instances": None if self.instances is None else self.instances.json(),
+            "advice": [change.json() for change in self.advice],
+            "notes": list(self.notes),
+        }
+
+
+def plan(
+    job: str | None = None,
+    *,
+    params: str | float | None = None,
+    shapes: str | os.PathLike[str] | None = None,
+    ranks: int = 1,
+    stage: int | None = None,
+    preset: str | None = None,
+    bytes: str | None = None,
+    optimizer: str | None = None,
+    gpu_mem: str | None = None,
+    accumulate: int = 1,
+    no_sync: bool = False,
+    instances: int | None = None,
+    align: int | None = None,
+    bounds: str | None = None,
+    bucket_mib: float | None = None,
+) -> Plan:
+    """Bytes per rank of a model's states, at rest and at the worst instant, at one stage or all four.
+
+    One of: job, "module:function" (see `planner.job`); params, how many parameters (7e9); shapes, a JSON,
+    safetensors or Hugging Face file or folder.
+
+    ranks: over which states are sharded. stage: 0 to 3 (None: all). preset: bytes per parameter by name ("paper" for
+    params, "zeroshard" for shapes); optimizer: another optimizer's states in it; bytes: a formula instead,
+    "parameters=2,gradients=2,master=4,m=4,v=4". gpu_mem: "80GiB". accumulate: backwards per step. no_sync: added up
+    on the rank before one reduction. instances: K copies of the sharded optimizer. align, bounds, bucket_mib: as
+    `Layout`'s, for shapes.
+
+    Raises `UserError` for whatever cannot be answered.
+    """
+    given = {"job": job, "params": params, "shapes": shapes}
+    named = [name for name, value in given.items() if value is not None]
+    if len(named) != 1:
+        raise UserError(
+            "plan takes one of params, shapes and module:function",
+            got=" and ".join(named) or "none of them",
+            instead="params=7e9, or shapes='model.safetensors'",
+        )
+    if preset is not None and bytes is not None:
+        raise UserError("preset and bytes both say how many bytes a parameter takes", instead="one of the two")
+    _whole("ranks", ranks, RANKS_LIMIT if params is not None else LAYOUT_RANKS_LIMIT)
+    _whole("accumulate", accumulate, 1 << 30)
+    if instances is not None:
+        _whole("instances", instances, ranks)
+    if stage is not None and (type(stage) is not int or stage not in STAGES):
+        raise UserError("no such ZeRO stage", expected="0, 1, 2 or 3", got=repr(stage), instead="stage=3")
+    asked = _Asked(
+        ranks=ranks,
+        stages=tuple(STAGES) if stage is None else (stage,),
+        recipe=closed.recipe(
+            preset or ("paper" if params is not None else "zeroshard"), optimizer=optimizer, custom=bytes
+        ),
+        gpu_mem=None if gpu_mem is None else closed.budget(gpu_mem),
+        accumulate=accumulate,
+        no_sync=bool(no_sync),
+        instances=instances,
+    )
+    of_layout = {"align": align, "bounds": bounds, "bucket_mib": bucket_mib}
+    of_layout = {name: value for name, value in of_layout.items() if value is not None}
+    if job is not None:
+        return plan_job(job, asked, _layout(of_layout))
+    if params is not None:
+        if of_layout:
+            raise UserError(
+                f"{' and '.join(of_layout)}: a number of parameters has no layout", instead="shapes, or leave it out"
+            )
+        return _plan_params(closed.count(params), asked)
+    assert shapes is not None
+    return _plan_shapes(shapes, asked, _layout(of_layout))
+
+
+class _Asked(NamedTuple):
+    """The settings of a plan, checked."""
+
+    ranks: int
+    stages: tuple[int, ...]
+    recipe: Recipe
+    gpu_mem: int | None
+    accumulate: int
+    no_sync: bool
+    instances: int | None
+
+
+def plan_job(job: str, asked: _Asked, layout: Layout) -> Plan:
+    """A plan of the user's own job, "module:function"."""
+    raise UserError(
+        "a job cannot be planned by its name; its shapes, or how many parameters it has, can",
+        got=repr(job),
+        instead="--shapes model.safetensors, or --params 7e9",
+    )
+
+
+def _whole(name: str, value: object, most: int) -> None:
+    if type(value) is not int or value < 1:
+        raise UserError(f"{name} must be a whole number of at least 1", got=repr(value), instead=f"{name}=1")
+    if value > most:
+        raise UserError(f"{name} must be at most {most}", got=repr(value), instead=f"{name}={most}")
+
+
+def _layout(settings: dict[str, Any]) -> Layout:
+    if settings.get("bounds", "unit") not in get_args(Bounds):
+        raise UserError(
+            "no such bounds", got=repr(settings["bounds"]), instead=nearest(settings["bounds"], get_args(Bounds))
+        )
+    return Layout(**settings)
+
+
+# -------------------------------------------------------------------------------------------------------- closed form
+
+
+def _plan_params(numel: int, asked: _Asked) -> Plan:
+    ranks, recipe = asked.ranks, asked.recipe
+
+    def of(stage: int) -> StagePlan:
+        place = STAGES[stage]
+        return StagePlan(
+            stage,
+            ranks - 1,
+            recipe.formula(place),
+            closed.at_rest(numel, ranks, place, recipe),
+            0.0,
+            closed.traffic(numel, ranks, place, recipe, accumulate=asked.accumulate, no_sync=asked.no_sync),
+        )
+
+    def nbytes_of(stage: int, more_ranks: int, other: Recipe) -> int:
+        return closed.total(numel, more_ranks, STAGES[stage], other)
+
+    notes = []
+    if recipe.per_tensor:
+        notes.append("step counters, 4 bytes per parameter tensor and rank, come on top; shapes count them")
+    return _finish("parameters", numel, asked, None, of, nbytes_of, RANKS_LIMIT, notes)
+
+
+# ------------------------------------------------------------------------------------------------------------- shapes
+
+
+def _plan_shapes(path: str | os.PathLike[str], asked: _Asked, layout: Layout) -> Plan:
+    model = shapes.read(path)
+    recipe = asked.recipe
+    # Buckets are cut by the parameters' bytes in training, not in the file. A recipe may say 1.5; bytes are whole.
+    specs = model.specs(max(round(recipe.parameters), 1))
+    names = shapes.unit_names(model.parameters)
+
+    cuts: dict[int, tuple[Partition, list[states.Owned]]] = {}
+
+    def planned(stage: int, ranks: int, other: Recipe) -> StagePlan:
+        if ranks not in cuts:
+            laid_out = partition(specs, layout, ranks)
+            cuts[ranks] = laid_out, states.owned(laid_out)
+        cut, owned = cuts[ranks]
+        place = STAGES[stage]
+        rank = states.fullest_rank(owned, place, other)
+        at_rest = states.recipe_states(cut, place, rank, other)
+        backwards, no_sync = asked.accumulate, asked.no_sync
+        moved = states.recipe_traffic(cut, place, rank, other, accumulate=backwards, no_sync=no_sync)
+        sizes = instants.item_sizes(other)
+        found = instants.instants(cut, place, sizes, rank, accumulate=backwards, no_sync=no_sync, names=names)
+        peak, peak_at = instants.peak(at_rest, found)
+        return StagePlan(stage, rank, other.formula(place), at_rest, 0.0, moved, tuple(found), peak, peak_at)
+
+    def of(stage: int) -> StagePlan:
+        return planned(stage, asked.ranks, recipe)
+
+    def nbytes_of(stage: int, ranks: int, other: Recipe) -> int:
+        return planned(stage, ranks, other).most
+
+    of(max(asked.stages))
+    padding = sum(bucket.padding for bucket in cuts[asked.ranks][0].buckets)
+    notes = [f"padding over all ranks: {padding:,} elements"] if padding else []
+    notes += [f"{name} is {shared}, counted once" for name, shared in model.ties.items()]
+    notes += [f"{name} left out: {why}" for name, why in model.left_out.items()]
+    return _finish(model.source, model.numel, asked, layout, of, nbytes_of, ADVISED_RANKS_LIMIT, notes)
+
+
+# ---------------------------------------------------------------------------------------------------------- both alike
+
+
+def _finish(
+    source: str,
+    numel: int,
+    asked: _Asked,
+    layout: Layout | None,
+    of: Callable[[int], StagePlan],
+    nbytes_of: closed.Total,
+    most_ranks: int,
+    notes: list[str],
+) -> Plan:
+    """What every plan has beside its bytes: savings, whether it fits, the largest that would, advice."""
+    ranks, recipe, limit = asked.ranks, asked.recipe, asked.gpu_mem
+    whole = of(min(STAGES)).total
+    stages = []
+    for stage in asked.stages:
+        found = of(stage)
+        found = replace(
+            found,
+            saved=float(plain(1 - closed.Bytes(found.total, whole))),
+            fits=None if limit is None else found.most <= limit,
+            largest=None if limit is None else closed.largest(ranks, STAGES[stage], recipe, limit),
+        )
+        stages.append(found)
+    advice: list[Change] = []
+    if limit is not None and not any(found.fits for found in stages):
+        advice = closed.advice(max(asked.stages), ranks, recipe, limit, nbytes_of, most_ranks)
+    return Plan(
+        source,
+        numel,
+        ranks,
+        recipe,
+        asked.accumulate,
+        asked.no_sync,
+        tuple(stages),
+        layout,
+        None if asked.instances is None else closed.instances(numel, ranks, asked.instances, recipe),
+        limit,
+        tuple(advice),
+        tuple(notes),
+    )

@@ -1,0 +1,876 @@
+"""The planner: exact bytes from three numbers or from shapes, the five texts' tables, files that lie, the command."""
+
+import contextlib
+import io
+import json
+import math
+import os
+import re
+import struct
+import subprocess
+import sys
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import zeroshard
+from zeroshard import Comm, Layout
+from zeroshard.cli.config import InputError
+from zeroshard.cli.plan import one_line, show_plan, show_text
+from zeroshard.errors import UserError
+from zeroshard.explain.transformer260 import TENSORS
+from zeroshard.layout import Spec, partition
+from zeroshard.planner import closed, predict_states, shapes, states, texts
+from zeroshard.planner.instants import IN_FLIGHT, ItemSizes, instants, item_sizes, peak
+from zeroshard.reduction import IN_FLIGHT as ENGINE_IN_FLIGHT
+from zeroshard.stage import STAGES
+from zeroshard.unit import find_units
+
+GB, GIB = 10**9, 2**30
+PAPER = closed.PRESETS["paper"]
+
+
+def totals(numel, ranks, recipe="paper"):
+    return [stage.total for stage in zeroshard.plan(params=numel, ranks=ranks, preset=recipe).stages]
+
+
+# -------------------------------------------------------------------------------------------------------- closed form
+
+
+@pytest.mark.parametrize(
+    ("numel", "ranks", "wanted"),
+    [
+        ("260", 2, [4160, 2600, 2340, 2080]),
+        ("7e9", 8, [112 * GB, 385 * GB // 10, 2625 * GB // 100, 14 * GB]),
+        ("7.5e9", 64, [120 * GB, 31_406_250_000, 16_640_625_000, 1_875_000_000]),
+    ],
+)
+def test_the_published_totals(numel, ranks, wanted):
+    """To the byte, at all four stages."""
+    assert totals(numel, ranks) == wanted
+
+
+FORMULAS = {
+    "paper": (16, ["16", "4 + 12/N", "2 + 14/N", "16/N"]),
+    "zeroshard": (18, ["18", "6 + 12/N", "2 + 16/N", "18/N"]),
+    "zeroshard-bf16-grads": (16, ["16", "4 + 12/N", "2 + 14/N", "16/N"]),
+    "fp32": (16, ["16", "8 + 8/N", "4 + 12/N", "16/N"]),
+    "deepspeed": (18, ["18", "6 + 12/N", "2 + 16/N", "18/N"]),
+    "megatron-bf16": (18, ["18", "6 + 12/N", "2 + 16/N", "18/N"]),
+    "megatron-fp16": (20, ["20", "4 + 16/N", "2 + 18/N", "20/N"]),
+}
+
+
+@pytest.mark.parametrize("preset", closed.PRESETS)
+def test_presets(preset):
+    """Every preset by its total and its formula at every stage."""
+    found = closed.PRESETS[preset]
+    assert (found.total, [found.formula(place) for place in STAGES.values()]) == FORMULAS[preset]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "kept"),
+    [
+        ("adamw", 12), ("sgd", 4), ("sgd-momentum", 8), ("muon", 8), ("adam-8bit", 6 + Fraction(1, 32)),
+        ("adamw-24bit-master", 3), ("pure-bf16", 4),
+    ],
+)  # fmt: skip
+def test_optimizers(optimizer, kept):
+    """Bytes per parameter of optimizer state, the master among them."""
+    assert sum(closed.recipe("paper", optimizer=optimizer).optimizer.values()) == kept
+    assert "master" not in closed.recipe("fp32", optimizer=optimizer).optimizer
+
+
+def test_a_formula_of_ones_own():
+    plan = zeroshard.plan(params=1000, ranks=4, bytes="parameters=2,gradients=2,master=4,m=1,v=1,scales=1/32")
+    assert plan.recipe.total == 10 + Fraction(1, 32)
+    assert dict(plan.stages[3].states) == {
+        "parameters": 500, "gradients": 500, "master": 1000, "m": 250, "v": 250, "scales": 8,
+    }  # fmt: skip
+
+
+def test_padding_is_a_row_of_its_own():
+    """4,251 parameters on 2 ranks: each reserves 2,126; the last holds 2,125 and one element of padding."""
+    held = closed.at_rest(4251, 2, STAGES[3], PAPER)
+    assert held == {"parameters": 4250, "gradients": 4250, "master": 8500, "m": 8500, "v": 8500, "padding": 16}
+    assert closed.at_rest(4251, 3, STAGES[3], PAPER).get("padding") is None
+
+
+@given(
+    numel=st.integers(1, 10**13),
+    ranks=st.integers(1, 5000),
+    stage=st.sampled_from([0, 1, 2, 3]),
+    preset=st.sampled_from(list(closed.PRESETS)),
+)
+def test_every_byte_is_reserved_once(numel, ranks, stage, preset):
+    """Over the ranks, a sharded state takes its bytes per parameter times the padded vector, and no rank another sum."""
+    recipe, place = closed.PRESETS[preset], STAGES[stage]
+    reserved = math.ceil(numel / Fraction(ranks))
+    want = sum(nbytes * (reserved if sharded else numel) for _, nbytes, sharded in recipe.states(place))
+    assert closed.total(numel, ranks, place, recipe) == want
+    assert 0 <= reserved * ranks - numel < ranks
+
+
+@given(limit=st.integers(0, 10**13), ranks=st.integers(1, 300), stage=st.sampled_from([0, 1, 2, 3]))
+def test_the_largest_that_fits_is_the_largest(limit, ranks, stage):
+    recipe = closed.recipe("paper", optimizer="adam-8bit")
+    most = closed.largest(ranks, STAGES[stage], recipe, limit)
+    assert closed.total(most, ranks, STAGES[stage], recipe) <= limit or most == 0
+    assert closed.total(most + 1, ranks, STAGES[stage], recipe) > limit
+
+
+# ------------------------------------------------------------------------------------------------------------ traffic
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "no_sync", "passes"),
+    [(1, False, [2, 2, 2, 3]), (4, False, [5, 5, 5, 12]), (4, True, [2, 2, 2, 9]), (1, True, [2, 2, 2, 3])],
+)
+def test_passes(accumulate, no_sync, passes):
+    """A+1, or 2 under no_sync; 3A, or 2A+1."""
+    plan = zeroshard.plan(params=260, ranks=2, accumulate=accumulate, no_sync=no_sync)
+    assert [stage.traffic.passes for stage in plan.stages] == passes
+    assert [stage.traffic.total for stage in plan.stages] == [(520 * n, 260 * n, 520 * n) for n in passes]
+
+
+def test_what_travels_is_in_its_own_dtype():
+    """bf16 gradients are sent as bf16 and added up in fp32: so after no_sync, and in stage 0's gather, they are fp32."""
+    plain = zeroshard.plan(params=1024, ranks=4, preset="zeroshard").stages
+    assert [(s.traffic.reduce.logical, s.traffic.gather.logical) for s in plain] == [
+        (2048, 4096), (2048, 2048), (2048, 2048), (2048, 4096),
+    ]  # fmt: skip
+    added = zeroshard.plan(params=1024, ranks=4, preset="zeroshard", no_sync=True).stages
+    assert [s.traffic.reduce.logical for s in added] == [4096] * 4
+
+
+def test_recomputation_is_counted_apart():
+    """Four weights, layer 1 gathered once more: 10 gathered + 4 reduced elements, 3.5 times the parameters."""
+    moved = closed.traffic(4, 2, STAGES[3], PAPER, recompute=2)
+    assert (moved.gather.logical, moved.recompute.logical, moved.reduce.logical) == (16, 4, 8)
+    assert moved.total.logical == 3.5 * 4 * 2
+    assert moved.total.sent == moved.total.logical // 2
+
+
+@given(ranks=st.integers(1, 512), data=st.data())
+def test_instances_move_the_bytes_to_another_place(ranks, data):
+    """The total is 2(N-1)/N P for every K; the optimizer's memory is 12K/N."""
+    count = data.draw(st.sampled_from([k for k in range(1, ranks + 1) if ranks % k == 0]))
+    found = closed.instances(1000, ranks, count, PAPER)
+    assert found.total == Fraction(2 * (ranks - 1), ranks) * 1000
+    assert found.optimizer == Fraction(12 * count, ranks)
+    assert found.reduce_inside + found.reduce_between == 1000 * (
+        1 - Fraction(count, ranks) + 2 * Fraction(count - 1, ranks)
+    )
+
+
+def test_the_slow_link_both_ways():
+    found = zeroshard.plan(params=8000, ranks=8, instances=4).instances
+    assert (found.reduce_between, found.gather_inside, found.optimizer) == (6000, 4000, 6)
+    assert (found.saved_per_rank, found.saved_per_node) == (Fraction(4, 7), Fraction(1, 7))
+
+
+# ------------------------------------------------------------------------------------------------------------ answers
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("80GiB", 80 * GIB), ("80GB", 80 * GB), ("24576MiB", 24 * GIB), ("0.5 TB", 500 * GB), ("1KiB", 1024)],
+)
+def test_budgets(text, nbytes):
+    assert closed.budget(text) == nbytes
+
+
+@pytest.mark.parametrize(
+    ("text", "nearest"),
+    [("80", "80GiB, or 80GB"), ("80G", "80GiB, or 80GB"), ("80gb", "80GB, or 80GiB"), ("24576mib", "24576MiB, or 24576MB"),
+     ("80 parsecs", "80GiB, or 80GB"), ("-80GiB", "80GiB"), ("", "80GiB"), ("0GiB", "80GiB"), ("inf", "80GiB")],
+)  # fmt: skip
+def test_a_budget_without_a_unit_is_refused(text, nearest):
+    with pytest.raises(UserError, match=f"(?s)budget of memory.*{re.escape(nearest)}") as caught:
+        closed.budget(text)
+    assert repr(text) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "nearest"),
+    [
+        ("7B", "7e9"),
+        ("350M", "350e6"),
+        ("-3", "7e9"),
+        ("2.5", "7e9"),
+        ("0", "7e9"),
+        ("nan", "7e9"),
+        ("1e999999999", "7e9"),
+    ],
+)
+def test_a_count_is_a_positive_whole_number(text, nearest):
+    with pytest.raises(UserError, match=f"params must be a positive whole number(.|\n)*{nearest}"):
+        zeroshard.plan(params=text)
+
+
+def test_a_count_may_be_a_float():
+    assert closed.count(7e9) == closed.count("7e9") == closed.count("7_000_000_000") == 7 * 10**9
+
+
+def test_what_fits_and_what_would():
+    """7B on 8 ranks: 24 GiB hold stage 3 only; of stage 1 alone, stage 3 is the nearest change."""
+    plan = zeroshard.plan(params="7e9", ranks=8, gpu_mem="24GiB")
+    assert [stage.fits for stage in plan.stages] == [False, False, False, True]
+    assert [stage.largest for stage in plan.stages] == [1_610_612_736, 4_685_418_867, 6_871_947_672, 12_884_901_888]
+    assert plan.advice == ()
+    plan = zeroshard.plan(params="7e9", ranks=8, gpu_mem="24GiB", stage=1)
+    assert plan.advice == (("stage 2", 26_250_000_000, False), ("stage 3", 14 * GB, True))
+
+
+def test_advice_in_its_order():
+    """A higher stage, then 16-bit gradients, then ranks; together where none of them is enough alone."""
+    settings = {"params": "7e9", "ranks": 8, "preset": "zeroshard"}
+    assert zeroshard.plan(**settings, stage=2, gpu_mem="27GB").advice == (
+        ("stage 3", 15_750_000_000, True), ("bf16 gradients", 26_250_000_000, True), ("16 ranks", 21 * GB, True),
+    )  # fmt: skip
+    assert zeroshard.plan(**settings, stage=3, gpu_mem="2GB").advice == (
+        ("bf16 gradients", 14 * GB, False), ("64 ranks", 1_968_750_000, True),
+    )  # fmt: skip
+    tight = zeroshard.plan(**settings, stage=0, gpu_mem="1GB").advice
+    assert tight[-1] == ("stage 3 and bf16 gradients and 128 ranks", 875_000_000, True)
+    assert not any(change.fits for change in tight[:-1])
+    assert zeroshard.plan(**settings, stage=3, gpu_mem="20KB").advice == (("bf16 gradients", 14 * GB, False),)
+    assert zeroshard.plan(params="7e9", stage=3, gpu_mem="20KB").advice == ()
+
+
+@given(ranks=st.integers(1, 200), gib=st.integers(1, 200), stage=st.sampled_from([0, 1, 2, 3]))
+def test_advised_ranks_are_the_smallest_power_of_two(ranks, gib, stage):
+    plan = zeroshard.plan(params="13e9", ranks=ranks, gpu_mem=f"{gib}GiB", stage=stage)
+    for change in plan.advice:
+        found = re.fullmatch(r"(\d+) ranks", change.what)
+        if found:
+            count = int(found[1])
+            assert count & (count - 1) == 0
+            assert count > ranks
+            assert closed.total(13 * GB, count, STAGES[stage], PAPER) == change.nbytes <= gib * GIB
+            assert count // 2 <= ranks or closed.total(13 * GB, count // 2, STAGES[stage], PAPER) > gib * GIB
+
+
+# -------------------------------------------------------------------------------------------------------------- texts
+
+
+def lines(letter):
+    return {(table.title, line.what): line for table in texts.text(letter).tables for line in table.lines}
+
+
+DIFFER = {
+    "A": ["GPU-0: W1", "GPU-0: sum of these rows", "GPU-1: W1", "GPU-1: sum of these rows"],
+    "B": ["all-reduce", "reduce-scatter + all-gather", "K = 1: reduction", "K = 2: reduction", "K = 4: reduction", "K = 8: reduction",
+          "K = 1", "less, a card per rank", "less, a card per node", "saved in the step", "saved at that peak"],
+    "C": ["all-gather, sent per rank"],
+    "D": ["ZeRO-2, GPU-1: peak, tensor by tensor", "ZeRO-2, GPU-0: peak, module by module",
+          "ZeRO-2, GPU-1: peak, module by module"],
+    "E": ["stage 1: reduction", "stage 2: reduction"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("letter", DIFFER)
+def test_the_texts(letter):
+    """Every number of a text's tables is reproduced, but for these, and each of those has its correction."""
+    found = texts.text(letter)
+    assert [line.what for table in found.tables for line in table.lines if not line.agrees] == DIFFER[letter]
+    assert found.corrections
+    assert sum(line.says is not None for table in found.tables for line in table.lines) >= 7
+
+
+@pytest.mark.parametrize(
+    ("letter", "table", "line", "value"),
+    [
+        ("A", "Who owns what: elements", "GPU-0: W1", 50),
+        ("A", "Who owns what: elements", "GPU-1: sum of these rows", 130),
+        ("A", "The formula", "N = 64", Fraction(67, 16)),
+        ("A", "7B parameters on 8 GPUs", "stage 1: saved", Fraction(65625, 1000)),
+        ("B", "10 layers of width 4096 on 4 ranks", "parameters", 1_342_382_080),
+        ("B", "10 layers of width 4096 on 4 ranks", "saved at rest", 50),
+        ("B", "What explains its net saving of 42.7 %", "saved in the step", Fraction(300, 7)),
+        ("B", "What explains its net saving of 42.7 %", "saved at that peak", Fraction(175, 4)),
+        (
+            "B",
+            "What explains its net saving of 42.7 %",
+            "saved at rest, baseline's gradients counted",
+            Fraction(225, 4),
+        ),
+        ("B", "The slow link, N = 8, nodes of two", "less, a card per rank", Fraction(400, 7)),
+        ("B", "The slow link, N = 8, nodes of two", "less, a card per node", Fraction(100, 7)),
+        ("B", "Padding", "padded for 4 ranks", 4252),
+        ("C", "7.5B parameters on 64 GPUs", "stage 3: total", Fraction(1875, 1000)),
+        ("C", "Messages per step, in parameters", "stage 3: total", Fraction(7, 2)),
+        ("D", "260 parameters on 2 GPUs", "stage 3: total", 2080),
+        ("D", "Gradient elements held in backward", "ZeRO-2, GPU-1: peak, tensor by tensor", 180),
+        ("D", "Gradient elements held in backward", "ZeRO-2, GPU-1: peak, module by module", 194),
+        ("D", "Messages per step", "ZeRO-2: total, logical", 1040),
+        ("D", "7B parameters on 8 GPUs", "stage 2: total", Fraction(2625, 100)),
+        ("E", "64 GPUs", "stage 2: reduction", Fraction(512, 71)),
+        ("E", "10B parameters", "stage 3 on 8 GPUs", Fraction(5, 2)),
+    ],
+)
+def test_recomputed_values(letter, table, line, value):
+    assert lines(letter)[table, line].value == value
+
+
+def test_the_texts_model_is_the_one_that_is_explained():
+    assert [(entry.symbol, entry.shape) for entry in TENSORS] == list(texts.TENSORS_260)
+
+
+# ------------------------------------------------------------------------------------------------------------- shapes
+
+CONFIGS = {
+    "Llama-2-7B": (6_738_415_616, {
+        "model_type": "llama", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32, "tie_word_embeddings": False,
+    }),
+    "Llama-3-8B": (8_030_261_248, {
+        "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+    }),
+    "Mistral-7B-v0.1": (7_241_732_096, {
+        "model_type": "mistral", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+    }),
+    "Qwen2-7B": (7_615_616_512, {
+        "model_type": "qwen2", "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944,
+        "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
+        "architectures": ["Qwen2ForCausalLM"],
+    }),
+    "GPT-2": (124_439_808, {
+        "model_type": "gpt2", "vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024,
+        "n_inner": None,
+    }),
+}  # fmt: skip
+
+
+def write(path, value):
+    path.write_text(value if isinstance(value, str) else json.dumps(value))
+    return path
+
+
+def safetensors(path, tensors, *, header=None, data=None):
+    """A file by the format's own description: 8 bytes of length, JSON, tensors."""
+    table, end = {"__metadata__": {"format": "pt"}}, 0
+    for name, (dtype, shape) in tensors.items():
+        nbytes = math.prod(shape) * {**shapes.FLOATS, **shapes.OTHERS}[dtype] // 8
+        table[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + nbytes]}
+        end += nbytes
+    text = json.dumps(table).encode() if header is None else header
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(end if data is None else data))
+    return path
+
+
+@pytest.mark.parametrize("model", CONFIGS)
+def test_hugging_face_configs(tmp_path, model):
+    """Parameter counts of published models, from config.json alone."""
+    numel, config = CONFIGS[model]
+    write(tmp_path / "config.json", config)
+    found = shapes.read(tmp_path)
+    assert found.numel == numel
+    assert found.ties == ({"lm_head.weight": "transformer.wte.weight"} if model == "GPT-2" else {})
+    blocks = config.get("num_hidden_layers", config.get("n_layer"))
+    names = shapes.unit_names(found.parameters)
+    assert len([name for name in names if re.search(r"\.\d+$", name)]) == blocks
+
+
+def test_a_head_tied_or_not(tmp_path):
+    for tied in (True, False):
+        write(tmp_path / "config.json", {**CONFIGS["Llama-2-7B"][1], "tie_word_embeddings": tied})
+        assert shapes.read(tmp_path).numel == CONFIGS["Llama-2-7B"][0] - tied * 32000 * 4096
+    write(tmp_path / "config.json", {**CONFIGS["Llama-2-7B"][1], "attention_bias": True, "mlp_bias": True})
+    assert shapes.read(tmp_path).numel == CONFIGS["Llama-2-7B"][0] + 32 * (4 * 4096 + 2 * 11008 + 4096)
+
+
+def test_files_of_shapes(tmp_path):
+    """Listed plainly, listed with dtypes, in one safetensors file, in two, and in two with an index: one model."""
+    want = {"a.weight": (3, 5), "blocks.0.w": (7,), "blocks.1.w": (7,)}
+    plain = write(tmp_path / "plain.json", {name: list(shape) for name, shape in want.items()})
+    typed = write(tmp_path / "typed.json", {
+        **{name: {"shape": shape, "dtype": "torch.bfloat16"} for name, shape in want.items()},
+        "counter": {"shape": [], "dtype": "I64"},
+    })  # fmt: skip
+    one = safetensors(tmp_path / "one.safetensors", {name: ("BF16", shape) for name, shape in want.items()})
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    safetensors(folder / "x-1.safetensors", {"a.weight": ("F32", (3, 5)), "blocks.0.w": ("F32", (7,))})
+    safetensors(folder / "x-2.safetensors", {"blocks.1.w": ("F32", (7,)), "h.0.attn.bias": ("F32", (1, 1, 4, 4))})
+    for path in (plain, typed, one, folder):
+        assert dict(shapes.read(path).parameters) == want
+    assert shapes.read(typed).left_out == {"counter": "I64 is not a floating dtype"}
+    assert shapes.read(folder).left_out == {"h.0.attn.bias": "a buffer"}
+    index = {"weight_map": {"blocks.1.w": "x-2.safetensors", "a.weight": "x-1.safetensors"}}
+    write(folder / "model.safetensors.index.json", index)
+    assert list(shapes.read(folder).parameters) == ["blocks.1.w", "a.weight"]
+
+
+def test_files_written_by_the_library(tmp_path):
+    from safetensors.torch import save_file
+
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 7))
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    want = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    assert dict(shapes.read(tmp_path).parameters) == want
+
+
+def entry(dtype="F32", shape=(2,), offsets=(0, 8)):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
+
+
+BAD_HEADERS = {
+    "not JSON": b"{",
+    "a list": b"[]",
+    "not UTF-8": b'{"\xff": 1}',
+    "deep": b"[" * 200_000,
+    "twice": b'{"a": 1, "a": 2}',
+    "no offsets": json.dumps({"a": {"dtype": "F32", "shape": [2]}}).encode(),
+    "unknown dtype": json.dumps({"a": entry("F99")}).encode(),
+    "dtype is a list": json.dumps({"a": entry(["F32"])}).encode(),
+    "negative length": json.dumps({"a": entry(shape=(-2,))}).encode(),
+    "yes as a length": json.dumps({"a": entry(shape=(True, 2))}).encode(),
+    "shape is text": json.dumps({"a": {**entry(), "shape": "2"}}).encode(),
+    "endless": json.dumps({"a": entry(shape=(2**40, 2**40))}).encode(),
+    "wrong offsets": json.dumps({"a": entry(offsets=(0, 4))}).encode(),
+    "a gap": json.dumps({"a": entry(offsets=(4, 12))}).encode(),
+    "an overlap": json.dumps({"a": entry(), "b": entry(offsets=(4, 12))}).encode(),
+    "cut off": json.dumps({"a": entry(shape=(4,), offsets=(0, 16))}).encode(),
+    "an escape in a name": json.dumps({"a\x1b[31m": entry()}).encode(),
+    "a long name": json.dumps({"a." * 5000: entry()}).encode(),
+    "nothing in it": b"{}",
+}
+
+
+@pytest.mark.parametrize("damage", BAD_HEADERS)
+def test_a_damaged_safetensors_file_is_one_error_that_names_it(tmp_path, damage):
+    path = safetensors(
+        tmp_path / "m.safetensors", {}, header=BAD_HEADERS[damage], data=0 if damage == "nothing in it" else 8
+    )
+    with pytest.raises(UserError, match="m.safetensors"):
+        shapes.read(path)
+
+
+@given(cut=st.integers(0, 200), flips=st.lists(st.tuples(st.integers(0, 199), st.integers(1, 255)), max_size=3))
+@settings(max_examples=200, deadline=None)
+def test_no_damage_raises_anything_else(tmp_path_factory, cut, flips):
+    """Cut anywhere, any byte changed: shapes, or a `UserError`."""
+    path = tmp_path_factory.getbasetemp() / "damaged.safetensors"
+    safetensors(path, {"a.w": ("F32", (2, 3)), "b": ("BF16", (5,))})
+    data = bytearray(path.read_bytes())
+    for at, change in flips:
+        data[at % len(data)] ^= change
+    path.write_bytes(data[: len(data) - cut % len(data)])
+    with contextlib.suppress(UserError):
+        assert shapes.read(path).numel > 0
+
+
+@pytest.mark.parametrize("length", [0, 1, 2**63, 10**9])
+def test_a_header_longer_than_its_file_is_not_read(tmp_path, length):
+    path = tmp_path / "m.safetensors"
+    path.write_bytes(struct.pack("<Q", length) + b"{}")
+    with pytest.raises(UserError, match="header inside the file"):
+        shapes.read(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    {
+        "unknown": ("config.json", {"model_type": "bert"}, "model_type.*'bert'.*llama, mistral, qwen2, gpt2"),
+        "near": ("config.json", {"model_type": "lama"}, "did you mean 'llama'"),
+        "none": ("config.json", {}, "model_type"),
+        "head": ("config.json", {**CONFIGS["GPT-2"][1], "architectures": ["GPT2ForTokenClassification"]}, "GPT2LMHeadModel"),
+        "quantized": ("config.json", {**CONFIGS["Llama-2-7B"][1], "quantization_config": {"bits": 4}}, "quantization_config"),
+        "missing": ("config.json", {"model_type": "llama", "vocab_size": 10}, "hidden_size: a positive whole number"),
+        "text": ("config.json", {**CONFIGS["GPT-2"][1], "n_embd": "768"}, "n_embd: a positive whole number.*'768'"),
+        "layers": ("config.json", {**CONFIGS["GPT-2"][1], "n_layer": 10**9}, "n_layer: at most"),
+        "tied": ("config.json", {**CONFIGS["GPT-2"][1], "tie_word_embeddings": "no"}, "true or false"),
+        "list": ("a.json", [1], "a JSON object"),
+        "shape": ("a.json", {"w": 3}, "a list of whole numbers.*3 for 'w'"),
+        "huge": ("a.json", {"w": [2**61]}, "at most"),
+        "empty": ("a.json", {}, "no parameters in it"),
+        "integers": ("a.json", {"w": {"shape": [3], "dtype": "torch.int64"}}, "no parameters in it"),
+    }.values(),
+)  # fmt: skip
+def test_a_json_file_that_says_nothing_useful(tmp_path, name, value, says):
+    path = write(tmp_path / name, value)
+    with pytest.raises(UserError, match=f"(?s){says}") as caught:
+        shapes.read(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("index", "says"),
+    [
+        ({"weight_map": {"a": "../m.safetensors"}}, "beside it"),
+        ({"weight_map": {"a": "/etc/passwd"}}, "beside it"),
+        ({"weight_map": {"a": 3}}, "weight_map"),
+        ({}, "weight_map"),
+        ({"weight_map": {"a": "none.safetensors"}}, "missing"),
+        ({"weight_map": {"b": "m.safetensors"}}, "no such tensor"),
+    ],
+)
+def test_an_index_that_lies(tmp_path, index, says):
+    safetensors(tmp_path / "m.safetensors", {"a": ("F32", (2,))})
+    write(tmp_path / "model.safetensors.index.json", index)
+    with pytest.raises(UserError, match=says):
+        shapes.read(tmp_path)
+
+
+def test_what_is_not_there(tmp_path):
+    write(tmp_path / "model.json", {"w": [3]})
+    with pytest.raises(UserError, match=r"did you mean .*model\.json"):
+        shapes.read(tmp_path / "modle.json")
+    with pytest.raises(UserError, match="does not exist"):
+        shapes.read(tmp_path / "none" / "model.json")
+    with pytest.raises(UserError, match=r"no shapes(.|\n)*got: model\.json"):
+        shapes.read(tmp_path)
+
+
+class Blocks(nn.Module):
+    """Lists inside lists, large and small leaves, a Sequential head."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.embed = nn.Embedding(shapes.LARGE // width, width)
+        self.small = nn.Linear(width, 3)
+        self.body = nn.Module()
+        self.body.layers = nn.ModuleList(
+            nn.ModuleDict(
+                {"experts": nn.ModuleList(nn.Linear(width, width) for _ in range(2)), "norm": nn.LayerNorm(width)}
+            )
+            for _ in range(3)
+        )
+        self.body.norm = nn.LayerNorm(width)
+        self.head = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 2))
+
+
+@pytest.mark.parametrize(
+    "model", [Blocks(16), nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5)), nn.Linear(3, 4), nn.Linear(300, 300)]
+)
+def test_units_are_those_the_engine_finds(model):
+    """Read off the names alone."""
+    names = shapes.unit_names({name: tuple(param.shape) for name, param in model.named_parameters()})
+    assert ["" if name == "the root" else name for name in names] == [name for name, _ in find_units(model, Layout())]
+
+
+# ------------------------------------------------------------------------------------------------- states of a layout
+
+
+@st.composite
+def cuts(draw, *, divides=False):
+    ranks = draw(st.integers(1, 7))
+    align = draw(st.sampled_from([1, 4, 128]))
+    bounds = draw(st.sampled_from(["unit", "model", "tensor"] if not divides else ["unit", "model"]))
+    numels = draw(st.lists(st.integers(0 if not divides else 1, 300), min_size=1, max_size=12))
+    factor = align * ranks if divides else 1
+    specs = [Spec(f"p{i}", (numel * factor,), "float16", 2, i // 3, True) for i, numel in enumerate(numels)]
+    return partition(specs, Layout(bounds=bounds, align=align, bucket_mib=draw(st.sampled_from([0.0005, 24.0]))), ranks)
+
+
+@given(cut=cuts(), stage=st.sampled_from([0, 1, 2, 3]), preset=st.sampled_from(["paper", "zeroshard", "fp32"]))
+@settings(deadline=None)
+def test_over_the_ranks_shards_are_the_model_and_named_padding(cut, stage, preset):
+    """Sum over ranks of each state == parameters x bytes, and of all rows == buckets x bytes + optimizer's fragments."""
+    recipe, place = closed.PRESETS[preset], STAGES[stage]
+    numel = sum(slot.numel for bucket in cut.buckets for slot in bucket.slots)
+    padding = sum(bucket.padding for bucket in cut.buckets)
+    held = [states.recipe_states(cut, place, rank, recipe) for rank in range(cut.ranks)]
+    lumped = [states.recipe_states(cut, place, rank, recipe, apart=False) for rank in range(cut.ranks)]
+    stored = Fraction(0)  # of padding, over all ranks
+    for state, nbytes, sharded in recipe.states(place):
+        copies = 1 if sharded else cut.ranks
+        assert sum(rows.get(state, 0) for rows in held) == copies * numel * nbytes
+        if state in ("parameters", "gradients", "master"):
+            stored += copies * padding * nbytes
+            assert sum(rows.get(state, 0) for rows in lumped) == copies * (numel + padding) * nbytes
+    assert sum(rows.get("padding", 0) for rows in held) == stored
+    assert [sum(rows.values()) for rows in held] == [sum(rows.values()) for rows in lumped]
+
+
+@given(cut=cuts(divides=True), stage=st.sampled_from([0, 1, 2, 3]))
+@settings(deadline=None)
+def test_the_closed_form_is_the_layout_where_sizes_divide(cut, stage):
+    """State by state, on every rank; so is the traffic."""
+    numel = sum(bucket.numel for bucket in cut.buckets)
+    even = all(bucket.shard_numel(0) * cut.ranks == bucket.numel for bucket in cut.buckets)
+    for rank in range(cut.ranks):
+        assert states.recipe_states(cut, STAGES[stage], rank, PAPER) == closed.at_rest(
+            numel, cut.ranks, STAGES[stage], PAPER
+        )
+        moved = states.recipe_traffic(cut, STAGES[stage], rank, PAPER)
+        want = closed.traffic(numel, cut.ranks, STAGES[stage], PAPER)
+        assert (moved.total == want.total) if even else (moved.total.logical == want.total.logical)
+
+
+def held_by_the_engine(stage, bounds):
+    model = Blocks(16)
+    optimizer = torch.optim.AdamW(model.parameters())
+    precision = zeroshard.Precision(param_dtype=torch.bfloat16)
+    zero = zeroshard.shard(model, optimizer, stage=stage, precision=precision, layout=Layout(bounds=bounds))
+    return predict_states(zero), [(bucket.unit, bucket.slots, bucket.bounds) for bucket in zero.partition.buckets]
+
+
+@pytest.mark.parametrize(("stage", "bounds"), [(0, "unit"), (1, "model"), (2, "tensor"), (3, "unit"), (3, "model")])
+def test_planned_from_shapes_is_what_the_engine_holds(ranks, tmp_path, stage, bounds):
+    """Names and shapes alone give its buckets, bounds and bytes, on each of three ranks."""
+    path = write(tmp_path / "m.json", {name: list(param.shape) for name, param in Blocks(16).named_parameters()})
+    cut = partition(shapes.read(path).specs(2), Layout(bounds=bounds), 3)
+    names = {"m": "exp_avg", "v": "exp_avg_sq"}
+    seen = ranks.run(3, held_by_the_engine, stage, bounds)
+    for rank, (held, buckets) in enumerate(seen):
+        planned = states.recipe_states(cut, STAGES[stage], rank, closed.PRESETS["zeroshard"], apart=False)
+        assert {names.get(state, state): nbytes for state, nbytes in planned.items()} == held
+        assert [(bucket.unit, bucket.slots, bucket.bounds) for bucket in cut.buckets] == buckets
+    plan = zeroshard.plan(shapes=path, ranks=3, stage=stage, bounds=bounds)
+    assert plan.stages[0].total == max(sum(held.values()) for held, _ in seen)
+
+
+@given(cut=cuts(), stage=st.sampled_from([0, 1, 2, 3]))
+@settings(deadline=None)
+def test_the_rank_shown_holds_most(cut, stage):
+    recipe, place = closed.PRESETS["zeroshard"], STAGES[stage]
+    held = [sum(states.recipe_states(cut, place, rank, recipe).values()) for rank in range(cut.ranks)]
+    owned = states.owned(cut)
+    assert held[states.fullest_rank(owned, place, recipe)] == max(held)
+    for rank, mine in enumerate(owned):
+        fragments = [bucket.fragment(slot, rank).numel for bucket in cut.buckets for slot in bucket.slots]
+        shard = sum(bucket.shard_numel(rank) for bucket in cut.buckets)
+        assert mine == (shard, sum(fragments), sum(numel > 0 for numel in fragments))
+
+
+def test_a_large_model_on_many_ranks(tmp_path):
+    """8B on 1,024 ranks: the layout's own padding, three parameters of which some ranks hold nothing."""
+    write(tmp_path / "config.json", CONFIGS["Llama-3-8B"][1])
+    plan = zeroshard.plan(shapes=tmp_path, ranks=1024, gpu_mem="80GiB")
+    last = plan.stages[3]
+    assert plan.recipe.name == "zeroshard"
+    # Cut at blocks of 128 elements in each of 227 buckets: at most so much more than an even share.
+    assert 0 <= last.states["parameters"] - 2 * 8_030_261_248 / 1024 <= 227 * 128 * 2
+    assert last.peak == last.total + max(instant.total for instant in last.instants)
+    assert [stage.fits for stage in plan.stages] == [False, True, True, True]
+
+
+# ----------------------------------------------------------------------------------------------------------- instants
+
+
+def wide(layers=8, numel=1024, ranks=2):
+    specs = [Spec(f"blocks.{i}.w", (numel,), "bfloat16", 2, i + 1, True) for i in range(layers)]
+    return partition([Spec("norm", (128,), "bfloat16", 2, 0, True), *specs], Layout(), ranks)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_gathered_at_each_instant(prefetch):
+    """Forward: root, unit and prefetched; backward also the one just left. Ends are shorter."""
+    found = instants(wide(), STAGES[3], item_sizes(closed.PRESETS["zeroshard"]), 0, prefetch=prefetch)
+    gathered = {instant.name: instant.nbytes.get("gather") for instant in found}
+    assert gathered["forward of unit 3"] == 2 * (256 + 1024 * (1 + prefetch))
+    assert gathered["forward of unit 8"] == 2 * (256 + 1024)
+    assert gathered["backward of unit 5"] == 2 * (256 + 1024 * (2 + prefetch))
+    assert gathered["step"] is gathered["gather"] is None
+    names = [instant.name for instant in found]
+    assert names[0] == "init"
+    assert names[9:13] == ["backward of unit 8", "reduce of bucket 8", "backward of unit 7", "reduce of bucket 7"]
+    assert names[-3:] == ["reduce of bucket 0", "step", "gather"]
+
+
+def test_reductions_under_way():
+    """A contribution and as much arriving, for the bucket and two before it, in the dtype that is sent."""
+    found = {i.name: i.nbytes for i in instants(wide(), STAGES[2], item_sizes(closed.PRESETS["zeroshard"]), 0)}
+    assert found["reduce of bucket 8"] == {"reduce": 2 * 2 * 1024}
+    assert found["reduce of bucket 4"] == {"reduce": 3 * 2 * 2 * 1024}
+    assert "upcast" not in found["step"]  # fp32 gradients meet fp32 masters
+    thin = instants(wide(), STAGES[2], item_sizes(closed.PRESETS["zeroshard-bf16-grads"]), 0)
+    assert thin[-2].nbytes == {"upcast": 4 * (128 + 8 * 512)}  # the root's one block is rank 0's
+
+
+def test_no_sync_holds_all_gradients_full_size():
+    cut = wide()
+    found = instants(cut, STAGES[2], item_sizes(closed.PRESETS["zeroshard"]), 0, no_sync=True)
+    numel = sum(bucket.numel for bucket in cut.buckets)
+    assert {i.name: i.nbytes for i in found}["reduce of bucket 8"] == {"reduce": 4 * (numel + 1024)}
+
+
+def test_the_peak_is_the_worst_instant():
+    cut = wide()
+    rest = states.recipe_states(cut, STAGES[3], 0, closed.PRESETS["zeroshard"])
+    found = instants(cut, STAGES[3], item_sizes(closed.PRESETS["zeroshard"]), 0)
+    nbytes, name = peak(rest, found)
+    assert nbytes == sum(rest.values()) + max(instant.total for instant in found)
+    assert name.startswith("backward of unit")
+
+
+@pytest.mark.parametrize("no_sync", [False, True])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_one_rank_of_the_engine_passes_as_much(stage, no_sync):
+    """The ledger's own peaks of gathered weights and gradients under way."""
+    assert IN_FLIGHT == ENGINE_IN_FLIGHT
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(96, 96, bias=False), nn.Tanh()) for _ in range(6)))
+    zero = zeroshard.shard(model, torch.optim.SGD(model.parameters()), stage=stage, comm=Comm(prefetch=1))
+    for _ in range(3):
+        with zero.no_sync() if no_sync else contextlib.nullcontext():
+            model(torch.ones(2, 96, requires_grad=True)).sum().backward()
+        model(torch.ones(2, 96, requires_grad=True)).sum().backward()
+    found = instants(zero.partition, STAGES[stage], ItemSizes(4, 4, 4, 4), 0, accumulate=2, no_sync=no_sync)
+    for state in ("gather", "reduce"):
+        assert zero.ledger().peak.get(state, 0) == max(instant.nbytes.get(state, 0) for instant in found)
+
+
+# -------------------------------------------------------------------------------------------------------- the command
+
+
+def run(*words, cwd=None):
+    command = [sys.executable, "-m", "zeroshard", "plan", *map(str, words)]
+    screen = {**os.environ, "COLUMNS": "90", "TERM": "dumb"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=screen, cwd=cwd)
+
+
+def test_the_command():
+    done = run("--params", "7e9", "--ranks", 8, "--gpu-mem", "80GiB")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "paper: 2 parameters + 2 gradients + 4 master + 4 m + 4 v = 16 bytes per parameter" in done.stdout
+    for cell in (
+        "112,000,000,000  104.31",
+        "38,500,000,000   35.86",
+        "26,250,000,000   24.45",
+        "14,000,000,000   13.04",
+    ):
+        assert cell in done.stdout
+    assert "the lowest stage that fits: 1" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 90
+
+
+def integers(value):
+    """Every leaf of a table of bytes."""
+    if isinstance(value, dict):
+        return [leaf for inner in value.values() for leaf in integers(inner)]
+    return [leaf for inner in value for leaf in integers(inner)] if isinstance(value, list) else [value]
+
+
+def test_bytes_are_shown_to_the_last_digit():
+    """Also where the terminal is narrower than the table."""
+    done = run("--params", "123456789012345678", "--ranks", 7)
+    assert f"{123456789012345678 * 16:,}" in done.stdout
+    assert "\u2026" not in done.stdout
+
+
+def test_json_has_whole_bytes(tmp_path):
+    path = write(tmp_path / "m.json", {"layers.0.w": [77], "layers.1.w": [1000, 3], "head": [5]})
+    done = run("--shapes", path, "--ranks", 3, "--gpu-mem", "1MiB", "--optimizer", "adam-8bit", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    answer = json.loads(done.stdout)
+    assert answer == zeroshard.plan(shapes=path, ranks=3, gpu_mem="1MiB", optimizer="adam-8bit").json()
+    assert [stage["stage"] for stage in answer["stages"]] == [0, 1, 2, 3]
+    for stage in answer["stages"]:
+        assert sum(stage["states"].values()) == stage["total"]
+        nbytes = [
+            stage["states"],
+            stage["total"],
+            stage["peak"],
+            stage["traffic"],
+            [i["nbytes"] for i in stage["instants"]],
+        ]
+        assert all(type(number) is int for number in integers(nbytes))
+
+
+def test_no_torch_in_it(tmp_path):
+    """Neither the closed form nor shapes nor a text load torch or numpy."""
+    path = write(tmp_path / "m.json", {"layers.0.w": [77]})
+    for words in (["--params", "7e9"], ["--shapes", str(path)], ["--text", "D"]):
+        code = (
+            f"import sys; sys.argv = ['zeroshard', 'plan', *{words!r}]\n"
+            "from zeroshard.cli.main import main\n"
+            "try: main()\n"
+            "except SystemExit as end: assert not end.code, end.code\n"
+            "assert not {'torch', 'numpy', 'safetensors'} & set(sys.modules)"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({}, "one of params, shapes and module:function; got: none"),
+        ({"params": 7, "shapes": "x"}, "got: params and shapes"),
+        ({"job": "train:job"}, "its shapes, or how many parameters it has, can; got: 'train:job'"),
+        ({"params": 7, "preset": "papr"}, "did you mean 'paper'?"),
+        ({"params": 7, "preset": "paper", "bytes": "parameters=2,gradients=2"}, "one of the two"),
+        ({"params": 7, "optimizer": "adamw8"}, "did you mean 'adamw'?"),
+        ({"params": 7, "bytes": "parameters=2,gradients=2", "optimizer": "muon"}, "one of the two"),
+        ({"params": 7, "bytes": "parameters=2,gradients=x"}, "got: 'gradients=x'; instead: parameters=2,gradients=2"),
+        ({"params": 7, "bytes": "parameters=2"}, "instead: gradients=2,parameters=2"),
+        ({"params": 7, "bytes": "parameters=0,gradients=2"}, "more than no bytes"),
+        ({"params": 7, "bytes": "parameters=2,gradients=-2"}, "got: 'gradients=-2'"),
+        ({"params": 7, "bytes": "parameters=2,gradients=2,m=1/0"}, "got: 'm=1/0'"),
+        ({"params": 7, "ranks": 0}, "ranks must be a whole number of at least 1; got: 0"),
+        ({"params": 7, "ranks": -8}, "got: -8"),
+        ({"params": 7, "ranks": 2.0}, "got: 2.0"),
+        ({"params": 7, "ranks": 10**9}, "ranks must be at most"),
+        ({"params": 7, "stage": 4}, "expected: 0, 1, 2 or 3; got: 4"),
+        ({"params": 7, "stage": True}, "got: True"),
+        ({"params": 7, "accumulate": 0}, "accumulate must be"),
+        ({"params": 7, "gpu_mem": "80"}, "instead: 80GiB, or 80GB"),
+        ({"params": 7, "ranks": 8, "instances": 3}, "instead: one of 1, 2, 4, 8"),
+        ({"params": 7, "align": 1}, "align: a number of parameters has no layout"),
+        ({"shapes": "/", "bounds": "modle"}, "did you mean 'model'?"),
+        ({"shapes": "/", "bucket_mib": 0.0}, "bucket_mib must be a positive number"),
+        ({"shapes": "/", "align": 3}, "align must be a power of two"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(given, says):
+    """One line, with what to write instead."""
+    with pytest.raises(InputError) as caught:
+        show_plan(as_json=False, **given)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("", "plan takes one of"),
+        ("train:job", "'train:job'"),
+        ("--params 7B", "instead: 7e9"),
+        ("--params -3", "got: '-3'"),
+        ("--shapes none.json", "no such file or folder of shapes; where: none.json"),
+        ("--text F", "got: 'F'"),
+        ("--text A --ranks 3", "leave ranks out"),
+        ("--params 7 --ranks many", "Invalid value for '--ranks'"),
+        ("--parms 7", "No such option: --parms"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(words, says):
+    done = run(*words.split())
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert says in done.stderr
+
+
+@pytest.mark.parametrize("letter", DIFFER)
+def test_a_text_is_shown_beside_its_recomputation(letter):
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown):
+        show_text(letter, as_json=True)
+    assert json.loads(shown.getvalue()) == texts.text(letter).json()
+    done = run("--text", letter)
+    assert done.returncode == 0
+    assert done.stdout.count("differs") >= len(DIFFER[letter])
+    assert "text says" in done.stdout
+
+
+def test_the_page_shows_what_the_commands_print():
+    """docs/planning.md, block by block."""
+    page = (Path(__file__).parents[1] / "docs" / "planning.md").read_text()
+    blocks = re.findall(r"^```console\n\$ zeroshard plan (.*)\n((?:.|\n)*?)^```$", page, re.MULTILINE)
+    assert len(blocks) >= 3
+    for words, shown in blocks:
+        done = run(*words.split(), cwd=Path(__file__).parents[1] / "docs")
+        printed = [line.rstrip() for line in done.stdout.strip("\n").splitlines()]
+        assert printed == shown.splitlines(), words
+
+
+def test_errors_on_one_line():
+    assert one_line(UserError("no", got="x", instead="y")) == "no; got: x; instead: y"

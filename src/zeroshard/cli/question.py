@@ -125,8 +125,9 @@ class Question:
 
     @classmethod
     def load(cls, folder: Path) -> Question:
-        fields: dict[str, Any] = json.loads((folder / "question.json").read_text(encoding="utf-8"))
-        return cls(**{name: tuple(value) if type(value) is list else value for name, value in fields.items()})
+        fields = json.loads((folder / "question.json").read_text(encoding="utf-8"))
+        known: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
+        return cls(**known)
 
     def folder_of(self, folder: Path, ranks: int) -> Path:
         """Losses and weights of every step that `ranks` ranks must arrive at."""

@@ -110,8 +110,8 @@ def _notes(question: Question, cells: list[Cell], trains: bool) -> list[str]:
         notes.append(f"reference: {alone}")
     if question.elastic:
         notes.append(
-            f"elastic: {question.elastic * question.accumulate} micro-batches a step at each of these numbers of ranks, "
-            f"as at {screen.ranks_text(question.elastic)}; stage {max(question.stages)}"
+            f"elastic: {question.elastic * question.accumulate} micro-batches a step at fewer ranks, as at "
+            f"{question.elastic}; stage {max(question.stages)}"
         )
     if not trains:
         notes.append("no parameter changed in all these steps: equal bits say little about gradients here")
@@ -146,10 +146,14 @@ def _show(question: Question, cells: list[Cell], notes: list[str]) -> None:
     screen.say("")
     for note in notes:
         screen.say(f"[dim]{escape(note)}[/dim]")
+    alike: dict[tuple[int, Difference], list[Configuration]] = {}
     for cell in cells:
         if cell.difference:
-            where = f"{cell.configuration}, {screen.ranks_text(cell.ranks)}"
-            screen.say(escape(f"{where}: {cell.difference.place}: {cell.difference.values}"))
+            alike.setdefault((cell.ranks, cell.difference), []).append(cell.configuration)
+    for (ranks, difference), configurations in alike.items():
+        more = f" (and {len(configurations) - 1} more)" if len(configurations) > 1 else ""
+        where = f"{screen.ranks_text(ranks)}, {configurations[0]}{more}"
+        screen.say(escape(f"{where}: {difference.place}: {difference.values}"))
     wrong = sum(cell.result != "equal" for cell in cells)
     if wrong:
         screen.say(f"[bold red]{wrong} of {len(cells)} are not equal[/bold red]")

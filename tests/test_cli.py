@@ -125,6 +125,7 @@ def test_the_options_are_these():
     wanted = {
         "train": "accumulate batch data device help lr no-report out precision ranks report seed size stage steps",
         "demo": "help out ranks seed steps",
+        "verify": "accumulate bucket-mib clip help json precision ranks seed stage steps timeout",
     }
     for command, options in wanted.items():
         shown = zeroshard(command, "--help", TERM="dumb", COLUMNS="200").stdout

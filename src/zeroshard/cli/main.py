@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from zeroshard.cli import launch
-from zeroshard.cli.config import SIZES, Device, InputError, Launch, Precision, RunConfig, Size
+from zeroshard.cli.config import SIZES, Device, InputError, Launch, Precision, RunConfig, Size, one_line
 from zeroshard.cli.data import make_writable, read_corpus
 from zeroshard.errors import Error, UserError
 
@@ -161,12 +161,16 @@ def verify(
       [bold]batch(step, index)[/bold]        micro-batch `index` of a step: turn * ranks + rank
       [bold]loss(model, batch)[/bold]        a scalar
 
-    The reference has no zeroshard in it: one process that runs the same micro-batches one after the other. Stages,
-    bucket sizes and overlap on and off then run on local ranks; losses and all parameters are compared with == after
-    every step. Each cell of the grid says "equal", or the first step, parameter[element] and rank that differ. Where
-    two or more of the numbers of ranks are powers of two, fewer ranks with more micro-batches are compared as well.
+    The reference has no zeroshard in it: one process that runs the same
+    micro-batches one after the other. Stages, bucket sizes and overlap on and off
+    then run on local ranks; losses and all parameters are compared with == after
+    every step. Each cell of the grid says "equal", or the first step, parameter,
+    element and rank that differ. Fewer ranks with more micro-batches are compared
+    too, where two of the numbers of ranks are powers of two.
 
-    Every rank holds the whole model while it is compared, and a copy per step goes to the temporary folder.
+    Every rank holds the whole model while it is compared, and the temporary
+    folder takes a copy of it per step and number of ranks.
+
     Exit code 0: all equal. 1: something differs. 2: the input cannot be used.
     """
     from zeroshard.cli.question import Question, bucket_sizes, whole_numbers
@@ -233,6 +237,5 @@ def main() -> None:
 
 def _say(what: object, code: int) -> int:
     if str(what):  # empty where the help has been shown instead
-        facts = "; ".join(line.strip() for line in str(what).splitlines())  # one line, for logs and grep
-        print(f"zeroshard: {facts}", file=sys.stderr)
+        print(f"zeroshard: {one_line(what)}", file=sys.stderr)
     return code

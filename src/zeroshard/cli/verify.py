@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import tempfile
+import traceback
+from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,8 +21,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from zeroshard.cli import launch, screen
-from zeroshard.cli.config import InputError, Launch
+from zeroshard.cli.config import InputError, Launch, one_line
 from zeroshard.cli.question import Configuration, Difference, Question
+from zeroshard.errors import Error
 
 WIDEST = 1000  # columns of a grid: a log wants its lines whole, and a terminal wraps them
 
@@ -59,11 +63,11 @@ def verify(question: Question, *, as_json: bool = False) -> int:
             if code in (launch.BAD_INPUT, launch.INTERRUPTED):
                 return code
             cells += _read(question, folder, ranks)
-    notes = _notes(question, cells, trains)
+    said = notes(question, cells, trains)
     if as_json:
-        print(json.dumps(_record(question, cells, notes)))
+        print(json.dumps(_record(question, cells, said)))
     else:
-        _show(question, cells, notes)
+        _show(question, cells, said)
     return launch.FAILED if any(cell.result != "equal" for cell in cells) else 0
 
 
@@ -75,7 +79,18 @@ def verify_rank(folder: str) -> None:
     launch.end_at_once_when_told(launched=True)
     from zeroshard.cli.compare import check_rank
 
-    check_rank(Path(folder), place.rank, place.ranks)
+    try:
+        check_rank(Path(folder), place.rank, place.ranks)
+    except InputError:
+        raise
+    except Exception as error:
+        # At once: a normal exit meets the other ranks first, and they may be waiting for this one somewhere else.
+        if isinstance(error, Error):
+            print(f"zeroshard: rank {place.rank}: {one_line(error)}", file=sys.stderr, flush=True)
+        else:
+            traceback.print_exc()
+            sys.stderr.flush()
+        os._exit(launch.FAILED)
 
 
 def _read(question: Question, folder: Path, ranks: int) -> list[Cell]:
@@ -96,36 +111,36 @@ def _read(question: Question, folder: Path, ranks: int) -> list[Cell]:
 # --- what is shown --------------------------------------------------------------------------------------------------
 
 
-def _notes(question: Question, cells: list[Cell], trains: bool) -> list[str]:
+def notes(question: Question, cells: list[Cell], trains: bool) -> list[str]:
     """What each cell was compared with, and what to know before believing it."""
-    notes = []
+    said = []
     alone = "plain PyTorch in one process, the same micro-batches one after the other"
     if question.buffers and max(question.ranks) > 1:
         names = ", ".join(question.buffers[:3]) + (", ..." if len(question.buffers) > 3 else "")
-        notes.append(
+        said.append(
             f"reference: stage 0 without overlap, because training changes buffers ({names}) and every rank gets rank "
             f"0's, which one plain process has no counterpart for" + (f"; at 1 rank {alone}" * (1 in question.ranks))
         )
     else:
-        notes.append(f"reference: {alone}")
+        said.append(f"reference: {alone}")
     if question.elastic:
-        notes.append(
+        said.append(
             f"elastic: {question.elastic * question.accumulate} micro-batches a step at fewer ranks, as at "
             f"{question.elastic}; stage {max(question.stages)}"
         )
     if not trains:
-        notes.append("no parameter changed in all these steps: equal bits say little about gradients here")
+        said.append("no parameter changed in all these steps: equal bits say little about gradients here")
     for ranks in question.ranks:
         found = [cell.difference for cell in cells if cell.ranks == ranks]
         if ranks > 1 and found and all(each and each.step == 1 and each.element is None for each in found):
-            notes.append(
+            said.append(
                 f"at {ranks} ranks every loss differs before the first update: the job's model, batch or loss seems to "
                 f"depend on the rank or process, not on (step, index) alone"
             )
-    return notes
+    return said
 
 
-def _show(question: Question, cells: list[Cell], notes: list[str]) -> None:
+def _show(question: Question, cells: list[Cell], said: list[str]) -> None:
     counted = f"{question.steps} steps of {question.accumulate} micro-batches per rank, {question.precision}"
     clip = "" if question.clip is None else f", clipped at {question.clip}"
     screen.say(f"\n[bold]{escape(question.job)}[/bold]: {counted}{clip}\n")
@@ -144,7 +159,7 @@ def _show(question: Question, cells: list[Cell], notes: list[str]) -> None:
         table.add_row("elastic", "", "", *row_text)
     screen.console.print(table, width=WIDEST, crop=False, no_wrap=True)
     screen.say("")
-    for note in notes:
+    for note in said:
         screen.say(f"[dim]{escape(note)}[/dim]")
     alike: dict[tuple[int, Difference], list[Configuration]] = {}
     for cell in cells:
@@ -154,11 +169,11 @@ def _show(question: Question, cells: list[Cell], notes: list[str]) -> None:
         more = f" (and {len(configurations) - 1} more)" if len(configurations) > 1 else ""
         where = f"{screen.ranks_text(ranks)}, {configurations[0]}{more}"
         screen.say(escape(f"{where}: {difference.place}: {difference.values}"))
-    wrong = sum(cell.result != "equal" for cell in cells)
-    if wrong:
-        screen.say(f"[bold red]{wrong} of {len(cells)} are not equal[/bold red]")
-    else:
+    counts = Counter(cell.result for cell in cells)
+    if set(counts) == {"equal"}:
         screen.say(f"[bold green]all {len(cells)} are equal, bit for bit[/bold green]")
+    else:
+        screen.say("[bold red]" + ", ".join(f"{count} {result}" for result, count in counts.items()) + "[/bold red]")
 
 
 def _cell_text(cell: Cell) -> str:
@@ -179,13 +194,13 @@ def _report_the_job_itself(question: Question, difference: Difference, as_json: 
     return launch.FAILED
 
 
-def _record(question: Question, cells: list[Cell], notes: list[str]) -> dict[str, Any]:
+def _record(question: Question, cells: list[Cell], said: list[str]) -> dict[str, Any]:
     """The one object of `--json`."""
     return {
         "job": question.job,
         "equal": bool(cells) and all(cell.result == "equal" for cell in cells),
         "settings": asdict(question),
-        "notes": notes,
+        "notes": said,
         "results": [
             {
                 "ranks": cell.ranks,

@@ -16,6 +16,10 @@ FOLD, AVERAGE, SEND = reduction.fold, gradient.average_, reduction.Reduction._se
 calls = itertools.count()
 
 
+def undo():
+    reduction.fold, gradient.average_, reduction.Reduction._send = FOLD, AVERAGE, SEND
+
+
 def batch(step, index):
     generator = torch.Generator().manual_seed(100 * step + index)
     return torch.randn(5, 10, generator=generator), torch.randn(5, 3, generator=generator)
@@ -85,6 +89,10 @@ def dropout():
 def unsteady():
     """A loader that is read on and on, whatever step and micro-batch are asked for."""
     return mlp(batch=lambda step, index: batch(0, next(calls)))
+
+
+def by_rank():
+    return mlp(batch=lambda step, index: batch(step, index + 7 * int(os.environ.get("RANK", "0"))))
 
 
 def fails_on_rank_1():

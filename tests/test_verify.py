@@ -21,14 +21,14 @@ from zeroshard.errors import UserError
 from zeroshard.planner import job
 
 ROOT = Path(__file__).parents[1]
-EXAMPLE, JOBS = ROOT / "examples" / "job.py", ROOT / "tests" / "jobs.py"
+EXAMPLE, JOBS, PAGE = ROOT / "examples" / "job.py", ROOT / "tests" / "jobs.py", ROOT / "docs" / "verify.md"
 LIMIT = 100  # seconds a command may take before it counts as hung
 ONE = ("--ranks", "2", "--bucket-mib", "24")  # two configurations, with and without overlap, at two ranks
 
 
-def verify(name, *words):
-    command = [sys.executable, "-m", "zeroshard", "verify", str(name), *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False, cwd=ROOT / "tests")
+def run(*words, cwd=ROOT / "tests"):
+    command = [sys.executable, "-m", "zeroshard", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False, cwd=cwd)
 
 
 def check_rank(folder):
@@ -64,8 +64,10 @@ def warm(monkeypatch, capsys):
 
 def test_the_grid_of_a_gpt_with_dropout_and_tied_weights():
     """The example at 1, 2 and 3 ranks: stages x bucket sizes x overlap, and 1 rank with twice the micro-batches."""
-    done = verify(f"{EXAMPLE}:job", "--ranks", "1,2,3", "--stage", "0,3", "--steps", 2)
+    (command, *shown) = re.findall(r"^\$ zeroshard (.*?)^```", PAGE.read_text(), re.M | re.S)[0].rstrip().splitlines()
+    done = run(*command.split(), cwd=ROOT)
     assert (done.returncode, done.stderr) == (0, "")
+    assert [line.rstrip() for line in done.stdout.strip().splitlines()] == shown
     rows = re.findall(r"^([0-3]) +(24|small) +(on|off) +equal +equal +equal *$", done.stdout, re.MULTILINE)
     assert rows == [(str(s), b, o) for s in (0, 3) for b in ("24", "small") for o in ("on", "off")]
     assert re.search(r"^elastic +equal +the reference *$", done.stdout, re.MULTILINE)
@@ -98,7 +100,7 @@ def test_buffers_that_training_changes(warm):
 @pytest.mark.parametrize("name", [f"{EXAMPLE}:job", f"{JOBS}:dropout"])
 def test_the_whole_grid(name, precision):
     """All that is compared by default, at 2, 3 and 4 ranks, with clipping."""
-    done = verify(name, "--precision", precision, "--clip", "0.5")
+    done = run("verify", name, "--precision", precision, "--clip", "0.5")
     assert (done.returncode, done.stderr) == (0, "")
     assert "all 49 are equal" in done.stdout
 
@@ -147,7 +149,7 @@ def test_a_job_that_looks_at_its_rank(warm):
 
 def test_a_rank_that_fails_ends_its_column():
     """Alone it raises, in the second run of the first configuration; a failure at once, not after the time-out."""
-    done = verify("jobs:fails_on_rank_1", *ONE, "--stage", "0", "--steps", 2)
+    done = run("verify", "jobs:fails_on_rank_1", *ONE, "--stage", "0", "--steps", 2)
     assert done.returncode == 1
     assert "ArithmeticError: only here" in done.stderr
     assert re.findall(r"^0 +24 +(?:on|off) +(failed|not run) *$", done.stdout, re.MULTILINE) == ["failed", "not run"]
@@ -215,8 +217,7 @@ def test_jobs_that_cannot_be(name, says):
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(words, says):
-    command = [sys.executable, "-m", "zeroshard", "verify", *words.split()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False, cwd=ROOT / "tests")
+    done = run("verify", *words.split())
     assert (done.returncode, done.stdout) == (2, "")
     assert says in done.stderr and done.stderr.count("\n") == 1
 

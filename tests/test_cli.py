@@ -127,6 +127,7 @@ def test_the_options_are_these():
         "demo": "help out ranks seed steps",
         "plan": "accumulate align bounds bucket-mib bytes gpu-mem help instances json no-sync optimizer params preset "
         "ranks shapes stage text",
+        "verify": "accumulate bucket-mib clip help json precision ranks seed stage steps timeout",
     }
     for command, options in wanted.items():
         shown = zeroshard(command, "--help", TERM="dumb", COLUMNS="200").stdout

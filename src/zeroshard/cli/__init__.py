@@ -1,12 +1,17 @@
 """The `zeroshard` command.
 
-main     options, help, one line for every mistake
-config   what one run is asked to do
-data     the text it trains on
-launch   starting local ranks through torch's elastic launcher, and ending them
-model    a byte-level GPT in plain PyTorch
-train    one rank's training loop and journal
-demo     two runs and their comparison
-plan     what a model would take, without one
-screen   everything shown
+main       options, help, one line for every mistake
+config     what one run is asked to do
+data       the text it trains on
+launch     starting local ranks through torch's elastic launcher, and ending them
+model      a byte-level GPT in plain PyTorch
+train      one rank's training loop and journal
+demo       two runs and their comparison
+question   what verify is asked, and the grid that follows
+verify     plain runs, ranks, and the grid as shown
+compare    the runs themselves, and the first difference
+reference  what zeroshard must equal, in plain PyTorch
+plan       what a model would take, without one
+simulate   what one rank of a run would hold and move
+screen     everything shown
 """

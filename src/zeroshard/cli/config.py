@@ -21,6 +21,11 @@ class InputError(UserError):
     """
 
 
+def one_line(message: object) -> str:
+    """For logs and `grep`: an error's facts behind one another."""
+    return "; ".join(line.strip() for line in str(message).splitlines())
+
+
 Precision = Literal["fp32", "bf16"]
 Size = Literal["tiny", "small", "medium"]
 Device = Literal["auto", "cpu", "cuda"]

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from zeroshard.cli import launch
-from zeroshard.cli.config import SIZES, Device, InputError, Launch, Precision, RunConfig, Size
+from zeroshard.cli.config import SIZES, Device, InputError, Launch, Precision, RunConfig, Size, one_line
 from zeroshard.errors import Error, UserError
 
 app = typer.Typer(
@@ -28,6 +28,7 @@ app = typer.Typer(
 SPEAKER = 5.0  # seconds that one rank gets to say for all of them what is wrong
 DATA, RUN, MODEL = "Data", "Sharding and run", "Model and training"
 WHAT, BYTES, ANSWER = "What is planned", "Bytes and messages", "The answer"
+GRID = "What to compare"
 
 
 def _option(panel: str, text: str, *names: str, **more: Any) -> Any:
@@ -224,6 +225,71 @@ def plan(
     command.show_text(text, as_json=as_json)
 
 
+@app.command()
+def verify(
+    job: Annotated[str, typer.Argument(metavar="MODULE:FUNCTION", help="train:job, or path/to/train.py:job.")],
+    ranks: Annotated[str, _option(GRID, "Numbers of local processes to run it on.")] = "2,3,4",
+    stage: Annotated[str, _option(GRID, "Stages.")] = "0,1,2,3",
+    bucket_mib: Annotated[str, _option(GRID, "Bucket sizes; small: that of the median tensor.")] = "24,small",
+    steps: Annotated[int, _option(GRID, "Optimizer steps, each compared.")] = 4,
+    accumulate: Annotated[int, _option(GRID, "Micro-batches each rank adds up in one step.")] = 2,
+    precision: Annotated[
+        Precision, _option(GRID, "fp32: the model's own dtypes; bf16: bfloat16 weights and inputs, fp32 masters.")
+    ] = "fp32",
+    clip: Annotated[
+        float | None, _option(GRID, "Clip gradients to this norm. [dim]\\[default: no][/dim]", show_default=False)
+    ] = None,
+    seed: Annotated[int, _option(GRID, "Of the weights, and of what is drawn in batches and losses.")] = 0,
+    timeout: Annotated[float, _option(GRID, "Seconds after which a silent rank is an error.")] = 300.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.", rich_help_panel=GRID)] = False,
+) -> None:
+    """Run your own model, optimizer and batches at every stage and compare every bit.
+
+    MODULE:FUNCTION names a function that returns a dict:
+
+      [bold]model[/bold]                     an nn.Module
+      [bold]optimizer(params)[/bold]         a torch.optim optimizer
+      [bold]batch(step, index)[/bold]        micro-batch `index` of a step: turn * ranks + rank
+      [bold]loss(model, batch)[/bold]        a scalar
+
+    The reference has no zeroshard in it: one process that runs the same
+    micro-batches one after the other. Stages, bucket sizes and overlap on and off
+    then run on local ranks; losses and all parameters are compared with == after
+    every step. Each cell of the grid says "equal", or the first step, parameter,
+    element and rank that differ. Fewer ranks with more micro-batches are compared
+    too, where two of the numbers of ranks are powers of two.
+
+    Every rank holds the whole model while it is compared, and the temporary
+    folder takes a copy of it per step and number of ranks.
+
+    Exit code 0: all equal. 1: something differs. 2: the input cannot be used.
+    """
+    from zeroshard.cli.question import Question, bucket_sizes, whole_numbers
+    from zeroshard.cli.verify import verify as run_verify
+
+    question = Question(
+        job=job,
+        ranks=whole_numbers("--ranks", ranks),
+        stages=whole_numbers("--stage", stage),
+        buckets=bucket_sizes(bucket_mib),
+        steps=steps,
+        accumulate=accumulate,
+        precision=precision,
+        clip=clip,
+        seed=seed,
+        timeout=timeout,
+    )
+    raise typer.Exit(run_verify(question, as_json=as_json))
+
+
+@app.command(hidden=True)
+def verify_rank(folder: str) -> None:
+    """One rank of `zeroshard verify`, started by it."""
+    from zeroshard.cli.verify import verify_rank as run_rank
+
+    run_rank(folder)
+
+
 def run_training(config: RunConfig, place: Launch | None) -> int:
     """As one of torchrun's ranks, as the only rank, or by starting ranks that come back here as torchrun's."""
     from zeroshard.cli.data import make_writable, read_corpus  # numpy, which `plan` does not wait for
@@ -266,5 +332,5 @@ def main() -> None:
 
 def _say(what: object, code: int) -> int:
     if str(what):  # empty where the help has been shown instead
-        print(f"zeroshard: {what}", file=sys.stderr)
+        print(f"zeroshard: {one_line(what)}", file=sys.stderr)
     return code

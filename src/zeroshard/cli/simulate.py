@@ -141,7 +141,9 @@ def _show(found: dict[str, Any]) -> None:
         table.add_row(state, f"{found['held'].get(state, 0):,}", f"{at_peak:,}", f"{at_peak / 2**30:.3f}")
     rest = sum(found["held"].values())
     table.add_row("[bold]total[/bold]", f"{rest:,}", f"{peak['total']:,}", f"{peak['total'] / 2**30:.3f}")
-    table.add_row("[dim]activations, beside[/dim]", "", f"{found['activations']:,}", f"{found['activations'] / 2**30:.3f}")
+    table.add_row(
+        "[dim]activations, beside[/dim]", "", f"{found['activations']:,}", f"{found['activations'] / 2**30:.3f}"
+    )
     screen.console.print(table)
     screen.say(f"  [dim]the peak is in {peak['phase']}; activations are what forward keeps for backward[/dim]\n")
     table = screen.new_table("Collectives of one step", "verb", "calls", "logical", "sent", "sent + received")
@@ -157,7 +159,12 @@ def _show(found: dict[str, Any]) -> None:
     )
     clock = found["time"]
     table = screen.new_table("A step on the clock", "what", "seconds")
-    rows = {"compute": "compute", "optimizer": "optimizer", "exposed": "waiting for collectives", "step": "[bold]step[/bold]"}
+    rows = {
+        "compute": "compute",
+        "optimizer": "optimizer",
+        "exposed": "waiting for collectives",
+        "step": "[bold]step[/bold]",
+    }
     for key, what in rows.items():
         table.add_row(what, f"{clock[key]:.4f}")
     screen.console.print(table)

@@ -1,6 +1,6 @@
 """The one contract for everything that builds a user's training job from a name: plan, simulate, verify, bench.
 
-    def job():                                          # train.py; named on the command line as train:job
+    def job():                                          # train.py; on the command line train:job, or train.py:job
         model = GPT(...)
         return {
             "model": model,                             # an nn.Module
@@ -15,11 +15,14 @@ What is missing limits what can be asked of it, and the error says so.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..errors import UserError, nearest
@@ -50,20 +53,25 @@ class Job:
 
 
 def find(name: str) -> Callable[[], Any]:
-    """The function that `module:function` names; the current folder counts, as it does for `python -m`."""
-    module_name, colon, function_name = name.partition(":")
+    """The function that `module:function` or `path/to/file.py:function` names.
+
+    The current folder counts, as it does for `python -m`, and a file's own folder, as it does for `python file.py`.
+    """
+    module_name, colon, function_name = name.rpartition(":")
     if not colon or not module_name or not function_name:
         raise UserError("a job is named module:function", got=repr(name), instead="zeroshard verify train:job")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        module = importlib.import_module(module_name.removesuffix(".py").replace(os.sep, "."))
+        module = _load(Path(module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)
+    except UserError:
+        raise
     except Exception as error:
         raise UserError(
             "the module of the job cannot be imported",
             where=module_name,
             got=f"{type(error).__name__}: {error}",
-            instead="module:function, importable from the current folder or installed",
+            instead="module:function, importable from the current folder or installed, or path/to/file.py:function",
         ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
@@ -74,6 +82,27 @@ def find(name: str) -> Callable[[], Any]:
         )  # fmt: skip
     found: Callable[[], Any] = function
     return found
+
+
+def _load(path: Path) -> ModuleType:
+    """The file as a module, once per process, under its path as a name: no installed module is shadowed."""
+    name = str(path.resolve())
+    if name in sys.modules:
+        return sys.modules[name]
+    if not path.is_file():
+        neighbours = [str(other) for other in sorted(path.parent.glob("*.py"))]
+        raise UserError("the job's file does not exist", where=str(path), instead=nearest(path, neighbours))
+    if str(path.resolve().parent) not in sys.path:
+        sys.path.insert(0, str(path.resolve().parent))
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None  # a .py file always has a loader
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]  # what failed half-way is not the module
+        raise
+    return module
 
 
 def build(job: str | Callable[[], Any], *, device: str | None = None) -> Job:

@@ -1,0 +1,338 @@
+"""`zeroshard verify`, the part that computes: the job without zeroshard, the job sharded, and the first difference.
+
+The plain runs are `reference.accumulate` and, for 16-bit parameters, `reference.accumulate_with_masters`, in the
+process that was asked; they leave losses and weights of every step in a folder. Each rank then runs `check_rank`: every
+configuration in the same process, each step held against that folder.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+import zeroshard
+from zeroshard.cli import reference
+from zeroshard.cli.config import InputError
+from zeroshard.cli.question import Configuration, Difference, Question
+from zeroshard.errors import Error, UserError
+from zeroshard.planner.job import Job, build
+
+
+class Seeded:
+    """A freshly built job whose weights, batches and losses each start from a seed of their own.
+
+    So a micro-batch draws the same dropout masks whichever process computes it, and whatever it computed before.
+    """
+
+    def __init__(self, question: Question) -> None:
+        self.question = question
+        self.losses: dict[int, Tensor] = {}  # of the running step, by the micro-batch's number
+        self.where = f"{question.job}()"
+        self._seed(-1, 0)
+        self.job: Job = build(question.job)
+        self.job.need("optimizer", "batch", "loss")
+        self.model = self.job.model
+
+    def batch(self, step: int, index: int) -> tuple[int, int, Any]:
+        self.where = f"batch({step}, {index})"
+        self._seed(step, index)
+        return step, index, self.job.batch(step, index)
+
+    def loss(self, model: nn.Module, batch: tuple[int, int, Any]) -> Tensor:
+        step, index, content = batch
+        self.where = f"loss(model, batch({step}, {index})), or its backward"
+        self._seed(step, index)
+        value = self.job.loss(model, content)
+        self.losses[index] = value.detach().clone()
+        return value
+
+    def take_losses(self) -> dict[int, Tensor]:
+        losses, self.losses = self.losses, {}
+        return losses
+
+    def _seed(self, step: int, index: int) -> None:
+        seed = hash((self.question.seed, step + 1, index)) % 2**32  # of integers, so alike in every process
+        torch.manual_seed(seed)
+        random.seed(seed)
+        numpy.random.seed(seed)
+
+
+# --- without zeroshard ----------------------------------------------------------------------------------------------
+
+
+class Plain(NamedTuple):
+    """What the plain runs found out about the job."""
+
+    difference: Difference | None  # between two runs of the same
+    buffers: tuple[str, ...]  # those that training changes
+    trains: bool  # whether any parameter changed at all
+
+
+def run_plain_twice(question: Question, ranks: int, folder: Path) -> Plain:
+    """Leave what `ranks` ranks must arrive at in `folder`; run again to see whether the job repeats itself."""
+    folder.mkdir(parents=True)
+    again = Comparison(folder, steps=question.steps)
+    first = _run_plain(question, ranks, partial(_record, folder))
+    _run_plain(question, ranks, again.look)
+    return Plain(again.difference, *first)
+
+
+def _run_plain(
+    question: Question, ranks: int, look: Callable[[int, dict[int, Tensor], nn.Module], None]
+) -> tuple[tuple[str, ...], bool]:
+    seeded = Seeded(question)
+    model = seeded.model
+    precision = _precision(question)
+    before = {name: tensor.clone() for name, tensor in model.named_buffers()}
+    weights = reference.weights(model)
+    if precision.cast_inputs:
+        model.register_forward_pre_hook(partial(_cast_inputs, precision.param_dtype), with_kwargs=True)
+    options: dict[str, Any] = {
+        "steps": question.steps,
+        "clip": question.clip,
+        "norm": reference.total_norm,
+        "average": True,
+        "after_step": lambda step: look(step, seeded.take_losses(), model),
+    }
+    common = (seeded.batch, seeded.loss, ranks, question.accumulate)
+    try:
+        if any(precision.param(param.dtype) in reference.LOW for param in model.parameters()):
+            reference.accumulate_with_masters(
+                model, partial(_optimizer_of, seeded), *common, dtype=precision.param_dtype, **options
+            )
+        else:
+            reference.accumulate(model, _optimizer_of(seeded, model.parameters()), *common, **options)
+    except Error:
+        raise
+    except Exception as error:
+        raise UserError(
+            "the job fails without zeroshard",
+            where=f"{question.job}, {seeded.where}",
+            got=f"{type(error).__name__}: {error}",
+            instead="a job that trains in plain PyTorch",
+        ) from error
+    changed = [name for name, tensor in model.named_buffers() if not torch.equal(tensor, before[name])]
+    after = reference.weights(model)
+    trains = any(not torch.equal(tensor.to(after[name].dtype), after[name]) for name, tensor in weights.items())
+    return tuple(changed), trains
+
+
+def _optimizer_of(seeded: Seeded, parameters: Any) -> torch.optim.Optimizer:
+    given = list(parameters)
+    seeded.where = "optimizer(params)"
+    optimizer = seeded.job.optimizer(given)
+    known = {id(tensor) for tensor in given}
+    if any(id(tensor) not in known for group in optimizer.param_groups for tensor in group["params"]):
+        raise UserError(
+            "the job's optimizer updates other tensors than it was given",
+            where=f"{seeded.question.job}, optimizer(params)",
+            instead="make it of params only: under --precision bf16 they are fp32 masters",
+        )
+    return optimizer
+
+
+def _cast_inputs(dtype: torch.dtype | None, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """What `Precision(cast_inputs=True)` does, for the plain model."""
+    return tree_map_only(
+        Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, (args, kwargs)
+    )
+
+
+def _precision(question: Question) -> zeroshard.Precision:
+    if question.precision == "bf16":
+        return zeroshard.Precision(param_dtype=torch.bfloat16, cast_inputs=True)
+    return zeroshard.Precision()
+
+
+# --- with zeroshard -------------------------------------------------------------------------------------------------
+
+
+def check_rank(folder: Path, rank: int, ranks: int) -> None:
+    """One rank of `ranks`: every configuration, compared with the plain run; rank 0 writes down what comes of it."""
+    question = Question.load(folder)
+    if question.reference(ranks) == "stage 0":
+        target = question.folder_of(folder, ranks)
+        if rank == 0:
+            for old in target.iterdir():
+                old.unlink()
+        _run(question, question.baseline, rank, ranks, partial(_record_ranks, target))
+    for number, configuration in enumerate(question.configurations(ranks)):
+        difference = _compare(question, configuration, folder, rank, ranks)
+        if rank == 0:
+            with question.results(folder, ranks).open("a", encoding="utf-8") as file:
+                found = None if difference is None else difference._asdict()
+                file.write(json.dumps({"number": number, "difference": found}) + "\n")
+
+
+def _compare(
+    question: Question, configuration: Configuration, folder: Path, rank: int, ranks: int
+) -> Difference | None:
+    """Once with a look at all weights after every step and, where that would settle what overlaps, once without.
+
+    Gathering the weights waits for whatever is still under way, so an error that only overlap shows could hide.
+    """
+    target = question.folder_of(folder, configuration.plain)
+    found = None
+    for every_step in (True, False) if configuration.overlap else (True,):
+        comparison = Comparison(target, steps=question.steps, rank=rank, every_step=every_step)
+        _run(question, configuration, rank, ranks, comparison.look_sharded)
+        found = found or first_of(_from_all_ranks(comparison.difference))
+    return found
+
+
+def _run(
+    question: Question,
+    configuration: Configuration,
+    rank: int,
+    ranks: int,
+    look: Callable[[int, dict[int, Tensor], zeroshard.Zero], None],
+) -> None:
+    """The user's loop on this rank."""
+    seeded = Seeded(question)
+    model = seeded.model
+    precision = _precision(question)
+    try:
+        optimizer = seeded.job.optimizer(model.parameters())
+        zero = zeroshard.shard(
+            model,
+            optimizer,
+            stage=configuration.stage,
+            precision=precision,
+            layout=zeroshard.Layout(bucket_mib=_bucket_mib(configuration.bucket, model, precision)),
+            comm=zeroshard.Comm(timeout=question.timeout, overlap=configuration.overlap),
+        )
+    except UserError as error:
+        raise InputError(f"{configuration}: {error}") from error  # the ranks have agreed on it: one of them says so
+    reference.loop(
+        model,
+        optimizer,
+        seeded.batch,
+        seeded.loss,
+        rank,
+        ranks,
+        configuration.accumulate,
+        steps=question.steps,
+        clip=question.clip,
+        average=True,
+        after_step=lambda step: look(step, seeded.take_losses(), zero),
+    )
+
+
+def _bucket_mib(bucket: str, model: nn.Module, precision: zeroshard.Precision) -> float:
+    """`small` is the size of the median tensor: larger ones get a bucket of their own, smaller ones share."""
+    if bucket != "small":
+        return float(bucket)
+    nbytes = sorted(param.numel() * precision.param(param.dtype).itemsize for param in model.parameters())
+    return max(1, nbytes[len(nbytes) // 2]) / 2**20 if nbytes else 1.0
+
+
+def _from_all_ranks(mine: Any) -> list[Any]:
+    if not dist.is_initialized():
+        return [mine]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+# --- the comparison -------------------------------------------------------------------------------------------------
+
+
+def _record(folder: Path, step: int, losses: dict[int, Tensor], model: nn.Module) -> None:
+    weights = {name: param.detach().cpu().contiguous() for name, param in model.named_parameters()}
+    torch.save({"losses": losses, "weights": weights}, folder / f"{step}.pt")
+
+
+def _record_ranks(folder: Path, step: int, losses: dict[int, Tensor], zero: zeroshard.Zero) -> None:
+    """The same from a sharded run: rank 0 writes everybody's losses and its weights."""
+    everybody = {index: loss for some in _from_all_ranks(losses) for index, loss in some.items()}
+    with zero.gathered():
+        if zero.rank == 0:
+            _record(folder, step, everybody, zero.model)
+
+
+class Comparison:
+    """Holds each step of one run against the recorded one and keeps the first difference that this process sees."""
+
+    def __init__(self, folder: Path, *, steps: int, rank: int = 0, every_step: bool = True) -> None:
+        self.difference: Difference | None = None
+        self._folder, self._steps, self._rank, self._every_step = folder, steps, rank, every_step
+
+    def look_sharded(self, step: int, losses: dict[int, Tensor], zero: zeroshard.Zero) -> None:
+        want = self._recorded(step)
+        self._look_at_losses(step, losses, want)
+        if self._every_step or step == self._steps - 1:
+            with zero.gathered():  # collective: also on a rank that has its difference
+                self._look_at_weights(step, zero.model, want, partial(_owner, zero))
+
+    def look(self, step: int, losses: dict[int, Tensor], model: nn.Module) -> None:
+        want = self._recorded(step)
+        self._look_at_losses(step, losses, want)
+        self._look_at_weights(step, model, want, lambda name, element: 0)
+
+    def _recorded(self, step: int) -> dict[str, Any]:
+        # Mapped, not read: a rank that compares its losses only takes no memory for the weights.
+        recorded: dict[str, Any] = torch.load(self._folder / f"{step}.pt", mmap=True, weights_only=True)
+        return recorded
+
+    def _look_at_losses(self, step: int, losses: dict[int, Tensor], want: dict[str, Any]) -> None:
+        for index, loss in losses.items():
+            if self.difference is None and (at := _first_unequal(loss, want["losses"][index])):
+                self.difference = Difference(step + 1, index, f"loss of micro-batch {index}", self._rank, None, *at[1:])
+
+    def _look_at_weights(
+        self, step: int, model: nn.Module, want: dict[str, Any], owner: Callable[[str, int], int]
+    ) -> None:
+        if self.difference is not None:
+            return
+        order = itertools.count(len(want["losses"]))
+        for name, param in model.named_parameters():
+            number = next(order)
+            if at := _first_unequal(param, want["weights"][name]):
+                self.difference = Difference(
+                    step + 1, number, name, self._rank, at[0], *at[1:], owner=owner(name, at[0])
+                )
+                return
+
+
+def _first_unequal(got: Tensor, want: Tensor) -> tuple[int, str, str, str] | None:
+    """Element, both values, and how many differ; NaN equals NaN, and -0.0 is not 0.0."""
+    got, want = got.detach().cpu(), want.cpu()
+    if (got.dtype, got.shape) != (want.dtype, want.shape):
+        return 0, f"{got.dtype} {tuple(got.shape)}", f"{want.dtype} {tuple(want.shape)}", "another kind of tensor"
+    wrong = reference.bits(got) != reference.bits(want)
+    wrong &= ~((got != got) & (want != want)).reshape(-1)
+    if not wrong.any():
+        return None
+    at = int(wrong.nonzero()[0])
+    mine, theirs = (repr(tensor.reshape(-1)[at].item()) for tensor in (got, want))
+    return at, mine, theirs, f"{int(wrong.sum())} of {wrong.numel()} elements differ"
+
+
+def _owner(zero: zeroshard.Zero, name: str, element: int) -> int:
+    """The rank whose shard holds the element: it summed the gradients there."""
+    bucket, slot = zero.partition.find(name)
+    spans = [bucket.shard(rank) for rank in range(zero.world_size)]
+    return next(rank for rank, (first, last) in enumerate(spans) if first <= slot.start + element < last)
+
+
+def first_of(differences: list[Difference | None]) -> Difference | None:
+    """The earliest. Where all ranks' copies are wrong alike, the rank to look at is the owner of the element."""
+    found = [difference for difference in differences if difference is not None]
+    if not found:
+        return None
+    first = min(found, key=lambda difference: (difference.step, difference.order))
+    alike = [each for each in found if each._replace(rank=first.rank) == first]
+    if len(alike) == len(differences) and first.owner is not None:
+        return first._replace(rank=first.owner)
+    return first

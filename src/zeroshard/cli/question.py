@@ -1,0 +1,167 @@
+"""What `zeroshard verify` is asked, and the grid of configurations that follows from it.
+
+Imports no torch: bad input and `--help` are answered before anything slow is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from zeroshard.cli.config import InputError, Precision
+from zeroshard.errors import nearest
+
+SMALL = "small"
+
+
+class Difference(NamedTuple):
+    """The first thing that is not equal. Steps count from 1, ranks, micro-batches and (flat) elements from 0."""
+
+    step: int
+    order: int  # losses first, then parameters as the model lists them
+    what: str  # a parameter's name, or "loss of micro-batch 5"
+    rank: int
+    element: int | None
+    got: str
+    want: str
+    extent: str
+    owner: int | None = None
+
+    @property
+    def place(self) -> str:
+        element = "" if self.element is None else f"[{self.element}]"
+        return f"step {self.step}, {self.what}{element}, rank {self.rank}"
+
+    @property
+    def values(self) -> str:
+        return f"{self.got} instead of {self.want} ({self.extent})"
+
+
+class Configuration(NamedTuple):
+    """One way to shard, and the number of ranks whose plain run it must equal."""
+
+    stage: int
+    bucket: str
+    overlap: bool
+    accumulate: int
+    plain: int
+
+    def __str__(self) -> str:
+        size = self.bucket if self.bucket == SMALL else f"{self.bucket} MiB"
+        return f"stage {self.stage}, buckets {size}, overlap {'on' if self.overlap else 'off'}"
+
+
+@dataclass(frozen=True)
+class Question:
+    """The settings of `zeroshard verify`, one field per option; `buffers` is found out by the plain run."""
+
+    job: str
+    ranks: tuple[int, ...]
+    stages: tuple[int, ...]
+    buckets: tuple[str, ...]  # MiB, or "small"
+    steps: int
+    accumulate: int
+    precision: Precision
+    clip: float | None
+    seed: int
+    timeout: float
+    buffers: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for stage in self.stages:
+            if stage not in range(4):
+                raise InputError(f"--stage must be of 0, 1, 2 and 3, got {stage}")
+        for name, least in {"steps": 1, "accumulate": 1, "seed": 0}.items():
+            if getattr(self, name) < least:
+                raise InputError(f"--{name} must be at least {least}, got {getattr(self, name)}")
+        for count in self.ranks:
+            if count < 1:
+                raise InputError(f"--ranks must be at least 1 each, got {count}")
+        for name in ("clip", "timeout"):
+            value = getattr(self, name)
+            if value is not None and not (value > 0 and math.isfinite(value)):
+                raise InputError(f"--{name} must be a number above 0, got {value}")
+
+    # --- the grid ---------------------------------------------------------------------------------------------------
+
+    def configurations(self, ranks: int) -> list[Configuration]:
+        """What `ranks` ranks run, in the order of the grid's rows; the last may be the elastic one."""
+        grid = [
+            Configuration(stage, bucket, overlap, self.accumulate, ranks)
+            for stage in self.stages
+            for bucket in self.buckets
+            for overlap in (True, False)
+        ]
+        most = self.elastic
+        if most is not None and ranks < most and _is_power_of_two(ranks):
+            grid.append(Configuration(max(self.stages), self.buckets[0], True, self.accumulate * most // ranks, most))
+        return grid
+
+    @property
+    def elastic(self) -> int | None:
+        """The most ranks that fewer ranks with more micro-batches must equal; None where no two counts can.
+
+        Sums are in one order at any rank count; dividing them by N and losses by A is exact for powers of two only.
+        """
+        counts = [count for count in self.ranks if _is_power_of_two(count)]
+        return max(counts) if len(counts) > 1 and _is_power_of_two(self.accumulate) and not self.buffers else None
+
+    @property
+    def baseline(self) -> Configuration:
+        """What the others are compared with where one plain process is no reference."""
+        return Configuration(0, self.buckets[0], False, self.accumulate, 0)
+
+    def reference(self, ranks: int) -> str:
+        """Rank 0's buffers go to all ranks before a forward, which one process has no counterpart for."""
+        return "stage 0" if self.buffers and ranks > 1 else "plain PyTorch"
+
+    # --- the folder the driver and its ranks share ------------------------------------------------------------------
+
+    def save(self, folder: Path) -> None:
+        (folder / "question.json").write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+    @classmethod
+    def load(cls, folder: Path) -> Question:
+        fields = json.loads((folder / "question.json").read_text(encoding="utf-8"))
+        known: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
+        return cls(**known)
+
+    def folder_of(self, folder: Path, ranks: int) -> Path:
+        """Losses and weights of every step that `ranks` ranks must arrive at."""
+        return folder / f"plain-{ranks}"
+
+    def results(self, folder: Path, ranks: int) -> Path:
+        return folder / f"results-{ranks}.jsonl"
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0
+
+
+def whole_numbers(option: str, text: str) -> tuple[int, ...]:
+    """`"2,3,4"` -> (2, 3, 4), each once."""
+    found: list[int] = []
+    for word in text.split(","):
+        try:
+            found.append(int(word))
+        except ValueError:
+            raise InputError(f"{option} takes whole numbers between commas, as in 1,2,3; got {text!r}") from None
+    return tuple(dict.fromkeys(found))
+
+
+def bucket_sizes(text: str) -> tuple[str, ...]:
+    """`"24,small"` -> ("24", "small"), each once."""
+    found: list[str] = []
+    for word in text.split(","):
+        word = word.strip()
+        try:
+            good = word == SMALL or 0 < float(word) < math.inf
+        except ValueError:
+            raise InputError(f"--bucket-mib: {word!r} is no size; {nearest(word, (SMALL, '24', '0.5'))}") from None
+        if not good:
+            raise InputError(f"--bucket-mib must be above 0 MiB, got {word}")
+        found.append(word)
+    return tuple(dict.fromkeys(found))

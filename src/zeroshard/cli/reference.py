@@ -1,0 +1,262 @@
+"""What zeroshard must equal, in plain PyTorch and without a line of zeroshard.
+
+One process runs the micro-batches `a * world + rank` one after the other (a counts the backwards of a step), lets torch
+add the gradients up in `p.grad`, divides once by the number of ranks, clips, and steps. `accumulate` does that for
+parameters of one dtype, `accumulate_with_masters` for low-precision parameters with fp32 masters and fp32 sums, and
+`loop` is the same loop as a user writes it, to be run on each rank of a sharded model.
+
+Norms are zeroshard's by definition and nothing else of it: pad a tensor with zeros to blocks of 128 elements, add each
+block's |x|^order in fp32 by halving (the first half plus the second, until one number is left), add the blocks' sums
+exactly, take the root in fp64, round to fp32. The norm of several tensors is torch's own norm of their norms. Here it
+is computed with exact Python arithmetic instead of integer bins.
+
+A batch function takes (step, index). A norm function takes (gradients, norm_type).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Batches = Callable[[int, int], Any]
+Loss = Callable[[nn.Module, Any], Tensor]
+Norm = Callable[[list[Tensor], float], Tensor]
+BLOCK = 128
+LOW = (torch.bfloat16, torch.float16)
+
+
+@dataclass
+class History:
+    """What a run leaves beside the weights: losses[step][index] (loop: this rank's own), norms[step] if it clipped."""
+
+    losses: list[list[float]] = field(default_factory=list)
+    norms: list[Tensor] = field(default_factory=list)
+
+
+def accumulate(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Batches,
+    loss: Loss,
+    world: int = 1,
+    backwards: int = 1,
+    *,
+    steps: int = 1,
+    first_step: int = 0,
+    clip: float | None = None,
+    norm: Norm = torch.nn.utils.get_total_norm,
+    norm_type: float = 2.0,
+    average: bool = False,
+    before_step: Callable[[int], None] | None = None,
+    after_step: Callable[[int], None] | None = None,
+) -> History:
+    """Train `steps` steps. `average` divides each loss by `backwards`; the callbacks see final gradients, then weights.
+
+    A number of backwards that differs per step is a `backwards` callable: step -> int.
+    """
+    history = History()
+    for step in range(first_step, first_step + steps):
+        history.losses.append(_add_up(model, batches, loss, step, world, backwards, average))
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        for gradient in gradients:
+            gradient.div_(world)
+        if clip is not None:
+            history.norms.append(clip_(gradients, clip, norm, norm_type))
+        if before_step:
+            before_step(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        if after_step:
+            after_step(step)
+    return history
+
+
+def accumulate_with_masters(
+    model: nn.Module,
+    make_optimizer: Callable[[list[Tensor]], torch.optim.Optimizer],
+    batches: Batches,
+    loss: Loss,
+    world: int = 1,
+    backwards: int = 1,
+    *,
+    dtype: torch.dtype | None = torch.bfloat16,
+    steps: int = 1,
+    clip: float | None = None,
+    norm: Norm = torch.nn.utils.get_total_norm,
+    norm_type: float = 2.0,
+    average: bool = False,
+    after_step: Callable[[int], None] | None = None,
+) -> tuple[History, dict[str, Tensor]]:
+    """The same in `dtype`: each backward's gradient is added in fp32, fp32 masters step, parameters are their cast.
+
+    Casts the model in place (floating parameters of other dtypes too; buffers stay) and returns the masters by name.
+    With `dtype=None` each parameter keeps its own, and those of 32 bits and more are their own masters' equals.
+    """
+    names = {name: parameter for name, parameter in model.named_parameters() if parameter.is_floating_point()}
+    masters = {}
+    for name, parameter in names.items():
+        low = dtype or parameter.dtype
+        own = parameter.detach().to(torch.float32 if low in LOW else low, copy=True)
+        masters[name] = own.requires_grad_(parameter.requires_grad)  # optimizers are made of those that require it
+        parameter.data = parameter.data.to(low)
+    trained = [name for name, parameter in names.items() if parameter.requires_grad]
+    optimizer = make_optimizer([masters[name] for name in trained])
+    history = History()
+    for step in range(steps):
+        sums: dict[str, Tensor] = {}
+        losses = []
+        for index in range(backwards * world):
+            value = loss(model, batches(step, index))
+            losses.append(value.item())
+            (value / backwards if average and backwards != 1 else value).backward()
+            for name in trained:
+                if (gradient := names[name].grad) is not None:
+                    gradient = gradient.to(masters[name].dtype)
+                    sums[name] = sums[name] + gradient if name in sums else gradient
+                    names[name].grad = None
+        history.losses.append(losses)
+        for name in trained:
+            masters[name].grad = sums[name].div_(world) if name in sums else None
+        gradients = [sums[name] for name in trained if name in sums]
+        if clip is not None:
+            history.norms.append(clip_(gradients, clip, norm, norm_type))
+        optimizer.step()
+        for name in trained:
+            names[name].data.copy_(masters[name].detach())
+        if after_step:
+            after_step(step)
+    return history, masters
+
+
+def loop(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Batches,
+    loss: Loss,
+    rank: int = 0,
+    world: int = 1,
+    backwards: int = 1,
+    *,
+    steps: int = 1,
+    first_step: int = 0,
+    clip: float | None = None,
+    clip_: Callable[..., Tensor] = torch.nn.utils.clip_grad_norm_,
+    norm_type: float = 2.0,
+    average: bool = False,
+    before_step: Callable[[int], None] | None = None,
+    after_step: Callable[[int], None] | None = None,
+) -> History:
+    """The plain loop of one rank, as a user writes it: nothing in it knows that the model is sharded."""
+    history = History()
+    for step in range(first_step, first_step + steps):
+        losses = []
+        for a in range(_count(backwards, step)):
+            value = loss(model, batches(step, a * world + rank))
+            (value / _count(backwards, step) if average else value).backward()
+            losses.append(value.item())
+        history.losses.append(losses)
+        if clip is not None:
+            history.norms.append(torch.as_tensor(clip_(model.parameters(), clip, norm_type)).detach().clone())
+        if before_step:
+            before_step(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        if after_step:
+            after_step(step)
+    return history
+
+
+def clip_(
+    gradients: list[Tensor], limit: float, norm: Norm = torch.nn.utils.get_total_norm, norm_type: float = 2.0
+) -> Tensor:
+    """torch's clip_grad_norm_ with the norm taken by `norm`: scale by limit / (norm + 1e-6), never up."""
+    total = norm(gradients, norm_type)
+    scale = torch.clamp(limit / (total + 1e-6), max=1.0)
+    for gradient in gradients:
+        gradient.mul_(scale)
+    return total.detach().clone()
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    """A copy of all parameters, each name of a tied one included."""
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters(remove_duplicate=False)}
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The tensor as integers, so that == tells -0.0 from 0.0 and a NaN equals itself."""
+    tensor = tensor.detach().contiguous().reshape(-1)
+    return (
+        tensor
+        if tensor.dtype == torch.bool
+        else tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+    )
+
+
+def first_difference(got: dict[str, Tensor], want: dict[str, Tensor]) -> str:
+    """Empty if both hold the same names, dtypes, shapes and values (==), else one line on the first difference."""
+    if got.keys() != want.keys():
+        return f"names differ: {sorted(got.keys() ^ want.keys())}"
+    for name, tensor in want.items():
+        mine = got[name]
+        if (mine.dtype, mine.shape) != (tensor.dtype, tensor.shape):
+            return f"{name}: {mine.dtype} {tuple(mine.shape)} instead of {tensor.dtype} {tuple(tensor.shape)}"
+        wrong = ((mine != tensor) & ~((mine != mine) & (tensor != tensor))).reshape(-1)
+        if wrong.any():
+            at = int(wrong.nonzero()[0])
+            have, should = mine.reshape(-1)[at].item(), tensor.reshape(-1)[at].item()
+            count = f"{int(wrong.sum())} of {wrong.numel()} elements differ"
+            return f"{name}: {count}, first at {at}: {have!r} instead of {should!r}"
+    return ""
+
+
+def norm_of_tensor(gradient: Tensor, order: float = 2.0, block: int = BLOCK) -> Tensor:
+    flat = gradient.detach().reshape(-1).to(torch.float32)
+    rows = torch.nn.functional.pad(flat, (0, -flat.numel() % block)).view(-1, block)
+    rows = rows * rows if order == 2.0 else rows.abs()
+    while rows.shape[1] > 1:
+        low, high = rows.chunk(2, dim=1)
+        rows = torch.maximum(low, high) if order == math.inf else low + high
+    sums = rows[:, 0].tolist()
+    if order == math.inf:
+        total = math.nan if any(map(math.isnan, sums)) else max(sums, default=0.0)
+    else:
+        total = math.fsum(sums)
+    return torch.tensor(math.sqrt(total) if order == 2.0 else total, dtype=torch.float64).to(torch.float32)
+
+
+def total_norm(gradients: Iterable[Tensor], order: float = 2.0, block: int = BLOCK) -> Tensor:
+    """The global norm; what `accumulate` takes as its `norm`."""
+    norms = [norm_of_tensor(gradient, order, block) for gradient in gradients]
+    return torch.as_tensor(torch.linalg.vector_norm(torch.stack(norms), order))
+
+
+def _count(backwards: Any, step: int) -> int:
+    return int(backwards(step) if callable(backwards) else backwards)
+
+
+def _add_up(
+    model: nn.Module,
+    batches: Batches,
+    loss: Loss,
+    step: int,
+    world: int,
+    backwards: Any,
+    average: bool,
+) -> list[float]:
+    """Run all micro-batches of one step; autograd adds their gradients up in p.grad, in this order."""
+    count = _count(backwards, step)
+    losses = []
+    for index in _order(count, world):
+        value = loss(model, batches(step, index))
+        (value / count if average and count != 1 else value).backward()
+        losses.append(value.item())
+    return losses
+
+
+def _order(backwards: int, world: int) -> Iterable[int]:
+    return (a * world + rank for a in range(backwards) for rank in range(world))

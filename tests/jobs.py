@@ -1,0 +1,128 @@
+"""Jobs for `zeroshard verify`: good ones, ones that cannot be verified, and ones that bring a known bug of a peer along.
+
+The bugs are patched into zeroshard when the job is built, so the plain reference, which uses none of it, is right.
+"""
+
+import itertools
+import os
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from zeroshard import gradient, reduction
+
+FOLD, AVERAGE, SEND = reduction.fold, gradient.average_, reduction.Reduction._send
+calls = itertools.count()
+
+
+def undo():
+    reduction.fold, gradient.average_, reduction.Reduction._send = FOLD, AVERAGE, SEND
+
+
+def batch(step, index):
+    generator = torch.Generator().manual_seed(100 * step + index)
+    return torch.randn(5, 10, generator=generator), torch.randn(5, 3, generator=generator)
+
+
+def loss(model, batch):
+    return (model(batch[0]).float() - batch[1]).square().mean()
+
+
+def mlp(*middle, **other):
+    """0.weight is 120 elements, 0.bias 12, the last ones 36 and 3: each of them is padded to whole blocks of 128."""
+    return {
+        "model": nn.Sequential(nn.Linear(10, 12), nn.Tanh(), *middle, nn.Linear(12, 3)),
+        "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        "batch": batch,
+        "loss": loss,
+        **other,
+    }
+
+
+# ------------------------------------------------------------------------------------------------------- bugs of peers
+
+
+def last_micro_batch_dropped():
+    """The step's last contribution arrives after the gradients have been read."""
+    reduction.fold = lambda total, pieces, *, fresh: FOLD(total, pieces if fresh else pieces[:-1], fresh=fresh)
+    return mlp()
+
+
+def padding_summed_into_the_next_parameter():
+    """Offsets count a parameter without its padding; the padding holds what the memory held before."""
+
+    def send(self, flight):
+        landing = self._landing(flight)
+        for slot, following in pairwise(flight.accumulator.buffer.bucket.slots):
+            landing[slot.stop : following.start] = 0.5
+            length = min(following.start - slot.stop, following.numel)
+            landing[following.start : following.start + length] += landing[slot.stop : slot.stop + length]
+        SEND(self, flight)
+
+    reduction.Reduction._send = send
+    return mlp()
+
+
+def average_divided_twice():
+    """Once where the gradients are summed and once more where they are used."""
+
+    def average(total, ranks):
+        AVERAGE(total, ranks)
+        AVERAGE(total, ranks)
+
+    gradient.average_ = average
+    return mlp()
+
+
+# -------------------------------------------------------------------------------------------- jobs that are special
+
+
+def batch_norm():
+    return mlp(nn.BatchNorm1d(12))
+
+
+def dropout():
+    return mlp(nn.Dropout(0.3))
+
+
+def unsteady():
+    """A loader that is read on and on, whatever step and micro-batch are asked for."""
+    return mlp(batch=lambda step, index: batch(0, next(calls)))
+
+
+def by_rank():
+    return mlp(batch=lambda step, index: batch(step, index + 7 * int(os.environ.get("RANK", "0"))))
+
+
+def fails_on_rank_1():
+    def failing(model, batch):
+        if os.environ.get("RANK") == "1" and next(calls) == 5:
+            raise ArithmeticError("only here")
+        return loss(model, batch)
+
+    return mlp(loss=failing)
+
+
+def whole_tensors():
+    return mlp(
+        model=nn.Linear(10, 60), optimizer=torch.optim.Adafactor, loss=lambda model, batch: model(batch[0]).mean()
+    )
+
+
+def without_loss():
+    job = mlp()
+    del job["loss"]
+    return job
+
+
+def misspelt():
+    return mlp(optimiser=torch.optim.SGD)
+
+
+def cannot_be_built():
+    raise OSError("no such corpus")
+
+
+def cannot_be_trained():
+    return mlp(loss=lambda model, batch: model(batch[1]))

@@ -1,0 +1,318 @@
+"""`zeroshard verify`: what it finds equal, what it must catch, and what it says to input it cannot use."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import jobs
+import ranks
+from zeroshard.cli import compare, launch
+from zeroshard.cli.config import InputError
+from zeroshard.cli.main import app
+from zeroshard.cli.question import Difference, Question
+from zeroshard.cli.verify import Cell, notes
+from zeroshard.errors import UserError
+from zeroshard.planner import job
+
+ROOT = Path(__file__).parents[1]
+EXAMPLE, JOBS, PAGE = ROOT / "examples" / "job.py", ROOT / "tests" / "jobs.py", ROOT / "docs" / "verify.md"
+LIMIT = 100  # seconds a command may take before it counts as hung
+ONE = ("--ranks", "2", "--bucket-mib", "24")  # two configurations, with and without overlap, at two ranks
+
+
+def run(*words, cwd=ROOT / "tests"):
+    command = [sys.executable, "-m", "zeroshard", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False, cwd=cwd)
+
+
+def check_rank(folder):
+    try:
+        compare.check_rank(Path(folder), ranks.rank(), ranks.world())
+    finally:
+        jobs.undo()  # these processes go on to other tests
+
+
+@pytest.fixture
+def warm(monkeypatch, capsys):
+    """`warm(name, *words)`: the command in this process, its ranks in warm ones; exit code and the object of --json."""
+
+    def start_ranks(command, world):
+        name, folder = command
+        assert name == "verify-rank"
+        ranks.run(world, check_rank, folder, group="env")
+        return 0
+
+    def run(name, *words):
+        code = app(["verify", f"jobs:{name}", *words, "--json"], standalone_mode=False)
+        shown = capsys.readouterr()
+        assert shown.err == ""
+        return code, json.loads(shown.out)
+
+    monkeypatch.setattr(launch, "start_ranks", start_ranks)
+    yield run
+    jobs.undo()
+
+
+# --------------------------------------------------------------------------------------------------------- what is equal
+
+
+def test_the_grid_of_a_gpt_with_dropout_and_tied_weights():
+    """The example at 1, 2 and 3 ranks: stages x bucket sizes x overlap, and 1 rank with twice the micro-batches."""
+    (command, *shown) = re.findall(r"^\$ zeroshard (.*?)^```", PAGE.read_text(), re.M | re.S)[0].rstrip().splitlines()
+    done = run(*command.split(), cwd=ROOT)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [line.rstrip() for line in done.stdout.strip().splitlines()] == shown
+    rows = re.findall(r"^([0-3]) +(24|small) +(on|off) +equal +equal +equal *$", done.stdout, re.MULTILINE)
+    assert rows == [(str(s), b, o) for s in (0, 3) for b in ("24", "small") for o in ("on", "off")]
+    assert re.search(r"^elastic +equal +the reference *$", done.stdout, re.MULTILINE)
+    assert "reference: plain PyTorch in one process" in done.stdout
+    assert "all 25 are equal, bit for bit\n" in done.stdout
+
+
+def test_sixteen_bit_weights_and_clipping(warm):
+    """bf16, clipped, by the module's name: what one process with fp32 masters and fp32 sums gives."""
+    words = ("--ranks", "1,2,3", "--stage", "1,2", "--bucket-mib", "small", "--precision", "bf16", "--clip", "0.2")
+    code, found = warm("dropout", *words)
+    assert (code, found["equal"]) == (0, True)
+    assert [each["ranks"] for each in found["results"]] == [1] * 5 + [2] * 4 + [3] * 4
+    assert {(each["result"], each["difference"]) for each in found["results"]} == {("equal", None)}
+    assert found["results"][4]["accumulate"] == 4  # 1 rank x 4 is 2 ranks x 2
+
+
+def test_buffers_that_training_changes(warm):
+    """One process has no counterpart for rank 0's running statistics, so the stages are held against stage 0."""
+    code, found = warm("batch_norm", "--ranks", "1,2", "--stage", "3", "--bucket-mib", "24")
+    assert (code, found["equal"]) == (0, True)
+    assert [(each["ranks"], each["reference"]) for each in found["results"]] == [
+        (1, "plain PyTorch"), (1, "plain PyTorch"), (2, "stage 0"), (2, "stage 0"),
+    ]  # fmt: skip
+    assert "training changes buffers (2.running_mean, 2.running_var, " in found["notes"][0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", [f"{EXAMPLE}:job", f"{JOBS}:dropout"])
+def test_the_whole_grid(name, precision):
+    """All that is compared by default, at 2, 3 and 4 ranks, with clipping."""
+    done = run("verify", name, "--precision", precision, "--clip", "0.5")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "all 49 are equal" in done.stdout
+
+
+# ------------------------------------------------------------------------------------------------------- what is caught
+
+
+@pytest.mark.parametrize(
+    ("bug", "first"),
+    {
+        "last_micro_batch_dropped": "0.weight",
+        "padding_summed_into_the_next_parameter": "0.bias",  # the first parameter stays right
+        "average_divided_twice": "0.weight",
+    }.items(),
+)
+def test_a_known_bug_of_a_peer_is_caught(warm, bug, first):
+    """Both configurations of both stages name step 1, the parameter, its element, and the rank that owns it."""
+    code, found = warm(bug, *ONE, "--stage", "0,2")
+    assert (code, found["equal"]) == (1, False)
+    assert [(each["stage"], each["overlap"]) for each in found["results"]] == [
+        (0, True), (0, False), (2, True), (2, False),
+    ]  # fmt: skip
+    for each in found["results"]:
+        place = each["difference"]
+        assert (each["result"], place["step"], place["what"], place["element"]) == ("different", 1, first, 0)
+        assert place["rank"] == place["owner"] in (0, 1)
+        assert float(place["got"]) != float(place["want"])
+    code, found = warm("mlp", *ONE, "--stage", "0,2")  # the same without the bug
+    assert (code, found["equal"]) == (0, True)
+
+
+def test_a_job_that_does_not_repeat_itself_is_told_apart(capsys):
+    """Then zeroshard is not what differs, and no rank is started."""
+    assert app(["verify", "jobs:unsteady", *ONE], standalone_mode=False) == 1
+    shown = capsys.readouterr().out
+    says = "the job does not repeat itself: two runs without zeroshard differ at step 1, loss of micro-batch 0: "
+    assert shown.startswith(says) and shown.count("\n") == 1
+
+
+def test_a_job_that_looks_at_its_rank(warm):
+    code, found = warm("by_rank", *ONE, "--stage", "1")
+    places = [(d["step"], d["what"], d["rank"]) for d in (each["difference"] for each in found["results"])]
+    assert (code, places) == (1, [(1, "loss of micro-batch 1", 1)] * 2)
+    assert "seems to depend on the rank or process" in found["notes"][-1]
+
+
+def test_a_rank_that_fails_ends_its_column():
+    """Alone it raises, in the second run of the first configuration; a failure at once, not after the time-out."""
+    done = run("verify", "jobs:fails_on_rank_1", *ONE, "--stage", "0", "--steps", 2)
+    assert done.returncode == 1
+    assert "ArithmeticError: only here" in done.stderr
+    assert re.findall(r"^0 +24 +(?:on|off) +(failed|not run) *$", done.stdout, re.MULTILINE) == ["failed", "not run"]
+    assert "1 failed, 1 not run" in done.stdout
+
+
+# ------------------------------------------------------------------------------------------------------------ bad input
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--ranks 0", "--ranks must be at least 1 each, got 0"),
+        ("--ranks 2,-3", "--ranks must be at least 1 each, got -3"),
+        ("--ranks two", "--ranks takes whole numbers between commas, as in 1,2,3; got 'two'"),
+        ("--stage 4", "--stage must be of 0, 1, 2 and 3, got 4"),
+        ("--steps 0", "--steps must be at least 1, got 0"),
+        ("--accumulate -1", "--accumulate must be at least 1, got -1"),
+        ("--seed -1", "--seed must be at least 0, got -1"),
+        ("--clip -1", "--clip must be a number above 0, got -1.0"),
+        ("--timeout 0", "--timeout must be a number above 0, got 0.0"),
+        ("--bucket-mib smal", "--bucket-mib: 'smal' is no size; did you mean 'small'? (one of: small, 24, 0.5)"),
+        ("--bucket-mib -1", "--bucket-mib must be above 0 MiB, got -1"),
+        ("--bucket-mib nan", "--bucket-mib must be above 0 MiB, got nan"),
+    ],
+)
+def test_settings_that_cannot_be(words, says):
+    with pytest.raises(InputError) as error:
+        app(["verify", "jobs:mlp", *words.split()], standalone_mode=False)
+    assert str(error.value) == says
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    {
+        "jobs": "a job is named module:function\n  got: 'jobs'",
+        "jobs:mlq": "got: 'mlq'\n  instead: did you mean 'mlp'?",
+        "no_such_module:job": "ModuleNotFoundError: No module named 'no_such_module'",
+        "{tests}/job.py:mlp": "the job's file does not exist\n  where: {tests}/job.py\n  instead: did you mean '{tests}/jobs.py'?",
+        "jobs:without_loss": "this question needs the job's loss",
+        "jobs:misspelt": "got: 'optimiser'\n  instead: did you mean 'optimizer'?",
+        "jobs:cannot_be_built": "jobs:cannot_be_built()\n  got: OSError: no such corpus",
+        "jobs:cannot_be_trained": "jobs:cannot_be_trained, loss(model, batch(0, 0)), or its backward\n  got: RuntimeError",
+    }.items(),
+)  # fmt: skip
+def test_jobs_that_cannot_be(name, says):
+    with pytest.raises(UserError) as error:
+        app(["verify", name.format(tests=JOBS.parent), *ONE], standalone_mode=False)
+    assert says.format(tests=JOBS.parent) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("jobs:mlp --stage 5", "zeroshard: --stage must be of 0, 1, 2 and 3, got 5\n"),
+        ("jobs:mlp --stag 1", "No such option: --stag"),
+        ("jobs:mlp --precision fp8", "'fp8' is not one of 'fp32', 'bf16'"),
+        ("", "Missing argument 'MODULE:FUNCTION'"),
+        ("jobs:cannot_be_built", "zeroshard: the job's function raised; where: jobs:cannot_be_built(); got: OSError"),
+        pytest.param(
+            "jobs:whole_tensors --ranks 2 --stage 1",
+            "zeroshard: stage 1, buckets 24 MiB, overlap on: this optimizer works on whole tensors; where: Adafactor",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(words, says):
+    done = run("verify", *words.split())
+    assert (done.returncode, done.stdout) == (2, "")
+    assert says in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_ranks_are_its_own(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")
+    with pytest.raises(InputError, match="^verify starts its own ranks; run it without torchrun$"):
+        app(["verify", "jobs:mlp"], standalone_mode=False)
+
+
+# ----------------------------------------------------------------------------------------------------------------- parts
+
+
+def question(**more):
+    settings = {
+        "job": "jobs:mlp", "ranks": (1, 2, 3), "stages": (0, 3), "buckets": ("24", "small"), "steps": 2, "accumulate": 2,
+        "precision": "fp32", "clip": None, "seed": 0, "timeout": 60.0,
+    }  # fmt: skip
+    return Question(**{**settings, **more})
+
+
+def test_a_question_survives_its_file(tmp_path):
+    asked = question(clip=0.5, buffers=("a",))
+    asked.save(tmp_path)
+    assert Question.load(tmp_path) == asked
+
+
+@pytest.mark.parametrize(
+    ("more", "most"),
+    [
+        ({"ranks": (1, 2, 3)}, 2),
+        ({"ranks": (2, 4, 3, 1)}, 4),
+        ({"ranks": (3, 4)}, None),  # nothing to compare 4 with
+        ({"accumulate": 3}, None),  # a third of a loss is not exact
+        ({"buffers": ("a",)}, None),
+    ],
+)
+def test_where_fewer_ranks_must_equal_more(more, most):
+    asked = question(**more)
+    assert asked.elastic == most
+    for world in asked.ranks:
+        extra = [each for each in asked.configurations(world) if each.plain != world]
+        if most is None or world == 3 or world == most:
+            assert extra == []
+        else:
+            ((stage, _, _, accumulate, plain),) = extra
+            assert (stage, accumulate * world, plain) == (3, asked.accumulate * most, most)
+
+
+def test_equal_means_bits():
+    """-0.0 is not 0.0, NaN is NaN, and another dtype or shape is another tensor."""
+    tensor = torch.tensor([0.0, torch.nan, 1.0])
+    assert compare._first_unequal(tensor, tensor.clone()) is None
+    assert compare._first_unequal(tensor, torch.tensor([-0.0, torch.nan, 2.0])) == (
+        0, "0.0", "-0.0", "2 of 3 elements differ",
+    )  # fmt: skip
+    assert compare._first_unequal(tensor.half(), tensor)[1:3] == ("torch.float16 (3,)", "torch.float32 (3,)")
+
+
+def test_the_first_difference_names_the_rank_to_look_at():
+    """The rank whose copy differs, or, where all copies are wrong alike, the owner of the element."""
+    weight = Difference(2, 5, "w", 0, 7, "1.0", "2.0", "", owner=2)
+    loss = Difference(3, 0, "loss of micro-batch 1", 1, None, "1.0", "2.0", "")
+    assert compare.first_of([None, None]) is None
+    assert compare.first_of([None, weight._replace(rank=1), weight._replace(rank=2)]).rank == 1
+    assert compare.first_of([weight, weight._replace(rank=1)]).rank == 2
+    assert compare.first_of([loss, weight._replace(rank=1)]).what == "w"  # step 2 comes before step 3
+
+
+def test_what_a_reader_should_know_is_said():
+    """Other data per rank, buffers that change, and a job that does not train, each beside the grid."""
+    asked = question(ranks=(2,))
+    loss = Difference(1, 1, "loss of micro-batch 1", 1, None, "1.0", "2.0", "")
+    all_losses = [Cell(2, each, "different", loss) for each in asked.configurations(2)]
+    assert "depend on the rank or process" in notes(asked, all_losses, True)[-1]
+    assert len(notes(asked, [*all_losses[1:], Cell(2, asked.configurations(2)[0], "equal")], True)) == 1
+    assert "no parameter changed" in notes(asked, [], False)[-1]
+    (note,) = notes(question(ranks=(1, 2), buffers=("running_mean",)), [], True)
+    assert "stage 0 without overlap, because training changes buffers (running_mean)" in note
+    assert note.endswith("; at 1 rank plain PyTorch in one process, the same micro-batches one after the other")
+
+
+def test_a_job_by_path(tmp_path, monkeypatch):
+    """A file is loaded once, under no installed module's name, and finds its neighbours."""
+    (tmp_path / "neighbour_of_json.py").write_text("ANSWER = 42")
+    (tmp_path / "json.py").write_text("from neighbour_of_json import ANSWER\ndef job(): return ANSWER\n")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    function = job.find(f"{tmp_path}/json.py:job")
+    assert function() == 42
+    assert job.find(f"{os.path.relpath(tmp_path)}/json.py:job") is function
+    assert sys.modules["json"] is json
+
+
+def test_help_tells_the_contract(capsys):
+    app(["verify", "--help"], standalone_mode=False)
+    shown = capsys.readouterr().out
+    assert all(part in shown for part in ("model", "optimizer(params)", "batch(step, index)", "loss(model, batch)"))

@@ -629,6 +629,41 @@ def test_planned_from_shapes_is_what_the_engine_holds(ranks, tmp_path, stage, bo
     assert plan.stages[0].total == max(sum(held.values()) for held, _ in seen)
 
 
+def moved_by_the_engine(stage, accumulate, no_sync):
+    """Bytes of the second of two steps, and the layout they moved on."""
+    model = nn.Sequential(*(nn.Linear(20, 20) for _ in range(3)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    precision = zeroshard.Precision(param_dtype=torch.bfloat16)
+    zero = zeroshard.shard(model, optimizer, stage=stage, precision=precision)
+    for _ in range(2):
+        before = zero.ledger().traffic
+        for backward in range(accumulate):
+            local = no_sync and backward < accumulate - 1
+            with zero.no_sync() if local else contextlib.nullcontext():
+                # With a gradient of its own, or autograd would not need the first layer's weights in backward.
+                x = torch.ones(2, 20, dtype=torch.bfloat16, requires_grad=True)
+                model(x).float().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        list(map(torch.Tensor.sum, model.parameters())) if stage != 3 else None  # wait for what the step sent
+    after = zero.ledger().traffic
+    columns = ("logical", "sent", "sent_and_received")
+    moved = {
+        verb: tuple(getattr(after[verb], c) - getattr(before[verb], c) for c in columns)
+        for verb in ("reduce", "gather")
+    }
+    return moved, zero.partition
+
+
+@pytest.mark.parametrize(("accumulate", "no_sync"), [(1, False), (3, False), (3, True)])
+def test_planned_traffic_is_what_the_engine_moves(ranks, stage, accumulate, no_sync):
+    """Logical, sent, sent + received, of reductions and of gathers, on both ranks."""
+    for rank, (moved, cut) in enumerate(ranks.run(2, moved_by_the_engine, stage, accumulate, no_sync)):
+        recipe = closed.PRESETS["zeroshard"]
+        want = states.recipe_traffic(cut, STAGES[stage], rank, recipe, accumulate=accumulate, no_sync=no_sync)
+        assert moved == {"reduce": want.reduce, "gather": want.gather}
+
+
 @given(cut=cuts(), stage=st.sampled_from([0, 1, 2, 3]))
 @settings(deadline=None)
 def test_the_rank_shown_holds_most(cut, stage):

@@ -243,7 +243,8 @@ def passes(place: Placements, *, accumulate: int = 1, no_sync: bool = False) -> 
     """(reductions, gathers) of the whole model in a step of `accumulate` backwards.
 
     Every backward is reduced by itself, unless `no_sync` adds up on the rank first. Sharded parameters are gathered
-    for each forward and each backward, replicated ones once, after the step.
+    for each forward and each backward, replicated ones once, after the step. The most, that is: backward does not
+    gather what autograd needs no weights of (an embedding; a first layer whose input needs no gradient).
     """
     return (1 if no_sync else accumulate), (2 * accumulate if place.parameters else 1)
 

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text as Styled
 
 from zeroshard.cli import screen
-from zeroshard.cli.config import InputError
+from zeroshard.cli.config import InputError, one_line
 from zeroshard.errors import UserError
 from zeroshard.planner.closed import PADDING, Moved, number
 from zeroshard.planner.plan import Plan, StagePlan, plan
@@ -69,12 +69,6 @@ def show_text(letter: str, *, as_json: bool) -> None:
     screen.say("\n[bold]Where the text differs[/bold]")
     for correction in found.corrections:
         screen.console.print(f"  - {correction}", markup=False)
-
-
-def one_line(error: UserError) -> str:
-    """`no such preset; got 'papr'; instead: did you mean 'paper'?`"""
-    what, *facts = str(error).splitlines()
-    return "; ".join([what, *(fact.strip() for fact in facts)])
 
 
 def _show(table: Table) -> None:

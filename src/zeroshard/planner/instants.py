@@ -197,7 +197,7 @@ def _reductions(
         waiting.pop(bucket.index, 0)
         alive.append([*landing(bucket), receive(bucket)])
         most[bucket.index] = sum(waiting.values()) + sum(map(sum, alive)) + sum(pool)
-        while len(alive) > (in_flight if partition.ranks > 1 else 0):  # alone, a reduction is through at once
+        while len(alive) > in_flight:
             for nbytes in reversed(alive.pop(0)):
                 pool = [*pool, nbytes][-POOL:]
     return most

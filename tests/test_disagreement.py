@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -209,3 +213,30 @@ def stale_handles(stage: int):
 def test_a_kept_gradient_handle_speaks_for_nothing_else(ranks, stage):
     """After clearing and another backward, or under another parameter, it is refused."""
     assert ranks.run(2, stale_handles, stage) == [True, True]
+
+
+# ------------------------------------------------------------------------------------------- a rank that ends by itself
+
+
+ALONE = """
+import sys, torch, zeroshard
+model = torch.nn.Linear(4, 4)
+zero = zeroshard.shard(model, torch.optim.SGD(model.parameters(), 0.1))
+if zero.rank == 1:
+    {how}
+model(torch.ones(1, 4)).sum().backward()
+"""
+
+
+@pytest.mark.parametrize("how", ["raise ArithmeticError('only here')", "sys.exit(3)"], ids=["exception", "exit"])
+def test_a_rank_that_ends_alone_ends_the_others(tmp_path, how):
+    """At its end a rank waits for the others, but not for ever, and not at all where an exception ends it."""
+    script = tmp_path / "alone.py"
+    script.write_text(ALONE.format(how=how))
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, timeout=60, check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert ("ArithmeticError: only here" if "raise" in how else "a peer is gone") in done.stderr

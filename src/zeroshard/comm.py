@@ -22,6 +22,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -237,6 +239,7 @@ class Group:
 
 
 _HEADER = 6
+LEAVING = 10.0  # seconds that a rank whose program ends waits for the others
 
 
 class ProcessGroup(Group):
@@ -377,15 +380,23 @@ def _start(settings: Comm, device: torch.device) -> None:
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
 
     def finish() -> None:
-        # A gloo process that leaves right after its last collective can abort peers that still read from it.
+        # A gloo process that leaves right after its last collective can abort peers that still read from it. But one
+        # that an exception ends must not wait for peers that wait for it: then its own error is what they need.
         if dist.is_initialized():
-            with contextlib.suppress(
-                RuntimeError
-            ):  # a peer is gone already; its own error says more than this one would
-                dist.barrier()
+            if dist.get_backend() == "gloo" and not hasattr(sys, "last_value"):
+                with contextlib.suppress(RuntimeError):  # a peer is gone already; its own error says more
+                    _leave_together()
             dist.destroy_process_group()
 
     atexit.register(finish)
+
+
+def _leave_together() -> None:
+    # Through the store and not by a collective: one that peers never join could not be given up.
+    store, deadline = dist.distributed_c10d._get_default_store(), time.monotonic() + LEAVING
+    store.add("zeroshard/leaving", 1)
+    while store.add("zeroshard/leaving", 0) < dist.get_world_size() and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 class _Groups:

@@ -1,17 +1,31 @@
 """A simulated rank is the real one without values: the same bytes, the same order, on one process."""
 
 import dataclasses
+import importlib.util
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import models
 import reference
+import zeroshard
 from zeroshard import Comm, Layout, Precision, shard
+from zeroshard.cli import check
 from zeroshard.errors import UserError
+from zeroshard.planner import own, states
 from zeroshard.planner.machines import MACHINES, machine
-from zeroshard.planner.simulate import simulate
+from zeroshard.planner.simulate import PASSING, simulate
 from zeroshard.planner.timeline import replay
+
+ROOT = Path(__file__).parents[1]
+_spec = importlib.util.spec_from_file_location("published", ROOT / "bench" / "published.py")
+published = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(published)
 
 CASES = {
     "gpt": {},
@@ -166,7 +180,7 @@ def test_a_timeline_adds_up(stage):
     updated = 10**6
     for cluster in (MACHINES["a100"], fast):
         line = replay(run.events, cluster, ranks=16, updated_nbytes=updated, ordered=False)
-        assert line.step == pytest.approx(line.compute + line.optimizer + line.exposed, rel=1e-12)
+        assert line.step == pytest.approx(line.compute + line.summing + line.optimizer + line.exposed, rel=1e-9)
         assert line.compute == pytest.approx(run.flops / (cluster.flops * cluster.efficiency), rel=1e-12)
         for stream in ("compute", "link"):  # one thing at a time
             ends = 0.0
@@ -191,3 +205,174 @@ def test_collectives_take_what_their_bytes_and_hops_take():
     assert m.ring_seconds(1e9, 1) == m.exchange_seconds(1e9, 1) == 0.0
     with pytest.raises(UserError, match="did you mean 'a100'"):
         machine("a10")
+
+
+# ------------------------------------------------------------------------------------------------- plans of a user's job
+
+EXAMPLE = str(ROOT / "examples" / "job.py") + ":job"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_plan_of_a_job(precision):
+    """At rest as the ledger of a simulated step says, the peak at a named part of the step, activations beside."""
+    found = zeroshard.plan(EXAMPLE, ranks=2, precision=precision, accumulate=2)
+    assert [stage.stage for stage in found.stages] == [0, 1, 2, 3]
+    assert found.parameters == 27_936
+    for stage in found.stages:
+        run = simulate(
+            EXAMPLE, ranks=2, rank=stage.rank, stage=stage.stage, accumulate=2, precision=own.precision(precision)
+        )
+        held = {state: n for state, n in run.ledger.held.items() if n and state not in PASSING}
+        assert dict(stage.states) == held
+        assert stage.total == sum(held.values())
+        assert stage.peak == max(peak.total for phase, peak in run.ledger.phases.items())
+        assert stage.peak == stage.total + max(instant.total for instant in stage.instants)
+        assert any(
+            instant.name == stage.peak_at and stage.total + instant.total == stage.peak for instant in stage.instants
+        )
+        assert stage.activations == run.activations > 0
+    json.dumps(found.json())
+    totals = [stage.total for stage in found.stages]
+    assert totals == sorted(totals, reverse=True)
+
+
+def test_a_plan_of_a_job_answers():
+    """Whether it fits with its activations, and the cheapest change that makes it."""
+    fits = zeroshard.plan(EXAMPLE, ranks=4, gpu_mem="2MiB")
+    assert all(stage.fits for stage in fits.stages) and not fits.advice
+    tight = zeroshard.plan(EXAMPLE, ranks=4, stage=1, gpu_mem="600KiB")
+    assert [stage.fits for stage in tight.stages] == [False]
+    whats = [change.what for change in tight.advice]
+    assert whats == ["stage 2", "stage 3", "and recompute activations in backward"]
+    assert [change.fits for change in tight.advice] == [False, False, True]
+    recomputed = zeroshard.plan(EXAMPLE, ranks=4, stage=3, checkpoint=True, gpu_mem="600KiB").stages[0]
+    assert recomputed.fits and recomputed.peak + recomputed.activations == tight.advice[-1].nbytes
+
+
+def test_a_plan_of_a_job_refuses_what_it_cannot_use():
+    for settings, word in (
+        ({"preset": "paper"}, "preset"),
+        ({"instances": 1}, "instances"),
+        ({"precision": "fp8"}, "fp"),
+        ({"params": 7}, "one of"),
+    ):
+        with pytest.raises(UserError, match=word):
+            zeroshard.plan(EXAMPLE, **settings)
+    with pytest.raises(UserError, match="for jobs"):
+        zeroshard.plan(params=7e9, checkpoint=True)
+    with pytest.raises(UserError, match="cannot be imported"):
+        zeroshard.plan("no.such.module:job")
+
+
+def command(*words):
+    words = [sys.executable, "-m", "zeroshard", *map(str, words)]
+    return subprocess.run(words, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT)
+
+
+def test_predicted_equals_held_on_real_ranks():
+    """`zeroshard plan --check`: every state and every peak of every rank at every stage, to the byte."""
+    done = command(
+        "plan", EXAMPLE, "--ranks", 3, "--check", "--json", "--accumulate", 2, "--no-sync", "--precision", "bf16"
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    rows = json.loads(done.stdout)["rows"]
+    compared = [row for row in rows if not row["what"].startswith("measured")]
+    assert {(row["stage"], row["rank"]) for row in compared} == {(s, r) for s in range(4) for r in range(3)}
+    assert all(row["difference"] == 0 for row in compared)
+    whats = {row["what"] for row in compared}
+    assert {
+        "at rest",
+        "parameters",
+        "gradients",
+        "master",
+        "exp_avg",
+        "step",
+        "peak in forward",
+        "peak in reduce",
+    } <= whats
+    assert all(row["held"] > 0 for row in rows if row["what"] == "measured: process")
+
+
+def test_a_wrong_prediction_is_seen(monkeypatch, capsys):
+    """One byte too many, and the command says where and fails."""
+    asked = check.Check(job=EXAMPLE, ranks=1, stages=(2,))
+    rows = check.compare(asked)
+    assert all(row["difference"] == 0 for row in rows if row["what"] not in check.MEASURED)
+    right = states.predict_states
+    monkeypatch.setattr(
+        states, "predict_states", lambda zero: {**right(zero), "gradients": right(zero)["gradients"] + 1}
+    )
+    assert check.check(asked) == 1
+    assert "the first: stage 2, rank 0, gradients" in capsys.readouterr().out
+
+
+def test_the_simulate_command(tmp_path):
+    """Two ranks of 1,024: bytes as integers, messages that add up, and a trace that opens."""
+    trace = tmp_path / "trace.json"
+    words = ("simulate", EXAMPLE, "--ranks", 1024, "--rank", "0,1023", "--machine", "h100", "--trace", trace)
+    done = command(*words, "--json")
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    for found in json.loads(done.stdout)["simulated"]:
+        assert found["predicted"] == found["held"]
+        assert found["peak"]["total"] >= sum(found["held"].values())
+        assert sum(each["logical"] * each["per_step"] for each in found["collectives"]) == sum(
+            moved["logical"] for moved in found["traffic"].values()
+        )
+        clock = found["time"]
+        assert clock["step"] == pytest.approx(
+            clock["compute"] + clock["summing"] + clock["optimizer"] + clock["exposed"]
+        )
+    for rank in (0, 1023):
+        assert json.loads((tmp_path / f"trace.json.rank{rank}").read_text())["traceEvents"]
+    shown = command(*words[:4])
+    assert "A step on the clock" in shown.stdout and "tokens/s" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("simulate", EXAMPLE, "--ranks", 0), "ranks is a number of at least 1"),
+        (("simulate", EXAMPLE, "--rank", 8), "no such rank"),
+        (("simulate", EXAMPLE, "--rank", "x"), "--rank takes whole numbers"),
+        (("simulate", EXAMPLE, "--stage", 4), "no such ZeRO stage"),
+        (("simulate", EXAMPLE, "--machine", "a10"), "did you mean 'a100'"),
+        (("simulate", "examples/job.py:jbo"), "did you mean 'job'"),
+        (("simulate", EXAMPLE, "--reduce", "orderd"), "did you mean 'ordered'"),
+        (("plan", EXAMPLE, "--precision", "bf8"), "did you mean 'bf16'"),
+        (("plan", EXAMPLE, "--check", "--gpu-mem", "1GiB"), "leave out --gpu-mem"),
+        (("plan", "--check"), "name one: train:job"),
+        (("plan", EXAMPLE, "--check", "--ranks", 0), "at least 1"),
+        (("plan", EXAMPLE, "--preset", "paper"), "a job says itself what it holds"),
+    ],
+)
+def test_bad_input_is_one_line(words, said):
+    done = command(*words)
+    assert done.returncode == 2
+    assert said in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+@pytest.mark.slow
+def test_a_model_of_seven_billion_on_1024_ranks():
+    """The LLaMA shape that the documentation quotes, within the memory it says."""
+    run = simulate(
+        published.job(32_000, 2048, 1, width=4096, blocks=32, inner=11_008, heads=32, shared=32, gated=True), ranks=1024
+    )
+    assert sum(param.numel() for param in run.zero.model.parameters()) == 6_738_411_520
+    assert states.predict_states(run.zero) == {s: n for s, n in run.ledger.held.items() if n and s not in PASSING}
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 4 * 2**20  # KiB
+
+
+def test_the_documentation_quotes_the_published_table():
+    """docs/simulation.md shows what bench/published.py wrote, errors as they are."""
+    page = (ROOT / "docs" / "simulation.md").read_text()
+    rows = json.loads((ROOT / "bench" / "results" / "published.json").read_text())["rows"]
+    assert len(rows) >= 3
+    for row in rows:
+        cells = (
+            row["what"],
+            f"{row['published']:g} {row['unit']}",
+            f"{row['simulated']:g}",
+            f"{row['error_percent']:+g} %",
+        )
+        assert f"| {' | '.join(cells)} |" in page, cells
+        assert row["source"].split(":")[0].split(",")[0] in page

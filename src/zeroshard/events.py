@@ -13,7 +13,7 @@ import contextlib
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 DEVICE = "device"
@@ -62,9 +62,12 @@ class Peak:
 class Record:
     """The last events, and the last changes of what is held."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, held: Mapping[str, int]) -> None:
+        """Start with what is held now."""
         self.events: deque[Event] = deque(maxlen=limit)
-        self.held: deque[tuple[int, str, int]] = deque(maxlen=limit)  # (time, state, bytes held from then on)
+        now = time.perf_counter_ns()
+        started = [(now, state, nbytes) for state, nbytes in held.items()]
+        self.held: deque[tuple[int, str, int]] = deque(started, maxlen=limit)  # (time, state, bytes held from then on)
 
 
 @dataclass

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from zeroshard.cli import launch, screen
+from zeroshard.cli.check import Check, check
 from zeroshard.cli.config import SIZES, InputError, Launch, RunConfig
 from zeroshard.cli.data import make_writable
+from zeroshard.stage import STAGES
 
 # Lines, because a model of this size cannot count the blanks of an indented block.
 PROMPTS = ("def ", "class ", "import ", "from ", "if ", "for ", "return ", "raise ", "self.", "# ")
@@ -41,6 +43,11 @@ def demo(*, steps: int, ranks: int, seed: int, out: str) -> int:
             return code
     screen.console.print()
     code = compare(runs[3], runs[0])
+    screen.say("\n[bold]What the planner says of this model, beside a run at every stage[/bold]")
+    planned = check(Check(job="zeroshard.cli.model:demo_job", ranks=ranks, stages=tuple(STAGES)))
+    if planned not in (0, launch.FAILED):
+        return planned
+    code = code or planned
     screen.say("\n[bold]What the model writes, a line after each beginning[/bold]\n")
     for line in _sample(runs[3], seed):
         screen.console.print(f"  {line}", markup=False, style="cyan", soft_wrap=True)

@@ -16,11 +16,15 @@ import signal
 import sys
 import tempfile
 import threading
+import traceback
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from zeroshard.cli.config import InputError, one_line
+from zeroshard.errors import Error
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -113,6 +117,21 @@ def end_at_once_when_told(launched: bool) -> None:
         os._exit(INTERRUPTED)
 
     threading.Thread(target=watch, name="end-at-once", daemon=True).start()
+
+
+def alone(work: Callable[..., None], *args: Any) -> None:
+    """Do one rank's work; where it fails, say so and end at once, for the other ranks may be waiting for this one."""
+    try:
+        work(*args)
+    except InputError:
+        raise
+    except Exception as error:
+        if isinstance(error, Error):
+            print(f"zeroshard: rank {os.environ.get('RANK', '0')}: {one_line(error)}", file=sys.stderr, flush=True)
+        else:
+            traceback.print_exc()
+            sys.stderr.flush()
+        os._exit(FAILED)
 
 
 def _leave_it_to_the_watch(number: int, frame: FrameType | None) -> None:

@@ -201,20 +201,35 @@ def plan(
         str | None,
         _option(ANSWER, "80GiB, 80GB, 24576MiB: does it fit, what would?", metavar="BUDGET", show_default=False),
     ] = None,
+    precision: Annotated[
+        str | None,
+        _option(
+            RUN, "Of a job: fp32, its own dtypes, or bf16 with fp32 masters.", metavar="fp32|bf16", show_default=False
+        ),
+    ] = None,
+    checkpoint: Annotated[bool, _option(RUN, "Every unit of a job recomputes in backward.", "--checkpoint")] = False,
+    check: Annotated[
+        bool, _option(ANSWER, "Run the job on local ranks too: exit code 1 unless held = predicted.", "--check")
+    ] = False,
     as_json: Annotated[bool, _option(ANSWER, "As JSON, bytes as integers.", "--json")] = False,
 ) -> None:
     """What each rank holds and sends at every stage, before anything is built.
 
       zeroshard plan --params 7e9 --ranks 8 --gpu-mem 80GiB
       zeroshard plan --shapes path/to/Llama-3-8B --ranks 64
+      zeroshard plan train:job --ranks 8 --gpu-mem 80GiB
+      zeroshard plan train:job --ranks 2 --check
 
     --params is arithmetic on three numbers; --shapes lays the model out as the engine does, to the byte, with padding
-    and the peak of a step.
+    and the peak of a step; a job's own model, optimizer and loss run through the engine itself on tensors without
+    memory. --check then runs them on local ranks and compares every byte.
     """
     from zeroshard.cli import plan as command
 
     settings = dict(context.params)  # every option above, by its name; as_json and text are not the planner's
-    as_json, text = settings.pop("as_json"), settings.pop("text")
+    as_json, text, checked = settings.pop("as_json"), settings.pop("text"), settings.pop("check")
+    if checked:
+        raise typer.Exit(command.check_plan(as_json=as_json, text=text, **settings))
     if text is None:
         command.show_plan(as_json=as_json, **settings)
         return
@@ -280,6 +295,54 @@ def verify(
         timeout=timeout,
     )
     raise typer.Exit(run_verify(question, as_json=as_json))
+
+
+@app.command()
+def simulate(
+    job: Annotated[str, typer.Argument(metavar="MODULE:FUNCTION", help="train:job, or path/to/train.py:job.")],
+    ranks: Annotated[int, _option(RUN, "How many there would be.")] = 8,
+    rank: Annotated[str, _option(RUN, "Which of them to simulate: 0, or 0,511,1023.")] = "0",
+    stage: Stage = 3,
+    accumulate: Annotated[int, _option(RUN, "Backwards per step.")] = 1,
+    precision: Annotated[
+        Precision, _option(RUN, "fp32: the job's own dtypes; bf16: bfloat16 weights and inputs, fp32 masters.")
+    ] = "fp32",
+    checkpoint: Annotated[bool, _option(RUN, "Every unit recomputes in backward.", "--checkpoint")] = False,
+    bucket_mib: Annotated[float, _option(RUN, "The most one message moves.")] = 24.0,
+    prefetch: Annotated[int, _option(RUN, "Units gathered ahead of use.")] = 1,
+    reduce: Annotated[
+        str, _option(RUN, "ordered: the same bits at every stage; native: the backend's sum.")
+    ] = "ordered",
+    machine: Annotated[str, _option(ANSWER, "dgx-2, a100, a100-ethernet or h100.")] = "a100",
+    trace: Annotated[
+        str | None, _option(ANSWER, "Write what happened as a Chrome trace.", metavar="FILE", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, _option(ANSWER, "As JSON, bytes as integers.", "--json")] = False,
+) -> None:
+    """One rank of any number, on this machine, without the others and without memory.
+
+      zeroshard simulate train:job --ranks 1024 --rank 0,511,1023 --machine h100
+
+    The engine itself runs the job for three steps on tensors that have shapes but no memory, as one rank of many. It
+    says what that rank holds at rest and at its peak, every message, how evenly the layout shares the model, and, from
+    the machine's bandwidths, how long a step takes and how much of it waits for messages.
+    """
+    from zeroshard.cli.question import whole_numbers
+    from zeroshard.cli.simulate import show_simulation
+
+    show_simulation(
+        job, ranks=ranks, rank=whole_numbers("--rank", rank), stage=stage, accumulate=accumulate,
+        precision=precision, checkpoint=checkpoint, bucket_mib=bucket_mib, prefetch=prefetch, reduce=reduce,
+        on=machine, trace=trace, as_json=as_json,
+    )  # fmt: skip
+
+
+@app.command(hidden=True)
+def check_rank(folder: str) -> None:
+    """One rank of `zeroshard plan --check`, started by it."""
+    from zeroshard.cli.check import check_rank as run_rank
+
+    run_rank(folder)
 
 
 @app.command(hidden=True)

@@ -7,11 +7,13 @@ Shape suffixes:  B sequences, T bytes, D hidden, H heads, V vocabulary (256, one
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zeroshard.cli.config import Shape
+from zeroshard.cli.config import SIZES, Shape
 
 VOCABULARY = 256
 
@@ -54,6 +56,22 @@ def _initialise(module: nn.Module) -> None:
             nn.init.zeros_(module.bias)
     if isinstance(module, nn.Embedding):
         nn.init.normal_(module.weight, std=0.1)
+
+
+def demo_job() -> dict[str, Any]:
+    """The demo's model as a job: `zeroshard plan zeroshard.cli.model:demo_job --ranks 2 --check`. Bytes are random."""
+    shape = SIZES["tiny"]
+
+    def batch(step: int, index: int) -> Tensor:
+        generator = torch.Generator().manual_seed(step * 1000 + index)
+        return torch.randint(VOCABULARY, (16, shape.context + 1), generator=generator)
+
+    return {
+        "model": GPT(shape),
+        "optimizer": lambda params: torch.optim.AdamW(params, lr=shape.lr),
+        "batch": batch,
+        "loss": lambda model, x: F.cross_entropy(model(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten()),
+    }
 
 
 class GPT(nn.Module):

@@ -16,6 +16,7 @@ from zeroshard.errors import UserError
 from zeroshard.planner.closed import PADDING, Moved, number
 from zeroshard.planner.plan import Plan, StagePlan, plan
 from zeroshard.planner.texts import Line, text
+from zeroshard.stage import STAGES
 
 BAR = 24  # characters of the longest bar
 PASSING = "passing at the peak"
@@ -49,6 +50,22 @@ def show_plan(*, as_json: bool, **settings: Any) -> None:
         screen.say(f"  [dim]{escape(note)}[/dim]")
     if len(found.notes) > 8:
         screen.say(f"  [dim]and {len(found.notes) - 8} more notes in --json[/dim]")
+
+
+def check_plan(*, as_json: bool, text: str | None, **settings: Any) -> int:
+    """`--check`: the exit code. Only what a run can be asked is accepted."""
+    from zeroshard.cli.check import Check, check
+
+    job, stage = settings["job"], settings["stage"]
+    names = ("ranks", "accumulate", "no_sync", "precision", "bounds", "align", "bucket_mib")
+    other = {name: value for name, value in settings.items() if name not in (*names, "job", "stage") and value}
+    if job is None or text is not None or other:
+        what = ", ".join(f"--{name.replace('_', '-')}" for name in other) or "a job"
+        raise InputError(f"--check runs a job; {'leave out ' + what if other else 'name one: train:job'}")
+    if settings["ranks"] < 1 or settings["accumulate"] < 1:
+        raise InputError("--ranks and --accumulate must be at least 1")
+    given = {name: settings[name] for name in names if settings[name] is not None}
+    return check(Check(job=job, stages=tuple(STAGES) if stage is None else (stage,), **given), as_json=as_json)
 
 
 def show_text(letter: str, *, as_json: bool) -> None:
@@ -158,13 +175,16 @@ def _states(found: Plan) -> None:
 
 def _peaks(found: Plan) -> None:
     table = screen.new_table("At rest and passing, at the peak of a step", "stage", "bytes", "GiB", "passing", "at")
+    kept = any(stage.activations for stage in found.stages)
+    if kept:
+        table.add_column("activations", justify="right")
     for stage in found.stages:
         assert stage.peak is not None
-        table.add_row(
-            str(stage.stage), *nbytes_cells(stage.peak), f"{stage.peak - stage.total:,}", escape(str(stage.peak_at))
-        )  # fmt: skip
+        cells = (*nbytes_cells(stage.peak), f"{stage.peak - stage.total:,}", escape(str(stage.peak_at)))
+        table.add_row(str(stage.stage), *cells, *([f"{stage.activations:,}"] if kept else []))
     _show(table)
-    screen.say("  [dim]an upper bound for units used one after the other; activations come on top[/dim]")
+    how = "as the engine does it" if kept else "an upper bound for units used one after the other"
+    screen.say(f"  [dim]{how}; activations come on top[/dim]")
 
 
 def _traffic(found: Plan) -> None:
@@ -202,7 +222,9 @@ def _instances(found: Plan) -> None:
 
 
 def _answers(found: Plan, limit: int) -> None:
-    what = "at rest" if found.layout is None else "at the peak"
+    what = "at rest, without activations" if found.layout is None else "at the peak, without activations"
+    if any(stage.activations for stage in found.stages):
+        what = "at the peak, with activations"
     table = screen.new_table(
         f"Into {limit:,} bytes per rank", "stage", "fits", "to spare", "GiB", "largest, parameters"
     )
@@ -211,7 +233,7 @@ def _answers(found: Plan, limit: int) -> None:
         verdict = "[green]fits[/green]" if stage.fits else "[red]does not fit[/red]"
         table.add_row(str(stage.stage), verdict, *nbytes_cells(spare), f"{stage.largest or 0:,}")
     _show(table)
-    screen.say(f"  [dim]fits: {what}, without activations; largest: by states at rest alone[/dim]")
+    screen.say(f"  [dim]fits: {what}; largest: by states at rest alone[/dim]")
     fitting = [stage.stage for stage in found.stages if stage.fits]
     if fitting and len(found.stages) > 1:
         screen.say(f"  the lowest stage that fits: [bold]{fitting[0]}[/bold]")

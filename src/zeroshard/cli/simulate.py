@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from rich.markup import escape
@@ -12,33 +13,29 @@ from zeroshard.api import Zero
 from zeroshard.cli import screen
 from zeroshard.comm import Comm
 from zeroshard.layout import Layout
-from zeroshard.numerics import Precision
-from zeroshard.planner import states, timeline
+from zeroshard.planner import own, states, timeline
 from zeroshard.planner.machines import Machine, machine
-from zeroshard.planner.simulate import RECORDED, Simulation, simulate
+from zeroshard.planner.simulate import PASSING, RECORDED, Simulation, simulate
 from zeroshard.trace import chrome, facts
-
-PASSING = ("gather", "prefetch", "reduce", "staging")
 
 
 def show_simulation(
     job: str,
     *,
     ranks: int,
-    rank: list[int],
+    rank: Sequence[int],
     stage: int,
     accumulate: int,
-    on: str,
+    precision: str,
+    checkpoint: bool,
     bucket_mib: float,
     prefetch: int,
     reduce: str,
-    bf16: bool,
-    checkpoint: bool,
+    on: str,
     trace: str | None,
     as_json: bool,
 ) -> None:
-    import torch
-
+    """Simulate each of the ranks, and print. Raises `UserError` for what cannot be simulated."""
     cluster = machine(on)
     found = []
     for one in rank:
@@ -48,7 +45,7 @@ def show_simulation(
             rank=one,
             stage=stage,
             accumulate=accumulate,
-            precision=Precision(param_dtype=torch.bfloat16) if bf16 else None,
+            precision=own.precision(precision),
             layout=Layout(bucket_mib=bucket_mib),
             comm=Comm(prefetch=prefetch, reduce=reduce),  # type: ignore[arg-type]
             checkpoint=checkpoint,
@@ -101,6 +98,7 @@ def report(run: Simulation, cluster: Machine, *, ordered: bool) -> dict[str, Any
         "time": {
             "step": line.step,
             "compute": line.compute,
+            "summing": line.summing,
             "optimizer": line.optimizer,
             "exposed": line.exposed,
             "moving": line.moving,
@@ -161,6 +159,7 @@ def _show(found: dict[str, Any]) -> None:
     table = screen.new_table("A step on the clock", "what", "seconds")
     rows = {
         "compute": "compute",
+        "summing": "summing gradients in rank order",
         "optimizer": "optimizer",
         "exposed": "waiting for collectives",
         "step": "[bold]step[/bold]",

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import tempfile
-import traceback
 from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -21,9 +19,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from zeroshard.cli import launch, screen
-from zeroshard.cli.config import InputError, Launch, one_line
+from zeroshard.cli.config import InputError, Launch
 from zeroshard.cli.question import Configuration, Difference, Question
-from zeroshard.errors import Error
 
 WIDEST = 1000  # columns of a grid: a log wants its lines whole, and a terminal wraps them
 
@@ -79,18 +76,7 @@ def verify_rank(folder: str) -> None:
     launch.end_at_once_when_told(launched=True)
     from zeroshard.cli.compare import check_rank
 
-    try:
-        check_rank(Path(folder), place.rank, place.ranks)
-    except InputError:
-        raise
-    except Exception as error:
-        # At once: a normal exit meets the other ranks first, and they may be waiting for this one somewhere else.
-        if isinstance(error, Error):
-            print(f"zeroshard: rank {place.rank}: {one_line(error)}", file=sys.stderr, flush=True)
-        else:
-            traceback.print_exc()
-            sys.stderr.flush()
-        os._exit(launch.FAILED)
+    launch.alone(check_rank, Path(folder), place.rank, place.ranks)
 
 
 def _read(question: Question, folder: Path, ranks: int) -> list[Cell]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from ..errors import UserError, nearest
 from ..layout import Bounds, Layout, Partition, partition
@@ -28,7 +28,8 @@ class StagePlan:
     """One stage. All bytes are those of `rank`, which holds most; of equals the last.
 
     states: at rest, by state, padding apart. instants, peak: what passes through beside them, and the most of both
-    together (None in the closed form, which knows no units). largest: the most parameters whose states alone fit.
+    together (None in the closed form, which knows no units). activations: what a job's forward keeps for backward,
+    beside that. largest: the most parameters whose states alone fit.
     """
 
     stage: int
@@ -42,6 +43,7 @@ class StagePlan:
     peak_at: str | None = None
     fits: bool | None = None
     largest: int | None = None
+    activations: int = 0
 
     @property
     def total(self) -> int:
@@ -51,7 +53,7 @@ class StagePlan:
     @property
     def most(self) -> int:
         """What has to fit: the peak, or what is known of it."""
-        return self.total if self.peak is None else self.peak
+        return self.activations + (self.total if self.peak is None else self.peak)
 
     def json(self) -> dict[str, Any]:
         return {
@@ -65,6 +67,7 @@ class StagePlan:
             "instants": [instant.json() for instant in self.instants],
             "peak": self.peak,
             "peak_at": self.peak_at,
+            "activations": self.activations,
             "fits": self.fits,
             "largest": self.largest,
         }
@@ -107,7 +110,7 @@ class Plan:
 
 
 def plan(
-    job: str | None = None,
+    job: str | Callable[[], Any] | None = None,
     *,
     params: str | float | None = None,
     shapes: str | os.PathLike[str] | None = None,
@@ -123,17 +126,20 @@ def plan(
     align: int | None = None,
     bounds: str | None = None,
     bucket_mib: float | None = None,
+    precision: Literal["fp32", "bf16"] | None = None,
+    checkpoint: bool = False,
 ) -> Plan:
     """Bytes per rank of a model's states, at rest and at the worst instant, at one stage or all four.
 
-    One of: job, "module:function" (see `planner.job`); params, how many parameters (7e9); shapes, a JSON,
-    safetensors or Hugging Face file or folder.
+    One of: job, "module:function" or the function (see `planner.job`), run as it is on tensors without memory; params,
+    how many parameters (7e9); shapes, a JSON, safetensors or Hugging Face file or folder.
 
     ranks: over which states are sharded. stage: 0 to 3 (None: all). preset: bytes per parameter by name ("paper" for
     params, "zeroshard" for shapes); optimizer: another optimizer's states in it; bytes: a formula instead,
     "parameters=2,gradients=2,master=4,m=4,v=4". gpu_mem: "80GiB". accumulate: backwards per step. no_sync: added up
     on the rank before one reduction. instances: K copies of the sharded optimizer. align, bounds, bucket_mib: as
-    `Layout`'s, for shapes.
+    `Layout`'s, for shapes and jobs. precision: "fp32", a job's own dtypes, or "bf16" with fp32 masters. checkpoint:
+    every unit of a job recomputes its activations in backward.
 
     Raises `UserError` for whatever cannot be answered.
     """
@@ -147,13 +153,15 @@ def plan(
         )
     if preset is not None and bytes is not None:
         raise UserError("preset and bytes both say how many bytes a parameter takes", instead="one of the two")
+    if precision not in (None, *get_args(Literal["fp32", "bf16"])):
+        raise UserError("no such precision", got=repr(precision), instead=nearest(precision, ("fp32", "bf16")))
     _whole("ranks", ranks, RANKS_LIMIT if params is not None else LAYOUT_RANKS_LIMIT)
     _whole("accumulate", accumulate, 1 << 30)
     if instances is not None:
         _whole("instances", instances, ranks)
     if stage is not None and (type(stage) is not int or stage not in STAGES):
         raise UserError("no such ZeRO stage", expected="0, 1, 2 or 3", got=repr(stage), instead="stage=3")
-    asked = _Asked(
+    asked = Asked(
         ranks=ranks,
         stages=tuple(STAGES) if stage is None else (stage,),
         recipe=closed.recipe(
@@ -163,11 +171,18 @@ def plan(
         accumulate=accumulate,
         no_sync=bool(no_sync),
         instances=instances,
+        precision=precision or "fp32",
+        checkpoint=bool(checkpoint),
     )
     of_layout = {"align": align, "bounds": bounds, "bucket_mib": bucket_mib}
     of_layout = {name: value for name, value in of_layout.items() if value is not None}
     if job is not None:
-        return plan_job(job, asked, _layout(of_layout))
+        recipes = {"preset": preset, "bytes": bytes, "optimizer": optimizer, "instances": instances}
+        if told := [name for name, value in recipes.items() if value is not None]:
+            raise UserError(f"{' and '.join(told)}: a job says itself what it holds", instead="leave it out")
+        return _plan_job(job, asked, _layout(of_layout))
+    if precision is not None or checkpoint:
+        raise UserError("precision and checkpoint are for jobs", instead='plan("module:function", ...)')
     if params is not None:
         if of_layout:
             raise UserError(
@@ -178,7 +193,7 @@ def plan(
     return _plan_shapes(shapes, asked, _layout(of_layout))
 
 
-class _Asked(NamedTuple):
+class Asked(NamedTuple):
     """The settings of a plan, checked."""
 
     ranks: int
@@ -188,15 +203,14 @@ class _Asked(NamedTuple):
     accumulate: int
     no_sync: bool
     instances: int | None
+    precision: Literal["fp32", "bf16"]
+    checkpoint: bool
 
 
-def plan_job(job: str, asked: _Asked, layout: Layout) -> Plan:
-    """A plan of the user's own job, "module:function"."""
-    raise UserError(
-        "a job cannot be planned by its name; its shapes, or how many parameters it has, can",
-        got=repr(job),
-        instead="--shapes model.safetensors, or --params 7e9",
-    )
+def _plan_job(job: str | Callable[[], Any], asked: Asked, layout: Layout) -> Plan:
+    from .own import plan_job  # the only plan that needs torch
+
+    return plan_job(job, asked, layout)
 
 
 def _whole(name: str, value: object, most: int) -> None:
@@ -217,7 +231,7 @@ def _layout(settings: dict[str, Any]) -> Layout:
 # -------------------------------------------------------------------------------------------------------- closed form
 
 
-def _plan_params(numel: int, asked: _Asked) -> Plan:
+def _plan_params(numel: int, asked: Asked) -> Plan:
     ranks, recipe = asked.ranks, asked.recipe
 
     def of(stage: int) -> StagePlan:
@@ -237,13 +251,17 @@ def _plan_params(numel: int, asked: _Asked) -> Plan:
     notes = []
     if recipe.per_tensor:
         notes.append("step counters, 4 bytes per parameter tensor and rank, come on top; shapes count them")
-    return _finish("parameters", numel, asked, None, of, nbytes_of, RANKS_LIMIT, notes)
+
+    def advise(limit: int) -> list[Change]:
+        return closed.advice(max(asked.stages), ranks, recipe, limit, nbytes_of, RANKS_LIMIT)
+
+    return finish("parameters", numel, asked, None, of, advise, notes)
 
 
 # ------------------------------------------------------------------------------------------------------------- shapes
 
 
-def _plan_shapes(path: str | os.PathLike[str], asked: _Asked, layout: Layout) -> Plan:
+def _plan_shapes(path: str | os.PathLike[str], asked: Asked, layout: Layout) -> Plan:
     model = shapes.read(path)
     recipe = asked.recipe
     # Buckets are cut by the parameters' bytes in training, not in the file. A recipe may say 1.5; bytes are whole.
@@ -278,20 +296,23 @@ def _plan_shapes(path: str | os.PathLike[str], asked: _Asked, layout: Layout) ->
     notes = [f"padding over all ranks: {padding:,} elements"] if padding else []
     notes += [f"{name} is {shared}, counted once" for name, shared in model.ties.items()]
     notes += [f"{name} left out: {why}" for name, why in model.left_out.items()]
-    return _finish(model.source, model.numel, asked, layout, of, nbytes_of, ADVISED_RANKS_LIMIT, notes)
+
+    def advise(limit: int) -> list[Change]:
+        return closed.advice(max(asked.stages), asked.ranks, recipe, limit, nbytes_of, ADVISED_RANKS_LIMIT)
+
+    return finish(model.source, model.numel, asked, layout, of, advise, notes)
 
 
 # ---------------------------------------------------------------------------------------------------------- both alike
 
 
-def _finish(
+def finish(
     source: str,
     numel: int,
-    asked: _Asked,
+    asked: Asked,
     layout: Layout | None,
     of: Callable[[int], StagePlan],
-    nbytes_of: closed.Total,
-    most_ranks: int,
+    advise: Callable[[int], list[Change]],
     notes: list[str],
 ) -> Plan:
     """What every plan has beside its bytes: savings, whether it fits, the largest that would, advice."""
@@ -309,7 +330,7 @@ def _finish(
         stages.append(found)
     advice: list[Change] = []
     if limit is not None and not any(found.fits for found in stages):
-        advice = closed.advice(max(asked.stages), ranks, recipe, limit, nbytes_of, most_ranks)
+        advice = advise(limit)
     return Plan(
         source,
         numel,

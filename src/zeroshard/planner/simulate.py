@@ -9,8 +9,9 @@ values); its states are what it makes itself when asked with a parameter of two 
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,12 +67,13 @@ def simulate(
     precision: Precision | None = None,
     layout: Layout | None = None,
     comm: Comm | None = None,
+    no_sync: bool = False,
     checkpoint: bool = False,
 ) -> Simulation:
     """Run three steps of `module:function` (or of a function that returns a job's parts) as rank `rank` of `ranks`.
 
-    checkpoint: recompute every unit's activations in backward. Raises `UserError` for what cannot be built, or what
-    needs values (`.item()`, `if loss > 1:`) to run.
+    no_sync: all backwards of a step but the last are added up on the rank. checkpoint: recompute every unit's
+    activations in backward. Raises `UserError` for what cannot be built, or needs values (`.item()`) to run.
     """
     for name, value, least in (("ranks", ranks, 1), ("accumulate", accumulate, 1), ("rank", rank, 0)):
         if type(value) is not int or value < least:
@@ -100,7 +102,7 @@ def simulate(
         for step in range(STEPS):
             if step == STEPS - RECORDED:
                 zero.record(1 << 20)
-            _train(built, optimizers, counted, step, [a * ranks + rank for a in range(accumulate)])
+            _train(built, zero, optimizers, counted, step, [a * ranks + rank for a in range(accumulate)], no_sync)
         return Simulation(
             job if isinstance(job, str) else job.__name__,
             stage,
@@ -115,13 +117,16 @@ def simulate(
         )
 
 
-def _train(job: Job, optimizers: list[Any], counted: Counter, step: int, indices: list[int]) -> None:
+def _train(
+    job: Job, zero: Zero, optimizers: list[Any], counted: Counter, step: int, indices: list[int], no_sync: bool
+) -> None:
     counted.flops = counted.tokens = 0
     try:
         for index in indices:
             batch = job.batch(step, index)
             counted.tokens += _tokens(batch)
-            with counted:
+            local = no_sync and index != indices[-1]
+            with counted, zero.no_sync() if local else nullcontext():
                 loss = job.loss(job.model, batch)
                 counted.activations = counted.kept()
                 loss.backward()
@@ -154,7 +159,9 @@ def without_values() -> Iterator[None]:
     swap = torch.utils.swap_tensors
     torch.utils.swap_tensors = _become
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
+            # A module copied by deepcopy looks at its tensors' addresses, which here say nothing and harm nothing.
+            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor", category=UserWarning)
             yield
     finally:
         torch.utils.swap_tensors = swap
@@ -199,6 +206,41 @@ def checkpoint_units(zero: Zero) -> None:
             return checkpoint(_forward, *args, use_reentrant=False, **kwargs)
 
         unit.module.forward = again
+
+
+PASSING = ("gather", "prefetch", "reduce", "staging")  # states that come and go within a step
+
+
+def moments(run: Simulation) -> list[tuple[str, dict[str, int]]]:
+    """[(name, bytes by state)] in the order they come: what was held when each part of a step held most.
+
+    Parts: "init", then "forward of blocks.3", "backward of blocks.3", "reduce" (the end of backward) and "step" of the
+    last recorded step.
+    """
+    record = run.zero._ledger.record
+    assert record is not None
+    steps = [event for event in run.events if event.verb == "step"]
+    parts = [
+        event
+        for event in run.events
+        if event.start > steps[-2].end and event.verb in ("forward", "recompute", "backward", "reduce", "step")
+        if event.unit is not None or (event.verb in ("reduce", "step") and not event.logical)
+    ]
+    changes, held, at = list(record.held), {}, 0
+    found: list[tuple[str, dict[str, int]]] = [("init", run.ledger.phases["init"].held)]
+    for event in sorted(parts, key=lambda event: event.start):
+        while at < len(changes) and changes[at][0] <= event.start:
+            held[changes[at][1]] = changes[at][2]
+            at += 1
+        most, now, ahead = dict(held), dict(held), at
+        while ahead < len(changes) and changes[ahead][0] <= event.end:
+            now[changes[ahead][1]] = changes[ahead][2]
+            ahead += 1
+            if sum(now.values()) > sum(most.values()):
+                most = dict(now)
+        name = event.verb if event.unit is None else f"{event.verb} of {event.unit or 'the root'}"
+        found.append((name, {state: nbytes for state, nbytes in most.items() if nbytes}))
+    return found
 
 
 # Attention on the CPU has names of its own, and torch's table of operations only those on CUDA.

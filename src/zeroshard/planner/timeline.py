@@ -32,12 +32,13 @@ class Slice:
 class Timeline:
     """One step, from the end of the step before it. Seconds.
 
-    step: the whole. compute: forward and backward. optimizer: reading and writing its states. exposed: waiting for
-    collectives. moving: collectives under way, hidden or not.
+    step: the whole. compute: forward and backward. summing: contributions in rank order. optimizer: reading and writing
+    its states. exposed: waiting for collectives. moving: collectives under way, hidden or not.
     """
 
     step: float
     compute: float
+    summing: float
     optimizer: float
     exposed: float
     moving: float
@@ -61,7 +62,7 @@ def replay(
         + [(event.end, 1, number) for number, event in enumerate(events) if event.end and event.verb in TRAVELS]
     )
     clock = _Clock(machine, ranks, ordered)
-    marks: list[tuple[float, float, float, float]] = []
+    marks: list[tuple[float, ...]] = []
     for _, ends, number in turns:
         event = events[number]
         if event.verb in TRAVELS and event.logical:
@@ -70,19 +71,21 @@ def replay(
             clock.run(event.logical / (machine.flops * machine.efficiency), event)
         elif event.verb == "step":
             clock.update(2 * updated_nbytes / machine.memory_bandwidth, event)
-            marks.append((clock.now, clock.exposed, clock.moving, clock.compute))
+            marks.append((clock.now, clock.exposed, clock.moving, clock.compute, clock.summing))
     if len(marks) < 2:
         raise UserError("a timeline needs two recorded steps", got=len(marks), instead="simulate(...) as it is")
-    (began, exposed, moving, compute), (ended, exposed_2, moving_2, compute_2) = marks[-2:]
+    began, ended = marks[-2][0], marks[-1][0]
+    _, exposed, moving, compute, summing = (after - before for before, after in zip(*marks[-2:], strict=True))
     slices = [
         Slice(s.stream, s.verb, s.unit, max(s.start - began, 0.0), s.end - began) for s in clock.slices if s.end > began
     ]
     return Timeline(
         ended - began,
-        compute_2 - compute,
+        compute,
+        summing,
         2 * updated_nbytes / machine.memory_bandwidth,
-        exposed_2 - exposed,
-        moving_2 - moving,
+        exposed,
+        moving,
         slices,
     )
 
@@ -90,7 +93,7 @@ def replay(
 class _Clock:
     def __init__(self, machine: Machine, ranks: int, ordered: bool) -> None:
         self.machine, self.ranks, self.ordered = machine, ranks, ordered
-        self.now = self.exposed = self.moving = self.compute = 0.0
+        self.now = self.exposed = self.moving = self.compute = self.summing = 0.0
         self.slices: list[Slice] = []
         self._link_free = 0.0
         self._ends: dict[int, float] = {}
@@ -118,4 +121,6 @@ class _Clock:
             self.exposed += late
             self.now += late
         if event.verb == "reduce" and self.ordered:  # every rank's contribution is read once and added to the sum
-            self.now += event.logical / self.machine.memory_bandwidth
+            seconds = event.logical / self.machine.memory_bandwidth
+            self.now += seconds
+            self.summing += seconds

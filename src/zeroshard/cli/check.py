@@ -1,0 +1,214 @@
+"""`zeroshard plan JOB --check`: the plan beside a run of the engine on local ranks, byte by byte.
+
+zeroshard plan train:job --check --ranks 2   this process: simulates every rank at every stage, then compares
+  └─ zeroshard check-rank FOLDER (x 2)       trains three steps at each stage and writes what its ledger says
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import tempfile
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from zeroshard.cli import launch, screen
+from zeroshard.cli.config import InputError, Launch
+
+PROCESS, INSIDE = "measured: process", "measured: in a step"
+MEASURED = (PROCESS, INSIDE)
+
+
+@dataclass(frozen=True)
+class Check:
+    """What is run and compared."""
+
+    job: str
+    ranks: int
+    stages: tuple[int, ...]
+    accumulate: int = 1
+    no_sync: bool = False
+    precision: Literal["fp32", "bf16"] = "fp32"
+    bounds: Literal["unit", "model", "tensor"] = "unit"
+    align: int = 128
+    bucket_mib: float = 24.0
+
+    def settings(self) -> dict[str, Any]:
+        """The policies of `shard` and `simulate`."""
+        from zeroshard.layout import Layout
+        from zeroshard.planner.own import precision
+
+        layout = Layout(bounds=self.bounds, align=self.align, bucket_mib=self.bucket_mib)
+        return {"layout": layout, "precision": precision(self.precision)}
+
+
+def check(asked: Check, *, as_json: bool = False) -> int:
+    """Exit code 0 where every byte is as predicted, 1 where one is not."""
+    if Launch.from_environment():
+        raise InputError("plan --check starts its own ranks; run it without torchrun")
+    rows = compare(asked)
+    if isinstance(rows, int):
+        return rows
+    if as_json:
+        print(json.dumps({"check": asdict(asked), "rows": rows}, indent=2))
+    else:
+        show(rows)
+    return launch.FAILED if any(row["difference"] for row in rows if row["what"] not in MEASURED) else 0
+
+
+def compare(asked: Check) -> list[dict[str, Any]] | int:
+    """Rows of predicted, held and difference, for every stage and rank; or the exit code of ranks that failed."""
+    from zeroshard.planner import states
+    from zeroshard.planner.simulate import simulate
+
+    with tempfile.TemporaryDirectory(prefix="zeroshard-check-") as name:
+        (Path(name) / "check.json").write_text(json.dumps(asdict(asked)))
+        if code := launch.start_ranks(["check-rank", name], asked.ranks):
+            return code
+        held = [json.loads((Path(name) / f"rank{rank}.json").read_text()) for rank in range(asked.ranks)]
+    rows = []
+    for stage in asked.stages:
+        for rank in range(asked.ranks):
+            run = simulate(
+                asked.job, ranks=asked.ranks, rank=rank, stage=stage,
+                accumulate=asked.accumulate, no_sync=asked.no_sync, **asked.settings(),
+            )  # fmt: skip
+            found = held[rank][str(stage)]
+            rest = states.predict_states(run.zero)
+            for state in dict.fromkeys([*rest, *found["held"]]):
+                rows.append(_row(stage, rank, state, rest.get(state, 0), found["held"].get(state, 0)))
+            rows.append(_row(stage, rank, "at rest", sum(rest.values()), sum(found["held"].values())))
+            peaks = {phase: most.total for phase, most in run.ledger.phases.items()}
+            for phase in dict.fromkeys([*peaks, *found["peaks"]]):
+                rows.append(_row(stage, rank, f"peak in {phase}", peaks.get(phase, 0), found["peaks"].get(phase, 0)))
+            most = max(peaks.values())
+            rows.append(_row(stage, rank, PROCESS, most, found["process"]))
+            rows.append(_row(stage, rank, INSIDE, 0, found["step"]))
+    return rows
+
+
+def _row(stage: int, rank: int, what: str, predicted: int, held: int) -> dict[str, Any]:
+    return {
+        "stage": stage, "rank": rank, "what": what, "predicted": predicted, "held": held, "difference": held - predicted
+    }  # fmt: skip
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """The total at rest and the highest peak of every stage and rank; other rows only where one differs."""
+    highest: dict[tuple[int, int], int] = {}
+    for row in rows:
+        if row["what"].startswith("peak"):
+            place = row["stage"], row["rank"]
+            highest[place] = max(highest.get(place, 0), row["predicted"])
+    table = screen.new_table("Predicted and held, in bytes", "stage", "rank", "what", "predicted", "held", "difference")
+    last: tuple[str, str] | None = None
+    for row in rows:
+        place = row["stage"], row["rank"]
+        most = row["what"].startswith("peak") and row["predicted"] == highest.get(place)
+        if most:
+            del highest[place]
+        if row["what"] in MEASURED or not (row["what"] == "at rest" or most or row["difference"]):
+            continue
+        at = (str(row["stage"]), str(row["rank"]))
+        if last is not None and last[0] != at[0]:
+            table.add_section()
+        cells = (f"{row['predicted']:,}", f"{row['held']:,}", f"{row['difference']:+,}" if row["difference"] else "0")
+        table.add_row(*(at if at != last else ("", "")), row["what"], *cells)
+        last = at
+    screen.console.print()
+    screen.console.print(table)
+    measured = screen.new_table(
+        "Measured beside it: this process, in bytes", "stage", "rank", "peak over its start", "the ledger's peak",
+        "difference", "most in a step",
+    )  # fmt: skip
+    inside = {(row["stage"], row["rank"]): row["held"] for row in rows if row["what"] == INSIDE}
+    for row in rows:
+        if row["what"] == PROCESS:
+            most = inside[row["stage"], row["rank"]]
+            numbers = (f"{row['held']:,}", f"{row['predicted']:,}", f"{row['difference']:+,}", f"{most:,}")
+            measured.add_row(str(row["stage"]), str(row["rank"]), *numbers)
+    screen.console.print()
+    screen.console.print(measured)
+    screen.say("  [dim]measured: activations, libraries and what operators take while they run are in it[/dim]")
+    wrong = [row for row in rows if row["difference"] and row["what"] not in MEASURED]
+    if wrong:
+        first = f"stage {wrong[0]['stage']}, rank {wrong[0]['rank']}, {wrong[0]['what']}"
+        screen.say(f"  [bold red]{len(wrong)} rows differ[/bold red], the first: {first}")
+    else:
+        screen.say("  [bold green]held = predicted, at rest and at every peak, to the byte[/bold green]")
+
+
+def check_rank(folder: str) -> None:
+    """One rank, started by `check`: train a little at every stage and write what was held."""
+    place = Launch.from_environment()
+    if place is None:
+        raise InputError("check-rank is what zeroshard plan --check starts; run zeroshard plan module:function --check")
+    launch.end_at_once_when_told(launched=True)
+    launch.alone(_train_all, Path(folder), place)
+
+
+def _train_all(folder: Path, place: Launch) -> None:
+    settings = json.loads((folder / "check.json").read_text())
+    asked = Check(**{**settings, "stages": tuple(settings["stages"])})
+    _train(asked, asked.stages[0], place)  # what libraries take once is not this job's
+    found = {stage: _train(asked, stage, place) for stage in asked.stages}
+    (folder / f"rank{place.rank}.json").write_text(json.dumps(found))
+
+
+def _train(asked: Check, stage: int, place: Launch) -> dict[str, Any]:
+    import torch
+
+    import zeroshard
+    from zeroshard.planner.job import build
+    from zeroshard.planner.simulate import STEPS
+
+    gc.collect()
+    with suppress(OSError, AttributeError):  # what earlier stages left in the allocator's hands is not this one's
+        ctypes.CDLL(None).malloc_trim(0)
+    start = _memory("VmRSS")
+    _reset_peak()
+    torch.manual_seed(0)
+    job = build(asked.job)
+    job.need("optimizer", "batch", "loss")
+    made = job.optimizer(job.model.parameters())
+    optimizers = list(made) if isinstance(made, (list, tuple)) else [made]
+    zero = zeroshard.shard(job.model, optimizers, stage=stage, **asked.settings())
+    most = inside = 0
+    for step in range(STEPS):
+        for turn in range(asked.accumulate):
+            local = asked.no_sync and turn < asked.accumulate - 1
+            with zero.no_sync() if local else nullcontext():
+                job.loss(job.model, job.batch(step, turn * place.ranks + place.rank)).backward()
+        before, most = _memory("VmRSS"), max(most, _memory("VmHWM"))
+        _reset_peak()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        inside = max(inside, _memory("VmHWM") - before)
+    ledger = zero.ledger()
+    return {
+        "held": {state: nbytes for state, nbytes in ledger.held.items() if nbytes},
+        "peaks": {phase: peak.total for phase, peak in ledger.phases.items()},
+        "process": max(most, _memory("VmHWM")) - start,
+        "step": inside,
+    }
+
+
+def _memory(line: str) -> int:
+    """Bytes of one line of /proc/self/status; 0 where there is none."""
+    try:
+        with open("/proc/self/status", encoding="ascii") as file:
+            return next(int(text.split()[1]) * 1024 for text in file if text.startswith(f"{line}:"))
+    except (OSError, StopIteration):
+        return 0
+
+
+def _reset_peak() -> None:
+    try:
+        with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+            file.write("5")
+    except OSError:
+        return  # then the peak is that of the whole process so far

@@ -1,0 +1,192 @@
+"""A plan of the user's own job: the engine's layout, its simulated ledger, and what forward keeps for backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..layout import Layout
+from ..numerics import Precision
+from ..stage import STAGES
+from . import closed, states
+from .instants import Instant
+from .simulate import RECORDED, Simulation, moments, simulate
+
+if TYPE_CHECKING:
+    from .plan import Asked, Plan, StagePlan
+
+RANKS_TRIED = 1 << 10  # by advice
+
+
+def plan_job(job: str | Callable[[], dict[str, Any]], asked: Asked, layout: Layout) -> Plan:
+    """Simulate the job at every stage asked for, as the rank that holds most there."""
+    from .plan import finish
+
+    def run(stage: int, rank: int | None, **changes: Any) -> Simulation:
+        settings: dict[str, Any] = {
+            "ranks": asked.ranks,
+            "accumulate": asked.accumulate,
+            "no_sync": asked.no_sync,
+            "layout": layout,
+            "precision": precision(asked.precision),
+            "checkpoint": asked.checkpoint,
+        } | changes
+        simulated = simulate(job, stage=stage, rank=rank or 0, **settings)
+        fullest = _fullest(simulated)
+        return simulated if rank is not None or fullest == 0 else run(stage, fullest, **changes)
+
+    runs = {stage: run(stage, None) for stage in dict.fromkeys((min(STAGES), *asked.stages))}
+    recipe = _recipe(runs[min(STAGES)])
+    one = runs[asked.stages[0]]
+    other = run(one.stage, one.rank, checkpoint=not asked.checkpoint)
+    kept, recomputed = (other, one) if asked.checkpoint else (one, other)
+    notes = [
+        f"activations kept for backward: {kept.activations:,} bytes as the job is, "
+        f"{recomputed.activations:,} with every unit recomputed",
+        "what operators take while they run, and the optimizer inside its step, comes on top: measured, not planned",
+    ]
+    return finish(
+        one.job,
+        sum(param.numel() for param in one.zero.model.parameters()),
+        asked._replace(recipe=recipe),
+        layout,
+        lambda stage: _stage(runs[stage], recipe),
+        lambda limit: _advice(run, asked, layout, limit),
+        notes,
+    )
+
+
+def precision(name: str) -> Precision | None:
+    """ "fp32": the model's own dtypes; "bf16": bfloat16 parameters with fp32 masters, floating inputs cast."""
+    return Precision(param_dtype=torch.bfloat16, cast_inputs=True) if name == "bf16" else None
+
+
+def _fullest(run: Simulation) -> int:
+    """The rank that holds most at rest; of equals the first."""
+    if run.ranks == 1:
+        return 0
+    recipe, place = _recipe(run), STAGES[run.stage]
+    owned = states.owned(run.zero.partition)
+    fullest = states.fullest_rank(owned, place, recipe)
+    return 0 if owned[0] == owned[fullest] else fullest
+
+
+def _recipe(run: Simulation) -> closed.Recipe:
+    """Bytes per parameter of the job's states, averaged over its parameters. What is frozen has parameters only."""
+    zero = run.zero
+    buckets = zero.partition.buckets
+    numel = {bucket.index: bucket.numel - bucket.padding for bucket in buckets}
+    total = sum(numel.values()) or 1
+    sums: dict[str, int] = {}
+
+    def add(state: str, nbytes: int) -> None:
+        sums[state] = sums.get(state, 0) + nbytes
+
+    for bucket in buckets:
+        dtypes = zero.dtypes(bucket)
+        add("parameters", numel[bucket.index] * dtypes.param.itemsize)
+        if bucket.trainable:
+            add("gradients", numel[bucket.index] * dtypes.grad.itemsize)
+            if dtypes.master != dtypes.param:
+                add("master", numel[bucket.index] * dtypes.master.itemsize)
+    per_tensor: dict[str, int] = {}
+    for optimizer, group, places in zero.optimizer_members():
+        for bucket, slot in places:
+            if bucket.trainable:
+                found = states.probe(type(optimizer), group, zero.dtypes(bucket).master)
+                for state, (dtype, grows) in found.items():
+                    if grows:
+                        add(state, slot.numel * dtype.itemsize)
+                    else:
+                        per_tensor[state] = dtype.itemsize
+    parameters, gradients = (Fraction(sums.pop(state, 0), total) for state in ("parameters", "gradients"))
+    optimizer_states = {state: Fraction(nbytes, total) for state, nbytes in sums.items()}
+    return closed.Recipe("the job's own", parameters, gradients, optimizer_states, None, per_tensor)
+
+
+def _stage(run: Simulation, recipe: closed.Recipe) -> StagePlan:
+    from .plan import StagePlan
+
+    place = STAGES[run.stage]
+    at_rest = states.predict_states(run.zero)
+    found = [
+        Instant(
+            name, {state: held[state] - at_rest.get(state, 0) for state in held if held[state] > at_rest.get(state, 0)}
+        )
+        for name, held in moments(run)
+    ]
+    peak_at, peak = max(
+        ((phase, most.total) for phase, most in run.ledger.phases.items() if phase != "between"),
+        key=lambda item: item[1],
+    )
+    named = max(moments(run), key=lambda moment: sum(moment[1].values()))
+    if sum(named[1].values()) == peak:
+        peak_at = named[0]
+    return StagePlan(
+        run.stage, run.rank, recipe.formula(place), at_rest, 0.0, _traffic(run), tuple(found), peak, peak_at,
+        activations=run.activations,
+    )  # fmt: skip
+
+
+def _traffic(run: Simulation) -> closed.Traffic:
+    moved = {verb: [e for e in run.events if e.verb == verb and e.logical] for verb in ("reduce", "gather")}
+    reduced, gathered = (
+        closed.Moved(
+            *(
+                sum(column) // RECORDED
+                for column in zip(*((e.logical, e.sent, e.sent + e.received) for e in events), strict=True)
+            )
+        )
+        if events
+        else closed.Moved(0, 0, 0)
+        for events in moved.values()
+    )
+    model = sum(bucket.numel * run.zero.dtypes(bucket).param.itemsize for bucket in run.zero.partition.buckets)
+    passes = round(gathered.logical / model) if model else 0
+    trained = sum(b.numel * run.zero.dtypes(b).param.itemsize for b in run.zero.partition.buckets if b.trainable)
+    return closed.Traffic(
+        round(reduced.logical / trained) if trained else 0, passes, reduced, gathered, closed.Moved(0, 0, 0)
+    )
+
+
+def _advice(run: Callable[..., Simulation], asked: Asked, layout: Layout, limit: int) -> list[closed.Change]:
+    """Changes in the order of what they cost, each with what the rank would then hold; up to the first that fits."""
+    stage = max(asked.stages)
+    tried: list[closed.Change] = []
+    changes: dict[str, Any] = {}
+
+    def attempt(what: str, at: int, **more: Any) -> bool:
+        simulated = run(at, None, **more)
+        nbytes = max(most.total for most in simulated.ledger.phases.values()) + simulated.activations
+        tried.append(closed.Change(what, nbytes, nbytes <= limit))
+        return tried[-1].fits
+
+    for higher in range(stage + 1, max(STAGES) + 1):
+        if attempt(f"stage {higher}", stage := higher):
+            return tried
+    if not asked.checkpoint:
+        changes["checkpoint"] = True
+        if attempt("and recompute activations in backward", stage, **changes):
+            return tried
+    if asked.precision == "bf16":
+        changes["precision"] = replace(precision("bf16") or Precision(), grad_dtype=torch.bfloat16)
+        if attempt("and Precision(grad_dtype=torch.bfloat16)", stage, **changes):
+            return tried
+    else:
+        changes["precision"] = precision("bf16")
+        if attempt("and Precision(param_dtype=torch.bfloat16)", stage, **changes):
+            return tried
+    if layout.bucket_mib > 4:
+        changes["layout"] = replace(layout, bucket_mib=4)
+        if attempt("and Layout(bucket_mib=4)", stage, **changes):
+            return tried
+    ranks = asked.ranks
+    while ranks < RANKS_TRIED:
+        ranks *= 2
+        if attempt(f"and {ranks} ranks", stage, **changes, ranks=ranks):
+            break
+    return tried

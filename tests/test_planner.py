@@ -836,7 +836,7 @@ def test_no_torch_in_it(tmp_path):
     [
         ({}, "one of params, shapes and module:function; got: none"),
         ({"params": 7, "shapes": "x"}, "got: params and shapes"),
-        ({"job": "train:job"}, "its shapes, or how many parameters it has, can; got: 'train:job'"),
+        ({"job": "train:job"}, "cannot be imported; where: train"),
         ({"params": 7, "preset": "papr"}, "did you mean 'paper'?"),
         ({"params": 7, "preset": "paper", "bytes": "parameters=2,gradients=2"}, "one of the two"),
         ({"params": 7, "optimizer": "adamw8"}, "did you mean 'adamw'?"),
@@ -873,7 +873,7 @@ def test_what_is_refused(given, says):
     ("words", "says"),
     [
         ("", "plan takes one of"),
-        ("train:job", "'train:job'"),
+        ("train:job", "No module named 'train'"),
         ("--params 7B", "instead: 7e9"),
         ("--params -3", "got: '-3'"),
         ("--shapes none.json", "no such file or folder of shapes; where: none.json"),
@@ -910,6 +910,14 @@ def test_the_page_shows_what_the_commands_print():
         done = run(*words.split(), cwd=Path(__file__).parents[1] / "docs")
         printed = [line.rstrip() for line in done.stdout.strip("\n").splitlines()]
         assert printed == shown.splitlines(), words
+
+
+def test_the_readme_quotes_the_paper():
+    """The README's row of the 7 B model is what the closed form says, in GB and GiB."""
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    totals = [stage.total for stage in zeroshard.plan(params=7e9, ranks=8).stages]
+    cells = [f"{total / 1e9:g} GB ({total / 2**30:.1f} GiB)" for total in totals]
+    assert f"| bytes per rank at rest | {' | '.join(cells)} |" in readme
 
 
 def test_errors_on_one_line():

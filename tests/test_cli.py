@@ -125,8 +125,8 @@ def test_the_options_are_these():
     wanted = {
         "train": "accumulate batch data device help lr no-report out precision ranks report seed size stage steps",
         "demo": "help out ranks seed steps",
-        "plan": "accumulate align bounds bucket-mib bytes check checkpoint gpu-mem help instances json no-sync optimizer "
-        "params precision preset ranks shapes stage text",
+        "plan": "accumulate align bounds bucket-mib bytes check checkpoint gpu-mem gpus-per-node help instances json no-sync "
+        "optimizer params precision prefetch preset ranks shapes stage text",
         "simulate": "accumulate bucket-mib checkpoint help json machine precision prefetch rank ranks reduce stage trace",
         "verify": "accumulate bucket-mib clip help json precision ranks seed stage steps timeout",
     }

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import models
 import reference
@@ -55,7 +56,7 @@ def job(case, dtype=None):
 def told(zero):
     """What must be equal: bytes at rest and at the peak of each phase, traffic, and the order of things."""
     ledger = zero.ledger()
-    moves = ("gather", "reduce", "release", "forward", "backward", "recompute", "step")
+    moves = ("gather", "reduce", "release", "copy", "forward", "backward", "recompute", "step")
     return (
         {state: n for state, n in ledger.held.items() if n},
         {phase: (peak.total, peak.held) for phase, peak in ledger.phases.items()},
@@ -247,6 +248,87 @@ def test_a_plan_of_a_job_answers():
     assert [change.fits for change in tight.advice] == [False, False, True]
     recomputed = zeroshard.plan(EXAMPLE, ranks=4, stage=3, checkpoint=True, gpu_mem="600KiB").stages[0]
     assert recomputed.fits and recomputed.peak + recomputed.activations == tight.advice[-1].nbytes
+
+
+class Halves(nn.Module):
+    """Matrices for Muon, vectors and a matrix of another shape for Adafactor; a tied weight and a frozen part."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(20, 30, bias=False), nn.Linear(30, 20, bias=False)
+        self.norm, self.frozen, self.out = nn.LayerNorm(20), nn.Linear(20, 20), nn.Linear(20, 20, bias=False)
+        self.frozen.requires_grad_(False)
+        self.again = self.out.weight
+
+    def forward(self, x):
+        return self.out(self.norm(self.frozen(self.second(torch.relu(self.first(x))))))
+
+
+def halves():
+    model = Halves()
+    matrices = [model.first.weight, model.second.weight]
+    others = [model.out.weight, *model.norm.parameters()]
+    return {
+        "model": model,
+        "optimizer": lambda params: [torch.optim.Muon(matrices), torch.optim.Adafactor(others)],
+        "batch": lambda step, index: torch.ones(3, 20),
+        "loss": lambda model, x: model(x).square().mean(),
+    }
+
+
+@pytest.mark.parametrize("name", ["halves", "amsgrad", "rprop", "groups"])
+def test_other_optimizers_and_parts(name):
+    """Whole-tensor optimizers side by side, ties, frozen parts, groups: every byte as predicted on two real ranks."""
+    rows = check.compare(
+        check.Check(job=f"test_simulate:{name}", ranks=2, stages=(0, 1, 2, 3), bounds="tensor", prefetch=0)
+    )
+    assert {row["what"] for row in rows} >= {"at rest", "parameters", "gradients", "peak in backward"}
+    assert [row for row in rows if row["difference"] and row["what"] not in check.MEASURED] == []
+
+
+def _with(optimizer):
+    def parts():
+        return halves() | {"optimizer": lambda params: optimizer([p for p in params if p.requires_grad])}
+
+    return parts
+
+
+amsgrad = _with(lambda params: torch.optim.AdamW(params, amsgrad=True))
+rprop = _with(torch.optim.Rprop)
+groups = _with(
+    lambda params: torch.optim.SGD([{"params": params[:2], "momentum": 0.9}, {"params": params[2:]}], lr=0.1)
+)
+
+
+def test_what_links_carry():
+    """By hand: 16 ranks in nodes of 8, 8 P bytes gathered once and reduced once."""
+    plan = zeroshard.plan(params=16e6, ranks=16, stage=1, gpus_per_node=8)
+    gathered = reduced = 2 * 16_000_000
+    assert plan.stages[0].links == (gathered * 15 // 16 + reduced * 7 // 16, gathered * 15 // 128 + reduced * 8 // 16)
+    inside = zeroshard.plan(params=16e6, ranks=8, stage=1, gpus_per_node=8).stages[0]
+    assert inside.links == (inside.traffic.total.sent, 0)
+
+
+def test_any_optimizer_of_torch_can_be_named():
+    """The class itself is asked; what depends on shapes needs a job."""
+    for name, states_of, total in (
+        ("RMSprop", {"square_avg"}, 12),
+        ("torch.optim.NAdam", {"exp_avg", "exp_avg_sq"}, 16),
+    ):
+        recipe = zeroshard.plan(params=8, ranks=2, optimizer=name).recipe
+        assert (set(recipe.optimizer) - {"master"}, recipe.total) == (states_of, total)
+    with pytest.raises(UserError, match="depend on the shapes"):
+        zeroshard.plan(params=8, optimizer="Adafactor")
+    with pytest.raises(UserError, match="did you mean 'adamw'"):
+        zeroshard.plan(params=8, optimizer="adamm")
+
+
+def test_prefetch_is_planned():
+    peaks = [zeroshard.plan(EXAMPLE, ranks=2, stage=3, prefetch=n).stages[0] for n in (0, 1)]
+    held = [max(i.nbytes.get("prefetch", 0) for i in stage.instants) for stage in peaks]
+    assert held[0] == 0 < held[1]
+    with pytest.raises(UserError, match="prefetch counts units"):
+        zeroshard.plan(EXAMPLE, prefetch=-1)
 
 
 def test_a_plan_of_a_job_refuses_what_it_cannot_use():

@@ -267,7 +267,14 @@ class Buffer:
                     self._counted = "prefetch" if ahead else "gather"
                     self.tier.ledger.hold(self._counted, self._nbytes)
                 self.land()
+                copied = self.tier.ledger.note(
+                    "copy",
+                    state="parameters",
+                    bucket=self.bucket.index,
+                    logical=self.shard.numel() * self.dtype.itemsize,
+                )
                 self.full[self._first : self._last].copy_(self.shard)
+                ends(copied)
             if self.state is not State.OPEN:
                 self._move(State.ARRIVING)
             self.fresh = True

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from .buffer import Buffer, Place
 from .comm import Group
 from .errors import StateError, UserError
+from .events import ends
 from .gradient import Entry, Gradients, ShardedGrad
 from .schedule import Schedule, stack_depth
 
@@ -304,7 +305,10 @@ class Binding:
         """Masters become parameters again, where this step had gradients: the step itself may have cleared them."""
         for buffer in self._updated:
             if buffer.master is not None:
+                nbytes = buffer.stored.numel() * buffer.dtype.itemsize
+                copied = self.group.ledger.note("copy", state="master", bucket=buffer.bucket.index, logical=nbytes)
                 buffer.stored.copy_(buffer.master)
+                ends(copied)
             buffer.changed()
         return self._updated
 

@@ -35,14 +35,16 @@ class Check:
     bounds: Literal["unit", "model", "tensor"] = "unit"
     align: int = 128
     bucket_mib: float = 24.0
+    prefetch: int = 1
 
     def settings(self) -> dict[str, Any]:
         """The policies of `shard` and `simulate`."""
+        from zeroshard.comm import Comm
         from zeroshard.layout import Layout
         from zeroshard.planner.own import precision
 
         layout = Layout(bounds=self.bounds, align=self.align, bucket_mib=self.bucket_mib)
-        return {"layout": layout, "precision": precision(self.precision)}
+        return {"layout": layout, "precision": precision(self.precision), "comm": Comm(prefetch=self.prefetch)}
 
 
 def check(asked: Check, *, as_json: bool = False) -> int:

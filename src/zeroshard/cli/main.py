@@ -167,13 +167,17 @@ def plan(
         int | None, _option(RUN, "K copies of the sharded optimizer, each over 1/K of the ranks.", show_default=False)
     ] = None,
     bounds: Annotated[
-        str | None, _option(RUN, "Where shards are cut: unit, model or tensor (with --shapes).", show_default=False)
+        str | None, _option(RUN, "Where shards are cut: unit, model or tensor (shapes, jobs).", show_default=False)
     ] = None,
     align: Annotated[
-        int | None, _option(RUN, "Elements no cut falls inside (with --shapes).", show_default=False)
+        int | None, _option(RUN, "Elements no cut falls inside (shapes, jobs).", show_default=False)
     ] = None,
     bucket_mib: Annotated[
-        float | None, _option(RUN, "The most one message moves (with --shapes).", show_default=False)
+        float | None, _option(RUN, "The most one message moves (shapes, jobs).", show_default=False)
+    ] = None,
+    prefetch: Annotated[int, _option(RUN, "Units gathered ahead of use.")] = 1,
+    gpus_per_node: Annotated[
+        int | None, _option(RUN, "What a GPU's links inside and between such nodes carry.", show_default=False)
     ] = None,
     preset: Annotated[
         str | None,
@@ -189,7 +193,7 @@ def plan(
         _option(
             BYTES,
             "Its states instead of the preset's: adamw, sgd, sgd-momentum, muon, adam-8bit, adamw-24bit-master, "
-            "pure-bf16.",
+            "pure-bf16, or any class of torch.optim.",
             show_default=False,
         ),
     ] = None,

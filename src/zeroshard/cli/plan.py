@@ -57,7 +57,7 @@ def check_plan(*, as_json: bool, text: str | None, **settings: Any) -> int:
     from zeroshard.cli.check import Check, check
 
     job, stage = settings["job"], settings["stage"]
-    names = ("ranks", "accumulate", "no_sync", "precision", "bounds", "align", "bucket_mib")
+    names = ("ranks", "accumulate", "no_sync", "precision", "bounds", "align", "bucket_mib", "prefetch")
     other = {name: value for name, value in settings.items() if name not in (*names, "job", "stage") and value}
     if job is None or text is not None or other:
         what = ", ".join(f"--{name.replace('_', '-')}" for name in other) or "a job"
@@ -199,6 +199,17 @@ def _traffic(found: Plan) -> None:
         if stage.traffic.recompute != Moved(0, 0, 0):
             table.add_row("", "recompute", *(f"{nbytes:,}" for nbytes in stage.traffic.recompute))
     _show(table)
+    if any(stage.links for stage in found.stages):
+        table = screen.new_table(
+            "Of these, what one GPU sends over each link", "stage", "inside its node", "between nodes"
+        )
+        for stage in found.stages:
+            if stage.links is not None:
+                table.add_row(str(stage.stage), *(f"{nbytes:,}" for nbytes in stage.links))
+        _show(table)
+        screen.say(
+            "  [dim]gathers as a ring, whose node crossings all of a node's cards share; reductions to each owner[/dim]"
+        )
 
 
 def _instances(found: Plan) -> None:

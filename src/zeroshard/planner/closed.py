@@ -140,13 +140,30 @@ def recipe(preset: str = "paper", *, optimizer: str | None = None, custom: str |
     if optimizer is None:
         return chosen
     if optimizer not in OPTIMIZERS:
-        raise UserError("no such optimizer preset", got=repr(optimizer), instead=nearest(optimizer, OPTIMIZERS))
+        return _of_torch(chosen, optimizer)
     beside = {key: chosen.optimizer[key] for key in ("fp32_gradients", "master") if key in chosen.optimizer}
     kept = {**beside, **OPTIMIZERS[optimizer]}
     if "master" not in beside:  # what is fp32 already needs none
         kept.pop("master", None)
     kept = {state: nbytes for state, nbytes in kept.items() if nbytes}
     return replace(chosen, name=f"{preset}, {optimizer}", optimizer=MappingProxyType(kept), says="")
+
+
+def _of_torch(chosen: Recipe, optimizer: str) -> Recipe:
+    """The states of a class of torch.optim, which is asked itself: the one question of a recipe that needs torch."""
+    from .states import of_torch
+
+    found = of_torch(optimizer)
+    if found is None:
+        raise UserError(
+            "no such optimizer, neither a preset nor one of torch.optim",
+            got=repr(optimizer),
+            instead=nearest(optimizer, OPTIMIZERS),
+        )
+    beside = {key: chosen.optimizer[key] for key in ("fp32_gradients", "master") if key in chosen.optimizer}
+    kept = {**beside, **{state: Fraction(nbytes) for state, nbytes in found[0].items()}}
+    name = f"{chosen.name}, {optimizer}"
+    return replace(chosen, name=name, optimizer=MappingProxyType(kept), per_tensor=found[1], says="")
 
 
 def _custom(text: str) -> Recipe:
@@ -294,6 +311,23 @@ def traffic(
         once(numel, gathered)[1].times(gathers),
         once(recompute, recipe.parameters)[1],
     )
+
+
+class Links(NamedTuple):
+    """Bytes that one GPU sends in a step over its link inside a node, and over its own network card."""
+
+    inside: int
+    between: int
+
+
+def links(moved: Traffic, ranks: int, gpus_per_node: int) -> Links:
+    """A gather is a ring over all ranks, which leaves each node once and shares the node's cards; a reduction is an
+    exchange, in which each card carries whatever its own GPU sends to other nodes."""
+    near = min(ranks, gpus_per_node)
+    ring, exchange = moved.gather.logical + moved.recompute.logical, moved.reduce.logical
+    inside = Fraction(ranks - 1, ranks) * ring + Fraction(near - 1, ranks) * exchange
+    between = Fraction(ranks - 1, ranks * near) * ring + Fraction(ranks - near, ranks) * exchange
+    return Links(math.ceil(inside), math.ceil(between) if ranks > near else 0)
 
 
 # ---------------------------------------------------------------------------------------------------------- instances

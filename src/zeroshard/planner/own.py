@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..comm import Comm
 from ..layout import Layout
 from ..numerics import Precision
 from ..stage import STAGES
@@ -34,6 +35,7 @@ def plan_job(job: str | Callable[[], dict[str, Any]], asked: Asked, layout: Layo
             "layout": layout,
             "precision": precision(asked.precision),
             "checkpoint": asked.checkpoint,
+            "comm": Comm(prefetch=asked.prefetch),
         } | changes
         simulated = simulate(job, stage=stage, rank=rank or 0, **settings)
         fullest = _fullest(simulated)
@@ -97,12 +99,16 @@ def _recipe(run: Simulation) -> closed.Recipe:
     for optimizer, group, places in zero.optimizer_members():
         for bucket, slot in places:
             if bucket.trainable:
-                found = states.probe(type(optimizer), group, zero.dtypes(bucket).master)
-                for state, (dtype, grows) in found.items():
+                dimensions = len(slot.shape) if states.takes_whole_tensors(optimizer) else 1
+                found = states.probe(optimizer, group, zero.dtypes(bucket).master, dimensions)
+                for state, asked in found.items():
+                    nbytes, grows = asked.kept(slot.shape)
                     if grows:
-                        add(state, slot.numel * dtype.itemsize)
+                        add(state, slot.numel * nbytes)
+                    elif asked.sides:
+                        add(state, nbytes)
                     else:
-                        per_tensor[state] = dtype.itemsize
+                        per_tensor[state] = nbytes
     parameters, gradients = (Fraction(sums.pop(state, 0), total) for state in ("parameters", "gradients"))
     optimizer_states = {state: Fraction(nbytes, total) for state, nbytes in sums.items()}
     return closed.Recipe("the job's own", parameters, gradients, optimizer_states, None, per_tensor)

@@ -29,7 +29,8 @@ class StagePlan:
 
     states: at rest, by state, padding apart. instants, peak: what passes through beside them, and the most of both
     together (None in the closed form, which knows no units). activations: what a job's forward keeps for backward,
-    beside that. largest: the most parameters whose states alone fit.
+    beside that. links: what one GPU sends over each kind of link in a step, where a size of node was given. largest:
+    the most parameters whose states alone fit.
     """
 
     stage: int
@@ -44,6 +45,7 @@ class StagePlan:
     fits: bool | None = None
     largest: int | None = None
     activations: int = 0
+    links: closed.Links | None = None
 
     @property
     def total(self) -> int:
@@ -68,6 +70,7 @@ class StagePlan:
             "peak": self.peak,
             "peak_at": self.peak_at,
             "activations": self.activations,
+            "links": self.links and self.links._asdict(),
             "fits": self.fits,
             "largest": self.largest,
         }
@@ -126,6 +129,8 @@ def plan(
     align: int | None = None,
     bounds: str | None = None,
     bucket_mib: float | None = None,
+    prefetch: int = 1,
+    gpus_per_node: int | None = None,
     precision: Literal["fp32", "bf16"] | None = None,
     checkpoint: bool = False,
 ) -> Plan:
@@ -135,11 +140,12 @@ def plan(
     how many parameters (7e9); shapes, a JSON, safetensors or Hugging Face file or folder.
 
     ranks: over which states are sharded. stage: 0 to 3 (None: all). preset: bytes per parameter by name ("paper" for
-    params, "zeroshard" for shapes); optimizer: another optimizer's states in it; bytes: a formula instead,
-    "parameters=2,gradients=2,master=4,m=4,v=4". gpu_mem: "80GiB". accumulate: backwards per step. no_sync: added up
-    on the rank before one reduction. instances: K copies of the sharded optimizer. align, bounds, bucket_mib: as
-    `Layout`'s, for shapes and jobs. precision: "fp32", a job's own dtypes, or "bf16" with fp32 masters. checkpoint:
-    every unit of a job recomputes its activations in backward.
+    params, "zeroshard" for shapes); optimizer: another optimizer's states in it, by a preset's name or as a class of
+    torch.optim; bytes: a formula instead, "parameters=2,gradients=2,master=4,m=4,v=4". gpu_mem: "80GiB". accumulate:
+    backwards per step. no_sync: added up on the rank before one reduction. instances: K copies of the sharded
+    optimizer. align, bounds, bucket_mib: as `Layout`'s, for shapes and jobs; prefetch: units gathered ahead of use, as
+    `Comm`'s. gpus_per_node: what one GPU's links inside and between nodes of that size carry. precision: "fp32", a
+    job's own dtypes, or "bf16" with fp32 masters. checkpoint: every unit of a job recomputes in backward.
 
     Raises `UserError` for whatever cannot be answered.
     """
@@ -157,6 +163,10 @@ def plan(
         raise UserError("no such precision", got=repr(precision), instead=nearest(precision, ("fp32", "bf16")))
     _whole("ranks", ranks, RANKS_LIMIT if params is not None else LAYOUT_RANKS_LIMIT)
     _whole("accumulate", accumulate, 1 << 30)
+    if type(prefetch) is not int or prefetch < 0:
+        raise UserError("prefetch counts units", expected="0, 1, 2, ...", got=repr(prefetch), instead="prefetch=1")
+    if gpus_per_node is not None:
+        _whole("gpus_per_node", gpus_per_node, RANKS_LIMIT)
     if instances is not None:
         _whole("instances", instances, ranks)
     if stage is not None and (type(stage) is not int or stage not in STAGES):
@@ -171,6 +181,8 @@ def plan(
         accumulate=accumulate,
         no_sync=bool(no_sync),
         instances=instances,
+        prefetch=prefetch,
+        gpus_per_node=gpus_per_node,
         precision=precision or "fp32",
         checkpoint=bool(checkpoint),
     )
@@ -203,6 +215,8 @@ class Asked(NamedTuple):
     accumulate: int
     no_sync: bool
     instances: int | None
+    prefetch: int
+    gpus_per_node: int | None
     precision: Literal["fp32", "bf16"]
     checkpoint: bool
 
@@ -281,7 +295,9 @@ def _plan_shapes(path: str | os.PathLike[str], asked: Asked, layout: Layout) -> 
         backwards, no_sync = asked.accumulate, asked.no_sync
         moved = states.recipe_traffic(cut, place, rank, other, accumulate=backwards, no_sync=no_sync)
         sizes = instants.item_sizes(other)
-        found = instants.instants(cut, place, sizes, rank, accumulate=backwards, no_sync=no_sync, names=names)
+        found = instants.instants(
+            cut, place, sizes, rank, prefetch=asked.prefetch, accumulate=backwards, no_sync=no_sync, names=names
+        )
         peak, peak_at = instants.peak(at_rest, found)
         return StagePlan(stage, rank, other.formula(place), at_rest, 0.0, moved, tuple(found), peak, peak_at)
 
@@ -326,6 +342,7 @@ def finish(
             saved=float(plain(1 - closed.Bytes(found.total, whole))),
             fits=None if limit is None else found.most <= limit,
             largest=None if limit is None else closed.largest(ranks, STAGES[stage], recipe, limit),
+            links=None if asked.gpus_per_node is None else closed.links(found.traffic, ranks, asked.gpus_per_node),
         )
         stages.append(found)
     advice: list[Change] = []

@@ -3,7 +3,7 @@
 `FakeTensorMode` gives every tensor a shape, a dtype and a device but no memory; `comm.Simulated` stands for the process
 group. Everything else is the engine a run uses: the same layout, hooks, script, buffers and ledger. So it proves sizes,
 the order of things and the ledger, never numbers. The arithmetic of the optimizer is left out (its scalars would need
-values); its states are what it makes itself when asked with a parameter of two elements.
+values); its states are what it makes itself when asked with a tiny parameter.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ..events import Event, Ledger
 from ..layout import Layout
 from ..numerics import Precision
 from .job import Job, build
-from .states import probe
+from .states import probe, takes_whole_tensors
 
 STEPS, RECORDED = 3, 2  # the first negotiates its gathers; a timeline needs a step with one before it
 
@@ -184,9 +184,10 @@ def leave_out_arithmetic(optimizer: torch.optim.Optimizer) -> None:
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None and not self.state[param]:
-                    for key, (dtype, grows) in probe(plain, group, param.dtype).items():
-                        shape = param.shape if grows else ()
-                        self.state[param][key] = torch.zeros(shape, dtype=dtype, device=param.device)
+                    dimensions = param.dim() if takes_whole_tensors(self) else 1
+                    for key, asked in probe(self, group, param.dtype, dimensions, plain).items():
+                        shape = asked.shape(tuple(param.shape))
+                        self.state[param][key] = torch.zeros(shape, dtype=asked.dtype, device=param.device)
         return loss
 
     hooked: Any = torch.optim.Optimizer.profile_hook_step(step)  # as Optimizer.__init__ does to a class's own step

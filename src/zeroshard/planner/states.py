@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import math
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..errors import UserError
 from ..layout import Bucket, Partition, Slot
 from ..stage import Placements
 from .closed import PADDING, Moved, Recipe, Traffic, moved, passes, widths
@@ -149,8 +151,8 @@ def recipe_traffic(
 def predict_states(zero: Zero) -> dict[str, int]:
     """Bytes per state on this rank once the optimizer has stepped, under the names that `zero.ledger().held` uses.
 
-    Optimizer state is found by asking the optimizer itself: one step of a twin on a parameter of two elements tells
-    which of its states grow with the parameter and which are one number.
+    Optimizer state is found by asking the optimizer itself: one step of a twin on a tiny parameter tells which of its
+    states grow with the parameter and which are one number.
     """
 
     def stored(bucket: Bucket) -> Stored:
@@ -163,34 +165,102 @@ def predict_states(zero: Zero) -> dict[str, int]:
     for optimizer, group, places in zero.optimizer_members():
         groups.append((optimizer, group))
         members.update({(bucket.index, slot.name): len(groups) - 1 for bucket, slot in places})
-    probed: dict[tuple[int, Any], Kept] = {}
+    probed: dict[tuple[int, Any, int], dict[str, Asked]] = {}
 
     def kept(bucket: Bucket, slot: Slot) -> Kept:
         if (bucket.index, slot.name) not in members:
             return {}
         number = members[bucket.index, slot.name]
-        dtype = zero.dtypes(bucket).master
-        if (number, dtype) not in probed:
-            optimizer, group = groups[number]
-            found = probe(type(optimizer), group, dtype)
-            probed[number, dtype] = {state: (kind.itemsize, grows) for state, (kind, grows) in found.items()}
-        return probed[number, dtype]
+        optimizer, group = groups[number]
+        key = number, zero.dtypes(bucket).master, len(slot.shape) if takes_whole_tensors(optimizer) else 1
+        if key not in probed:
+            probed[key] = probe(optimizer, group, key[1], key[2])
+        return {state: each.kept(slot.shape) for state, each in probed[key].items()}
 
     return states_of(zero.partition, zero.placements, zero.rank, stored, kept)
 
 
-def probe(kind: Any, group: dict[str, Any], dtype: Any) -> dict[str, tuple[Any, bool]]:
-    """{state: (dtype, per element?)} after one step of an optimizer class with the user's options."""
+class Asked(NamedTuple):
+    """One state of an optimizer as it showed itself. sides: None where it is like the parameter; else its shape, with
+    -1 - i in place of the parameter's dimension i."""
+
+    dtype: Any
+    sides: tuple[int, ...] | None
+
+    def shape(self, of: tuple[int, ...]) -> tuple[int, ...]:
+        return of if self.sides is None else tuple(of[-1 - side] if side < 0 else side for side in self.sides)
+
+    def kept(self, of: tuple[int, ...]) -> tuple[int, bool]:
+        """(bytes, per element?) for a parameter of that shape."""
+        if self.sides is None:
+            return self.dtype.itemsize, True
+        return self.dtype.itemsize * math.prod(self.shape(of)), False
+
+
+PRIMES = (2, 3, 5, 7, 11, 13, 17)  # sizes that a state's shape gives away
+
+
+def takes_whole_tensors(optimizer: Any) -> bool:
+    """Does an optimizer of torch look at a tensor's shape? Then it is asked with a tensor of as many dimensions."""
+    return any(base.__name__ in ("Adafactor", "Muon") for base in type(optimizer).__mro__)
+
+
+def probe(optimizer: Any, group: dict[str, Any], dtype: Any, dimensions: int = 1, kind: Any = None) -> dict[str, Asked]:
+    """{state: what it is} after one step of a twin with the user's class (or `kind`), options and a tiny parameter.
+
+    The optimizer itself is not touched. Raises `UserError` where it cannot step on such a parameter.
+    """
     import torch
 
+    shape = PRIMES[:dimensions]
     with torch._subclasses.fake_tensor.unset_fake_temporarily():
-        param = torch.nn.Parameter(torch.zeros(2, dtype=dtype))
-        options = {key: value for key, value in group.items() if key not in ("params", "param_names", "initial_lr")}
-        twin = kind([{"params": [param], **options}], **({"lr": 0.1} if kind.__name__ == "SGD" else {}))
+        param = torch.nn.Parameter(torch.zeros(shape, dtype=dtype))
         param.grad = torch.ones_like(param)
-        twin.step()
-    return {
-        key: (value.dtype, value.numel() == 2 and key != "step")
-        for key, value in twin.state[param].items()
-        if isinstance(value, torch.Tensor)
+        kind = type(optimizer) if kind is None else kind
+        twin = object.__new__(kind)
+        twin.__dict__.update(optimizer.__dict__)
+        twin.state, twin.param_groups = collections.defaultdict(dict), [{**group, "params": [param]}]
+        twin._optimizer_step_pre_hooks = collections.OrderedDict()
+        twin._optimizer_step_post_hooks = collections.OrderedDict()
+        try:
+            twin.step()
+        except Exception as error:
+            raise UserError(
+                "the optimizer could not be asked what it keeps",
+                where=f"{kind.__name__}.step() on a parameter of shape {shape}",
+                got=f"{type(error).__name__}: {error}",
+                instead="an optimizer that steps without a closure",
+            ) from error
+    found = {}
+    for key, value in twin.state[param].items():
+        if isinstance(value, torch.Tensor):
+            like = tuple(value.shape) == shape and key != "step"
+            sides = tuple(-1 - shape.index(side) if side in shape else side for side in value.shape)
+            found[key] = Asked(value.dtype, None if like else sides)
+    return found
+
+
+def of_torch(name: str) -> tuple[dict[str, int], dict[str, int]] | None:
+    """({state: bytes per element}, {state: bytes per tensor}) of a `torch.optim` class, named in any case, in fp32.
+
+    None where torch has no such class.
+    """
+    import torch
+
+    kinds: dict[str, Any] = {
+        key.lower(): kind
+        for key, kind in vars(torch.optim).items()
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
     }
+    kind = kinds.get(name.lower().removeprefix("torch.optim."))
+    if kind is None:
+        return None
+    dimensions = 2 if kind.__name__ in ("Adafactor", "Muon") else 1
+    optimizer = kind([torch.nn.Parameter(torch.zeros(PRIMES[:dimensions]))])
+    asked = probe(optimizer, optimizer.param_groups[0], torch.float32, dimensions)
+    each = {state: found.dtype.itemsize for state, found in asked.items() if found.sides is None}
+    if any(found.sides for found in asked.values()):
+        raise UserError(
+            "this optimizer's states depend on the shapes of the tensors", got=kind.__name__, instead="plan train:job"
+        )
+    return each, {state: found.dtype.itemsize for state, found in asked.items() if found.sides == ()}

@@ -315,3 +315,17 @@ def test_recording_costs_little():
     assert len(zero.events()) <= 16 * LAYERS
     started = time.perf_counter_ns()
     assert zero.events()[0].start < started
+
+
+def one_records():
+    model = Blocks()
+    zero = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    if zero.rank == 0:
+        zero.record()
+    with pytest.raises(StateError, match=r"ranks \[1\]"):
+        zero.trace("nowhere.json")
+    return True
+
+
+def test_a_trace_needs_every_ranks_record(ranks):
+    assert ranks.run(2, one_records) == [True, True]

@@ -903,13 +903,30 @@ def test_a_text_is_shown_beside_its_recomputation(letter):
 
 def test_the_page_shows_what_the_commands_print():
     """docs/planning.md, block by block."""
-    page = (Path(__file__).parents[1] / "docs" / "planning.md").read_text()
+    pages = (Path(__file__).parents[1] / "docs" / name for name in ("planning.md", "texts.md"))
+    page = "".join(path.read_text() for path in pages)
     blocks = re.findall(r"^```console\n\$ zeroshard plan (.*)\n((?:.|\n)*?)^```$", page, re.MULTILINE)
     assert len(blocks) >= 3
     for words, shown in blocks:
         done = run(*words.split(), cwd=Path(__file__).parents[1] / "docs")
         printed = [line.rstrip() for line in done.stdout.strip("\n").splitlines()]
         assert printed == shown.splitlines(), words
+
+
+def test_instances_cost_memory():
+    """K copies of the optimizer: each is cut among N/K ranks, and that is what has to fit. Stage 1 only, closed form only."""
+    for copies, total in ((1, 38.5e9), (2, 49e9), (4, 70e9), (8, 112e9)):
+        found = zeroshard.plan(params=7e9, ranks=8, stage=1, instances=copies, gpu_mem="50GB").stages[0]
+        assert found.total == total
+        assert found.fits is (total <= 50e9)
+    assert [stage.stage for stage in zeroshard.plan(params=7e9, ranks=8, instances=2).stages] == [1]
+    with pytest.raises(UserError, match="stage 1"):
+        zeroshard.plan(params=7e9, ranks=8, stage=3, instances=2)
+
+
+def test_a_bare_number_of_bytes_is_answered_in_gib():
+    with pytest.raises(UserError, match="instead: 80GiB"):
+        zeroshard.plan(params=7e9, gpu_mem=str(80 * 2**30))
 
 
 def test_the_readme_quotes_the_paper():

@@ -20,7 +20,7 @@ from zeroshard.cli import check
 from zeroshard.errors import UserError
 from zeroshard.planner import own, states
 from zeroshard.planner.machines import MACHINES, machine
-from zeroshard.planner.simulate import PASSING, simulate
+from zeroshard.planner.simulate import PASSING, moments, simulate
 from zeroshard.planner.timeline import replay
 
 ROOT = Path(__file__).parents[1]
@@ -232,22 +232,144 @@ def test_a_plan_of_a_job(precision):
             instant.name == stage.peak_at and stage.total + instant.total == stage.peak for instant in stage.instants
         )
         assert stage.activations == run.activations > 0
+        assert stage.working == run.working >= run.activations
     json.dumps(found.json())
     totals = [stage.total for stage in found.stages]
     assert totals == sorted(totals, reverse=True)
 
 
 def test_a_plan_of_a_job_answers():
-    """Whether it fits with its activations, and the cheapest change that makes it."""
-    fits = zeroshard.plan(EXAMPLE, ranks=4, gpu_mem="2MiB")
+    """Whether it fits with what its operators hold beside it, and the cheapest change that makes it."""
+    fits = zeroshard.plan(EXAMPLE, ranks=4, gpu_mem="4MiB")
     assert all(stage.fits for stage in fits.stages) and not fits.advice
-    tight = zeroshard.plan(EXAMPLE, ranks=4, stage=1, gpu_mem="600KiB")
+    tight = zeroshard.plan(EXAMPLE, ranks=4, stage=1, gpu_mem="900KiB")
     assert [stage.fits for stage in tight.stages] == [False]
     whats = [change.what for change in tight.advice]
-    assert whats == ["stage 2", "stage 3", "and recompute activations in backward"]
-    assert [change.fits for change in tight.advice] == [False, False, True]
-    recomputed = zeroshard.plan(EXAMPLE, ranks=4, stage=3, checkpoint=True, gpu_mem="600KiB").stages[0]
-    assert recomputed.fits and recomputed.peak + recomputed.activations == tight.advice[-1].nbytes
+    assert whats[:3] == ["stage 2", "stage 3", "and recompute activations in backward"]
+    assert [change.fits for change in tight.advice] == [False] * (len(whats) - 1) + [True]
+    recomputed = zeroshard.plan(EXAMPLE, ranks=4, stage=3, checkpoint=True).stages[0]
+    assert recomputed.peak + recomputed.working == tight.advice[2].nbytes
+
+
+def block():
+    """One block of many layers: what recomputation saves in forward it needs again in backward."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(10) for layer in (nn.Linear(64, 64), nn.Tanh())]
+    return {
+        "model": nn.Sequential(nn.ModuleList([nn.Sequential(*layers)])[0], nn.Linear(64, 1)),
+        "optimizer": lambda params: torch.optim.SGD(params, lr=0.1),
+        "batch": lambda step, index: torch.ones(2000, 64),
+        "loss": lambda model, x: model(x).sum(),
+    }
+
+
+def test_recomputation_is_not_free():
+    """Nine tenths of the activations go, but the most that operators hold at once hardly changes with a single block."""
+    plain, again = (simulate(block, ranks=2, checkpoint=checkpoint) for checkpoint in (False, True))
+    layer = 2000 * 64 * 4
+    assert again.activations <= 3 * layer < 10 * layer <= plain.activations
+    assert again.working >= 10 * layer
+
+
+def two():
+    parts = block()
+
+    def optimizers(params):
+        first, *rest = params
+        return [torch.optim.SGD([first], lr=0.1), torch.optim.AdamW(rest, lr=0.1)]
+
+    return parts | {"optimizer": optimizers}
+
+
+def test_two_optimizers_make_one_step():
+    """The clock and the instants are of a whole step, not of what lies between two optimizers."""
+    one, both = simulate(block, ranks=4), simulate(two, ranks=4)
+    lines = [replay(run.events, MACHINES["a100"], ranks=4, updated_nbytes=0, steps=run.steps) for run in (one, both)]
+    assert lines[0].compute == lines[1].compute > 0 and lines[0].moving == lines[1].moving > 0
+    names = [name for name, _ in moments(both)]
+    assert names[0] == "init" and any(name.startswith("backward of") for name in names) and names.count("step") == 2
+
+
+def test_what_counts_as_compute_and_tokens():
+    """Recurrent layers count their matrices at every step of a sequence; masks and labels are no tokens."""
+
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm, self.out = nn.LSTM(6, 11, batch_first=True), nn.Linear(11, 3)
+
+        def forward(self, x):
+            return self.out(self.lstm(x)[0][:, -1])
+
+    def job():
+        return {
+            "model": Recurrent(),
+            "optimizer": lambda params: torch.optim.SGD(params, lr=0.1),
+            "batch": lambda step, index: (
+                torch.ones(2, 4, 6),
+                torch.zeros(2, dtype=torch.int64),
+                torch.ones(2, 4, 4) > 0,
+            ),
+            "loss": lambda model, batch: model(batch[0]).sum(),
+        }
+
+    run = simulate(job, ranks=2)
+    forward = 2 * 2 * 4 * (44 * 6 + 44 * 11)
+    assert run.flops >= 3 * forward
+    assert run.tokens == 0
+
+
+def on_meta():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 30), nn.Linear(30, 8))
+    return block() | {"model": model, "batch": lambda step, index: torch.ones(3, 8)}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_model_on_meta(stage):
+    """What is built on the meta device is materialised in a simulation as in a run."""
+    run = simulate(on_meta, ranks=2, stage=stage)
+    assert run.ledger.held["parameters"] == {0: 4096, 3: 2048}[stage]  # two units of 512 elements, padding included
+
+
+def all_frozen():
+    parts = block()
+    parts["model"].requires_grad_(False)
+    return parts
+
+
+BAD = {
+    "tuple": lambda: block() | {"loss": lambda model, x: (model(x).sum(), 1)},
+    "vector": lambda: block() | {"loss": lambda model, x: model(x)},
+    "frozen": all_frozen,
+    "raises": lambda: block() | {"loss": lambda model, x: model(x[:, :3])},
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_job_that_cannot_train_is_refused(name):
+    with pytest.raises(UserError, match="nothing to call backward on|fails under simulation"):
+        simulate(BAD[name], ranks=2)
+
+
+def test_a_machine_of_ones_own(tmp_path):
+    """A JSON file of the same fields; whatever is missing, unknown or of another kind is named."""
+    told = dataclasses.asdict(MACHINES["h100"]) | {"name": "mine", "network": 1e9}
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(told))
+    assert machine(str(path)) == dataclasses.replace(MACHINES["h100"], name="mine", network=1e9)
+    for change, said in (
+        ({"links": 3}, "just these fields"),
+        ({"flops": "fast"}, "another kind"),
+        ({"gpus": -1}, "another kind"),
+        ({"link": 0}, "cannot be 0"),
+    ):
+        path.write_text(json.dumps(told | change))
+        with pytest.raises(UserError, match=said):
+            machine(str(path))
+    path.write_text("{")
+    with pytest.raises(UserError, match="cannot be read"):
+        machine(str(path))
 
 
 class Halves(nn.Module):
@@ -280,7 +402,7 @@ def halves():
 def test_other_optimizers_and_parts(name):
     """Whole-tensor optimizers side by side, ties, frozen parts, groups: every byte as predicted on two real ranks."""
     rows = check.compare(
-        check.Check(job=f"test_simulate:{name}", ranks=2, stages=(0, 1, 2, 3), bounds="tensor", prefetch=0)
+        check.Check(job=f"{__file__}:{name}", ranks=2, stages=(0, 1, 2, 3), bounds="tensor", prefetch=0)
     )
     assert {row["what"] for row in rows} >= {"at rest", "parameters", "gradients", "peak in backward"}
     assert [row for row in rows if row["difference"] and row["what"] not in check.MEASURED] == []
@@ -405,7 +527,14 @@ def test_the_simulate_command(tmp_path):
             clock["compute"] + clock["summing"] + clock["optimizer"] + clock["exposed"]
         )
     for rank in (0, 1023):
-        assert json.loads((tmp_path / f"trace.json.rank{rank}").read_text())["traceEvents"]
+        events = json.loads((tmp_path / f"trace.json.rank{rank}").read_text())["traceEvents"]
+        assert {event["pid"] for event in events} == {rank}
+        assert {event["name"].split()[0] for event in events if event["ph"] == "X"} >= {
+            "compute",
+            "gather",
+            "reduce",
+            "step",
+        }
     shown = command(*words[:4])
     assert "A step on the clock" in shown.stdout and "tokens/s" in shown.stdout
 

@@ -517,9 +517,13 @@ class Zero:
 
     def trace(self, path: str | os.PathLike[str]) -> None:
         """Write what all ranks recorded as one Chrome trace, for ui.perfetto.dev. Collective; rank 0 writes."""
-        events = self.events()
-        assert self._ledger.record is not None
-        ranks = self._group.describe(trace.facts(self._ledger.record, events))
+        record = self._ledger.record
+        ranks = self._group.describe(None if record is None else trace.facts(record, self.events()))
+        silent = [rank for rank, told in enumerate(ranks) if told is None]
+        if silent:
+            raise StateError(
+                "nothing was recorded", where=f"ranks {silent}", instead="zero.record() on every rank, before the steps"
+            )
         if self.rank == 0:
             trace.write(path, ranks)
 

@@ -183,7 +183,7 @@ def _train(asked: Check, stage: int, place: Launch) -> dict[str, Any]:
         for turn in range(asked.accumulate):
             local = asked.no_sync and turn < asked.accumulate - 1
             with zero.no_sync() if local else nullcontext():
-                job.loss(job.model, job.batch(step, turn * place.ranks + place.rank)).backward()
+                job.loss_of(job.batch(step, turn * place.ranks + place.rank)).backward()
         before, most = _memory("VmRSS"), max(most, _memory("VmHWM"))
         _reset_peak()
         for optimizer in optimizers:

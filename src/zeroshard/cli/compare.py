@@ -128,10 +128,10 @@ def _run_plain(
     return tuple(changed), trains
 
 
-def _optimizer_of(seeded: Seeded, parameters: Any) -> torch.optim.Optimizer:
+def _optimizer_of(seeded: Seeded, parameters: Any) -> Any:
     given = list(parameters)
     seeded.where = "optimizer(params)"
-    optimizer = seeded.job.optimizer(given)
+    optimizer = reference.as_one(seeded.job.optimizer(given))
     known = {id(tensor) for tensor in given}
     if any(id(tensor) not in known for group in optimizer.param_groups for tensor in group["params"]):
         raise UserError(
@@ -216,7 +216,7 @@ def _run(
         raise InputError(f"{configuration}: {error}") from error  # the ranks have agreed on it: one of them says so
     reference.loop(
         model,
-        optimizer,
+        reference.as_one(optimizer),
         seeded.batch,
         seeded.loss,
         rank,

@@ -177,14 +177,17 @@ def _peaks(found: Plan) -> None:
     table = screen.new_table("At rest and passing, at the peak of a step", "stage", "bytes", "GiB", "passing", "at")
     kept = any(stage.activations for stage in found.stages)
     if kept:
-        table.add_column("activations", justify="right")
+        for column in ("activations", "most of operators"):
+            table.add_column(column, justify="right")
     for stage in found.stages:
         assert stage.peak is not None
         cells = (*nbytes_cells(stage.peak), f"{stage.peak - stage.total:,}", escape(str(stage.peak_at)))
-        table.add_row(str(stage.stage), *cells, *([f"{stage.activations:,}"] if kept else []))
+        table.add_row(str(stage.stage), *cells, *([f"{stage.activations:,}", f"{stage.working:,}"] if kept else []))
     _show(table)
-    how = "as the engine does it" if kept else "an upper bound for units used one after the other"
-    screen.say(f"  [dim]{how}; activations come on top[/dim]")
+    if kept:
+        screen.say("  [dim]passing: the engine's own; what operators make, activations included, comes on top[/dim]")
+    else:
+        screen.say("  [dim]an upper bound for units used one after the other; activations come on top[/dim]")
 
 
 def _traffic(found: Plan) -> None:
@@ -195,7 +198,7 @@ def _traffic(found: Plan) -> None:
     )
     for stage in found.stages:
         total = stage.traffic.total
-        table.add_row(str(stage.stage), str(stage.traffic.passes), *(f"{nbytes:,}" for nbytes in total))
+        table.add_row(str(stage.stage), f"{stage.traffic.passes:g}", *(f"{nbytes:,}" for nbytes in total))
         if stage.traffic.recompute != Moved(0, 0, 0):
             table.add_row("", "recompute", *(f"{nbytes:,}" for nbytes in stage.traffic.recompute))
     _show(table)
@@ -235,9 +238,9 @@ def _instances(found: Plan) -> None:
 def _answers(found: Plan, limit: int) -> None:
     what = "at rest, without activations" if found.layout is None else "at the peak, without activations"
     if any(stage.activations for stage in found.stages):
-        what = "at the peak, with activations"
+        what = "at the peak, with the most of operators beside it"
     table = screen.new_table(
-        f"Into {limit:,} bytes per rank", "stage", "fits", "to spare", "GiB", "largest, parameters"
+        f"Into {limit:,} bytes per rank", "stage", "fits", "to spare", "GiB", "largest by states alone"
     )
     for stage in found.stages:
         spare = limit - stage.most

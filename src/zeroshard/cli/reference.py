@@ -16,7 +16,7 @@ A batch function takes (step, index). A norm function takes (gradients, norm_typ
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,9 +38,33 @@ class History:
     norms: list[Tensor] = field(default_factory=list)
 
 
+class Several:
+    """Several optimizers that step together, for loops written for one."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self.optimizers = optimizers
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+
+def as_one(made: Any) -> Any:
+    """An optimizer as it is, a list or tuple of them as one."""
+    return Several(made) if isinstance(made, (list, tuple)) else made
+
+
 def accumulate(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Any,
     batches: Batches,
     loss: Loss,
     world: int = 1,
@@ -78,7 +102,7 @@ def accumulate(
 
 def accumulate_with_masters(
     model: nn.Module,
-    make_optimizer: Callable[[list[Tensor]], torch.optim.Optimizer],
+    make_optimizer: Callable[[list[Tensor]], Any],
     batches: Batches,
     loss: Loss,
     world: int = 1,
@@ -135,7 +159,7 @@ def accumulate_with_masters(
 
 def loop(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Any,
     batches: Batches,
     loss: Loss,
     rank: int = 0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
@@ -12,11 +13,11 @@ from rich.markup import escape
 from zeroshard.api import Zero
 from zeroshard.cli import screen
 from zeroshard.comm import Comm
+from zeroshard.errors import UserError
 from zeroshard.layout import Layout
 from zeroshard.planner import own, states, timeline
 from zeroshard.planner.machines import Machine, machine
 from zeroshard.planner.simulate import PASSING, RECORDED, Simulation, simulate
-from zeroshard.trace import chrome, facts
 
 
 def show_simulation(
@@ -37,6 +38,8 @@ def show_simulation(
 ) -> None:
     """Simulate each of the ranks, and print. Raises `UserError` for what cannot be simulated."""
     cluster = machine(on)
+    if trace is not None and not Path(trace).absolute().parent.is_dir():
+        raise UserError("there is no folder for the trace", got=repr(trace))
     found = []
     for one in rank:
         run = simulate(
@@ -50,9 +53,11 @@ def show_simulation(
             comm=Comm(prefetch=prefetch, reduce=reduce),  # type: ignore[arg-type]
             checkpoint=checkpoint,
         )
-        found.append(report(run, cluster, ordered=reduce == "ordered"))
+        line = clock(run, cluster, ordered=reduce == "ordered")
+        found.append(report(run, cluster, line))
         if trace is not None:
-            _write_trace(trace if len(rank) == 1 else f"{trace}.rank{one}", run)
+            name = trace if len(rank) == 1 else f"{trace}.rank{one}"
+            Path(name).write_text(json.dumps(timeline.chrome(line, one)), encoding="utf-8")
     if as_json:
         print(json.dumps({"job": job, "ranks": ranks, "stage": stage, "machine": on, "simulated": found}, indent=2))
         return
@@ -60,19 +65,25 @@ def show_simulation(
         "job": escape(job),
         "ranks": f"{ranks:,} at stage {stage}; nothing runs, nothing is sent",
         "on": f"{cluster.name}: {escape(cluster.source)}",
+        "clock": f"{100 * cluster.efficiency:.0f} % of {cluster.flops / 1e12:,.0f} TFLOP/s, its 16-bit peak; any dtype",
     }
     screen.opening("Simulation", facts)
     for each in found:
         _show(each)
 
 
-def report(run: Simulation, cluster: Machine, *, ordered: bool) -> dict[str, Any]:
+def clock(run: Simulation, cluster: Machine, *, ordered: bool) -> timeline.Timeline:
+    held = {state: nbytes for state, nbytes in run.ledger.held.items() if state not in (*PASSING, "parameters")}
+    return timeline.replay(
+        run.events, cluster, ranks=run.ranks, updated_nbytes=sum(held.values()), ordered=ordered, steps=run.steps
+    )
+
+
+def report(run: Simulation, cluster: Machine, line: timeline.Timeline) -> dict[str, Any]:
     """Everything the command tells of one rank, as plain numbers; bytes are integers, times seconds."""
     ledger, zero = run.ledger, run.zero
     held = {state: nbytes for state, nbytes in ledger.held.items() if nbytes and state not in PASSING}
     peak_phase, peak = max(ledger.phases.items(), key=lambda item: item[1].total if item[0] != "init" else 0)
-    updated = sum(nbytes for state, nbytes in held.items() if state != "parameters")
-    line = timeline.replay(run.events, cluster, ranks=run.ranks, updated_nbytes=updated, ordered=ordered)
     moved = [event for event in run.events if event.verb in timeline.TRAVELS and event.logical]
     return {
         "rank": run.rank,
@@ -80,6 +91,9 @@ def report(run: Simulation, cluster: Machine, *, ordered: bool) -> dict[str, Any
         "held": held,
         "peak": {"phase": peak_phase, "total": peak.total, "held": peak.held},
         "activations": run.activations,
+        "working": run.working,
+        "fits": peak.total + run.working <= cluster.memory,
+        "memory": cluster.memory,
         "flops": run.flops,
         "collectives": [
             {"verb": verb, "logical": logical, "per_step": count / RECORDED}
@@ -123,13 +137,6 @@ def balance(zero: Zero) -> dict[str, Any]:
     }
 
 
-def _write_trace(path: str, run: Simulation) -> None:
-    record = run.zero._ledger.record
-    assert record is not None
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(chrome([facts(record, run.events)]), file)
-
-
 def _show(found: dict[str, Any]) -> None:
     screen.say(f"\n[bold]Rank {found['rank']:,}[/bold]")
     table = screen.new_table("Held, in bytes", "state", "at rest", "at the peak", "GiB at the peak")
@@ -143,7 +150,11 @@ def _show(found: dict[str, Any]) -> None:
         "[dim]activations, beside[/dim]", "", f"{found['activations']:,}", f"{found['activations'] / 2**30:.3f}"
     )
     screen.console.print(table)
-    screen.say(f"  [dim]the peak is in {peak['phase']}; activations are what forward keeps for backward[/dim]\n")
+    screen.say(f"  [dim]the peak is in {peak['phase']}; activations are what forward keeps for backward[/dim]")
+    most, verdict = peak["total"] + found["working"], "fits in" if found["fits"] else "[red]does not fit in[/red]"
+    screen.say(
+        f"  {most:,} bytes with the most that operators hold at once: {verdict} {found['memory'] / 2**30:,.0f} GiB\n"
+    )
     table = screen.new_table("Collectives of one step", "verb", "calls", "logical", "sent", "sent + received")
     for verb, moved in found["traffic"].items():
         cells = (f"{moved[column]:,}" for column in ("logical", "sent", "sent_and_received"))
@@ -156,7 +167,7 @@ def _show(found: dict[str, Any]) -> None:
         f"{share['fullest_rank_elements']:,}; {share['empty_shards']:,} empty shards[/dim]\n"
     )
     clock = found["time"]
-    table = screen.new_table("A step on the clock", "what", "seconds")
+    table = screen.new_table("A step on the clock", "what", "time")
     rows = {
         "compute": "compute",
         "summing": "summing gradients in rank order",
@@ -165,9 +176,15 @@ def _show(found: dict[str, Any]) -> None:
         "step": "[bold]step[/bold]",
     }
     for key, what in rows.items():
-        table.add_row(what, f"{clock[key]:.4f}")
+        table.add_row(what, _seconds(clock[key]))
     screen.console.print(table)
     hidden = max(clock["moving"] - clock["exposed"], 0.0)
-    screen.say(f"  [dim]{clock['moving']:.4f} s of collectives, {hidden:.4f} s of them behind compute[/dim]")
+    screen.say(f"  [dim]{_seconds(clock['moving'])} of collectives, {_seconds(hidden)} of them behind compute[/dim]")
     if clock["tokens_per_second"] is not None:
         screen.say(f"  [bold]{clock['tokens_per_second']:,.0f} tokens/s[/bold] per GPU")
+
+
+def _seconds(seconds: float) -> str:
+    """`0.00123` -> `1.23 ms`."""
+    factor, unit = (1, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "us")
+    return f"{seconds * factor:.4g} {unit}"

@@ -237,14 +237,14 @@ class Moved(NamedTuple):
 class Traffic:
     """What a step moves: passes of the whole parameters, and what recomputation gathers once more, apart."""
 
-    reductions: int
-    gathers: int
+    reductions: float  # a job that does not use or train all of itself takes less than whole passes
+    gathers: float
     reduce: Moved
     gather: Moved
     recompute: Moved
 
     @property
-    def passes(self) -> int:
+    def passes(self) -> float:
         return self.reductions + self.gathers
 
     @property
@@ -394,6 +394,11 @@ def budget(text: str) -> int:
     """`80GiB` -> 85899345920. Units are KiB, MiB, GiB, TiB (powers of 1024) and KB, MB, GB, TB (powers of 1000)."""
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(text))
     amount, unit = match.groups() if match else ("80", "")
+    if match and unit in ("", "B"):
+        raise UserError(
+            "a budget of memory is a number and a unit", got=repr(text),
+            instead=f"{float(amount) / 2**30:.6g}GiB" if float(amount) >= 2**20 else f"{amount}GiB, or {amount}GB",
+        )  # fmt: skip
     if not match or unit not in UNITS:
         letter = unit[:1].upper()
         letter = letter if letter in "KMGT" and letter else "G"

@@ -23,7 +23,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from ..errors import UserError, nearest
 
@@ -44,6 +44,21 @@ class Job:
     batch: Callable[[int, int], Any]
     loss: Callable[[nn.Module, Any], Tensor]
     given: frozenset[str]
+
+    def loss_of(self, batch: Any) -> Tensor:
+        """The loss of a micro-batch, if it is one that backward can start from."""
+        loss: Any = self.loss(self.model, batch)
+        tensor = getattr(loss, "shape", None) is not None and getattr(loss, "requires_grad", False)
+        if not tensor or loss.numel() != 1:
+            shape = getattr(loss, "shape", None)
+            got = type(loss).__name__ if shape is None else f"shape {tuple(shape)}, requires_grad={loss.requires_grad}"
+            raise UserError(
+                "the job's loss is nothing to call backward on",
+                where=f"{self.name}()['loss'](model, batch)",
+                expected="a scalar tensor that depends on a trainable parameter",
+                got=got,
+            )
+        return cast("Tensor", loss)
 
     def need(self, *parts: str) -> None:
         """Raise `UserError` unless the function returned all of these."""

@@ -9,8 +9,10 @@ carry on: each rank's own network card takes everything that leaves the node.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pathlib import Path
 
 from ..errors import UserError, nearest
 
@@ -76,7 +78,32 @@ MACHINES: Mapping[str, Machine] = {
 
 
 def machine(name: str) -> Machine:
-    """One of `MACHINES`. Raises `UserError` with the nearest name."""
+    """One of `MACHINES`, or the machine that a JSON file of `Machine`'s fields describes. Raises `UserError`."""
+    if name.endswith(".json"):
+        return _described(Path(name))
     if name not in MACHINES:
-        raise UserError("no such machine", got=repr(name), instead=nearest(name, MACHINES))
+        raise UserError("no such machine", got=repr(name), instead=nearest(name, MACHINES) + ", or a .json file")
     return MACHINES[name]
+
+
+def _described(path: Path) -> Machine:
+    wanted = {field.name: str if field.name in ("name", "source") else float for field in fields(Machine)}
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError("the machine's file cannot be read", where=str(path), got=str(error)) from error
+    if not isinstance(told, dict) or told.keys() != wanted.keys():
+        given = sorted(told) if isinstance(told, dict) else type(told).__name__
+        raise UserError("a machine has just these fields", where=str(path), expected=sorted(wanted), got=given)
+    for key, kind in wanted.items():
+        value = told[key]
+        number = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < float("inf")
+        if (kind is str and not isinstance(value, str)) or (kind is float and not number):
+            expected = "text" if kind is str else "a number, not negative"
+            raise UserError(
+                "a machine's field is of another kind", where=f"{path}: {key}", expected=expected, got=repr(value)
+            )
+    for key in ("flops", "efficiency", "memory_bandwidth", "gpus", "link", "network"):
+        if not told[key]:
+            raise UserError("this field of a machine cannot be 0", where=f"{path}: {key}")
+    return Machine(**told | {"gpus": int(told["gpus"]), "memory": int(told["memory"])})

@@ -134,7 +134,7 @@ def _stage(run: Simulation, recipe: closed.Recipe) -> StagePlan:
         peak_at = named[0]
     return StagePlan(
         run.stage, run.rank, recipe.formula(place), at_rest, 0.0, _traffic(run), tuple(found), peak, peak_at,
-        activations=run.activations,
+        activations=run.activations, working=run.working,
     )  # fmt: skip
 
 
@@ -152,10 +152,10 @@ def _traffic(run: Simulation) -> closed.Traffic:
         for events in moved.values()
     )
     model = sum(bucket.numel * run.zero.dtypes(bucket).param.itemsize for bucket in run.zero.partition.buckets)
-    passes = round(gathered.logical / model) if model else 0
+    passes = round(gathered.logical / model, 2) if model else 0.0
     trained = sum(b.numel * run.zero.dtypes(b).param.itemsize for b in run.zero.partition.buckets if b.trainable)
     return closed.Traffic(
-        round(reduced.logical / trained) if trained else 0, passes, reduced, gathered, closed.Moved(0, 0, 0)
+        round(reduced.logical / trained, 2) if trained else 0.0, passes, reduced, gathered, closed.Moved(0, 0, 0)
     )
 
 
@@ -167,7 +167,7 @@ def _advice(run: Callable[..., Simulation], asked: Asked, layout: Layout, limit:
 
     def attempt(what: str, at: int, **more: Any) -> bool:
         simulated = run(at, None, **more)
-        nbytes = max(most.total for most in simulated.ledger.phases.values()) + simulated.activations
+        nbytes = max(most.total for most in simulated.ledger.phases.values()) + simulated.working
         tried.append(closed.Change(what, nbytes, nbytes <= limit))
         return tried[-1].fits
 

@@ -28,9 +28,10 @@ class StagePlan:
     """One stage. All bytes are those of `rank`, which holds most; of equals the last.
 
     states: at rest, by state, padding apart. instants, peak: what passes through beside them, and the most of both
-    together (None in the closed form, which knows no units). activations: what a job's forward keeps for backward,
-    beside that. links: what one GPU sends over each kind of link in a step, where a size of node was given. largest:
-    the most parameters whose states alone fit.
+    together (None in the closed form, which knows no units). activations: what a job's forward keeps for backward;
+    working: the most alive at once of what its operators make, activations included. It has to fit beside the peak,
+    though it need not be at the same moment. links: what one GPU sends over each kind of link in a step, where a size
+    of node was given. largest: the most parameters whose states alone fit.
     """
 
     stage: int
@@ -45,6 +46,7 @@ class StagePlan:
     fits: bool | None = None
     largest: int | None = None
     activations: int = 0
+    working: int = 0
     links: closed.Links | None = None
 
     @property
@@ -55,7 +57,7 @@ class StagePlan:
     @property
     def most(self) -> int:
         """What has to fit: the peak, or what is known of it."""
-        return self.activations + (self.total if self.peak is None else self.peak)
+        return self.working + (self.total if self.peak is None else self.peak)
 
     def json(self) -> dict[str, Any]:
         return {
@@ -70,6 +72,7 @@ class StagePlan:
             "peak": self.peak,
             "peak_at": self.peak_at,
             "activations": self.activations,
+            "working": self.working,
             "links": self.links and self.links._asdict(),
             "fits": self.fits,
             "largest": self.largest,
@@ -169,11 +172,13 @@ def plan(
         _whole("gpus_per_node", gpus_per_node, RANKS_LIMIT)
     if instances is not None:
         _whole("instances", instances, ranks)
+    if instances is not None and instances > 1 and stage not in (None, 1):
+        raise UserError("instances of the optimizer are a matter of stage 1", got=f"stage={stage}", instead="stage=1")
     if stage is not None and (type(stage) is not int or stage not in STAGES):
         raise UserError("no such ZeRO stage", expected="0, 1, 2 or 3", got=repr(stage), instead="stage=3")
     asked = Asked(
         ranks=ranks,
-        stages=tuple(STAGES) if stage is None else (stage,),
+        stages=(1,) if (instances or 1) > 1 else tuple(STAGES) if stage is None else (stage,),
         recipe=closed.recipe(
             preset or ("paper" if params is not None else "zeroshard"), optimizer=optimizer, custom=bytes
         ),
@@ -202,6 +207,8 @@ def plan(
             )
         return _plan_params(closed.count(params), asked)
     assert shapes is not None
+    if instances is not None:
+        raise UserError("instances are answered in the closed form", got="shapes", instead="params=...")
     return _plan_shapes(shapes, asked, _layout(of_layout))
 
 
@@ -246,21 +253,27 @@ def _layout(settings: dict[str, Any]) -> Layout:
 
 
 def _plan_params(numel: int, asked: Asked) -> Plan:
-    ranks, recipe = asked.ranks, asked.recipe
+    ranks, recipe, copies = asked.ranks, asked.recipe, asked.instances or 1
+    if ranks % copies:
+        closed.instances(numel, ranks, copies, recipe)  # says which numbers divide
+
+    def sharing(stage: int, among: int) -> int:
+        """Ranks among which a state is cut: each of K instances of the optimizer is cut among N/K of them."""
+        return among // copies if stage == 1 and among % copies == 0 else among
 
     def of(stage: int) -> StagePlan:
         place = STAGES[stage]
         return StagePlan(
             stage,
             ranks - 1,
-            recipe.formula(place),
-            closed.at_rest(numel, ranks, place, recipe),
+            recipe.formula(place).replace("/N", f"*{copies}/N" if sharing(stage, ranks) < ranks else "/N"),
+            closed.at_rest(numel, sharing(stage, ranks), place, recipe),
             0.0,
             closed.traffic(numel, ranks, place, recipe, accumulate=asked.accumulate, no_sync=asked.no_sync),
         )
 
     def nbytes_of(stage: int, more_ranks: int, other: Recipe) -> int:
-        return closed.total(numel, more_ranks, STAGES[stage], other)
+        return closed.total(numel, sharing(stage, more_ranks), STAGES[stage], other)
 
     notes = []
     if recipe.per_tensor:
@@ -269,7 +282,7 @@ def _plan_params(numel: int, asked: Asked) -> Plan:
     def advise(limit: int) -> list[Change]:
         return closed.advice(max(asked.stages), ranks, recipe, limit, nbytes_of, RANKS_LIMIT)
 
-    return finish("parameters", numel, asked, None, of, advise, notes)
+    return finish("parameters", numel, asked, None, of, advise, notes, sharing)
 
 
 # ------------------------------------------------------------------------------------------------------------- shapes
@@ -330,6 +343,7 @@ def finish(
     of: Callable[[int], StagePlan],
     advise: Callable[[int], list[Change]],
     notes: list[str],
+    sharing: Callable[[int, int], int] = lambda stage, ranks: ranks,
 ) -> Plan:
     """What every plan has beside its bytes: savings, whether it fits, the largest that would, advice."""
     ranks, recipe, limit = asked.ranks, asked.recipe, asked.gpu_mem
@@ -341,7 +355,7 @@ def finish(
             found,
             saved=float(plain(1 - closed.Bytes(found.total, whole))),
             fits=None if limit is None else found.most <= limit,
-            largest=None if limit is None else closed.largest(ranks, STAGES[stage], recipe, limit),
+            largest=None if limit is None else closed.largest(sharing(stage, ranks), STAGES[stage], recipe, limit),
             links=None if asked.gpus_per_node is None else closed.links(found.traffic, ranks, asked.gpus_per_node),
         )
         stages.append(found)

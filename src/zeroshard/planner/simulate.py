@@ -17,15 +17,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 from ..api import Zero, shard
 from ..comm import Comm, Simulated
-from ..errors import UserError
+from ..errors import Error, UserError
 from ..events import Event, Ledger
 from ..layout import Layout
 from ..numerics import Precision
@@ -41,8 +41,10 @@ class Simulation:
 
     ledger: held at rest, and the most held in each phase, in bytes. events: of the last `RECORDED` steps, in the order
     they happened; "compute" events carry floating-point operations in `logical`. flops: of one step. activations: bytes
-    that forward keeps for backward, beside the engine's own. tokens: integers in the largest such tensor of a
-    micro-batch, times the micro-batches of a step (0 where a batch has none).
+    that forward keeps for backward, beside the engine's own. working: the most that is alive at once of whatever
+    operators made, activations included, in forward or backward (within eight operators of the truth, never less).
+    tokens: entries of the largest integer tensor of two or more dimensions in a micro-batch, times the micro-batches
+    of a step (0 where a batch has none). steps: how many optimizers step in one.
     """
 
     job: str
@@ -55,6 +57,8 @@ class Simulation:
     flops: int
     activations: int
     tokens: int
+    working: int
+    steps: int
 
 
 def simulate(
@@ -114,6 +118,8 @@ def simulate(
             counted.flops,
             counted.activations,
             counted.tokens,
+            counted.working,
+            len(optimizers),
         )
 
 
@@ -127,15 +133,20 @@ def _train(
             counted.tokens += _tokens(batch)
             local = no_sync and index != indices[-1]
             with counted, zero.no_sync() if local else nullcontext():
-                loss = job.loss(job.model, batch)
+                loss = job.loss_of(batch)
                 counted.activations = counted.kept()
                 loss.backward()
+                counted.kept()
             del loss
-    except (torch._subclasses.fake_tensor.DataDependentOutputException, RuntimeError) as error:
-        if "data-dependent" not in str(error).lower() and not isinstance(
-            error, torch._subclasses.fake_tensor.DataDependentOutputException
-        ):
-            raise
+    except Error:
+        raise
+    except Exception as error:
+        if not isinstance(error, DataDependentOutputException) and "data-dependent" not in str(error).lower():
+            raise UserError(
+                "the job fails under simulation", where=f"{job.name}, step {step}",
+                got=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+                instead="a job that trains, on tensors of shapes alone",
+            ) from error  # fmt: skip
         raise UserError(
             "this job needs values to run, and a simulation has none",
             where=f"{job.name}, step {step}",
@@ -148,8 +159,10 @@ def _train(
 
 
 def _tokens(batch: Any) -> int:
-    integers = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and not leaf.is_floating_point()]
-    return max((leaf.numel() for leaf in integers), default=0)
+    leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    return max(
+        (leaf.numel() for leaf in leaves if leaf.dtype in (torch.int64, torch.int32) and leaf.dim() > 1), default=0
+    )
 
 
 @contextmanager
@@ -168,7 +181,10 @@ def without_values() -> Iterator[None]:
 
 
 def _become(tensor: Any, other: Any) -> None:
-    tensor.data = other.data
+    try:
+        tensor.data = other.data
+    except RuntimeError:  # from the meta device to another
+        torch._C._swap_tensor_impl(tensor, other)
     tensor.fake_device = other.fake_device
 
 
@@ -221,10 +237,11 @@ def moments(run: Simulation) -> list[tuple[str, dict[str, int]]]:
     record = run.zero._ledger.record
     assert record is not None
     steps = [event for event in run.events if event.verb == "step"]
+    began = steps[-1 - run.steps].end
     parts = [
         event
         for event in run.events
-        if event.start > steps[-2].end and event.verb in ("forward", "recompute", "backward", "reduce", "step")
+        if event.start > began and event.verb in ("forward", "recompute", "backward", "reduce", "step")
         if event.unit is not None or (event.verb in ("reduce", "step") and not event.logical)
     ]
     changes, held, at = list(record.held), {}, 0
@@ -244,13 +261,23 @@ def moments(run: Simulation) -> list[tuple[str, dict[str, int]]]:
     return found
 
 
-# Attention on the CPU has names of its own, and torch's table of operations only those on CUDA.
-_LIKE = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-        torch.ops.aten._scaled_dot_product_flash_attention_backward
-    ),
-}
+def _recurrent(x: tuple[int, ...], w_in: tuple[int, ...], w_hidden: tuple[int, ...], *_: Any, **__: Any) -> int:
+    """A recurrent layer multiplies every step of every sequence by both of its matrices."""
+    return 2 * x[0] * x[1] * (w_in[0] * w_in[1] + w_hidden[0] * w_hidden[1])
+
+
+def _flops() -> dict[Any, Any]:
+    """torch's table of floating-point operations, and what operators on the CPU have other names for."""
+    aten, table = torch.ops.aten, dict(flop_registry)
+    table[aten._scaled_dot_product_flash_attention_for_cpu] = table[aten._scaled_dot_product_flash_attention]
+    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+    table[backward] = table[aten._scaled_dot_product_flash_attention_backward]
+    table[aten.mkldnn_rnn_layer] = shape_wrapper(_recurrent)
+    table[aten.mkldnn_rnn_layer_backward] = shape_wrapper(lambda *args, **more: 2 * _recurrent(*args, **more))
+    return table
+
+
+_FLOPS = _flops()
 
 
 class Counter(TorchDispatchMode):
@@ -260,15 +287,32 @@ class Counter(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = zero._ledger
         self.flops = 0
-        self.activations = 0
+        self.activations = self.working = self._since = self._made_since = self._alive = 0
         self.tokens = 0
         self._made: dict[int, Any] = {}
         engine = [t for b in zero._buffers for t in (b.full, b.stored, b.master, b.gradients) if t is not None]
         self._known = {tensor.untyped_storage()._cdata for tensor in (*engine, *zero.model.buffers())}
+        self._leave_out(zero._tier)
+
+    def _leave_out(self, tier: Any) -> None:
+        """What the engine reserves while it runs is the ledger's to count."""
+        reserve, give_back = tier.reserve, tier.give_back
+
+        def known(*args: Any) -> Tensor:
+            tensor: Tensor = reserve(*args)
+            self._made.pop(tensor.untyped_storage()._cdata, None)
+            self._known.add(tensor.untyped_storage()._cdata)
+            return tensor
+
+        def forgotten(state: str, tensor: Tensor) -> None:
+            self._known.discard(tensor.untyped_storage()._cdata)
+            give_back(state, tensor)
+
+        tier.reserve, tier.give_back = known, forgotten
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        count = flop_registry.get(_LIKE.get(func._overloadpacket, func._overloadpacket))
+        count = _FLOPS.get(func._overloadpacket)
         if count is not None:
             flops = int(count(*args, **(kwargs or {}), out_val=out))
             self.flops += flops
@@ -278,14 +322,22 @@ class Counter(TorchDispatchMode):
                 storage = leaf.untyped_storage()
                 if storage._cdata not in self._made and storage._cdata not in self._known:
                     self._made[storage._cdata] = StorageWeakRef(storage)
+                    self._made_since += storage.nbytes()
+        self._since += 1
+        if self._since == 8:
+            self.kept()
         return out
 
     def kept(self) -> int:
         """Bytes of what was made inside and is still alive."""
-        total = 0
+        total, last = 0, self._made_since
+        self._since = self._made_since = 0
         for key, ref in list(self._made.items()):
             if ref.expired():
                 del self._made[key]
             else:
                 total += torch.UntypedStorage._new_with_weak_ptr(ref.cdata).nbytes()
+        # Of what was made since the last look some may have gone again: the most there can have been counts.
+        self.working = max(self.working, total, min(self._alive + last, total + last))
+        self._alive = total
         return total

@@ -485,7 +485,7 @@ def _e() -> Text:
             _table(
                 "Messages per step",
                 [
-                    _line(f"stage {stage}: passes of Psi", said, sends[stage].passes)
+                    _line(f"stage {stage}: passes of Psi", said, int(sends[stage].passes))
                     for stage, said in zip(STAGES, ("2", "2", "2", "3"), strict=True)
                 ],
                 [

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..errors import UserError
 from ..events import Event
@@ -50,12 +51,12 @@ class Timeline:
 
 
 def replay(
-    events: Sequence[Event], machine: Machine, *, ranks: int, updated_nbytes: int, ordered: bool = True
+    events: Sequence[Event], machine: Machine, *, ranks: int, updated_nbytes: int, ordered: bool = True, steps: int = 1
 ) -> Timeline:
     """Put recorded steps on a clock; what is reported is the last of them.
 
-    updated_nbytes: bytes that the optimizer's step reads and writes on this rank. ordered: reductions are exchanges and
-    a sum in rank order (else the backend's reduce-scatter, a ring).
+    updated_nbytes: bytes that the optimizers' step reads and writes on this rank. steps: how many optimizers. ordered:
+    reductions are exchanges and a sum in rank order (else the backend's reduce-scatter, a ring).
     """
     turns = sorted(
         [(event.start, 0, number) for number, event in enumerate(events)]
@@ -70,8 +71,9 @@ def replay(
         elif event.verb == "compute":
             clock.run(event.logical / (machine.flops * machine.efficiency), event)
         elif event.verb == "step":
-            clock.update(2 * updated_nbytes / machine.memory_bandwidth, event)
+            clock.update(2 * updated_nbytes / machine.memory_bandwidth / steps, event)
             marks.append((clock.now, clock.exposed, clock.moving, clock.compute, clock.summing))
+    marks = marks[steps - 1 :: steps]  # of several optimizers the last ends a step
     if len(marks) < 2:
         raise UserError("a timeline needs two recorded steps", got=len(marks), instead="simulate(...) as it is")
     began, ended = marks[-2][0], marks[-1][0]
@@ -88,6 +90,21 @@ def replay(
         moving,
         slices,
     )
+
+
+def chrome(line: Timeline, rank: int) -> dict[str, Any]:
+    """The step as a Chrome trace: what the rank computes, and beside it what its link carries. Microseconds."""
+    out: list[dict[str, Any]] = [
+        {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}, simulated"}}
+    ]
+    for tid, stream in enumerate(("compute", "link")):
+        out.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": tid, "args": {"name": stream}})
+        for piece in line.slices:
+            if piece.stream == stream:
+                name = piece.verb if piece.unit is None else f"{piece.verb} {piece.unit or 'root'}"
+                times = {"ts": 1e6 * piece.start, "dur": 1e6 * (piece.end - piece.start)}
+                out.append({"ph": "X", "name": name, "cat": piece.verb, "pid": rank, "tid": tid, **times})
+    return {"traceEvents": out, "displayTimeUnit": "ms"}
 
 
 class _Clock:

@@ -126,7 +126,7 @@ def test_the_options_are_these():
         "train": "accumulate batch data device help lr no-report out precision ranks report seed size stage steps",
         "demo": "help out ranks seed steps",
         "plan": "accumulate align bounds bucket-mib bytes check checkpoint gpu-mem gpus-per-node help instances json no-sync "
-        "optimizer params precision prefetch preset ranks shapes stage text",
+        "optimizer params precision prefetch preset ranks shapes stage text units",
         "simulate": "accumulate bucket-mib checkpoint help json machine precision prefetch rank ranks reduce stage trace",
         "verify": "accumulate bucket-mib clip help json precision ranks seed stage steps timeout",
     }

@@ -913,6 +913,22 @@ def test_the_page_shows_what_the_commands_print():
         assert printed == shown.splitlines(), words
 
 
+def test_peaks_of_equal_units():
+    """7 B parameters in 32 blocks on 8 ranks: stage 3 adds two gathered blocks and the messages of three reductions."""
+    assert zeroshard.plan(params=7e9, ranks=8).stages[3].peak is None
+    found = zeroshard.plan(params=7e9, ranks=8, units=32, stage=3, preset="zeroshard").stages[0]
+    block, message = 7_000_000_000 // 32 * 2, 24 * 2**20
+    forward = next(i for i in found.instants if i.name == "forward of units.3")
+    assert forward.nbytes["gather"] == 2 * block + 2 * (-block % 2048)
+    assert found.peak_at.startswith(("backward of units.", "reduce of bucket"))
+    passing = max(found.instants, key=lambda instant: instant.total).nbytes
+    assert 3 * block <= passing["gather"] < 3 * block + 2**16
+    assert 3 * 2 * message <= passing["reduce"] <= 6 * block
+    assert found.peak == found.total + sum(passing.values())
+    with pytest.raises(UserError, match="units stand for shapes"):
+        zeroshard.plan(shapes="x.json", units=3)
+
+
 def test_instances_cost_memory():
     """K copies of the optimizer: each is cut among N/K ranks, and that is what has to fit. Stage 1 only, closed form only."""
     for copies, total in ((1, 38.5e9), (2, 49e9), (4, 70e9), (8, 112e9)):

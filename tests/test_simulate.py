@@ -518,6 +518,9 @@ def test_the_simulate_command(tmp_path):
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     for found in json.loads(done.stdout)["simulated"]:
         assert found["predicted"] == found["held"]
+        kept = sum(n for state, n in found["held"].items() if state not in ("gradients",))
+        # Padding is held but not saved; every rank's file, and the manifest.
+        assert found["checkpoint"]["files"] == 1025 and 0 < found["checkpoint"]["bytes"] <= kept
         assert found["peak"]["total"] >= sum(found["held"].values())
         assert sum(each["logical"] * each["per_step"] for each in found["collectives"]) == sum(
             moved["logical"] for moved in found["traffic"].values()

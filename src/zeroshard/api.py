@@ -7,13 +7,13 @@ import dataclasses
 import fnmatch
 import os
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from . import trace
+from . import checkpoint, trace
 from .buffer import Buffer, Place
 from .comm import Comm, connect
 from .errors import StateError, UserError, nearest
@@ -57,22 +57,9 @@ def shard(
     Raises `UserError` (a ValueError) for what cannot work, `PeerError` where the ranks do not agree. With `torchrun`
     (or any process group) every rank calls it; without a launcher it runs as one rank.
     """
-    precision = Precision() if precision is None else precision
-    offload = Offload() if offload is None else offload
-    layout = Layout() if layout is None else layout
-    comm = Comm() if comm is None else comm
-    for name, policy, kind in (
-        ("precision", precision, Precision),
-        ("offload", offload, Offload),
-        ("layout", layout, Layout),
-        ("comm", comm, Comm),
-    ):
-        if not isinstance(policy, kind):
-            raise UserError(
-                f"{name}= takes a zeroshard.{kind.__name__}",
-                got=repr(policy),
-                instead=f"{name}=zeroshard.{kind.__name__}(...)",
-            )
+    precision = _policy("precision", precision, Precision)
+    _policy("offload", offload, Offload)
+    layout, comm = _policy("layout", layout, Layout), _policy("comm", comm, Comm)
     if not isinstance(model, nn.Module):
         raise UserError(
             "not a model", expected="an nn.Module", got=type(model).__name__, instead="shard(model, optimizer)"
@@ -81,6 +68,13 @@ def shard(
     if optimizer is None or isinstance(optimizer, (list, tuple)):
         optimizers = list(optimizer or ())
     return Zero(model, optimizers, stage, precision, layout, comm, _device(model, device), init)
+
+
+def _policy(name: str, given: Any, kind: Any) -> Any:
+    if given is not None and not isinstance(given, kind):
+        instead = f"{name}=zeroshard.{kind.__name__}(...)"
+        raise UserError(f"{name}= takes a zeroshard.{kind.__name__}", got=repr(given), instead=instead)
+    return kind() if given is None else given
 
 
 def _device(model: nn.Module, wanted: torch.device | str | None) -> torch.device:
@@ -155,6 +149,7 @@ class Zero:
             unit.borrows = [self._units[other] for other in others]
         self._tier = DeviceTier(device, self._ledger)
         self._buffers: list[Buffer] = []
+        self._checkpoints = 0
         self._build(init)
         self._gradients = Gradients(self._group)
         self._reduction = Reduction(self._gradients, self._group, self._tier, comm)
@@ -457,6 +452,52 @@ class Zero:
                     instead='zero.gathered(model.head), or zero.gathered("head.weight")',
                 )
         return [self._units[unit] for unit in sorted(found)]
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike[str], extra: Mapping[str, Any] | None = None) -> None:
+        """Write a checkpoint folder at `path`: parameters or masters, optimizer states, buffers, random states.
+
+        extra: what else a resumed run needs, as numbers, text, lists, dicts, tensors, or objects with `state_dict()`
+        (schedulers, scalers). Gradients are not saved. Every rank writes what it owns; nothing is gathered. The folder
+        appears by one rename once all of it is on the disk; what was at `path` stays until then. Raises
+        `CheckpointError` on every rank if one cannot write. Collective.
+        """
+        self._meet_for_checkpoint("saving")
+        with self._ledger.during("save"):
+            checkpoint.save(self._engine(), path, extra)
+
+    def load(self, path: str | os.PathLike[str], *, strict: bool = True) -> checkpoint.Loaded:
+        """Load what `save` wrote, into whatever ranks, stage, bounds and precision; returns what was in `extra`.
+
+        Every rank reads and checks everything it needs first; only if all could, anything is changed. `strict=False`
+        passes over what does not fit and says so in `.skipped`. Gradients are cleared. Raises `CheckpointError` on
+        every rank. Collective.
+        """
+        self._meet_for_checkpoint("loading")
+        loaded = checkpoint.load(self._engine(), path, strict=strict)
+        for entry in self._gradients.entries:
+            self._gradients.hide(entry)
+        for unit in self._units:
+            unit.release()
+        return loaded
+
+    def _meet_for_checkpoint(self, what: str) -> None:
+        if in_backward() or self._schedule.script.active or any(unit.pinned for unit in self._units):
+            raise StateError(
+                f"{what} inside forward, backward or gathered()", instead=f"zero.{what[:4]}(...) after step"
+            )
+        self._notice_edits_of_structure()
+        self._checkpoints += 1
+        self._group.meet(what, self._checkpoints)
+        for buffer in self._buffers:
+            buffer.land()
+            buffer.rebind()
+            if not buffer.place.parameters or buffer.ready:
+                buffer.follow_edits()
+
+    def _engine(self) -> checkpoint.Engine:
+        return checkpoint.Engine(self.model, self._managed, self._buffers, self._bindings, self._group, self.stage)
 
     def dtypes(self, bucket: Bucket) -> Dtypes:
         """What a bucket's parameters, gradients, and masters are held in."""

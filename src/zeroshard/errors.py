@@ -4,6 +4,7 @@
     ├── UserError      (also ValueError)    a setting, argument, model or optimizer that cannot work
     ├── StateError     (also RuntimeError)  a call at a moment when it cannot be answered
     │   └── ReleasedError                   a released parameter was touched outside forward and backward
+    ├── CheckpointError (also RuntimeError) files that cannot be written, are damaged, or do not fit this model
     └── PeerError      (also RuntimeError)  the ranks disagree, or one of them is gone
 
 Every one of them says what failed, where, what was expected, what was found, and what to write instead.
@@ -38,6 +39,10 @@ class StateError(Error, RuntimeError):
 
 class ReleasedError(StateError):
     """A released parameter was touched where it cannot be gathered."""
+
+
+class CheckpointError(Error, RuntimeError):
+    """A checkpoint cannot be written, is damaged or incomplete, or is of another model."""
 
 
 class PeerError(Error, RuntimeError):

@@ -113,10 +113,6 @@ class Ledger:
         self.hold(state, -nbytes)
         self.hold(other, nbytes)
 
-    def set(self, state: str, nbytes: int, tier: str = DEVICE) -> None:
-        """Count exactly `nbytes` for `state`."""
-        self.hold(state, nbytes - self.tiers[tier][state], tier)
-
     def _note_peak(self) -> None:
         self._most = self._total
         if self._most > self.phases.get(self.phase, Peak(0, {})).total:

@@ -331,5 +331,5 @@ class Binding:
 def _refuse(what: str, *_: Any) -> None:
     raise StateError(
         f"{what} of a sharded optimizer holds only this rank's fragments",
-        instead="with zero.gathered(): model.state_dict() for the weights; the optimizer's state stays with the run",
+        instead="zero.save(path) and zero.load(path); with zero.gathered(): model.state_dict() for the weights alone",
     )

@@ -166,6 +166,9 @@ def plan(
     instances: Annotated[
         int | None, _option(RUN, "K copies of the sharded optimizer, each over 1/K of the ranks.", show_default=False)
     ] = None,
+    units: Annotated[
+        int | None, _option(RUN, "With --params: how many equal blocks, for the peaks of a step.", show_default=False)
+    ] = None,
     bounds: Annotated[
         str | None, _option(RUN, "Where shards are cut: unit, model or tensor (shapes, jobs).", show_default=False)
     ] = None,

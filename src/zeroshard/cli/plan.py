@@ -39,7 +39,7 @@ def show_plan(*, as_json: bool, **settings: Any) -> None:
     _head(found)
     _bars(found)
     _states(found)
-    if found.layout is not None:
+    if any(stage.instants for stage in found.stages):
         _peaks(found)
     _traffic(found)
     if found.instances is not None:
@@ -236,7 +236,7 @@ def _instances(found: Plan) -> None:
 
 
 def _answers(found: Plan, limit: int) -> None:
-    what = "at rest, without activations" if found.layout is None else "at the peak, without activations"
+    what = "at rest, without activations" if found.stages[0].peak is None else "at the peak, without activations"
     if any(stage.activations for stage in found.stages):
         what = "at the peak, with the most of operators beside it"
     table = screen.new_table(

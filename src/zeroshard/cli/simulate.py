@@ -11,6 +11,7 @@ from typing import Any
 from rich.markup import escape
 
 from zeroshard.api import Zero
+from zeroshard.checkpoint import pieces
 from zeroshard.cli import screen
 from zeroshard.comm import Comm
 from zeroshard.errors import UserError
@@ -109,6 +110,7 @@ def report(run: Simulation, cluster: Machine, line: timeline.Timeline) -> dict[s
             for verb in timeline.TRAVELS
         },
         "layout": balance(zero),
+        "checkpoint": saved(zero),
         "time": {
             "step": line.step,
             "compute": line.compute,
@@ -119,6 +121,12 @@ def report(run: Simulation, cluster: Machine, line: timeline.Timeline) -> dict[s
             "tokens_per_second": run.tokens / line.step if run.tokens else None,
         },
     }
+
+
+def saved(zero: Zero) -> dict[str, int]:
+    """What `zero.save` would write: files in all, this rank's tensors and their bytes, without headers."""
+    sizes = [piece.tensor.numel() * piece.tensor.itemsize for piece in pieces(zero._engine())]
+    return {"files": zero.world_size + 1, "tensors": len(sizes), "bytes": sum(sizes)}
 
 
 def balance(zero: Zero) -> dict[str, Any]:
@@ -165,6 +173,11 @@ def _show(found: dict[str, Any]) -> None:
         f"  [dim]{share['buckets']:,} buckets; padding {share['padding_bytes']:,} bytes "
         f"({100 * share['padding_fraction']:.2f} %); elements per rank {share['emptiest_rank_elements']:,} to "
         f"{share['fullest_rank_elements']:,}; {share['empty_shards']:,} empty shards[/dim]\n"
+    )
+    kept = found["checkpoint"]
+    screen.say(
+        f"  [dim]a checkpoint: {kept['files']:,} files; this rank's has {kept['tensors']:,} tensors, "
+        f"{kept['bytes']:,} bytes, beside rank 0's buffers[/dim]\n"
     )
     clock = found["time"]
     table = screen.new_table("A step on the clock", "what", "time")

@@ -13,13 +13,14 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, get_args
 
 from ..errors import UserError, nearest
-from ..layout import Bounds, Layout, Partition, partition
-from ..stage import STAGES
+from ..layout import Bounds, Layout, Partition, Spec, partition
+from ..stage import STAGES, Placements
 from . import closed, instants, shapes, states
 from .closed import Change, Instances, Recipe, Traffic, plain
 
 RANKS_LIMIT = 1 << 20  # of the closed form
 LAYOUT_RANKS_LIMIT = 1 << 13  # of a layout, which writes down every rank's bounds
+UNITS_LIMIT = 1 << 12
 ADVISED_RANKS_LIMIT = 1 << 10  # of a layout, where several are tried
 
 
@@ -129,6 +130,7 @@ def plan(
     accumulate: int = 1,
     no_sync: bool = False,
     instances: int | None = None,
+    units: int | None = None,
     align: int | None = None,
     bounds: str | None = None,
     bucket_mib: float | None = None,
@@ -146,9 +148,10 @@ def plan(
     params, "zeroshard" for shapes); optimizer: another optimizer's states in it, by a preset's name or as a class of
     torch.optim; bytes: a formula instead, "parameters=2,gradients=2,master=4,m=4,v=4". gpu_mem: "80GiB". accumulate:
     backwards per step. no_sync: added up on the rank before one reduction. instances: K copies of the sharded
-    optimizer. align, bounds, bucket_mib: as `Layout`'s, for shapes and jobs; prefetch: units gathered ahead of use, as
-    `Comm`'s. gpus_per_node: what one GPU's links inside and between nodes of that size carry. precision: "fp32", a
-    job's own dtypes, or "bf16" with fp32 masters. checkpoint: every unit of a job recomputes in backward.
+    optimizer. units: params in that many equal blocks, for the peaks of a step. align, bounds, bucket_mib: as
+    `Layout`'s, for shapes and jobs; prefetch: units gathered ahead of use, as `Comm`'s. gpus_per_node: what one GPU's
+    links inside and between nodes of that size carry. precision: "fp32", a job's own dtypes, or "bf16" with fp32
+    masters. checkpoint: every unit of a job recomputes in backward.
 
     Raises `UserError` for whatever cannot be answered.
     """
@@ -172,6 +175,10 @@ def plan(
         _whole("gpus_per_node", gpus_per_node, RANKS_LIMIT)
     if instances is not None:
         _whole("instances", instances, ranks)
+    if units is not None:
+        _whole("units", units, UNITS_LIMIT)
+        if params is None:
+            raise UserError("units stand for shapes that are not known", got="a job or shapes", instead="leave it out")
     if instances is not None and instances > 1 and stage not in (None, 1):
         raise UserError("instances of the optimizer are a matter of stage 1", got=f"stage={stage}", instead="stage=1")
     if stage is not None and (type(stage) is not int or stage not in STAGES):
@@ -186,6 +193,7 @@ def plan(
         accumulate=accumulate,
         no_sync=bool(no_sync),
         instances=instances,
+        units=units,
         prefetch=prefetch,
         gpus_per_node=gpus_per_node,
         precision=precision or "fp32",
@@ -222,6 +230,7 @@ class Asked(NamedTuple):
     accumulate: int
     no_sync: bool
     instances: int | None
+    units: int | None
     prefetch: int
     gpus_per_node: int | None
     precision: Literal["fp32", "bf16"]
@@ -263,19 +272,27 @@ def _plan_params(numel: int, asked: Asked) -> Plan:
 
     def of(stage: int) -> StagePlan:
         place = STAGES[stage]
+        at_rest = closed.at_rest(numel, sharing(stage, ranks), place, recipe)
+        found = tuple(_of_equal_units(numel, asked, place))
+        peak, peak_at = instants.peak(at_rest, found) if found else (None, None)
         return StagePlan(
             stage,
             ranks - 1,
             recipe.formula(place).replace("/N", f"*{copies}/N" if sharing(stage, ranks) < ranks else "/N"),
-            closed.at_rest(numel, sharing(stage, ranks), place, recipe),
+            at_rest,
             0.0,
             closed.traffic(numel, ranks, place, recipe, accumulate=asked.accumulate, no_sync=asked.no_sync),
+            found,
+            peak,
+            peak_at,
         )
 
     def nbytes_of(stage: int, more_ranks: int, other: Recipe) -> int:
         return closed.total(numel, sharing(stage, more_ranks), STAGES[stage], other)
 
     notes = []
+    if asked.units is None:
+        notes.append("at rest; peaks need shapes, a job, or --units: how many equal blocks the model is made of")
     if recipe.per_tensor:
         notes.append("step counters, 4 bytes per parameter tensor and rank, come on top; shapes count them")
 
@@ -283,6 +300,26 @@ def _plan_params(numel: int, asked: Asked) -> Plan:
         return closed.advice(max(asked.stages), ranks, recipe, limit, nbytes_of, RANKS_LIMIT)
 
     return finish("parameters", numel, asked, None, of, advise, notes, sharing)
+
+
+def _of_equal_units(numel: int, asked: Asked, place: Placements) -> list[instants.Instant]:
+    """The instants of a model of that many equal units, in messages of the default size; none if it was not said."""
+    if asked.units is None:
+        return []
+    itemsize = max(round(asked.recipe.parameters), 1)
+    unit = -(-numel // asked.units)
+    message = min(unit, int(Layout().bucket_mib * 2**20) // itemsize)
+    sizes = [message] * (unit // message) + [unit % message] * (unit % message > 0)
+    specs = [
+        Spec(f"units.{number}.{part}", (size,), "element", itemsize, number + 1, True)
+        for number in range(asked.units)
+        for part, size in enumerate(sizes)
+    ]
+    names = ["root", *(f"units.{number}" for number in range(asked.units))]
+    return instants.instants(
+        partition(specs, Layout(), asked.ranks), place, instants.item_sizes(asked.recipe), asked.ranks - 1,
+        prefetch=asked.prefetch, accumulate=asked.accumulate, no_sync=asked.no_sync, names=names,
+    )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------------------- shapes

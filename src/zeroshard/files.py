@@ -1,0 +1,262 @@
+"""A checkpoint's files: written beside, published by one rename, read back block by block with every byte checked.
+
+    step-100/
+      manifest.json            {"digest": xxh3-128 of the rest, "manifest": {...}}, canonical JSON
+      rank00000.safetensors    the tensors that rank 0 wrote; the format of the safetensors library
+      rank00001.safetensors
+
+The manifest is the authority: it says where each tensor's bytes lie, and holds a digest of every block of every file.
+Digests guard against damage, not against forgery. Nothing here, or anywhere in reading a checkpoint, runs code from it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import os
+import re
+import shutil
+import stat
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+import xxhash
+from torch import Tensor
+
+from .errors import CheckpointError
+
+BLOCK = 4 << 20  # bytes under one digest
+MANIFEST, MANIFEST_LIMIT = "manifest.json", 1 << 30
+FILE = re.compile(r"rank\d{5}\.safetensors")
+DTYPES = {  # as safetensors spells them
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+
+
+class Written(NamedTuple):
+    """One file as it lies on disk: its size, a digest per block, and where each tensor's bytes begin."""
+
+    nbytes: int
+    digests: list[str]
+    offsets: dict[str, int]
+
+
+def digest(data: Any) -> str:
+    return str(xxhash.xxh3_128_hexdigest(data.encode() if isinstance(data, str) else data))
+
+
+def raw(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, without a copy."""
+    array: Any = tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else numpy.empty(0, numpy.uint8)
+    return memoryview(array)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Written:
+    """Write a safetensors file, and have it on the disk when this returns."""
+    header: dict[str, Any] = {}
+    at = 0
+    for name, tensor in tensors.items():
+        nbytes = tensor.numel() * tensor.itemsize
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, at + nbytes]}
+        at += nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the format wants tensors aligned
+    start = 8 + len(text)
+    digests: list[str] = []
+    block = xxhash.xxh3_128()
+    room = BLOCK
+    with open(path, "xb") as file:
+        head = memoryview(len(text).to_bytes(8, "little") + text)
+        for view in (head, *(raw(tensor.detach().cpu().contiguous()) for tensor in tensors.values())):
+            file.write(view)
+            while view.nbytes:
+                block.update(view[:room])
+                taken = min(room, view.nbytes)
+                view, room = view[taken:], room - taken
+                if not room:
+                    digests.append(block.hexdigest())
+                    block, room = xxhash.xxh3_128(), BLOCK
+        if room < BLOCK:
+            digests.append(block.hexdigest())
+        file.flush()
+        os.fsync(file.fileno())
+        nbytes = file.tell()
+    return Written(nbytes, digests, {name: start + entry["data_offsets"][0] for name, entry in header.items()})
+
+
+def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    text = _canonical(manifest)
+    with open(folder / MANIFEST, "x", encoding="utf-8") as file:
+        file.write(f'{{"digest":"{digest(text)}","manifest":{text}}}')
+        file.flush()
+        os.fsync(file.fileno())
+    _sync(folder)
+
+
+def _canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def publish(beside: Path, path: Path) -> None:
+    """Make the folder `beside` appear at `path` by one rename; what was there before goes away."""
+    try:
+        os.rename(beside, path)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        _exchange(beside, path)
+        shutil.rmtree(beside)
+    _sync(path.parent)
+
+
+def _exchange(one: Path, other: Path) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    if libc.renameat2(here, os.fsencode(one), here, os.fsencode(other), exchange):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(other))
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# --- reading --------------------------------------------------------------------------------------------------------
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest, if its digest is right. Its content is checked by whoever uses it."""
+    path = folder / MANIFEST
+    try:
+        descriptor = _open(path)
+        try:
+            size = os.fstat(descriptor).st_size
+            if size > MANIFEST_LIMIT:
+                raise damaged(path, f"at most {MANIFEST_LIMIT:,} bytes", f"{size:,} bytes")
+            with os.fdopen(os.dup(descriptor), "rb") as file:
+                text = file.read(size + 1).decode("utf-8")
+        finally:
+            os.close(descriptor)
+        whole = json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant)
+        manifest = whole["manifest"]
+        canonical = _canonical(manifest)
+        if text != f'{{"digest":"{digest(canonical)}","manifest":{canonical}}}':
+            raise damaged(path, "the digest in its first line", "another content")
+    except FileNotFoundError:
+        raise CheckpointError(
+            "no complete checkpoint here", where=str(folder), expected=MANIFEST, got="no such file",
+            instead="the folder that zero.save(...) was given",
+        ) from None  # fmt: skip
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise damaged(path, "a manifest as zeroshard writes it", f"{type(error).__name__}: {error}") from error
+    if not isinstance(manifest, dict):
+        raise damaged(path, "an object", type(manifest).__name__)
+    return manifest
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len({key for key, _ in pairs}) != len(pairs):
+        raise ValueError("a key appears twice")
+    return dict(pairs)
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _open(path: Path) -> int:
+    """A regular file, not a link to one, and not a pipe that would never answer."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise damaged(path, "a regular file", "something else")
+    return descriptor
+
+
+def damaged(path: Path, expected: object, got: object) -> CheckpointError:
+    return CheckpointError(
+        "a checkpoint's file is damaged", where=str(path), expected=expected, got=got,
+        instead="load an earlier checkpoint, or copy this one again",
+    )  # fmt: skip
+
+
+class Reader:
+    """Checked reading of the files of one checkpoint. Keeps the last block, so that neighbours cost one read."""
+
+    def __init__(self, folder: Path, files: Mapping[str, Any]) -> None:
+        """files: {name: {"nbytes": int, "digests": [hex, ...]}}. Raises where that is not so, contents aside."""
+        self.folder = folder
+        self._files = files
+        self._open: dict[str, int] = {}
+        self._last: tuple[str, int, bytes] = ("", -1, b"")
+        self._seen: set[tuple[str, int]] = set()
+        for name, facts in files.items():
+            path = folder / name
+            if not FILE.fullmatch(name):
+                raise damaged(folder / MANIFEST, "file names like rank00000.safetensors", repr(name))
+            blocks = -(-facts["nbytes"] // BLOCK)
+            if len(facts["digests"]) != blocks:
+                raise damaged(folder / MANIFEST, f"{blocks} digests of {name}", len(facts["digests"]))
+            try:
+                self._open[name] = _open(path)
+            except OSError as error:
+                raise damaged(path, "a file that can be read", error.strerror) from error
+            size = os.fstat(self._open[name]).st_size
+            if size != facts["nbytes"]:
+                raise damaged(path, f"{facts['nbytes']:,} bytes", f"{size:,} bytes")
+
+    def close(self) -> None:
+        for descriptor in self._open.values():
+            os.close(descriptor)
+        self._open.clear()
+
+    def read(self, name: str, offset: int, into: memoryview) -> None:
+        """Fill `into` with the bytes at `offset`, each from a block whose digest is right."""
+        at = 0
+        while at < into.nbytes:
+            block, skip = divmod(offset + at, BLOCK)
+            part = memoryview(self._block(name, block))[skip : skip + into.nbytes - at]
+            into[at : at + part.nbytes] = part
+            at += part.nbytes
+
+    def check_rest(self, part: int, parts: int) -> None:
+        """Check every block that was not read, or this reader's share of them."""
+        for number, name in enumerate(sorted(self._files)):
+            for block in range(len(self._files[name]["digests"])):
+                if (number + block) % parts == part and (name, block) not in self._seen:
+                    self._block(name, block)
+
+    def _block(self, name: str, block: int) -> bytes:
+        if self._last[:2] != (name, block):
+            nbytes = min(BLOCK, self._files[name]["nbytes"] - block * BLOCK)
+            data = os.pread(self._open[name], nbytes, block * BLOCK)
+            found = digest(data)
+            if len(data) != nbytes or found != self._files[name]["digests"][block]:
+                where = f"digest {self._files[name]['digests'][block]} of block {block}"
+                raise damaged(self.folder / name, where, found)
+            self._seen.add((name, block))
+            self._last = name, block, data
+        return self._last[2]
+
+
+def clean(parent: Path, prefix: str) -> None:
+    """Remove what saves that were killed have left beside."""
+    for leftover in parent.glob(f".{prefix}.saving-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def check_types(value: Any, kind: Any, path: Path, what: str) -> Any:
+    """`value` if it is of that type, else the error that names it. bool is no int here."""
+    kinds: Iterable[Any] = kind if isinstance(kind, tuple) else (kind,)
+    if not isinstance(value, tuple(kinds)) or (isinstance(value, bool) and bool not in kinds):
+        raise damaged(path, what, repr(value)[:100])
+    return value

@@ -1,0 +1,335 @@
+"""A checkpoint loads into any ranks, stage, bounds and precision, bit for bit, or into nothing at all."""
+
+import itertools
+import json
+import random
+import shutil
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+import models
+import reference
+import zeroshard
+from zeroshard import Layout, Precision
+from zeroshard.errors import CheckpointError, StateError, UserError
+
+CASES = {
+    "gpt": {"tied": True},
+    "degenerate": {},
+    "lora": {},
+}
+
+
+def build(case, stage, *, bounds="unit", bucket_mib=24.0, dtype=None, optimizer="adamw", align=128):
+    model = models.build(case, **CASES.get(case, {}))
+    make = {
+        "adamw": partial(torch.optim.AdamW, lr=1e-2),
+        "sgd": partial(torch.optim.SGD, lr=1e-2, momentum=0.9),
+        "groups": lambda ps: torch.optim.Adam([{"params": [p], "lr": 1e-3 * (i + 1)} for i, p in enumerate(ps)]),
+    }[optimizer]
+    made = make(list(model.parameters()))
+    zero = zeroshard.shard(
+        model, made, stage=stage, layout=Layout(bounds=bounds, bucket_mib=bucket_mib, align=align),
+        precision=Precision(param_dtype=dtype, cast_inputs=case != "gpt") if dtype else None,
+    )  # fmt: skip
+    return model, made, zero
+
+
+def rank_and_world():
+    if torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return 0, 1
+
+
+def step(case, model, optimizer, number, total=4):
+    """One step over `total` micro-batches, however many ranks there are."""
+    rank, world = rank_and_world()
+    losses = []
+    for turn in range(total // world):
+        loss = models.loss(case, model, models.batch(case, number, turn * world + rank)) / (total // world)
+        loss.backward()
+        losses.append(loss.detach())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def digest(model, optimizer, zero):
+    """Everything that counts, gathered to one description equal at any layout: weights, masters and states by name."""
+    pieces = {}
+    for piece in zeroshard.checkpoint.pieces(zero._engine()):
+        pieces[piece.parameter, piece.state, piece.start] = piece.tensor.clone()
+    with zero.gathered():
+        weights = reference.weights(model)
+    buffers = {name: tensor.clone() for name, tensor in model.named_buffers()}
+    options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    return weights, pieces, buffers, options
+
+
+def joined(outcomes):
+    """The ranks' pieces put together: {(parameter, state): whole tensor}."""
+    pieces = {}
+    for _, mine, _, _ in outcomes:
+        for (name, state, start), tensor in mine.items():
+            pieces.setdefault((name, state), []).append((start or 0, tensor))
+    return {
+        key: torch.cat([t.reshape(-1) for _, t in sorted(parts, key=lambda p: p[0])]) for key, parts in pieces.items()
+    }
+
+
+def same(a, b):
+    whole, other = joined(a), joined(b)
+    assert whole.keys() == other.keys()
+    for key in whole:
+        assert whole[key].dtype == other[key].dtype and torch.equal(whole[key], other[key]), key
+    assert reference.first_difference(a[0][0], b[0][0]) == ""
+    assert all(torch.equal(a[0][2][name], b[0][2][name]) for name in a[0][2])
+    assert a[0][3] == b[0][3]
+
+
+def saves(case, path, stage, options, steps=3):
+    model, optimizer, zero = build(case, stage, **options)
+    for number in range(steps):
+        step(case, model, optimizer, number)
+    zero.save(path, extra={"position": steps})
+    return digest(model, optimizer, zero)
+
+
+def loads(case, path, stage, options, more=0):
+    model, optimizer, zero = build(case, stage, **options)
+    step(case, model, optimizer, 99)  # something to be replaced
+    loaded = zero.load(path)
+    assert loaded.skipped == []
+    found = digest(model, optimizer, zero)
+    for number in range(loaded.extra["position"], loaded.extra["position"] + more):
+        step(case, model, optimizer, number)
+    return found if not more else digest(model, optimizer, zero)
+
+
+WORLDS = [(2, 3), (3, 1), (1, 4), (4, 2), (2, 2)]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("saved", "loaded"), WORLDS)
+def test_any_ranks_and_stage_into_any(ranks, tmp_path, case, saved, loaded):
+    """Masters, weights, optimizer states, steps, buffers and options, bit for bit."""
+    pairs = list(itertools.product(range(4), range(4)))
+    random.Random(f"{case}{saved}{loaded}").shuffle(pairs)
+    for stage_saved, stage_loaded in pairs[:4]:
+        path = tmp_path / f"{stage_saved}{stage_loaded}"
+        options = {"dtype": torch.bfloat16 if saved % 2 == 0 else None}
+        written = ranks.run(saved, saves, case, path, stage_saved, options | {"bounds": "model"})
+        same(ranks.run(loaded, loads, case, path, stage_loaded, options | {"bucket_mib": 0.002}), written)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "groups"])
+def test_other_optimizers(ranks, tmp_path, optimizer):
+    options = {"optimizer": optimizer}
+    written = ranks.run(2, saves, "gpt", tmp_path / "a", 2, options)
+    same(ranks.run(3, loads, "gpt", tmp_path / "a", 3, options | {"bounds": "tensor"}), written)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+def test_resumed_training_is_the_training_that_never_stopped(ranks, tmp_path, dtype):
+    """Four ranks, then two, then one, with the same micro-batches a step: the same bits as without stopping."""
+    straight = ranks.run(4, saves, "gpt", tmp_path / "straight", 3, {"dtype": dtype}, 9)
+    ranks.run(4, saves, "gpt", tmp_path / "a", 3, {"dtype": dtype}, 3)
+    resumed = ranks.run(2, resumes, tmp_path / "a", tmp_path / "b", 1, {"dtype": dtype}, 3)
+    resumed = ranks.run(1, resumes, tmp_path / "b", tmp_path / "c", 2, {"dtype": dtype, "bounds": "model"}, 3)
+    same(resumed, straight)
+
+
+def resumes(path, other, stage, options, more):
+    model, optimizer, zero = build("gpt", stage, **options)
+    position = zero.load(path).extra["position"]
+    for number in range(position, position + more):
+        step("gpt", model, optimizer, number)
+    zero.save(other, extra={"position": position + more})
+    return digest(model, optimizer, zero)
+
+
+def test_a_scheduler_and_a_scaler_travel_in_extra(tmp_path):
+    model, optimizer, zero = build("mlp", 3)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10)
+    for number in range(3):
+        step("mlp", model, optimizer, number, total=1)
+        scheduler.step()
+    tensor = torch.arange(5, dtype=torch.int64)
+    zero.save(
+        tmp_path / "a", extra={"scheduler": scheduler, "note": [1, (2.5, None), {"x": tensor}], "inf": float("inf")}
+    )
+    model, optimizer, zero = build("mlp", 2)
+    fresh = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10)
+    extra = zero.load(tmp_path / "a").extra
+    fresh.load_state_dict(extra["scheduler"])
+    assert fresh.get_last_lr() == scheduler.get_last_lr() == [optimizer.param_groups[0]["lr"]]
+    assert (
+        extra["inf"] == float("inf")
+        and extra["note"][:2] == [1, (2.5, None)]
+        and torch.equal(extra["note"][2]["x"], tensor)
+    )
+    with pytest.raises(CheckpointError, match="cannot be written as plain data"):
+        zero.save(tmp_path / "b", extra={"bad": {"deep": lambda: 0}})
+    assert not (tmp_path / "b").exists() and sorted(p.name for p in tmp_path.iterdir()) == ["a"]
+
+
+def random_states(path):
+    _, _, zero = build("mlp", 3)
+    random.seed(5)
+    torch.manual_seed(5 + zero.rank)
+    zero.save(path)
+    want = random.random(), torch.rand(3).tolist()
+    random.seed(6)
+    torch.manual_seed(6)
+    zero.load(path)
+    return want == (random.random(), torch.rand(3).tolist())
+
+
+def test_random_states_are_each_ranks_own(ranks, tmp_path):
+    assert ranks.run(2, random_states, tmp_path / "a") == [True, True]
+
+
+# ---------------------------------------------------------------------------------------------------------- all or nothing
+
+
+def refused(path, message, rank_of_damage=None):
+    model, optimizer, zero = build("gpt", 3)
+    step("gpt", model, optimizer, 7)
+    before = digest(model, optimizer, zero)
+    with pytest.raises(CheckpointError, match=message):
+        zero.load(path)
+    after = digest(model, optimizer, zero)
+    assert reference.first_difference(before[0], after[0]) == ""
+    assert all(torch.equal(before[1][key], after[1][key]) for key in before[1])
+    step("gpt", model, optimizer, 8)
+    return True
+
+
+def write(ranks, path):
+    ranks.run(2, saves, "gpt", path, 3, {})
+    return path
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    import ranks
+
+    return write(ranks, tmp_path_factory.mktemp("checkpoint") / "a")
+
+
+DAMAGE = {
+    "missing": lambda file: file.unlink(),
+    "empty": lambda file: file.write_bytes(b""),
+    "truncated": lambda file: file.write_bytes(file.read_bytes()[:-1]),
+    "extended": lambda file: file.write_bytes(file.read_bytes() + b"\0"),
+    "link": lambda file: (file.rename(file.with_suffix(".moved")), file.symlink_to(file.with_suffix(".moved"))),
+    "swapped": lambda file: shutil.copy(
+        file.parent / ("rank00000.safetensors" if "1" in file.name else "rank00001.safetensors"), file
+    ),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+@pytest.mark.parametrize("name", ["rank00000.safetensors", "rank00001.safetensors", "manifest.json"])
+def test_damaged_files_change_nothing_on_any_rank(ranks, tmp_path, checkpoint, how, name):
+    path = shutil.copytree(checkpoint, tmp_path / "a")
+    DAMAGE[how](path / name)
+    assert ranks.run(2, refused, path, "rank|digest|damaged|no complete checkpoint|regular file") == [True, True]
+
+
+def test_no_flipped_bit_loads_silently(tmp_path, checkpoint):
+    """Two hundred bits anywhere in any file, the manifest and the parts this rank does not need included."""
+    path = shutil.copytree(checkpoint, tmp_path / "a")
+    _, _, zero = build("gpt", 3)
+    generator = random.Random(0)
+    for name in sorted(file.name for file in path.iterdir()):
+        right = (path / name).read_bytes()
+        for _ in range(70):
+            wrong = bytearray(right)
+            wrong[generator.randrange(len(wrong))] ^= 1 << generator.randrange(8)
+            (path / name).write_bytes(wrong)
+            with pytest.raises(CheckpointError):
+                zero.load(path)
+        (path / name).write_bytes(right)
+    zero.load(path)
+
+
+def another_model(path):
+    model = models.build("gpt", hidden=12)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zero = zeroshard.shard(model, optimizer)
+    with pytest.raises(CheckpointError) as error:
+        zero.load(path)
+    assert "has shape" in str(error.value) and "optimizer 0 is SGD, saved was AdamW" in str(error.value)
+    assert "is tied as" in str(error.value) or "head.weight" in str(error.value)
+    assert str(error.value).count("\n    ") >= 5  # all at once
+    return len(zero.load(path, strict=False).skipped) >= 5
+
+
+def test_another_model_is_refused_with_all_differences(ranks, checkpoint):
+    assert ranks.run(2, another_model, checkpoint) == [True, True]
+
+
+def cannot_write(path):
+    model, optimizer, zero = build("mlp", 3)
+    step("mlp", model, optimizer, 0, total=2)
+    zero.save(path)
+    before = sorted(p.name for p in Path(path).parent.iterdir())
+    write_tensors = zeroshard.checkpoint.write_tensors
+    if zero.rank == 1:
+        zeroshard.checkpoint.write_tensors = full
+    try:
+        with pytest.raises(CheckpointError, match=r"rank 1: .*No space left"):
+            zero.save(path)
+    finally:
+        zeroshard.checkpoint.write_tensors = write_tensors
+    assert sorted(p.name for p in Path(path).parent.iterdir()) == before
+    zero.load(path)
+    step("mlp", model, optimizer, 1, total=2)
+    return True
+
+
+def full(*_):
+    raise OSError(28, "No space left on device")
+
+
+def test_a_rank_that_cannot_write_fails_all_and_harms_nothing(ranks, tmp_path):
+    assert ranks.run(2, cannot_write, tmp_path / "a") == [True, True]
+
+
+def test_saving_over_a_checkpoint_replaces_it(tmp_path):
+    """One rename: the old one until then, the new one after."""
+    _, _, zero = build("mlp", 3)
+    zero.save(tmp_path / "a", extra={"n": 1})
+    zero.save(tmp_path / "a", extra={"n": 2})
+    assert zero.load(tmp_path / "a").extra == {"n": 2}
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+def test_the_files_are_what_they_say(checkpoint):
+    """Readable by the safetensors library; the manifest is plain JSON; nothing is written twice."""
+    from safetensors import safe_open
+
+    manifest = json.loads((checkpoint / "manifest.json").read_text())["manifest"]
+    assert (manifest["format"], manifest["version"], manifest["ranks"]) == ("zeroshard checkpoint", 1, 2)
+    seen = set()
+    for name in manifest["files"]:
+        with safe_open(checkpoint / name, "pt") as file:
+            keys = set(file.keys())
+            assert keys
+            for key in keys:
+                file.get_tensor(key)
+    for parameter, state, start, *_ in manifest["fragments"]:
+        assert (parameter, state, start) not in seen
+        seen.add((parameter, state, start))
+
+
+def test_where_a_checkpoint_is_refused():
+    _, _, zero = build("mlp", 3)
+    with zero.gathered(), pytest.raises(StateError, match="inside forward, backward or gathered"):
+        zero.save("nowhere")
+    with pytest.raises(CheckpointError, match="no complete checkpoint here"):
+        zero.load("no/such/folder")
+    assert issubclass(CheckpointError, zeroshard.Error) and not issubclass(CheckpointError, UserError)

@@ -264,3 +264,24 @@ def weights_intact():
 def test_without_an_optimizer(ranks):
     """`shard(model, None)` is for evaluation and frozen models."""
     assert ranks.run(2, weights_intact) == [True, True]
+
+
+def predicted_with_a_scheduler():
+    model = Wide()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)  # binds optimizer.step
+    zero = zeroshard.shard(model, optimizer)
+    model(torch.ones(2, 96)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with zero.gathered():
+        before = reference.weights(model)
+    predicted = predict_states(zero)
+    with zero.gathered():
+        assert reference.first_difference(before, reference.weights(model)) == ""
+    return {state: n for state, n in zero.ledger().held.items() if n} == predicted
+
+
+def test_a_prediction_asks_a_twin_and_never_steps_the_optimizer(ranks):
+    """Also where a scheduler has put a bound `step` on the optimizer itself."""
+    assert ranks.run(2, predicted_with_a_scheduler) == [True, True]

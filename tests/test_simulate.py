@@ -102,6 +102,9 @@ def test_simulated_equals_real(ranks, stage, case):
         assert outcome == simulated(case, stage, {}, 2, rank)
 
 
+@pytest.mark.parametrize(
+    "world", [1, pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_simulated_equals_real_at_any_rank_count(ranks, world, options):
     """Each rank of one, two, three and four, where shards are uneven and some are empty, with other settings."""
@@ -398,7 +401,9 @@ def halves():
     }
 
 
-@pytest.mark.parametrize("name", ["halves", "amsgrad", "rprop", "groups"])
+@pytest.mark.parametrize(
+    "name", ["halves", "groups", *(pytest.param(name, marks=pytest.mark.slow) for name in ("amsgrad", "rprop"))]
+)
 def test_other_optimizers_and_parts(name):
     """Whole-tensor optimizers side by side, ties, frozen parts, groups: every byte as predicted on two real ranks."""
     rows = check.compare(

@@ -352,9 +352,9 @@ def train_four(stage: int, dtype: torch.dtype, checkpointing: str) -> dict:
     precision = Precision() if dtype == torch.float64 else FP16
     zero = zeroshard.shard(model, optimizer, stage=stage, precision=precision, layout=OWNERS)
 
-    def spy(gather, layer):
+    def spy(gather, layer, **how):
         gathers.append(layer)
-        return gather()
+        return gather(**how)
 
     for buffer in zero._buffers:
         buffer.gather = functools.partial(spy, buffer.gather, buffer.bucket.slots[0].name.split(".")[0])
@@ -605,9 +605,9 @@ def buffer_operations() -> dict:
     result["gradient shards"] = {name: p.grad.to_local() for name, p in zip(names, model.parameters(), strict=True)}
     gather = zero._group.gather
 
-    def spy(full, bounds):
+    def spy(full, *where):
         result["flat before the gather"] = full.clone()
-        return gather(full, bounds)
+        return gather(full, *where)
 
     zero._group.gather = spy
     optimizer.step()

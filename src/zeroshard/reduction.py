@@ -10,7 +10,7 @@ in one backward (three segments that share a weight, say). Such a bucket waits f
 
 Named hazard, *never wait before the end*: a rank that waits for a reduction, while a peer waits for it to take part
 in a gather, waits for ever. So until backward ends, waiting here is bounded, given up for the rest of the backward once
-it did not help, and shorter in the next.
+it did not help, and much shorter from then on: a model whose ranks differ once will differ again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .tier import Tier
 from .unit import Unit, profiled
 
 IN_FLIGHT = 2  # reductions under way before backward pauses for the oldest
-PATIENCE = 1.0  # seconds that pause lasts at most, where it has not been in vain before
+PATIENCE = 0.5  # seconds that pause lasts at most; an eighth of it after each time it was in vain
 
 
 @dataclass
@@ -209,7 +209,6 @@ class Reduction:
         while len(self._under_way) > allowed:
             if self._under_way[0][1].done():
                 self._land_first()
-                self._patience = min(2 * self._patience, PATIENCE)
             elif not self._patient:
                 return
             elif time.monotonic() > deadline:

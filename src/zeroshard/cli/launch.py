@@ -40,13 +40,14 @@ def start_ranks(command: Sequence[str], ranks: int) -> int:
     # One thread per rank unless the user says otherwise: ranks share the cores, and the bits of a matrix product
     # depend on the number of threads.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ[LAUNCHER] = str(os.getpid())
 
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     with ExitStack() as stack:
+        os.environ[LAUNCHER] = str(os.getpid())
+        stack.callback(os.environ.pop, LAUNCHER)  # whoever else this process starts has another launcher
         stack.enter_context(_quiet_and_restored())
         config = LaunchConfig(
             min_nodes=1,

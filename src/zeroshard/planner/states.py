@@ -223,7 +223,7 @@ def probe(optimizer: Any, group: dict[str, Any], dtype: Any, dimensions: int = 1
         twin._optimizer_step_pre_hooks = collections.OrderedDict()
         twin._optimizer_step_post_hooks = collections.OrderedDict()
         try:
-            twin.step()
+            kind.step(twin)  # not twin.step: a scheduler has bound that of the optimizer itself
         except Exception as error:
             raise UserError(
                 "the optimizer could not be asked what it keeps",

@@ -237,7 +237,7 @@ def stepped_plainly(case, gradients):
 
 @pytest.mark.parametrize("by", ["torch", "zero"])
 @pytest.mark.parametrize("case", ["gpt", "layerdrop", "degenerate", "tiny"])
-@pytest.mark.parametrize("world", [1, 2, 3], ids="ranks{}".format)
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow), 3], ids="ranks{}".format)
 def test_every_fragment_is_clipped(case, by, world):
     """After clipping, the whole gradient, and the step it gives, are the plain ones scaled, for every order."""
     gradients = plain(case, world)

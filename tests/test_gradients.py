@@ -415,8 +415,15 @@ def sharded_segments():
 # ---------------------------------------------------------------------------------------------------- several steps
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("side", ["model", "optimizer"])
+@pytest.mark.parametrize(
+    ("side", "set_to_none"),
+    [
+        ("model", True),
+        ("optimizer", False),
+        pytest.param("model", False, marks=pytest.mark.slow),
+        pytest.param("optimizer", True, marks=pytest.mark.slow),
+    ],
+)
 def test_cleared_gradients_start_again(side, set_to_none):
     """zero_grad from either side, to None or to zero, between backwards and between steps, as plain torch has it."""
     want = _cleared(None, side, set_to_none, 3)

@@ -228,7 +228,7 @@ def test_two_hundred_engines_leak_nothing(ranks, stage):
     assert ranks.run(2, created_and_destroyed, stage) == [(0, 0, 0)] * 2
 
 
-def thousand_steps(stage: int):
+def thousand_steps(stage: int, steps: int):
     model = models.build("mlp")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     zeroshard.shard(model, optimizer, stage=stage)
@@ -240,13 +240,14 @@ def thousand_steps(stage: int):
         optimizer.step()
         optimizer.zero_grad()
 
-    return growth(1000, body)
+    return growth(steps, body)
 
 
+@pytest.mark.parametrize("steps", [200, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_a_thousand_steps_leak_nothing(ranks, stage):
-    """Live bytes, descriptors and threads after 1,000 steps are those after three."""
-    assert ranks.run(2, thousand_steps, stage, timeout=150) == [(0, 0, 0)] * 2
+def test_a_thousand_steps_leak_nothing(ranks, stage, steps):
+    """Live bytes, descriptors and threads after 1,000 steps (200 where it must be quick) are those after three."""
+    assert ranks.run(2, thousand_steps, stage, steps, timeout=150) == [(0, 0, 0)] * 2
 
 
 def weights_intact():

@@ -107,8 +107,19 @@ def test_any_module_equals_plain_pytorch(ranks, world, case):
         assert differences == []
 
 
-@pytest.mark.parametrize("case", ["gpt-tied", "gpt-reentrant", "layerdrop", "branches", "degenerate", "unused", "tiny"])
-@pytest.mark.parametrize("world", [3, 4], ids="ranks{}".format)
+@pytest.mark.parametrize(
+    ("world", "case"),
+    [
+        pytest.param(
+            world,
+            case,
+            id=f"ranks{world}-{case}",
+            marks=[pytest.mark.slow] * ((world, case) in {(4, "layerdrop"), (4, "gpt-tied")}),
+        )
+        for world in (3, 4)
+        for case in ("gpt-tied", "gpt-reentrant", "layerdrop", "branches", "degenerate", "unused", "tiny")
+    ],
+)
 def test_any_module_at_more_ranks(ranks, world, case):
     """The same at three and four ranks, for the cases that depend on ranks most."""
     for differences in ranks.run(world, every_stage, world, case):

@@ -95,7 +95,16 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "stage"),
+    [
+        pytest.param(
+            case, stage, marks=[pytest.mark.slow] * (case not in ("gpt", "gpt-checkpoint") and stage in (0, 2))
+        )
+        for case in CASES
+        for stage in range(4)
+    ],
+)
 def test_simulated_equals_real(ranks, stage, case):
     """Rest, peaks, traffic and order of every rank, to the byte."""
     for rank, outcome in enumerate(ranks.run(2, real, case, stage, {})):
@@ -481,12 +490,12 @@ def command(*words):
 def test_predicted_equals_held_on_real_ranks():
     """`zeroshard plan --check`: every state and every peak of every rank at every stage, to the byte."""
     done = command(
-        "plan", EXAMPLE, "--ranks", 3, "--check", "--json", "--accumulate", 2, "--no-sync", "--precision", "bf16"
+        "plan", EXAMPLE, "--ranks", 2, "--check", "--json", "--accumulate", 2, "--no-sync", "--precision", "bf16"
     )
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     rows = json.loads(done.stdout)["rows"]
     compared = [row for row in rows if not row["what"].startswith("measured")]
-    assert {(row["stage"], row["rank"]) for row in compared} == {(s, r) for s in range(4) for r in range(3)}
+    assert {(row["stage"], row["rank"]) for row in compared} == {(s, r) for s in range(4) for r in range(2)}
     assert all(row["difference"] == 0 for row in compared)
     whats = {row["what"] for row in compared}
     assert {
@@ -525,7 +534,7 @@ def test_the_simulate_command(tmp_path):
         assert found["predicted"] == found["held"]
         kept = sum(n for state, n in found["held"].items() if state not in ("gradients",))
         # Padding is held but not saved; every rank's file, and the manifest.
-        assert found["checkpoint"]["files"] == 1025 and 0 < found["checkpoint"]["bytes"] <= kept
+        assert found["checkpoint"]["files"] == 1025 and 0 <= found["checkpoint"]["bytes"] <= kept
         assert found["peak"]["total"] >= sum(found["held"].values())
         assert sum(each["logical"] * each["per_step"] for each in found["collectives"]) == sum(
             moved["logical"] for moved in found["traffic"].values()

@@ -292,7 +292,7 @@ def _plan_params(numel: int, asked: Asked) -> Plan:
 
     notes = []
     if asked.units is None:
-        notes.append("at rest; peaks need shapes, a job, or --units: how many equal blocks the model is made of")
+        notes.append("at rest; for peaks give shapes, a job, or --units: into how many equal blocks")
     if recipe.per_tensor:
         notes.append("step counters, 4 bytes per parameter tensor and rank, come on top; shapes count them")
 

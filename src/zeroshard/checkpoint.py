@@ -30,9 +30,10 @@ from .files import (
     DTYPES,
     TORCH_DTYPES,
     Reader,
-    check_types,
+    canonical,
     clean,
     damaged,
+    digest,
     publish,
     raw,
     read_manifest,
@@ -407,8 +408,9 @@ class Index:
         return value
 
     def _text(self, value: Any) -> str:
-        text: str = check_types(value, str, self.folder / "manifest.json", "a name")
-        return text
+        if not isinstance(value, str):
+            raise self.damage("a name", repr(value)[:100])
+        return value
 
     def _inside(self, stored: Stored) -> None:
         files = self.manifest["files"]
@@ -457,8 +459,8 @@ def load(engine: Engine, path: str | os.PathLike[str], *, strict: bool) -> Loade
             staged = _stage(engine, index)
     except (CheckpointError, OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
         problem = f"{error}" if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-    digest = None if index is None else read_manifest_digest(index)
-    everyone = group.describe({"problem": problem, "differences": differences, "manifest": digest})
+    seen = None if index is None else digest(canonical(index.manifest))
+    everyone = group.describe({"problem": problem, "differences": differences, "manifest": seen})
     for rank, told in enumerate(everyone):
         if told["problem"]:
             raise CheckpointError(
@@ -480,13 +482,6 @@ def load(engine: Engine, path: str | os.PathLike[str], *, strict: bool) -> Loade
     if index.manifest["ranks"] == group.ranks:
         _restore_rng(index.manifest["rng"][group.rank])
     return Loaded(staged.extra, differences, index.manifest["ranks"])
-
-
-def read_manifest_digest(index: Index) -> str:
-    """Two ranks that read the same files agree on it."""
-    return "".join(
-        digest for name in sorted(index.manifest["files"]) for digest in index.manifest["files"][name]["digests"]
-    )[:256]
 
 
 def _differences(engine: Engine, index: Index) -> list[str]:

@@ -18,7 +18,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -91,7 +91,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Written:
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    text = _canonical(manifest)
+    text = canonical(manifest)
     with open(folder / MANIFEST, "x", encoding="utf-8") as file:
         file.write(f'{{"digest":"{digest(text)}","manifest":{text}}}')
         file.flush()
@@ -99,7 +99,8 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     _sync(folder)
 
 
-def _canonical(value: Any) -> str:
+def canonical(value: Any) -> str:
+    """The one text of a manifest, which its digest is of."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
@@ -148,8 +149,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             os.close(descriptor)
         whole = json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant)
         manifest = whole["manifest"]
-        canonical = _canonical(manifest)
-        if text != f'{{"digest":"{digest(canonical)}","manifest":{canonical}}}':
+        content = canonical(manifest)
+        if text != f'{{"digest":"{digest(content)}","manifest":{content}}}':
             raise damaged(path, "the digest in its first line", "another content")
     except FileNotFoundError:
         raise CheckpointError(
@@ -252,11 +253,3 @@ def clean(parent: Path, prefix: str) -> None:
     """Remove what saves that were killed have left beside."""
     for leftover in parent.glob(f".{prefix}.saving-*"):
         shutil.rmtree(leftover, ignore_errors=True)
-
-
-def check_types(value: Any, kind: Any, path: Path, what: str) -> Any:
-    """`value` if it is of that type, else the error that names it. bool is no int here."""
-    kinds: Iterable[Any] = kind if isinstance(kind, tuple) else (kind,)
-    if not isinstance(value, tuple(kinds)) or (isinstance(value, bool) and bool not in kinds):
-        raise damaged(path, what, repr(value)[:100])
-    return value

@@ -175,8 +175,7 @@ def _train(asked: Check, stage: int, place: Launch) -> dict[str, Any]:
     torch.manual_seed(0)
     job = build(asked.job)
     job.need("optimizer", "batch", "loss")
-    made = job.optimizer(job.model.parameters())
-    optimizers = list(made) if isinstance(made, (list, tuple)) else [made]
+    optimizers = job.optimizers()
     zero = zeroshard.shard(job.model, optimizers, stage=stage, **asked.settings())
     most = inside = 0
     for step in range(STEPS):

@@ -118,7 +118,7 @@ def report(run: Simulation, cluster: Machine, line: timeline.Timeline) -> dict[s
             "optimizer": line.optimizer,
             "exposed": line.exposed,
             "moving": line.moving,
-            "tokens_per_second": run.tokens / line.step if run.tokens else None,
+            "tokens_per_second": line.tokens_per_second(run.tokens) if run.tokens else None,
         },
     }
 

@@ -45,6 +45,11 @@ class Job:
     loss: Callable[[nn.Module, Any], Tensor]
     given: frozenset[str]
 
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizer of the model's parameters, or all of them where the function makes several."""
+        made: Any = self.optimizer(self.model.parameters())
+        return list(made) if isinstance(made, (list, tuple)) else [made]
+
     def loss_of(self, batch: Any) -> Tensor:
         """The loss of a micro-batch, if it is one that backward can start from."""
         loss: Any = self.loss(self.model, batch)

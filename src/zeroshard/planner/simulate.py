@@ -88,8 +88,7 @@ def simulate(
     with without_values():
         built = build(job)
         built.need("optimizer", "batch", "loss")
-        optimizer = built.optimizer(built.model.parameters())
-        optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+        optimizers = built.optimizers()
         for each in optimizers:
             leave_out_arithmetic(each)
         zero = shard(

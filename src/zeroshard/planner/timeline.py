@@ -69,9 +69,9 @@ def replay(
         if event.verb in TRAVELS and event.logical:
             clock.wait(number, event) if ends else clock.launch(number, event)
         elif event.verb == "compute":
-            clock.run(event.logical / (machine.flops * machine.efficiency), event)
+            clock.run(event.logical / (machine.flops * machine.efficiency))
         elif event.verb == "step":
-            clock.update(2 * updated_nbytes / machine.memory_bandwidth / steps, event)
+            clock.update(2 * updated_nbytes / machine.memory_bandwidth / steps)
             marks.append((clock.now, clock.exposed, clock.moving, clock.compute, clock.summing))
     marks = marks[steps - 1 :: steps]  # of several optimizers the last ends a step
     if len(marks) < 2:
@@ -115,12 +115,12 @@ class _Clock:
         self._link_free = 0.0
         self._ends: dict[int, float] = {}
 
-    def run(self, seconds: float, event: Event) -> None:
+    def run(self, seconds: float) -> None:
         self.slices.append(Slice("compute", "compute", None, self.now, self.now + seconds))
         self.now += seconds
         self.compute += seconds
 
-    def update(self, seconds: float, event: Event) -> None:
+    def update(self, seconds: float) -> None:
         self.slices.append(Slice("compute", "step", None, self.now, self.now + seconds))
         self.now += seconds
 

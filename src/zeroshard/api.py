@@ -13,8 +13,9 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
-from . import checkpoint, trace
+from . import loading, saving, trace
 from .buffer import Buffer, Place
+from .checkpoint import Engine
 from .comm import Comm, connect
 from .errors import StateError, UserError, nearest
 from .events import Event, Ledger, Record
@@ -465,9 +466,9 @@ class Zero:
         """
         self._meet_for_checkpoint("saving")
         with self._ledger.during("save"):
-            checkpoint.save(self._engine(), path, extra)
+            saving.save(self._engine(), path, extra)
 
-    def load(self, path: str | os.PathLike[str], *, strict: bool = True) -> checkpoint.Loaded:
+    def load(self, path: str | os.PathLike[str], *, strict: bool = True) -> loading.Loaded:
         """Load what `save` wrote, into whatever ranks, stage, bounds and precision; returns what was in `extra`.
 
         Every rank reads and checks everything it needs first; only if all could, anything is changed. `strict=False`
@@ -475,7 +476,7 @@ class Zero:
         every rank. Collective.
         """
         self._meet_for_checkpoint("loading")
-        loaded = checkpoint.load(self._engine(), path, strict=strict)
+        loaded = loading.load(self._engine(), path, strict=strict)
         for entry in self._gradients.entries:
             self._gradients.hide(entry)
         for unit in self._units:
@@ -496,8 +497,8 @@ class Zero:
             if not buffer.place.parameters or buffer.ready:
                 buffer.follow_edits()
 
-    def _engine(self) -> checkpoint.Engine:
-        return checkpoint.Engine(self.model, self._managed, self._buffers, self._bindings, self._group, self.stage)
+    def _engine(self) -> Engine:
+        return Engine(self.model, self._managed, self._buffers, self._bindings, self._group, self.stage)
 
     def dtypes(self, bucket: Bucket) -> Dtypes:
         """What a bucket's parameters, gradients, and masters are held in."""

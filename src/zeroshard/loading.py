@@ -1,0 +1,228 @@
+"""Loading, in two halves: every rank reads, checks and puts aside all it needs; if all could, all of them change."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .checkpoint import Engine, Rng, options, parsed_rng, persistent, restore_rng
+from .errors import CheckpointError, PeerError
+from .files import canonical, digest
+from .manifest import VALUE, Saved, Stored, unplain
+from .optim import Binding
+
+
+class Loaded(NamedTuple):
+    """What `zero.load` answers. extra: what was saved along. skipped: differences that `strict=False` passed over.
+
+    ranks: the number of ranks that saved it; random states are restored where this run has as many.
+    """
+
+    extra: dict[str, Any]
+    skipped: list[str]
+    ranks: int
+
+
+@dataclass
+class Staged:
+    """All that this rank is going to change, read and checked, before anything is changed."""
+
+    values: dict[str, Tensor] = field(default_factory=dict)  # parameter -> the elements that rest on this rank
+    masters: dict[str, Tensor] = field(default_factory=dict)
+    states: list[tuple[Binding, nn.Parameter, dict[str, Any]]] = field(default_factory=list)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    groups: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
+    extra: dict[str, Any] = field(default_factory=dict)
+    rng: Rng | None = None
+
+
+def load(engine: Engine, path: str | os.PathLike[str], *, strict: bool) -> Loaded:
+    """Read, check and agree; then change everything, on all ranks."""
+    folder, group = Path(path).absolute(), engine.group
+    problem, differences, staged, manifest = None, [], Staged(), None
+    try:
+        with Saved.open(folder) as saved:
+            manifest = saved.manifest
+            differences = _differences(engine, saved)
+            if not (differences and strict):
+                staged = _stage(engine, saved)
+    except (CheckpointError, OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
+        problem = f"{error}" if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+    seen = None if manifest is None else digest(canonical(manifest))
+    everyone = group.describe({"problem": problem, "differences": differences, "manifest": seen})
+    for rank, told in enumerate(everyone):
+        if told["problem"]:
+            raise CheckpointError(
+                "the checkpoint was not loaded; nothing was changed", where=f"rank {rank}", got=told["problem"]
+            )
+        if strict and told["differences"]:
+            raise CheckpointError(
+                "the checkpoint is of another model or optimizer; nothing was changed",
+                where=str(folder),
+                got="".join(f"\n    {each}" for each in told["differences"]),
+                instead="load(..., strict=False) skips these, and says so",
+            )
+        if told["manifest"] != everyone[0]["manifest"]:
+            raise PeerError(
+                "the ranks see different checkpoints", where=f"rank {rank}", expected=str(folder), got="another one"
+            )
+    assert manifest is not None
+    _commit(engine, staged)
+    if staged.rng is not None:
+        restore_rng(staged.rng)
+    return Loaded(staged.extra, differences, manifest["ranks"])
+
+
+def _differences(engine: Engine, saved: Saved) -> list[str]:
+    """Everything in which the checkpoint and this model differ, in words."""
+    found = []
+    mine = {record.name: record for record in engine.managed}
+    for name, record in mine.items():
+        entry = saved.parameters.get(name)
+        if entry is None:
+            found.append(f"parameter {name!r} is not in the checkpoint")
+        elif entry.shape != tuple(record.param.shape):
+            found.append(f"parameter {name!r} has shape {tuple(record.param.shape)}, saved was {entry.shape}")
+        elif sorted(entry.names) != sorted(record.names):
+            found.append(f"parameter {name!r} is tied as {record.names}, saved was {entry.names}")
+    found += [f"saved parameter {name!r} is not in the model" for name in saved.parameters if name not in mine]
+    buffers = dict(persistent(engine.model))
+    found += [f"buffer {name!r} is not in the checkpoint" for name in buffers if name not in saved.buffers]
+    for name, stored in saved.buffers.items():
+        if name not in buffers:
+            found.append(f"saved buffer {name!r} is not in the model")
+        elif not _fits(stored, buffers[name]):
+            have = f"{tuple(buffers[name].shape)} {buffers[name].dtype}"
+            found.append(f"buffer {name!r} is {have}, saved was {stored.shape} {stored.dtype}")
+    return found + _group_differences(engine, saved)
+
+
+def _fits(stored: Stored, tensor: Tensor) -> bool:
+    return stored.shape == tuple(tensor.shape) and stored.dtype == tensor.dtype
+
+
+def _group_differences(engine: Engine, saved: Saved) -> list[str]:
+    if not engine.bindings:
+        return []
+    theirs = saved.manifest["optimizers"]
+    if len(theirs) != len(engine.bindings):
+        return [f"{len(engine.bindings)} optimizers, saved were {len(theirs)}"]
+    found = []
+    for number, (binding, told) in enumerate(zip(engine.bindings, theirs, strict=True)):
+        mine = options(binding)
+        if mine["class"] != told["class"]:
+            found.append(f"optimizer {number} is {mine['class']}, saved was {told['class']}")
+        for at, group in enumerate(mine["groups"]):
+            match = _match(group, told["groups"])
+            if match is None:
+                found.append(
+                    f"optimizer {number}: no saved group holds just what group {at} does, {group['parameters'][:3]}"
+                )
+            elif match["options"].keys() != group["options"].keys():
+                other = sorted(match["options"].keys() ^ group["options"].keys())
+                found.append(f"optimizer {number}, group {at}: options {other} are only on one side")
+    return found
+
+
+def _match(group: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    wanted = sorted(group["parameters"])
+    return next((each for each in groups if sorted(each["parameters"]) == wanted), None)
+
+
+def _stage(engine: Engine, saved: Saved) -> Staged:
+    staged, manifest = Staged(), saved.manifest
+    fitting = {
+        record.name
+        for record in engine.managed
+        if record.name in saved.parameters and saved.parameters[record.name].shape == tuple(record.param.shape)
+    }
+    for name in fitting:
+        _stage_value(engine, saved, name, staged)
+    for binding, told in zip(engine.bindings, manifest["optimizers"], strict=False):
+        for group, mine in zip(binding.optimizer.param_groups, options(binding)["groups"], strict=True):
+            match = _match(mine, told["groups"])
+            if match is not None:
+                staged.groups.append((group, match["options"]))
+        groups = {id(param): group for group in binding.optimizer.param_groups for param in group["params"]}
+        for fragment in binding.fragments:
+            slot = fragment.buffer.bucket.slots[fragment.position]
+            if slot.name in fitting and fragment.param.numel():
+                part, group = slot.within(*fragment.buffer.updated), groups[id(fragment.param)]
+                states = {
+                    state: _state(saved, (slot.name, state), part, fragment.param, group)
+                    for state in saved.states.get(slot.name, ())
+                }
+                staged.states.append((binding, fragment.param, states))
+    for name, tensor in persistent(engine.model):
+        if name in saved.buffers and _fits(saved.buffers[name], tensor):
+            staged.buffers[name] = saved.read(saved.buffers[name])
+    staged.extra = unplain(manifest["extra"], {key: saved.read(stored) for key, stored in saved.extra.items()})
+    if manifest["ranks"] == engine.group.ranks:
+        staged.rng = parsed_rng(manifest["rng"][engine.group.rank])
+    saved.check_rest(engine.group.rank, engine.group.ranks)
+    return staged
+
+
+def _stage_value(engine: Engine, saved: Saved, name: str, staged: Staged) -> None:
+    buffer, position = engine.places[name]
+    slot = buffer.bucket.slots[position]
+    updated = slot.within(*buffer.updated)
+    resting = slot.within(*buffer.owned) if buffer.place.parameters else slot.within(0, buffer.bucket.numel)
+    staged.values[name] = saved.interval((name, VALUE), resting.start, resting.stop)
+    if buffer.master is not None:
+        staged.masters[name] = saved.interval((name, VALUE), updated.start, updated.stop)
+
+
+def _state(saved: Saved, key: tuple[str, str], part: Any, like: nn.Parameter, group: Mapping[str, Any]) -> Any:
+    if key in saved.values:
+        return saved.values[key]
+    if key in saved.cut:
+        flat = saved.interval(key, part.start, part.stop)
+        flat = flat.to(like.device, like.dtype if flat.is_floating_point() else flat.dtype)
+        return flat.view(like.shape)
+    tensor = saved.read(saved.whole[key])
+    on_device = group.get("fused") or group.get("capturable") or tensor.dim()
+    return tensor.to(like.device) if on_device else tensor
+
+
+@torch.no_grad()
+def _commit(engine: Engine, staged: Staged) -> None:
+    for name, value in staged.values.items():
+        buffer, position = engine.places[name]
+        slot = buffer.bucket.slots[position]
+        if buffer.place.parameters:
+            part, target, first = slot.within(*buffer.owned), buffer.shard, buffer.owned[0]
+        else:
+            part, target, first = slot.within(0, slot.stop), buffer.full, 0
+        if part.numel:
+            at = slot.start + part.start - first
+            target[at : at + part.numel].copy_(value)
+        if name in staged.masters:
+            part, first = slot.within(*buffer.updated), buffer.updated[0]
+            assert buffer.master is not None
+            if part.numel:
+                at = slot.start + part.start - first
+                buffer.master[at : at + part.numel].copy_(staged.masters[name])
+    for binding, param, states in staged.states:
+        if states:
+            binding.optimizer.state[param] = states
+        else:
+            binding.optimizer.state.pop(param, None)
+    for group, told in staged.groups:
+        for key, value in told.items():
+            if isinstance(group.get(key), Tensor):
+                group[key].fill_(value)
+            else:
+                group[key] = tuple(value) if isinstance(value, list) and isinstance(group.get(key), tuple) else value
+    for name, tensor in persistent(engine.model):
+        if name in staged.buffers:
+            tensor.copy_(staged.buffers[name])
+    for buffer in engine.buffers:
+        buffer.fresh = buffer.fresh and not buffer.place.parameters
+        buffer.changed()

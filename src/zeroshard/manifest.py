@@ -1,0 +1,217 @@
+"""What a checkpoint's manifest says, checked before anything believes it; nothing here knows of a running model.
+
+A saved tensor is a flat interval of a parameter, and reading intersects intervals: nothing depends on who wrote what.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .errors import CheckpointError, UserError
+from .files import TORCH_DTYPES, Reader, damaged, raw, read_manifest
+
+FORMAT, VERSION = "zeroshard checkpoint", 1
+VALUE = "value"  # of a parameter: its master, or itself
+
+
+class Stored(NamedTuple):
+    """Where the bytes of one interval, or of one whole tensor, lie."""
+
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    file: str
+    offset: int
+
+
+class Parameter(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    names: list[str]  # all of a tied parameter's
+
+
+@dataclass
+class Saved:
+    """One checkpoint, opened: its manifest checked in every name, interval and place, and its elements to read."""
+
+    folder: Path
+    manifest: dict[str, Any]
+    parameters: dict[str, Parameter] = field(default_factory=dict)
+    states: dict[str, list[str]] = field(default_factory=dict)  # parameter -> what its optimizer keeps
+    cut: dict[tuple[str, str], list[Stored]] = field(default_factory=dict)  # (parameter, state) -> its intervals
+    whole: dict[tuple[str, str], Stored] = field(default_factory=dict)
+    values: dict[tuple[str, str], Any] = field(default_factory=dict)
+    buffers: dict[str, Stored] = field(default_factory=dict)
+    extra: dict[str, Stored] = field(default_factory=dict)  # tensors that the user saved along
+
+    def __post_init__(self) -> None:
+        try:
+            self._check()
+            self.reader = Reader(self.folder, self.manifest["files"])
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise self.damage("a manifest as zeroshard writes it", f"{type(error).__name__}: {error}") from error
+
+    def damage(self, expected: object, got: object) -> CheckpointError:
+        return damaged(self.folder / "manifest.json", expected, got)
+
+    def _check(self) -> None:
+        manifest = self.manifest
+        if manifest["format"] != FORMAT or manifest["version"] != VERSION:
+            raise CheckpointError(
+                "this checkpoint is of a format that is not read here", where=str(self.folder),
+                expected=f"{FORMAT} {VERSION}", got=f"{manifest['format']} {manifest['version']}",
+                instead="the zeroshard that wrote it",
+            )  # fmt: skip
+        for name, entry in manifest["parameters"].items():
+            shape = tuple(self._count(size) for size in entry["shape"])
+            names = [self._text(each) for each in entry["names"]]
+            self.parameters[name] = Parameter(shape, TORCH_DTYPES[entry["dtype"]], names)
+        for name, state, start, stop, dtype, shape, offset, file in manifest["fragments"]:
+            stored = Stored(
+                0 if start is None else self._count(start),
+                0 if stop is None else self._count(stop),
+                tuple(self._count(size) for size in shape),
+                TORCH_DTYPES[dtype],
+                self._text(file),
+                self._count(offset),
+            )
+            self._inside(stored)
+            if name not in self.parameters:
+                raise self.damage("fragments of the parameters it lists", repr(name))
+            key = name, self._text(state)
+            if start is None:
+                if key in self.whole or key in self.cut:
+                    raise self.damage(f"one {state} of {name!r}", "several")
+                self.whole[key] = stored
+            else:
+                if stored.shape != (stored.stop - stored.start,) or key in self.whole:
+                    raise self.damage(f"intervals of {state} of {name!r}", entry)
+                self.cut.setdefault(key, []).append(stored)
+        for (name, state), parts in self.cut.items():
+            parts.sort(key=lambda part: part.start)
+            ends = [0, *(part.stop for part in parts)]
+            count = numel(self.parameters[name].shape)
+            if [part.start for part in parts] != ends[:-1] or ends[-1] != count or len({p.dtype for p in parts}) > 1:
+                raise self.damage(f"all {count} elements of {state} of {name!r}, each once", ends)
+        for name, entry in self.parameters.items():
+            if numel(entry.shape) and (name, VALUE) not in self.cut:
+                raise self.damage(f"a value of {name!r}", "none")
+        for name, state, value in manifest["values"]:
+            self.values[self._text(name), self._text(state)] = value
+        for name, entry in manifest["buffers"].items():
+            self.buffers[name] = self._whole(entry["shape"], entry["dtype"], entry["file"], entry["offset"])
+        for name, shape, dtype, offset in manifest["extra_tensors"]:
+            self.extra[self._text(name)] = self._whole(shape, dtype, manifest["extra_file"], offset)
+        for name, state in (*self.cut, *self.whole, *self.values):
+            if state != VALUE:
+                self.states.setdefault(name, []).append(state)
+        if len(manifest["rng"]) != self._count(manifest["ranks"]):
+            raise self.damage("random states of every rank", len(manifest["rng"]))
+
+    def _count(self, value: Any) -> int:
+        if type(value) is not int or not 0 <= value < 1 << 48:
+            raise self.damage("a count", repr(value)[:50])
+        return value
+
+    def _text(self, value: Any) -> str:
+        if not isinstance(value, str):
+            raise self.damage("a name", repr(value)[:100])
+        return value
+
+    def _inside(self, stored: Stored) -> None:
+        files = self.manifest["files"]
+        if stored.file not in files:
+            raise self.damage("a file it lists", repr(stored.file)[:100])
+        if stored.offset + numel(stored.shape) * stored.dtype.itemsize > files[stored.file]["nbytes"]:
+            raise self.damage(f"tensors inside {stored.file}", f"offset {stored.offset}, shape {stored.shape}")
+
+    def _whole(self, shape: Any, dtype: Any, file: Any, offset: Any) -> Stored:
+        sizes = tuple(self._count(size) for size in shape)
+        stored = Stored(0, 0, sizes, TORCH_DTYPES[dtype], self._text(file), self._count(offset))
+        self._inside(stored)
+        return stored
+
+    # --- reading, every byte from a block whose digest is right -----------------------------------------------------
+
+    def interval(self, key: tuple[str, str], start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of a parameter's state, put together from whatever pieces hold them. 1-D, CPU."""
+        parts = self.cut.get(key, [])
+        out = torch.empty(stop - start, dtype=parts[0].dtype if parts else torch.float32)
+        for part in parts:
+            low, high = max(part.start, start), min(part.stop, stop)
+            if low < high:
+                offset = part.offset + (low - part.start) * part.dtype.itemsize
+                self.reader.read(part.file, offset, raw(out[low - start : high - start]))
+        return out
+
+    def read(self, stored: Stored) -> Tensor:
+        """A tensor that was saved whole."""
+        out = torch.empty(stored.shape, dtype=stored.dtype)
+        self.reader.read(stored.file, stored.offset, raw(out))
+        return out
+
+    def check_rest(self, part: int, parts: int) -> None:
+        """Check every block that was not read, or this reader's share of them."""
+        self.reader.check_rest(part, parts)
+
+    @classmethod
+    @contextlib.contextmanager
+    def open(cls, folder: Path) -> Iterator[Saved]:
+        """The checkpoint in `folder`. Raises `CheckpointError` if it is not complete, or not what it says."""
+        saved = cls(folder, read_manifest(folder))
+        try:
+            yield saved
+        finally:
+            saved.reader.close()
+
+
+def numel(shape: tuple[int, ...]) -> int:
+    return math.prod(shape)
+
+
+def plain(where: str, value: Any, tensors: dict[str, Tensor]) -> Any:
+    """JSON for whatever the user saves along: objects by their `state_dict()`, tensors by a reference."""
+    if hasattr(value, "state_dict") and callable(value.state_dict):
+        return plain(where, value.state_dict(), tensors)
+    if isinstance(value, Tensor):
+        tensors[where] = value.detach()
+        return {"tensor": where}
+    if isinstance(value, Mapping):
+        if not all(isinstance(key, (str, int)) for key in value):
+            raise UserError("extra holds a key that is neither text nor a number", where=where, got=list(value)[:5])
+        pairs = [[key, plain(f"{where}.{key}", inner, tensors)] for key, inner in value.items()]
+        return {"map": pairs}
+    if isinstance(value, (list, tuple)):
+        kind = "tuple" if isinstance(value, tuple) else "list"
+        return {kind: [plain(f"{where}.{at}", inner, tensors) for at, inner in enumerate(value)]}
+    if (isinstance(value, float) and value != value) or value in (float("inf"), float("-inf")):
+        return {"float": repr(value)}
+    if isinstance(value, (str, int, float, bool, type(None))):
+        return value
+    raise UserError(
+        "extra holds what cannot be written as plain data", where=where, got=type(value).__name__,
+        instead="numbers, text, lists, dicts, tensors, or objects with state_dict()",
+    )  # fmt: skip
+
+
+def unplain(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if not isinstance(value, dict):
+        return value
+    ((kind, inner),) = value.items()
+    makers: dict[str, Callable[[Any], Any]] = {
+        "tensor": lambda name: tensors[name],
+        "map": lambda pairs: {key: unplain(each, tensors) for key, each in pairs},
+        "list": lambda items: [unplain(each, tensors) for each in items],
+        "tuple": lambda items: tuple(unplain(each, tensors) for each in items),
+        "float": float,
+    }
+    return makers[kind](inner)

@@ -8,6 +8,7 @@ import fnmatch
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from . import loading, saving, trace
 from .buffer import Buffer, Place
-from .checkpoint import Engine
+from .checkpoint import Engine, drawing
 from .comm import Comm, connect
 from .errors import StateError, UserError, nearest
 from .events import Event, Ledger, Record
@@ -26,6 +27,7 @@ from .numerics import Precision, same_bits
 from .optim import Binding
 from .preflight import Structure, agree, check_optimizers, check_parameters, check_settings, describe
 from .reduction import Reduction
+from .saving import Saving
 from .schedule import Schedule, in_backward
 from .stage import Placements, placements
 from .tier import DeviceTier, Offload
@@ -151,6 +153,7 @@ class Zero:
         self._tier = DeviceTier(device, self._ledger)
         self._buffers: list[Buffer] = []
         self._checkpoints = 0
+        self._saving: Saving | None = None
         self._build(init)
         self._gradients = Gradients(self._group)
         self._reduction = Reduction(self._gradients, self._group, self._tier, comm)
@@ -213,7 +216,7 @@ class Zero:
             facts["stage"] = self.stage
         except UserError as error:
             problem = error
-        agree(self._group, facts, problem)
+        self.seed = agree(self._group, facts, problem)
         return units
 
     def _specs(self) -> list[Spec]:
@@ -456,17 +459,33 @@ class Zero:
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
-    def save(self, path: str | os.PathLike[str], extra: Mapping[str, Any] | None = None) -> None:
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        extra: Mapping[str, Any] | None = None,
+        *,
+        asynchronous: bool = False,
+        keep: int | None = None,
+    ) -> Saving:
         """Write a checkpoint folder at `path`: parameters or masters, optimizer states, buffers, random states.
 
         extra: what else a resumed run needs, as numbers, text, lists, dicts, tensors, or objects with `state_dict()`
-        (schedulers, scalers). Gradients are not saved. Every rank writes what it owns; nothing is gathered. The folder
-        appears by one rename once all of it is on the disk; what was at `path` stays until then. Raises
-        `CheckpointError` on every rank if one cannot write. Collective.
+            (schedulers, scalers). Rank 0's counts.
+        asynchronous: copy what this rank owns to host memory (`zeroshard plan` says how much) and write it behind the
+            training. `.wait()` on what is returned waits for it, and so do the next save or load, and the program's
+            end. At most one is under way.
+        keep: once this one is complete, remove the oldest checkpoints in the same folder until so many are left.
+
+        Gradients are not saved. Every rank writes what it owns; nothing is gathered. The folder appears by one rename
+        once all of it is on the disk; what was at `path` stays until then. Raises `CheckpointError` on every rank if
+        one cannot write, at `wait` where it is asynchronous. Collective.
         """
         self._meet_for_checkpoint("saving")
         with self._ledger.during("save"):
-            saving.save(self._engine(), path, extra)
+            self._saving = saving.save(
+                self._engine(), path, extra, asynchronous=asynchronous, keep=keep, ledger=self._ledger
+            )
+        return self._saving
 
     def load(self, path: str | os.PathLike[str], *, strict: bool = True) -> loading.Loaded:
         """Load what `save` wrote, into whatever ranks, stage, bounds and precision; returns what was in `extra`.
@@ -476,12 +495,32 @@ class Zero:
         every rank. Collective.
         """
         self._meet_for_checkpoint("loading")
-        loaded = loading.load(self._engine(), path, strict=strict)
+        engine = self._engine()
+        loaded = loading.load(engine, path, strict=strict)
+        self.seed = engine.seed
         for entry in self._gradients.entries:
             self._gradients.hide(entry)
         for unit in self._units:
             unit.release()
         return loaded
+
+    def latest(self, folder: str | os.PathLike[str]) -> Path | None:
+        """The newest complete checkpoint in `folder`, for `load`; None if there is none.
+
+        Found by reading and checking every byte, never by a pointer that could be stale: damaged ones are passed over
+        with a warning. Collective; every rank checks a share.
+        """
+        self._meet_for_checkpoint("loading")
+        return loading.latest(self._group, Path(folder).absolute())
+
+    def micro_batch_rng(self, step: int, index: int) -> contextlib.AbstractContextManager[None]:
+        """Inside, random numbers (Python's, NumPy's, torch's) depend on the run's seed, `step` and `index` alone.
+
+        index: which of the step's micro-batches this is, counted over all ranks: `a * zero.world_size + zero.rank` in
+        the rank's a-th backward. So dropout is the same at any number of ranks. The seed is `zero.seed`: rank 0's
+        `torch.initial_seed()` when the model was sharded, or the one saved in the checkpoint that was loaded.
+        """
+        return drawing(self.seed, step, index)
 
     def _meet_for_checkpoint(self, what: str) -> None:
         if in_backward() or self._schedule.script.active or any(unit.pinned for unit in self._units):
@@ -491,6 +530,8 @@ class Zero:
         self._notice_edits_of_structure()
         self._checkpoints += 1
         self._group.meet(what, self._checkpoints)
+        if self._saving is not None and not self._saving.reported:
+            self._saving.wait()
         for buffer in self._buffers:
             buffer.land()
             buffer.rebind()
@@ -498,7 +539,7 @@ class Zero:
                 buffer.follow_edits()
 
     def _engine(self) -> Engine:
-        return Engine(self.model, self._managed, self._buffers, self._bindings, self._group, self.stage)
+        return Engine(self.model, self._managed, self._buffers, self._bindings, self._group, self.stage, self.seed)
 
     def dtypes(self, bucket: Bucket) -> Dtypes:
         """What a bucket's parameters, gradients, and masters are held in."""

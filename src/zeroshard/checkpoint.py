@@ -6,6 +6,7 @@ else the parameter) and each optimizer state. What is replicated is split the sa
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -13,11 +14,12 @@ from typing import Any, NamedTuple
 
 import numpy
 import torch
+import xxhash
 from torch import Tensor, nn
 
 from .buffer import Buffer
 from .comm import Group
-from .errors import CheckpointError
+from .errors import CheckpointError, UserError
 from .manifest import VALUE
 from .optim import SCALARS, Binding, Fragment
 from .unit import Managed
@@ -33,6 +35,7 @@ class Engine:
     bindings: list[Binding]
     group: Group
     stage: int
+    seed: int
     places: dict[str, tuple[Buffer, int]] = field(default_factory=dict)  # parameter -> its buffer and slot
 
     def __post_init__(self) -> None:
@@ -169,3 +172,23 @@ def restore_rng(rng: Rng) -> None:
     torch.set_rng_state(rng.torch)
     if rng.cuda is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(rng.cuda)
+
+
+@contextlib.contextmanager
+def drawing(seed: int, step: int, index: int) -> Iterator[None]:
+    """Random numbers of Python, NumPy and torch depend on these three alone inside, and go on as before after it."""
+    for name, given in (("step", step), ("index", index)):
+        if type(given) is not int or given < 0:
+            raise UserError(f"{name}= counts from 0", got=repr(given), instead="micro_batch_rng(step, index)")
+    number = xxhash.xxh3_64_intdigest(f"{seed} {step} {index}".encode())
+    python, legacy = random.getstate(), numpy.random.get_state()
+    cuda = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=cuda):
+        torch.manual_seed(number)
+        random.seed(number)
+        numpy.random.seed(number % (1 << 32))
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            numpy.random.set_state(legacy)

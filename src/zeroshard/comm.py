@@ -20,6 +20,7 @@ depends on where an element lies in the buffer; see docs/decisions/ordered-sum.m
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
 import sys
@@ -222,6 +223,14 @@ class Group:
         """Every rank's JSON-able `facts`, in rank order."""
         return [facts]
 
+    def apart(self) -> Group:
+        """The same ranks with a control group of their own, for a thread that agrees behind the training.
+
+        Collective where it is made, the first time. Nothing else orders it, and it waits half an hour at least: ranks
+        may take very different times to write.
+        """
+        return self
+
     # --- what they count --------------------------------------------------------------------------------------------
 
     def _count(
@@ -332,6 +341,11 @@ class ProcessGroup(Group):
         rows = everyone.view(self.ranks, -1)
         return [json.loads(bytes(rows[rank, :length].tolist())) for rank, length in enumerate(lengths)]
 
+    def apart(self) -> Group:
+        other = copy.copy(self)
+        other._groups = self._groups.apart()
+        return other
+
 
 def connect(settings: Comm, ledger: Ledger, device: torch.device) -> Group:
     """This rank's end of the group that `settings` names, starting `torch.distributed` where nobody has.
@@ -400,6 +414,9 @@ def _leave_together() -> None:
         time.sleep(0.01)
 
 
+PATIENT = timedelta(minutes=30)
+
+
 class _Groups:
     def __init__(self, parent: Any, timeout: float | None) -> None:
         ranks = dist.get_process_group_ranks(parent)
@@ -411,11 +428,19 @@ class _Groups:
         self.gathers = dist.new_group(backend=backend, **options)
         self.reductions = dist.new_group(backend=backend, **options)
         self.control = dist.new_group(backend="gloo", **options)
+        self._patient = {**options, "timeout": max(PATIENT, options.get("timeout", PATIENT))}
+        self._apart: _Groups | None = None
         self.engines = 0
 
     @property
     def parent(self) -> Any:
         return self._parent()
+
+    def apart(self) -> _Groups:
+        if self._apart is None:
+            self._apart = copy.copy(self)
+            self._apart.control = dist.new_group(backend="gloo", **self._patient)
+        return self._apart
 
 
 # The three groups of a parent are made once: making them anew for every engine would leak sockets.

@@ -16,7 +16,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-DEVICE = "device"
+DEVICE, HOST = "device", "host"  # tiers
 
 
 @dataclass

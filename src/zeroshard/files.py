@@ -18,6 +18,7 @@ import os
 import re
 import shutil
 import stat
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -114,6 +115,13 @@ def publish(beside: Path, path: Path) -> None:
         _exchange(beside, path)
         shutil.rmtree(beside)
     _sync(path.parent)
+
+
+def remove(path: Path) -> None:
+    """Remove a published folder: all of it leaves its name at once, so a crash leaves nothing half-removed there."""
+    aside = path.parent / f".{path.name}.saving-{uuid.uuid4().hex}"
+    os.rename(path, aside)
+    shutil.rmtree(aside)
 
 
 def _exchange(one: Path, other: Path) -> None:

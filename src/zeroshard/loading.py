@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from .checkpoint import Engine, Rng, options, parsed_rng, persistent, restore_rng
+from .comm import Group
 from .errors import CheckpointError, PeerError
 from .files import canonical, digest
-from .manifest import VALUE, Saved, Stored, unplain
+from .manifest import VALUE, Saved, Stored, siblings, unplain
 from .optim import Binding
 
 
@@ -74,6 +76,7 @@ def load(engine: Engine, path: str | os.PathLike[str], *, strict: bool) -> Loade
             )
     assert manifest is not None
     _commit(engine, staged)
+    engine.seed = manifest["seed"]
     if staged.rng is not None:
         restore_rng(staged.rng)
     return Loaded(staged.extra, differences, manifest["ranks"])
@@ -226,3 +229,21 @@ def _commit(engine: Engine, staged: Staged) -> None:
     for buffer in engine.buffers:
         buffer.fresh = buffer.fresh and not buffer.place.parameters
         buffer.changed()
+
+
+def latest(group: Group, folder: Path) -> Path | None:
+    """The checkpoint last saved in `folder` of which every byte is right; each rank checks its share."""
+    names = [path.name for path in siblings(folder)] if group.rank == 0 and folder.is_dir() else []
+    for name in group.describe(names)[0]:
+        problem = None
+        try:
+            with Saved.open(folder / name) as saved:
+                saved.check_rest(group.rank, group.ranks)
+        except CheckpointError as error:
+            problem = f"{error}"
+        told = [f"rank {rank}: {each}" for rank, each in enumerate(group.describe(problem)) if each]
+        if not told:
+            return folder / str(name)
+        if group.rank == 0:
+            warnings.warn(f"zeroshard passes over a damaged checkpoint. {told[0]}", stacklevel=3)
+    return None

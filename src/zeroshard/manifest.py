@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .errors import CheckpointError, UserError
-from .files import TORCH_DTYPES, Reader, damaged, raw, read_manifest
+from .files import MANIFEST, TORCH_DTYPES, Reader, damaged, raw, read_manifest
 
 FORMAT, VERSION = "zeroshard checkpoint", 1
 VALUE = "value"  # of a parameter: its master, or itself
@@ -114,11 +116,13 @@ class Saved:
         for name, state in (*self.cut, *self.whole, *self.values):
             if state != VALUE:
                 self.states.setdefault(name, []).append(state)
+        self._count(manifest["saved"], 1 << 63)
+        self._count(manifest["seed"], 1 << 64)
         if len(manifest["rng"]) != self._count(manifest["ranks"]):
             raise self.damage("random states of every rank", len(manifest["rng"]))
 
-    def _count(self, value: Any) -> int:
-        if type(value) is not int or not 0 <= value < 1 << 48:
+    def _count(self, value: Any, limit: int = 1 << 48) -> int:
+        if type(value) is not int or not 0 <= value < limit:
             raise self.damage("a count", repr(value)[:50])
         return value
 
@@ -176,6 +180,23 @@ class Saved:
 
 def numel(shape: tuple[int, ...]) -> int:
     return math.prod(shape)
+
+
+def siblings(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, the last saved first, by their manifests; what has none, or links away, is none.
+
+    Says by a warning which ones have a damaged manifest.
+    """
+    found = []
+    for entry in os.scandir(folder):
+        path = Path(entry.path)
+        if entry.name.startswith(".") or not entry.is_dir(follow_symlinks=False) or not (path / MANIFEST).exists():
+            continue
+        try:
+            found.append((read_manifest(path)["saved"], path.name))
+        except (CheckpointError, KeyError) as error:
+            warnings.warn(f"zeroshard passes over a damaged checkpoint. {error}", stacklevel=2)
+    return [folder / name for _, name in sorted(found, reverse=True)]
 
 
 def plain(where: str, value: Any, tensors: dict[str, Tensor]) -> Any:

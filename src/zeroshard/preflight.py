@@ -174,9 +174,13 @@ def describe(
     return facts
 
 
-def agree(group: Group, facts: dict[str, Any], problem: UserError | None) -> None:
-    """Raise on every rank if one must refuse or is about to build something else; name the first difference."""
-    everyone = group.describe({"problem": None if problem is None else str(problem), **facts})
+def agree(group: Group, facts: dict[str, Any], problem: UserError | None) -> int:
+    """Raise on every rank if one must refuse or is about to build something else; name the first difference.
+
+    Answers with rank 0's seed, which need not be everyone's.
+    """
+    told = group.describe({"problem": None if problem is None else str(problem), "seed": torch.initial_seed(), **facts})
+    everyone, seed = [{**each, "seed": None} for each in told], int(told[0]["seed"])
     if problem is not None:
         raise problem
     for rank, theirs in enumerate(everyone):
@@ -204,6 +208,7 @@ def agree(group: Group, facts: dict[str, Any], problem: UserError | None) -> Non
                 got=f"{other} (rank {rank})",
                 instead="build the model the same way on every rank",
             )
+    return seed
 
 
 class Structure:

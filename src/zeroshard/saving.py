@@ -1,109 +1,176 @@
-"""Saving: every rank writes what it owns, beside; rank 0 adds the manifest and publishes all of it, or nobody saves."""
+"""Saving: every rank writes what it owns, beside; rank 0 adds the manifest and publishes all of it, or nobody saves.
+
+While the training stands still a rank takes a snapshot: views of what it owns, or, where the save is to run behind the
+training, copies in host memory. Everything after that works on the snapshot, through a control group of its own.
+"""
 
 from __future__ import annotations
 
+import atexit
 import os
 import platform
 import shutil
+import sys
+import threading
+import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from .checkpoint import Engine, options, persistent, pieces, rng_states, values
 from .comm import Group
-from .errors import CheckpointError, UserError
-from .files import DTYPES, clean, publish, write_manifest, write_tensors
-from .manifest import FORMAT, VERSION, plain
+from .errors import CheckpointError, PeerError, UserError
+from .events import HOST, Ledger
+from .files import DTYPES, clean, publish, remove, write_manifest, write_tensors
+from .manifest import FORMAT, VERSION, plain, siblings
 
-EXTRA = "extra"  # tensors among what the user saves along
+SNAPSHOT = "snapshot"  # in the ledger: what a save behind the training holds
 
 
-def save(engine: Engine, path: str | os.PathLike[str], extra: Mapping[str, Any] | None) -> None:
-    """Write a checkpoint at `path`, or leave everything as it is and raise on every rank."""
-    target, group = Path(path).absolute(), engine.group
-    outcome = group.describe({"token": uuid.uuid4().hex, "path": target.name})
-    beside = target.parent / f".{target.name}.saving-{outcome[0]['token']}"
-    facts: dict[str, Any] = {"problem": None}
-    tensors: dict[str, Tensor] = {}
-    told = None
-    try:
-        told = plain("extra", dict(extra or {}), tensors)
-        if group.rank == 0:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            clean(target.parent, target.name)
-            beside.mkdir()
-    except (OSError, UserError) as error:
-        facts["problem"] = f"{error}"
-    _agree(group, facts["problem"], target)
-    try:
-        facts |= _write_own(engine, beside, tensors)
-    except (OSError, CheckpointError) as error:
-        facts["problem"] = f"{error}"
-    everyone = group.describe(facts)
-    problems = [f"rank {rank}: {told['problem']}" for rank, told in enumerate(everyone) if told["problem"]]
-    published = None
-    if group.rank == 0 and not problems:
+class Saving:
+    """A checkpoint, complete at `path`, or being written there by a thread while training goes on."""
+
+    running: ClassVar[Saving | None] = None  # at most one in a process: they share a control group, and the memory
+
+    def __init__(self, path: Path, work: Callable[[], None], *, asynchronous: bool) -> None:
+        self.path = path
+        self.reported = False
+        self._work: Callable[[], None] | None = work
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name=f"saving {path.name}") if asynchronous else None
+        if self._thread is None:
+            work()
+        else:
+            atexit.register(self._report)
+            Saving.running = self
+            self._thread.start()  # not a daemon: before it exits the interpreter waits for it
+
+    @property
+    def done(self) -> bool:
+        """Whether `wait` answers at once."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> Path:
+        """The path, once the checkpoint is complete. Raises `CheckpointError` on every rank if it could not be saved;
+        if nobody waits, the next `save` or `load` does, or the end of the program tells."""
+        self.join()
+        atexit.unregister(self._report)
+        self.reported = True
+        if self._error is not None:
+            raise self._error
+        return self.path
+
+    def join(self) -> None:
+        """Wait, whatever comes of it."""
+        if self._thread is not None:
+            self._thread.join()
+        if Saving.running is self:
+            Saving.running = None
+
+    def _run(self) -> None:
         try:
-            write_manifest(beside, _manifest(engine, everyone, told))
-            publish(beside, target)
-        except (OSError, ValueError) as error:
-            published = f"{error}"
-    if group.rank == 0 and (problems or published):
-        shutil.rmtree(beside, ignore_errors=True)
-    _agree(group, "; ".join(problems) or published, target)
+            assert self._work is not None
+            self._work()
+        except Exception as error:
+            self._error = error
+        self._work = None  # and with it the snapshot
+
+    def _report(self) -> None:
+        if self._error is not None and not self.reported:
+            print(f"zeroshard: a checkpoint was lost. {self._error}", file=sys.stderr)
 
 
-def _agree(group: Group, problem: str | None, target: Path) -> None:
-    """Raise on every rank if one has a problem."""
-    told = [f"rank {rank}: {each}" for rank, each in enumerate(group.describe(problem)) if each]
-    if told:
-        raise CheckpointError(
-            "the checkpoint was not saved; the one before it and the training are as they were",
-            where=str(target), got=told[0], instead="make room or name another folder, and save again",
-        )  # fmt: skip
+def save(
+    engine: Engine,
+    path: str | os.PathLike[str],
+    extra: Mapping[str, Any] | None,
+    *,
+    asynchronous: bool,
+    keep: int | None,
+    ledger: Ledger,
+) -> Saving:
+    """Write a checkpoint at `path`, or leave everything as it is and raise on every rank."""
+    if keep is not None and not (type(keep) is int and keep >= 1):
+        raise UserError("keep= counts checkpoints, the new one too", got=repr(keep), instead="keep=3")
+    target, group = Path(path).absolute(), engine.group
+    if Saving.running is not None:
+        Saving.running.join()
+    apart, snapshot, problem = group.apart(), None, None
+    try:
+        snapshot = _snapshot(engine, extra, copied=asynchronous)
+    except (UserError, CheckpointError, RuntimeError, MemoryError) as error:
+        problem = f"{type(error).__name__}: {error}" if isinstance(error, MemoryError) else f"{error}"
+    told = group.describe({"token": uuid.uuid4().hex, "name": target.name, "problem": problem})
+    _raise(target, [each["problem"] for each in told])
+    names = [each["name"] for each in told]
+    if len(set(names)) > 1:
+        raise PeerError("the ranks save to different places", expected=names[0], got=names)
+    assert snapshot is not None
+    nbytes = sum(tensor.numel() * tensor.itemsize for tensor in snapshot.tensors.values())
+    beside = target.parent / f".{target.name}.saving-{told[0]['token']}"
+
+    def work() -> None:
+        try:
+            _write(apart, snapshot, beside, target, keep)
+        finally:
+            if asynchronous:
+                ledger.hold(SNAPSHOT, -nbytes, HOST)
+
+    if asynchronous:
+        ledger.hold(SNAPSHOT, nbytes, HOST)
+    return Saving(target, work, asynchronous=asynchronous)
 
 
-def _write_own(engine: Engine, beside: Path, extra: dict[str, Tensor]) -> dict[str, Any]:
-    """This rank's file, and what the manifest has to say of it."""
-    name = f"rank{engine.group.rank:05d}.safetensors"
-    own = list(pieces(engine))
-    tensors = {piece.key: piece.tensor for piece in own}
-    buffers: dict[str, dict[str, Any]] = {}
+@dataclass
+class Snapshot:
+    """What this rank writes, and what the manifest has to say of it (`own`) and of the whole (`head`)."""
+
+    tensors: dict[str, Tensor]
+    own: dict[str, Any]
+    head: dict[str, Any]
+
+
+def _snapshot(engine: Engine, extra: Mapping[str, Any] | None, *, copied: bool) -> Snapshot:
+    tensors: dict[str, Tensor] = {}
+    fragments = []
+    for piece in pieces(engine):
+        tensors[piece.key] = piece.tensor
+        fragments.append([*piece[:4], DTYPES[piece.tensor.dtype], list(piece.tensor.shape), piece.key])
+    saved_along: dict[str, Tensor] = {}
+    told = plain("extra", dict(extra or {}), saved_along)
+    buffers, extras = {}, []
     if engine.group.rank == 0:
-        for key, tensor in persistent(engine.model):
-            buffers[key] = {"file": name, "shape": list(tensor.shape), "dtype": DTYPES[tensor.dtype]}
-            tensors[f"buffer/{key}"] = tensor
-        tensors |= {f"{EXTRA}/{key}": tensor for key, tensor in extra.items()}
-    written = write_tensors(beside / name, tensors)
-    for key, entry in buffers.items():
-        entry["offset"] = written.offsets[f"buffer/{key}"]
-    return {
-        "file": name,
-        "nbytes": written.nbytes,
-        "digests": written.digests,
-        "fragments": [
-            [*p[:4], DTYPES[p.tensor.dtype], list(p.tensor.shape), written.offsets[p.key]] for p in own
-        ],
+        for name, tensor in persistent(engine.model):
+            tensors[f"buffer/{name}"] = tensor.detach()
+            buffers[name] = [list(tensor.shape), DTYPES[tensor.dtype], f"buffer/{name}"]
+        for name, tensor in saved_along.items():
+            tensors[f"extra/{name}"] = tensor
+            extras.append([name, list(tensor.shape), DTYPES[tensor.dtype], f"extra/{name}"])
+    if copied:
+        tensors = {key: torch.empty_like(tensor, device="cpu").copy_(tensor) for key, tensor in tensors.items()}
+    own = {
+        "fragments": fragments,
         "values": list(values(engine)),
         "buffers": buffers,
-        "extra": [
-            [key, list(t.shape), DTYPES[t.dtype], written.offsets[f"{EXTRA}/{key}"]] for key, t in extra.items()
-        ] * (engine.group.rank == 0),
+        "extras": extras,
         "rng": rng_states(),
-    }  # fmt: skip
+    }
+    return Snapshot(tensors, own, _head(engine, told))
 
 
-def _manifest(engine: Engine, everyone: Sequence[dict[str, Any]], extra: Any) -> dict[str, Any]:
-    fragments = [[*entry, told["file"]] for told in everyone for entry in told["fragments"]]
+def _head(engine: Engine, extra: Any) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "version": VERSION,
+        "saved": time.time_ns(),
         "ranks": engine.group.ranks,
         "stage": engine.stage,
+        "seed": engine.seed,
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
@@ -115,13 +182,99 @@ def _manifest(engine: Engine, everyone: Sequence[dict[str, Any]], extra: Any) ->
             }
             for record in engine.managed
         },
-        "fragments": fragments,
-        "values": [value for told in everyone for value in told["values"]],
-        "files": {told["file"]: {"nbytes": told["nbytes"], "digests": told["digests"]} for told in everyone},
-        "buffers": everyone[0]["buffers"],
         "optimizers": [options(binding) for binding in engine.bindings],
         "extra": extra,
-        "extra_tensors": everyone[0]["extra"],
-        "extra_file": everyone[0]["file"],
-        "rng": [told["rng"] for told in everyone],
     }
+
+
+# --- from here on without the model, perhaps on a thread ------------------------------------------------------------
+
+
+def _write(group: Group, snapshot: Snapshot, beside: Path, target: Path, keep: int | None) -> None:
+    """Write, agree, publish, agree. Whatever fails on a rank is told to all before any of them raises."""
+    first = group.rank == 0
+    try:
+        _together(group, target, lambda: _make_room(beside, target) if first else None)
+        own = _together(group, target, lambda: _write_own(group, snapshot, beside))
+        _together(group, target, lambda: _publish(snapshot.head, own, beside, target) if first else None)
+    except CheckpointError:
+        if first:
+            shutil.rmtree(beside, ignore_errors=True)
+        group.describe(None)  # nobody raises while anything of it is left
+        raise
+    if keep is not None:
+        _together(group, target, lambda: _forget(target, keep) if first else None)
+
+
+def _together(group: Group, target: Path, act: Callable[[], Any]) -> list[Any]:
+    """Every rank's answer; or, if it failed on one, an error on all."""
+    told: dict[str, Any] = {"problem": None, "answer": None}
+    try:
+        told["answer"] = act()
+    except OSError as error:
+        told["problem"] = f"{error.strerror or error}: {error.filename or target}"
+    except Exception as error:  # a peer must hear of it, whatever it is
+        told["problem"] = f"{type(error).__name__}: {error}"
+    everyone = group.describe(told)
+    _raise(target, [each["problem"] for each in everyone])
+    return [each["answer"] for each in everyone]
+
+
+def _raise(target: Path, problems: Sequence[str | None]) -> None:
+    told = [f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem]
+    if told:
+        raise CheckpointError(
+            "the checkpoint was not saved; the one before it and the training are as they were",
+            where=str(target), got="; ".join(told), instead="make room or name another folder, and save again",
+        )  # fmt: skip
+
+
+def _make_room(beside: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    clean(target.parent, target.name)
+    beside.mkdir()
+
+
+def _write_own(group: Group, snapshot: Snapshot, beside: Path) -> dict[str, Any]:
+    """This rank's file; and its part of the manifest, each tensor's key replaced by where its bytes begin."""
+    name = f"rank{group.rank:05d}.safetensors"
+    try:
+        written = write_tensors(beside / name, snapshot.tensors)
+    except OSError as error:
+        nbytes = sum(tensor.numel() * tensor.itemsize for tensor in snapshot.tensors.values())
+        raise OSError(error.errno, f"{error.strerror} ({nbytes:,} bytes to write)", str(beside / name)) from error
+    own = snapshot.own
+    at = written.offsets
+    return {
+        "file": name,
+        "facts": {"nbytes": written.nbytes, "digests": written.digests},
+        "fragments": [[*entry, at[key], name] for *entry, key in own["fragments"]],
+        "values": own["values"],
+        "buffers": {
+            key: {"file": name, "shape": shape, "dtype": dtype, "offset": at[place]}
+            for key, (shape, dtype, place) in own["buffers"].items()
+        },
+        "extras": [[*entry, at[key]] for *entry, key in own["extras"]],
+        "rng": own["rng"],
+    }
+
+
+def _publish(head: dict[str, Any], everyone: Sequence[dict[str, Any]], beside: Path, target: Path) -> None:
+    manifest = {
+        **head,
+        "fragments": [fragment for own in everyone for fragment in own["fragments"]],
+        "values": [value for own in everyone for value in own["values"]],
+        "files": {own["file"]: own["facts"] for own in everyone},
+        "buffers": everyone[0]["buffers"],
+        "extra_tensors": everyone[0]["extras"],
+        "extra_file": everyone[0]["file"],
+        "rng": [own["rng"] for own in everyone],
+    }
+    write_manifest(beside, manifest)
+    publish(beside, target)
+
+
+def _forget(target: Path, keep: int) -> None:
+    """Remove the oldest complete checkpoints beside this one until `keep` are left, this one among them."""
+    for path in [path for path in siblings(target.parent) if path != target][max(0, keep - 1) :]:
+        remove(path)

@@ -111,9 +111,10 @@ def _recompute(mode: str | None, function: Callable[..., Tensor], x: Tensor) -> 
 
 
 class Block(nn.Module):
-    def __init__(self, hidden: int, heads: int, bias: bool) -> None:
+    def __init__(self, hidden: int, heads: int, bias: bool, dropout: float = 0.0) -> None:
         super().__init__()
         self.heads = heads
+        self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
         self.norm1 = nn.LayerNorm(hidden)
         self.qkv = nn.Linear(hidden, 3 * hidden, bias=bias)
         self.proj = nn.Linear(hidden, hidden, bias=bias)
@@ -127,7 +128,7 @@ class Block(nn.Module):
         q, k, v = self.qkv(self.norm1(x)).view(rows, length, 3, self.heads, hidden // self.heads).permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.proj(attended.transpose(1, 2).reshape(rows, length, hidden))
-        return x + self.mlp(self.norm2(x))
+        return x + self.dropout(self.mlp(self.norm2(x)))
 
 
 @_model("gpt", _tokens, _cross_entropy)
@@ -137,6 +138,7 @@ class GPT(nn.Module):
     tied: False, True (head.weight is embed.weight) or "linear" (no head: F.linear reads embed.weight in the root).
     frozen: prefixes of parameter names that get requires_grad=False, such as ("embed", "blocks.0").
     positions: True adds embeddings read as `self.position[:length]`, a view of a bare parameter.
+    dropout: the chance that what a block's MLP adds is dropped.
     """
 
     def __init__(
@@ -149,12 +151,13 @@ class GPT(nn.Module):
         checkpoint: str | None = None,
         bias: bool = True,
         positions: bool = True,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.checkpoint = checkpoint
         self.embed = nn.Embedding(VOCABULARY, hidden)
         self.position = nn.Parameter(0.1 * torch.randn(LENGTH + 2, hidden)) if positions else None
-        self.blocks = nn.ModuleList(Block(hidden, heads, bias) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(hidden, heads, bias, dropout) for _ in range(layers))
         self.norm = nn.LayerNorm(hidden)
         self.head = None if tied == "linear" else nn.Linear(hidden, VOCABULARY, bias=False)
         if tied is True:

@@ -95,13 +95,13 @@ def save(
     ledger: Ledger,
 ) -> Saving:
     """Write a checkpoint at `path`, or leave everything as it is and raise on every rank."""
-    if keep is not None and not (type(keep) is int and keep >= 1):
-        raise UserError("keep= counts checkpoints, the new one too", got=repr(keep), instead="keep=3")
     target, group = Path(path).absolute(), engine.group
     if Saving.running is not None:
         Saving.running.join()
     apart, snapshot, problem = group.apart(), None, None
     try:
+        if keep is not None and not (type(keep) is int and keep >= 1):
+            raise UserError("keep= counts checkpoints, the new one too", got=repr(keep), instead="keep=3")
         snapshot = _snapshot(engine, extra, copied=asynchronous)
     except (UserError, CheckpointError, RuntimeError, MemoryError) as error:
         problem = f"{type(error).__name__}: {error}" if isinstance(error, MemoryError) else f"{error}"

@@ -300,3 +300,24 @@ def test_what_is_not_whole_is_passed_over_and_said(ranks, tmp_path):
     (folder / ".x.saving-0").mkdir()
     assert ranks.run(2, passes_over, folder) == [("whole", 2), ("whole", 0)]
     assert zero.latest(tmp_path / "missing") is None and zero.latest(folder / "latest") is None
+
+
+def predicted_and_copied(case, stage, dtype, bounds):
+    from zeroshard import Precision
+    from zeroshard.planner.states import predict_snapshot
+
+    model = models.build(case)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    precision = Precision(param_dtype=dtype, cast_inputs=False) if dtype else None
+    zero = zeroshard.shard(model, optimizer, stage=stage, precision=precision, layout=Layout(bounds=bounds))
+    models.loss(case, model, models.batch(case, 0, 0)).backward()
+    optimizer.step()
+    own = checkpoint.pieces(zero._engine())
+    return predict_snapshot(zero), sum(piece.tensor.numel() * piece.tensor.itemsize for piece in own)
+
+
+@pytest.mark.parametrize(("stage", "bounds"), [(0, "unit"), (1, "tensor"), (3, "model")])
+def test_the_planner_states_a_snapshot_to_the_byte(ranks, stage, bounds):
+    for case, dtype in (("gpt", torch.bfloat16), ("lora", None), ("mlp", None)):
+        found = ranks.run(3, predicted_and_copied, case, stage, dtype, bounds)
+        assert [predicted for predicted, _ in found] == [copied for _, copied in found] and sum(map(sum, found))

@@ -60,6 +60,11 @@ class Recipe:
         """Bytes of one element of what the optimizer updates: the master, or the parameter itself."""
         return self.optimizer.get("master", self.parameters)
 
+    @property
+    def saved(self) -> Bytes:
+        """Bytes of one element in a checkpoint: its value and what the optimizer keeps of it."""
+        return self.updated + sum((n for state, n in self.optimizer.items() if state != "master"), Fraction())
+
     def states(self, place: Placements) -> Iterator[tuple[str, Bytes, bool]]:
         """(state, bytes per parameter, sharded?), in the order they are shown."""
         yield "parameters", self.parameters, place.parameters

@@ -135,6 +135,7 @@ def _stage(run: Simulation, recipe: closed.Recipe) -> StagePlan:
     return StagePlan(
         run.stage, run.rank, recipe.formula(place), at_rest, 0.0, _traffic(run), tuple(found), peak, peak_at,
         activations=run.activations, working=run.working,
+        snapshot=states.predict_snapshot(run.zero),
     )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ plan("module:function")     the user's own job
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -32,7 +33,8 @@ class StagePlan:
     together (None in the closed form, which knows no units). activations: what a job's forward keeps for backward;
     working: the most alive at once of what its operators make, activations included. It has to fit beside the peak,
     though it need not be at the same moment. links: what one GPU sends over each kind of link in a step, where a size
-    of node was given. largest: the most parameters whose states alone fit.
+    of node was given. largest: the most parameters whose states alone fit. snapshot: host memory that a save behind the
+    training takes until it is written.
     """
 
     stage: int
@@ -49,6 +51,7 @@ class StagePlan:
     activations: int = 0
     working: int = 0
     links: closed.Links | None = None
+    snapshot: int = 0
 
     @property
     def total(self) -> int:
@@ -77,6 +80,7 @@ class StagePlan:
             "links": self.links and self.links._asdict(),
             "fits": self.fits,
             "largest": self.largest,
+            "snapshot": self.snapshot,
         }
 
 
@@ -285,6 +289,7 @@ def _plan_params(numel: int, asked: Asked) -> Plan:
             found,
             peak,
             peak_at,
+            snapshot=math.ceil(recipe.saved * -(-numel // ranks)),
         )
 
     def nbytes_of(stage: int, more_ranks: int, other: Recipe) -> int:
@@ -349,7 +354,10 @@ def _plan_shapes(path: str | os.PathLike[str], asked: Asked, layout: Layout) -> 
             cut, place, sizes, rank, prefetch=asked.prefetch, accumulate=backwards, no_sync=no_sync, names=names
         )
         peak, peak_at = instants.peak(at_rest, found)
-        return StagePlan(stage, rank, other.formula(place), at_rest, 0.0, moved, tuple(found), peak, peak_at)
+        return StagePlan(
+            stage, rank, other.formula(place), at_rest, 0.0, moved, tuple(found), peak, peak_at,
+            snapshot=states.recipe_snapshot(cut, rank, other),
+        )  # fmt: skip
 
     def of(stage: int) -> StagePlan:
         return planned(stage, asked.ranks, recipe)
@@ -396,6 +404,8 @@ def finish(
             links=None if asked.gpus_per_node is None else closed.links(found.traffic, ranks, asked.gpus_per_node),
         )
         stages.append(found)
+    copied = max(found.snapshot for found in stages)
+    notes = [*notes, f"an asynchronous save takes {copied:,} bytes of host memory until it is written"]
     advice: list[Change] = []
     if limit is not None and not any(found.fits for found in stages):
         advice = advise(limit)

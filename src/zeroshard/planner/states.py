@@ -75,16 +75,42 @@ def states_of(
     return held
 
 
+def snapshot(
+    partition: Partition, rank: int, stored: Callable[[Bucket], Stored], kept: Callable[[Bucket, Slot], Kept]
+) -> int:
+    """Bytes that a save behind the training copies on one rank: of what it owns, at any stage, each value and state."""
+    total: Fraction | int = 0
+    for bucket in partition.buckets:
+        sizes = stored(bucket)
+        value = sizes.master if bucket.trainable and sizes.master else sizes.parameters
+        for slot in bucket.slots:
+            part = bucket.fragment(slot, rank)
+            total += value * part.numel
+            if bucket.trainable and part.numel:
+                for nbytes, grows in kept(bucket, slot).values():
+                    total += nbytes * part.numel if grows else nbytes * (part.start == 0)
+    return math.ceil(total)
+
+
 def recipe_states(
     partition: Partition, place: Placements, rank: int, recipe: Recipe, *, apart: bool = True
 ) -> dict[str, int]:
     """`states_of` with the bytes of a recipe. Its gradients count for trainable buckets only, as the engine's do."""
+    return states_of(partition, place, rank, *_of_recipe(recipe), apart=apart)
+
+
+def recipe_snapshot(partition: Partition, rank: int, recipe: Recipe) -> int:
+    """`snapshot` with the bytes of a recipe."""
+    return snapshot(partition, rank, *_of_recipe(recipe))
+
+
+def _of_recipe(recipe: Recipe) -> tuple[Callable[[Bucket], Stored], Callable[[Bucket, Slot], Kept]]:
     stored = Stored(recipe.parameters, recipe.gradients, recipe.optimizer.get("master", 0))
     kept: dict[str, tuple[Fraction | int, bool]] = {
         **{state: (nbytes, True) for state, nbytes in recipe.optimizer.items() if state != "master"},
         **{state: (nbytes, False) for state, nbytes in recipe.per_tensor.items()},
     }
-    return states_of(partition, place, rank, lambda bucket: stored, lambda bucket, slot: kept, apart=apart)
+    return lambda bucket: stored, lambda bucket, slot: kept
 
 
 class Owned(NamedTuple):
@@ -154,7 +180,15 @@ def predict_states(zero: Zero) -> dict[str, int]:
     Optimizer state is found by asking the optimizer itself: one step of a twin on a tiny parameter tells which of its
     states grow with the parameter and which are one number.
     """
+    return states_of(zero.partition, zero.placements, zero.rank, *_of_run(zero))
 
+
+def predict_snapshot(zero: Zero) -> int:
+    """Bytes that `zero.save(..., asynchronous=True)` copies on this rank, buffers and extra aside."""
+    return snapshot(zero.partition, zero.rank, *_of_run(zero))
+
+
+def _of_run(zero: Zero) -> tuple[Callable[[Bucket], Stored], Callable[[Bucket, Slot], Kept]]:
     def stored(bucket: Bucket) -> Stored:
         dtypes = zero.dtypes(bucket)
         master = dtypes.master.itemsize if dtypes.master != dtypes.param else 0
@@ -177,7 +211,7 @@ def predict_states(zero: Zero) -> dict[str, int]:
             probed[key] = probe(optimizer, group, key[1], key[2])
         return {state: each.kept(slot.shape) for state, each in probed[key].items()}
 
-    return states_of(zero.partition, zero.placements, zero.rank, stored, kept)
+    return stored, kept
 
 
 class Asked(NamedTuple):

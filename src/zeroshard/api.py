@@ -64,9 +64,7 @@ def shard(
     _policy("offload", offload, Offload)
     layout, comm = _policy("layout", layout, Layout), _policy("comm", comm, Comm)
     if not isinstance(model, nn.Module):
-        raise UserError(
-            "not a model", expected="an nn.Module", got=type(model).__name__, instead="shard(model, optimizer)"
-        )
+        raise UserError("not a model", expected="an nn.Module", got=type(model).__name__)
     optimizers: list[Any] = [optimizer]
     if optimizer is None or isinstance(optimizer, (list, tuple)):
         optimizers = list(optimizer or ())
@@ -87,21 +85,15 @@ def _device(model: nn.Module, wanted: torch.device | str | None) -> torch.device
         except (RuntimeError, TypeError):
             device = torch.device("meta")
         if device.type == "meta":
-            raise UserError(
-                "device= is nothing to compute on", got=repr(wanted), instead='device="cuda" or device="cpu"'
-            )
-        return (
-            torch.device(device.type, torch.cuda.current_device())
-            if device.type == "cuda" and device.index is None
-            else device
-        )
+            instead = 'device="cuda" or device="cpu"'
+            raise UserError("device= is nothing to compute on", got=repr(wanted), instead=instead)
+        if device.type == "cuda" and device.index is None:
+            return torch.device("cuda", torch.cuda.current_device())
+        return device
     found = {param.device for param in model.parameters() if not param.is_meta}
     if len(found) > 1:
-        raise UserError(
-            "the model's parameters are on several devices",
-            got=sorted(map(str, found)),
-            instead="shard(..., device=...)",
-        )
+        where = sorted(map(str, found))
+        raise UserError("the model's parameters are on several devices", got=where, instead="shard(..., device=...)")
     return found.pop() if found else torch.device("cpu")
 
 
@@ -220,17 +212,11 @@ class Zero:
         return units
 
     def _specs(self) -> list[Spec]:
-        return [
-            Spec(
-                r.name,
-                tuple(r.param.shape),
-                str(self._precision.param(r.param.dtype)),
-                self._precision.param(r.param.dtype).itemsize,
-                r.unit,
-                r.param.requires_grad,
-            )
-            for r in self._managed
-        ]
+        specs = []
+        for r in self._managed:
+            dtype = self._precision.param(r.param.dtype)
+            specs.append(Spec(r.name, tuple(r.param.shape), str(dtype), dtype.itemsize, r.unit, r.param.requires_grad))
+        return specs
 
     def _build(self, init: Callable[[nn.Module], None] | None) -> None:
         """Unit by unit, so that a model on meta never takes more than its shards and one unit."""
@@ -387,17 +373,11 @@ class Zero:
         take with `write_from`. Collective: every rank enters and leaves.
         """
         if write_from is not None and not (type(write_from) is int and 0 <= write_from < self.world_size):
-            raise UserError(
-                "write_from names a rank",
-                expected=f"0 to {self.world_size - 1}",
-                got=repr(write_from),
-                instead="gathered(write_from=0)",
-            )
+            last = self.world_size - 1
+            raise UserError("write_from names a rank", expected=f"0 to {last}", got=repr(write_from))
         if in_backward():
-            raise StateError(
-                "gathered() inside backward cannot be answered",
-                instead="touch the parameter, or gather before backward",
-            )
+            instead = "touch the parameter, or gather before backward"
+            raise StateError("gathered() inside backward cannot be answered", instead=instead)
         units = self._units_of(what)
         which = zlib.crc32(repr([unit.index for unit in units]).encode())
         self._group.meet("gathered()", len(units), which, -1 if write_from is None else write_from)
@@ -441,20 +421,16 @@ class Zero:
                 if item in modules:
                     hits |= {index[id(param)] for param in modules[item].parameters() if id(param) in index}
                 if not hits:
-                    raise UserError(
-                        "no parameter or module of that name", got=repr(item), instead=nearest(item, [*names, *modules])
-                    )
+                    instead = nearest(item, [*names, *modules])
+                    raise UserError("no parameter or module of that name", got=repr(item), instead=instead)
                 found |= hits
             elif isinstance(item, nn.Module):
                 found |= {index[id(param)] for param in item.parameters() if id(param) in index}
             elif isinstance(item, nn.Parameter) and id(item) in index:
                 found.add(index[id(item)])
             else:
-                raise UserError(
-                    "gathered() takes modules and names",
-                    got=repr(type(item).__name__),
-                    instead='zero.gathered(model.head), or zero.gathered("head.weight")',
-                )
+                instead = 'zero.gathered(model.head), or zero.gathered("head.weight")'
+                raise UserError("gathered() takes modules and names", got=type(item).__name__, instead=instead)
         return [self._units[unit] for unit in sorted(found)]
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
@@ -498,11 +474,36 @@ class Zero:
         engine = self._engine()
         loaded = loading.load(engine, path, strict=strict)
         self.seed = engine.seed
+        self._forget_old_weights()
+        return loaded
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's pieces for `torch.distributed.checkpoint`: `dcp.save({"app": zero}, checkpoint_id=...)`.
+
+        With the keys of torch's `get_state_dict(model, optimizer)`, so that FSDP2 and plain tensors load it. Random
+        states and extras are not in it, and DCP's metadata is a pickle: `save` has neither fault. Collective.
+        """
+        from .integrations import dcp
+
+        self._meet_for_checkpoint("saving")
+        return dcp.state_dict(self._engine())
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take a `state_dict()` that DCP has read into, as `dcp.load({"app": zero}, checkpoint_id=...)` does.
+
+        Gradients are cleared. Raises `CheckpointError` on every rank, and changes nothing, if one cannot. Collective.
+        """
+        from .integrations import dcp
+
+        self._meet_for_checkpoint("loading")
+        dcp.load_state_dict(self._engine(), state_dict)
+        self._forget_old_weights()
+
+    def _forget_old_weights(self) -> None:
         for entry in self._gradients.entries:
             self._gradients.hide(entry)
         for unit in self._units:
             unit.release()
-        return loaded
 
     def latest(self, folder: str | os.PathLike[str]) -> Path | None:
         """The newest complete checkpoint in `folder`, for `load`; None if there is none.
@@ -524,9 +525,7 @@ class Zero:
 
     def _meet_for_checkpoint(self, what: str) -> None:
         if in_backward() or self._schedule.script.active or any(unit.pinned for unit in self._units):
-            raise StateError(
-                f"{what} inside forward, backward or gathered()", instead=f"zero.{what[:4]}(...) after step"
-            )
+            raise StateError(f"{what} inside forward, backward or gathered()", instead="after step")
         self._notice_edits_of_structure()
         self._checkpoints += 1
         self._group.meet(what, self._checkpoints)
@@ -567,11 +566,8 @@ class Zero:
         """
         record = next((record for record in self._managed if name in record.names), None)
         if record is None:
-            raise UserError(
-                "no such parameter",
-                got=repr(name),
-                instead=nearest(name, [name for record in self._managed for name in record.names]),
-            )
+            names = [name for record in self._managed for name in record.names]
+            raise UserError("no such parameter", got=repr(name), instead=nearest(name, names))
         if state not in Placements._fields:
             raise UserError("no such state", got=repr(state), instead=nearest(state, Placements._fields))
         bucket, slot = self.partition.find(record.name)

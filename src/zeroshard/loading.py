@@ -75,7 +75,7 @@ def load(engine: Engine, path: str | os.PathLike[str], *, strict: bool) -> Loade
                 "the ranks see different checkpoints", where=f"rank {rank}", expected=str(folder), got="another one"
             )
     assert manifest is not None
-    _commit(engine, staged)
+    commit(engine, staged)
     engine.seed = manifest["seed"]
     if staged.rng is not None:
         restore_rng(staged.rng)
@@ -195,7 +195,8 @@ def _state(saved: Saved, key: tuple[str, str], part: Any, like: nn.Parameter, gr
 
 
 @torch.no_grad()
-def _commit(engine: Engine, staged: Staged) -> None:
+def commit(engine: Engine, staged: Staged) -> None:
+    """Change all that was put aside."""
     for name, value in staged.values.items():
         buffer, position = engine.places[name]
         slot = buffer.bucket.slots[position]

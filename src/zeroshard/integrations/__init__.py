@@ -1,0 +1,1 @@
+"""Where zeroshard meets formats and tools that are not its own."""

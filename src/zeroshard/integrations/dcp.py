@@ -1,0 +1,270 @@
+"""`torch.distributed.checkpoint`: what `zero.state_dict()` and `zero.load_state_dict()` exchange with it.
+
+    dcp.save({"app": zero}, checkpoint_id="folder")
+    dcp.load({"app": zero}, checkpoint_id="folder")
+
+The keys are those of torch's own `get_state_dict(model, optimizer)`: {"model": {name: ...}, "optim": {"state": {name:
+{state: ...}}, "param_groups": [...]}}, so FSDP2 and plain tensors read what is written here, and the other way round.
+A rank's piece of a tensor is a flat interval; DCP knows boxes, so an interval is told as the boxes it consists of.
+Nothing is gathered to save. A parameter's value is its master where it has one.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from ..buffer import Buffer
+from ..checkpoint import Engine, options, persistent
+from ..errors import CheckpointError, UserError
+from ..layout import Slot
+from ..loading import Staged, commit
+from ..optim import SCALARS, Binding, Fragment
+from ..planner.states import Asked, probe, takes_whole_tensors
+
+
+class Box(NamedTuple):
+    """Elements [start, stop) of a flat tensor that are a box of its shape."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def boxes(shape: Sequence[int], start: int, stop: int, first: int = 0) -> Iterator[Box]:
+    """The fewest boxes that are elements [start, stop) of a tensor of that shape: at most 2 * dimensions - 1.
+
+    first: where the tensor's own elements begin.
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield Box((), (), first, first + 1)
+        return
+    row = math.prod(shape[1:])
+    while start < stop:
+        at, skip = divmod(start, row)
+        rows = 0 if skip else (stop - start) // row
+        if rows:
+            yield Box((at, *(0 for _ in shape[1:])), (rows, *shape[1:]), first + start, first + start + rows * row)
+            start += rows * row
+        else:
+            end = min(stop, (at + 1) * row)
+            for inner in boxes(shape[1:], skip, end - at * row, first + at * row):
+                yield inner._replace(offsets=(at, *inner.offsets), sizes=(1, *inner.sizes))
+            start = end
+
+
+class Sharded(Tensor):
+    """A tensor's shape, the interval of it that this rank writes, and the wider one that it reads, once DCP asks."""
+
+    writes: tuple[int, int]
+    reads: tuple[int, int]
+    own: Tensor  # 1-D, the elements it writes: the engine's memory, not a copy
+    loaded: Tensor | None  # 1-D, the elements it reads
+
+    @staticmethod
+    def __new__(cls, shape: Sequence[int], own: Tensor, writes: tuple[int, int], reads: tuple[int, int]) -> Sharded:
+        made: Sharded = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=own.dtype)
+        made.own, made.writes, made.reads, made.loaded = own, writes, reads, None
+        return made
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Sharded(shape={tuple(self.shape)}, elements={self.writes})"
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise UserError(
+            "zero.state_dict() holds this rank's pieces, for torch.distributed.checkpoint to read and write",
+            where=f"{function}",
+            instead="dcp.save({'app': zero}, checkpoint_id=...); or zero.save(...), or zero.gathered() for tensors",
+        )
+
+    def _written(self) -> list[Box]:
+        return list(boxes(self.shape, *self.writes))
+
+    def _read(self) -> list[Box]:
+        """What is written lies in boxes of its own, so that a place names one box."""
+        (low, high), (start, stop) = self.writes, self.reads
+        if low == high:
+            return list(boxes(self.shape, start, stop))
+        return [*boxes(self.shape, start, low), *self._written(), *boxes(self.shape, high, stop)]
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        properties = TensorProperties(dtype=self.dtype)
+        return [
+            WriteItem(
+                MetadataIndex(fqn, torch.Size(box.offsets)),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(_chunk(box), properties, torch.Size(self.shape)),
+            )
+            for box in self._written()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        self.loaded = torch.empty(self.reads[1] - self.reads[0], dtype=self.dtype)
+        return [_chunk(box) for box in self._read()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        flat, first = (self.own, self.writes[0]) if self.loaded is None else (self.loaded, self.reads[0])
+        for box in self._written() if self.loaded is None else self._read():
+            if torch.Size(box.offsets) == index.offset:
+                return flat[box.start - first : box.stop - first].view(box.sizes)
+        raise AssertionError(f"no box of {index}")
+
+
+def _chunk(box: Box) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+
+
+# --- out ------------------------------------------------------------------------------------------------------------
+
+
+def state_dict(engine: Engine) -> dict[str, Any]:
+    """This rank's part of the model and its optimizers, by reference."""
+    _warn()
+    model: dict[str, Any] = {}
+    for record in engine.managed:
+        buffer, position = engine.places[record.name]
+        value = _value(buffer, buffer.bucket.slots[position])
+        model |= dict.fromkeys(record.names, value)
+    model |= {name: tensor.detach().clone() for name, tensor in persistent(engine.model)}
+    if not engine.bindings:
+        return {"model": model}
+    states: dict[str, Any] = {}
+    groups: list[dict[str, Any]] = []
+    for binding in engine.bindings:
+        for slot, fragment, kept in _states(binding):
+            states[slot.name] = {key: _state(slot, fragment, key, value) for key, value in kept.items()}
+        groups += [{"params": group["parameters"], **group["options"]} for group in options(binding)["groups"]]
+    return {"model": model, "optim": {"state": states, "param_groups": groups}}
+
+
+@functools.cache
+def _warn() -> None:
+    warnings.warn(
+        "torch.distributed.checkpoint keeps its metadata as a pickle: load only what you trust. "
+        "zero.save and zero.load read no pickle.",
+        stacklevel=4,
+    )
+
+
+def _value(buffer: Buffer, slot: Slot) -> Any:
+    own = slot.within(*buffer.owned)
+    at = slot.start + own.start - buffer.updated[0]
+    resting = own if buffer.place.parameters else slot.within(0, buffer.bucket.numel)
+    if not slot.numel:
+        return torch.empty(slot.shape, dtype=buffer.target.dtype)
+    return Sharded(
+        slot.shape, buffer.target[at : at + own.numel].detach(), (own.start, own.stop), (resting.start, resting.stop)
+    )
+
+
+def _states(binding: Binding) -> Iterator[tuple[Slot, Fragment, Mapping[str, Any]]]:
+    """What the optimizer keeps of each fragment; of one it has not stepped, zeros that have its states' shapes.
+
+    DCP loads in place, so that there must be a place.
+    """
+    asked: dict[tuple[int, torch.dtype, int], dict[str, Asked]] = {}
+    numbers = {id(p): number for number, group in enumerate(binding.optimizer.param_groups) for p in group["params"]}
+    whole = takes_whole_tensors(binding.optimizer)
+    for fragment in binding.fragments:
+        slot, param = fragment.buffer.bucket.slots[fragment.position], fragment.param
+        if not param.numel():
+            continue
+        kept = binding.optimizer.state.get(param)
+        if not kept:
+            number = numbers[id(param)]
+            key = number, param.dtype, len(slot.shape) if whole else 1
+            if key not in asked:
+                asked[key] = probe(binding.optimizer, binding.optimizer.param_groups[number], key[1], key[2])
+            shape = tuple(slot.shape) if whole else (param.numel(),)
+            kept = {
+                state: torch.zeros(
+                    like.shape(shape), dtype=like.dtype, device=param.device if like.sides is None else None
+                )
+                for state, like in asked[key].items()
+            }
+        yield slot, fragment, kept
+
+
+def _state(slot: Slot, fragment: Fragment, key: str, value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    part, own = slot.within(*fragment.buffer.updated), slot.within(*fragment.buffer.owned)
+    if key in SCALARS or value.numel() != part.numel:
+        return value.detach().clone()  # loaded in place, but not before every rank could
+    flat = value.detach().reshape(-1)[own.start - part.start : own.stop - part.start]
+    return Sharded(slot.shape, flat, (own.start, own.stop), (part.start, part.stop))
+
+
+# --- in -------------------------------------------------------------------------------------------------------------
+
+
+def load_state_dict(engine: Engine, state: Mapping[str, Any]) -> None:
+    """Take what DCP has put into a `state_dict()`, on all ranks or none."""
+    staged, problem = Staged(), None
+    try:
+        _stage(engine, state, staged)
+    except (UserError, CheckpointError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        problem = f"{type(error).__name__}: {error}"
+    told = [f"rank {rank}: {each}" for rank, each in enumerate(engine.group.describe(problem)) if each]
+    if told:
+        raise CheckpointError("this state cannot be loaded; nothing was changed", got="; ".join(told))
+    commit(engine, staged)
+
+
+def _stage(engine: Engine, state: Mapping[str, Any], staged: Staged) -> None:
+    for record in engine.managed:
+        buffer, position = engine.places[record.name]
+        slot = buffer.bucket.slots[position]
+        if slot.numel:
+            value = _loaded(record.name, state["model"][record.name])
+            staged.values[record.name] = value
+            if buffer.master is not None:
+                updated, first = slot.within(*buffer.updated), state["model"][record.name].reads[0]
+                staged.masters[record.name] = value[updated.start - first : updated.stop - first]
+    staged.buffers = {name: state["model"][name] for name, _ in persistent(engine.model)}
+    if not engine.bindings:
+        return
+    saved = [(sorted(group["params"]), group) for group in state["optim"]["param_groups"]]
+    for binding in engine.bindings:
+        for group, mine in zip(binding.optimizer.param_groups, options(binding)["groups"], strict=True):
+            match = next((theirs for names, theirs in saved if names == sorted(mine["parameters"])), None)
+            if match is None:
+                raise CheckpointError("no saved group holds just these parameters", got=mine["parameters"][:5])
+            staged.groups.append((group, {key: match[key] for key in mine["options"] if key in match}))
+        for slot, fragment, _ in _states(binding):
+            found = state["optim"]["state"][slot.name]
+            loaded = {
+                key: _loaded(f"{key} of {slot.name}", value).to(fragment.param.device).view(fragment.param.shape)
+                if isinstance(value, Sharded)
+                else value
+                for key, value in found.items()
+            }
+            fresh = not binding.optimizer.state.get(fragment.param)
+            if fresh and all(isinstance(v, Tensor) and not v.any() for v in loaded.values()):
+                continue  # zeros where nothing was: saved before the first step, which begins with nothing
+            staged.states.append((binding, fragment.param, loaded))
+
+
+def _loaded(name: str, value: Any) -> Tensor:
+    if not isinstance(value, Sharded) or value.loaded is None:
+        raise UserError(
+            "this state was not read by torch.distributed.checkpoint", where=repr(name), got=type(value).__name__,
+            instead='dcp.load({"app": zero}, checkpoint_id=...)',
+        )  # fmt: skip
+    return value.loaded

@@ -15,7 +15,7 @@ import reference
 import zeroshard
 from test_checkpoint import build, digest, same, step
 from zeroshard.errors import CheckpointError, UserError
-from zeroshard.integrations.dcp import boxes
+from zeroshard.integrations.boxes import boxes
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .api import shard as shard
     from .comm import Comm as Comm
     from .errors import Error as Error
+    from .integrations.weights import load as load
     from .layout import Layout as Layout
     from .numerics import Precision as Precision
     from .planner.plan import plan as plan
@@ -37,11 +38,12 @@ _HOME = {
     "Offload": "tier",
     "Precision": "numerics",
     "Zero": "api",
+    "load": "integrations.weights",
     "plan": "planner.plan",
     "shard": "api",
 }
 
-__all__ = ["Comm", "Error", "Layout", "Offload", "Precision", "Zero", "plan", "shard"]
+__all__ = ["Comm", "Error", "Layout", "Offload", "Precision", "Zero", "load", "plan", "shard"]
 __version__ = "0.1.0"
 
 

@@ -174,10 +174,8 @@ def _stage(engine: Engine, saved: Saved) -> Staged:
 
 def _stage_value(engine: Engine, saved: Saved, name: str, staged: Staged) -> None:
     buffer, position = engine.places[name]
-    slot = buffer.bucket.slots[position]
-    updated = slot.within(*buffer.updated)
-    resting = slot.within(*buffer.owned) if buffer.place.parameters else slot.within(0, buffer.bucket.numel)
-    staged.values[name] = saved.interval((name, VALUE), resting.start, resting.stop)
+    updated = buffer.bucket.slots[position].within(*buffer.updated)
+    staged.values[name] = saved.interval((name, VALUE), *resting(engine, name))
     if buffer.master is not None:
         staged.masters[name] = saved.interval((name, VALUE), updated.start, updated.stop)
 
@@ -198,21 +196,7 @@ def _state(saved: Saved, key: tuple[str, str], part: Any, like: nn.Parameter, gr
 def commit(engine: Engine, staged: Staged) -> None:
     """Change all that was put aside."""
     for name, value in staged.values.items():
-        buffer, position = engine.places[name]
-        slot = buffer.bucket.slots[position]
-        if buffer.place.parameters:
-            part, target, first = slot.within(*buffer.owned), buffer.shard, buffer.owned[0]
-        else:
-            part, target, first = slot.within(0, slot.stop), buffer.full, 0
-        if part.numel:
-            at = slot.start + part.start - first
-            target[at : at + part.numel].copy_(value)
-        if name in staged.masters:
-            part, first = slot.within(*buffer.updated), buffer.updated[0]
-            assert buffer.master is not None
-            if part.numel:
-                at = slot.start + part.start - first
-                buffer.master[at : at + part.numel].copy_(staged.masters[name])
+        put(engine, name, value, staged.masters.get(name))
     for binding, param, states in staged.states:
         if states:
             binding.optimizer.state[param] = states
@@ -227,6 +211,32 @@ def commit(engine: Engine, staged: Staged) -> None:
     for name, tensor in persistent(engine.model):
         if name in staged.buffers:
             tensor.copy_(staged.buffers[name])
+    renew(engine)
+
+
+def resting(engine: Engine, name: str) -> tuple[int, int]:
+    """The elements of a parameter that rest on this rank."""
+    buffer, position = engine.places[name]
+    slot = buffer.bucket.slots[position]
+    part = slot.within(*buffer.owned) if buffer.place.parameters else slot.within(0, buffer.bucket.numel)
+    return part.start, part.stop
+
+
+@torch.no_grad()
+def put(engine: Engine, name: str, value: Tensor, master: Tensor | None) -> None:
+    """Write the elements of one parameter that rest on this rank, and those of its master that it updates."""
+    buffer, position = engine.places[name]
+    slot = buffer.bucket.slots[position]
+    target, first = (buffer.shard, buffer.owned[0]) if buffer.place.parameters else (buffer.full, 0)
+    at = slot.start + resting(engine, name)[0] - first
+    target[at : at + value.numel()].copy_(value)
+    if master is not None and buffer.master is not None:
+        at = slot.start + slot.within(*buffer.updated).start - buffer.updated[0]
+        buffer.master[at : at + master.numel()].copy_(master)
+
+
+def renew(engine: Engine) -> None:
+    """What was gathered or noted of the weights before is old."""
     for buffer in engine.buffers:
         buffer.fresh = buffer.fresh and not buffer.place.parameters
         buffer.changed()

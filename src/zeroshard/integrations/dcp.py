@@ -12,10 +12,9 @@ Nothing is gathered to save. A parameter's value is its master where it has one.
 from __future__ import annotations
 
 import functools
-import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,39 +32,7 @@ from ..layout import Slot
 from ..loading import Staged, commit
 from ..optim import SCALARS, Binding, Fragment
 from ..planner.states import Asked, probe, takes_whole_tensors
-
-
-class Box(NamedTuple):
-    """Elements [start, stop) of a flat tensor that are a box of its shape."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    start: int
-    stop: int
-
-
-def boxes(shape: Sequence[int], start: int, stop: int, first: int = 0) -> Iterator[Box]:
-    """The fewest boxes that are elements [start, stop) of a tensor of that shape: at most 2 * dimensions - 1.
-
-    first: where the tensor's own elements begin.
-    """
-    if start >= stop:
-        return
-    if not shape:
-        yield Box((), (), first, first + 1)
-        return
-    row = math.prod(shape[1:])
-    while start < stop:
-        at, skip = divmod(start, row)
-        rows = 0 if skip else (stop - start) // row
-        if rows:
-            yield Box((at, *(0 for _ in shape[1:])), (rows, *shape[1:]), first + start, first + start + rows * row)
-            start += rows * row
-        else:
-            end = min(stop, (at + 1) * row)
-            for inner in boxes(shape[1:], skip, end - at * row, first + at * row):
-                yield inner._replace(offsets=(at, *inner.offsets), sizes=(1, *inner.sizes))
-            start = end
+from .boxes import Box, boxes
 
 
 class Sharded(Tensor):

@@ -1,0 +1,229 @@
+"""`zeroshard.load(model, folder)`: a model on the meta device gets the weights of a folder, each rank its own parts.
+
+The folder holds safetensors files, as `zero.export` and Hugging Face's `save_pretrained` write them, or is a checkpoint
+of `zero.save`. No rank reads, or ever holds, more than what rests on it and one unit's empty memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from ..api import Zero, shard
+from ..checkpoint import persistent
+from ..comm import Comm, connect
+from ..errors import CheckpointError, UserError
+from ..events import Ledger
+from ..files import MANIFEST
+from ..layout import Layout
+from ..loading import put, renew, resting
+from ..manifest import Saved
+from ..numerics import Precision
+from ..tier import Offload
+from .boxes import boxes
+
+INDEX = "model.safetensors.index.json"
+
+
+def load(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+    *,
+    strict: bool = True,
+    stage: int = 3,
+    precision: Precision | None = None,
+    offload: Offload | None = None,
+    layout: Layout | None = None,
+    comm: Comm | None = None,
+    device: torch.device | str | None = None,
+    init: Callable[[nn.Module], None] | None = None,
+) -> Zero:
+    """`shard(model, optimizer, ...)` with the weights of `folder`; best with a model built on the meta device.
+
+    folder: safetensors files (with `model.safetensors.index.json` where there are several), or one such file, or a
+        checkpoint of `zero.save`, of which the optimizers' states are loaded too. Values are converted to the dtype of
+        the model's parameters, or of their masters, as `load_state_dict` does.
+    strict: False leaves what the folder does not have, or has in another shape, to `init`; and what the model does not
+        have in the folder.
+    init: as in `shard`, for the modules on meta of which something is not in the folder, such as buffers that are not
+        saved (default: `reset_parameters()`).
+
+    Raises `CheckpointError` on every rank where the folder and the model do not fit. The other arguments are `shard`'s.
+    """
+    path = Path(folder).absolute()
+    # Before anything is built, all ranks hear whether each of them can: one that raised alone would keep them waiting.
+    group = connect(comm or Comm(), Ledger(), torch.device("cpu"))
+    problem, tensors = None, {}
+    try:
+        tensors = _shapes(path)
+        problem = "".join(f"\n    {each}" for each in _differences(model, tensors)) if strict else None
+        _check_initialisers(model, tensors, init)
+    except (CheckpointError, UserError, OSError) as error:
+        problem = f"{error}"
+    told = [f"rank {rank}: {each}" for rank, each in enumerate(group.describe(problem)) if each]
+    if told:
+        raise CheckpointError("the model was not loaded", where=str(path), got=told[0])
+    settings: dict[str, Any] = {"precision": precision, "offload": offload, "layout": layout, "comm": comm}
+    zero = shard(model, optimizer, stage=stage, device=device, init=_fill(model, tensors, init), **settings)
+    if (path / MANIFEST).exists():
+        zero.load(path, strict=strict)
+        return zero
+    try:
+        _read(zero, Weights(path), tensors)
+    except (CheckpointError, OSError, RuntimeError) as error:
+        problem = f"{error}"
+    told = [f"rank {rank}: {each}" for rank, each in enumerate(group.describe(problem)) if each]
+    if told:
+        raise CheckpointError("the model was not loaded, and holds nothing of use", where=str(path), got=told[0])
+    return zero
+
+
+class Weights:
+    """The tensors of a folder of safetensors files, read in parts."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises `CheckpointError` for what is no such folder, or is not whole."""
+        self.path = path
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._files: dict[str, Any] = {}
+        for file in self._listed():
+            if not file.is_file():  # links are fine: Hugging Face's cache is made of them
+                raise CheckpointError("no such file of weights", where=str(file), expected="a regular file")
+            try:
+                opened: Any = safe_open(file, "pt")
+                for name in opened.keys():  # noqa: SIM118  # no mapping
+                    self.shapes[name] = tuple(opened.get_slice(name).get_shape())
+                    self._files[name] = opened
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError("a file of weights is damaged", where=str(file), got=f"{error}") from error
+        if self._promised - self.shapes.keys():
+            missing = sorted(self._promised - self.shapes.keys())[:5]
+            raise CheckpointError("the index lists tensors that no file has", where=str(path / INDEX), got=missing)
+
+    def _listed(self) -> list[Path]:
+        self._promised: set[str] = set()
+        if self.path.is_file():
+            return [self.path]
+        if (self.path / INDEX).exists():
+            try:
+                listed = json.loads((self.path / INDEX).read_text())["weight_map"]
+                self._promised, names = set(listed), sorted(set(listed.values()))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise CheckpointError(
+                    "the index of a folder of weights is damaged", where=str(self.path / INDEX), got=f"{error}"
+                ) from error
+            for name in names:
+                if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+                    raise CheckpointError(
+                        "the index names a file that is none of the folder's", where=str(self.path / INDEX),
+                        expected="names like model-00001-of-00002.safetensors", got=repr(name),
+                    )  # fmt: skip
+            return [self.path / name for name in names]
+        found = sorted(self.path.glob("*.safetensors"))
+        if not found:
+            raise CheckpointError(
+                "no weights here", where=str(self.path), expected="safetensors files, or a checkpoint of zero.save",
+                got=sorted(path.name for path in self.path.glob("*"))[:5] or "nothing",
+            )  # fmt: skip
+        return found
+
+    def interval(self, name: str, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of a tensor, counted flat, in its dtype. 1-D."""
+        tensor = self._files[name].get_slice(name)
+        parts = []
+        for box in boxes(self.shapes[name], start, stop):
+            part = tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))
+            parts.append((tensor[part] if part else tensor[...]).reshape(-1))
+        return torch.cat(parts) if parts else torch.empty(0)
+
+
+def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    if not (path / MANIFEST).exists():
+        return Weights(path).shapes
+    with Saved.open(path) as saved:
+        found = {name: entry.shape for entry in saved.parameters.values() for name in entry.names}
+        return found | {name: stored.shape for name, stored in saved.buffers.items()}
+
+
+def _all_names(model: nn.Module) -> dict[int, tuple[list[str], Tensor]]:
+    """Every parameter and saved buffer by its id, with all its names."""
+    found: dict[int, tuple[list[str], Tensor]] = {}
+    parameters = model.named_parameters(remove_duplicate=False)
+    for name, tensor in (*parameters, *persistent(model)):
+        found.setdefault(id(tensor), ([], tensor))[0].append(name)
+    return found
+
+
+def _place(names: Sequence[str], tensor: Tensor, tensors: dict[str, tuple[int, ...]]) -> str | None:
+    """Under which of its names a tensor is in the folder."""
+    return next((name for name in names if tensors.get(name) == tuple(tensor.shape)), None)
+
+
+def _differences(model: nn.Module, tensors: dict[str, tuple[int, ...]]) -> list[str]:
+    found, known = [], set()
+    for names, tensor in _all_names(model).values():
+        known |= set(names)
+        there = [name for name in names if name in tensors]
+        if not there:
+            found.append(f"{names[0]!r} is not in the folder")
+        elif _place(names, tensor, tensors) is None:
+            found.append(f"{there[0]!r} has shape {tuple(tensor.shape)}, in the folder {tensors[there[0]]}")
+    return found + [f"{name!r} of the folder is not in the model" for name in tensors if name not in known]
+
+
+def _unfilled(model: nn.Module, tensors: dict[str, tuple[int, ...]]) -> set[int]:
+    """Modules on meta that hold something which the folder does not."""
+    filled = {key for key, (names, tensor) in _all_names(model).items() if _place(names, tensor, tensors)}
+    return {
+        id(module)
+        for module in model.modules()
+        for tensor in (*module._parameters.values(), *module._buffers.values())
+        if tensor is not None and tensor.is_meta and id(tensor) not in filled
+    }
+
+
+def _check_initialisers(model: nn.Module, tensors: dict[str, tuple[int, ...]], init: Any) -> None:
+    unfilled = _unfilled(model, tensors)
+    for path, module in model.named_modules():
+        if id(module) in unfilled and init is None and not hasattr(type(module), "reset_parameters"):
+            raise UserError(
+                "a module on the meta device holds something that the folder does not, such as a buffer that is not "
+                "saved, and does not say how to initialise it", where=f"module {path!r} ({type(module).__name__})",
+                expected="a reset_parameters() method", instead="load(..., init=function_of_a_module)",
+            )  # fmt: skip
+
+
+def _fill(model: nn.Module, tensors: dict[str, tuple[int, ...]], init: Any) -> Callable[[nn.Module], None]:
+    unfilled = _unfilled(model, tensors)
+
+    def fill(module: nn.Module) -> None:
+        if id(module) in unfilled:
+            init(module) if init is not None else module.reset_parameters()  # type: ignore[operator]
+
+    return fill
+
+
+@torch.no_grad()
+def _read(zero: Zero, weights: Weights, tensors: dict[str, tuple[int, ...]]) -> None:
+    engine = zero._engine()
+    for record in engine.managed:
+        name = _place(record.names, record.param, tensors)
+        if name is not None:
+            start, stop = resting(engine, record.name)
+            value = weights.interval(name, start, stop)
+            buffer, position = engine.places[record.name]
+            updated = buffer.bucket.slots[position].within(*buffer.updated)
+            put(engine, record.name, value, value[updated.start - start : updated.stop - start])
+    for name, tensor in persistent(engine.model):
+        if tensors.get(name) == tuple(tensor.shape):
+            tensor.copy_(weights.interval(name, 0, tensor.numel()).view(tensor.shape))
+    renew(engine)
+    zero._forget_old_weights()

@@ -1,0 +1,46 @@
+"""A result as dated JSON and as a Markdown table, in bench/results/."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def spread(values: Sequence[float]) -> str:
+    """The median, with the least and the most."""
+    return f"{statistics.median(values):.2f} [{min(values):.2f}, {max(values):.2f}]"
+
+
+def machine() -> dict[str, Any]:
+    with open("/proc/cpuinfo") as file:
+        model = next((line.split(":")[1].strip() for line in file if line.startswith("model name")), platform.machine())
+    return {"cpu": model, "cores": len(os.sched_getaffinity(0)), "torch": torch.__version__}
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Rows of one set of keys as Markdown."""
+    keys = list(rows[0])
+    lines = [keys, ["---"] * len(keys), *([row[key] for key in keys] for row in rows)]
+    return "\n".join("| " + " | ".join(f"{cell}" for cell in line) + " |" for line in lines)
+
+
+def write(folder: Path, name: str, facts: dict[str, Any], rows: Sequence[dict[str, Any]], notes: Sequence[str]) -> None:
+    """`name`.json with everything, `name`.md with a table of `rows`, which is printed as well."""
+    date = time.strftime("%Y-%m-%d")
+    folder.mkdir(parents=True, exist_ok=True)
+    whole = {"date": date, "machine": machine(), **facts, "rows": rows, "notes": notes}
+    (folder / f"{name}.json").write_text(json.dumps(whole, indent=2) + "\n")
+    where = ", ".join(f"{value} {key}" if key == "cores" else f"{value}" for key, value in machine().items())
+    text = f"{date}, {where}.\n\n{table(rows)}\n\n" + "\n".join(f"- {note}" for note in notes) + "\n"
+    (folder / f"{name}.md").write_text(text)
+    print(text)

@@ -19,10 +19,13 @@ def fenced(text, language):
     return [block for its_language, block in blocks if its_language == language]
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed")  # what torch and we say of DCP, the pages say too
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_python_snippets_run(page):
+def test_python_snippets_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    scope = {"__name__": "__main__"}  # of the page: a snippet may go on from the one before
     for snippet in fenced(page.read_text(), "python"):
-        exec(compile(snippet, str(page), "exec"), {"__name__": "__main__"})
+        exec(compile(snippet, str(page), "exec"), scope)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

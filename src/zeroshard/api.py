@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
-from . import loading, saving, trace
+from . import exporting, loading, saving, trace
 from .buffer import Buffer, Place
 from .checkpoint import Engine, drawing
 from .comm import Comm, connect
@@ -504,6 +504,24 @@ class Zero:
             self._gradients.hide(entry)
         for unit in self._units:
             unit.release()
+
+    def export(
+        self, folder: str | Path, *, file_nbytes: int = 5 * 10**9, dtype: Any = None, overwrite: bool = False
+    ) -> None:
+        """Write the weights for other programs: a folder of safetensors files as Hugging Face's tools write it.
+
+        file_nbytes: the most bytes of tensors in one file (a larger tensor gets one of its own).
+        dtype: of all floating-point tensors, cast from the masters where there are any; None: each one's own.
+        overwrite: replace a folder that is not an export. An earlier export is replaced in any case.
+
+        All that `model.state_dict()` names; of a tied parameter the first name, with the others in the file's metadata.
+        A model's `config` that can write itself (Hugging Face's) is written as config.json. Gathers one bucket at a
+        time; rank 0 writes. The folder appears by one rename. Raises `CheckpointError` on every rank. Collective.
+        """
+        wanted = exporting.Wanted(file_nbytes, dtype, overwrite)
+        self._meet_for_checkpoint("exporting")
+        with self._ledger.during("export"):
+            exporting.export(self._engine(), folder, wanted)
 
     def latest(self, folder: str | os.PathLike[str]) -> Path | None:
         """The newest complete checkpoint in `folder`, for `load`; None if there is none.

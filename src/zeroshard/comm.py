@@ -130,7 +130,7 @@ _holding: set[Work] = set()
 MEETINGS = (
     "construction", "forward", "forward without grad", "backward", "backward under no_sync", "end of backward",
     "choosing what to gather", "step", "a question about gradients", "gathered()", "leaving gathered()",
-    "saving", "loading",
+    "saving", "loading", "exporting",
 )  # fmt: skip
 
 

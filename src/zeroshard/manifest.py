@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .errors import CheckpointError, UserError
-from .files import MANIFEST, TORCH_DTYPES, Reader, damaged, raw, read_manifest
+from .files import BLOCK, MANIFEST, TORCH_DTYPES, Reader, damaged, raw, read_manifest
 
 FORMAT, VERSION = "zeroshard checkpoint", 1
 VALUE = "value"  # of a parameter: its master, or itself
@@ -162,6 +162,14 @@ class Saved:
         out = torch.empty(stored.shape, dtype=stored.dtype)
         self.reader.read(stored.file, stored.offset, raw(out))
         return out
+
+    def blocks(self, stored: Stored) -> Iterator[tuple[int, Tensor]]:
+        """What one file holds of a tensor, 1-D, a block at a time: (its first element, counted flat; elements)."""
+        numel_each, last = BLOCK // stored.dtype.itemsize, numel(stored.shape)
+        for first in range(0, last, numel_each):
+            out = torch.empty(min(numel_each, last - first), dtype=stored.dtype)
+            self.reader.read(stored.file, stored.offset + first * stored.dtype.itemsize, raw(out))
+            yield stored.start + first, out
 
     def check_rest(self, part: int, parts: int) -> None:
         """Check every block that was not read, or this reader's share of them."""

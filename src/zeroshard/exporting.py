@@ -1,0 +1,331 @@
+"""Weights for other programs: a folder of safetensors files as Hugging Face's tools write and read it.
+
+    weights/
+      model-00001-of-00002.safetensors   or one model.safetensors, and then no index
+      model-00002-of-00002.safetensors
+      model.safetensors.index.json       {"metadata": {"total_size": bytes}, "weight_map": {name: file}}
+      config.json                        where the model has a configuration that can write itself
+
+Names, shapes and dtypes say where every byte lies before the first is known, so pieces are written as they come: a
+block of a checkpoint, a gathered bucket of a running model. Both give the same files; neither needs a whole model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .buffer import Buffer
+from .checkpoint import Engine, persistent
+from .comm import Group
+from .errors import CheckpointError, Error, PeerError, UserError
+from .files import DTYPES, clean, publish, raw
+from .manifest import VALUE, Saved, numel
+
+INDEX, CONFIG = "model.safetensors.index.json", "config.json"
+WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+METADATA = {"format": "pt", "made_by": "zeroshard"}  # the second is how an export that may be replaced is told
+HEADER_LIMIT = 100_000_000  # bytes; the library's own
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is asked of an export; see `Zero.export`."""
+
+    file_nbytes: int
+    dtype: torch.dtype | None
+    overwrite: bool
+
+    def __post_init__(self) -> None:
+        if type(self.file_nbytes) is not int or self.file_nbytes < 1:
+            raise UserError("file_nbytes counts bytes", got=repr(self.file_nbytes), instead="file_nbytes=5_000_000_000")
+        if self.dtype is not None and not (self.dtype in DTYPES and self.dtype.is_floating_point):
+            floating = ", ".join(str(dtype) for dtype in DTYPES if dtype.is_floating_point)
+            raise UserError("weights are exported as floating-point numbers", expected=floating, got=repr(self.dtype))
+
+    def cast(self, name: str, values: Tensor, own: torch.dtype) -> Tensor:
+        """`values` in the dtype that is written for a tensor of dtype `own`."""
+        cast = values.to(self.of(own))
+        if self.dtype is not None and cast.is_floating_point() and bool((cast.isinf() & ~values.isinf()).any()):
+            raise UserError(
+                "a value is too large for the dtype", where=name, expected=f"at most {torch.finfo(cast.dtype).max}",
+                got=float(values[values.isfinite()].abs().max()), instead="another dtype, or none",
+            )  # fmt: skip
+        return cast
+
+    def of(self, own: torch.dtype) -> torch.dtype:
+        return self.dtype if self.dtype is not None and own.is_floating_point else own
+
+
+class Kind(NamedTuple):
+    """A tensor to come. names: its own, and those of its ties, which other programs find in a file's metadata."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    names: Sequence[str]
+
+    @property
+    def nbytes(self) -> int:
+        return numel(self.shape) * self.dtype.itemsize
+
+
+class Weights:
+    """The files of an export, laid out and reserved, to be filled in any order."""
+
+    def __init__(self, folder: Path, tensors: Mapping[str, Kind], file_nbytes: int) -> None:
+        self.folder = folder
+        self.kinds = tensors
+        files: list[list[str]] = [[]]
+        total = held = 0
+        for name in sorted(tensors, key=_by_number):  # a block's tensors stay together
+            if files[-1] and held + tensors[name].nbytes > file_nbytes:
+                files.append([])
+                held = 0
+            files[-1].append(name)
+            held, total = held + tensors[name].nbytes, total + tensors[name].nbytes
+        several = len(files) > 1
+        self.files = [f"model-{at:05d}-of-{len(files):05d}.safetensors" for at in range(1, len(files) + 1)]
+        self.files = self.files if several else ["model.safetensors"]
+        self._open: dict[str, int] = {}
+        self._places: dict[str, tuple[str, int]] = {}
+        try:
+            for file, names in zip(self.files, files, strict=True):
+                self._begin(file, names)
+            if several:
+                where = {name: self._places[name][0] for name in sorted(tensors)}
+                index = {"metadata": {"total_size": total}, "weight_map": where}
+                (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(self, file: str, names: Sequence[str]) -> None:
+        header: dict[str, Any] = {}
+        metadata: dict[str, str] = {}
+        at = 0
+        for name in sorted(names, key=lambda name: -self.kinds[name].dtype.itemsize):  # so that all are aligned
+            kind = self.kinds[name]
+            place = [at, at + kind.nbytes]
+            header[name] = {"dtype": DTYPES[kind.dtype], "shape": list(kind.shape), "data_offsets": place}
+            metadata |= {tied: name for tied in kind.names if tied != name}
+            at += kind.nbytes
+        text = json.dumps({"__metadata__": metadata | METADATA, **header}, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        if len(text) > HEADER_LIMIT:
+            raise UserError("too many tensors for one file", got=len(names), instead="a smaller file_nbytes")
+        self._places |= {name: (file, 8 + len(text) + header[name]["data_offsets"][0]) for name in names}
+        self._open[file] = os.open(self.folder / file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        os.posix_fallocate(self._open[file], 0, 8 + len(text) + at)  # a full disk says so now
+        _write(self._open[file], len(text).to_bytes(8, "little") + text, 0)
+
+    def write(self, name: str, start: int, values: Tensor) -> None:
+        """Elements of a tensor from `start` on, counted flat, in its dtype, on the CPU."""
+        file, offset = self._places[name]
+        _write(self._open[file], raw(values), offset + start * values.itemsize)
+
+    def close(self) -> None:
+        for descriptor in self._open.values():
+            os.close(descriptor)
+        self._open.clear()
+
+
+def _by_number(name: str) -> list[tuple[int, str]]:
+    """blocks.2 before blocks.10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def _write(descriptor: int, data: Any, offset: int) -> None:
+    view = memoryview(data)
+    while view.nbytes:
+        taken = os.pwrite(descriptor, view, offset)
+        view, offset = view[taken:], offset + taken
+
+
+class Folder:
+    """Where an export is written beside `target`, and appears by one rename. What fails leaves nothing."""
+
+    def __init__(self, target: Path, token: str) -> None:
+        self.target = target
+        self.beside = target.parent / f".{target.name}.saving-{token}"
+
+    def begin(self, wanted: Wanted, tensors: Mapping[str, Kind], *, config: bool) -> Weights:
+        foreign = _foreign(self.target, config=config) if self.target.is_dir() and not wanted.overwrite else []
+        if foreign or (self.target.exists() and not self.target.is_dir()):
+            raise UserError(
+                "an export would replace what is no export", where=str(self.target), got=foreign[:3] or "a file",
+                instead="another folder" + ", or overwrite=True to replace all of it" * bool(foreign),
+            )  # fmt: skip
+        self.target.parent.mkdir(parents=True, exist_ok=True)
+        clean(self.target.parent, self.target.name)
+        self.beside.mkdir()
+        return Weights(self.beside, tensors, wanted.file_nbytes)
+
+    def publish(self) -> None:
+        """Once everything is on the disk."""
+        for path in (*self.beside.iterdir(), self.beside):
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        publish(self.beside, self.target)
+
+    def drop(self) -> None:
+        shutil.rmtree(self.beside, ignore_errors=True)
+
+
+def _foreign(folder: Path, *, config: bool) -> list[str]:
+    """What of a folder's content no export wrote, or this one would not write anew."""
+    names = sorted(os.listdir(folder))
+    weights = [name for name in names if WEIGHTS.fullmatch(name) and _made_here(folder / name)]
+    mine = {*weights, INDEX, *([CONFIG] if config else [])} if weights else set()
+    return [name for name in names if name not in mine]
+
+
+def _made_here(path: Path) -> bool:
+    try:
+        with open(path, "rb") as file:
+            header = json.loads(file.read(min(int.from_bytes(file.read(8), "little"), HEADER_LIMIT)))
+        return bool(header["__metadata__"]["made_by"] == METADATA["made_by"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+# --- from a checkpoint ----------------------------------------------------------------------------------------------
+
+
+def export_saved(saved: Saved, target: Path, wanted: Wanted) -> list[tuple[str, int]]:
+    """Write the weights of a checkpoint, block by block in the order of its files. Returns (file, bytes)."""
+    folder = Folder(target.absolute(), uuid.uuid4().hex)
+    tensors = {name: Kind(each.shape, wanted.of(each.dtype), each.names) for name, each in saved.parameters.items()}
+    tensors |= {name: Kind(stored.shape, wanted.of(stored.dtype), [name]) for name, stored in saved.buffers.items()}
+    parts = [(name, part) for (name, state), cut in saved.cut.items() if state == VALUE for part in cut]
+    parts += saved.buffers.items()
+    try:
+        weights = folder.begin(wanted, tensors, config=False)
+        try:
+            for name, part in sorted(parts, key=lambda each: (each[1].file, each[1].offset)):
+                own = saved.parameters[name].dtype if name in saved.parameters else part.dtype
+                for start, values in saved.blocks(part):
+                    weights.write(name, start, wanted.cast(name, values, own))
+        finally:
+            weights.close()
+        folder.publish()
+    except OSError as error:
+        raise CheckpointError("the weights were not exported", where=str(target), got=f"{error}") from error
+    finally:
+        folder.drop()
+    return [(file, os.path.getsize(folder.target / file)) for file in weights.files]
+
+
+# --- from a running model -------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def export(engine: Engine, path: str | os.PathLike[str], wanted: Wanted) -> None:
+    """Gather bucket by bucket, from masters where there are any; rank 0 writes. Raises on every rank or on none."""
+    target, group = Path(path).absolute(), engine.group
+    told = group.describe({"token": uuid.uuid4().hex, "asked": f"{target.name}, {wanted}"})
+    if len({each["asked"] for each in told}) > 1:
+        raise PeerError("the ranks export differently", expected=told[0]["asked"], got=[each["asked"] for each in told])
+    folder, weights = Folder(target, told[0]["token"]), None
+    problems: list[str] = []
+    whole = _whole(engine)
+    try:
+        with _noting(problems):
+            tensors = {r.name: Kind(tuple(r.param.shape), wanted.of(r.param.dtype), r.names) for r in engine.managed}
+            tensors |= {name: Kind(tuple(each.shape), wanted.of(each.dtype), [name]) for name, each in whole.items()}
+            if group.rank == 0:
+                weights = folder.begin(wanted, tensors, config=_config_writer(engine.model) is not None)
+        _agree(group, target, problems)
+        for buffer in engine.buffers:
+            flat = _gathered(buffer, wanted, problems)
+            with _noting(problems):
+                if weights is not None and not problems:
+                    for slot in buffer.bucket.slots:
+                        weights.write(slot.name, 0, flat[slot.start : slot.stop].cpu())
+            buffer.tier.give_back("gather", flat)
+        with _noting(problems):
+            if weights is not None and not problems:
+                for name, tensor in whole.items():
+                    weights.write(name, 0, wanted.cast(name, tensor.detach().cpu().contiguous(), tensor.dtype))
+                _write_config(engine.model, folder.beside)
+        _agree(group, target, problems)
+        with _noting(problems):
+            if group.rank == 0:
+                folder.publish()
+        _agree(group, target, problems)
+    except CheckpointError:
+        if group.rank == 0:
+            folder.drop()
+        group.describe(None)  # nobody raises while anything of it is left
+        raise
+    finally:
+        if weights is not None:
+            weights.close()
+
+
+def _whole(engine: Engine) -> dict[str, Tensor]:
+    """What every rank holds whole: buffers, and the parameters that zeroshard was told to leave alone."""
+    managed = {record.name for record in engine.managed}
+    return dict(persistent(engine.model)) | {n: p for n, p in engine.model.named_parameters() if n not in managed}
+
+
+def _gathered(buffer: Buffer, wanted: Wanted, problems: list[str]) -> Tensor:
+    """The bucket as it is written, on every rank: each casts what it owns."""
+    flat = buffer.tier.reserve("gather", buffer.bucket.numel, wanted.of(buffer.dtype))
+    (first, last), base = buffer.owned, buffer.updated[0]
+    with _noting(problems):
+        where = f"a parameter from {buffer.bucket.slots[0].name!r} on"
+        flat[first:last] = wanted.cast(where, buffer.target[first - base : last - base], buffer.dtype)
+    buffer.group.gather(flat, buffer.bucket.bounds, "parameters", buffer.bucket.index).wait()
+    return flat
+
+
+@contextlib.contextmanager
+def _noting(problems: list[str]) -> Iterator[None]:
+    """What fails on one rank must not keep it from the gathers that the others wait in."""
+    try:
+        yield
+    except Exception as error:
+        problems.append(f"{error}" if isinstance(error, Error) else f"{type(error).__name__}: {error}")
+
+
+def _agree(group: Group, target: Path, problems: list[str]) -> None:
+    told = [f"rank {rank}: {each[0]}" for rank, each in enumerate(group.describe(problems)) if each]
+    if told:
+        raise CheckpointError(
+            "the weights were not exported; what was there before is as it was", where=str(target), got="; ".join(told)
+        )
+
+
+def _config_writer(model: nn.Module) -> Callable[[Path], Any] | None:
+    """How the model's configuration, if it has one as Hugging Face's models do, writes itself into a folder."""
+    config: Any = getattr(model, "config", None)
+    if callable(getattr(config, "save_pretrained", None)):
+        return lambda folder: config.save_pretrained(folder)
+    if callable(getattr(config, "to_json_file", None)):
+        return lambda folder: config.to_json_file(folder / CONFIG)
+    return None
+
+
+def _write_config(model: nn.Module, folder: Path) -> None:
+    write = _config_writer(model)
+    if write is None:
+        return
+    write(folder)
+    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    if not config.get("architectures"):  # by which other programs find the model's class
+        config["architectures"] = [type(model).__name__]
+        (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -1,0 +1,327 @@
+"""Weights for other programs: the same files from a checkpoint and from a running model, in bounded memory."""
+
+import errno
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, load_model
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import models
+import zeroshard
+from test_checkpoint import build, step
+from zeroshard import exporting
+from zeroshard.errors import CheckpointError, UserError
+from zeroshard.exporting import Wanted, export_saved
+from zeroshard.manifest import Saved
+
+
+def from_checkpoint(path, out, *, file_nbytes=5 * 10**9, dtype=None, overwrite=False):
+    with Saved.open(path) as saved:
+        return export_saved(saved, out, Wanted(file_nbytes, dtype, overwrite))
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def trained(case, stage, options, steps=2):
+    model, optimizer, zero = build(case, stage, **options)
+    for number in range(steps):
+        step(case, model, optimizer, number)
+    return model, zero
+
+
+def saves_and_exports(case, path, stage, options, wanted):
+    model, zero = trained(case, stage, options)
+    zero.save(path / "checkpoint")
+    zero.export(path / "live", **wanted)
+    with zero.gathered():
+        state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    return state, zero.ledger().held.get("gather", 0)
+
+
+GRID = {
+    "tied, several files": ("gpt", 3, 3, {}, {"file_nbytes": 5000}),
+    "masters of bf16 parameters": ("gpt", 2, 3, {"dtype": torch.bfloat16, "bounds": "model"}, {}),
+    "bf16 parameters in fp32": ("gpt", 1, 3, {"dtype": torch.bfloat16}, {"dtype": torch.float32}),
+    "fp32 parameters in bf16": ("gpt", 3, 0, {}, {"dtype": torch.bfloat16, "file_nbytes": 1 << 16}),
+    "sizes that do not divide": ("degenerate", 4, 3, {"bucket_mib": 0.002}, {"file_nbytes": 1}),
+    "frozen and not": ("lora", 2, 1, {"bounds": "tensor"}, {}),
+    "buffers": ("batchnorm", 2, 3, {}, {"dtype": torch.float16}),
+}
+
+
+@pytest.mark.parametrize("name", GRID)
+def test_a_running_model_and_its_checkpoint_give_the_same_files(ranks, tmp_path, name):
+    """Byte for byte; and what is in them is `model.state_dict()`, in the dtype that was asked for."""
+    case, world, stage, options, wanted = GRID[name]
+    outcomes = ranks.run(world, saves_and_exports, case, tmp_path, stage, options, wanted)
+    from_checkpoint(tmp_path / "checkpoint", tmp_path / "saved", **wanted)
+    live = contents(tmp_path / "live")
+    assert live == contents(tmp_path / "saved")
+    assert {held for _, held in outcomes} == {0} or stage == 3  # what the gathers took is given back
+    state = outcomes[0][0]
+    found, removed = {}, {}
+    for file in (file for file in live if file.endswith(".safetensors")):
+        with safe_open(tmp_path / "live" / file, "pt") as opened:
+            removed |= opened.metadata()
+        found |= load_file(tmp_path / "live" / file)
+    assert removed.pop("format") == "pt" and removed.pop("made_by") == "zeroshard"
+    for tied, kept in removed.items():
+        found[tied] = found[kept]
+    assert found.keys() == state.keys()
+    for key, tensor in state.items():
+        dtype = wanted.get("dtype") if tensor.is_floating_point() and "dtype" in wanted else tensor.dtype
+        assert found[key].dtype == dtype
+        if not (options.get("dtype") and dtype == torch.float32):
+            assert torch.equal(found[key], tensor.to(dtype)), key
+        else:  # the masters: what the parameters were rounded from
+            assert torch.equal(found[key].to(tensor.dtype), tensor), key
+    if options.get("dtype") and wanted.get("dtype") == torch.float32:
+        assert any(not torch.equal(found[key], tensor.float()) for key, tensor in state.items())
+    if "model.safetensors" in live:
+        assert len(live) == 1
+    else:
+        index = json.loads(live["model.safetensors.index.json"])
+        assert index["metadata"]["total_size"] == sum(t.nbytes for key, t in found.items() if key not in removed)
+        assert sorted(index["weight_map"]) == sorted(found.keys() - removed.keys())
+        for key, file in index["weight_map"].items():
+            with safe_open(tmp_path / "live" / file, "pt") as opened:
+                assert key in opened.keys()  # noqa: SIM118
+
+
+def test_load_model_takes_it(tmp_path):
+    model, zero = trained("gpt", 3, {})
+    zero.export(tmp_path / "out")
+    other = models.build("gpt", seed=7, tied=True)
+    assert load_model(other, tmp_path / "out" / "model.safetensors") == (set(), [])
+    with zero.gathered():
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_files_are_filled_in_the_order_of_blocks_up_to_their_bytes(tmp_path):
+    """blocks.2 before blocks.10; a tensor larger than a file gets its own; all of a file aligned."""
+    kinds = {f"blocks.{at}": exporting.Kind((3,), torch.bfloat16, [f"blocks.{at}"]) for at in (10, 2, 1)}
+    kinds |= {"z": exporting.Kind((9,), torch.float32, ["z"]), "a": exporting.Kind((1,), torch.float64, ["a"])}
+    weights = exporting.Weights(tmp_path, kinds, 14)
+    weights.close()
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["weight_map"] == {
+        "a": "model-00001-of-00003.safetensors",
+        "blocks.1": "model-00001-of-00003.safetensors",
+        "blocks.2": "model-00002-of-00003.safetensors",
+        "blocks.10": "model-00002-of-00003.safetensors",
+        "z": "model-00003-of-00003.safetensors",
+    }
+    assert load_file(tmp_path / "model-00001-of-00003.safetensors").keys() == {"a", "blocks.1"}
+
+
+# ------------------------------------------------------------------------------------------------------ what it replaces
+
+
+def test_only_an_export_is_replaced(tmp_path):
+    _model, zero = trained("gpt", 2, {}, steps=0)
+    out = tmp_path / "out"
+    zero.export(out, file_nbytes=5000)
+    zero.export(out)
+    assert os.listdir(out) == ["model.safetensors"]  # no file of the earlier export is left
+    (out / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"would replace what is no export(.|\n)*tokenizer.json"):
+        zero.export(out)
+    assert sorted(os.listdir(out)) == ["model.safetensors", "tokenizer.json"]
+    zero.export(out, overwrite=True)
+    assert os.listdir(out) == ["model.safetensors"]
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(CheckpointError, match="would replace what is no export"):
+        zero.export(tmp_path / "file", overwrite=True)
+    zero.save(tmp_path / "checkpoint")
+    with pytest.raises(UserError, match=r"would replace what is no export(.|\n)*manifest.json"):
+        from_checkpoint(tmp_path / "checkpoint", tmp_path / "checkpoint")
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint", "file", "out"]
+
+
+def test_another_programs_weights_are_not_replaced(tmp_path):
+    from safetensors.torch import save_file
+
+    save_file({"a": torch.ones(3)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    _model, zero = trained("gpt", 0, {}, steps=0)
+    with pytest.raises(CheckpointError, match="would replace what is no export"):
+        zero.export(tmp_path)
+
+
+def test_what_cannot_be_asked_is_refused_with_a_reason(tmp_path):
+    _model, zero = trained("gpt", 0, {}, steps=0)
+    with pytest.raises(UserError, match="file_nbytes counts bytes"):
+        zero.export(tmp_path / "out", file_nbytes="5GB")
+    with pytest.raises(UserError, match="floating-point numbers"):
+        zero.export(tmp_path / "out", dtype=torch.int8)
+
+
+# ------------------------------------------------------------------------------------------------------------- failures
+
+
+def fails_to_export(path, rank, what):
+    model, zero = trained("gpt", 3, {}, steps=0)
+    real = exporting._write
+    calls = []
+
+    def full(*args):
+        calls.append(args)
+        if len(calls) > 5:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(*args)
+
+    if what == "too large":
+        with zero.gathered():
+            model.head.weight.data[-1, -1] = 1e6  # the last rank's
+    try:
+        if what == "disk" and zero.rank == rank:
+            exporting._write = full
+        zero.export(path / "out", dtype=torch.float16 if what == "too large" else None)
+    except CheckpointError as error:
+        return f"{error}", sorted(os.listdir(path))
+    finally:
+        exporting._write = real
+    return "", []
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("disk", "rank 0: OSError: .* No space left"),
+        ("too large", r"got: rank 2: a value is too large(.|\n)*got: 1000000.0"),
+    ],
+)
+def test_a_failure_on_one_rank_raises_alike_on_all_and_leaves_nothing(ranks, tmp_path, what, says):
+    outcomes = ranks.run(3, fails_to_export, tmp_path, 0, what)
+    assert len(set(map(str, outcomes))) == 1
+    message, left = outcomes[0]
+    assert "the weights were not exported" in message and left == []
+    assert re.search(says, message)
+
+
+def exports_differently(path):
+    _model, zero = trained("gpt", 3, {}, steps=0)
+    try:
+        zero.export(path / "out", dtype=torch.bfloat16 if zero.rank else None)
+    except zeroshard.Error as error:
+        return type(error).__name__
+    return ""
+
+
+def test_ranks_that_ask_for_different_things_are_told(ranks, tmp_path):
+    assert ranks.run(2, exports_differently, tmp_path) == ["PeerError", "PeerError"]
+
+
+def test_a_damaged_checkpoint_is_not_exported(tmp_path):
+    _model, zero = trained("gpt", 0, {}, steps=0)
+    zero.save(tmp_path / "a")
+    file = tmp_path / "a" / "rank00000.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1000] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError, match="block 0"):
+        from_checkpoint(tmp_path / "a", tmp_path / "out")
+    assert os.listdir(tmp_path) == ["a"]
+
+
+# --------------------------------------------------------------------------------------------------------------- memory
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensor that any operation made."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.nbytes = max(self.nbytes, result.untyped_storage().nbytes())
+        return result
+
+
+def test_no_whole_tensor_is_held_while_a_checkpoint_is_exported(tmp_path):
+    """A parameter of 40 MiB: nothing larger than a block is ever made of it, whatever it is cast to."""
+    model = torch.nn.Linear(10 << 20, 1, bias=False)
+    zeroshard.shard(model, None, stage=3).save(tmp_path / "a")
+    with Largest() as largest:
+        from_checkpoint(tmp_path / "a", tmp_path / "out", dtype=torch.float64)
+    assert largest.nbytes == 2 * (4 << 20)  # the cast one
+    assert (tmp_path / "out" / "model.safetensors").stat().st_size > 80 << 20
+
+
+@pytest.mark.slow
+def test_a_gigabyte_is_exported_under_300_megabytes(tmp_path):
+    """Above an interpreter that has imported torch and zeroshard; both ends in processes of their own."""
+    program = """
+        import sys, torch, zeroshard
+        model = torch.nn.Sequential(*(torch.nn.Linear(4096, 4096, bias=False) for _ in range(16)))
+        zeroshard.shard(model, None, stage=3).save(sys.argv[1])
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program), tmp_path / "a"], check=True)
+    program = """
+        import sys
+        from pathlib import Path
+        from zeroshard.exporting import Wanted, export_saved
+        from zeroshard.manifest import Saved
+
+        def most():
+            return next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith("VmHWM"))
+
+        before = most()
+        with Saved.open(Path(sys.argv[1])) as saved:
+            files = export_saved(saved, Path(sys.argv[2]), Wanted(300_000_000, None, False))
+        print(most() - before, sum(nbytes for _, nbytes in files), len(files))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program), tmp_path / "a", tmp_path / "out"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    took, nbytes, files = map(int, done.stdout.split())
+    assert nbytes > 1 << 30 and files == 4
+    assert took < 300e6
+
+
+# ---------------------------------------------------------------------------------------------------------- its readers
+
+
+class Config:
+    """What Hugging Face's configurations can do."""
+
+    def to_json_file(self, path):
+        Path(path).write_text('{"hidden": 3}')
+
+
+def test_a_models_configuration_is_written_along(tmp_path):
+    model = torch.nn.Linear(3, 3)
+    model.config = Config()
+    zero = zeroshard.shard(model, None, stage=1)
+    zero.export(tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"architectures": ["Linear"], "hidden": 3}
+    zero.export(tmp_path / "out")  # over its own
+    zero.save(tmp_path / "a")
+    with pytest.raises(UserError, match=r"config.json"):  # which an export from files alone could not write anew
+        from_checkpoint(tmp_path / "a", tmp_path / "out")
+
+
+def test_transformers_takes_it(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=32, n_positions=16)
+    model = transformers.GPT2LMHeadModel(config)
+    zero = zeroshard.shard(model, None, stage=3)
+    with zero.gathered():
+        wanted = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for file_nbytes in (5 * 10**9, 5000):
+        zero.export(tmp_path / "out", file_nbytes=file_nbytes)
+        loaded, info = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out", output_loading_info=True)
+        assert not any(info.values()), info
+        found = loaded.state_dict()
+        assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+        assert loaded.lm_head.weight is loaded.transformer.wte.weight

@@ -128,10 +128,14 @@ def test_the_options_are_these():
         "plan": "accumulate align bounds bucket-mib bytes check checkpoint gpu-mem gpus-per-node help instances json no-sync "
         "optimizer params precision prefetch preset ranks shapes stage text units",
         "simulate": "accumulate bucket-mib checkpoint help json machine precision prefetch rank ranks reduce stage trace",
+        "ckpt inspect": "help json",
+        "ckpt verify": "help json",
+        "ckpt diff": "help json",
+        "ckpt export": "dtype file-size help json overwrite",
         "verify": "accumulate bucket-mib clip help json precision ranks seed stage steps timeout",
     }
     for command, options in wanted.items():
-        shown = zeroshard(command, "--help", TERM="dumb", COLUMNS="200").stdout
+        shown = zeroshard(*command.split(), "--help", TERM="dumb", COLUMNS="200").stdout
         found = re.findall(r"^\W*--([a-z-]+)|\s--(no-[a-z-]+)\s", shown, re.MULTILINE)
         assert sorted({first or negated for first, negated in found}) == sorted(options.split())
     assert zeroshard().returncode == 2

@@ -88,7 +88,7 @@ class Weights:
         self.kinds = tensors
         files: list[list[str]] = [[]]
         total = held = 0
-        for name in sorted(tensors, key=_by_number):  # a block's tensors stay together
+        for name in sorted(tensors, key=by_number):  # a block's tensors stay together
             if files[-1] and held + tensors[name].nbytes > file_nbytes:
                 files.append([])
                 held = 0
@@ -140,7 +140,7 @@ class Weights:
         self._open.clear()
 
 
-def _by_number(name: str) -> list[tuple[int, str]]:
+def by_number(name: str) -> list[tuple[int, str]]:
     """blocks.2 before blocks.10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
@@ -164,7 +164,7 @@ class Folder:
         if foreign or (self.target.exists() and not self.target.is_dir()):
             raise UserError(
                 "an export would replace what is no export", where=str(self.target), got=foreign[:3] or "a file",
-                instead="another folder" + ", or overwrite=True to replace all of it" * bool(foreign),
+                instead="another folder" + ", or overwrite to replace all of it" * bool(foreign),
             )  # fmt: skip
         self.target.parent.mkdir(parents=True, exist_ok=True)
         clean(self.target.parent, self.target.name)

@@ -13,5 +13,7 @@ compare    the runs themselves, and the first difference
 reference  what zeroshard must equal, in plain PyTorch
 plan       what a model would take, without one
 simulate   what one rank of a run would hold and move
+checkpoints  ckpt inspect, verify and export
+difference   ckpt diff
 screen     everything shown
 """

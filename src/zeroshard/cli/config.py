@@ -27,6 +27,7 @@ def one_line(message: object) -> str:
 
 
 Precision = Literal["fp32", "bf16"]
+FloatingPoint = Literal["fp64", "fp32", "bf16", "fp16"]
 Size = Literal["tiny", "small", "medium"]
 Device = Literal["auto", "cpu", "cuda"]
 

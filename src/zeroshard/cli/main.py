@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from zeroshard.cli import launch
-from zeroshard.cli.config import SIZES, Device, InputError, Launch, Precision, RunConfig, Size, one_line
+from zeroshard.cli.config import SIZES, Device, FloatingPoint, InputError, Launch, Precision, RunConfig, Size, one_line
 from zeroshard.errors import Error, UserError
 
 app = typer.Typer(
@@ -342,6 +342,79 @@ def simulate(
         precision=precision, checkpoint=checkpoint, bucket_mib=bucket_mib, prefetch=prefetch, reduce=reduce,
         on=machine, trace=trace, as_json=as_json,
     )  # fmt: skip
+
+
+ckpt = typer.Typer(
+    help="Look into checkpoints, check, compare and export them: as files, without a model or ranks.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
+app.add_typer(ckpt, name="ckpt")
+Checkpoint = Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A folder that zero.save(...) was given.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+@ckpt.command("inspect")
+def inspect_checkpoint(
+    path: Annotated[str, typer.Argument(metavar="FOLDER", help="A checkpoint, or a folder of several.")],
+    as_json: AsJson = False,
+) -> None:
+    """What is in a checkpoint, and what wrote it; or which checkpoints are in a folder, whole, damaged or left over.
+
+    Reads manifests and sizes only; `zeroshard ckpt verify` reads every byte.
+    """
+    from zeroshard.cli.checkpoints import inspect
+
+    inspect(path, as_json=as_json)
+
+
+@ckpt.command("verify")
+def verify_checkpoints(
+    paths: Annotated[list[str], typer.Argument(metavar="CHECKPOINT...", help="One or several.")],
+    as_json: AsJson = False,
+) -> None:
+    """Read every byte and check every digest. Exit code 1 if one is wrong, with its file and block."""
+    from zeroshard.cli.checkpoints import verify
+
+    raise typer.Exit(verify(paths, as_json=as_json))
+
+
+@ckpt.command("diff")
+def diff_checkpoints(a: Checkpoint, b: Checkpoint, as_json: AsJson = False) -> None:
+    """In what two checkpoints differ, bit for bit, however each was sharded. Exit code 0: in nothing, 1: in something.
+
+    Parameters, what optimizers keep and their options, buffers, what was saved along. Not who wrote it and when, and
+    not the random states, which are each rank's own.
+    """
+    from zeroshard.cli.difference import diff
+
+    raise typer.Exit(diff(a, b, as_json=as_json))
+
+
+@ckpt.command("export")
+def export_checkpoint(
+    path: Checkpoint,
+    out: Annotated[str, typer.Argument(metavar="OUT", help="The folder to write.")],
+    dtype: Annotated[
+        FloatingPoint | None,
+        typer.Option(help="Of all floating-point tensors. [dim]\\[default: each one's own][/dim]", show_default=False),
+    ] = None,
+    file_size: Annotated[str, typer.Option(help="The most bytes of tensors in one file.")] = "5GB",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a folder that is not an export.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a checkpoint's weights as the safetensors files that Hugging Face's tools read, a block at a time.
+
+    --dtype casts from the fp32 masters where there are any. The same files as zero.export(OUT) on the running model.
+    """
+    from zeroshard.cli.checkpoints import export
+    from zeroshard.planner.closed import budget
+
+    try:
+        file_nbytes = budget(file_size)
+    except UserError as error:
+        raise InputError(f"--file-size: {one_line(error)}") from error
+    export(path, out, dtype=dtype, file_nbytes=file_nbytes, overwrite=overwrite, as_json=as_json)
 
 
 @app.command(hidden=True)

@@ -16,6 +16,7 @@ RANKS_SHOWN = 4
 LOG_LINES = 10  # progress lines of a whole run where there is no terminal to draw a bar on
 
 console = Console(highlight=False)
+_unwrapped = Console(highlight=False, width=1000)  # a log wants its lines whole, and a terminal wraps them
 
 
 def nbytes_text(nbytes: float) -> str:
@@ -122,7 +123,29 @@ def _off(entry: Mapping[str, Any]) -> list[str]:
     return [state for state, nbytes in predicted.items() if held.get(state, 0) != nbytes]
 
 
-LEFT = {"rank", "state", "verb", "stage", "what", "line", "change", "unit", "fits", "at"}  # columns of words
+LEFT = {
+    "rank",
+    "state",
+    "verb",
+    "stage",
+    "what",
+    "line",
+    "change",
+    "unit",
+    "fits",
+    "at",
+    "name",
+    "shape",
+    "dtype",
+    "a",
+    "b",
+}  # columns of words
+
+
+def wide(table: Table) -> None:
+    """A blank line and a table, its rows never wrapped."""
+    _unwrapped.print()
+    _unwrapped.print(table)
 
 
 def new_table(title: str, *columns: str) -> Table:

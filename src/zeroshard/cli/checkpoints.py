@@ -1,0 +1,282 @@
+"""`zeroshard ckpt inspect`, `verify` and `export`: checkpoints as files, without a model, ranks or code from them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+
+from zeroshard.cli import launch, screen
+from zeroshard.cli.config import InputError, one_line
+from zeroshard.errors import CheckpointError
+from zeroshard.exporting import by_number
+from zeroshard.files import BLOCK, DTYPES, FILE, MANIFEST, digest
+from zeroshard.manifest import VALUE, Saved, Stored, numel
+
+CONTAINERS = ("map", "list", "tuple")
+LEFTOVER = ".saving-"  # in the name of a folder that a save was killed in
+
+
+def open_checkpoint(path: str) -> Any:
+    """`Saved.open`; what is no checkpoint at all is bad input, a damaged one is a failure."""
+    folder = Path(path)
+    if not folder.is_dir():
+        raise InputError(f"{path}: no such folder; expected one that zero.save(...) was given")
+    if not (folder / MANIFEST).exists() and not _rank_files(folder):
+        inside = folder / "checkpoints"
+        hint = f"; did you mean {inside}?" if inside.is_dir() else f": it has no {MANIFEST}"
+        raise InputError(f"{path}: no checkpoint{hint}")
+    return Saved.open(folder)
+
+
+def _rank_files(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if FILE.fullmatch(path.name)]
+
+
+# --- inspect --------------------------------------------------------------------------------------------------------
+
+
+def inspect(path: str, *, as_json: bool) -> None:
+    """One checkpoint, or, of a folder that holds several, the list of them."""
+    folder = Path(path)
+    if folder.is_dir() and not (folder / MANIFEST).exists() and (found := list(_inside(folder))):
+        if as_json:
+            print(json.dumps({"path": path, "checkpoints": found}, indent=2))
+        else:
+            _show_list(path, found)
+        return
+    with open_checkpoint(path) as saved:
+        facts = {"path": path, **describe(saved)}
+    if as_json:
+        print(json.dumps(facts, indent=2))
+    else:
+        _show(facts)
+
+
+def describe(saved: Saved) -> dict[str, Any]:
+    """What `inspect --json` says, beside the path."""
+    manifest = saved.manifest
+    parameters = []
+    for name in sorted(saved.parameters, key=by_number):
+        told = saved.parameters[name]
+        states = {state: _state(saved, name, state) for state in [VALUE, *saved.states.get(name, ())]}
+        parameters.append(
+            {"name": name, "shape": told.shape, "dtype": DTYPES[told.dtype], "names": told.names, "states": states}
+        )
+    return {
+        **{key: manifest[key] for key in ("version", "saved", "ranks", "stage", "seed", "torch", "python", "threads")},
+        "numel": sum(numel(told.shape) for told in saved.parameters.values()),
+        "nbytes": sum(file["nbytes"] for file in manifest["files"].values()),
+        "files": {name: file["nbytes"] for name, file in manifest["files"].items()},
+        "parameters": parameters,
+        "buffers": [{"name": name, **_tensor(stored)} for name, stored in saved.buffers.items()],
+        "optimizers": manifest["optimizers"],
+        "extra": [{"name": name, "value": value} for name, value in leaves(saved)],
+    }
+
+
+def _tensor(stored: Stored) -> dict[str, Any]:
+    nbytes = numel(stored.shape) * stored.dtype.itemsize
+    return {"shape": stored.shape, "dtype": DTYPES[stored.dtype], "nbytes": nbytes}
+
+
+def _state(saved: Saved, name: str, state: str) -> Any:
+    """{"dtype", "shape", "nbytes"} of a tensor, or the number that it is."""
+    if (name, state) in saved.values:
+        return saved.values[name, state]
+    if (name, state) in saved.whole:
+        return _tensor(saved.whole[name, state])
+    parts = saved.cut.get((name, state), [])
+    nbytes = sum(numel(part.shape) * part.dtype.itemsize for part in parts)
+    return {
+        "shape": saved.parameters[name].shape,
+        "dtype": DTYPES[parts[0].dtype] if parts else DTYPES[saved.parameters[name].dtype],
+        "nbytes": nbytes,
+    }
+
+
+def leaves(saved: Saved) -> Iterator[tuple[str, Any]]:
+    """(name, value) of everything saved along, its nesting in the name: ("extra.scheduler.last_epoch", 4).
+
+    Of a tensor its shape, dtype and bytes; of a map, list or tuple first its length: {"map": 3}.
+    """
+
+    def walk(where: str, told: Any) -> Iterator[tuple[str, Any]]:
+        if not isinstance(told, dict):
+            yield where, told
+            return
+        ((kind, inner),) = told.items()
+        if kind == "tensor":
+            yield where, _tensor(saved.extra[inner])
+        elif kind == "float":
+            yield where, inner  # nan, inf
+        else:
+            yield where, {kind: len(inner)}
+            for key, each in inner if kind == "map" else enumerate(inner):
+                yield from walk(f"{where}.{key}", each)
+
+    yield from walk("extra", saved.manifest["extra"])
+
+
+def _show(facts: dict[str, Any]) -> None:
+    by = f"{screen.ranks_text(facts['ranks'])} at stage {facts['stage']}"
+    parameters = facts["parameters"]
+    screen.opening(
+        escape(facts["path"]),
+        {
+            "saved": f"{_time(facts['saved'])} by {by}, torch {facts['torch']}, Python {facts['python']}, "
+            f"{_many(facts['threads'], 'thread')}, seed {facts['seed']}",
+            "holds": f"{facts['numel']:,} parameters in {_many(len(parameters), 'tensor')}, "
+            f"{_many(len(facts['buffers']), 'buffer')}",
+            "takes": f"{facts['nbytes']:,} bytes in {_many(len(facts['files']), 'file')}",
+        },
+    )
+    states = list(dict.fromkeys(state for each in parameters for state in each["states"]))
+    table = screen.new_table("Parameters and what the optimizer keeps", "name", "shape", "dtype", *states, "bytes")
+    for each in parameters:
+        cells = [_cell(each["states"][state]) if state in each["states"] else "" for state in states]
+        nbytes = sum(told["nbytes"] for told in each["states"].values() if isinstance(told, dict))
+        name = " = ".join(each["names"])
+        table.add_row(escape(name), _shape(each["shape"]), each["dtype"], *cells, f"{nbytes:,}")
+    screen.wide(table)
+    if facts["buffers"]:
+        table = screen.new_table("Buffers", "name", "shape", "dtype", "bytes")
+        for each in facts["buffers"]:
+            table.add_row(escape(each["name"]), _shape(each["shape"]), each["dtype"], f"{each['nbytes']:,}")
+        screen.wide(table)
+    for number, told in enumerate(facts["optimizers"]):
+        table = screen.new_table(f"Optimizer {number}: {told['class']}", "group", "parameters", "what")
+        for at, group in enumerate(told["groups"]):
+            words = ", ".join(f"{key}={value}" for key, value in group["options"].items())
+            table.add_row(str(at), str(len(group["parameters"])), escape(words))
+        screen.wide(table)
+    table = screen.new_table("Saved along", "name", "what")
+    for each in facts["extra"]:
+        if not (isinstance(each["value"], dict) and any(each["value"].get(kind) for kind in CONTAINERS)):
+            table.add_row(escape(each["name"]), escape(_cell(each["value"])))
+    screen.wide(table)
+
+
+def _cell(told: Any) -> str:
+    if not isinstance(told, dict):
+        return str(told)
+    if "shape" not in told:
+        return ", ".join(f"{kind} of {length}" for kind, length in told.items())
+    return told["dtype"] if told["shape"] else f"{told['dtype']}, one"
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape)) or "one"
+
+
+def _many(number: int, word: str) -> str:
+    return f"{number:,} {word}" + "s" * (number != 1)
+
+
+def _time(nanoseconds: int) -> str:
+    return datetime.fromtimestamp(nanoseconds // 10**9, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def _inside(folder: Path) -> Iterator[dict[str, Any]]:
+    """The checkpoints in a folder, the oldest first, by their manifests and their files' sizes; then what is none."""
+    complete, others = [], []
+    for path in sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()):
+        row: dict[str, Any] = {"name": path.name, "state": "complete", "problem": None}
+        if path.name.startswith(".") and LEFTOVER in path.name:
+            others.append(row | {"state": "leftover", "problem": "a save was killed here; the next removes it"})
+        elif (path / MANIFEST).exists() or _rank_files(path):
+            try:
+                with Saved.open(path) as saved:
+                    nbytes = sum(file["nbytes"] for file in saved.manifest["files"].values())
+                    told = {key: saved.manifest[key] for key in ("saved", "ranks", "stage")}
+                complete.append(row | told | {"nbytes": nbytes})
+            except CheckpointError as error:
+                others.append(row | {"state": "damaged", "problem": one_line(error)})
+    yield from sorted(complete, key=lambda row: int(row["saved"]))
+    yield from others
+
+
+def _show_list(path: str, found: list[dict[str, Any]]) -> None:
+    table = screen.new_table(f"Checkpoints in {path}", "name", "state", "ranks", "stage", "bytes", "saved")
+    for row in found:
+        if row["state"] == "complete":
+            cells = (str(row["ranks"]), str(row["stage"]), f"{row['nbytes']:,}", _time(row["saved"]))
+            table.add_row(escape(row["name"]), "[green]complete[/green]", *cells)
+        else:
+            table.add_row(escape(row["name"]), f"[red]{row['state']}[/red]", "", "", "", escape(row["problem"]))
+    screen.wide(table)
+    screen.say("  [dim]by manifests and sizes; zeroshard ckpt verify reads every byte[/dim]")
+
+
+# --- verify ---------------------------------------------------------------------------------------------------------
+
+
+def verify(paths: Sequence[str], *, as_json: bool) -> int:
+    """Exit code 0 where every byte of every one is as it was written, 1 where one is not."""
+    opened = [open_checkpoint(path) for path in paths]  # what is no checkpoint is said before anything is read
+    results = [_verified(path, saved) for path, saved in zip(paths, opened, strict=True)]
+    complete = all(not result["problems"] for result in results)
+    if as_json:
+        print(json.dumps({"complete": complete, "checkpoints": results}, indent=2))
+    else:
+        for result in results:
+            read = ", ".join(
+                [_many(len(result["files"]), "file"), f"{result['nbytes']:,} bytes", _many(result["blocks"], "block")]
+            )
+            if not result["problems"]:
+                screen.say(f"{escape(result['path'])}: {read}: [bold green]every byte is as written[/bold green]")
+            for problem in result["problems"]:
+                screen.say(f"{escape(result['path'])}: [bold red]damaged:[/bold red] {escape(problem['what'])}")
+    return 0 if complete else launch.FAILED
+
+
+def _verified(path: str, opening: Any) -> dict[str, Any]:
+    result: dict[str, Any] = {"path": path, "files": {}, "nbytes": 0, "blocks": 0, "problems": []}
+    try:
+        with opening as saved:
+            for name, facts in saved.manifest["files"].items():
+                result["files"][name] = facts["nbytes"]
+                result["nbytes"] += facts["nbytes"]
+                for block, recorded in enumerate(facts["digests"]):
+                    result["blocks"] += 1
+                    try:
+                        found = _digest_of(Path(path) / name, block)
+                    except OSError as error:
+                        found = f"cannot be read ({error.strerror})"
+                    if found != (expected := f"digest {recorded}"):
+                        end = min((block + 1) * BLOCK, facts["nbytes"]) - 1
+                        what = f"{name}, block {block} (bytes {block * BLOCK} to {end}): {found}, expected {expected}"
+                        result["problems"].append({"file": name, "block": block, "what": what})
+    except CheckpointError as error:  # the manifest, or a file that is not there or of another size
+        result["problems"].append({"file": None, "block": None, "what": one_line(error)})
+    return result
+
+
+def _digest_of(path: Path, block: int) -> str:
+    with open(path, "rb", buffering=0) as file:
+        file.seek(block * BLOCK)
+        return f"digest {digest(file.read(BLOCK))}"
+
+
+# --- export ---------------------------------------------------------------------------------------------------------
+
+
+def export(path: str, out: str, *, dtype: str | None, file_nbytes: int, overwrite: bool, as_json: bool) -> None:
+    import torch
+
+    from zeroshard.exporting import Wanted, export_saved
+
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+    with open_checkpoint(path) as saved:
+        files = export_saved(saved, Path(out), Wanted(file_nbytes, dtypes[dtype] if dtype else None, overwrite))
+        names = len(saved.parameters) + len(saved.buffers)
+    if as_json:
+        print(json.dumps({"path": path, "out": out, "tensors": names, "files": dict(files)}, indent=2))
+        return
+    for file, nbytes in files:
+        screen.say(f"  {escape(str(Path(out) / file))}  {nbytes:,} bytes")
+    screen.say(f"[bold green]{names} tensors written[/bold green], for safetensors and what reads it")

@@ -16,7 +16,7 @@ from test_checkpoint import build, step
 from test_export import Largest, contents
 from zeroshard.cli import difference
 from zeroshard.cli.main import main
-from zeroshard.exporting import Wanted, export_saved
+from zeroshard.integrations.export import Wanted, export_saved
 from zeroshard.manifest import Saved
 
 

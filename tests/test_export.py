@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import models
 import zeroshard
 from test_checkpoint import build, step
-from zeroshard import exporting
 from zeroshard.errors import CheckpointError, UserError
-from zeroshard.exporting import Wanted, export_saved
+from zeroshard.integrations import export
+from zeroshard.integrations.export import Wanted, export_saved
 from zeroshard.manifest import Saved
 
 
@@ -110,9 +110,9 @@ def test_load_model_takes_it(tmp_path):
 
 def test_files_are_filled_in_the_order_of_blocks_up_to_their_bytes(tmp_path):
     """blocks.2 before blocks.10; a tensor larger than a file gets its own; all of a file aligned."""
-    kinds = {f"blocks.{at}": exporting.Kind((3,), torch.bfloat16, [f"blocks.{at}"]) for at in (10, 2, 1)}
-    kinds |= {"z": exporting.Kind((9,), torch.float32, ["z"]), "a": exporting.Kind((1,), torch.float64, ["a"])}
-    weights = exporting.Weights(tmp_path, kinds, 14)
+    kinds = {f"blocks.{at}": export.Kind((3,), torch.bfloat16, [f"blocks.{at}"]) for at in (10, 2, 1)}
+    kinds |= {"z": export.Kind((9,), torch.float32, ["z"]), "a": export.Kind((1,), torch.float64, ["a"])}
+    weights = export.Weights(tmp_path, kinds, 14)
     weights.close()
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert index["weight_map"] == {
@@ -171,7 +171,7 @@ def test_what_cannot_be_asked_is_refused_with_a_reason(tmp_path):
 
 def fails_to_export(path, rank, what):
     model, zero = trained("gpt", 3, {}, steps=0)
-    real = exporting._write
+    real = export._write
     calls = []
 
     def full(*args):
@@ -185,12 +185,12 @@ def fails_to_export(path, rank, what):
             model.head.weight.data[-1, -1] = 1e6  # the last rank's
     try:
         if what == "disk" and zero.rank == rank:
-            exporting._write = full
+            export._write = full
         zero.export(path / "out", dtype=torch.float16 if what == "too large" else None)
     except CheckpointError as error:
         return f"{error}", sorted(os.listdir(path))
     finally:
-        exporting._write = real
+        export._write = real
     return "", []
 
 
@@ -271,7 +271,8 @@ def test_a_gigabyte_is_exported_under_300_megabytes(tmp_path):
     program = """
         import sys
         from pathlib import Path
-        from zeroshard.exporting import Wanted, export_saved
+        from zeroshard.integrations import export
+from zeroshard.integrations.export import Wanted, export_saved
         from zeroshard.manifest import Saved
 
         def most():

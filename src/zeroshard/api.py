@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
-from . import exporting, loading, saving, trace
+from . import loading, saving, trace
 from .buffer import Buffer, Place
 from .checkpoint import Engine, drawing
 from .comm import Comm, connect
@@ -518,10 +518,12 @@ class Zero:
         A model's `config` that can write itself (Hugging Face's) is written as config.json. Gathers one bucket at a
         time; rank 0 writes. The folder appears by one rename. Raises `CheckpointError` on every rank. Collective.
         """
-        wanted = exporting.Wanted(file_nbytes, dtype, overwrite)
+        from .integrations import export
+
+        wanted = export.Wanted(file_nbytes, dtype, overwrite)
         self._meet_for_checkpoint("exporting")
         with self._ledger.during("export"):
-            exporting.export(self._engine(), folder, wanted)
+            export.export(self._engine(), folder, wanted)
 
     def latest(self, folder: str | os.PathLike[str]) -> Path | None:
         """The newest complete checkpoint in `folder`, for `load`; None if there is none.

@@ -13,8 +13,8 @@ from rich.markup import escape
 from zeroshard.cli import launch, screen
 from zeroshard.cli.config import InputError, one_line
 from zeroshard.errors import CheckpointError
-from zeroshard.exporting import by_number
 from zeroshard.files import BLOCK, DTYPES, FILE, MANIFEST, digest
+from zeroshard.integrations.export import by_number
 from zeroshard.manifest import VALUE, Saved, Stored, numel
 
 CONTAINERS = ("map", "list", "tuple")
@@ -268,7 +268,7 @@ def _digest_of(path: Path, block: int) -> str:
 def export(path: str, out: str, *, dtype: str | None, file_nbytes: int, overwrite: bool, as_json: bool) -> None:
     import torch
 
-    from zeroshard.exporting import Wanted, export_saved
+    from zeroshard.integrations.export import Wanted, export_saved
 
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
     with open_checkpoint(path) as saved:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from zeroshard.cli import launch, screen
 from zeroshard.cli.checkpoints import leaves, open_checkpoint
-from zeroshard.exporting import by_number
 from zeroshard.files import BLOCK, DTYPES
+from zeroshard.integrations.export import by_number
 from zeroshard.manifest import VALUE, Saved, Stored, numel
 
 SHOWN = 40  # rows of the table; --json has all

@@ -26,12 +26,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .buffer import Buffer
-from .checkpoint import Engine, persistent
-from .comm import Group
-from .errors import CheckpointError, Error, PeerError, UserError
-from .files import DTYPES, clean, publish, raw
-from .manifest import VALUE, Saved, numel
+from ..buffer import Buffer
+from ..checkpoint import Engine, persistent
+from ..comm import Group
+from ..errors import CheckpointError, Error, PeerError, UserError
+from ..files import DTYPES, clean, publish, raw
+from ..manifest import VALUE, Saved, numel
 
 INDEX, CONFIG = "model.safetensors.index.json", "config.json"
 WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")

@@ -6,11 +6,13 @@ import math
 import os
 import pydoc_data.topics
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -19,11 +21,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from zeroshard.cli import demo, screen
+from zeroshard.cli import demo, difference, screen
 from zeroshard.cli.config import SIZES, RunConfig, Size
 from zeroshard.cli.data import Corpus, standard_library
 from zeroshard.cli.model import GPT, complete_line
 from zeroshard.cli.train import warmup_then_cosine
+from zeroshard.manifest import Saved
 
 TEXT = pydoc_data.topics.__file__
 STEPS = 12
@@ -53,7 +56,7 @@ def bits(run):
 def run(tmp_path_factory):
     """One short run on two ranks at stage 3, whose bits the other ways to start it must repeat."""
     out = tmp_path_factory.mktemp("train") / "run"
-    done = zeroshard("train", *SHORT, "--ranks", 2, "--out", out)
+    done = zeroshard("train", *SHORT, "--ranks", 2, "--save-every", 5, "--out", out)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     return out, done.stdout
 
@@ -89,6 +92,10 @@ def files(tmp_path):
         "size": ("--size huge", "'huge' is not one of 'tiny', 'small', 'medium'"),
         "steps word": ("--steps many", "Invalid value for '--steps'"),
         "unknown option": ("--stag 3", "No such option: --stag"),
+        "save-every -1": ("--save-every -1", "--save-every must be at least 0, got -1"),
+        "keep 0": ("--keep 0", "--keep must be at least 1, got 0"),
+        "resume nothing": ("--resume {files}/none", "--resume {files}/none: no such folder"),
+        "resume no run": ("--resume {files}", "--resume {files}: neither a run with checkpoints nor a checkpoint"),
         "out is a file": ("--out {files}/short.txt", "--out {files}/short.txt: cannot be written to"),
     }.values(),
     ids=lambda value: value.split(" ")[0] if value.startswith("--data") else None,
@@ -123,7 +130,8 @@ def test_what_only_a_rank_can_refuse_is_one_line_too(tmp_path):
 def test_the_options_are_these():
     """A new option is a decision; this list makes it one."""
     wanted = {
-        "train": "accumulate batch data device help lr no-report out precision ranks report seed size stage steps",
+        "train": "accumulate batch data device help keep lr no-report out precision ranks report resume save-every seed size "
+        "stage steps",
         "demo": "help out ranks seed steps",
         "plan": "accumulate align bounds bucket-mib bytes check checkpoint gpu-mem gpus-per-node help instances json no-sync "
         "optimizer params precision prefetch preset ranks shapes stage text units",
@@ -148,7 +156,9 @@ def test_the_options_are_these():
 def test_a_run_leaves_its_files(run):
     """run.json, metrics.jsonl, ledger.json and weights that the plain model loads; held equals predicted."""
     out, shown = run
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["step-00000010", "step-00000012"]
     assert sorted(path.name for path in out.iterdir()) == [
+        "checkpoints",
         "ledger.json",
         "metrics.jsonl",
         "model.safetensors",
@@ -186,6 +196,116 @@ def test_one_rank_that_adds_up_two_micro_batches_gives_the_same_bits(run, tmp_pa
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     assert "predicted" not in done.stdout
     assert bits(out) == bits(run[0])
+
+
+# -------------------------------------------------------------------------------------------------------------- resume
+
+
+def stopped(run, path):
+    """A copy of a run as it would lie there, had it been killed in step 12 while it wrote a line."""
+    shutil.copytree(run, path)
+    shutil.rmtree(path / "checkpoints" / "step-00000012")
+    for name in ("ledger.json", "model.safetensors"):
+        (path / name).unlink()
+    lines = (path / "metrics.jsonl").read_text().splitlines()
+    (path / "metrics.jsonl").write_text("\n".join([*lines[:11], lines[11][:20]]))
+    return path
+
+
+def test_a_resumed_run_is_the_run_that_never_stopped(run, tmp_path):
+    """Two ranks, stopped, then one that does the micro-batches of both; its curve goes on where the checkpoint was."""
+    out = stopped(run[0], tmp_path / "run")
+    done = zeroshard("train", "--resume", out, "--ranks", 1, "--stage", 2)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    assert f"resumed from {out / 'checkpoints' / 'step-00000010'}, saved on 2 ranks" in done.stdout
+    assert "not those of a run that never stopped" not in done.stdout
+    assert bits(out) == bits(run[0])
+    steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, STEPS + 1))
+    config = json.loads((out / "run.json").read_text())["config"]
+    assert (config["ranks"], config["accumulate"], config["stage"], config["steps"]) == (1, 2, 2, STEPS)
+    with Saved.open(run[0] / "checkpoints" / "step-00000012") as a, Saved.open(out / "checkpoints/step-00000012") as b:
+        assert {row.name for row in difference.compare(a, b)} == {
+            f"extra.run.{name}" for name in ("out", "stage", "ranks", "accumulate", "resume", "report")
+        } - {"extra.run.report"}
+
+
+def test_what_would_make_it_another_run_is_refused(run, tmp_path):
+    """In one line, exit code 2, and with every file of the run as it was."""
+    out = stopped(run[0], tmp_path / "run")
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    for words, says in {
+        "--size small": f"--size small: the run in {out} has tiny; leave --size out",
+        "--lr 0.1": f"--lr 0.1: the run in {out} has 0.006; leave --lr out",
+        "--seed 3": f"--seed 3: the run in {out} has 0",
+        "--batch 4": f"--batch 4: the run in {out} has 2",
+        "--precision bf16": f"--precision bf16: the run in {out} has fp32",
+    }.items():
+        done = zeroshard("train", "--resume", out, "--ranks", 1, *words.split())
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done
+        assert says in done.stderr
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+    (out / "checkpoints" / "step-00000010" / "manifest.json").write_text("{}")
+    assert "no checkpoint of zeroshard train in it" in zeroshard("train", "--resume", out).stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--steps 10", "step-00000010: 10 steps are done; --steps must be above, got 10\n"),
+        (f"--data {__file__}", "the data is not the run's (sha256 "),
+        ("--data none", "--data none: no such file"),
+    ],
+)
+def test_what_the_ranks_find_out_is_refused_as_well(run, tmp_path, words, says):
+    out = stopped(run[0], tmp_path / "run")
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    done = zeroshard("train", "--resume", out, *words.split())
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done
+    assert says in done.stderr
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.slow
+def test_resuming_a_killed_run_passes_over_a_damaged_checkpoint(run, tmp_path):
+    """Killed outright while it trains, its newest checkpoint damaged; from two ranks to three: other micro-batches."""
+    out = tmp_path / "run"
+    command = [
+        sys.executable,
+        "-m",
+        "zeroshard",
+        "train",
+        *SHORT,
+        "--ranks",
+        "2",
+        "--save-every",
+        "5",
+        "--out",
+        str(out),
+    ]
+    command[command.index("--steps") + 1] = "1000000"
+    launcher = subprocess.Popen([*command, "--keep", "3"], env=environment(), stdout=subprocess.DEVNULL)
+    newest = out / "checkpoints" / "step-00000025"
+    while not newest.exists():
+        assert launcher.poll() is None
+        time.sleep(0.05)
+    ranks = [int(pid) for pid in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()]
+    for pid in [launcher.pid, *ranks]:
+        os.kill(pid, signal.SIGKILL)
+    launcher.wait()
+    (last, *_) = sorted((path for path in (out / "checkpoints").glob("step-*")), reverse=True)
+    step = int(last.name[5:]) - 5
+    data = bytearray((last / "rank00001.safetensors").read_bytes())
+    data[-1] ^= 1
+    (last / "rank00001.safetensors").write_bytes(data)
+    done = zeroshard("train", "--resume", out, "--ranks", 3, "--steps", step + 3)
+    assert done.returncode == 0, done.stderr
+    assert "passes over a damaged checkpoint" in done.stderr
+    assert f"resumed from {last.parent / f'step-{step:08d}'}, saved on 2 ranks" in done.stdout
+    assert "3 micro-batches a step, 2 before: the losses are not those of a run that never stopped" in done.stdout
+    steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, step + 4))
 
 
 def torchrun(*words):
@@ -235,6 +355,9 @@ def test_demo(tmp_path):
     assert (
         f"The bits are equal: {STEPS} losses, {STEPS} gradient norms, all weights (sha256 {digest[:16]})" in done.stdout
     )
+    assert bits(tmp_path / "resumed") == (digest, losses, norms)
+    assert "From the checkpoint of step 11, saved on 2 ranks at stage 3, resumed on 1 rank at stage 1" in done.stdout
+    assert f"The bits are equal: 1 losses, 1 gradient norms, all weights (sha256 {digest[:16]})" in done.stdout
     assert "What the model writes" in done.stdout
     for stage in (3, 0):  # the README's table is of this model on two ranks
         rank_0 = json.loads((tmp_path / f"stage{stage}" / "ledger.json").read_text())["ranks"][0]
@@ -312,7 +435,7 @@ def test_a_config_survives_the_command_line():
     """The ranks get the settings as options; what they parse is what was meant."""
     config = RunConfig(
         out="run/x y", data=("a.txt", "b.txt"), stage=2, ranks=3, steps=7, batch=5, accumulate=2, precision="bf16",
-        size="small", lr=1e-3 / 3, seed=11, device="cpu", report=False,
+        size="small", lr=1e-3 / 3, seed=11, device="cpu", report=False, save_every=3, keep=4, resume="run/z",
     )  # fmt: skip
     words = config.command()
     assert words[0] == "train"
@@ -322,8 +445,9 @@ def test_a_config_survives_the_command_line():
             options.setdefault(word, []).append(words[at + 1])
     assert options["--data"] == ["a.txt", "b.txt"]
     assert float(options["--lr"][0]) == config.lr
-    assert words[-1] == "--no-report"
-    assert set(options) | {"--report"} == {f"--{name}" for name in config.__dataclass_fields__}
+    assert "--no-report" in words
+    assert set(options) == {f"--{name.replace('_', '-')}" for name in config.__dataclass_fields__ if name != "report"}
+    assert "--resume" not in replace(config, resume="").command()
 
 
 def test_a_micro_batch_is_a_function_of_its_arguments():

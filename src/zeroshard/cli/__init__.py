@@ -6,7 +6,8 @@ data       the text it trains on
 launch     starting local ranks through torch's elastic launcher, and ending them
 model      a byte-level GPT in plain PyTorch
 train      one rank's training loop and journal
-demo       two runs and their comparison
+resume     which settings a run goes on with
+demo       three runs and their comparison
 question   what verify is asked, and the grid that follows
 verify     plain runs, ranks, and the grid as shown
 compare    the runs themselves, and the first difference

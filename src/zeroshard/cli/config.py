@@ -66,14 +66,18 @@ class RunConfig:
     seed: int
     device: Device
     report: bool
+    save_every: int  # steps; 0: only at the end
+    keep: int  # checkpoints
+    resume: str  # a run's folder or a checkpoint; empty: a new run
 
     def __post_init__(self) -> None:
         # Here rather than in the option parser, whose refusals do not say what they got.
         if self.stage not in range(4):
             raise InputError(f"--stage must be 0, 1, 2 or 3, got {self.stage}")
-        for name, least in {"ranks": 1, "steps": 1, "batch": 1, "accumulate": 1, "seed": 0}.items():
+        least_of = {"ranks": 1, "steps": 1, "batch": 1, "accumulate": 1, "seed": 0, "save_every": 0, "keep": 1}
+        for name, least in least_of.items():
             if getattr(self, name) < least:
-                raise InputError(f"--{name} must be at least {least}, got {getattr(self, name)}")
+                raise InputError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(self, name)}")
         if not (self.lr > 0 and math.isfinite(self.lr)):
             raise InputError(f"--lr must be a number above 0, got {self.lr}; for {self.size!r} try {self.shape.lr}")
 
@@ -85,12 +89,12 @@ class RunConfig:
         """The same settings as a command line: `["train", "--out", "run", "--stage", "3", ..., "--report"]`."""
         words = ["train"]
         for field in fields(self):
-            value = getattr(self, field.name)
+            value, name = getattr(self, field.name), field.name.replace("_", "-")
             if isinstance(value, bool):
-                words.append(f"--{field.name}" if value else f"--no-{field.name}")
-            else:
+                words.append(f"--{name}" if value else f"--no-{name}")
+            elif value != "":
                 for one in value if isinstance(value, tuple) else (value,):
-                    words += [f"--{field.name}", str(one)]
+                    words += [f"--{name}", str(one)]
         return words
 
     def record(self) -> dict[str, object]:

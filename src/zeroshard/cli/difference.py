@@ -170,7 +170,9 @@ def _show(path: str, other: str, rows: list[Row]) -> None:
             "" if number is None else f"{number:,}" if type(number) is int else f"{number:.6g}" for number in numbers
         ]
         table.add_row(row.what, escape(row.name), *(escape(_side(side)) for side in (row.a, row.b)), *cells)
-    screen.opening(f"[red]{len(rows)} differences[/red]", {"a": escape(path), "b": escape(other)})
+    screen.opening(
+        f"[red]{len(rows)} difference{'s' * (len(rows) != 1)}[/red]", {"a": escape(path), "b": escape(other)}
+    )
     screen.wide(table)
     if len(rows) > SHOWN:
         screen.say(f"  [dim]and {len(rows) - SHOWN} more in --json[/dim]")

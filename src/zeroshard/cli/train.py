@@ -6,6 +6,7 @@ import json
 import math
 import os
 import platform
+import shutil
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -17,12 +18,15 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 
 import zeroshard
 from zeroshard.cli import screen
-from zeroshard.cli.config import Device, InputError, Launch, RunConfig
+from zeroshard.cli.config import Device, InputError, Launch, RunConfig, one_line
 from zeroshard.cli.data import Corpus
 from zeroshard.cli.model import GPT
+from zeroshard.cli.resume import CHECKPOINTS, MANIFEST, run_of
+from zeroshard.errors import CheckpointError
 from zeroshard.planner import predict_states
 
 CLIP = 1.0
@@ -39,10 +43,11 @@ def train(config: RunConfig, launch: Launch, corpus: Corpus) -> None:
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_then_cosine(config.steps))
 
     _agree_on(corpus)
+    start = _resume(config, zero, scheduler, corpus) if config.resume else 0
     if zero.rank == 0:
-        _open_run(config, corpus, model, device)
-    with Journal(config, zero) as journal:
-        for step in range(config.steps):
+        _open_run(config, corpus, model, device, start)
+    with Journal(config, zero, start) as journal:
+        for step in range(start, config.steps):
             losses = []
             for turn in range(config.accumulate):
                 windows = corpus.micro_batch(
@@ -61,13 +66,57 @@ def train(config: RunConfig, launch: Launch, corpus: Corpus) -> None:
             journal.add(losses, norm, float(scheduler.get_last_lr()[0]))
             scheduler.step()
             optimizer.zero_grad()
+            if config.save_every and (step + 1) % config.save_every == 0 and step + 1 < config.steps:
+                journal.flush()  # so that the curve reaches as far as the checkpoint
+                _save(config, zero, scheduler, corpus, step + 1)
     # Before the weights are gathered for saving: the peaks are to be those of training.
     ranks = _gather_objects({"predicted": predict_states(zero), **asdict(zero.ledger())})
+    saved = _save(config, zero, scheduler, corpus, config.steps)
     with zero.gathered():  # collective, so on every rank
         if zero.rank == 0:
             _save_weights(model, Path(config.out))
     if zero.rank == 0:
-        _close_run(config, ranks)
+        _close_run(config, ranks, config.steps - start, saved)
+
+
+def _save(config: RunConfig, zero: zeroshard.Zero, scheduler: LRScheduler, corpus: Corpus, step: int) -> Path:
+    """Micro-batches are a function of the step, so the step is the position in the data."""
+    data = [str(Path(path).absolute()) for path in config.data]
+    run = {**asdict(config), "data": data, "sha256": corpus.sha256, "step": step}
+    path = Path(config.out) / CHECKPOINTS / f"step-{step:08d}"
+    zero.save(path, extra={"run": run, "scheduler": scheduler}, keep=config.keep)
+    return path
+
+
+def _resume(config: RunConfig, zero: zeroshard.Zero, scheduler: LRScheduler, corpus: Corpus) -> int:
+    """Load, and return how many steps are done."""
+    given = Path(config.resume)
+    path = given if (given / MANIFEST).exists() else zero.latest(given / CHECKPOINTS)
+    if path is None:
+        raise InputError(f"--resume {given}: no complete checkpoint in {given / CHECKPOINTS}")
+    try:
+        extra = zero.load(path).extra
+    except CheckpointError as error:
+        raise InputError(f"--resume {path}: {one_line(error)}") from error
+    run = extra["run"]
+    if run["sha256"] != corpus.sha256:
+        raise InputError(
+            f"--resume {path}: the data is not the run's (sha256 {corpus.sha256[:12]}, expected {run['sha256'][:12]}); "
+            f"give the same files, in the same order, by --data"
+        )
+    if run["step"] >= config.steps:
+        raise InputError(
+            f"--resume {path}: all {config.steps} steps are done; for more give --steps, above {run['step']}"
+        )
+    scheduler.load_state_dict(extra["scheduler"])
+    before, now = run["ranks"] * run["accumulate"], config.ranks * config.accumulate
+    if zero.rank == 0:
+        screen.say(f"\nresumed from {path}, saved on {screen.ranks_text(run['ranks'])}")
+        if before != now:
+            screen.say(
+                f"{now} micro-batches a step, {before} before: the losses are not those of a run that never stopped"
+            )
+    return int(run["step"])
 
 
 def warmup_then_cosine(steps: int) -> Callable[[int], float]:
@@ -92,17 +141,17 @@ class Step(NamedTuple):
 class Journal:
     """`metrics.jsonl` and the live line. Rank 0 writes; all ranks exchange their losses every few steps."""
 
-    def __init__(self, config: RunConfig, zero: zeroshard.Zero) -> None:
+    def __init__(self, config: RunConfig, zero: zeroshard.Zero, done: int) -> None:
         self._config, self._zero = config, zero
         self._tokens = config.batch * config.accumulate * zero.world_size * config.shape.context
-        self._done = 0
+        self._done = done
         self._waiting: list[Step] = []
         self._open = ExitStack()
 
     def __enter__(self) -> Journal:
         if self._zero.rank == 0:
             path = Path(self._config.out) / "metrics.jsonl"
-            self._file = self._open.enter_context(path.open("w", encoding="utf-8", buffering=1))
+            self._file = self._open.enter_context(path.open("a", encoding="utf-8", buffering=1))
             self._live = self._open.enter_context(screen.Live(self._config.steps))
         self._clock = time.perf_counter()
         return self
@@ -115,6 +164,11 @@ class Journal:
         self._waiting.append(Step(torch.stack(losses), norm, lr, now - self._clock))
         self._clock = now
         if len(self._waiting) == EXCHANGE_EVERY or self._done + len(self._waiting) == self._config.steps:
+            self.flush()
+
+    def flush(self) -> None:
+        """Exchange and write what waits. Collective."""
+        if self._waiting:
             per_rank = _gather(torch.stack([step.losses for step in self._waiting]).float())
             if self._zero.rank == 0:
                 self._write(torch.cat(per_rank, dim=1).tolist())
@@ -175,7 +229,7 @@ def _agree_on(corpus: Corpus) -> None:
             )
 
 
-def _open_run(config: RunConfig, corpus: Corpus, model: GPT, device: torch.device) -> None:
+def _open_run(config: RunConfig, corpus: Corpus, model: GPT, device: torch.device, start: int) -> None:
     facts = {
         "zeroshard": zeroshard.__version__,
         "torch": torch.__version__,
@@ -184,9 +238,13 @@ def _open_run(config: RunConfig, corpus: Corpus, model: GPT, device: torch.devic
         "threads": torch.get_num_threads(),
     }
     record = {"config": config.record(), "data": corpus.record(), **facts}
+    out, curve = Path(config.out), _curve(config, start)
     for name in ("metrics.jsonl", "ledger.json", "model.safetensors"):
-        (Path(config.out) / name).unlink(missing_ok=True)  # of an earlier run: not to be taken for this one's
-    (Path(config.out) / "run.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        (out / name).unlink(missing_ok=True)  # of an earlier run: not to be taken for this one's
+    if not config.resume:
+        shutil.rmtree(out / CHECKPOINTS, ignore_errors=True)
+    (out / "metrics.jsonl").write_text(curve, encoding="utf-8")
+    (out / "run.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     shape = config.shape
     numel = sum(param.numel() for param in model.parameters())
     tokens = config.batch * config.accumulate * config.ranks * shape.context
@@ -195,10 +253,25 @@ def _open_run(config: RunConfig, corpus: Corpus, model: GPT, device: torch.devic
         {
             "model": f"{config.size}: {shape.blocks} blocks of {shape.hidden}, {numel:,} parameters",
             "data": f"{corpus.files:,} files, {len(corpus.text):,} bytes, sha256 {corpus.sha256[:12]}",
-            "steps": f"{config.steps} of {tokens:,} bytes",
+            "steps": f"{config.steps} of {tokens:,} bytes" + f", from {start} on" * bool(start),
             "out": config.out,
         },
     )
+
+
+def _curve(config: RunConfig, start: int) -> str:
+    """The lines of the resumed run's metrics up to its checkpoint; steps after it are done again."""
+    run = run_of(config.resume) if start else None
+    lines = []
+    if run is not None and (run / "metrics.jsonl").exists():
+        for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+            try:
+                if json.loads(line)["step"] > start:
+                    break
+            except ValueError:  # the run was killed while it wrote
+                break
+            lines.append(line + "\n")
+    return "".join(lines)
 
 
 def _save_weights(model: GPT, out: Path) -> None:
@@ -208,8 +281,8 @@ def _save_weights(model: GPT, out: Path) -> None:
     os.replace(out / "model.safetensors.part", out / "model.safetensors")
 
 
-def _close_run(config: RunConfig, ranks: list[Any]) -> None:
+def _close_run(config: RunConfig, ranks: list[Any], steps: int, saved: Path) -> None:
     (Path(config.out) / "ledger.json").write_text(json.dumps({"ranks": ranks}, indent=2) + "\n", encoding="utf-8")
     if config.report:
-        screen.ledger(ranks, config.steps)
-    screen.say(f"\n  weights in {Path(config.out) / 'model.safetensors'}")
+        screen.ledger(ranks, steps)
+    screen.say(f"\n  weights in {Path(config.out) / 'model.safetensors'}, checkpoint in {saved}")

@@ -1,0 +1,85 @@
+"""`zeroshard train --resume`: which settings a run goes on with. Without torch, so that bad input is answered at once.
+
+A checkpoint of `zeroshard train` keeps its run's settings. What decides the losses stays as it was, and an option that
+says otherwise is refused: the model's size, the data, the seed, the batch, the rate, the precision. What must not
+change a bit may change: ranks, stage, device, where files go.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from zeroshard.cli.config import InputError
+
+CHECKPOINTS = "checkpoints"  # in a run's folder
+MANIFEST = "manifest.json"
+FIXED = ("size", "precision", "batch", "lr", "seed")
+KEPT = ("stage", "steps", "save_every", "keep", "data")  # unless given anew
+
+
+def run_of(resume: str) -> Path | None:
+    """The run's folder that --resume names or that its checkpoint lies in."""
+    path = Path(resume)
+    if (path / CHECKPOINTS).is_dir():
+        return path
+    return path.absolute().parent.parent if path.absolute().parent.name == CHECKPOINTS else None
+
+
+def read(resume: str) -> dict[str, Any]:
+    """The settings in a checkpoint, or in the newest one of a run that has any."""
+    path = Path(resume)
+    if (path / MANIFEST).exists():
+        found = [path]
+    elif (path / CHECKPOINTS).is_dir():
+        found = [each for each in (path / CHECKPOINTS).iterdir() if (each / MANIFEST).exists()]
+    else:
+        what = "neither a run with checkpoints nor a checkpoint" if path.is_dir() else "no such folder"
+        raise InputError(
+            f"--resume {resume}: {what}; expected the RUN_DIR of zeroshard train, or RUN_DIR/checkpoints/..."
+        )
+    readable = [settings for each in found if (settings := _settings(each)) is not None]
+    if not readable:
+        raise InputError(f"--resume {resume}: no checkpoint of zeroshard train in it that can be read")
+    return max(readable, key=lambda settings: int(settings["step"]))
+
+
+def _settings(folder: Path) -> dict[str, Any] | None:
+    """What train saved along. The ranks check every byte when they load it."""
+    try:
+        extra = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["manifest"]["extra"]
+        settings: dict[str, Any] = _unplain(dict(extra["map"])["run"])
+        return settings if int(settings["step"]) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _unplain(told: Any) -> Any:
+    """Dicts and lists as a manifest spells them: {"map": [[key, value], ...]}, {"list": [...]}."""
+    if not isinstance(told, dict):
+        return told
+    ((kind, inner),) = told.items()
+    return {key: _unplain(each) for key, each in inner} if kind == "map" else [_unplain(each) for each in inner]
+
+
+def settle(resume: str, options: Mapping[str, Any], given: frozenset[str], ranks: int | None) -> dict[str, Any]:
+    """The settings to go on with: the stopped run's, but for what is `given`. ranks: as started or asked, if so."""
+    before = read(resume)
+    for name in FIXED:
+        if name in given and options[name] != before[name]:
+            raise InputError(
+                f"--{name} {options[name]}: the run in {resume} has {before[name]}; leave --{name} out to go on with "
+                f"it, or start a new run without --resume"
+            )
+    settled = {**options, **{name: before[name] for name in FIXED}}
+    settled |= {name: before[name] for name in KEPT if name not in given}
+    settled["data"] = tuple(settled["data"])
+    settled["ranks"] = before["ranks"] if ranks is None else ranks
+    if "accumulate" not in given:
+        every = before["ranks"] * before["accumulate"]
+        settled["accumulate"] = before["accumulate"] if every % settled["ranks"] else every // settled["ranks"]
+    if "out" not in given and (run := run_of(resume)) is not None:
+        settled["out"] = str(run)
+    return settled

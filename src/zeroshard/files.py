@@ -16,13 +16,15 @@ import ctypes
 import errno
 import fcntl
 import json
+import math
 import mmap
 import os
 import re
 import shutil
 import stat
+import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,13 +36,16 @@ from torch import Tensor
 from .errors import CheckpointError
 
 BLOCK = 4 << 20  # bytes under one digest
-MANIFEST, MANIFEST_LIMIT = "manifest.json", 1 << 30
-FILE = re.compile(r"rank\d{5}\.safetensors")
+MANIFEST, MANIFEST_LIMIT = "manifest.json", 64 << 20  # bytes: the digests of 5 TiB, and what a forged one may cost
+FILE = re.compile(r"rank[0-9]{5}\.safetensors")
+LEFTOVER = re.compile(r"\..+\.saving-([0-9a-f]{16})-([0-9]+)-([0-9]+)-[0-9a-f]{8}")
+ABANDONED = 86400.0  # seconds without a write, after which what another machine has left counts as left
 DTYPES = {  # as safetensors spells them
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+_PREFIX = '{{"digest":"{}","manifest":'
 
 
 class Written(NamedTuple):
@@ -137,8 +142,14 @@ class _NewFile:
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     text = canonical(manifest)
+    if len(text) + len(_PREFIX.format("-" * 32)) + 1 > MANIFEST_LIMIT:
+        raise CheckpointError(
+            "the manifest would be too long to be read", where=str(folder),
+            expected=f"at most {MANIFEST_LIMIT:,} bytes", got=f"{len(text):,}",
+            instead="fewer lists and numbers in extra: tensors instead",
+        )  # fmt: skip
     with open(folder / MANIFEST, "x", encoding="utf-8") as file:
-        file.write(f'{{"digest":"{digest(text)}","manifest":{text}}}')
+        file.write(_PREFIX.format(digest(text)) + text + "}")
         file.flush()
         os.fsync(file.fileno())
     _sync(folder)
@@ -149,23 +160,43 @@ def canonical(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
+def make_room(beside: Path, path: Path) -> None:
+    """Remove dead saves' leftovers, and make the folder `beside`. Raises where `path` holds what is the user's."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    clean(path.parent)
+    found = os.listdir(path) if path.exists() else []
+    if others := [name for name in found if name != MANIFEST and not FILE.fullmatch(name)]:
+        raise CheckpointError(
+            "saving here would remove what is no checkpoint's", where=str(path), expected="a checkpoint, or nothing",
+            got=f"{sorted(others)[:5]} too", instead="a folder of its own for each checkpoint",
+        )  # fmt: skip
+    beside.mkdir()
+
+
 def publish(beside: Path, path: Path) -> None:
-    """Make the folder `beside` appear at `path` by one rename; what was there before goes away."""
+    """Make `beside` appear at `path` by one rename, in place of what was there; or raise, with all as it was."""
+    exchange = False
     try:
         os.rename(beside, path)
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
+        exchange = True
         _exchange(beside, path)
-        shutil.rmtree(beside)
-    _sync(path.parent)
+    try:
+        _sync(path.parent)
+    except OSError:
+        (_exchange if exchange else os.rename)(path, beside)
+        raise
+    # Only now: before, a loss of power could have brought back the old folder's name, with nothing in it.
+    discard(beside)
 
 
 def remove(path: Path) -> None:
     """Remove a published folder: all of it leaves its name at once, so a crash leaves nothing half-removed there."""
-    aside = path.parent / f".{path.name}.saving-{uuid.uuid4().hex}"
+    aside = workplace(path, owner())
     os.rename(path, aside)
-    shutil.rmtree(aside)
+    discard(aside)
 
 
 def _exchange(one: Path, other: Path) -> None:
@@ -186,49 +217,62 @@ def _sync(folder: Path) -> None:
 # --- reading --------------------------------------------------------------------------------------------------------
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
+@contextlib.contextmanager
+def opened(folder: Path) -> Iterator[int]:
+    """A descriptor of the folder itself: what it holds stays one checkpoint, whatever comes to its name."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise _nothing(folder, f"{error.strerror}") from None
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def replaced(folder: Path, descriptor: int) -> bool:
+    """Has another folder come to this name since?"""
+    try:
+        return not os.path.samestat(os.stat(folder), os.fstat(descriptor))
+    except OSError:
+        return False
+
+
+def read_manifest(folder: Path, descriptor: int) -> dict[str, Any]:
     """The manifest, if its digest is right. Its content is checked by whoever uses it."""
     path = folder / MANIFEST
     try:
-        descriptor = _open(path)
-        try:
-            size = os.fstat(descriptor).st_size
+        with os.fdopen(_open(path, descriptor), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
             if size > MANIFEST_LIMIT:
                 raise damaged(path, f"at most {MANIFEST_LIMIT:,} bytes", f"{size:,} bytes")
-            with os.fdopen(os.dup(descriptor), "rb") as file:
-                text = file.read(size + 1).decode("utf-8")
-        finally:
-            os.close(descriptor)
-        whole = json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant)
-        manifest = whole["manifest"]
-        content = canonical(manifest)
-        if text != f'{{"digest":"{digest(content)}","manifest":{content}}}':
-            raise damaged(path, "the digest in its first line", "another content")
+            text = file.read(size + 1)
+        start = len(_PREFIX.format("-" * 32))
+        content = text[start:-1]
+        if text[:start] + text[-1:] != (_PREFIX.format(digest(content)) + "}").encode():
+            raise damaged(path, f"digest {digest(content)}, which its content has", repr(text[:start])[2:-1])
+        manifest = json.loads(content)
+        if canonical(manifest).encode() != content:  # so no key is there twice, and nothing is spelled in two ways
+            raise damaged(path, "canonical JSON", "another spelling")
     except FileNotFoundError:
-        raise CheckpointError(
-            "no complete checkpoint here", where=str(folder), expected=MANIFEST, got="no such file",
-            instead="the folder that zero.save(...) was given",
-        ) from None  # fmt: skip
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise _nothing(folder, "no such file") from None
+    except (OSError, ValueError, RecursionError) as error:
         raise damaged(path, "a manifest as zeroshard writes it", f"{type(error).__name__}: {error}") from error
     if not isinstance(manifest, dict):
         raise damaged(path, "an object", type(manifest).__name__)
     return manifest
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len({key for key, _ in pairs}) != len(pairs):
-        raise ValueError("a key appears twice")
-    return dict(pairs)
+def _nothing(folder: Path, got: str) -> CheckpointError:
+    return CheckpointError(
+        "no complete checkpoint here", where=str(folder), expected=MANIFEST, got=got,
+        instead="the folder that zero.save(...) was given",
+    )  # fmt: skip
 
 
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
-
-
-def _open(path: Path) -> int:
-    """A regular file, not a link to one, and not a pipe that would never answer."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+def _open(path: Path, folder: int) -> int:
+    """A regular file in the folder, not a link to one, and not a pipe that would never answer."""
+    descriptor = os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise damaged(path, "a regular file", "something else")
@@ -237,7 +281,7 @@ def _open(path: Path) -> int:
 
 def damaged(path: Path, expected: object, got: object) -> CheckpointError:
     return CheckpointError(
-        "a checkpoint's file is damaged", where=str(path), expected=expected, got=got,
+        "a checkpoint's file is damaged", where=str(path), expected=f"{expected}"[:500], got=f"{got}"[:500],
         instead="load an earlier checkpoint, or copy this one again",
     )  # fmt: skip
 
@@ -245,27 +289,37 @@ def damaged(path: Path, expected: object, got: object) -> CheckpointError:
 class Reader:
     """Checked reading of the files of one checkpoint. Keeps the last block, so that neighbours cost one read."""
 
-    def __init__(self, folder: Path, files: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, descriptor: int, files: Mapping[str, Any]) -> None:
         """files: {name: {"nbytes": int, "digests": [hex, ...]}}. Raises where that is not so, contents aside."""
         self.folder = folder
         self._files = files
         self._open: dict[str, int] = {}
         self._last: tuple[str, int, bytes] = ("", -1, b"")
         self._seen: set[tuple[str, int]] = set()
-        for name, facts in files.items():
-            path = folder / name
-            if not FILE.fullmatch(name):
-                raise damaged(folder / MANIFEST, "file names like rank00000.safetensors", repr(name))
-            blocks = -(-facts["nbytes"] // BLOCK)
-            if len(facts["digests"]) != blocks:
-                raise damaged(folder / MANIFEST, f"{blocks} digests of {name}", len(facts["digests"]))
-            try:
-                self._open[name] = _open(path)
-            except OSError as error:
-                raise damaged(path, "a file that can be read", error.strerror) from error
-            size = os.fstat(self._open[name]).st_size
-            if size != facts["nbytes"]:
-                raise damaged(path, f"{facts['nbytes']:,} bytes", f"{size:,} bytes")
+        try:
+            for name in files:
+                self._add(name, descriptor)
+            for name in sorted(os.listdir(descriptor)):
+                if FILE.fullmatch(name) and name not in files:
+                    raise damaged(folder / name, "only files that the manifest lists", "a file of another checkpoint")
+        except BaseException:
+            self.close()
+            raise
+
+    def _add(self, name: str, descriptor: int) -> None:
+        path, facts = self.folder / name, self._files[name]
+        if not FILE.fullmatch(name):
+            raise damaged(self.folder / MANIFEST, "file names like rank00000.safetensors", repr(name))
+        blocks = -(-facts["nbytes"] // BLOCK)
+        if len(facts["digests"]) != blocks:
+            raise damaged(self.folder / MANIFEST, f"{blocks} digests of {name}", len(facts["digests"]))
+        try:
+            self._open[name] = _open(path, descriptor)
+        except OSError as error:
+            raise damaged(path, "a file that can be read", error.strerror) from error
+        size = os.fstat(self._open[name]).st_size
+        if size != facts["nbytes"]:
+            raise damaged(path, f"{facts['nbytes']:,} bytes", f"{size:,} bytes")
 
     def close(self) -> None:
         for descriptor in self._open.values():
@@ -291,7 +345,10 @@ class Reader:
     def _block(self, name: str, block: int) -> bytes:
         if self._last[:2] != (name, block):
             nbytes = min(BLOCK, self._files[name]["nbytes"] - block * BLOCK)
-            data = os.pread(self._open[name], nbytes, block * BLOCK)
+            try:
+                data = os.pread(self._open[name], nbytes, block * BLOCK)
+            except OSError as error:
+                raise damaged(self.folder / name, "a file that can be read", error.strerror) from error
             found = digest(data)
             if len(data) != nbytes or found != self._files[name]["digests"][block]:
                 where = f"digest {self._files[name]['digests'][block]} of block {block}"
@@ -301,7 +358,61 @@ class Reader:
         return self._last[2]
 
 
-def clean(parent: Path, prefix: str) -> None:
-    """Remove what saves that were killed have left beside."""
-    for leftover in parent.glob(f".{prefix}.saving-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
+# --- what saves that were killed have left beside -------------------------------------------------------------------
+
+
+def workplace(path: Path, owner: str) -> Path:
+    """Where a save works until it publishes at `path`."""
+    return path.parent / f".{path.name}.saving-{owner}"
+
+
+def owner() -> str:
+    """Names this process among all that ever were: machine since it started, process number, process start; and chance.
+
+    A leftover's name says by that whether its save can still be under way.
+    """
+    return f"{_machine()}-{os.getpid()}-{_started(os.getpid()) or 0}-{uuid.uuid4().hex[:8]}"
+
+
+def _machine() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        return digest(boot + os.readlink("/proc/self/ns/pid"))[:16]  # a container's process numbers are its own
+    except OSError:
+        return uuid.uuid4().hex[:16]  # nobody can be asked who lives here: time will tell
+
+
+def _started(process: int) -> int | None:
+    """In clock ticks after the machine; None if there is no such process, or only its remains."""
+    try:
+        state, *fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if state in "ZX" else int(fields[18])
+
+
+def discard(folder: Path) -> None:
+    """Remove a folder as far as that goes; a later save cleans up what stays."""
+    with contextlib.suppress(OSError):  # which it raises nevertheless where a folder cannot be looked into
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def clean(parent: Path) -> None:
+    """Remove what dead saves have left in this folder, whatever they were to be named."""
+    for entry in os.scandir(parent):
+        if (match := LEFTOVER.fullmatch(entry.name)) is None:
+            continue
+        machine, process, started = match.groups()
+        if machine == _machine():
+            dead = _started(int(process)) != int(started)
+        else:
+            dead = time.time() - _last_write(entry.path) > ABANDONED
+        if dead:
+            discard(Path(entry.path))
+
+
+def _last_write(folder: str) -> float:
+    """Seconds since 1970."""
+    with contextlib.suppress(OSError):  # its save has just removed it
+        return max(os.stat(each).st_mtime for each in (folder, *(inner.path for inner in os.scandir(folder))))
+    return math.inf

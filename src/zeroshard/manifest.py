@@ -9,8 +9,9 @@ import contextlib
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,10 +19,11 @@ import torch
 from torch import Tensor
 
 from .errors import CheckpointError, UserError
-from .files import BLOCK, MANIFEST, TORCH_DTYPES, Reader, damaged, raw, read_manifest
+from .files import BLOCK, MANIFEST, TORCH_DTYPES, Reader, damaged, opened, raw, read_manifest, replaced
 
 FORMAT, VERSION = "zeroshard checkpoint", 1
 VALUE = "value"  # of a parameter: its master, or itself
+DIMENSIONS = 64  # more than any tensor has: a shape of millions is an attack
 
 
 class Stored(NamedTuple):
@@ -46,6 +48,7 @@ class Saved:
     """One checkpoint, opened: its manifest checked in every name, interval and place, and its elements to read."""
 
     folder: Path
+    descriptor: int  # of the folder, to open its files
     manifest: dict[str, Any]
     parameters: dict[str, Parameter] = field(default_factory=dict)
     states: dict[str, list[str]] = field(default_factory=dict)  # parameter -> what its optimizer keeps
@@ -58,8 +61,8 @@ class Saved:
     def __post_init__(self) -> None:
         try:
             self._check()
-            self.reader = Reader(self.folder, self.manifest["files"])
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            self.reader = Reader(self.folder, self.descriptor, self.manifest["files"])
+        except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise self.damage("a manifest as zeroshard writes it", f"{type(error).__name__}: {error}") from error
 
     def damage(self, expected: object, got: object) -> CheckpointError:
@@ -67,36 +70,28 @@ class Saved:
 
     def _check(self) -> None:
         manifest = self.manifest
-        if manifest["format"] != FORMAT or manifest["version"] != VERSION:
+        if manifest["format"] != FORMAT or type(manifest["version"]) is not int or manifest["version"] != VERSION:
             raise CheckpointError(
                 "this checkpoint is of a format that is not read here", where=str(self.folder),
-                expected=f"{FORMAT} {VERSION}", got=f"{manifest['format']} {manifest['version']}",
+                expected=f"{FORMAT} {VERSION}", got=f"{manifest['format']} {manifest['version']}"[:100],
                 instead="the zeroshard that wrote it",
             )  # fmt: skip
+        for facts in manifest["files"].values():
+            self._count(facts["nbytes"])
         for name, entry in manifest["parameters"].items():
-            shape = tuple(self._count(size) for size in entry["shape"])
-            names = [self._text(each) for each in entry["names"]]
-            self.parameters[name] = Parameter(shape, TORCH_DTYPES[entry["dtype"]], names)
-        for name, state, start, stop, dtype, shape, offset, file in manifest["fragments"]:
-            stored = Stored(
-                0 if start is None else self._count(start),
-                0 if stop is None else self._count(stop),
-                tuple(self._count(size) for size in shape),
-                TORCH_DTYPES[dtype],
-                self._text(file),
-                self._count(offset),
-            )
-            self._inside(stored)
-            if name not in self.parameters:
-                raise self.damage("fragments of the parameters it lists", repr(name))
-            key = name, self._text(state)
+            names = [self._text(each) for each in self._list(entry["names"])]
+            self.parameters[name] = Parameter(self._shape(entry["shape"]), TORCH_DTYPES[entry["dtype"]], names)
+        for name, state, start, stop, dtype, shape, offset, file in self._list(manifest["fragments"]):
+            bounds = (0, 0) if (start, stop) == (None, None) else (self._count(start), self._count(stop))
+            stored = self._stored(shape, dtype, file, offset, *bounds)
+            key = self._key(name, state)
             if start is None:
                 if key in self.whole or key in self.cut:
                     raise self.damage(f"one {state} of {name!r}", "several")
                 self.whole[key] = stored
             else:
                 if stored.shape != (stored.stop - stored.start,) or key in self.whole:
-                    raise self.damage(f"intervals of {state} of {name!r}", entry)
+                    raise self.damage(f"intervals of {state} of {name!r}", stored)
                 self.cut.setdefault(key, []).append(stored)
         for (name, state), parts in self.cut.items():
             parts.sort(key=lambda part: part.start)
@@ -105,21 +100,53 @@ class Saved:
             if [part.start for part in parts] != ends[:-1] or ends[-1] != count or len({p.dtype for p in parts}) > 1:
                 raise self.damage(f"all {count} elements of {state} of {name!r}, each once", ends)
         for name, entry in self.parameters.items():
-            if numel(entry.shape) and (name, VALUE) not in self.cut:
-                raise self.damage(f"a value of {name!r}", "none")
-        for name, state, value in manifest["values"]:
-            self.values[self._text(name), self._text(state)] = value
+            parts = self.cut.get((name, VALUE), [])
+            if bool(numel(entry.shape)) != bool(parts):
+                raise self.damage(f"a value of {name!r}", f"{len(parts)} parts")
+            held = {part.dtype for part in parts} | {entry.dtype}
+            if len(held) > 1 and not all(dtype.is_floating_point for dtype in held):
+                raise self.damage(f"a value of {name!r} in {entry.dtype}, or its master", parts[0].dtype)
+        for name, state, value in self._list(manifest["values"]):
+            key = self._key(name, state)
+            if key in self.values or key in self.cut or key in self.whole or isinstance(value, (dict, list)):
+                raise self.damage(f"one {state} of {name!r}, a number", repr(value))
+            self.values[key] = value
         for name, entry in manifest["buffers"].items():
-            self.buffers[name] = self._whole(entry["shape"], entry["dtype"], entry["file"], entry["offset"])
-        for name, shape, dtype, offset in manifest["extra_tensors"]:
-            self.extra[self._text(name)] = self._whole(shape, dtype, manifest["extra_file"], offset)
+            self.buffers[name] = self._stored(entry["shape"], entry["dtype"], entry["file"], entry["offset"])
+        for name, shape, dtype, offset in self._list(manifest["extra_tensors"]):
+            if self._text(name) in self.extra:
+                raise self.damage(f"one tensor {name!r} in extra", "several")
+            self.extra[name] = self._stored(shape, dtype, manifest["extra_file"], offset)
+        self._check_apart()
+        self._check_optimizers()
         for name, state in (*self.cut, *self.whole, *self.values):
+            if state == VALUE and (name, state) not in self.cut:
+                raise self.damage(f"a value of {name!r} that can be cut", "another")
             if state != VALUE:
                 self.states.setdefault(name, []).append(state)
         self._count(manifest["saved"], 1 << 63)
         self._count(manifest["seed"], 1 << 64)
-        if len(manifest["rng"]) != self._count(manifest["ranks"]):
+        if len(self._list(manifest["rng"])) != self._count(manifest["ranks"]):
             raise self.damage("random states of every rank", len(manifest["rng"]))
+        if not isinstance(unplain(manifest["extra"], dict.fromkeys(self.extra)), dict):
+            raise self.damage("a map in extra", "something else")
+
+    def _check_apart(self) -> None:
+        """No byte belongs to two tensors: else a small file could fill the memory."""
+        stored = [*self.whole.values(), *self.buffers.values(), *self.extra.values()]
+        stored += [part for parts in self.cut.values() for part in parts]
+        spans = sorted((s.file, s.offset, s.offset + nbytes(s)) for s in stored if numel(s.shape))
+        for (file, _, stop), (other, start, _) in pairwise(spans):
+            if file == other and start < stop:
+                raise self.damage("tensors one after the other", f"two at byte {start} of {file}")
+
+    def _check_optimizers(self) -> None:
+        for told in self._list(self.manifest["optimizers"]):
+            self._text(told["class"])
+            for group in self._list(told["groups"]):
+                for name in self._list(group["parameters"]):
+                    self._text(name)
+                group["options"].keys()
 
     def _count(self, value: Any, limit: int = 1 << 48) -> int:
         if type(value) is not int or not 0 <= value < limit:
@@ -131,17 +158,25 @@ class Saved:
             raise self.damage("a name", repr(value)[:100])
         return value
 
-    def _inside(self, stored: Stored) -> None:
-        files = self.manifest["files"]
-        if stored.file not in files:
-            raise self.damage("a file it lists", repr(stored.file)[:100])
-        if stored.offset + numel(stored.shape) * stored.dtype.itemsize > files[stored.file]["nbytes"]:
-            raise self.damage(f"tensors inside {stored.file}", f"offset {stored.offset}, shape {stored.shape}")
+    def _list(self, value: Any) -> list[Any]:
+        if not isinstance(value, list):
+            raise self.damage("a list", repr(value)[:100])
+        return value
 
-    def _whole(self, shape: Any, dtype: Any, file: Any, offset: Any) -> Stored:
-        sizes = tuple(self._count(size) for size in shape)
-        stored = Stored(0, 0, sizes, TORCH_DTYPES[dtype], self._text(file), self._count(offset))
-        self._inside(stored)
+    def _shape(self, value: Any) -> tuple[int, ...]:
+        if len(self._list(value)) > DIMENSIONS:
+            raise self.damage(f"a shape of at most {DIMENSIONS} sizes", f"{len(value)} sizes")
+        return tuple(self._count(size) for size in value)
+
+    def _key(self, name: Any, state: Any) -> tuple[str, str]:
+        if name not in self.parameters:
+            raise self.damage("states of the parameters it lists", repr(name)[:100])
+        return name, self._text(state)
+
+    def _stored(self, shape: Any, dtype: Any, file: Any, offset: Any, start: int = 0, stop: int = 0) -> Stored:
+        stored = Stored(start, stop, self._shape(shape), TORCH_DTYPES[dtype], self._text(file), self._count(offset))
+        if stored.offset + nbytes(stored) > self.manifest["files"][file]["nbytes"]:
+            raise self.damage(f"tensors inside {file}", f"offset {offset}, shape {stored.shape}")
         return stored
 
     # --- reading, every byte from a block whose digest is right -----------------------------------------------------
@@ -179,7 +214,16 @@ class Saved:
     @contextlib.contextmanager
     def open(cls, folder: Path) -> Iterator[Saved]:
         """The checkpoint in `folder`. Raises `CheckpointError` if it is not complete, or not what it says."""
-        saved = cls(folder, read_manifest(folder))
+        saved = None
+        while saved is None:
+            with opened(folder) as descriptor:
+                try:
+                    saved = cls(folder, descriptor, read_manifest(folder, descriptor))
+                except CheckpointError:
+                    if not replaced(
+                        folder, descriptor
+                    ):  # else a save has removed it under our eyes: read what it wrote
+                        raise
         try:
             yield saved
         finally:
@@ -188,6 +232,10 @@ class Saved:
 
 def numel(shape: tuple[int, ...]) -> int:
     return math.prod(shape)
+
+
+def nbytes(stored: Stored) -> int:
+    return numel(stored.shape) * stored.dtype.itemsize
 
 
 def siblings(folder: Path) -> list[Path]:
@@ -201,8 +249,9 @@ def siblings(folder: Path) -> list[Path]:
         if entry.name.startswith(".") or not entry.is_dir(follow_symlinks=False) or not (path / MANIFEST).exists():
             continue
         try:
-            found.append((read_manifest(path)["saved"], path.name))
-        except (CheckpointError, KeyError) as error:
+            with opened(path) as descriptor:
+                found.append((int(read_manifest(path, descriptor)["saved"]), path.name))
+        except (CheckpointError, LookupError, TypeError, ValueError) as error:
             warnings.warn(f"zeroshard passes over a damaged checkpoint. {error}", stacklevel=2)
     return [folder / name for _, name in sorted(found, reverse=True)]
 
@@ -232,15 +281,21 @@ def plain(where: str, value: Any, tensors: dict[str, Tensor]) -> Any:
     )  # fmt: skip
 
 
-def unplain(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    if not isinstance(value, dict):
+def unplain(value: Any, tensors: Mapping[str, Any]) -> Any:
+    """What `plain` was given. Raises ValueError, TypeError or LookupError for what it does not write."""
+    if not isinstance(value, (dict, list)):
         return value
-    ((kind, inner),) = value.items()
-    makers: dict[str, Callable[[Any], Any]] = {
-        "tensor": lambda name: tensors[name],
-        "map": lambda pairs: {key: unplain(each, tensors) for key, each in pairs},
-        "list": lambda items: [unplain(each, tensors) for each in items],
-        "tuple": lambda items: tuple(unplain(each, tensors) for each in items),
-        "float": float,
-    }
-    return makers[kind](inner)
+    kind, inner = next(iter(value.items())) if isinstance(value, dict) and len(value) == 1 else ("", None)
+    if kind == "tensor":
+        return tensors[str(inner)]
+    if kind == "float" and inner in ("nan", "inf", "-inf"):
+        return float(inner)
+    if kind not in ("map", "list", "tuple") or not isinstance(inner, list):
+        raise ValueError(f"extra holds {value!r:.100}")
+    if kind == "map":
+        made = {key: unplain(each, tensors) for key, each in inner if isinstance(key, (str, int))}
+        if len(made) != len(inner):
+            raise ValueError(f"extra holds a map with keys that are twice there, or no keys: {inner!r:.100}")
+        return made
+    items = [unplain(each, tensors) for each in inner]
+    return tuple(items) if kind == "tuple" else items

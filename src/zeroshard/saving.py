@@ -9,11 +9,9 @@ from __future__ import annotations
 import atexit
 import os
 import platform
-import shutil
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +24,7 @@ from .checkpoint import Engine, options, persistent, pieces, rng_states, values
 from .comm import Group
 from .errors import CheckpointError, PeerError, UserError
 from .events import HOST, Ledger
-from .files import DTYPES, clean, publish, remove, write_manifest, write_tensors
+from .files import DTYPES, discard, make_room, owner, publish, remove, workplace, write_manifest, write_tensors
 from .manifest import FORMAT, VERSION, plain, siblings
 
 SNAPSHOT = "snapshot"  # in the ledger: what a save behind the training holds
@@ -105,14 +103,14 @@ def save(
         snapshot = _snapshot(engine, extra, copied=asynchronous)
     except (UserError, CheckpointError, RuntimeError, MemoryError) as error:
         problem = f"{type(error).__name__}: {error}" if isinstance(error, MemoryError) else f"{error}"
-    told = group.describe({"token": uuid.uuid4().hex, "name": target.name, "problem": problem})
+    told = group.describe({"owner": owner(), "name": target.name, "problem": problem})
     _raise(target, [each["problem"] for each in told])
     names = [each["name"] for each in told]
     if len(set(names)) > 1:
         raise PeerError("the ranks save to different places", expected=names[0], got=names)
     assert snapshot is not None
     nbytes = sum(tensor.numel() * tensor.itemsize for tensor in snapshot.tensors.values())
-    beside = target.parent / f".{target.name}.saving-{told[0]['token']}"
+    beside = workplace(target, told[0]["owner"])
 
     def work() -> None:
         try:
@@ -194,12 +192,12 @@ def _write(group: Group, snapshot: Snapshot, beside: Path, target: Path, keep: i
     """Write, agree, publish, agree. Whatever fails on a rank is told to all before any of them raises."""
     first = group.rank == 0
     try:
-        _together(group, target, lambda: _make_room(beside, target) if first else None)
+        _together(group, target, lambda: make_room(beside, target) if first else None)
         own = _together(group, target, lambda: _write_own(group, snapshot, beside))
         _together(group, target, lambda: _publish(snapshot.head, own, beside, target) if first else None)
     except CheckpointError:
         if first:
-            shutil.rmtree(beside, ignore_errors=True)
+            discard(beside)
         group.describe(None)  # nobody raises while anything of it is left
         raise
     if keep is not None:
@@ -227,12 +225,6 @@ def _raise(target: Path, problems: Sequence[str | None]) -> None:
             "the checkpoint was not saved; the one before it and the training are as they were",
             where=str(target), got="; ".join(told), instead="make room or name another folder, and save again",
         )  # fmt: skip
-
-
-def _make_room(beside: Path, target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    clean(target.parent, target.name)
-    beside.mkdir()
 
 
 def _write_own(group: Group, snapshot: Snapshot, beside: Path) -> dict[str, Any]:

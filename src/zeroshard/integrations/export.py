@@ -17,7 +17,6 @@ import json
 import os
 import re
 import shutil
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +29,7 @@ from ..buffer import Buffer
 from ..checkpoint import Engine, persistent
 from ..comm import Group
 from ..errors import CheckpointError, Error, PeerError, UserError
-from ..files import DTYPES, clean, publish, raw
+from ..files import DTYPES, clean, owner, publish, raw, workplace
 from ..manifest import VALUE, Saved, numel
 
 INDEX, CONFIG = "model.safetensors.index.json", "config.json"
@@ -155,9 +154,9 @@ def _write(descriptor: int, data: Any, offset: int) -> None:
 class Folder:
     """Where an export is written beside `target`, and appears by one rename. What fails leaves nothing."""
 
-    def __init__(self, target: Path, token: str) -> None:
+    def __init__(self, target: Path, owner: str) -> None:
         self.target = target
-        self.beside = target.parent / f".{target.name}.saving-{token}"
+        self.beside = workplace(target, owner)
 
     def begin(self, wanted: Wanted, tensors: Mapping[str, Kind], *, config: bool) -> Weights:
         foreign = _foreign(self.target, config=config) if self.target.is_dir() and not wanted.overwrite else []
@@ -167,7 +166,7 @@ class Folder:
                 instead="another folder" + ", or overwrite to replace all of it" * bool(foreign),
             )  # fmt: skip
         self.target.parent.mkdir(parents=True, exist_ok=True)
-        clean(self.target.parent, self.target.name)
+        clean(self.target.parent)
         self.beside.mkdir()
         return Weights(self.beside, tensors, wanted.file_nbytes)
 
@@ -207,7 +206,7 @@ def _made_here(path: Path) -> bool:
 
 def export_saved(saved: Saved, target: Path, wanted: Wanted) -> list[tuple[str, int]]:
     """Write the weights of a checkpoint, block by block in the order of its files. Returns (file, bytes)."""
-    folder = Folder(target.absolute(), uuid.uuid4().hex)
+    folder = Folder(target.absolute(), owner())
     tensors = {name: Kind(each.shape, wanted.of(each.dtype), each.names) for name, each in saved.parameters.items()}
     tensors |= {name: Kind(stored.shape, wanted.of(stored.dtype), [name]) for name, stored in saved.buffers.items()}
     parts = [(name, part) for (name, state), cut in saved.cut.items() if state == VALUE for part in cut]
@@ -236,10 +235,10 @@ def export_saved(saved: Saved, target: Path, wanted: Wanted) -> list[tuple[str, 
 def export(engine: Engine, path: str | os.PathLike[str], wanted: Wanted) -> None:
     """Gather bucket by bucket, from masters where there are any; rank 0 writes. Raises on every rank or on none."""
     target, group = Path(path).absolute(), engine.group
-    told = group.describe({"token": uuid.uuid4().hex, "asked": f"{target.name}, {wanted}"})
+    told = group.describe({"owner": owner(), "asked": f"{target.name}, {wanted}"})
     if len({each["asked"] for each in told}) > 1:
         raise PeerError("the ranks export differently", expected=told[0]["asked"], got=[each["asked"] for each in told])
-    folder, weights = Folder(target, told[0]["token"]), None
+    folder, weights = Folder(target, told[0]["owner"]), None
     problems: list[str] = []
     whole = _whole(engine)
     try:

@@ -1,0 +1,485 @@
+"""What disks and machines do to a save: no checkpoint is lost, none is half there, and the next save tidies up.
+
+Single-rank jobs need no process group, so a warm worker forks a job that is to die from an engine it has built.
+"""
+
+import contextlib
+import errno
+import io
+import itertools
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import traceback
+
+import pytest
+import torch
+import xxhash
+
+from test_checkpoint import build, step
+from zeroshard import files
+from zeroshard.checkpoint import options, persistent, pieces, rng_states, values
+from zeroshard.errors import CheckpointError, PeerError
+from zeroshard.files import raw
+
+
+def bits(zero):
+    """A digest of all that a load may change on this rank."""
+    engine = zero._engine()
+    told = [list(values(engine)), [options(binding) for binding in engine.bindings], rng_states(), zero.seed]
+    found = xxhash.xxh3_128(repr(told).encode())
+    held = [(repr(tuple(place)), tensor) for *place, tensor in [*pieces(engine), *persistent(engine.model)]]
+    for place, tensor in sorted(held, key=lambda each: each[0]):
+        found.update(repr((place, tensor.dtype, tensor.shape)).encode())
+        found.update(raw(tensor.detach().contiguous()))
+    return found.hexdigest()
+
+
+def job(steps, **options):
+    model, optimizer, zero = build("mlp", 3, **options)
+    for number in range(steps):
+        step("mlp", model, optimizer, number, total=zero.world_size)
+    return model, optimizer, zero
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+# ----------------------------------------------------------------------------------------------------- killed anywhere
+
+NOT_FILES = {"fspath", "getpid", "get_inheritable", "cpu_count", "urandom"}
+
+
+def at_call(number, act, events=("c_call", "c_return")):
+    """Do `act` at the number-th call into the system from now: just before and just after every one of them counts."""
+    seen = itertools.count()
+
+    def profile(frame, event, arg):
+        if event not in events or arg.__name__ in NOT_FILES:
+            return
+        system = "_io" in (arg.__module__, type(arg.__self__).__module__) or arg.__module__ == "posix"
+        if system and next(seen) == number:
+            act()
+
+    sys.setprofile(profile)
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def forked(act):
+    """How a copy of this process ended that did `act`: its exit code, or minus the signal."""
+    state = random.getstate()  # Python seeds anew in a child
+    child = os.fork()
+    if not child:
+        try:
+            random.setstate(state)
+            act()
+            os._exit(0)
+        except BaseException:
+            sys.setprofile(None)
+            traceback.print_exc()
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def dies_everywhere(folder, over, stride):
+    _, _, before = job(1)
+    _, _, now = job(2)
+    _, _, reader = job(0)
+    found = {}
+    before.save(folder / "old" / "a", extra={"which": "before"})
+    now.save(folder / "new" / "a", extra={"which": "now"})
+    for path, which in ((folder / "old" / "a", "before"), (folder / "new" / "a", "now")):
+        reader.load(path)
+        found[which] = bits(reader)
+    assert found["before"] != found["now"]
+    seen = {"before": 0, "now": 0, None: 0}
+    for number in itertools.count(0, stride):
+        parent = folder / f"{number}"
+        if over:
+            shutil.copytree(folder / "old", parent)
+        else:
+            parent.mkdir()
+
+        def save(number=number, parent=parent):
+            at_call(number, die)
+            now.save(parent / "a", extra={"which": "now"})
+            sys.setprofile(None)
+
+        code = forked(save)
+        if (parent / "a").exists():
+            which = reader.load(parent / "a").extra["which"]
+            assert bits(reader) == found[which], number
+        else:
+            which = None
+        seen[which] += 1
+        assert which == "now" or over == (which == "before"), number
+        if code == 0:
+            assert which == "now" and names(parent) == ["a"]
+            return seen, sum(seen.values()) - 1
+        assert code == -signal.SIGKILL, code
+        left = set(names(parent)) - {"a"}
+        assert len(left) <= 1, left
+        now.save(parent / "b")  # another name: what a dead save has left goes all the same
+        assert names(parent) == (["a", "b"] if which else ["b"]), number
+        reader.load(parent / "b")
+        now.save(parent / "a", extra={"which": "now"})
+        assert reader.load(parent / "a").extra == {"which": "now"} and bits(reader) == found["now"]
+        shutil.rmtree(parent)
+    raise AssertionError("unreachable")
+
+
+def killed_everywhere(ranks, folder, over, stride):
+    ((seen, killed),) = ranks.run(1, dies_everywhere, folder, over, stride, group=False, timeout=600)
+    assert seen["now"] >= 1 and seen["before" if over else None] >= 1
+    return killed
+
+
+@pytest.mark.parametrize("over", [False, True], ids=["fresh", "over"])
+def test_row37_a_save_killed_anywhere_leaves_the_one_before(ranks, tmp_path, over):
+    assert killed_everywhere(ranks, tmp_path, over, 5) >= 9
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("over", [False, True], ids=["fresh", "over"])
+def test_row37_a_save_killed_at_every_call_leaves_the_one_before(ranks, tmp_path, over):
+    killed = killed_everywhere(ranks, tmp_path, over, 1)
+    print(f"killed at {killed} places")
+    assert killed >= 60
+
+
+def dies_on(path, victim, number):
+    """The victim's save dies; the other rank hears of it."""
+    _, _, zero = job(2)
+    if zero.rank == victim:
+        at_call(number, die)
+    try:
+        zero.save(path, extra={"which": "now"})
+    except (PeerError, CheckpointError):
+        return "told"
+    return "saved"
+
+
+def saves_first(path):
+    job(1)[2].save(path, extra={"which": "before"})
+
+
+def loads_one_of_both(path):
+    """Which of the two is at `path`: all of its bits."""
+    _, _, zero = job(0)
+    which = zero.load(path).extra["which"]
+    assert bits(zero) == bits(job({"before": 1, "now": 2}[which])[2])
+    zero.save(path, extra={"which": which})
+    return which, names(path.parent)
+
+
+def killed_of_two(ranks, folder, victim, number):
+    path = folder / "a"
+    ranks.run(2, saves_first, path)
+    outcomes = ranks.run(2, dies_on, path, victim, number, expect_errors=True)
+    assert outcomes[victim].type == "Died" and outcomes[1 - victim] in ("told", "saved"), outcomes
+    told = ranks.run(2, loads_one_of_both, path)
+    assert told[0] == told[1] and told[0][1] == ["a"]
+    assert told[0][0] == "now" or outcomes[1 - victim] == "told"
+    return told[0][0]
+
+
+def test_row37_one_of_two_ranks_killed_in_a_save(ranks, tmp_path):
+    assert killed_of_two(ranks, tmp_path, 1, 9) == "before"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_row37_one_of_two_ranks_killed_at_many_calls(ranks, tmp_path):
+    seen = {}
+    for victim, points in ((1, range(0, 24, 3)), (0, range(0, 96, 12))):
+        for number in points:
+            folder = tmp_path / f"{victim}-{number}"
+            folder.mkdir()
+            which = killed_of_two(ranks, folder, victim, number)
+            seen[victim, which] = seen.get((victim, which), 0) + 1
+    print(seen)
+    assert seen[1, "before"] == 8 and seen[0, "before"] + seen.get((0, "now"), 0) == 8
+
+
+def leftover(parent, name, *, machine=None, process=None, started=None, age=0.0):
+    mine = files.owner().split("-")
+    folder = parent / f".{name}.saving-{machine or mine[0]}-{process or mine[1]}-{started or mine[2]}-01234567"
+    folder.mkdir()
+    (folder / "rank00000.safetensors").write_bytes(b"x")
+    for path in (folder / "rank00000.safetensors", folder):
+        os.utime(path, (time.time() - age,) * 2)
+    return folder
+
+
+def test_row37_only_dead_saves_leftovers_are_removed(tmp_path):
+    """Dead: of a process of this machine that has ended; or of another machine, and not written to for a day."""
+    _, _, zero = job(0)
+    kept = [
+        leftover(tmp_path, "a"),  # this very process could be saving behind the training
+        leftover(tmp_path, "a", process=os.getppid(), started=files._started(os.getppid())),
+        leftover(tmp_path, "a", machine="0" * 16, process=1),
+        leftover(tmp_path, "b", machine="0" * 16, process=2, age=files.ABANDONED - 100),
+    ]
+    other = tmp_path / ".a.saving-by-hand"
+    other.mkdir()
+    gone = [
+        leftover(tmp_path, "a", started=1),  # the number has gone to another process since
+        leftover(tmp_path, "other", process=1 << 30),
+        leftover(tmp_path, "a", machine="1" * 16, age=files.ABANDONED + 100),
+    ]
+    zero.save(tmp_path / "a")
+    assert names(tmp_path) == sorted([*(path.name for path in kept), other.name, "a"])
+    assert not any(path.exists() for path in gone)
+
+
+def test_row47_what_is_no_checkpoint_is_not_replaced(tmp_path):
+    """Saving into a folder of other things would remove them."""
+    _, _, zero = job(0)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.tex").write_text("years")
+    with pytest.raises(CheckpointError, match="would remove what is no checkpoint's"):
+        zero.save(tmp_path / "run")
+    zero.save(tmp_path / "run" / "a")
+    with pytest.raises(CheckpointError, match=r"'a', 'thesis.tex'"):
+        zero.save(tmp_path / "run")
+    (tmp_path / "file").write_text("a file")
+    with pytest.raises(CheckpointError, match="not saved"):
+        zero.save(tmp_path / "file")
+    assert names(tmp_path / "run") == ["a", "thesis.tex"] and names(tmp_path) == ["file", "run"]
+
+
+# ------------------------------------------------------------------------------------------------- errors of the disk
+
+
+def fails_everywhere(folder, over, code, stride):
+    """Every call into the system fails once, in a save each; then it succeeds."""
+    _, _, before = job(1)
+    _, _, now = job(2)
+    _, _, reader = job(0)
+    path, failed, hidden = folder / "a", 0, 0
+    mine = bits(now)
+    for number in itertools.count(0, stride):
+        shutil.rmtree(path, ignore_errors=True)
+        if over:
+            before.save(path, extra={"which": "before"})
+        fault = OSError(code, os.strerror(code), "it")
+
+        def fail(fault=fault):
+            raise fault
+
+        at_call(number, fail, ["c_call"])
+        problem = None
+        try:
+            now.save(path, extra={"which": "now"})
+        except CheckpointError as error:
+            problem = f"{error}"
+        ended = problem is None and sys.getprofile() is not None  # nothing failed: a save has fewer calls
+        sys.setprofile(None)
+        assert problem is None or (os.strerror(code) in problem and "not saved" in problem)
+        which = "now" if problem is None else "before" if over else None
+        failed, hidden = failed + (problem is not None), hidden + (problem is None and not ended)
+        assert bits(now) == mine
+        if which is None:
+            assert not path.exists(), number
+        else:
+            assert reader.load(path).extra == {"which": which}, number
+        for left in set(names(folder)) - {"a"}:  # its removal is what failed: the next process removes it
+            assert which != "now" or over, left
+            shutil.rmtree(folder / left)
+        if ended:
+            return failed, hidden
+    raise AssertionError("unreachable")
+
+
+@pytest.mark.parametrize("over", [False, True], ids=["fresh", "over"])
+def test_row39_any_call_that_fails_publishes_nothing(ranks, tmp_path, over):
+    """Opens, writes, fsyncs (of file, folder and what holds it), renames, closes: EIO from each in turn."""
+    ((failed, _),) = ranks.run(1, fails_everywhere, tmp_path, over, errno.EIO, 3, group=False)
+    assert failed >= 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EINVAL])
+@pytest.mark.parametrize("over", [False, True], ids=["fresh", "over"])
+def test_row39_each_call_that_fails_publishes_nothing(ranks, tmp_path, over, code):
+    ((failed, hidden),) = ranks.run(1, fails_everywhere, tmp_path, over, code, 1, group=False, timeout=170)
+    print(f"{failed} failures told, {hidden} of no consequence")
+    assert failed >= 30
+
+
+def meets_a_limit(path, victim, limit):
+    """A file of the victim's may not grow beyond `limit` bytes."""
+    model, optimizer, zero = job(1)
+    zero.save(path, extra={"which": "before"})
+    step("mlp", model, optimizer, 1, total=2)
+    mine = bits(zero)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if zero.rank == victim:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
+    try:
+        with pytest.raises(CheckpointError) as error:
+            zero.save(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert bits(zero) == mine and names(path.parent) == ["a"]
+    step("mlp", model, optimizer, 2, total=2)
+    assert zero.load(path).extra == {"which": "before"}
+    return f"{error.value}"
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_row38_a_rank_that_runs_out_of_space_fails_all(ranks, tmp_path, victim):
+    """The same error on both, with the file and what it needs; nothing is left of it and the training goes on."""
+    first, second = ranks.run(2, meets_a_limit, tmp_path / "a", victim, 1000)
+    assert first == second
+    assert f"rank {victim}: File too large" in first and f"rank{victim:05d}.safetensors" in first
+    assert "bytes to write" in first
+
+
+@contextlib.contextmanager
+def mounted(folder, *arguments):
+    folder.mkdir(exist_ok=True)
+    done = subprocess.run(["mount", *arguments, folder], capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"cannot mount here: {done.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+def meets_a_full_disk(path):
+    model, optimizer, zero = build("gpt", 3)
+    step("gpt", model, optimizer, 0, total=2)
+    zero.save(path, extra={"n": 1})
+    ballast = torch.zeros(150_000 if zero.rank == 0 else 0)  # bytes: 4 each
+    mine = bits(zero)
+    with pytest.raises(
+        CheckpointError, match=r"rank 0: No space left on device \([\d,]+ bytes to write\): .*rank00000"
+    ):
+        zero.save(path, extra={"ballast": ballast})
+    assert bits(zero) == mine and names(path.parent) == ["a"]
+    return zero.load(path).extra == {"n": 1}
+
+
+def test_row38_a_full_disk(ranks, tmp_path):
+    with mounted(tmp_path / "small", "-t", "tmpfs", "-o", "size=600k", "tmpfs"):
+        assert ranks.run(2, meets_a_full_disk, tmp_path / "small" / "a") == [True, True]
+
+
+def meets_a_lock(path, message):
+    _, _, zero = job(1)
+    with pytest.raises(CheckpointError, match=message):
+        zero.save(path)
+    return f"{zero.load(path).extra}"
+
+
+def test_row39_a_read_only_folder(ranks, tmp_path):
+    ranks.run(2, saves_first, tmp_path / "d" / "a")
+    with mounted(tmp_path / "d", "--bind", "-o", "ro", tmp_path / "d"):
+        told = ranks.run(2, meets_a_lock, tmp_path / "d" / "a", "rank 0: Read-only file system")
+    assert told == ["{'which': 'before'}"] * 2 and names(tmp_path / "d") == ["a"]
+
+
+def test_row39_a_file_system_that_cannot_exchange(tmp_path, monkeypatch):
+    """As on some network file systems: saving over a checkpoint is refused there, and to another name works."""
+    _, _, zero = job(1)
+    zero.save(tmp_path / "a", extra={"n": 1})
+
+    def refuse(one, other):
+        raise OSError(errno.EINVAL, "Invalid argument", f"{other}")
+
+    monkeypatch.setattr(files, "_exchange", refuse)
+    with pytest.raises(CheckpointError, match="Invalid argument"):
+        zero.save(tmp_path / "a", extra={"n": 2})
+    assert zero.load(tmp_path / "a").extra == {"n": 1} and names(tmp_path) == ["a"]
+    zero.save(tmp_path / "b", extra={"n": 2})
+    assert names(tmp_path) == ["a", "b"]
+
+
+def test_row39_a_parent_that_is_a_file(tmp_path):
+    _, _, zero = job(0)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="Not a directory|File exists"):
+        zero.save(tmp_path / "file" / "a")
+    zero.save(tmp_path / "not" / "yet" / "there")
+    zero.load(tmp_path / "not" / "yet" / "there")
+
+
+class Lying(io.FileIO):
+    """Says that it wrote, and did not."""
+
+    def write(self, data):
+        self.seek(len(memoryview(data).cast("B")), os.SEEK_CUR)
+        return len(memoryview(data).cast("B"))
+
+
+@pytest.mark.parametrize("lost", ["rank00000.safetensors", "manifest.json"])
+def test_row42_a_lost_write_that_reports_success(tmp_path, monkeypatch, lost):
+    _, _, zero = job(1)
+    if lost == "manifest.json":
+        monkeypatch.setattr(files, "open", lambda path, mode, **_: io.TextIOWrapper(Lying(path, mode)), raising=False)
+    else:
+        monkeypatch.setattr(files.os, "pwrite", lambda descriptor, data, at: len(data))
+    zero.save(tmp_path / "a")
+    monkeypatch.undo()
+    mine = bits(zero)
+    with pytest.raises(CheckpointError, match=rf"{lost}"):
+        zero.load(tmp_path / "a")
+    assert bits(zero) == mine
+
+
+# ---------------------------------------------------------------------------------------------------- at the same time
+
+
+def saves_and_reads(path, rounds):
+    """Ranks 0 and 1 are two jobs that save to one place; rank 2 reads there until both have ended."""
+    import ranks
+
+    rank = ranks.rank()
+    model, _, zero = job(1)
+    if rank < 2:
+        for number in range(rounds):
+            mark = 1000.0 * (rank + 1) + number
+            with zero.gathered(), torch.no_grad():
+                for param in model.parameters():
+                    param.fill_(mark)
+            zero.save(path, extra={"mark": mark})
+        (path.parent / f"done-{rank}").touch()
+        return rounds
+    seen = []
+    while not all((path.parent / f"done-{other}").exists() for other in range(2)):
+        if path.exists():
+            mark = zero.load(path).extra["mark"]
+            with zero.gathered():
+                assert all((param == mark).all() for param in model.parameters()), mark
+            seen.append(mark)
+    return seen
+
+
+def at_once(ranks, folder, rounds):
+    *_, seen = ranks.run(3, saves_and_reads, folder / "a", rounds, group=False, timeout=500)
+    assert names(folder) == ["a", "done-0", "done-1"]
+    return seen
+
+
+def test_row47_two_savers_and_a_reader(ranks, tmp_path):
+    assert len(set(at_once(ranks, tmp_path, 20))) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_row47_two_savers_and_a_reader_for_200_rounds(ranks, tmp_path):
+    seen = at_once(ranks, tmp_path, 200)
+    print(f"{len(seen)} loads of {len(set(seen))} different checkpoints")
+    assert {int(mark) // 1000 for mark in seen} == {1, 2}

@@ -160,9 +160,14 @@ def parsed_rng(states: Mapping[str, Any]) -> Rng:
         torch.frombuffer(bytearray.fromhex(states["torch"]), dtype=torch.uint8),
         torch.frombuffer(bytearray.fromhex(states["cuda"]), dtype=torch.uint8) if "cuda" in states else None,
     )
+    # NumPy would read keys[pos] wherever that is; Python takes any gauss, and returns it.
+    if not 0 <= rng.numpy[2] <= 624 or version != 3 or not isinstance(gauss, (float, type(None))):
+        raise ValueError("no state of a random number generator")
     random.Random().setstate(rng.python)
     numpy.random.RandomState().set_state(rng.numpy)
     torch.Generator().set_state(rng.torch)
+    if rng.cuda is not None and torch.cuda.is_available():
+        torch.Generator("cuda").set_state(rng.cuda)
     return rng
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from .comm import Group
 from .errors import CheckpointError, PeerError
 from .files import canonical, digest
 from .manifest import VALUE, Saved, Stored, siblings, unplain
-from .optim import Binding
+from .optim import SCALARS, Binding, Fragment
 
 
 class Loaded(NamedTuple):
@@ -54,7 +54,7 @@ def load(engine: Engine, path: str | os.PathLike[str], *, strict: bool) -> Loade
             differences = _differences(engine, saved)
             if not (differences and strict):
                 staged = _stage(engine, saved)
-    except (CheckpointError, OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # the other ranks must hear of it, whatever it is
         problem = f"{error}" if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
     seen = None if manifest is None else digest(canonical(manifest))
     everyone = group.describe({"problem": problem, "differences": differences, "manifest": seen})
@@ -118,24 +118,75 @@ def _group_differences(engine: Engine, saved: Saved) -> list[str]:
         return [f"{len(engine.bindings)} optimizers, saved were {len(theirs)}"]
     found = []
     for number, (binding, told) in enumerate(zip(engine.bindings, theirs, strict=True)):
-        mine = options(binding)
-        if mine["class"] != told["class"]:
-            found.append(f"optimizer {number} is {mine['class']}, saved was {told['class']}")
-        for at, group in enumerate(mine["groups"]):
-            match = _match(group, told["groups"])
-            if match is None:
-                found.append(
-                    f"optimizer {number}: no saved group holds just what group {at} does, {group['parameters'][:3]}"
-                )
-            elif match["options"].keys() != group["options"].keys():
-                other = sorted(match["options"].keys() ^ group["options"].keys())
-                found.append(f"optimizer {number}, group {at}: options {other} are only on one side")
+        if told["class"] != (kind := type(binding.optimizer).__name__):
+            found.append(f"optimizer {number} is {kind}, saved was {told['class']}")
+            continue
+        for at, match in enumerate(_matches(binding, told)):
+            where = f"optimizer {number}, group {at}"
+            if match.saved is None:
+                found.append(f"{where}: no saved group holds just what it does, {match.names[:3]}")
+                continue
+            if other := sorted(match.mine.keys() ^ match.saved.keys()):
+                found.append(f"{where}: options {other} are only on one side")
+            for key in match.mine.keys() & match.saved.keys():
+                mine, theirs = match.mine[key], match.saved[key]
+                if not _alike(mine, theirs):
+                    found.append(f"{where}: option {key!r} is {mine!r}, saved was {theirs!r:.100}")
+            for fragment in match.fragments:
+                found += [f"{where}: {each}" for each in _state_differences(binding, fragment, match, saved)]
     return found
 
 
-def _match(group: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    wanted = sorted(group["parameters"])
-    return next((each for each in groups if sorted(each["parameters"]) == wanted), None)
+class Match(NamedTuple):
+    """A group of an optimizer's, its parameters by name, its options now and as saved, and what it holds here."""
+
+    group: dict[str, Any]
+    names: list[str]
+    mine: Mapping[str, Any]
+    saved: Mapping[str, Any] | None
+    fragments: list[Fragment]
+
+
+def _matches(binding: Binding, told: Mapping[str, Any]) -> Iterator[Match]:
+    by_names = {tuple(sorted(each["parameters"])): each["options"] for each in reversed(told["groups"])}
+    held = {id(fragment.param): fragment for fragment in binding.fragments}
+    for group, mine in zip(binding.optimizer.param_groups, options(binding)["groups"], strict=True):
+        names, fragments = mine["parameters"], [held[id(p)] for p in group["params"] if id(p) in held]
+        yield Match(group, names, mine["options"], by_names.get(tuple(sorted(names))), fragments)
+
+
+def _alike(mine: Any, theirs: Any) -> bool:
+    """Can an option that is `mine` become `theirs`? None stands for a bool or a text that was not chosen."""
+    if isinstance(mine, list) and isinstance(theirs, list):
+        return len(mine) == len(theirs) and all(map(_alike, mine, theirs))
+    if type(theirs) is int and not -(1 << 63) <= theirs < 1 << 63:
+        return False
+    kinds = {float if type(each) is int else type(each) for each in (mine, theirs)}
+    return len(kinds) == 1 or kinds in ({bool, type(None)}, {str, type(None)})
+
+
+def _state_differences(binding: Binding, fragment: Fragment, match: Match, saved: Saved) -> list[str]:
+    """Where the optimizer, which keeps state of a parameter already, would get another kind of it."""
+    name, numel = fragment.buffer.bucket.slots[fragment.position].name, fragment.param.numel()
+    mine, theirs = {}, {}
+    for key, value in binding.optimizer.state.get(fragment.param, {}).items():
+        like = isinstance(value, Tensor) and value.numel() == numel and key not in SCALARS
+        mine[key] = _kind(value.dtype, None if like else value.shape) if isinstance(value, Tensor) else "a number"
+    for at in ((name, state) for state in saved.states.get(name, ())):
+        stored = saved.cut[at][0] if at in saved.cut else saved.whole.get(at)
+        theirs[at[1]] = _kind(stored.dtype, None if at in saved.cut else stored.shape) if stored else "a number"
+    keys = mine.keys() | theirs.keys()
+    if match.saved is None or any(bool(match.mine.get(key)) != bool(value) for key, value in match.saved.items()):
+        keys = mine.keys() & theirs.keys()  # amsgrad or not, momentum or none: which states there are is an option's
+    return [
+        f"state {key!r} of {name!r} is {mine.get(key, 'not kept')}, saved was {theirs.get(key, 'none')}"
+        for key in (sorted(keys) if mine and theirs else ())
+        if mine.get(key) != theirs.get(key)
+    ]
+
+
+def _kind(dtype: torch.dtype, shape: Sequence[int] | None) -> str:
+    return f"{'floating' if dtype.is_floating_point else dtype} {'per element' if shape is None else list(shape)}"
 
 
 def _stage(engine: Engine, saved: Saved) -> Staged:
@@ -147,21 +198,22 @@ def _stage(engine: Engine, saved: Saved) -> Staged:
     }
     for name in fitting:
         _stage_value(engine, saved, name, staged)
-    for binding, told in zip(engine.bindings, manifest["optimizers"], strict=False):
-        for group, mine in zip(binding.optimizer.param_groups, options(binding)["groups"], strict=True):
-            match = _match(mine, told["groups"])
-            if match is not None:
-                staged.groups.append((group, match["options"]))
-        groups = {id(param): group for group in binding.optimizer.param_groups for param in group["params"]}
-        for fragment in binding.fragments:
-            slot = fragment.buffer.bucket.slots[fragment.position]
-            if slot.name in fitting and fragment.param.numel():
-                part, group = slot.within(*fragment.buffer.updated), groups[id(fragment.param)]
-                states = {
-                    state: _state(saved, (slot.name, state), part, fragment.param, group)
-                    for state in saved.states.get(slot.name, ())
-                }
-                staged.states.append((binding, fragment.param, states))
+    paired = len(engine.bindings) == len(manifest["optimizers"])
+    for binding, told in zip(engine.bindings, manifest["optimizers"] if paired else [], strict=False):
+        for match in _matches(binding, told) if told["class"] == type(binding.optimizer).__name__ else ():
+            theirs = (match.saved or {}).items()
+            fit = {key: value for key, value in theirs if key in match.mine and _alike(match.mine[key], value)}
+            staged.groups.append((match.group, fit))
+            for fragment in match.fragments:
+                slot = fragment.buffer.bucket.slots[fragment.position]
+                fits = slot.name in fitting and not _state_differences(binding, fragment, match, saved)
+                if fits and fragment.param.numel():
+                    part = slot.within(*fragment.buffer.updated)
+                    states = {
+                        state: _state(saved, (slot.name, state), part, fragment.param, match.group)
+                        for state in saved.states.get(slot.name, ())
+                    }
+                    staged.states.append((binding, fragment.param, states))
     for name, tensor in persistent(engine.model):
         if name in saved.buffers and _fits(saved.buffers[name], tensor):
             staged.buffers[name] = saved.read(saved.buffers[name])

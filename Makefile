@@ -9,7 +9,7 @@ install: .venv/installed
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear .venv && $(BIN)/pip install -q -c constraints.txt -e '.[dev]' && touch $@
 
-demo: install ## train at stage 3 and at stage 0 on two local ranks, and compare every bit
+demo: install ## train at stage 3, at stage 0, and resumed on other ranks, and compare every bit
 	$(BIN)/zeroshard demo
 
 test: install ## everything but what is marked slow

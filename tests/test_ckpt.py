@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -287,3 +288,24 @@ def test_bad_options_are_one_line_and_exit_code_2(command):
     }.items():
         code, out, said = command("ckpt", "export", "a", "b", *words.split())
         assert (code, out, said.count("\n")) == (2, "", 1) and says in said
+
+
+# ------------------------------------------------------------------------------------------------------------- the page
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed")  # of its section on DCP
+def test_the_page_shows_what_the_commands_print(tmp_path, monkeypatch, command):
+    """docs/checkpoints.md, its snippets and then its blocks; `…` stands for what differs from run to run."""
+    page = (Path(__file__).parents[1] / "docs" / "checkpoints.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    scope = {"__name__": "__main__"}
+    for snippet in re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL):
+        exec(compile(snippet, "checkpoints.md", "exec"), scope)
+    blocks = re.findall(r"^```console\n\$ zeroshard (.*)\n((?:.|\n)*?)^```$", page, re.MULTILINE)
+    assert [words.split()[1] for words, _ in blocks] == ["inspect", "inspect", "verify", "diff", "export"]
+    for words, shown in blocks:
+        code, out, _ = command(*words.split())
+        assert code == (1 if " diff " in words else 0)
+        printed = "\n".join(line.rstrip() for line in out.strip("\n").splitlines())
+        pattern = re.sub(r"\\?…", "(.|\n)*", re.escape(shown.strip("\n")))
+        assert re.fullmatch(re.sub(r"(\\ )+", " +", pattern), re.sub("^ +", " ", printed, flags=re.MULTILINE)), words

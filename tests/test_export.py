@@ -261,7 +261,7 @@ def test_no_whole_tensor_is_held_while_a_checkpoint_is_exported(tmp_path):
 
 @pytest.mark.slow
 def test_a_gigabyte_is_exported_under_300_megabytes(tmp_path):
-    """Above an interpreter that has imported torch and zeroshard; both ends in processes of their own."""
+    """Above an interpreter that has imported torch and what exports; both ends in processes of their own."""
     program = """
         import sys, torch, zeroshard
         model = torch.nn.Sequential(*(torch.nn.Linear(4096, 4096, bias=False) for _ in range(16)))
@@ -271,8 +271,7 @@ def test_a_gigabyte_is_exported_under_300_megabytes(tmp_path):
     program = """
         import sys
         from pathlib import Path
-        from zeroshard.integrations import export
-from zeroshard.integrations.export import Wanted, export_saved
+        from zeroshard.integrations.export import Wanted, export_saved
         from zeroshard.manifest import Saved
 
         def most():

@@ -256,6 +256,49 @@ def test_no_flipped_bit_loads_silently(tmp_path, checkpoint):
     zero.load(path)
 
 
+def changed_meanwhile(path):
+    """Rank 1's file changes when all is checked and nothing is read: says what every rank is told."""
+    _, _, zero = build("gpt", 3)
+    commit = zeroshard.loading.commit
+
+    def late(engine, staged):
+        if zero.rank == 1:
+            file = path / "rank00001.safetensors"
+            file.write_bytes(file.read_bytes()[:-1] + b"x")
+        torch.distributed.barrier()
+        commit(engine, staged)
+
+    zeroshard.loading.commit = late
+    try:
+        with pytest.raises(CheckpointError, match=r"holds only some of it[\s\S]*rank \d: [\s\S]*changed meanwhile"):
+            zero.load(path)
+    finally:
+        zeroshard.loading.commit = commit
+    return True
+
+
+def test_a_file_that_changes_between_check_and_read_is_an_error_on_all_ranks(ranks, tmp_path, checkpoint):
+    assert ranks.run(2, changed_meanwhile, shutil.copytree(checkpoint, tmp_path / "a")) == [True, True]
+
+
+def test_states_are_read_into_the_tensors_that_are_there(tmp_path):
+    model, optimizer, zero = build("gpt", 3)
+    step("gpt", model, optimizer, 0)
+    before = {name: state["exp_avg"] for name, state in named_states(optimizer)}
+    kept = {name: tensor.clone() for name, tensor in before.items()}
+    zero.save(tmp_path / "a")
+    step("gpt", model, optimizer, 1)
+    assert any(not torch.equal(before[name], kept[name]) for name in kept)
+    zero.load(tmp_path / "a")
+    for name, state in named_states(optimizer):
+        assert state["exp_avg"] is before[name]
+        assert torch.equal(state["exp_avg"], kept[name])
+
+
+def named_states(optimizer):
+    return list(enumerate(optimizer.state[param] for group in optimizer.param_groups for param in group["params"]))
+
+
 def another_model(path):
     model = models.build("gpt", hidden=12)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -16,6 +16,7 @@ import zeroshard
 from test_checkpoint import build, digest, same, step
 from zeroshard.errors import CheckpointError, UserError
 from zeroshard.integrations.boxes import boxes
+from zeroshard.integrations.dcp import _warn
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -170,7 +171,7 @@ def test_what_dcp_has_not_read_is_refused_and_changes_nothing(tmp_path):
     model, optimizer, zero = build("gpt", 3)
     step("gpt", model, optimizer, 0)
     before = digest(model, optimizer, zero)
-    zeroshard.integrations.dcp._warn.cache_clear()
+    _warn.cache_clear()
     with pytest.warns(UserWarning, match="pickle"):
         state = zero.state_dict()
     with pytest.raises(CheckpointError, match="not read by torch.distributed.checkpoint"):

@@ -1,7 +1,8 @@
-"""Loading, in two halves: every rank reads, checks and puts aside all it needs; if all could, all of them change."""
+"""Loading, in two halves: every rank finds and checks all it needs; if all could, all of them read it into place."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,13 +32,29 @@ class Loaded(NamedTuple):
     ranks: int
 
 
+class Cut(NamedTuple):
+    """Elements [start, stop) of a saved state, checked and still in their files: put aside they would cost memory."""
+
+    saved: Saved
+    key: tuple[str, str]
+    start: int
+    stop: int
+
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    def into(self, place: Tensor) -> None:
+        self.saved.fill(self.key, self.start, place)
+
+
 @dataclass
 class Staged:
-    """All that this rank is going to change, read and checked, before anything is changed."""
+    """All that this rank is going to change, checked, before anything is changed."""
 
-    values: dict[str, Tensor] = field(default_factory=dict)  # parameter -> the elements that rest on this rank
-    masters: dict[str, Tensor] = field(default_factory=dict)
+    values: dict[str, Tensor | Cut] = field(default_factory=dict)  # parameter -> the elements that rest on this rank
+    masters: dict[str, Tensor | Cut] = field(default_factory=dict)
     states: list[tuple[Binding, nn.Parameter, dict[str, Any]]] = field(default_factory=list)
+    fills: list[tuple[Tensor, Cut]] = field(default_factory=list)  # tensors among the states, and what goes there
     buffers: dict[str, Tensor] = field(default_factory=dict)
     groups: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)
@@ -45,18 +62,22 @@ class Staged:
 
 
 def load(engine: Engine, path: str | os.PathLike[str], *, strict: bool) -> Loaded:
-    """Read, check and agree; then change everything, on all ranks."""
-    folder, group = Path(path).absolute(), engine.group
-    problem, differences, staged, manifest = None, [], Staged(), None
+    """Check and agree; then change everything, on all ranks."""
+    with contextlib.ExitStack() as opened:
+        return _load(engine, Path(path).absolute(), opened, strict=strict)
+
+
+def _load(engine: Engine, folder: Path, opened: contextlib.ExitStack, *, strict: bool) -> Loaded:
+    group = engine.group
+    problem, differences, staged, saved = None, [], Staged(), None
     try:
-        with Saved.open(folder) as saved:
-            manifest = saved.manifest
-            differences = _differences(engine, saved)
-            if not (differences and strict):
-                staged = _stage(engine, saved)
+        saved = opened.enter_context(Saved.open(folder))
+        differences = _differences(engine, saved)
+        if not (differences and strict):
+            staged = _stage(engine, saved)
     except Exception as error:  # the other ranks must hear of it, whatever it is
         problem = f"{error}" if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-    seen = None if manifest is None else digest(canonical(manifest))
+    seen = None if saved is None else digest(canonical(saved.manifest))
     everyone = group.describe({"problem": problem, "differences": differences, "manifest": seen})
     for rank, told in enumerate(everyone):
         if told["problem"]:
@@ -74,12 +95,22 @@ def load(engine: Engine, path: str | os.PathLike[str], *, strict: bool) -> Loade
             raise PeerError(
                 "the ranks see different checkpoints", where=f"rank {rank}", expected=str(folder), got="another one"
             )
-    assert manifest is not None
-    commit(engine, staged)
-    engine.seed = manifest["seed"]
+    assert saved is not None
+    try:
+        commit(engine, staged)
+        saved.reader.unchanged()
+    except (CheckpointError, OSError) as error:
+        problem = f"{error}"
+    told = [f"rank {rank}: {each}" for rank, each in enumerate(group.describe(problem)) if each]
+    if told:
+        raise CheckpointError(
+            "the checkpoint was right and then changed, or failed, while it was read: the model holds only some of it",
+            where=str(folder), got=told[0], instead="load again, this one or another, before going on",
+        )  # fmt: skip
+    engine.seed = saved.manifest["seed"]
     if staged.rng is not None:
         restore_rng(staged.rng)
-    return Loaded(staged.extra, differences, manifest["ranks"])
+    return Loaded(staged.extra, differences, saved.manifest["ranks"])
 
 
 def _differences(engine: Engine, saved: Saved) -> list[str]:
@@ -210,7 +241,7 @@ def _stage(engine: Engine, saved: Saved) -> Staged:
                 if fits and fragment.param.numel():
                     part = slot.within(*fragment.buffer.updated)
                     states = {
-                        state: _state(saved, (slot.name, state), part, fragment.param, match.group)
+                        state: _state(staged, saved, (slot.name, state), part, binding, fragment.param, match.group)
                         for state in saved.states.get(slot.name, ())
                     }
                     staged.states.append((binding, fragment.param, states))
@@ -227,21 +258,43 @@ def _stage(engine: Engine, saved: Saved) -> Staged:
 def _stage_value(engine: Engine, saved: Saved, name: str, staged: Staged) -> None:
     buffer, position = engine.places[name]
     updated = buffer.bucket.slots[position].within(*buffer.updated)
-    staged.values[name] = saved.interval((name, VALUE), *resting(engine, name))
+    staged.values[name] = _checked(saved, (name, VALUE), *resting(engine, name))
     if buffer.master is not None:
-        staged.masters[name] = saved.interval((name, VALUE), updated.start, updated.stop)
+        staged.masters[name] = _checked(saved, (name, VALUE), updated.start, updated.stop)
 
 
-def _state(saved: Saved, key: tuple[str, str], part: Any, like: nn.Parameter, group: Mapping[str, Any]) -> Any:
+def _checked(saved: Saved, key: tuple[str, str], start: int, stop: int) -> Cut:
+    saved.check(key, start, stop)
+    return Cut(saved, key, start, stop)
+
+
+def _state(
+    staged: Staged,
+    saved: Saved,
+    key: tuple[str, str],
+    part: Any,
+    binding: Binding,
+    like: nn.Parameter,
+    group: Mapping[str, Any],
+) -> Any:
     if key in saved.values:
         return saved.values[key]
     if key in saved.cut:
-        flat = saved.interval(key, part.start, part.stop)
-        flat = flat.to(like.device, like.dtype if flat.is_floating_point() else flat.dtype)
-        return flat.view(like.shape)
+        dtype = saved.cut[key][0].dtype
+        dtype = like.dtype if dtype.is_floating_point else dtype
+        place = binding.optimizer.state.get(like, {}).get(key[1])
+        wanted = like.shape, dtype, like.device
+        if not (isinstance(place, Tensor) and place.is_contiguous() and _made(place) == wanted):
+            place = torch.empty(like.shape, dtype=dtype, device=like.device)
+        staged.fills.append((place.view(-1), _checked(saved, key, part.start, part.stop)))
+        return place
     tensor = saved.read(saved.whole[key])
     on_device = group.get("fused") or group.get("capturable") or tensor.dim()
     return tensor.to(like.device) if on_device else tensor
+
+
+def _made(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.device
 
 
 @torch.no_grad()
@@ -249,6 +302,8 @@ def commit(engine: Engine, staged: Staged) -> None:
     """Change all that was put aside."""
     for name, value in staged.values.items():
         put(engine, name, value, staged.masters.get(name))
+    for place, cut in staged.fills:
+        cut.into(place)
     for binding, param, states in staged.states:
         if states:
             binding.optimizer.state[param] = states
@@ -275,16 +330,20 @@ def resting(engine: Engine, name: str) -> tuple[int, int]:
 
 
 @torch.no_grad()
-def put(engine: Engine, name: str, value: Tensor, master: Tensor | None) -> None:
+def put(engine: Engine, name: str, value: Tensor | Cut, master: Tensor | Cut | None) -> None:
     """Write the elements of one parameter that rest on this rank, and those of its master that it updates."""
     buffer, position = engine.places[name]
     slot = buffer.bucket.slots[position]
     target, first = (buffer.shard, buffer.owned[0]) if buffer.place.parameters else (buffer.full, 0)
     at = slot.start + resting(engine, name)[0] - first
-    target[at : at + value.numel()].copy_(value)
+    _put(target[at : at + value.numel()], value)
     if master is not None and buffer.master is not None:
         at = slot.start + slot.within(*buffer.updated).start - buffer.updated[0]
-        buffer.master[at : at + master.numel()].copy_(master)
+        _put(buffer.master[at : at + master.numel()], master)
+
+
+def _put(place: Tensor, value: Tensor | Cut) -> None:
+    value.into(place) if isinstance(value, Cut) else place.copy_(value)
 
 
 def renew(engine: Engine) -> None:

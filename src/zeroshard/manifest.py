@@ -22,6 +22,7 @@ from .errors import CheckpointError, UserError
 from .files import BLOCK, MANIFEST, TORCH_DTYPES, Reader, damaged, opened, raw, read_manifest, replaced
 
 FORMAT, VERSION = "zeroshard checkpoint", 1
+CHUNK = 1 << 20  # elements converted at a time
 VALUE = "value"  # of a parameter: its master, or itself
 DIMENSIONS = 64  # more than any tensor has: a shape of millions is an attack
 
@@ -181,16 +182,37 @@ class Saved:
 
     # --- reading, every byte from a block whose digest is right -----------------------------------------------------
 
+    def check(self, key: tuple[str, str], start: int, stop: int) -> None:
+        """Make sure that elements [start, stop) of a parameter's state can be read, and are what was saved."""
+        for part, low, high in self._parts(key, start, stop):
+            offset = part.offset + (low - part.start) * part.dtype.itemsize
+            self.reader.check(part.file, offset, (high - low) * part.dtype.itemsize)
+
     def interval(self, key: tuple[str, str], start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of a parameter's state, put together from whatever pieces hold them. 1-D, CPU."""
-        parts = self.cut.get(key, [])
-        out = torch.empty(stop - start, dtype=parts[0].dtype if parts else torch.float32)
-        for part in parts:
+        """Elements [start, stop) of a parameter's state, as saved. 1-D, on the CPU."""
+        out = torch.empty(stop - start, dtype=self.cut[key][0].dtype)
+        self.fill(key, start, out)
+        return out
+
+    def fill(self, key: tuple[str, str], start: int, out: Tensor) -> None:
+        """Elements from `start` on of a parameter's state into `out`, 1-D, put together from whatever holds them."""
+        for part, low, high in self._parts(key, start, start + out.numel()):
+            place = out.detach()[low - start : high - start]
+            offset = part.offset + (low - part.start) * part.dtype.itemsize
+            if place.device.type == "cpu" and place.dtype == part.dtype and place.is_contiguous():
+                self.reader.read(part.file, offset, raw(place))
+                continue
+            scratch = torch.empty(min(place.numel(), CHUNK), dtype=part.dtype)
+            for piece in place.split(CHUNK):
+                self.reader.read(part.file, offset, raw(scratch[: piece.numel()]))
+                piece.copy_(scratch[: piece.numel()])
+                offset += piece.numel() * part.dtype.itemsize
+
+    def _parts(self, key: tuple[str, str], start: int, stop: int) -> Iterator[tuple[Stored, int, int]]:
+        for part in self.cut.get(key, []):
             low, high = max(part.start, start), min(part.stop, stop)
             if low < high:
-                offset = part.offset + (low - part.start) * part.dtype.itemsize
-                self.reader.read(part.file, offset, raw(out[low - start : high - start]))
-        return out
+                yield part, low, high
 
     def read(self, stored: Stored) -> Tensor:
         """A tensor that was saved whole."""

@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo test slow check docs
+.PHONY: install demo test slow check docs bench
 
 install: .venv/installed
 
@@ -23,3 +23,6 @@ check: install ## format, lint, types, layers, line caps, public names
 
 docs: install ## the README's snippets, examples and links
 	$(BIN)/pytest -q tests/test_docs.py
+
+bench: install ## zeroshard beside its peers: training steps, checkpoints; an hour. BENCH=--quick: training only, a minute
+	$(BIN)/python -m bench $(BENCH)

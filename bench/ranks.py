@@ -18,7 +18,7 @@ class Ranks:
     """`world` processes of one thread each, joined by gloo; every one holds what `make(*args)` returned there."""
 
     def __init__(self, world: int, make: Callable[..., Any], *args: Any) -> None:
-        """make: a function that a new process can import. Its arguments are sent by pickle."""
+        """make: a function that a new process can import. Its arguments are sent by pickle. Returns before it ran."""
         self._store = tempfile.TemporaryDirectory(prefix="bench-")
         context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
@@ -31,10 +31,13 @@ class Ranks:
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
-        self._answers()
+        self._made = False
 
     def __call__(self, method: str, *args: Any) -> list[Any]:
         """What each rank's object answers, in rank order. Raises RuntimeError with the first rank's traceback."""
+        if not self._made:
+            self._answers()
+            self._made = True
         for pipe in self._pipes:
             pipe.send((method, args))
         return self._answers()

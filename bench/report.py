@@ -35,7 +35,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def write(folder: Path, name: str, facts: dict[str, Any], rows: Sequence[dict[str, Any]], notes: Sequence[str]) -> None:
-    """`name`.json with everything, `name`.md with a table of `rows`, which is printed as well."""
+    """`name`.json with everything, and `name`.md with a table of `rows`, which is printed as well."""
     date = time.strftime("%Y-%m-%d")
     folder.mkdir(parents=True, exist_ok=True)
     whole = {"date": date, "machine": machine(), **facts, "rows": rows, "notes": notes}

@@ -1,0 +1,72 @@
+"""One file per library, each with the code that its documentation has a user write: build(model, low, ...) -> Trainer.
+
+low: parameters and reductions in bfloat16, with fp32 masters, as far as the library has them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..model import loss_of
+
+
+class Trainer(NamedTuple):
+    """A training step in two halves."""
+
+    backward: Callable[[Tensor], Tensor]  # tokens -> this rank's loss
+    update: Callable[[], None]
+
+
+class Backend(NamedTuple):
+    module: str
+    options: Mapping[str, Any] = MappingProxyType({})
+    needs: str = "torch"
+
+
+BACKENDS = {
+    "limit": Backend("limit"),
+    "zeroshard 0": Backend("ours", {"stage": 0}),
+    "zeroshard 1": Backend("ours", {"stage": 1}),
+    "zeroshard 2": Backend("ours", {"stage": 2}),
+    "zeroshard 3": Backend("ours", {"stage": 3}),
+    "DDP": Backend("ddp"),
+    "DDP + ZeroRedundancyOptimizer": Backend("redundancy"),
+    "FSDP2, no reshard": Backend("fsdp2", {"reshard": False}),
+    "FSDP2": Backend("fsdp2", {"reshard": True}),
+    "DeepSpeed 1": Backend("deepspeed", {"stage": 1}, needs="deepspeed"),
+    "DeepSpeed 2": Backend("deepspeed", {"stage": 2}, needs="deepspeed"),
+    "DeepSpeed 3": Backend("deepspeed", {"stage": 3}, needs="deepspeed"),
+    "fairscale ShardedDDP + OSS": Backend("fairscale", needs="fairscale"),
+}
+
+
+def installed() -> list[str]:
+    return [name for name, backend in BACKENDS.items() if importlib.util.find_spec(backend.needs)]
+
+
+def build(name: str, model: nn.Module, *, low: bool) -> Trainer:
+    backend = BACKENDS[name]
+    trainer: Trainer = importlib.import_module(f".{backend.module}", __name__).build(model, low=low, **backend.options)
+    return trainer
+
+
+def plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> Trainer:
+    """The loop that every torch user writes."""
+
+    def backward(tokens_BT: Tensor) -> Tensor:
+        loss = loss_of(model, tokens_BT)
+        loss.backward()
+        return loss.detach()
+
+    def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Trainer(backward, update)

@@ -1,0 +1,22 @@
+"""torch's fully_shard, block by block; in bfloat16 by its MixedPrecisionPolicy, gradients reduced in bfloat16 too."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from ..model import LEARNING_RATE
+from . import Trainer, plain
+
+
+def build(model: nn.Module, *, low: bool, reshard: bool) -> Trainer:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    dtype = torch.bfloat16 if low else None
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
+    for block in model.blocks:  # type: ignore[union-attr]
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    return plain(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True))

@@ -1,0 +1,55 @@
+"""The benchmark runs, and its report has what it says."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def bench(module, *arguments, out):
+    call = [sys.executable, "-W", "ignore", "-m", f"bench.{module}", *map(str, arguments), "--out", str(out)]
+    done = subprocess.run(call, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads((out / f"{module}.json").read_text()), (out / f"{module}.md").read_text(), done.stdout
+
+
+def test_one_round_of_training(tmp_path):
+    names = ["limit", "zeroshard 2"]
+    case = ["--sizes", "tiny", "--dtypes", "fp32", "--ranks", 2, "--rounds", 1, "--steps", 1, "--backends", *names]
+    result, text, printed = bench("train", *case, out=tmp_path)
+    assert result["date"] == text[:10]
+    assert [row["back-end"] for row in result["rows"]] == names
+    limit, ours = result["rows"]
+    assert limit["over the limit"] == "1.00 [1.00, 1.00]"
+    assert limit["wire B/param"] < 0.1  # nothing but the agreements around a run
+    assert 4.0 <= ours["wire B/param"] < 5.0  # 2 passes of 4 bytes, half of each sent; padding and headers
+    assert (limit["against zeroshard's"], ours["against zeroshard's"]) == ("-", "-")
+    assert text.count("\n| tiny | fp32 | 2 |") == 2
+    assert printed == text + "\n"
+
+
+@pytest.mark.slow
+def test_one_round_of_checkpoints(tmp_path):
+    result, text, _ = bench(
+        "checkpoint", "--mib", 96, "--ranks", 1, 2, "--rounds", 1, "--where", tmp_path, out=tmp_path
+    )
+    cases = [(row["ranks"], row["move"], row["way"]) for row in result["rows"]]
+    moves = ["save", "load, cold", "load, hot"]
+    assert cases == [(n, move, way) for n in (1, 2) for move in moves for way in ("zeroshard", "safetensors", "dcp")]
+    assert result["nbytes"] == 2 * 12 * (2048**2 + 2048) + 4 * 4  # a step count for each parameter
+    assert not list(tmp_path.glob("bench-*"))
+    assert text.count("\n| 2 | save |") == 3
+
+
+@pytest.mark.slow
+def test_every_backend_that_is_installed_trains_the_same(tmp_path):
+    case = ["--sizes", "tiny", "--dtypes", "fp32", "--ranks", 2, "--rounds", 1, "--steps", 1]
+    result, _, _ = bench("train", *case, out=tmp_path)
+    for row in result["rows"][1:]:
+        told = row["against zeroshard's"]
+        # fairscale and DeepSpeed divide before they add
+        assert told == "same bits" or (abs(float(told)) < 1e-5 and row["back-end"].startswith(("fair", "Deep"))), row

@@ -253,7 +253,7 @@ def test_what_would_make_it_another_run_is_refused(run, tmp_path):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("--steps 10", "step-00000010: 10 steps are done; --steps must be above, got 10\n"),
+        ("--steps 10", "step-00000010: all 10 steps are done; for more give --steps, above 10\n"),
         (f"--data {__file__}", "the data is not the run's (sha256 "),
         ("--data none", "--data none: no such file"),
     ],

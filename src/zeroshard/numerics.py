@@ -91,15 +91,18 @@ def fold(total: Tensor, pieces: Sequence[Tensor], *, fresh: bool) -> None:
     16-bit accumulators are summed in fp32 and rounded once per call.
     """
     dtype = torch.float32 if total.dtype in LOW else total.dtype
+    in_place = total.dtype == dtype and not any(piece is total for piece in pieces)
     scratch = torch.empty(2, min(CHUNK, total.numel()), dtype=dtype, device=total.device)
     for at in range(0, total.numel(), CHUNK):
         part = total[at : at + CHUNK]
-        running, other = scratch[0, : part.numel()], scratch[1, : part.numel()]
-        running.copy_(pieces[0][at : at + CHUNK] if fresh else part)
+        running, other = part if in_place else scratch[0, : part.numel()], scratch[1, : part.numel()]
+        if fresh or not in_place:
+            running.copy_(pieces[0][at : at + CHUNK] if fresh else part)
         for piece in pieces[1:] if fresh else pieces:
             addend = piece[at : at + CHUNK]
             running.add_(addend if addend.dtype == dtype else other.copy_(addend))
-        part.copy_(running)
+        if not in_place:
+            part.copy_(running)
 
 
 def average_(total: Tensor, ranks: int) -> None:
@@ -110,7 +113,12 @@ def average_(total: Tensor, ranks: int) -> None:
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Bit equality (so NaN equals itself and -0 differs from 0)."""
-    return simulated(a) or torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+    if simulated(a):
+        return True
+    a, b = (tensor.reshape(-1).view(torch.uint8) for tensor in (a, b))
+    aligned = a.storage_offset() % 8 == b.storage_offset() % 8 == 0
+    wide = a.numel() // 8 * 8 if aligned else 0  # by eight bytes at a time, torch compares several times faster
+    return torch.equal(a[:wide].view(torch.int64), b[:wide].view(torch.int64)) and torch.equal(a[wide:], b[wide:])
 
 
 def reseed_(master: Tensor, param: Tensor) -> bool:
@@ -122,12 +130,13 @@ def reseed_(master: Tensor, param: Tensor) -> bool:
         return False
     changed = False
     bits = torch.int16 if param.itemsize == 2 else torch.int32 if param.itemsize == 4 else torch.int64
+    scratch = torch.empty(min(CHUNK, param.numel()), dtype=param.dtype, device=param.device)
     for at in range(0, master.numel(), CHUNK):
         own, seen = master[at : at + CHUNK], param[at : at + CHUNK]
-        differs = own.to(seen.dtype).view(bits) != seen.view(bits)
-        if differs.any():
+        cast = scratch[: own.numel()].copy_(own)
+        if not same_bits(cast, seen):
             changed = True
-            torch.where(differs, seen.to(own.dtype), own, out=own)
+            torch.where(cast.view(bits) != seen.view(bits), seen.to(own.dtype), own, out=own)
     return changed
 
 

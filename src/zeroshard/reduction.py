@@ -314,7 +314,8 @@ class Reduction:
         for at, tensor in enumerate(self._pool):
             if tensor.numel() == numel and tensor.dtype == dtype:
                 return self._pool.pop(at)
-        return self.tier.reserve("reduce", numel, dtype)
+        # Not zeroed: every element that anybody reads is written first, and padding is never read.
+        return self.tier.reserve("reduce", numel, dtype, zeroed=False)
 
     def _give_back(self, tensor: Tensor | None) -> None:
         if tensor is not None:

@@ -35,13 +35,13 @@ class Offload:
 
 
 class Tier(Protocol):
-    """Storage for states: zero-filled when reserved, counted by state until given back."""
+    """Storage for states: zero-filled when reserved, unless said otherwise, counted by state until given back."""
 
     name: str
     device: torch.device
     ledger: Ledger
 
-    def reserve(self, state: str, numel: int, dtype: torch.dtype) -> Tensor: ...
+    def reserve(self, state: str, numel: int, dtype: torch.dtype, *, zeroed: bool = True) -> Tensor: ...
 
     def give_back(self, state: str, tensor: Tensor) -> None: ...
 
@@ -55,10 +55,10 @@ class DeviceTier:
         self.device = device
         self.ledger = ledger
 
-    def reserve(self, state: str, numel: int, dtype: torch.dtype) -> Tensor:
-        """1-D tensor of `numel` zeros, counted under `state`."""
+    def reserve(self, state: str, numel: int, dtype: torch.dtype, *, zeroed: bool = True) -> Tensor:
+        """1-D tensor of `numel` zeros, or of whatever is there, counted under `state`."""
         self.ledger.hold(state, numel * dtype.itemsize)
-        return torch.zeros(numel, dtype=dtype, device=self.device)
+        return (torch.zeros if zeroed else torch.empty)(numel, dtype=dtype, device=self.device)
 
     def give_back(self, state: str, tensor: Tensor) -> None:
         """Stop counting; the memory goes when the caller drops the tensor."""

@@ -297,8 +297,8 @@ class Counter(TorchDispatchMode):
         """What the engine reserves while it runs is the ledger's to count."""
         reserve, give_back = tier.reserve, tier.give_back
 
-        def known(*args: Any) -> Tensor:
-            tensor: Tensor = reserve(*args)
+        def known(*args: Any, **options: Any) -> Tensor:
+            tensor: Tensor = reserve(*args, **options)
             self._made.pop(tensor.untyped_storage()._cdata, None)
             self._known.add(tensor.untyped_storage()._cdata)
             return tensor

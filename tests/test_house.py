@@ -116,7 +116,7 @@ def test_nothing_is_left_unfinished_and_no_path_is_one_machines():
     )
     folders = [PACKAGE, *(ROOT / name for name in ("tests", "examples", "docs", ".ci"))]
     files = [path for folder in folders for path in folder.rglob("*") if path.suffix in {".py", ".md", ""}]
-    for path in [*files, *ROOT.glob("*.*"), ROOT / "Makefile"]:
+    for path in [*files, *(path for path in ROOT.glob("*.*") if path.name != ".git"), ROOT / "Makefile"]:
         if (
             path.is_file()
             and "__pycache__" not in path.parts

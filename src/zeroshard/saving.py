@@ -12,6 +12,7 @@ import platform
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -200,8 +201,9 @@ def _write(group: Group, snapshot: Snapshot, beside: Path, target: Path, keep: i
             discard(beside)
         group.describe(None)  # nobody raises while anything of it is left
         raise
-    if keep is not None:
-        _together(group, target, lambda: _forget(target, keep) if first else None)
+    if keep is not None and first:
+        _forget(target, keep)
+    group.describe(None)  # nobody goes on while older ones are still being removed
 
 
 def _together(group: Group, target: Path, act: Callable[[], Any]) -> list[Any]:
@@ -268,5 +270,8 @@ def _publish(head: dict[str, Any], everyone: Sequence[dict[str, Any]], beside: P
 
 def _forget(target: Path, keep: int) -> None:
     """Remove the oldest complete checkpoints beside this one until `keep` are left, this one among them."""
-    for path in [path for path in siblings(target.parent) if path != target][max(0, keep - 1) :]:
-        remove(path)
+    try:
+        for path in [path for path in siblings(target.parent) if path != target][max(0, keep - 1) :]:
+            remove(path)
+    except OSError as error:
+        warnings.warn(f"zeroshard saved {target}, but could not remove an older checkpoint: {error}", stacklevel=2)

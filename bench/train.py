@@ -5,6 +5,8 @@ every back-end of a group trains a few steps in turn; a group always has the lim
 communication, `backends/limit.py`), and a back-end's ratio is its median step over the limit's in the same round.
 Machines are noisy: compare ratios, not milliseconds. How many back-ends make a group is up to the memory that is free.
 
+CPU             processor time of a rank's step, communication threads included: what a busy machine cannot hide
+fresh MB        memory that a step touches for the first time, which costs the kernel ten times a copy
 wire B/param    bytes this rank's TCP sockets sent per step and parameter, from the kernel's own count (TCP_INFO)
 rest B/param    resident memory over the process's before the model was built, after backward, gradients and all
 peak B/param    the most resident at any time from the first step on, over the same
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import os
+import resource
 import socket
 import statistics
 import struct
@@ -34,6 +37,8 @@ SENT = 200  # where struct tcp_info has tcpi_bytes_sent
 
 class Step(NamedTuple):
     seconds: float
+    cpu: float  # seconds of processor time, this process's
+    fresh: int  # bytes of memory touched for the first time
     loss: float
 
 
@@ -42,12 +47,13 @@ class Held:
 
     def __init__(self, name: str, size: str, low: bool) -> None:
         self.size = SIZES[size]
+        build = backends.load(name)
         _touch_libraries()
         self._baseline = _resident("VmRSS")
         torch.manual_seed(0)
         model = GPT(self.size)
         self._numel = sum(param.numel() for param in model.parameters())
-        self._train = backends.build(name, model, low=low)
+        self._train = build(model, low=low)
         self._steps = 0
         Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
 
@@ -55,10 +61,12 @@ class Held:
         done = []
         for _ in range(count):
             tokens_BT = self._batch()
-            started = time.perf_counter()
+            used, started = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
             loss = self._train.backward(tokens_BT)
             self._train.update()
-            done.append(Step(time.perf_counter() - started, loss.item()))
+            seconds, now = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_SELF)
+            cpu = now.ru_utime - used.ru_utime + now.ru_stime - used.ru_stime
+            done.append(Step(seconds, cpu, (now.ru_minflt - used.ru_minflt) * resource.getpagesize(), loss.item()))
         return done
 
     def count(self) -> dict[str, float]:
@@ -146,6 +154,8 @@ def _group(names: list[str], size: str, low: bool, world: int, rounds: int, step
     for ranks in held.values():
         ranks("steps", 2)  # the first has optimizers make their state
     medians: dict[str, list[float]] = {name: [] for name in names}
+    cpu: dict[str, list[float]] = {name: [] for name in names}
+    fresh: dict[str, list[float]] = {name: [] for name in names}
     losses: dict[str, list[float]] = {name: [] for name in names}
     for number in range(rounds):
         for at in range(len(names)):
@@ -153,16 +163,20 @@ def _group(names: list[str], size: str, low: bool, world: int, rounds: int, step
             done = held[name]("steps", steps + 1)
             times = [max(step.seconds for step in ranks) for ranks in zip(*done, strict=True)]
             medians[name].append(statistics.median(times[1:]))  # the first finds another's data in the caches
+            cpu[name].append(statistics.median(step.cpu for ranks in done for step in ranks[1:]))
+            fresh[name].append(statistics.median(step.fresh for ranks in done for step in ranks[1:]))
             losses[name] += [statistics.fmean(step.loss for step in ranks) for ranks in zip(*done, strict=True)]
     rows = []
     for name in names:
         counts = held[name]("count")
         most = {key: max(count[key] for count in counts) for key in counts[0]}
         ratios = [mine / least for mine, least in zip(medians[name], medians["limit"], strict=True)]
+        worked = [mine / least for mine, least in zip(cpu[name], cpu["limit"], strict=True)]
         rows.append(
             {
                 "model": size, "dtype": "bf16" if low else "fp32", "ranks": world, "back-end": name,
                 "step ms": round(1e3 * statistics.median(medians[name])), "over the limit": report.spread(ratios),
+                "CPU over the limit": report.spread(worked), "fresh MB": round(statistics.median(fresh[name]) / 1e6, 1),
                 **{f"{key} B/param": round(value, 2) for key, value in most.items()},
                 "losses": losses[name],
             }

@@ -1,10 +1,11 @@
-"""One file per library, each with the code that its documentation has a user write: build(model, low, ...) -> Trainer.
+"""One file per library, each with the code that its documentation has a user write: build(model, low=...) -> Trainer.
 
 low: parameters and reductions in bfloat16, with fp32 masters, as far as the library has them.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 from collections.abc import Callable, Mapping
@@ -51,10 +52,10 @@ def installed() -> list[str]:
     return [name for name, backend in BACKENDS.items() if importlib.util.find_spec(backend.needs)]
 
 
-def build(name: str, model: nn.Module, *, low: bool) -> Trainer:
+def load(name: str) -> Callable[..., Trainer]:
+    """build(model, low=...) of this back-end, all its libraries imported."""
     backend = BACKENDS[name]
-    trainer: Trainer = importlib.import_module(f".{backend.module}", __name__).build(model, low=low, **backend.options)
-    return trainer
+    return functools.partial(importlib.import_module(f".{backend.module}", __name__).build, **backend.options)
 
 
 def plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> Trainer:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 
+os.environ["DS_ACCELERATOR"] = "cpu"  # read as it is imported
+
+import deepspeed
 import torch
 from torch import Tensor, nn
 
@@ -12,9 +15,6 @@ from . import Trainer
 
 
 def build(model: nn.Module, *, low: bool, stage: int) -> Trainer:
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    import deepspeed
-
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True),

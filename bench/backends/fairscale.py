@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from fairscale.nn.data_parallel import ShardedDataParallel
+from fairscale.optim.oss import OSS
 from torch import nn
 
 from ..model import LEARNING_RATE
@@ -13,9 +15,6 @@ from .masters import MasterAdamW
 
 
 def build(model: nn.Module, *, low: bool) -> Trainer:
-    from fairscale.nn.data_parallel import ShardedDataParallel
-    from fairscale.optim.oss import OSS
-
     if low:
         model.to(torch.bfloat16)
     made: dict[str, Any] = {"optim": MasterAdamW} if low else {"optim": torch.optim.AdamW, "fused": True}

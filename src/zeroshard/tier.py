@@ -5,6 +5,10 @@ Today there is one: the device the model computes on. Host memory and NVMe files
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import functools
+import os
 from dataclasses import dataclass, fields
 from typing import Protocol
 
@@ -46,12 +50,29 @@ class Tier(Protocol):
     def give_back(self, state: str, tensor: Tensor) -> None: ...
 
 
+@functools.cache
+def keep_freed_memory() -> None:
+    """Have malloc keep what is freed for the next step, up to 256 MiB: see docs/decisions/freed-memory.md.
+
+    Only glibc's, and not where the environment says what malloc is to do.
+    """
+    if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
+        return
+    trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD in malloc.h
+    with contextlib.suppress(AttributeError):
+        libc = ctypes.CDLL(None)
+        libc.mallopt(mmap_threshold, 32 << 20)  # the most it takes; more than any bucket on the CPU
+        libc.mallopt(trim_threshold, 256 << 20)
+
+
 class DeviceTier:
     """Plain tensors on the compute device."""
 
     name = DEVICE
 
     def __init__(self, device: torch.device, ledger: Ledger) -> None:
+        if device.type == "cpu":
+            keep_freed_memory()
         self.device = device
         self.ledger = ledger
 

@@ -42,6 +42,8 @@ class Flight:
     unit: Unit
     landing: Tensor | None = None  # full-size, this rank's contribution
     landed: dict[int, int] = field(default_factory=dict)  # slot index -> gradients received
+    missing: set[int] = field(default_factory=set)  # slot indices that it waits for
+    whole: bool = True  # does every parameter want a gradient?
     launched: bool = False
     hold: bool = False  # may receive again: wait for the end
     most: int | None = None  # gradients a slot received in the last backward; None before the first
@@ -80,7 +82,15 @@ class Reduction:
         for flight in self.flights.values():
             flight.landed.clear()
             flight.launched = flight.hold = False
+            self._expect(flight)
             self._notice_cleared(flight.accumulator)
+
+    def _expect(self, flight: Flight) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            params = flight.accumulator.buffer.params
+            wanting = [index for index, param in enumerate(params) if param.requires_grad]
+            flight.missing = {index for index in wanting if params[index].numel()}
+            flight.whole = len(wanting) == len(params)
 
     def _notice_cleared(self, accumulator: Accumulator) -> None:
         """Gradients that the user cleared since do not count any more, singly or all together."""
@@ -132,6 +142,7 @@ class Reduction:
             else:
                 place.copy_(grad)
         flight.landed[entry.position] = flight.landed.get(entry.position, 0) + 1
+        flight.missing.discard(entry.position)
         if flight.unit.calls > 1 or (nested and flight.most != 1) or (flight.most or 0) > 1:
             flight.hold = True
         if not self._local and self._all_landed(flight):
@@ -141,13 +152,7 @@ class Reduction:
     def complete(self, buffer: Buffer) -> bool:
         """Have all of a bucket's parameters their gradients, with no more to come in this backward?"""
         flight = self.flights.get(buffer.bucket.index)
-        if flight is None or flight.hold:
-            return False
-        with torch._C.DisableTorchFunctionSubclass():
-            return all(
-                param.requires_grad and (index in flight.landed or not param.numel())
-                for index, param in enumerate(buffer.params)
-            )
+        return flight is not None and not flight.hold and flight.whole and not flight.missing
 
     def _landing(self, flight: Flight) -> Tensor:
         """Where this rank's contribution is put together: full-size, in the dtype it is sent in."""
@@ -176,10 +181,7 @@ class Reduction:
             self._make_room()
 
     def _all_landed(self, flight: Flight) -> bool:
-        params = flight.accumulator.buffer.params
-        with torch._C.DisableTorchFunctionSubclass():
-            expected = [index for index, param in enumerate(params) if param.requires_grad and param.numel()]
-        return not flight.hold and bool(flight.landed) and all(index in flight.landed for index in expected)
+        return not flight.hold and bool(flight.landed) and not flight.missing
 
     def _send(self, flight: Flight) -> None:
         accumulator, buffer = flight.accumulator, flight.accumulator.buffer

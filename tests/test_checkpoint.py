@@ -191,7 +191,138 @@ def test_random_states_are_each_ranks_own(ranks, tmp_path):
     assert ranks.run(2, random_states, tmp_path / "a") == [True, True]
 
 
+# ------------------------------------------------------------------------------------------------------ ignored parameters
+
+
+class WithScale(torch.nn.Module):
+    """Whose `scale` and `table` a layout may ignore: one number, and a matrix that need not be contiguous."""
+
+    def __init__(self, *, transposed=False):
+        super().__init__()
+        self.body = models.build("mlp")
+        self.scale = torch.nn.Parameter(torch.tensor(1.5))
+        table = torch.linspace(0, 1, 35).view(7, 5)
+        self.table = torch.nn.Parameter(table.t().contiguous().t() if transposed else table)
+
+    def forward(self, x):
+        return self.body(x) * self.scale + x @ self.table
+
+
+def with_scale(stage, ignore, *, transposed=False, alike=True):
+    """Two steps, on the same batches on all ranks if gradients that nobody averages are to be alike."""
+    model = WithScale(transposed=transposed)
+    optimizer = torch.optim.AdamW([{"params": model.body.parameters()}, {"params": [model.table, model.scale]}], lr=0.1)
+    zero = zeroshard.shard(model, optimizer, stage=stage, layout=Layout(ignore=ignore))
+    for number in range(2):
+        models.loss("mlp", model, models.batch("mlp", number, 0 if alike else zero.rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer, zero
+
+
+IGNORED = ["scale", "table"]
+
+
+def saves_with_scale(path, stage, ignore, extra=None):
+    model, optimizer, zero = with_scale(stage, ignore, transposed=True)
+    zero.save(path, extra)
+    return digest(model, optimizer, zero)
+
+
+def loads_with_scale(path, stage, ignore, weights_only):
+    """Into a model that has moved on, whose ignored parameters have gradients; or into one on the meta device."""
+    model, optimizer, zero = with_scale(stage, ignore, transposed=bool(weights_only))
+    if weights_only:
+        with torch.device("meta"):
+            model = WithScale()
+        optimizer = torch.optim.AdamW(
+            [{"params": model.body.parameters()}, {"params": [model.table, model.scale]}], lr=0.1
+        )
+        zero = zeroshard.load(model, path, optimizer, stage=stage, layout=Layout(ignore=ignore))
+        return digest(model, optimizer, zero)
+    for param in model.parameters():
+        with torch.no_grad(), zero.gathered():
+            param.add_(zero.rank + 1)
+    models.loss("mlp", model, models.batch("mlp", 9, zero.rank)).backward()
+    zero.load(path)
+    assert all(param.grad is None for param in model.parameters())
+    return digest(model, optimizer, zero)
+
+
+@pytest.mark.parametrize("weights_only", [False, True], ids=["load", "meta"])
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [(IGNORED, IGNORED), (IGNORED, []), ([], IGNORED), (["table"], ["scale"])]
+)
+def test_ignored_parameters_are_saved_and_loaded_like_others(ranks, tmp_path, saved, loaded, weights_only):
+    written = ranks.run(2, saves_with_scale, tmp_path / "a", 3, saved)
+    assert {"scale", "table"} <= {name for _, pieces, _, _ in written for name, *_ in pieces}
+    same(ranks.run(3, loads_with_scale, tmp_path / "a", 2, loaded, weights_only), written)
+    manifest = json.loads((tmp_path / "a" / "manifest.json").read_text())["manifest"]
+    for name in saved:
+        numel = {"scale": 1, "table": 35}[name]
+        found = [fragment for fragment in manifest["fragments"] if fragment[0] == name]
+        cut = [f[1:4] for f in found if f[2] is not None]
+        assert sorted(cut) == [[state, 0, numel] for state in ("exp_avg", "exp_avg_sq", "value")]
+        assert {f[-1] for f in found} == {"rank00000.safetensors"} and len(found) == 4
+    assert sorted(manifest["optimizers"][0]["groups"][1]["parameters"]) == IGNORED
+
+
+def ranks_differ(path):
+    model, optimizer, zero = with_scale(1, IGNORED, alike=False)
+    with pytest.raises(
+        CheckpointError, match="(?s)value of parameter '(scale|table)'.*same bits.*average its gradients"
+    ):
+        zero.save(path)
+    torch.distributed.barrier()
+    assert list(path.parent.iterdir()) == []
+    for param in (model.scale, model.table):
+        torch.distributed.broadcast(param.detach(), 0)
+        for value in optimizer.state[param].values():
+            torch.distributed.broadcast(value, 0)
+    zero.save(path)
+    with torch.no_grad():
+        if zero.rank == 1:
+            optimizer.state[model.scale]["exp_avg"].add_(1)
+    with pytest.raises(CheckpointError, match="exp_avg of parameter 'scale'"):
+        zero.save(path, asynchronous=True)
+    return True
+
+
+def test_ignored_parameters_that_differ_between_ranks_are_refused_by_name(ranks, tmp_path):
+    assert ranks.run(2, ranks_differ, tmp_path / "a") == [True, True]
+
+
 # ---------------------------------------------------------------------------------------------------------- all or nothing
+
+
+class Raising:
+    def state_dict(self):
+        raise LookupError("no such key in the user's object")
+
+
+def cannot_describe(path):
+    """What a rank is asked to save and cannot is an error on all of them, before anything is written."""
+    model, _, zero = build("mlp", 3)
+    told = []
+    for extra, buffer in (({"user": Raising()} if zero.rank == 1 else {}, None), ({}, torch.ones(2).to_sparse())):
+        model.register_buffer("odd", buffer)
+        with pytest.raises(CheckpointError) as error:
+            zero.save(path, extra)
+        told.append(str(error.value))
+    assert "rank 1: LookupError: no such key in the user's object" in told[0]
+    assert "rank 0: this kind of tensor cannot be saved" in told[1] and "buffer 'odd'" in told[1]
+    assert list(path.parent.iterdir()) == []
+    model.register_buffer("odd", torch.tensor([1 + 2j, 3 - 4j]))
+    model.register_buffer("eighth", torch.tensor([0.5, 448]).to(torch.float8_e4m3fn))
+    zero.save(path)
+    model.odd.zero_()
+    model.eighth.zero_()
+    zero.load(path)
+    return model.odd.tolist(), model.eighth.float().tolist()
+
+
+def test_what_one_rank_cannot_save_is_an_error_on_all(ranks, tmp_path):
+    assert ranks.run(2, cannot_describe, tmp_path / "a") == [([1 + 2j, 3 - 4j], [0.5, 448.0])] * 2
 
 
 def refused(path, message, rank_of_damage=None):

@@ -31,7 +31,7 @@ from zeroshard.files import raw
 def bits(zero):
     """A digest of all that a load may change on this rank."""
     engine = zero._engine()
-    told = [list(values(engine)), [options(binding) for binding in engine.bindings], rng_states(), zero.seed]
+    told = [list(values(engine)), [options(engine, binding) for binding in engine.bindings], rng_states(), zero.seed]
     found = xxhash.xxh3_128(repr(told).encode())
     held = [(repr(tuple(place)), tensor) for *place, tensor in [*pieces(engine), *persistent(engine.model)]]
     for place, tensor in sorted(held, key=lambda each: each[0]):

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import state_dict as torch_state_dict
 import models
 import reference
 import zeroshard
-from test_checkpoint import build, digest, same, step
+from test_checkpoint import IGNORED, WithScale, build, digest, same, step, with_scale
 from zeroshard.errors import CheckpointError, UserError
 from zeroshard.integrations.boxes import boxes
 from zeroshard.integrations.dcp import _warn
@@ -93,6 +93,27 @@ def test_an_optimizer_that_has_not_stepped(ranks, tmp_path, optimizer):
     outcomes = ranks.run(2, fresh, tmp_path, optimizer)
     assert all(nothing for nothing, _, _ in outcomes)
     same([second for _, _, second in outcomes], [first for _, first, _ in outcomes])
+
+
+def saves_with_scale(folder, ignore):
+    model, optimizer, zero = with_scale(3, ignore, transposed=True)
+    quietly(dcp.save, {"app": zero}, checkpoint_id=folder)
+    return digest(model, optimizer, zero)
+
+
+def loads_with_scale(folder, ignore):
+    model, optimizer, zero = with_scale(2, ignore, alike=False, transposed=True)
+    quietly(dcp.load, {"app": zero}, checkpoint_id=folder)
+    return digest(model, optimizer, zero)
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(IGNORED, IGNORED), (IGNORED, []), ([], IGNORED)])
+def test_ignored_parameters_are_saved_and_loaded_like_others(ranks, tmp_path, saved, loaded):
+    written = ranks.run(2, saves_with_scale, tmp_path / "a", saved)
+    same(ranks.run(3, loads_with_scale, tmp_path / "a", loaded), written)
+    plain = WithScale()
+    quietly(dcp.load, {"app": {"model": plain.state_dict()}}, checkpoint_id=tmp_path / "a")
+    assert reference.first_difference(reference.weights(plain), written[0][0]) == ""
 
 
 class App:

@@ -20,8 +20,13 @@ from torch import Tensor, nn
 from .buffer import Buffer
 from .comm import Group
 from .errors import CheckpointError, UserError
+from .files import DTYPES, digest, raw
+from .layout import Bucket, Slot
 from .manifest import VALUE
+from .numerics import Precision
 from .optim import SCALARS, Binding, Fragment
+from .stage import placements
+from .tier import DeviceTier
 from .unit import Managed
 
 
@@ -36,12 +41,58 @@ class Engine:
     group: Group
     stage: int
     seed: int
-    places: dict[str, tuple[Buffer, int]] = field(default_factory=dict)  # parameter -> its buffer and slot
+    records: list[Managed] = field(default_factory=list)  # the managed parameters, then the ignored ones
+    alone: dict[int, Buffer] = field(default_factory=dict)  # ignored parameters by id, each as a bucket of its own
+    places: dict[str, tuple[Buffer, Slot]] = field(default_factory=dict)  # parameter -> its buffer and slot
 
     def __post_init__(self) -> None:
-        for buffer in self.buffers:
-            for position, slot in enumerate(buffer.bucket.slots):
-                self.places[slot.name] = buffer, position
+        found = {id(record.param): record for record in self.managed}
+        for name, param in self.model.named_parameters(remove_duplicate=False):
+            record = found.setdefault(id(param), Managed(param, [], [], -1))
+            if record.unit < 0:
+                record.names.append(name)
+                self.alone[id(param)] = _alone(record, self.group)
+        self.records = list(found.values())
+        for buffer in (*self.buffers, *self.alone.values()):
+            for slot in buffer.bucket.slots:
+                self.places[slot.name] = buffer, slot
+
+    def fragments(self, binding: Binding) -> list[Fragment]:
+        """What an optimizer updates on this rank; ignored parameters whole."""
+        params = [param for group in binding.optimizer.param_groups for param in group["params"]]
+        return [*binding.fragments, *(Fragment(p, self.alone[id(p)], 0) for p in params if id(p) in self.alone)]
+
+
+def _alone(record: Managed, group: Group) -> Buffer:
+    """A parameter that `Layout.ignore` leaves alone: whole on every rank, and rank 0's to write."""
+    param, numel = record.param, record.param.numel()
+    writable(f"parameter {record.name!r}", param)
+    slot, kind = Slot(record.name, tuple(param.shape), 0, numel), (str(param.dtype), param.itemsize)
+    bucket = Bucket(-1, -1, *kind, param.requires_grad, (slot,), numel, (0, *[numel] * group.ranks))
+    buffer = Buffer(bucket, [param], 1, placements(0), Precision(), group, DeviceTier(param.device, group.ledger))
+    buffer.full = param.detach().reshape(-1)
+    return buffer
+
+
+def writable(where: str, tensor: Tensor) -> str:
+    """How safetensors spells its dtype. Raises `CheckpointError` for what has no place in a file."""
+    if tensor.dtype not in DTYPES or tensor.layout is not torch.strided:
+        raise CheckpointError(
+            "this kind of tensor cannot be saved", where=where, got=f"{tensor.dtype}, {tensor.layout}",
+            expected="a dense tensor of real numbers", instead="real numbers, or a buffer with persistent=False",
+        )  # fmt: skip
+    return DTYPES[tensor.dtype]
+
+
+def ignored_digests(engine: Engine) -> dict[str, str]:
+    """Of ignored parameters and what optimizers keep of them: nobody averages these, so the ranks' may differ."""
+    found = {}
+    for buffer in engine.alone.values():
+        states = [binding.optimizer.state.get(buffer.params[0], {}) for binding in engine.bindings]
+        for key, value in [(VALUE, buffer.full), *(item for state in states for item in state.items())]:
+            content = raw(value.detach().cpu().contiguous()) if isinstance(value, Tensor) else repr(value)
+            found[f"{key} of parameter {buffer.bucket.slots[0].name!r}"] = digest(content)
+    return found
 
 
 class Piece(NamedTuple):
@@ -59,7 +110,7 @@ class Piece(NamedTuple):
 
 
 def pieces(engine: Engine) -> Iterator[Piece]:
-    for buffer in engine.buffers:
+    for buffer in (*engine.buffers, *engine.alone.values()):
         first = buffer.updated[0]
         for slot in buffer.bucket.slots:
             own = slot.within(*buffer.owned)
@@ -67,22 +118,20 @@ def pieces(engine: Engine) -> Iterator[Piece]:
                 start = slot.start + own.start - first
                 yield Piece(slot.name, VALUE, own.start, own.stop, buffer.target[start : start + own.numel])
     for binding in engine.bindings:
-        for fragment, _part, own in _owned(binding):
+        for fragment, part, own in _owned(engine, binding):
             for key, value in binding.optimizer.state.get(fragment.param, {}).items():
-                yield from _state_piece(fragment, key, value, _part, own)
+                yield from _state_piece(fragment.slot.name, key, value, part, own)
 
 
-def _owned(binding: Binding) -> Iterator[tuple[Fragment, Any, Any]]:
-    """(fragment, the interval it holds, the interval this rank writes), in its slot's elements."""
-    for fragment in binding.fragments:
-        slot = fragment.buffer.bucket.slots[fragment.position]
-        part, own = slot.within(*fragment.buffer.updated), slot.within(*fragment.buffer.owned)
+def _owned(engine: Engine, binding: Binding) -> Iterator[tuple[Fragment, Any, Any]]:
+    """(what is held, the interval of it, the interval this rank writes), in its slot's elements."""
+    for fragment in engine.fragments(binding):
+        part, own = fragment.slot.within(*fragment.buffer.updated), fragment.slot.within(*fragment.buffer.owned)
         if part.numel and own.numel:
             yield fragment, part, own
 
 
-def _state_piece(fragment: Fragment, key: str, value: Any, part: Any, own: Any) -> Iterator[Piece]:
-    name = fragment.buffer.bucket.slots[fragment.position].name
+def _state_piece(name: str, key: str, value: Any, part: Any, own: Any) -> Iterator[Piece]:
     if isinstance(value, Tensor):
         if value.numel() == part.numel and key not in SCALARS:
             flat = value.detach().reshape(-1)[own.start - part.start : own.stop - part.start]
@@ -94,17 +143,16 @@ def _state_piece(fragment: Fragment, key: str, value: Any, part: Any, own: Any) 
 def values(engine: Engine) -> Iterator[list[Any]]:
     """[parameter, state, number]: what optimizers keep beside tensors."""
     for binding in engine.bindings:
-        for fragment, _part, own in _owned(binding):
+        for fragment, _part, own in _owned(engine, binding):
             for key, value in binding.optimizer.state.get(fragment.param, {}).items():
                 if not isinstance(value, Tensor) and own.start == 0:
-                    name = fragment.buffer.bucket.slots[fragment.position].name
                     if not isinstance(value, (int, float, str, bool, type(None))):
                         raise CheckpointError(
                             "this optimizer keeps something that is neither a tensor nor a number",
-                            where=f"{type(binding.optimizer).__name__}.state of {name!r}, key {key!r}",
+                            where=f"{type(binding.optimizer).__name__}.state of {fragment.slot.name!r}, key {key!r}",
                             got=type(value).__name__,
                         )
-                    yield [name, key, value]
+                    yield [fragment.slot.name, key, value]
 
 
 def persistent(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -114,7 +162,7 @@ def persistent(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield (f"{path}.{name}" if path else name), tensor
 
 
-def options(binding: Binding) -> dict[str, Any]:
+def options(engine: Engine, binding: Binding) -> dict[str, Any]:
     """An optimizer's class, and its groups by the names of their parameters."""
     groups = []
     for number, group in enumerate(binding.optimizer.param_groups):
@@ -124,6 +172,7 @@ def options(binding: Binding) -> dict[str, Any]:
                 value = float(value) if isinstance(value, Tensor) else value
                 told[key] = list(value) if isinstance(value, tuple) else value
         names = [m.place.buffer.bucket.slots[m.place.position].name for m in binding.members if m.group == number]
+        names += [engine.alone[id(p)].bucket.slots[0].name for p in group["params"] if id(p) in engine.alone]
         groups.append({"parameters": names, "options": told})
     return {"class": type(binding.optimizer).__name__, "groups": groups}
 

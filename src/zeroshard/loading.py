@@ -116,7 +116,7 @@ def _load(engine: Engine, folder: Path, opened: contextlib.ExitStack, *, strict:
 def _differences(engine: Engine, saved: Saved) -> list[str]:
     """Everything in which the checkpoint and this model differ, in words."""
     found = []
-    mine = {record.name: record for record in engine.managed}
+    mine = {record.name: record for record in engine.records}
     for name, record in mine.items():
         entry = saved.parameters.get(name)
         if entry is None:
@@ -152,7 +152,7 @@ def _group_differences(engine: Engine, saved: Saved) -> list[str]:
         if told["class"] != (kind := type(binding.optimizer).__name__):
             found.append(f"optimizer {number} is {kind}, saved was {told['class']}")
             continue
-        for at, match in enumerate(_matches(binding, told)):
+        for at, match in enumerate(_matches(engine, binding, told)):
             where = f"optimizer {number}, group {at}"
             if match.saved is None:
                 found.append(f"{where}: no saved group holds just what it does, {match.names[:3]}")
@@ -178,12 +178,12 @@ class Match(NamedTuple):
     fragments: list[Fragment]
 
 
-def _matches(binding: Binding, told: Mapping[str, Any]) -> Iterator[Match]:
+def _matches(engine: Engine, binding: Binding, told: Mapping[str, Any]) -> Iterator[Match]:
     by_names = {tuple(sorted(each["parameters"])): each["options"] for each in reversed(told["groups"])}
-    held = {id(fragment.param): fragment for fragment in binding.fragments}
-    for group, mine in zip(binding.optimizer.param_groups, options(binding)["groups"], strict=True):
-        names, fragments = mine["parameters"], [held[id(p)] for p in group["params"] if id(p) in held]
-        yield Match(group, names, mine["options"], by_names.get(tuple(sorted(names))), fragments)
+    held = {id(each.param): each for each in engine.fragments(binding)}
+    for group, mine in zip(binding.optimizer.param_groups, options(engine, binding)["groups"], strict=True):
+        names, here = mine["parameters"], [held[id(p)] for p in group["params"] if id(p) in held]
+        yield Match(group, names, mine["options"], by_names.get(tuple(sorted(names))), here)
 
 
 def _alike(mine: Any, theirs: Any) -> bool:
@@ -198,7 +198,7 @@ def _alike(mine: Any, theirs: Any) -> bool:
 
 def _state_differences(binding: Binding, fragment: Fragment, match: Match, saved: Saved) -> list[str]:
     """Where the optimizer, which keeps state of a parameter already, would get another kind of it."""
-    name, numel = fragment.buffer.bucket.slots[fragment.position].name, fragment.param.numel()
+    name, numel = fragment.slot.name, fragment.param.numel()
     mine, theirs = {}, {}
     for key, value in binding.optimizer.state.get(fragment.param, {}).items():
         like = isinstance(value, Tensor) and value.numel() == numel and key not in SCALARS
@@ -224,25 +224,24 @@ def _stage(engine: Engine, saved: Saved) -> Staged:
     staged, manifest = Staged(), saved.manifest
     fitting = {
         record.name
-        for record in engine.managed
+        for record in engine.records
         if record.name in saved.parameters and saved.parameters[record.name].shape == tuple(record.param.shape)
     }
     for name in fitting:
         _stage_value(engine, saved, name, staged)
     paired = len(engine.bindings) == len(manifest["optimizers"])
     for binding, told in zip(engine.bindings, manifest["optimizers"] if paired else [], strict=False):
-        for match in _matches(binding, told) if told["class"] == type(binding.optimizer).__name__ else ():
+        for match in _matches(engine, binding, told) if told["class"] == type(binding.optimizer).__name__ else ():
             theirs = (match.saved or {}).items()
             fit = {key: value for key, value in theirs if key in match.mine and _alike(match.mine[key], value)}
             staged.groups.append((match.group, fit))
             for fragment in match.fragments:
-                slot = fragment.buffer.bucket.slots[fragment.position]
-                fits = slot.name in fitting and not _state_differences(binding, fragment, match, saved)
+                name = fragment.slot.name
+                fits = name in fitting and not _state_differences(binding, fragment, match, saved)
                 if fits and fragment.param.numel():
-                    part = slot.within(*fragment.buffer.updated)
                     states = {
-                        state: _state(staged, saved, (slot.name, state), part, binding, fragment.param, match.group)
-                        for state in saved.states.get(slot.name, ())
+                        state: _state(staged, saved, state, binding, fragment, match)
+                        for state in saved.states.get(name, ())
                     }
                     staged.states.append((binding, fragment.param, states))
     for name, tensor in persistent(engine.model):
@@ -256,8 +255,8 @@ def _stage(engine: Engine, saved: Saved) -> Staged:
 
 
 def _stage_value(engine: Engine, saved: Saved, name: str, staged: Staged) -> None:
-    buffer, position = engine.places[name]
-    updated = buffer.bucket.slots[position].within(*buffer.updated)
+    buffer, slot = engine.places[name]
+    updated = slot.within(*buffer.updated)
     staged.values[name] = _checked(saved, (name, VALUE), *resting(engine, name))
     if buffer.master is not None:
         staged.masters[name] = _checked(saved, (name, VALUE), updated.start, updated.stop)
@@ -268,33 +267,25 @@ def _checked(saved: Saved, key: tuple[str, str], start: int, stop: int) -> Cut:
     return Cut(saved, key, start, stop)
 
 
-def _state(
-    staged: Staged,
-    saved: Saved,
-    key: tuple[str, str],
-    part: Any,
-    binding: Binding,
-    like: nn.Parameter,
-    group: Mapping[str, Any],
-) -> Any:
+def _state(staged: Staged, saved: Saved, state: str, binding: Binding, fragment: Fragment, match: Match) -> Any:
+    key, like, group = (fragment.slot.name, state), fragment.param, match.group
     if key in saved.values:
         return saved.values[key]
     if key in saved.cut:
         dtype = saved.cut[key][0].dtype
         dtype = like.dtype if dtype.is_floating_point else dtype
-        place = binding.optimizer.state.get(like, {}).get(key[1])
+        place = binding.optimizer.state.get(like, {}).get(state)
         wanted = like.shape, dtype, like.device
-        if not (isinstance(place, Tensor) and place.is_contiguous() and _made(place) == wanted):
+        if not (
+            isinstance(place, Tensor) and place.is_contiguous() and (place.shape, place.dtype, place.device) == wanted
+        ):
             place = torch.empty(like.shape, dtype=dtype, device=like.device)
+        part = fragment.slot.within(*fragment.buffer.updated)
         staged.fills.append((place.view(-1), _checked(saved, key, part.start, part.stop)))
         return place
     tensor = saved.read(saved.whole[key])
     on_device = group.get("fused") or group.get("capturable") or tensor.dim()
     return tensor.to(like.device) if on_device else tensor
-
-
-def _made(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.dtype, tensor.device
 
 
 @torch.no_grad()
@@ -323,8 +314,7 @@ def commit(engine: Engine, staged: Staged) -> None:
 
 def resting(engine: Engine, name: str) -> tuple[int, int]:
     """The elements of a parameter that rest on this rank."""
-    buffer, position = engine.places[name]
-    slot = buffer.bucket.slots[position]
+    buffer, slot = engine.places[name]
     part = slot.within(*buffer.owned) if buffer.place.parameters else slot.within(0, buffer.bucket.numel)
     return part.start, part.stop
 
@@ -332,8 +322,7 @@ def resting(engine: Engine, name: str) -> tuple[int, int]:
 @torch.no_grad()
 def put(engine: Engine, name: str, value: Tensor | Cut, master: Tensor | Cut | None) -> None:
     """Write the elements of one parameter that rest on this rank, and those of its master that it updates."""
-    buffer, position = engine.places[name]
-    slot = buffer.bucket.slots[position]
+    buffer, slot = engine.places[name]
     target, first = (buffer.shard, buffer.owned[0]) if buffer.place.parameters else (buffer.full, 0)
     at = slot.start + resting(engine, name)[0] - first
     _put(target[at : at + value.numel()], value)
@@ -348,6 +337,10 @@ def _put(place: Tensor, value: Tensor | Cut) -> None:
 
 def renew(engine: Engine) -> None:
     """What was gathered or noted of the weights before is old."""
+    for buffer in engine.alone.values():
+        param = buffer.params[0]
+        param.detach().copy_(buffer.full.view_as(param))  # the same memory, unless the parameter is not contiguous
+        param.grad = None
     for buffer in engine.buffers:
         buffer.fresh = buffer.fresh and not buffer.place.parameters
         buffer.changed()

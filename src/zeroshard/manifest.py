@@ -242,9 +242,7 @@ class Saved:
                 try:
                     saved = cls(folder, descriptor, read_manifest(folder, descriptor))
                 except CheckpointError:
-                    if not replaced(
-                        folder, descriptor
-                    ):  # else a save has removed it under our eyes: read what it wrote
+                    if not replaced(folder, descriptor):  # else a save has taken its place: read what that wrote
                         raise
         try:
             yield saved

@@ -23,6 +23,7 @@ from .comm import Group
 from .errors import StateError, UserError
 from .events import ends
 from .gradient import Entry, Gradients, ShardedGrad
+from .layout import Slot
 from .schedule import Schedule, stack_depth
 
 SCALARS = {"step", "mu_product", "eta", "mu"}  # per-parameter state that is one number, whatever the parameter's shape
@@ -41,6 +42,10 @@ class Fragment(NamedTuple):
     param: nn.Parameter
     buffer: Buffer
     position: int
+
+    @property
+    def slot(self) -> Slot:
+        return self.buffer.bucket.slots[self.position]
 
 
 class Binding:

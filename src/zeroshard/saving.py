@@ -21,11 +21,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .checkpoint import Engine, options, persistent, pieces, rng_states, values
+from .checkpoint import Engine, ignored_digests, options, persistent, pieces, rng_states, values, writable
 from .comm import Group
-from .errors import CheckpointError, PeerError, UserError
+from .errors import CheckpointError, Error, PeerError, UserError
 from .events import HOST, Ledger
-from .files import DTYPES, discard, make_room, owner, publish, remove, workplace, write_manifest, write_tensors
+from .files import discard, make_room, owner, publish, remove, workplace, write_manifest, write_tensors
 from .manifest import FORMAT, VERSION, plain, siblings
 
 SNAPSHOT = "snapshot"  # in the ledger: what a save behind the training holds
@@ -97,15 +97,23 @@ def save(
     target, group = Path(path).absolute(), engine.group
     if Saving.running is not None:
         Saving.running.join()
-    apart, snapshot, problem = group.apart(), None, None
+    apart, snapshot, problem, digests = group.apart(), None, None, {}
     try:
         if keep is not None and not (type(keep) is int and keep >= 1):
             raise UserError("keep= counts checkpoints, the new one too", got=repr(keep), instead="keep=3")
         snapshot = _snapshot(engine, extra, copied=asynchronous)
-    except (UserError, CheckpointError, RuntimeError, MemoryError) as error:
-        problem = f"{type(error).__name__}: {error}" if isinstance(error, MemoryError) else f"{error}"
-    told = group.describe({"owner": owner(), "name": target.name, "problem": problem})
+        digests = ignored_digests(engine)
+    except Exception as error:  # the other ranks must hear of it, also of what `extra` raises
+        problem = f"{error}" if isinstance(error, Error) else f"{type(error).__name__}: {error}"
+    told = group.describe({"owner": owner(), "name": target.name, "problem": problem, "ignored": digests})
     _raise(target, [each["problem"] for each in told])
+    ignored = [each["ignored"] for each in told]
+    if differing := [name for name in ignored[0] | ignored[-1] if len({each.get(name) for each in ignored}) > 1]:
+        raise CheckpointError(
+            "a parameter that Layout.ignore leaves alone differs between ranks, and a checkpoint holds it once",
+            where=differing[0], expected="the same bits on all ranks", got="other ones",
+            instead="average its gradients over the ranks before each step, or do not ignore it",
+        )  # fmt: skip
     names = [each["name"] for each in told]
     if len(set(names)) > 1:
         raise PeerError("the ranks save to different places", expected=names[0], got=names)
@@ -139,27 +147,22 @@ def _snapshot(engine: Engine, extra: Mapping[str, Any] | None, *, copied: bool) 
     fragments = []
     for piece in pieces(engine):
         tensors[piece.key] = piece.tensor
-        fragments.append([*piece[:4], DTYPES[piece.tensor.dtype], list(piece.tensor.shape), piece.key])
+        dtype = writable(f"{piece.state} of parameter {piece.parameter!r}", piece.tensor)
+        fragments.append([*piece[:4], dtype, list(piece.tensor.shape), piece.key])
     saved_along: dict[str, Tensor] = {}
     told = plain("extra", dict(extra or {}), saved_along)
     buffers, extras = {}, []
     if engine.group.rank == 0:
         for name, tensor in persistent(engine.model):
             tensors[f"buffer/{name}"] = tensor.detach()
-            buffers[name] = [list(tensor.shape), DTYPES[tensor.dtype], f"buffer/{name}"]
+            buffers[name] = [list(tensor.shape), writable(f"buffer {name!r}", tensor), f"buffer/{name}"]
         for name, tensor in saved_along.items():
             tensors[f"extra/{name}"] = tensor
-            extras.append([name, list(tensor.shape), DTYPES[tensor.dtype], f"extra/{name}"])
+            extras.append([name, list(tensor.shape), writable(name, tensor), f"extra/{name}"])
     if copied:
         tensors = {key: torch.empty_like(tensor, device="cpu").copy_(tensor) for key, tensor in tensors.items()}
-    own = {
-        "fragments": fragments,
-        "values": list(values(engine)),
-        "buffers": buffers,
-        "extras": extras,
-        "rng": rng_states(),
-    }
-    return Snapshot(tensors, own, _head(engine, told))
+    own = {"fragments": fragments, "values": list(values(engine)), "buffers": buffers, "extras": extras}
+    return Snapshot(tensors, own | {"rng": rng_states()}, _head(engine, told))
 
 
 def _head(engine: Engine, extra: Any) -> dict[str, Any]:
@@ -174,14 +177,10 @@ def _head(engine: Engine, extra: Any) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "parameters": {
-            record.name: {
-                "shape": list(record.param.shape),
-                "dtype": DTYPES[record.param.dtype],
-                "names": record.names,
-            }
-            for record in engine.managed
+            r.name: {"shape": list(r.param.shape), "dtype": writable(r.name, r.param), "names": r.names}
+            for r in engine.records
         },
-        "optimizers": [options(binding) for binding in engine.bindings],
+        "optimizers": [options(engine, binding) for binding in engine.bindings],
         "extra": extra,
     }
 

@@ -139,7 +139,8 @@ def _count(pairs: Iterator[tuple[Tensor, Tensor]]) -> Found:
             other = (x.double() != y.double()) & ~(x.isnan() & y.isnan())
         if number := int(other.sum()):
             differing += number
-            distance = (x[other].double() - y[other].double()).abs()
+            wide = torch.complex128 if x.is_complex() or y.is_complex() else torch.float64
+            distance = (x[other].to(wide) - y[other].to(wide)).abs()
             finite = distance[distance.isfinite()]
             not_finite += number - finite.numel()
             if finite.numel():

@@ -104,19 +104,17 @@ def state_dict(engine: Engine) -> dict[str, Any]:
     """This rank's part of the model and its optimizers, by reference."""
     _warn()
     model: dict[str, Any] = {}
-    for record in engine.managed:
-        buffer, position = engine.places[record.name]
-        value = _value(buffer, buffer.bucket.slots[position])
-        model |= dict.fromkeys(record.names, value)
+    for record in engine.records:
+        model |= dict.fromkeys(record.names, _value(*engine.places[record.name]))
     model |= {name: tensor.detach().clone() for name, tensor in persistent(engine.model)}
     if not engine.bindings:
         return {"model": model}
     states: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
     for binding in engine.bindings:
-        for slot, fragment, kept in _states(binding):
-            states[slot.name] = {key: _state(slot, fragment, key, value) for key, value in kept.items()}
-        groups += [{"params": group["parameters"], **group["options"]} for group in options(binding)["groups"]]
+        for fragment, kept in _states(engine, binding):
+            states[fragment.slot.name] = {key: _state(fragment, key, value) for key, value in kept.items()}
+        groups += [{"params": group["parameters"], **group["options"]} for group in options(engine, binding)["groups"]]
     return {"model": model, "optim": {"state": states, "param_groups": groups}}
 
 
@@ -140,16 +138,16 @@ def _value(buffer: Buffer, slot: Slot) -> Any:
     )
 
 
-def _states(binding: Binding) -> Iterator[tuple[Slot, Fragment, Mapping[str, Any]]]:
-    """What the optimizer keeps of each fragment; of one it has not stepped, zeros that have its states' shapes.
+def _states(engine: Engine, binding: Binding) -> Iterator[tuple[Fragment, Mapping[str, Any]]]:
+    """What the optimizer keeps of what it holds; of one it has not stepped, zeros that have its states' shapes.
 
     DCP loads in place, so that there must be a place.
     """
     asked: dict[tuple[int, torch.dtype, int], dict[str, Asked]] = {}
     numbers = {id(p): number for number, group in enumerate(binding.optimizer.param_groups) for p in group["params"]}
     whole = takes_whole_tensors(binding.optimizer)
-    for fragment in binding.fragments:
-        slot, param = fragment.buffer.bucket.slots[fragment.position], fragment.param
+    for fragment in engine.fragments(binding):
+        slot, param = fragment.slot, fragment.param
         if not param.numel():
             continue
         kept = binding.optimizer.state.get(param)
@@ -165,17 +163,17 @@ def _states(binding: Binding) -> Iterator[tuple[Slot, Fragment, Mapping[str, Any
                 )
                 for state, like in asked[key].items()
             }
-        yield slot, fragment, kept
+        yield fragment, kept
 
 
-def _state(slot: Slot, fragment: Fragment, key: str, value: Any) -> Any:
+def _state(fragment: Fragment, key: str, value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
-    part, own = slot.within(*fragment.buffer.updated), slot.within(*fragment.buffer.owned)
+    part, own = fragment.slot.within(*fragment.buffer.updated), fragment.slot.within(*fragment.buffer.owned)
     if key in SCALARS or value.numel() != part.numel:
         return value.detach().clone()  # loaded in place, but not before every rank could
     flat = value.detach().reshape(-1)[own.start - part.start : own.stop - part.start]
-    return Sharded(slot.shape, flat, (own.start, own.stop), (part.start, part.stop))
+    return Sharded(fragment.slot.shape, flat, (own.start, own.stop), (part.start, part.stop))
 
 
 # --- in -------------------------------------------------------------------------------------------------------------
@@ -195,9 +193,8 @@ def load_state_dict(engine: Engine, state: Mapping[str, Any]) -> None:
 
 
 def _stage(engine: Engine, state: Mapping[str, Any], staged: Staged) -> None:
-    for record in engine.managed:
-        buffer, position = engine.places[record.name]
-        slot = buffer.bucket.slots[position]
+    for record in engine.records:
+        buffer, slot = engine.places[record.name]
         if slot.numel:
             value = _loaded(record.name, state["model"][record.name])
             staged.values[record.name] = value
@@ -209,15 +206,16 @@ def _stage(engine: Engine, state: Mapping[str, Any], staged: Staged) -> None:
         return
     saved = [(sorted(group["params"]), group) for group in state["optim"]["param_groups"]]
     for binding in engine.bindings:
-        for group, mine in zip(binding.optimizer.param_groups, options(binding)["groups"], strict=True):
+        for group, mine in zip(binding.optimizer.param_groups, options(engine, binding)["groups"], strict=True):
             match = next((theirs for names, theirs in saved if names == sorted(mine["parameters"])), None)
             if match is None:
                 raise CheckpointError("no saved group holds just these parameters", got=mine["parameters"][:5])
             staged.groups.append((group, {key: match[key] for key in mine["options"] if key in match}))
-        for slot, fragment, _ in _states(binding):
-            found = state["optim"]["state"][slot.name]
+        for fragment, _ in _states(engine, binding):
+            name = fragment.slot.name
+            found = state["optim"]["state"][name]
             loaded = {
-                key: _loaded(f"{key} of {slot.name}", value).to(fragment.param.device).view(fragment.param.shape)
+                key: _loaded(f"{key} of {name}", value).to(fragment.param.device).view(fragment.param.shape)
                 if isinstance(value, Sharded)
                 else value
                 for key, value in found.items()

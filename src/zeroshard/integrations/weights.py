@@ -214,13 +214,13 @@ def _fill(model: nn.Module, tensors: dict[str, tuple[int, ...]], init: Any) -> C
 @torch.no_grad()
 def _read(zero: Zero, weights: Weights, tensors: dict[str, tuple[int, ...]]) -> None:
     engine = zero._engine()
-    for record in engine.managed:
+    for record in engine.records:
         name = _place(record.names, record.param, tensors)
         if name is not None:
             start, stop = resting(engine, record.name)
             value = weights.interval(name, start, stop)
-            buffer, position = engine.places[record.name]
-            updated = buffer.bucket.slots[position].within(*buffer.updated)
+            buffer, slot = engine.places[record.name]
+            updated = slot.within(*buffer.updated)
             put(engine, record.name, value, value[updated.start - start : updated.stop - start])
     for name, tensor in persistent(engine.model):
         if tensors.get(name) == tuple(tensor.shape):

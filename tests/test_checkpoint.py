@@ -175,6 +175,27 @@ def test_a_scheduler_and_a_scaler_travel_in_extra(tmp_path):
     assert not (tmp_path / "b").exists() and sorted(p.name for p in tmp_path.iterdir()) == ["a"]
 
 
+def moves_on_after_inference_mode(path, fresh):
+    model, optimizer, zero = build("gpt", 3, dtype=torch.bfloat16)
+    step("gpt", model, optimizer, 0)
+    with torch.inference_mode():
+        zero.save(path)
+    if fresh:
+        model, optimizer, zero = build("gpt", 1, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        zero.load(path)
+        saving = zero.save(f"{path}-behind", asynchronous=True)
+    step("gpt", model, optimizer, 1)
+    saving.wait()
+    return digest(model, optimizer, zero)
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_training_goes_on_after_a_load_in_inference_mode(ranks, tmp_path, fresh):
+    straight = ranks.run(2, saves, "gpt", tmp_path / "a", 3, {"dtype": torch.bfloat16}, 2)
+    same(ranks.run(2, moves_on_after_inference_mode, tmp_path / "b", fresh), straight)
+
+
 def random_states(path):
     _, _, zero = build("mlp", 3)
     random.seed(5)

@@ -116,6 +116,27 @@ def test_ignored_parameters_are_saved_and_loaded_like_others(ranks, tmp_path, sa
     assert reference.first_difference(reference.weights(plain), written[0][0]) == ""
 
 
+def moves_on_after_inference_mode(folder):
+    model, optimizer, zero = build("gpt", 3)
+    step("gpt", model, optimizer, 0)
+    with torch.inference_mode():
+        quietly(dcp.save, {"app": zero}, checkpoint_id=folder)
+        quietly(dcp.load, {"app": zero}, checkpoint_id=folder)
+    step("gpt", model, optimizer, 1)
+    return digest(model, optimizer, zero)
+
+
+def straight_on():
+    model, optimizer, zero = build("gpt", 3)
+    for number in range(2):
+        step("gpt", model, optimizer, number)
+    return digest(model, optimizer, zero)
+
+
+def test_training_goes_on_after_a_load_in_inference_mode(ranks, tmp_path):
+    same(ranks.run(2, moves_on_after_inference_mode, tmp_path / "a"), ranks.run(2, straight_on))
+
+
 class App:
     """What FSDP2's users write around `get_state_dict`."""
 

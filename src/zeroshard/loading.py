@@ -63,7 +63,8 @@ class Staged:
 
 def load(engine: Engine, path: str | os.PathLike[str], *, strict: bool) -> Loaded:
     """Check and agree; then change everything, on all ranks."""
-    with contextlib.ExitStack() as opened:
+    # Also called in inference mode: its tensors could not be trained on.
+    with contextlib.ExitStack() as opened, torch.inference_mode(False):
         return _load(engine, Path(path).absolute(), opened, strict=strict)
 
 
@@ -99,8 +100,8 @@ def _load(engine: Engine, folder: Path, opened: contextlib.ExitStack, *, strict:
     try:
         commit(engine, staged)
         saved.reader.unchanged()
-    except (CheckpointError, OSError) as error:
-        problem = f"{error}"
+    except Exception as error:  # the other ranks must hear of this too
+        problem = f"{error}" if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
     told = [f"rank {rank}: {each}" for rank, each in enumerate(group.describe(problem)) if each]
     if told:
         raise CheckpointError(

@@ -81,6 +81,7 @@ class Sharded(Tensor):
             for box in self._written()
         ]
 
+    @torch.inference_mode(False)
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         self.loaded = torch.empty(self.reads[1] - self.reads[0], dtype=self.dtype)
         return [_chunk(box) for box in self._read()]
@@ -100,6 +101,7 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
 # --- out ------------------------------------------------------------------------------------------------------------
 
 
+@torch.inference_mode(False)  # of its tensors some become the optimizer's
 def state_dict(engine: Engine) -> dict[str, Any]:
     """This rank's part of the model and its optimizers, by reference."""
     _warn()
@@ -179,6 +181,7 @@ def _state(fragment: Fragment, key: str, value: Any) -> Any:
 # --- in -------------------------------------------------------------------------------------------------------------
 
 
+@torch.inference_mode(False)
 def load_state_dict(engine: Engine, state: Mapping[str, Any]) -> None:
     """Take what DCP has put into a `state_dict()`, on all ranks or none."""
     staged, problem = Staged(), None

@@ -21,6 +21,7 @@ import pytest
 import torch
 import xxhash
 
+import zeroshard
 from test_checkpoint import build, step
 from zeroshard import files
 from zeroshard.checkpoint import options, persistent, pieces, rng_states, values
@@ -195,6 +196,29 @@ def killed_of_two(ranks, folder, victim, number):
 
 def test_row37_one_of_two_ranks_killed_in_a_save(ranks, tmp_path):
     assert killed_of_two(ranks, tmp_path, 1, 9) == "before"
+
+
+def dies_behind(path):
+    """Rank 1 ends while both write behind the training: what rank 0 is told, and what is left."""
+    _, _, zero = job(1)
+    zero.save(path, extra={"which": "before"})
+    write_tensors = zeroshard.saving.write_tensors
+    if zero.rank == 1:
+        zeroshard.saving.write_tensors = lambda *_: die()
+    saving = zero.save(path, asynchronous=True)
+    try:
+        saving.wait()
+    except PeerError as error:
+        return f"{error}", names(path.parent)
+    finally:
+        zeroshard.saving.write_tensors = write_tensors
+
+
+def test_row37_a_rank_killed_behind_the_training_leaves_nothing_half_written(ranks, tmp_path):
+    """The survivor need not end for what it had written to go: it is told, and cleans up."""
+    first, second = ranks.run(2, dies_behind, tmp_path / "a", expect_errors=True)
+    assert second.type == "Died" and "a peer is gone" in first[0] and first[1] == ["a"]
+    assert ranks.run(2, loads_one_of_both, tmp_path / "a") == [("before", ["a"])] * 2
 
 
 @pytest.mark.slow

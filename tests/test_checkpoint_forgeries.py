@@ -793,7 +793,7 @@ KEYS = ["format", "version", "saved", "ranks", "stage", "seed", "parameters", "f
 
 def opens(path):
     with Saved.open(path) as saved:
-        saved.check_rest(0, 1)
+        saved.reader.check_rest(0, 1)
 
 
 @settings(max_examples=100)

@@ -117,42 +117,36 @@ def pieces(engine: Engine) -> Iterator[Piece]:
             if own.numel:
                 start = slot.start + own.start - first
                 yield Piece(slot.name, VALUE, own.start, own.stop, buffer.target[start : start + own.numel])
-    for binding in engine.bindings:
-        for fragment, part, own in _owned(engine, binding):
-            for key, value in binding.optimizer.state.get(fragment.param, {}).items():
-                yield from _state_piece(fragment.slot.name, key, value, part, own)
-
-
-def _owned(engine: Engine, binding: Binding) -> Iterator[tuple[Fragment, Any, Any]]:
-    """(what is held, the interval of it, the interval this rank writes), in its slot's elements."""
-    for fragment in engine.fragments(binding):
-        part, own = fragment.slot.within(*fragment.buffer.updated), fragment.slot.within(*fragment.buffer.owned)
-        if part.numel and own.numel:
-            yield fragment, part, own
-
-
-def _state_piece(name: str, key: str, value: Any, part: Any, own: Any) -> Iterator[Piece]:
-    if isinstance(value, Tensor):
-        if value.numel() == part.numel and key not in SCALARS:
+    for name, key, value, part, own in _kept(engine):
+        if isinstance(value, Tensor) and value.numel() == part.numel and key not in SCALARS:
             flat = value.detach().reshape(-1)[own.start - part.start : own.stop - part.start]
             yield Piece(name, key, own.start, own.stop, flat)
-        elif own.start == 0:  # one number, or a shape of its own: its first element's owner writes it
+        elif (
+            isinstance(value, Tensor) and own.start == 0
+        ):  # one number, or a shape of its own: its first element's owner
             yield Piece(name, key, None, None, value.detach())
 
 
 def values(engine: Engine) -> Iterator[list[Any]]:
     """[parameter, state, number]: what optimizers keep beside tensors."""
+    for name, key, value, _part, own in _kept(engine):
+        if not isinstance(value, Tensor) and own.start == 0:
+            if not isinstance(value, (int, float, str, bool, type(None))):
+                raise CheckpointError(
+                    "an optimizer keeps something that is neither a tensor nor a number",
+                    where=f"state {key!r} of parameter {name!r}", got=type(value).__name__,
+                )  # fmt: skip
+            yield [name, key, value]
+
+
+def _kept(engine: Engine) -> Iterator[tuple[str, str, Any, Any, Any]]:
+    """(parameter, state, what this rank's optimizer keeps, the elements it is of, those of them this rank writes)."""
     for binding in engine.bindings:
-        for fragment, _part, own in _owned(engine, binding):
-            for key, value in binding.optimizer.state.get(fragment.param, {}).items():
-                if not isinstance(value, Tensor) and own.start == 0:
-                    if not isinstance(value, (int, float, str, bool, type(None))):
-                        raise CheckpointError(
-                            "this optimizer keeps something that is neither a tensor nor a number",
-                            where=f"{type(binding.optimizer).__name__}.state of {fragment.slot.name!r}, key {key!r}",
-                            got=type(value).__name__,
-                        )
-                    yield [fragment.slot.name, key, value]
+        for fragment in engine.fragments(binding):
+            part, own = fragment.slot.within(*fragment.buffer.updated), fragment.slot.within(*fragment.buffer.owned)
+            if part.numel and own.numel:
+                for key, value in binding.optimizer.state.get(fragment.param, {}).items():
+                    yield fragment.slot.name, key, value, part, own
 
 
 def persistent(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -87,11 +87,10 @@ def _load(engine: Engine, folder: Path, opened: contextlib.ExitStack, *, strict:
             )
         if strict and told["differences"]:
             raise CheckpointError(
-                "the checkpoint is of another model or optimizer; nothing was changed",
-                where=str(folder),
+                "the checkpoint is of another model or optimizer; nothing was changed", where=str(folder),
                 got="".join(f"\n    {each}" for each in told["differences"]),
                 instead="load(..., strict=False) skips these, and says so",
-            )
+            )  # fmt: skip
         if told["manifest"] != everyone[0]["manifest"]:
             raise PeerError(
                 "the ranks see different checkpoints", where=f"rank {rank}", expected=str(folder), got="another one"
@@ -251,7 +250,7 @@ def _stage(engine: Engine, saved: Saved) -> Staged:
     staged.extra = unplain(manifest["extra"], {key: saved.read(stored) for key, stored in saved.extra.items()})
     if manifest["ranks"] == engine.group.ranks:
         staged.rng = parsed_rng(manifest["rng"][engine.group.rank])
-    saved.check_rest(engine.group.rank, engine.group.ranks)
+    saved.reader.check_rest(engine.group.rank, engine.group.ranks)
     return staged
 
 
@@ -354,7 +353,7 @@ def latest(group: Group, folder: Path) -> Path | None:
         problem = None
         try:
             with Saved.open(folder / name) as saved:
-                saved.check_rest(group.rank, group.ranks)
+                saved.reader.check_rest(group.rank, group.ranks)
         except CheckpointError as error:
             problem = f"{error}"
         told = [f"rank {rank}: {each}" for rank, each in enumerate(group.describe(problem)) if each]

@@ -228,10 +228,6 @@ class Saved:
             self.reader.read(stored.file, stored.offset + first * stored.dtype.itemsize, raw(out))
             yield stored.start + first, out
 
-    def check_rest(self, part: int, parts: int) -> None:
-        """Check every block that was not read, or this reader's share of them."""
-        self.reader.check_rest(part, parts)
-
     @classmethod
     @contextlib.contextmanager
     def open(cls, folder: Path) -> Iterator[Saved]:

@@ -195,10 +195,11 @@ def _write(group: Group, snapshot: Snapshot, beside: Path, target: Path, keep: i
         _together(group, target, lambda: make_room(beside, target) if first else None)
         own = _together(group, target, lambda: _write_own(group, snapshot, beside))
         _together(group, target, lambda: _publish(snapshot.head, own, beside, target) if first else None)
-    except CheckpointError:
+    except (CheckpointError, PeerError) as error:
         if first:
             discard(beside)
-        group.describe(None)  # nobody raises while anything of it is left
+        if isinstance(error, CheckpointError):  # else a peer is gone, and would not answer
+            group.describe(None)  # nobody raises while anything of it is left
         raise
     if keep is not None and first:
         _forget(target, keep)
@@ -236,19 +237,17 @@ def _write_own(group: Group, snapshot: Snapshot, beside: Path) -> dict[str, Any]
     except OSError as error:
         nbytes = sum(tensor.numel() * tensor.itemsize for tensor in snapshot.tensors.values())
         raise OSError(error.errno, f"{error.strerror} ({nbytes:,} bytes to write)", str(beside / name)) from error
-    own = snapshot.own
-    at = written.offsets
+    own, at = snapshot.own, written.offsets
     return {
+        **own,
         "file": name,
         "facts": {"nbytes": written.nbytes, "digests": written.digests},
         "fragments": [[*entry, at[key], name] for *entry, key in own["fragments"]],
-        "values": own["values"],
         "buffers": {
             key: {"file": name, "shape": shape, "dtype": dtype, "offset": at[place]}
             for key, (shape, dtype, place) in own["buffers"].items()
         },
         "extras": [[*entry, at[key]] for *entry, key in own["extras"]],
-        "rng": own["rng"],
     }
 
 

@@ -7,6 +7,7 @@ import shutil
 from functools import partial
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 
@@ -156,22 +157,28 @@ def test_a_scheduler_and_a_scaler_travel_in_extra(tmp_path):
     for number in range(3):
         step("mlp", model, optimizer, number, total=1)
         scheduler.step()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+    scaler.scale(torch.ones(()))
+    scaler.update(new_scale=512.0)
     tensor = torch.arange(5, dtype=torch.int64)
-    zero.save(
-        tmp_path / "a", extra={"scheduler": scheduler, "note": [1, (2.5, None), {"x": tensor}], "inf": float("inf")}
-    )
+    note = [1, (2.5, None), {"x": tensor}]
+    zero.save(tmp_path / "a", extra={"scheduler": scheduler, "scaler": scaler, "note": note, "inf": float("inf")})
     model, optimizer, zero = build("mlp", 2)
     fresh = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10)
     extra = zero.load(tmp_path / "a").extra
     fresh.load_state_dict(extra["scheduler"])
+    other = torch.amp.GradScaler("cpu")
+    other.load_state_dict(extra["scaler"])
+    assert other.state_dict() == scaler.state_dict() and other.state_dict()["scale"] == 512.0
     assert fresh.get_last_lr() == scheduler.get_last_lr() == [optimizer.param_groups[0]["lr"]]
     assert (
         extra["inf"] == float("inf")
         and extra["note"][:2] == [1, (2.5, None)]
         and torch.equal(extra["note"][2]["x"], tensor)
     )
-    with pytest.raises(CheckpointError, match="cannot be written as plain data"):
-        zero.save(tmp_path / "b", extra={"bad": {"deep": lambda: 0}})
+    for bad, kind in ((lambda: 0, "function"), (numpy.ones(2), "ndarray"), (1j, "complex")):
+        with pytest.raises(CheckpointError, match=f"(?s)cannot be written as plain data.*extra.bad.deep.*{kind}"):
+            zero.save(tmp_path / "b", extra={"bad": {"deep": bad}})
     assert not (tmp_path / "b").exists() and sorted(p.name for p in tmp_path.iterdir()) == ["a"]
 
 

@@ -287,7 +287,7 @@ def plain(where: str, value: Any, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, (list, tuple)):
         kind = "tuple" if isinstance(value, tuple) else "list"
         return {kind: [plain(f"{where}.{at}", inner, tensors) for at, inner in enumerate(value)]}
-    if (isinstance(value, float) and value != value) or value in (float("inf"), float("-inf")):
+    if isinstance(value, float) and not math.isfinite(value):
         return {"float": repr(value)}
     if isinstance(value, (str, int, float, bool, type(None))):
         return value

@@ -162,8 +162,26 @@ def test_what_cannot_be_asked_is_refused_with_a_reason(tmp_path):
     _model, zero = trained("gpt", 0, {}, steps=0)
     with pytest.raises(UserError, match="file_nbytes counts bytes"):
         zero.export(tmp_path / "out", file_nbytes="5GB")
-    with pytest.raises(UserError, match="floating-point numbers"):
-        zero.export(tmp_path / "out", dtype=torch.int8)
+    for dtype in (torch.int8, torch.complex64, torch.float8_e4m3fn):
+        with pytest.raises(UserError, match="floating-point numbers"):
+            zero.export(tmp_path / "out", dtype=dtype)
+
+
+def test_numbers_of_other_kinds_are_exported_as_they_are(tmp_path):
+    """Complex ones, and eight bits that mean something only with a scale; the same from a checkpoint."""
+    model = torch.nn.Linear(2, 2)
+    model.register_buffer("turns", torch.tensor([1 + 2j, 3 - 4j]))
+    model.register_buffer("eighths", torch.tensor([0.5, 448]).to(torch.float8_e4m3fn))
+    zero = zeroshard.shard(model, None)
+    zero.export(tmp_path / "out", dtype=torch.bfloat16)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(found["turns"], model.turns) and found["weight"].dtype == torch.bfloat16
+    assert found["eighths"].dtype == torch.float8_e4m3fn and found["eighths"].float().tolist() == [0.5, 448.0]
+    zero.save(tmp_path / "saved")
+    with Saved.open(tmp_path / "saved") as saved:
+        export_saved(saved, tmp_path / "again", Wanted(5 * 10**9, torch.bfloat16, overwrite=False))
+    files_of = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("out", "again")]
+    assert files_of[0] == files_of[1]
 
 
 # ------------------------------------------------------------------------------------------------------------- failures

@@ -49,14 +49,14 @@ class Wanted:
     def __post_init__(self) -> None:
         if type(self.file_nbytes) is not int or self.file_nbytes < 1:
             raise UserError("file_nbytes counts bytes", got=repr(self.file_nbytes), instead="file_nbytes=5_000_000_000")
-        if self.dtype is not None and not (self.dtype in DTYPES and self.dtype.is_floating_point):
-            floating = ", ".join(str(dtype) for dtype in DTYPES if dtype.is_floating_point)
+        if self.dtype is not None and not (self.dtype in DTYPES and _plain_float(self.dtype)):
+            floating = ", ".join(str(dtype) for dtype in DTYPES if _plain_float(dtype))
             raise UserError("weights are exported as floating-point numbers", expected=floating, got=repr(self.dtype))
 
     def cast(self, name: str, values: Tensor, own: torch.dtype) -> Tensor:
         """`values` in the dtype that is written for a tensor of dtype `own`."""
         cast = values.to(self.of(own))
-        if self.dtype is not None and cast.is_floating_point() and bool((cast.isinf() & ~values.isinf()).any()):
+        if self.dtype is not None and _plain_float(cast.dtype) and bool((cast.isinf() & ~values.isinf()).any()):
             raise UserError(
                 "a value is too large for the dtype", where=name, expected=f"at most {torch.finfo(cast.dtype).max}",
                 got=float(values[values.isfinite()].abs().max()), instead="another dtype, or none",
@@ -64,7 +64,12 @@ class Wanted:
         return cast
 
     def of(self, own: torch.dtype) -> torch.dtype:
-        return self.dtype if self.dtype is not None and own.is_floating_point else own
+        return self.dtype if self.dtype is not None and _plain_float(own) else own
+
+
+def _plain_float(dtype: torch.dtype) -> bool:
+    """Is a number of this dtype its value? Floats of eight bits mean little without a scale, which is not here."""
+    return dtype.is_floating_point and dtype.itemsize > 1
 
 
 class Kind(NamedTuple):

@@ -17,6 +17,7 @@ def bench(module, *arguments, out):
     return json.loads((out / f"{module}.json").read_text()), (out / f"{module}.md").read_text(), done.stdout
 
 
+@pytest.mark.slow
 def test_one_round_of_training(tmp_path):
     names = ["limit", "zeroshard 2"]
     case = ["--sizes", "tiny", "--dtypes", "fp32", "--ranks", 2, "--rounds", 1, "--steps", 1, "--backends", *names]

@@ -334,3 +334,18 @@ def test_dtypes_that_cannot_work_are_refused(settings):
     with pytest.raises(Error, match=next(iter(settings))) as caught:
         Precision(**settings)
     assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.float64])
+def test_same_bits_from_any_offset(dtype):
+    """Also where eight bytes at a time are not possible; one bit anywhere counts."""
+    memory = torch.arange(80, dtype=torch.float64).view(torch.uint8).clone()
+    item = dtype.itemsize
+    for start, numel in ((0, 9), (1, 9), (3, 0), (0, 0), (5, 1), (2, 16), (4, 13)):
+        a = memory[start * item : (start + numel) * item].view(dtype) if numel else torch.empty(0, dtype=dtype)
+        b = a.clone()
+        assert same_bits(a, b) and same_bits(b, a)
+        for at in range(numel * item):
+            wrong = b.clone()
+            wrong.view(torch.uint8)[at] ^= 1
+            assert not same_bits(a, wrong) and not same_bits(wrong, a)

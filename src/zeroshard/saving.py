@@ -225,7 +225,7 @@ def _raise(target: Path, problems: Sequence[str | None]) -> None:
     if told:
         raise CheckpointError(
             "the checkpoint was not saved; the one before it and the training are as they were",
-            where=str(target), got="; ".join(told), instead="make room or name another folder, and save again",
+            where=str(target), got="; ".join(told), instead="mend that, or name another folder, and save again",
         )  # fmt: skip
 
 

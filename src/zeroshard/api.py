@@ -65,9 +65,8 @@ def shard(
     layout, comm = _policy("layout", layout, Layout), _policy("comm", comm, Comm)
     if not isinstance(model, nn.Module):
         raise UserError("not a model", expected="an nn.Module", got=type(model).__name__)
-    optimizers: list[Any] = [optimizer]
-    if optimizer is None or isinstance(optimizer, (list, tuple)):
-        optimizers = list(optimizer or ())
+    several = optimizer is None or isinstance(optimizer, (list, tuple))
+    optimizers: list[Any] = list(optimizer or ()) if several else [optimizer]  # type: ignore[arg-type]
     return Zero(model, optimizers, stage, precision, layout, comm, _device(model, device), init)
 
 

@@ -223,6 +223,10 @@ class Group:
         """Every rank's JSON-able `facts`, in rank order."""
         return [facts]
 
+    def problems(self, mine: str | None) -> list[str]:
+        """What every rank that has a problem says of it, so that all of them can raise."""
+        return [f"rank {rank}: {problem}" for rank, problem in enumerate(self.describe(mine)) if problem]
+
     def apart(self) -> Group:
         """The same ranks with a control group of their own, for a thread that agrees behind the training.
 

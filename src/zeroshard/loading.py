@@ -101,7 +101,7 @@ def _load(engine: Engine, folder: Path, opened: contextlib.ExitStack, *, strict:
         saved.reader.unchanged()
     except Exception as error:  # the other ranks must hear of this too
         problem = f"{error}" if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-    told = [f"rank {rank}: {each}" for rank, each in enumerate(group.describe(problem)) if each]
+    told = group.problems(problem)
     if told:
         raise CheckpointError(
             "the checkpoint was right and then changed, or failed, while it was read: the model holds only some of it",
@@ -356,7 +356,7 @@ def latest(group: Group, folder: Path) -> Path | None:
                 saved.reader.check_rest(group.rank, group.ranks)
         except CheckpointError as error:
             problem = f"{error}"
-        told = [f"rank {rank}: {each}" for rank, each in enumerate(group.describe(problem)) if each]
+        told = group.problems(problem)
         if not told:
             return folder / str(name)
         if group.rank == 0:

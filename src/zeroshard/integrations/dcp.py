@@ -189,7 +189,7 @@ def load_state_dict(engine: Engine, state: Mapping[str, Any]) -> None:
         _stage(engine, state, staged)
     except (UserError, CheckpointError, KeyError, TypeError, ValueError, RuntimeError) as error:
         problem = f"{type(error).__name__}: {error}"
-    told = [f"rank {rank}: {each}" for rank, each in enumerate(engine.group.describe(problem)) if each]
+    told = engine.group.problems(problem)
     if told:
         raise CheckpointError("this state cannot be loaded; nothing was changed", got="; ".join(told))
     commit(engine, staged)

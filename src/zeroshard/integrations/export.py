@@ -307,7 +307,7 @@ def _noting(problems: list[str]) -> Iterator[None]:
 
 
 def _agree(group: Group, target: Path, problems: list[str]) -> None:
-    told = [f"rank {rank}: {each[0]}" for rank, each in enumerate(group.describe(problems)) if each]
+    told = group.problems(problems[0] if problems else None)
     if told:
         raise CheckpointError(
             "the weights were not exported; what was there before is as it was", where=str(target), got="; ".join(told)

@@ -68,7 +68,7 @@ def load(
         _check_initialisers(model, tensors, init)
     except (CheckpointError, UserError, OSError) as error:
         problem = f"{error}"
-    told = [f"rank {rank}: {each}" for rank, each in enumerate(group.describe(problem)) if each]
+    told = group.problems(problem)
     if told:
         raise CheckpointError("the model was not loaded", where=str(path), got=told[0])
     settings: dict[str, Any] = {"precision": precision, "offload": offload, "layout": layout, "comm": comm}
@@ -80,7 +80,7 @@ def load(
         _read(zero, Weights(path), tensors)
     except (CheckpointError, OSError, RuntimeError) as error:
         problem = f"{error}"
-    told = [f"rank {rank}: {each}" for rank, each in enumerate(group.describe(problem)) if each]
+    told = group.problems(problem)
     if told:
         raise CheckpointError("the model was not loaded, and holds nothing of use", where=str(path), got=told[0])
     return zero

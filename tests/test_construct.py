@@ -81,7 +81,13 @@ def test_public_names_are_locked():
             ("master_dtype", None),
             ("cast_inputs", False),
         ],
-        Offload: [("parameters", "device"), ("gradients", "device"), ("optimizer", "device")],
+        Offload: [
+            ("parameters", "device"),
+            ("gradients", "device"),
+            ("optimizer", "device"),
+            ("path", None),
+            ("digests", False),
+        ],
         Layout: [
             ("bounds", "unit"),
             ("bucket_mib", 24.0),

@@ -18,19 +18,20 @@ from . import loading, saving, trace
 from .buffer import Buffer, Place
 from .checkpoint import Engine, drawing
 from .comm import Comm, connect
-from .errors import StateError, UserError, nearest
-from .events import Event, Ledger, Record
+from .errors import Error, PeerError, StateError, TierError, UserError, nearest
+from .events import DEVICE, HOST, NVME, Event, Ledger, Record
 from .gradient import Gradients
 from .guard import Guarded, cover_constructors
 from .layout import Bucket, Layout, Slot, Spec, partition
 from .numerics import Precision, same_bits
+from .nvme import NvmeTier
 from .optim import Binding
-from .preflight import Structure, agree, check_optimizers, check_parameters, check_settings, describe
+from .preflight import Structure, agree, check_offload, check_optimizers, check_parameters, check_settings, describe
 from .reduction import Reduction
 from .saving import Saving
 from .schedule import Schedule, in_backward
 from .stage import Placements, placements
-from .tier import DeviceTier, Offload
+from .tier import STATES, DeviceTier, HostTier, Offload, Tier
 from .unit import Managed, Unit, borrowed, check_initialisers, find_units, managed_parameters, materialise, on_meta
 
 
@@ -61,13 +62,13 @@ def shard(
     (or any process group) every rank calls it; without a launcher it runs as one rank.
     """
     precision = _policy("precision", precision, Precision)
-    _policy("offload", offload, Offload)
+    offload = _policy("offload", offload, Offload)
     layout, comm = _policy("layout", layout, Layout), _policy("comm", comm, Comm)
     if not isinstance(model, nn.Module):
         raise UserError("not a model", expected="an nn.Module", got=type(model).__name__)
     several = optimizer is None or isinstance(optimizer, (list, tuple))
     optimizers: list[Any] = list(optimizer or ()) if several else [optimizer]  # type: ignore[arg-type]
-    return Zero(model, optimizers, stage, precision, layout, comm, _device(model, device), init)
+    return Zero(model, optimizers, stage, precision, offload, layout, comm, _device(model, device), init)
 
 
 def _policy(name: str, given: Any, kind: Any) -> Any:
@@ -122,6 +123,7 @@ class Zero:
         optimizers: list[torch.optim.Optimizer],
         stage: int,
         precision: Precision,
+        offload: Offload,
         layout: Layout,
         comm: Comm,
         device: torch.device,
@@ -133,6 +135,7 @@ class Zero:
         self.stage = stage
         self.model = model
         self._precision, self._layout, self._comm, self._device = precision, layout, comm, device
+        self._offload = offload
         self._ledger = Ledger()
         self._ledger.begin("init")
         self._group = connect(comm, self._ledger, device)
@@ -142,6 +145,7 @@ class Zero:
         for unit, others in zip(self._units, borrowed(named_units, self._managed), strict=True):
             unit.borrows = [self._units[other] for other in others]
         self._tier = DeviceTier(device, self._ledger)
+        self._tiers = self._make_tiers()
         self._buffers: list[Buffer] = []
         self._checkpoints = 0
         self._saving: Saving | None = None
@@ -202,7 +206,8 @@ class Zero:
             check_settings(self.partition, layout, comm)
             replicated = not self.placements.optimizer
             check_optimizers(self.model, self._managed, optimizers, self.partition, replicated=replicated)
-            names, policies = [name for name, _ in units], (self._precision, layout, comm)
+            check_offload(optimizers, self._offload)
+            names, policies = [name for name, _ in units], (self._precision, layout, comm, self._offload)
             facts = describe(self.model, self._managed, names, optimizers, policies, self._device)
             facts["stage"] = self.stage
         except UserError as error:
@@ -216,6 +221,29 @@ class Zero:
             dtype = self._precision.param(r.param.dtype)
             specs.append(Spec(r.name, tuple(r.param.shape), str(dtype), dtype.itemsize, r.unit, r.param.requires_grad))
         return specs
+
+    def _make_tiers(self) -> dict[str, Tier]:
+        """The tiers that some state rests in, by name. `_resting`: for each bucket the tier of each state."""
+        tiers: dict[str, Tier] = {DEVICE: self._tier, HOST: HostTier(self._device, self._ledger)}
+        self._resting = self._offload.buckets(self.partition.buckets)
+        largest, nbytes = dict.fromkeys(STATES, 0), 0
+        for bucket, resting in zip(self.partition.buckets, self._resting, strict=True):
+            own: torch.dtype = getattr(torch, bucket.dtype.removeprefix("torch."))
+            precision = self._precision
+            dtypes = {"parameters": own, "gradients": precision.grad(own), "optimizer": precision.master(own)}
+            for state in (state for state in STATES if resting[state] == NVME):
+                numel = bucket.shard_numel(self.rank) if getattr(self.placements, state) else bucket.numel
+                largest[state] = max(largest[state], numel * dtypes[state].itemsize)
+                nbytes += numel * dtypes[state].itemsize
+        if any(NVME in resting.values() for resting in self._resting):
+            error: Error | None = None
+            try:
+                tiers[NVME] = NvmeTier(self._offload, self.rank, self._device, self._ledger, largest, nbytes)
+            except TierError as failed:
+                error = failed
+            if told := self._group.problems(None if error is None else str(error)):
+                raise error or PeerError("another rank cannot use its Offload.path", got="; ".join(told))
+        return tiers
 
     def _build(self, init: Callable[[nn.Module], None] | None) -> None:
         """Unit by unit, so that a model on meta never takes more than its shards and one unit."""
@@ -233,8 +261,16 @@ class Zero:
                 self._place_buffers(module)
             for bucket in buckets[unit.index]:
                 params = [by_name[slot.name].param for slot in bucket.slots]
+                tiers = {state: self._tiers[name] for state, name in self._resting[bucket.index].items()}
                 buffer = Buffer(
-                    bucket, params, self.partition.align, self.placements, self._precision, self._group, self._tier
+                    bucket,
+                    params,
+                    self.partition.align,
+                    self.placements,
+                    self._precision,
+                    self._group,
+                    self._tier,
+                    tiers,
                 )
                 for index, param in enumerate(params):
                     param._zeroshard = Place(buffer, index)  # type: ignore[attr-defined]
@@ -405,7 +441,7 @@ class Zero:
             buffer.follow_edits()
             if not buffer.place.parameters and write_from is None:
                 # Whatever each rank did to its copy, the owner's edit of every element is the one that counts.
-                buffer.gather().wait()
+                buffer.publish().wait()
 
     def _units_of(self, what: Sequence[nn.Module | str]) -> list[Unit]:
         if not what:
@@ -553,7 +589,7 @@ class Zero:
         for buffer in self._buffers:
             buffer.land()
             buffer.rebind()
-            if not buffer.place.parameters or buffer.ready:
+            if buffer.resident or buffer.ready:
                 buffer.follow_edits()
 
     def _engine(self) -> Engine:
@@ -592,10 +628,11 @@ class Zero:
         bucket, slot = self.partition.find(record.name)
         if state != "parameters" and bucket.index not in self._gradients.first_number:
             return []
+        tier = self._resting[bucket.index][state]
         if not getattr(self.placements, state):
-            return [Owner(rank, 0, slot.numel, self._tier.name) for rank in range(self.world_size)]
+            return [Owner(rank, 0, slot.numel, tier) for rank in range(self.world_size)]
         parts = [bucket.fragment(slot, rank) for rank in range(self.world_size)]
-        return [Owner(rank, *part, self._tier.name) for rank, part in enumerate(parts) if part.numel]
+        return [Owner(rank, *part, tier) for rank, part in enumerate(parts) if part.numel]
 
     # --- what happened ----------------------------------------------------------------------------------------------
 

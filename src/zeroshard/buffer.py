@@ -6,7 +6,8 @@
     GUARDED    guarded             full                        land, close
     OPEN       plain               full                        open
 
-Parameters that are replicated start OPEN and leave it only while an updated copy is arriving.
+Parameters that are replicated on the device (`resident`) start OPEN and leave it only while an updated copy is
+arriving. All others, sharded or resting in another tier, are gathered for use and released after it.
 
 Note *views stay valid*: releasing is `untyped_storage().resize_(0)` and gathering writes into the same storage, so
 autograd's views of the weights survive. Hence a storage may be emptied only when nothing but our own views holds
@@ -23,20 +24,20 @@ from __future__ import annotations
 import enum
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .comm import Group, Work
-from .errors import StateError, UserError
-from .events import ends
+from .errors import StateError, TierError, UserError
+from .events import DEVICE, ends
 from .guard import flip, unflip
 from .layout import Bucket, slot_at
-from .numerics import Precision, reseed_, same_bits, simulated
+from .numerics import Precision, reseed_, simulated
 from .stage import Placements
-from .tier import Tier
+from .tier import STATES, DeviceTier, Part, Rest, Tier
 
 
 class State(enum.Enum):
@@ -128,26 +129,32 @@ class Buffer:
         place: Placements,
         precision: Precision,
         group: Group,
-        tier: Tier,
+        tier: DeviceTier,
+        tiers: Mapping[str, Tier] | None = None,
     ) -> None:
+        """tiers: where "parameters", "gradients" and "optimizer" (here: the master) rest; else on the device."""
         self.bucket = bucket
         self.align = align
         self.params = params
         self.place = place
         self.group = group
         self.tier = tier
+        self.tiers: Mapping[str, Tier] = tiers or dict.fromkeys(STATES, tier)
+        self.resident = not place.parameters and self.tiers["parameters"].name == DEVICE
         self.dtype = precision.param(params[0].dtype)
         self.grad_dtype = precision.grad(self.dtype)
         self.reduce_dtype = precision.reduce(self.dtype)
         self.master_dtype = precision.master(self.dtype)
         self.generation = 0
         self.state = State.OPEN
+        self.edited = False  # do the resting parameters hold an edit that the master has not followed?
         self.fresh = True  # is what the storage holds what a gather would bring?
         self.on_touch: Callable[[Buffer, int], None] = lambda buffer, index: None
         self.on_new_storage: Callable[[int, Buffer], None] = lambda old, buffer: None
         self.on_fetch: Callable[[Buffer], None] = lambda buffer: None
-        self.master: Tensor | None = None
-        self.gradients: Tensor | None = None
+        self.shard: Rest  # the parameters at rest: this rank's shard, or all of them where they are replicated
+        self.master: Rest | None = None
+        self.gradients: Rest | None = None
         self._work: list[Work] = []
         self._counted = "gather"  # what the ledger calls the gathered copy
         self._refs: list[int] = []
@@ -163,7 +170,7 @@ class Buffer:
         the parameters are views of already, in their own dtype.
         """
         bucket, owned = self.bucket, slice(*self.updated)
-        needs_master = bucket.trainable and self.master_dtype != self.dtype
+        needs_master = bucket.trainable and self.wants_master
         source_dtype = self.master_dtype if needs_master else self.dtype
         if flat is not None and flat.dtype == source_dtype:
             source = flat
@@ -175,9 +182,12 @@ class Buffer:
         ledger, staged = self.tier.ledger, bucket.numel * source_dtype.itemsize
         ledger.hold("staging", staged)
         self.group.broadcast(source)
-        if self.place.parameters:
-            self.shard = self.tier.reserve("parameters", bucket.shard_numel(self.group.rank), self.dtype)
-            self.shard.copy_(source[self._first : self._last])
+        if not self.resident:
+            first, last = self._resting
+            self.shard = self.tiers["parameters"].rest("parameters", bucket.index, last - first, self.dtype)
+            with self.shard.here(fresh=True) as shard:
+                shard.copy_(source[first:last])
+            self.shard.behind()
             if source.dtype == self.dtype:
                 ledger.rename("staging", "gather", staged)
                 self.full, staged = source, 0
@@ -187,10 +197,9 @@ class Buffer:
         else:
             self.full = self.tier.reserve("parameters", bucket.numel, self.dtype)
             self.full.copy_(source)
-            self.shard = self.full[self._first : self._last]
+            self.shard = Rest(DEVICE, self.full)
         if needs_master:
-            self.master = self.tier.reserve("master", owned.stop - owned.start, self.master_dtype)
-            self.master.copy_(source[owned])
+            self._make_master(source[owned])
         del source
         ledger.hold("staging", -staged)
         self._nbytes = bucket.numel * self.dtype.itemsize
@@ -201,23 +210,49 @@ class Buffer:
         self._make_views()
         if bucket.trainable:
             self.reserve_gradients()
-        if self.place.parameters:
+        if not self.resident:
             self._baseline()
             self.close()
             self.release()
+
+    @property
+    def wants_master(self) -> bool:
+        """Is what the optimizer updates another dtype than the parameters, or in another device's memory?"""
+        return self.master_dtype != self.dtype or self.elsewhere
+
+    @property
+    def elsewhere(self) -> bool:
+        return self.tiers["optimizer"].device != self.tiers["parameters"].device
+
+    def _make_master(self, values: Tensor) -> None:
+        tier = self.tiers["optimizer"]
+        self.master = tier.rest("master", self.bucket.index, values.numel(), self.master_dtype)
+        with self.master.here(fresh=True) as master:
+            master.copy_(values)
+        self.master.behind()
+
+    @property
+    def alone(self) -> bool:
+        """Is this bucket stepped by itself, because some of its states rest in another tier than the device?"""
+        return any(tier.name != DEVICE for tier in self.tiers.values())
+
+    def absent(self, numel: int) -> Tensor:
+        """What stands for elements of the master's kind that are not in memory: NaN, and no memory at all."""
+        dtype = self.master_dtype if self.master is not None else self.dtype
+        return nowhere(self.tiers["optimizer"].device).view(dtype)[0].expand(numel)
 
     def reserve_gradients(self) -> None:
         """The accumulator of averaged gradients: full-size where gradients are replicated, else the shard."""
         if self.gradients is None:
             numel = self.bucket.shard_numel(self.group.rank) if self.place.gradients else self.bucket.numel
-            self.gradients = self.tier.reserve("gradients", numel, self.grad_dtype)
+            tier = self.tiers["gradients"]
+            self.gradients = tier.rest("gradients", self.bucket.index, numel, self.grad_dtype)
 
     def reserve_master(self) -> None:
         """Masters for a bucket that was frozen at construction: seeded from the parameters themselves."""
-        if self.master is None and self.master_dtype != self.dtype:
-            first, last = self.updated
-            self.master = self.tier.reserve("master", last - first, self.master_dtype)
-            self.master.copy_(self.stored)
+        if self.master is None and self.wants_master:
+            with self.shard.here(changed=False):
+                self._make_master(self.stored)
 
     # --- which part is whose ----------------------------------------------------------------------------------------
 
@@ -232,22 +267,41 @@ class Buffer:
         return self.owned if self.place.optimizer else (0, self.bucket.numel)
 
     @property
+    def _resting(self) -> tuple[int, int]:
+        """Bucket elements that rest on this rank as parameters."""
+        return self.owned if self.place.parameters else (0, self.bucket.numel)
+
+    @property
     def stored(self) -> Tensor:
-        """The resting parameters that this rank's optimizer updates, in the parameters' dtype, 1-D."""
-        if self.place.parameters:
-            return self.shard
-        return self.full[slice(*self.updated)]
+        """The resting parameters that this rank's optimizer updates, in the parameters' dtype, 1-D; inside here()."""
+        return self.shard.tensor if self.place.parameters else self.shard.tensor[slice(*self.updated)]
+
+    @property
+    def updating(self) -> Rest:
+        """Where `target` rests: what the optimizer updates."""
+        return self.shard if self.master is None else self.master
 
     @property
     def target(self) -> Tensor:
-        """What the optimizer's fragments are views of: the master, or the parameters themselves."""
-        return self.stored if self.master is None else self.master
+        """What the optimizer's fragments are views of: the master, or the parameters themselves; inside here()."""
+        return self.stored if self.master is None else self.master.tensor
 
     @property
     def total(self) -> Tensor:
-        """This rank's shard of the gradient accumulator, 1-D."""
+        """This rank's shard of the gradient accumulator, 1-D; inside here()."""
         assert self.gradients is not None
-        return self.gradients if self.place.gradients else self.gradients[self._first : self._last]
+        return self.gradients.tensor if self.place.gradients else self.gradients.tensor[self._first : self._last]
+
+    def part(self, start: int, stop: int) -> Part:
+        """Bucket elements [start, stop) of what the optimizer updates here, wherever that rests."""
+        first = self.updated[0] if self.master is not None else self._resting[0]
+        dtype = self.dtype if self.master is None else self.master_dtype
+        return Part(self.updating, start - first, stop - first, (stop - start,), dtype)
+
+    def resting(self, start: int, stop: int) -> Part:
+        """Bucket elements [start, stop) of the resting parameters."""
+        first = self._resting[0]
+        return Part(self.shard, start - first, stop - first, (stop - start,), self.dtype)
 
     # --- the four moves ---------------------------------------------------------------------------------------------
 
@@ -259,7 +313,7 @@ class Buffer:
     def gather(self, *, ahead: bool = False) -> Work:
         """Launch the gather of this bucket into its own storage; `ahead` of its use it counts as prefetched."""
         with torch.inference_mode(False), torch.no_grad():
-            if self.place.parameters:
+            if not self.resident:
                 if self.state is State.RELEASED:
                     self._point(self.views)
                     self._baseline()
@@ -267,27 +321,44 @@ class Buffer:
                     self._counted = "prefetch" if ahead else "gather"
                     self.tier.ledger.hold(self._counted, self._nbytes)
                 self.land()
-                copied = self.tier.ledger.note(
-                    "copy",
-                    state="parameters",
-                    bucket=self.bucket.index,
-                    logical=self.shard.numel() * self.dtype.itemsize,
-                )
-                self.full[self._first : self._last].copy_(self.shard)
-                ends(copied)
+                self._bring(self.full[slice(*self._resting)])
             if self.state is not State.OPEN:
                 self._move(State.ARRIVING)
             self.fresh = True
+            if not (self.resident or self.place.parameters):
+                return Work()  # all of them rest here
             work = self.group.gather(
-                _alias(self.full) if self.place.parameters else self.full,
-                self.bucket.bounds,
-                "parameters",
-                self.bucket.index,
+                self.full if self.resident else _alias(self.full), self.bucket.bounds, "parameters", self.bucket.index
             )
-            if self.place.parameters:
+            if not self.resident:
                 work.hold(self.full)  # the alias does not
         self._work.append(work)
         return work
+
+    def _bring(self, mine: Tensor) -> None:
+        """What rests here goes to its place in the gathered copy."""
+        try:
+            with self.shard.here(changed=False) as shard:
+                nbytes = mine.numel() * self.dtype.itemsize
+                copied = self.tier.ledger.note("copy", state="parameters", bucket=self.bucket.index, logical=nbytes)
+                mine.copy_(shard)
+                ends(copied)
+        except TierError as error:
+            self.group.report(error)  # the peers wait for these elements
+            mine.fill_(torch.nan)
+
+    def publish(self) -> Work:
+        """What the owners updated of replicated parameters goes to every rank."""
+        if self.resident:
+            return self.gather()
+        self.fresh = False
+        with torch.no_grad(), self.shard.here() as whole:
+            moved = whole.to(self.tier.device)  # itself, where host and device are one
+            self.group.gather(moved, self.bucket.bounds, "parameters", self.bucket.index).wait()
+            if moved is not whole:
+                whole.copy_(moved)
+        self.shard.behind()
+        return Work()
 
     def claim(self) -> None:
         """What was prefetched is used."""
@@ -402,20 +473,28 @@ class Buffer:
                 param.data = view
 
     def keep_edits(self) -> bool:
-        """With sharded parameters: edits of the gathered copy become the shard. Says whether there were any."""
-        if not (self.place.parameters and self.ready):
+        """Edits of the gathered copy become what rests. Says whether there were any."""
+        if self.resident or not self.ready:
             return False  # nothing gathered, or only a copy that the last step made old
         with torch.inference_mode(False), torch.no_grad():
             self.rebind()
-            mine = self.full[self._first : self._last]
-            if same_bits(mine, self.shard):
+            mine = self.full[slice(*self._resting)]
+            if self.shard.same_as(mine):
                 return False
-            self.shard.copy_(mine)
+            with self.shard.here(fresh=True) as shard:
+                shard.copy_(mine)
+            self.edited = True
             return True
 
     def seed_master(self) -> bool:
         """Masters follow edited parameters. Says whether anything was edited."""
-        return self.master is not None and reseed_(self.master, self.stored)
+        if self.master is None or not (self.resident or self.edited):
+            return False
+        self.edited = False
+        with self.shard.here(changed=False), self.master.here(changed=False) as master:
+            edited = reseed_(master, self.stored.to(master.device))
+            with self.master.here(changed=edited):
+                return edited
 
     def follow_edits(self) -> None:
         """Shard, masters and generation follow what was edited in the gathered copy."""
@@ -426,7 +505,7 @@ class Buffer:
     def changed(self) -> None:
         """New weights: saved tensors of older ones must not be used."""
         self.generation += 1
-        if not self.place.parameters:
+        if self.resident:
             with torch._C.DisableTorchFunctionSubclass():
                 torch.autograd.graph.increment_version(self.params)
 

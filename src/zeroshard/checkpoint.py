@@ -20,13 +20,14 @@ from torch import Tensor, nn
 from .buffer import Buffer
 from .comm import Group
 from .errors import CheckpointError, UserError
+from .events import DEVICE
 from .files import DTYPES, digest, raw
 from .layout import Bucket, Slot
 from .manifest import VALUE
 from .numerics import Precision
 from .optim import SCALARS, Binding, Fragment
 from .stage import placements
-from .tier import DeviceTier
+from .tier import DeviceTier, Part, Rest
 from .unit import Managed
 
 
@@ -71,14 +72,16 @@ def _alone(record: Managed, group: Group) -> Buffer:
     bucket = Bucket(-1, -1, *kind, param.requires_grad, (slot,), numel, (0, *[numel] * group.ranks))
     buffer = Buffer(bucket, [param], 1, placements(0), Precision(), group, DeviceTier(param.device, group.ledger))
     buffer.full = param.detach().reshape(-1)
+    buffer.shard = Rest(DEVICE, buffer.full)
     return buffer
 
 
-def writable(where: str, tensor: Tensor) -> str:
+def writable(where: str, tensor: Tensor | Part) -> str:
     """How safetensors spells its dtype. Raises `CheckpointError` for what has no place in a file."""
-    if tensor.dtype not in DTYPES or tensor.layout is not torch.strided:
+    layout = tensor.layout if isinstance(tensor, Tensor) else torch.strided
+    if tensor.dtype not in DTYPES or layout is not torch.strided:
         raise CheckpointError(
-            "this kind of tensor cannot be saved", where=where, got=f"{tensor.dtype}, {tensor.layout}",
+            "this kind of tensor cannot be saved", where=where, got=f"{tensor.dtype}, {layout}",
             expected="a dense tensor of real numbers", instead="real numbers, or a buffer with persistent=False",
         )  # fmt: skip
     return DTYPES[tensor.dtype]
@@ -102,7 +105,7 @@ class Piece(NamedTuple):
     state: str
     start: int | None
     stop: int | None
-    tensor: Tensor
+    tensor: Tensor | Part
 
     @property
     def key(self) -> str:
@@ -111,14 +114,15 @@ class Piece(NamedTuple):
 
 def pieces(engine: Engine) -> Iterator[Piece]:
     for buffer in (*engine.buffers, *engine.alone.values()):
-        first = buffer.updated[0]
         for slot in buffer.bucket.slots:
             own = slot.within(*buffer.owned)
             if own.numel:
-                start = slot.start + own.start - first
-                yield Piece(slot.name, VALUE, own.start, own.stop, buffer.target[start : start + own.numel])
+                value = buffer.part(slot.start + own.start, slot.start + own.stop)
+                yield Piece(slot.name, VALUE, own.start, own.stop, value.plain())
     for name, key, value, part, own in _kept(engine):
-        if isinstance(value, Tensor) and value.numel() == part.numel and key not in SCALARS:
+        if isinstance(value, Part):
+            yield Piece(name, key, own.start, own.stop, value.cut(own.start - part.start, own.stop - part.start))
+        elif isinstance(value, Tensor) and value.numel() == part.numel and key not in SCALARS:
             flat = value.detach().reshape(-1)[own.start - part.start : own.stop - part.start]
             yield Piece(name, key, own.start, own.stop, flat)
         elif (
@@ -130,7 +134,7 @@ def pieces(engine: Engine) -> Iterator[Piece]:
 def values(engine: Engine) -> Iterator[list[Any]]:
     """[parameter, state, number]: what optimizers keep beside tensors."""
     for name, key, value, _part, own in _kept(engine):
-        if not isinstance(value, Tensor) and own.start == 0:
+        if not isinstance(value, (Tensor, Part)) and own.start == 0:
             if not isinstance(value, (int, float, str, bool, type(None))):
                 raise CheckpointError(
                     "an optimizer keeps something that is neither a tensor nor a number",
@@ -145,7 +149,7 @@ def _kept(engine: Engine) -> Iterator[tuple[str, str, Any, Any, Any]]:
         for fragment in engine.fragments(binding):
             part, own = fragment.slot.within(*fragment.buffer.updated), fragment.slot.within(*fragment.buffer.owned)
             if part.numel and own.numel:
-                for key, value in binding.optimizer.state.get(fragment.param, {}).items():
+                for key, value in binding.kept(fragment).items():
                     yield fragment.slot.name, key, value, part, own
 
 

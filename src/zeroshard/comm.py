@@ -31,13 +31,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, NoReturn, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .errors import PeerError, UserError, nearest
+from .errors import Error, PeerError, UserError, nearest
 from .events import Event, Ledger, ends
 
 Reduce = Literal["ordered", "native"]
@@ -129,7 +129,7 @@ _holding: set[Work] = set()
 # What a rank can be about to do when it meets the others; the numbers travel in the header.
 MEETINGS = (
     "construction", "forward", "forward without grad", "backward", "backward under no_sync", "end of backward",
-    "choosing what to gather", "step", "a question about gradients", "gathered()", "leaving gathered()",
+    "choosing what to gather", "step", "end of step", "a question about gradients", "gathered()", "leaving gathered()",
     "saving", "loading", "exporting",
 )  # fmt: skip
 
@@ -147,6 +147,7 @@ class Group:
         self.device = device
         self.rank = rank
         self.ranks = ranks
+        self.failed: Error | None = None  # what the other ranks are to hear at the next agreement
 
     # --- verbs of data ----------------------------------------------------------------------------------------------
 
@@ -227,6 +228,12 @@ class Group:
         """What every rank that has a problem says of it, so that all of them can raise."""
         return [f"rank {rank}: {problem}" for rank, problem in enumerate(self.describe(mine)) if problem]
 
+    def report(self, error: Error) -> None:
+        """Something failed here while peers go on to wait for this rank: raise at the next agreement, on every rank."""
+        if self.ranks == 1:
+            raise error
+        self.failed = self.failed or error
+
     def apart(self) -> Group:
         """The same ranks with a control group of their own, for a thread that agrees behind the training.
 
@@ -252,7 +259,8 @@ class Group:
         return self._count("control", nbytes, nbytes, nbytes * (self.ranks - 1)) if self.ranks > 1 else None
 
 
-_HEADER = 6
+_HEADER = 7  # engine, meeting, number, three integers of the meeting's own, has something failed here
+_OWN = 6
 LEAVING = 10.0  # seconds that a rank whose program ends waits for the others
 
 
@@ -292,7 +300,7 @@ class ProcessGroup(Group):
         _named(dist.broadcast, tensor.view(torch.uint8), self._global[source], group=self._groups.gathers)
 
     def meet(self, what: str, number: int, *same: int) -> None:
-        self._exchange(what, number, same, compared=_HEADER)
+        self._exchange(what, number, same, compared=_OWN)
 
     def poll(self, what: str, number: int, *mine: int) -> list[tuple[int, ...]]:
         return [tuple(row[3 : 3 + len(mine)]) for row in self._exchange(what, number, mine, compared=3)]
@@ -300,15 +308,19 @@ class ProcessGroup(Group):
     def _exchange(self, what: str, number: int, integers: tuple[int, ...], *, compared: int) -> list[list[int]]:
         header = torch.zeros(_HEADER, dtype=torch.int64)
         header[: 3 + len(integers)] = torch.tensor((self._engine, MEETINGS.index(what), number, *integers))
+        header[_OWN] = self.failed is not None
         everyone = torch.empty(self.ranks * _HEADER, dtype=torch.int64)
         event = self._count_control(8 * _HEADER)
         _named(_all_gather, everyone, header, group=self._groups.control)
         ends(event)
         rows: list[list[int]] = everyone.view(self.ranks, _HEADER).tolist()
+        if any(row[_OWN] for row in rows):
+            self._fail()
         if any(row[:compared] != rows[0][:compared] for row in rows):
             detail = all(row[1:3] == rows[0][1:3] for row in rows)
             where = "; ".join(
-                f"rank {rank} is at {MEETINGS[row[1]]} {row[2]}" + (f" of model {row[0]}, {row[3:]}" if detail else "")
+                f"rank {rank} is at {MEETINGS[row[1]]} {row[2]}"
+                + (f" of model {row[0]}, {row[3:_OWN]}" if detail else "")
                 for rank, row in enumerate(rows)
             )
             raise PeerError(
@@ -318,6 +330,14 @@ class ProcessGroup(Group):
                 instead="as many batches on every rank, and zeroshard's collective methods on all of them, alike",
             )
         return rows
+
+    def _fail(self) -> NoReturn:
+        """Something was reported on some rank: all of them raise."""
+        mine, self.failed = self.failed, None
+        told = self.problems(None if mine is None else str(mine))
+        if mine is not None:
+            raise mine
+        raise PeerError("another rank failed", got="; ".join(told), instead="mend that, and load the last checkpoint")
 
     def flags(self, mine: bytes) -> bytes:
         tensor = torch.frombuffer(bytearray(mine), dtype=torch.uint8) if mine else torch.empty(0, dtype=torch.uint8)

@@ -4,6 +4,7 @@
     ├── UserError      (also ValueError)    a setting, argument, model or optimizer that cannot work
     ├── StateError     (also RuntimeError)  a call at a moment when it cannot be answered
     │   └── ReleasedError                   a released parameter was touched outside forward and backward
+    ├── TierError      (also RuntimeError)  a state's file cannot be made, read or written
     ├── CheckpointError (also RuntimeError) files that cannot be written, are damaged, or do not fit this model
     └── PeerError      (also RuntimeError)  the ranks disagree, or one of them is gone
 
@@ -39,6 +40,10 @@ class StateError(Error, RuntimeError):
 
 class ReleasedError(StateError):
     """A released parameter was touched where it cannot be gathered."""
+
+
+class TierError(Error, RuntimeError):
+    """A file that a state rests in cannot be made, read or written: what the model holds is not to be trusted."""
 
 
 class CheckpointError(Error, RuntimeError):

@@ -16,7 +16,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-DEVICE, HOST = "device", "host"  # tiers
+DEVICE, HOST, NVME = "device", "host", "nvme"  # tiers
 
 
 @dataclass

@@ -36,6 +36,7 @@ import xxhash
 from torch import Tensor
 
 from .errors import CheckpointError
+from .tier import Part, present
 
 BLOCK = 4 << 20  # bytes under one digest
 THREADS = 2  # that read: while one waits for the disk, another digests
@@ -70,7 +71,7 @@ def raw(tensor: Tensor) -> memoryview:
     return memoryview(array)
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Written:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor | Part]) -> Written:
     """Write a safetensors file, and have it on the disk when this returns."""
     header: dict[str, Any] = {}
     at = 0
@@ -84,7 +85,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Written:
     with _NewFile(path) as file:
         file.write(memoryview(len(text).to_bytes(8, "little") + text))
         for tensor in tensors.values():
-            file.write(raw(tensor.detach().cpu().contiguous()))
+            with present(tensor) as here:
+                file.write(raw(here.detach().cpu().contiguous()))
     return Written(
         file.nbytes, file.digests, {name: start + entry["data_offsets"][0] for name, entry in header.items()}
     )
@@ -430,16 +432,16 @@ def discard(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def clean(parent: Path) -> None:
-    """Remove what dead saves have left in this folder, whatever they were to be named."""
+def clean(parent: Path, leftover: re.Pattern[str] = LEFTOVER, *, abandoned: float = ABANDONED) -> None:
+    """Remove what dead owners have left in this folder; another machine's after so many seconds without a write."""
     for entry in os.scandir(parent):
-        if (match := LEFTOVER.fullmatch(entry.name)) is None:
+        if (match := leftover.fullmatch(entry.name)) is None or not entry.is_dir(follow_symlinks=False):
             continue
         machine, process, started = match.groups()
         if machine == _machine():
             dead = _started(int(process)) != int(started)
         else:
-            dead = time.time() - _last_write(entry.path) > ABANDONED
+            dead = time.time() - _last_write(entry.path) > abandoned
         if dead:
             discard(Path(entry.path))
 

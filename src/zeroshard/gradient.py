@@ -11,9 +11,10 @@ only editing or stepping divides in place.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -22,8 +23,10 @@ from torch import Tensor, nn
 from .buffer import Buffer
 from .comm import Group, Work
 from .errors import StateError
+from .events import DEVICE
 from .layout import Slot
 from .numerics import BLOCK, BlockMap, add_to_bins, add_to_maxima, average_, block_sums, empty_bins, sums_from_bins
+from .tier import Rest
 
 aten = torch.ops.aten
 
@@ -41,11 +44,16 @@ class Accumulator:
         self._blocks: BlockMap | None = None
 
     @property
+    def rest(self) -> Rest:
+        assert self.buffer.gradients is not None
+        return self.buffer.gradients
+
+    @property
     def total(self) -> Tensor:
         return self.buffer.total
 
     def fragment(self, index: int) -> Tensor:
-        """This rank's elements of one slot of the sum, 1-D (possibly empty)."""
+        """This rank's elements of one slot of the sum, 1-D (possibly empty); inside rest.here()."""
         slot = self.buffer.bucket.slots[index]
         first, last = self.buffer.owned
         part = slot.within(first, last)
@@ -55,10 +63,19 @@ class Accumulator:
             else self.total[:0]
         )
 
+    def zero(self, index: int) -> None:
+        with self.rest.here():
+            self.fragment(index).zero_()
+
+    def lands(self, tensor: Tensor | None) -> bool:
+        """Is this the accumulator itself, which contributions may land in while it is empty?"""
+        return self.rest.tier == DEVICE and tensor is self.rest.tensor
+
     def average(self) -> None:
         """Turn the sum into the average, in place."""
         if not self.averaged:
-            average_(self.total, self.ranks)
+            with self.rest.here():
+                average_(self.total, self.ranks)
             self.averaged = True
 
     def spread_average(self) -> Work:
@@ -67,23 +84,29 @@ class Accumulator:
         if self.buffer.place.optimizer or self.spread:
             return Work()
         self.spread = True
-        assert self.buffer.gradients is not None
-        bucket = self.buffer.bucket
-        return self.buffer.group.gather(self.buffer.gradients, bucket.bounds, "gradients", bucket.index)
+        bucket, group = self.buffer.bucket, self.buffer.group
+        if self.rest.tier == DEVICE:
+            return group.gather(self.rest.tensor, bucket.bounds, "gradients", bucket.index)
+        with self.rest.here() as whole:
+            moved = whole.to(self.buffer.tier.device)  # itself, where host and device are one
+            group.gather(moved, bucket.bounds, "gradients", bucket.index).wait()
+            if moved is not whole:
+                whole.copy_(moved)
+        return Work()
 
     def updating(self, index: int) -> Tensor:
-        """The averaged gradient of what this rank's optimizer updates of one slot, 1-D."""
+        """The averaged gradient of what this rank's optimizer updates of one slot, 1-D; inside rest.here()."""
         if self.buffer.place.optimizer:
             return self.fragment(index)
-        assert self.buffer.gradients is not None
         slot = self.buffer.bucket.slots[index]
-        return self.buffer.gradients[slot.start : slot.stop]
+        return self.rest.tensor[slot.start : slot.stop]
 
     def undo_average(self) -> None:
         """Back to a sum, because more is to be added. Exact where the number of ranks is a power of two."""
         self.spread = False
         if self.averaged and self.ranks > 1:
-            self.total.mul_(self.ranks)
+            with self.rest.here():
+                self.total.mul_(self.ranks)
         self.averaged = False
 
     def clear(self) -> None:
@@ -214,14 +237,15 @@ class Gradients:
         device = self.entries[0].param.device
         bins = empty_bins(len(self.entries), device)
         maxima = torch.zeros(len(self.entries), dtype=torch.int32, device=device)
-        for accumulator in self.accumulators:
-            if accumulator.filled and accumulator.total.numel():
+        for accumulator in self._filled():
+            with accumulator.rest.here(changed=False):
                 blocks = accumulator.blocks(self.first_number[accumulator.buffer.bucket.index])
                 sums = block_sums(accumulator.total, blocks, 1 if accumulator.averaged else self.group.ranks, order)
+                owner, sums = blocks.owner.to(device), sums.to(device)
                 if order == math.inf:
-                    add_to_maxima(maxima, blocks.owner, sums)
+                    add_to_maxima(maxima, owner, sums)
                 else:
-                    add_to_bins(bins, blocks.owner, sums)
+                    add_to_bins(bins, owner, sums)
         if order == math.inf:
             agreed = maxima.cpu()
             self.group.maximum(agreed)
@@ -231,13 +255,23 @@ class Gradients:
         sums = sums_from_bins(agreed)
         return (sums.sqrt() if order == 2.0 else sums).to(torch.float32).to(device)
 
+    def _filled(self) -> Iterator[Accumulator]:
+        """Those that hold a sum of which this rank has a part, the next one under way to memory."""
+        found = [each for each in self.accumulators if each.filled and each.buffer.bucket.shard_numel(self.group.rank)]
+        for accumulator, after in zip(found, [*found[1:], None], strict=True):
+            accumulator.rest.ahead()
+            if after is not None:
+                after.rest.ahead()
+            yield accumulator
+
     def full(self, entry: Entry) -> Tensor:
         """The whole averaged gradient of one parameter, on every rank."""
         self.ask()
         accumulator, buffer = entry.accumulator, entry.accumulator.buffer
         first, last = buffer.owned
         whole = torch.zeros(buffer.bucket.numel, dtype=buffer.grad_dtype, device=buffer.full.device)
-        whole[first:last].copy_(accumulator.total)
+        with accumulator.rest.here(changed=False):
+            whole[first:last].copy_(accumulator.total)
         if not accumulator.averaged:
             average_(whole[first:last], self.group.ranks)
         self.group.gather(whole, buffer.bucket.bounds, "gradients", buffer.bucket.index).wait()
@@ -254,12 +288,23 @@ class Gradients:
             self._judged = found_inf
             updater = self.updaters.get(grads[0]._entry.number)
             mine = [e for e in self.entries if self.updaters.get(e.number) == updater and self.has_gradient(e)]
-            finite = [bool(e.accumulator.fragment(e.position).isfinite().all()) for e in mine]
-            agreed = torch.tensor([0 if all(finite) else 1], dtype=torch.uint8)
+            agreed = torch.tensor([0 if all(map(_finite, mine)) else 1], dtype=torch.uint8)
             self.group.maximum(agreed)
             found_inf.fill_(max(float(agreed), float(found_inf)))
-        fragments = [grad.editable() for grad in grads]
-        aten._amp_foreach_non_finite_check_and_unscale_([f for f in fragments if f.numel()], found_inf, inv_scale)
+        by_accumulator: dict[int, list[ShardedGrad]] = {}
+        for grad in grads:
+            by_accumulator.setdefault(id(grad._entry.accumulator), []).append(grad)
+        for together in by_accumulator.values():
+            with together[0].changing():
+                fragments = [fragment for fragment in (grad.editable() for grad in together) if fragment.numel()]
+                for fragment in fragments[:1]:  # where the accumulator rests elsewhere, so must these
+                    found, inverse = found_inf.to(fragment.device), inv_scale.to(fragment.device)
+                    aten._amp_foreach_non_finite_check_and_unscale_(fragments, found, inverse)
+
+
+def _finite(entry: Entry) -> bool:
+    with entry.accumulator.rest.here(changed=False):
+        return bool(entry.accumulator.fragment(entry.position).isfinite().all())
 
 
 class ShardedGrad(Tensor):
@@ -334,13 +379,18 @@ class ShardedGrad(Tensor):
     def to_local(self) -> Tensor:
         """This rank's elements of the averaged gradient, a 1-D copy. Collective only where no_sync left something."""
         self._book.settle()
-        local = self._current.accumulator.fragment(self._entry.position).clone()
+        with self._current.accumulator.rest.here(changed=False):
+            local = self._entry.accumulator.fragment(self._entry.position).clone()
         if not self._entry.accumulator.averaged:
             average_(local, self._book.group.ranks)
         return local
 
+    def changing(self) -> contextlib.AbstractContextManager[Tensor]:
+        """Inside, what `editable` answers may be changed."""
+        return self._entry.accumulator.rest.here()
+
     def editable(self) -> Tensor:
-        """This rank's elements, averaged, to be changed in place."""
+        """This rank's elements, averaged, to be changed in place; inside `changing()`."""
         assert self._current is not None
         self._book.settle()
         self._book.forget_answers()
@@ -429,4 +479,5 @@ def _edit(func: Any, grad: ShardedGrad, others: Sequence[Any], kwargs: dict[str,
         return other.reshape(-1)[part.start : part.stop]
 
     others = [cut(other) for other in others]
-    func(grad.editable(), *others, **kwargs)
+    with grad.changing():
+        func(grad.editable(), *others, **kwargs)

@@ -19,6 +19,7 @@ from .errors import CheckpointError, PeerError
 from .files import canonical, digest
 from .manifest import VALUE, Saved, Stored, siblings, unplain
 from .optim import SCALARS, Binding, Fragment
+from .tier import Part, present
 
 
 class Loaded(NamedTuple):
@@ -54,7 +55,7 @@ class Staged:
     values: dict[str, Tensor | Cut] = field(default_factory=dict)  # parameter -> the elements that rest on this rank
     masters: dict[str, Tensor | Cut] = field(default_factory=dict)
     states: list[tuple[Binding, nn.Parameter, dict[str, Any]]] = field(default_factory=list)
-    fills: list[tuple[Tensor, Cut]] = field(default_factory=list)  # tensors among the states, and what goes there
+    fills: list[tuple[Tensor | Part, Cut]] = field(default_factory=list)  # places among the states, and what goes there
     buffers: dict[str, Tensor] = field(default_factory=dict)
     groups: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)
@@ -222,11 +223,11 @@ def _kind(dtype: torch.dtype, shape: Sequence[int] | None) -> str:
 
 def _stage(engine: Engine, saved: Saved) -> Staged:
     staged, manifest = Staged(), saved.manifest
-    fitting = {
+    fitting = dict.fromkeys(  # in the order of the buckets: what rests in a file comes to memory once
         record.name
-        for record in engine.records
+        for record in sorted(engine.records, key=lambda record: engine.places[record.name][0].bucket.index)
         if record.name in saved.parameters and saved.parameters[record.name].shape == tuple(record.param.shape)
-    }
+    )
     for name in fitting:
         _stage_value(engine, saved, name, staged)
     paired = len(engine.bindings) == len(manifest["optimizers"])
@@ -275,12 +276,16 @@ def _state(staged: Staged, saved: Saved, state: str, binding: Binding, fragment:
         dtype = saved.cut[key][0].dtype
         dtype = like.dtype if dtype.is_floating_point else dtype
         place = binding.optimizer.state.get(like, {}).get(state)
+        part = fragment.slot.within(*fragment.buffer.updated)
+        if binding.rests_away(fragment.buffer):
+            blank = torch.empty(like.shape, dtype=dtype, device="meta")
+            staged.fills.append((binding.part(fragment, state, blank), _checked(saved, key, part.start, part.stop)))
+            return blank
         wanted = like.shape, dtype, like.device
         if not (
             isinstance(place, Tensor) and place.is_contiguous() and (place.shape, place.dtype, place.device) == wanted
         ):
             place = torch.empty(like.shape, dtype=dtype, device=like.device)
-        part = fragment.slot.within(*fragment.buffer.updated)
         staged.fills.append((place.view(-1), _checked(saved, key, part.start, part.stop)))
         return place
     tensor = saved.read(saved.whole[key])
@@ -291,10 +296,12 @@ def _state(staged: Staged, saved: Saved, state: str, binding: Binding, fragment:
 @torch.no_grad()
 def commit(engine: Engine, staged: Staged) -> None:
     """Change all that was put aside."""
+    for rest in {id(each): each for buffer in engine.buffers for each in buffer.tiers.values()}.values():
+        rest.renew()
     for name, value in staged.values.items():
         put(engine, name, value, staged.masters.get(name))
     for place, cut in staged.fills:
-        cut.into(place)
+        _put(place, cut)
     for binding, param, states in staged.states:
         if states:
             binding.optimizer.state[param] = states
@@ -323,16 +330,16 @@ def resting(engine: Engine, name: str) -> tuple[int, int]:
 def put(engine: Engine, name: str, value: Tensor | Cut, master: Tensor | Cut | None) -> None:
     """Write the elements of one parameter that rest on this rank, and those of its master that it updates."""
     buffer, slot = engine.places[name]
-    target, first = (buffer.shard, buffer.owned[0]) if buffer.place.parameters else (buffer.full, 0)
-    at = slot.start + resting(engine, name)[0] - first
-    _put(target[at : at + value.numel()], value)
+    at = slot.start + resting(engine, name)[0]
+    _put(buffer.resting(at, at + value.numel()), value)
     if master is not None and buffer.master is not None:
-        at = slot.start + slot.within(*buffer.updated).start - buffer.updated[0]
-        _put(buffer.master[at : at + master.numel()], master)
+        at = slot.start + slot.within(*buffer.updated).start
+        _put(buffer.part(at, at + master.numel()), master)
 
 
-def _put(place: Tensor, value: Tensor | Cut) -> None:
-    value.into(place) if isinstance(value, Cut) else place.copy_(value)
+def _put(place: Tensor | Part, value: Tensor | Cut) -> None:
+    with present(place, changed=True) as here:
+        value.into(here) if isinstance(value, Cut) else here.copy_(value)
 
 
 def renew(engine: Engine) -> None:
@@ -342,7 +349,7 @@ def renew(engine: Engine) -> None:
         param.detach().copy_(buffer.full.view_as(param))  # the same memory, unless the parameter is not contiguous
         param.grad = None
     for buffer in engine.buffers:
-        buffer.fresh = buffer.fresh and not buffer.place.parameters
+        buffer.fresh, buffer.edited = buffer.fresh and buffer.resident, False
         buffer.changed()
 
 

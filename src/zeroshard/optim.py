@@ -11,8 +11,9 @@ user's class (schedulers and scalers hold the object they were given).
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -20,11 +21,12 @@ from torch import Tensor, nn
 
 from .buffer import Buffer, Place
 from .comm import Group
-from .errors import StateError, UserError
-from .events import ends
+from .errors import StateError, TierError, UserError
+from .events import DEVICE, HOST, NVME, ends
 from .gradient import Entry, Gradients, ShardedGrad
 from .layout import Slot
 from .schedule import Schedule, stack_depth
+from .tier import Part, Rest
 
 SCALARS = {"step", "mu_product", "eta", "mu"}  # per-parameter state that is one number, whatever the parameter's shape
 
@@ -76,7 +78,8 @@ class Binding:
         self._updated: list[Buffer] = []  # what the running step updates
         self._bound: dict[int, Tensor] = {}  # by fragment's id, the gradient that it was given
         self._depth = 0  # of the Python stack at the running step
-        self._counted: dict[str, int] = {}  # bytes of optimizer state that the ledger knows of, by torch's names
+        self._counted: dict[tuple[str, str], int] = {}  # bytes of optimizer state in the ledger, by tier and state
+        self._rests: dict[tuple[int, str], Rest] = {}  # bucket index and state -> its place in a file
         self._stateful = 0  # parameters that had state then
         self.adopt(broadcast_state=True)
         self._stay_last(optimizer, optimizer.register_step_pre_hook(self._before).id)
@@ -149,15 +152,17 @@ class Binding:
                 self.optimizer.state[fragment] = kept
         return fragment
 
-    def _view(self, buffer: Buffer, index: int) -> Tensor:
+    def _view(self, buffer: Buffer, index: int, *, inside: bool = False) -> Tensor:
+        """What the optimizer updates of one slot. `inside` here() of a state that rests in a file, else NaN."""
         slot = buffer.bucket.slots[index]
         first, last = buffer.updated
         part = slot.within(first, last)
-        flat = (
-            buffer.target[slot.start + part.start - first : slot.start + part.stop - first]
-            if part.numel
-            else buffer.target[:0]
-        )
+        if buffer.updating.away and not inside:
+            flat = buffer.absent(part.numel)
+        elif part.numel:
+            flat = buffer.target[slot.start + part.start - first : slot.start + part.stop - first]
+        else:
+            flat = buffer.target[:0]
         return flat.view(slot.shape) if self.whole and part.numel == slot.numel else flat
 
     def _cut(
@@ -183,13 +188,88 @@ class Binding:
         part = slot.within(*place.buffer.updated)
         value = value.reshape(-1)[part.start : part.stop].view(fragment.shape)
         # As load_state_dict does it: state goes along in the dtype of what is updated.
-        return value.to(fragment.dtype if value.is_floating_point() else value.dtype, copy=True)
+        value = value.to(fragment.dtype if value.is_floating_point() else value.dtype, copy=True)
+        held = Fragment(fragment, place.buffer, place.position)
+        return self._away(held, key, value) if self.rests_away(place.buffer) else value
 
     def retarget(self, buffer: Buffer) -> None:
         """A bucket got masters: its fragments become views of them."""
         for fragment in self.fragments:
             if fragment.buffer is buffer:
                 fragment.param.data = self._view(buffer, fragment.position)
+
+    # --- states that rest in files ----------------------------------------------------------------------------------
+
+    @staticmethod
+    def rests_away(buffer: Buffer) -> bool:
+        return buffer.tiers["optimizer"].name == NVME
+
+    def kept(self, fragment: Fragment) -> dict[str, Any]:
+        """What the optimizer keeps of a fragment; of what rests in a file, the part it is there."""
+        state = self.optimizer.state.get(fragment.param, {})
+        return {
+            key: self.part(fragment, key, value) if isinstance(value, Tensor) and value.is_meta else value
+            for key, value in state.items()
+        }
+
+    def part(self, fragment: Fragment, key: str, like: Tensor) -> Part:
+        """Where one state of a fragment rests in its file, which may be new."""
+        buffer, (first, last) = fragment.buffer, fragment.buffer.updated
+        at = buffer.bucket.index, key
+        if at not in self._rests:
+            name = key if not self.number else f"{key} of optimizer {self.number}"
+            self._rests[at] = buffer.tiers["optimizer"].rest(name, buffer.bucket.index, last - first, like.dtype)
+        start = fragment.slot.start + fragment.slot.within(first, last).start - first
+        return Part(self._rests[at], start, start + like.numel(), tuple(like.shape), like.dtype)
+
+    def _away(self, fragment: Fragment, key: str, value: Any) -> Any:
+        """Put one state into its file, if that is where it rests; in its place a tensor without memory."""
+        if not per_element(fragment, key, value) or value.is_meta:
+            return value
+        with self.part(fragment, key, value).here(changed=True) as place:
+            if place.untyped_storage()._cdata != value.untyped_storage()._cdata:
+                place.copy_(value)
+        return torch.empty_like(value, device="meta")
+
+    def _ahead(self, buffer: Buffer) -> None:
+        """A bucket will soon be stepped: what rests of it in files may come."""
+        buffer.updating.ahead()
+        if buffer.gradients is not None:
+            buffer.gradients.ahead()
+        for rest in self._rests_of(buffer):
+            rest.ahead()
+
+    def _rests_of(self, buffer: Buffer) -> list[Rest]:
+        return [rest for (bucket, _), rest in self._rests.items() if bucket == buffer.bucket.index]
+
+    @contextlib.contextmanager
+    def _present(self, buffer: Buffer) -> Iterator[None]:
+        """Inside, fragments and optimizer states of one bucket are in memory, where the user's `step` finds them."""
+        fragments = [each for each in self.fragments if each.buffer is buffer]
+        moving = [buffer.updating, *self._rests_of(buffer)]
+        with contextlib.ExitStack() as here:
+            for rest in moving:
+                here.enter_context(rest.here())
+            if buffer.gradients is not None:
+                here.enter_context(buffer.gradients.here(changed=False))
+            for fragment in fragments:
+                if buffer.updating.away:
+                    fragment.param.data = self._view(buffer, fragment.position, inside=True)
+                for key, part in self.kept(fragment).items():
+                    if isinstance(part, Part):
+                        tensor = part.rest.tensor[part.start : part.stop].view(part.shape)
+                        self.optimizer.state[fragment.param][key] = tensor
+            try:
+                yield
+            finally:
+                for fragment in fragments:
+                    if self.rests_away(buffer) and fragment.param.numel():
+                        state = self.optimizer.state.get(fragment.param, {})
+                        state.update({key: self._away(fragment, key, value) for key, value in state.items()})
+                    if buffer.updating.away:
+                        fragment.param.data = self._view(buffer, fragment.position)
+        for rest in (*moving, *self._rests_of(buffer), buffer.shard):
+            rest.behind()
 
     def entry(self, of: Fragment | Place) -> Entry | None:
         """The gradient of a parameter; None while its bucket is frozen."""
@@ -215,7 +295,9 @@ class Binding:
 
         def bound(*inner: Any, **options: Any) -> Any:
             with torch.no_grad():
-                self._write_back()
+                for buffer in self._updated:
+                    if not buffer.alone:
+                        self._write_back(buffer)
                 for fragment in self.fragments:
                     self._show(fragment)
             loss = closure(*inner, **options)
@@ -240,42 +322,82 @@ class Binding:
         for buffer in self.buffers:
             buffer.land()
             buffer.rebind()
-            if buffer.seed_master():
+            if not buffer.alone and buffer.seed_master():
                 buffer.changed()
 
     def _bind(self) -> None:
-        """Give every fragment its averaged gradient."""
-        works = [accumulator.spread_average() for accumulator in self.gradients.accumulators if accumulator.filled]
-        for work in works:
+        """Give every fragment its averaged gradient, after the buckets that are stepped one by one."""
+        filled = [accumulator for accumulator in self.gradients.accumulators if accumulator.filled]
+        for work in [each.spread_average() for each in filled if not each.buffer.alone]:
             work.wait()
         self._updated = self._to_be_updated()
-        bound, self._bound = self._bound, {}
+        shown = {id(fragment.param): self._hide(fragment) for fragment in self.fragments}
+        self._bound = {}
+        one_by_one = [buffer for buffer in self._updated if buffer.alone]
+        try:
+            for at, buffer in enumerate(one_by_one):
+                for coming in one_by_one[at : at + 2]:
+                    self._ahead(coming)
+                self._step_alone(buffer, shown)
+        except TierError as error:
+            self.group.report(error)  # the peers will meet this rank after the step
+        self._give({id(buffer) for buffer in self._updated if not buffer.alone}, shown)
+
+    def _step_alone(self, buffer: Buffer, shown: dict[int, Tensor | None]) -> None:
+        """Step one bucket by the optimizer's own `step`, the gradients of all others hidden; then write it back."""
+        accumulator = next(each for each in self.gradients.accumulators if each.buffer is buffer)
+        with self._present(buffer):
+            if buffer.seed_master():
+                buffer.changed()
+            accumulator.spread_average().wait()
+            self._give({id(buffer)}, shown)
+            step: Any = type(self.optimizer).step
+            step = step.__wrapped__ if getattr(step, "hooked", False) else step
+            step(self.optimizer)
+            for fragment in self.fragments:
+                if fragment.buffer is buffer:
+                    fragment.param.grad = None
+            self._write_back(buffer)
+
+    def _hide(self, fragment: Fragment) -> Tensor | None:
+        shown, fragment.param.grad = fragment.param.grad, None
+        if not (shown is None or isinstance(shown, ShardedGrad) or shown is self._bound.get(id(fragment.param))):
+            raise StateError(
+                "a gradient in optimizer.param_groups was replaced by a tensor",
+                where=f"parameter {fragment.buffer.bucket.slots[fragment.position].name!r}",
+                instead="edit p.grad of the model's parameter in place",
+            )
+        return shown
+
+    def _give(self, buffers: set[int], shown: dict[int, Tensor | None]) -> None:
+        """The fragments of these buckets get their gradients."""
         for fragment in self.fragments:
-            entry, shown = self.entry(fragment), fragment.param.grad
-            if not (shown is None or isinstance(shown, ShardedGrad) or shown is bound.get(id(fragment.param))):
-                raise StateError(
-                    "a gradient in optimizer.param_groups was replaced by a tensor",
-                    where=f"parameter {fragment.buffer.bucket.slots[fragment.position].name!r}",
-                    instead="edit p.grad of the model's parameter in place",
-                )
+            if id(fragment.buffer) not in buffers:
+                continue
+            entry = self.entry(fragment)
             # An empty fragment only stands in for a group: Muon, for one, refuses its shape.
-            fragment.param.grad = None
-            if entry is None or shown is None or not fragment.param.numel() or not self.gradients.has_gradient(entry):
+            if entry is None or shown[id(fragment.param)] is None or not fragment.param.numel():
+                continue
+            if not self.gradients.has_gradient(entry):
                 continue
             grad = entry.accumulator.updating(fragment.position)
             grad = grad[: fragment.param.numel()] if fragment.param.numel() < grad.numel() else grad
-            fragment.param.grad = grad.to(fragment.param.dtype).view(fragment.param.shape)
+            fragment.param.grad = grad.to(fragment.param.device, fragment.param.dtype).view(fragment.param.shape)
             self._bound[id(fragment.param)] = fragment.param.grad
 
     @torch.no_grad()
     def _after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._nested(stack_depth()):
             return
-        updated = self._write_back()
-        for buffer in updated:
+        for buffer in self._updated:
+            if not buffer.alone:
+                self._write_back(buffer)
+        if any(tier.name == NVME for buffer in self._updated for tier in buffer.tiers.values()):
+            self.group.meet("end of step", self._steps, self.number)
+        for buffer in self._updated:
             if not buffer.place.parameters and buffer.place.optimizer:
                 buffer.expect()
-                work = buffer.gather()
+                work = buffer.publish()
                 if not self.schedule.settings.overlap:
                     work.wait()
                     buffer.open()
@@ -291,13 +413,15 @@ class Binding:
     def count_state(self) -> None:
         """Tell the ledger what the optimizer keeps on this rank, by its own names for it."""
         self._stateful = len(self.optimizer.state)
-        now: dict[str, int] = {}
-        for state in self.optimizer.state.values():
+        now: dict[tuple[str, str], int] = {}
+        tiers = {id(each.param): each.buffer.tiers["optimizer"].name for each in self.fragments}
+        for param, state in self.optimizer.state.items():
+            tier = HOST if tiers.get(id(param)) == NVME else tiers.get(id(param), DEVICE)
             for key, value in state.items():
-                if isinstance(value, Tensor):
-                    now[key] = now.get(key, 0) + value.numel() * value.itemsize
-        for key in dict.fromkeys([*now, *self._counted]):
-            self.group.ledger.hold(key, now.get(key, 0) - self._counted.get(key, 0))
+                if isinstance(value, Tensor) and not value.is_meta:
+                    now[tier, key] = now.get((tier, key), 0) + value.numel() * value.itemsize
+        for at in dict.fromkeys([*now, *self._counted]):
+            self.group.ledger.hold(at[1], now.get(at, 0) - self._counted.get(at, 0), at[0])
         self._counted = now
 
     def _to_be_updated(self) -> list[Buffer]:
@@ -306,16 +430,16 @@ class Binding:
         updated = {id(e.accumulator.buffer) for e in entries if e.accumulator.filled and self.gradients.has_gradient(e)}
         return [buffer for buffer in self.buffers if id(buffer) in updated]
 
-    def _write_back(self) -> list[Buffer]:
+    def _write_back(self, buffer: Buffer) -> None:
         """Masters become parameters again, where this step had gradients: the step itself may have cleared them."""
-        for buffer in self._updated:
-            if buffer.master is not None:
+        if buffer.master is not None:
+            with buffer.shard.here(fresh=buffer.place.parameters):
                 nbytes = buffer.stored.numel() * buffer.dtype.itemsize
                 copied = self.group.ledger.note("copy", state="master", bucket=buffer.bucket.index, logical=nbytes)
-                buffer.stored.copy_(buffer.master)
+                # Cast where the master is: then the fewer bytes travel.
+                buffer.stored.copy_(buffer.master.tensor.to(buffer.dtype) if buffer.elsewhere else buffer.master.tensor)
                 ends(copied)
-            buffer.changed()
-        return self._updated
+        buffer.changed()
 
     def _show(self, fragment: Fragment) -> None:
         entry = self.entry(fragment)
@@ -331,6 +455,11 @@ class Binding:
             for entry in (self.entry(member.place) for member in self.members):
                 if entry is not None:
                     self.gradients.hide(entry)
+
+
+def per_element(fragment: Fragment, key: str, value: Any) -> bool:
+    """Is this state as large as what it is of? (Not so a step count, or Adafactor's rows and columns.)"""
+    return isinstance(value, Tensor) and value.numel() == fragment.param.numel() and key not in SCALARS
 
 
 def _refuse(what: str, *_: Any) -> None:

@@ -15,6 +15,7 @@ from .comm import Comm, Group
 from .errors import PeerError, UserError
 from .layout import Layout, Partition
 from .numerics import Precision
+from .tier import Offload
 from .unit import Managed
 
 ELEMENTWISE = {"SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "NAdam", "RAdam", "Adamax", "ASGD", "Rprop"}
@@ -52,6 +53,19 @@ def check_settings(partition: Partition, layout: Layout, comm: Comm) -> None:
             got=f"bounds={layout.bounds!r}",
             instead='Comm(reduce="ordered"), or Layout(bounds="unit")',
         )
+
+
+def check_offload(optimizers: list[Any], offload: Offload) -> None:
+    """Refuse optimizers that cannot be stepped bucket by bucket."""
+    for optimizer in optimizers if offload != Offload() else ():
+        known, fit = type(optimizer).__module__.startswith("torch.optim"), ELEMENTWISE | WHOLE_TENSORS
+        if not getattr(optimizer, "elementwise", known and type(optimizer).__name__ in fit):
+            raise UserError(
+                "states in another tier are stepped one bucket after the other, and this optimizer may not allow that",
+                where=type(optimizer).__name__,
+                expected=f"one of {sorted(fit)}, or an attribute elementwise = True on the class",
+                instead="Offload(), or set elementwise = True if each element is updated by itself",
+            )
 
 
 def check_optimizers(
@@ -134,11 +148,11 @@ def describe(
     managed: list[Managed],
     units: list[str],
     optimizers: list[torch.optim.Optimizer],
-    policies: tuple[Precision, Layout, Comm],
+    policies: tuple[Precision, Layout, Comm, Offload],
     device: torch.device,
 ) -> dict[str, Any]:
     """Everything that must be alike on all ranks, in words and numbers, in the order of registration."""
-    precision, layout, comm = policies
+    precision, layout, comm, offload = policies
     names = {id(record.param): record.name for record in managed}
     facts: dict[str, Any] = {
         "torch build": torch.__version__,
@@ -146,6 +160,7 @@ def describe(
         "precision": repr(precision),
         "layout": repr(layout),
         "comm": repr(dataclasses.replace(comm, group=None)),
+        "offload": repr(dataclasses.replace(offload, path=None if offload.path is None else "")),  # a disk of its own
         "device type": device.type,
     }
     for record in managed:

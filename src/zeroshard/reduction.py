@@ -24,10 +24,11 @@ from torch import Tensor
 
 from .buffer import Buffer
 from .comm import Comm, Group, Work
-from .errors import StateError
+from .errors import StateError, TierError
+from .events import DEVICE
 from .gradient import Accumulator, Entry, Gradients, ShardedGrad
 from .numerics import fold, simulated
-from .tier import Tier
+from .tier import DeviceTier
 from .unit import Unit, profiled
 
 IN_FLIGHT = 2  # reductions under way before backward pauses for the oldest
@@ -52,7 +53,7 @@ class Flight:
 class Reduction:
     """The pipeline from `p.grad` to `Accumulator.total` for all of a model's buckets."""
 
-    def __init__(self, gradients: Gradients, group: Group, tier: Tier, settings: Comm) -> None:
+    def __init__(self, gradients: Gradients, group: Group, tier: DeviceTier, settings: Comm) -> None:
         self.gradients = gradients
         self.group = group
         self.tier = tier
@@ -108,10 +109,10 @@ class Reduction:
             return
         for entry, keep in zip(entries, kept, strict=True):
             if keep and self.gradients.cleared_by_optimizer(entry):
-                accumulator.fragment(entry.position).zero_()  # each owner of a part sees its own fragment cleared
+                accumulator.zero(entry.position)  # each owner of a part sees its own fragment cleared
             if not keep:
                 self.gradients.hide(entry)
-                accumulator.fragment(entry.position).zero_()
+                accumulator.zero(entry.position)
                 if accumulator.local is not None:
                     accumulator.local[entry.slot.start : entry.slot.stop].zero_()
 
@@ -163,7 +164,7 @@ class Reduction:
             # no_sync promised two passes in all: what it added up travels with the next backward's gradients.
             flight.landing = accumulator.local
         elif flight.landing is None:
-            replicated = None if buffer.place.gradients else buffer.gradients
+            replicated = None if buffer.place.gradients or accumulator.rest.tier != DEVICE else accumulator.rest.tensor
             if replicated is not None and not accumulator.filled and buffer.grad_dtype == buffer.reduce_dtype:
                 # A full-size accumulator that holds nothing yet doubles as the place to put contributions.
                 flight.landing = replicated
@@ -223,12 +224,18 @@ class Reduction:
         work.wait()
         accumulator = flight.accumulator
         accumulator.undo_average()
-        if accumulator.total.numel() and not simulated(receive):
-            pieces = receive.view(-1, accumulator.total.numel()).unbind(0)
-            fold(accumulator.total, pieces, fresh=not accumulator.filled)
+        if numel := accumulator.buffer.bucket.shard_numel(self.group.rank):
+            try:
+                with accumulator.rest.here(fresh=not accumulator.filled):
+                    if not simulated(receive):
+                        pieces = receive.to(accumulator.total.device).view(-1, numel).unbind(0)
+                        fold(accumulator.total, pieces, fresh=not accumulator.filled)
+                accumulator.rest.behind()
+            except TierError as error:
+                self.group.report(error)  # the peers have further reductions to get through
         accumulator.filled = True
         self._give_back(receive)
-        if flight.landing is not accumulator.buffer.gradients:
+        if not accumulator.lands(flight.landing):
             self._give_back(flight.landing)
         accumulator.local = flight.landing = None
 
@@ -300,7 +307,7 @@ class Reduction:
         self._under_way.clear()
         for flight in self.flights.values():
             for transient in (flight.landing, flight.accumulator.local):
-                if transient is not flight.accumulator.buffer.gradients:
+                if not flight.accumulator.lands(transient):
                     self._give_back(transient)
             flight.landing = flight.accumulator.local = None
             flight.landed.clear()

@@ -27,6 +27,7 @@ from .errors import CheckpointError, Error, PeerError, UserError
 from .events import HOST, Ledger
 from .files import discard, make_room, owner, publish, remove, workplace, write_manifest, write_tensors
 from .manifest import FORMAT, VERSION, plain, siblings
+from .tier import Part, present
 
 SNAPSHOT = "snapshot"  # in the ledger: what a save behind the training holds
 
@@ -137,13 +138,13 @@ def save(
 class Snapshot:
     """What this rank writes, and what the manifest has to say of it (`own`) and of the whole (`head`)."""
 
-    tensors: dict[str, Tensor]
+    tensors: dict[str, Tensor | Part]
     own: dict[str, Any]
     head: dict[str, Any]
 
 
 def _snapshot(engine: Engine, extra: Mapping[str, Any] | None, *, copied: bool) -> Snapshot:
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor | Part] = {}
     fragments = []
     for piece in pieces(engine):
         tensors[piece.key] = piece.tensor
@@ -160,9 +161,14 @@ def _snapshot(engine: Engine, extra: Mapping[str, Any] | None, *, copied: bool) 
             tensors[f"extra/{name}"] = tensor
             extras.append([name, list(tensor.shape), writable(name, tensor), f"extra/{name}"])
     if copied:
-        tensors = {key: torch.empty_like(tensor, device="cpu").copy_(tensor) for key, tensor in tensors.items()}
+        tensors = {key: _copy(tensor) for key, tensor in tensors.items()}
     own = {"fragments": fragments, "values": list(values(engine)), "buffers": buffers, "extras": extras}
     return Snapshot(tensors, own | {"rng": rng_states()}, _head(engine, told))
+
+
+def _copy(tensor: Tensor | Part) -> Tensor:
+    with present(tensor) as here:
+        return torch.empty_like(here, device="cpu").copy_(here)
 
 
 def _head(engine: Engine, extra: Any) -> dict[str, Any]:

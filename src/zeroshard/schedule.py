@@ -73,7 +73,7 @@ class Schedule:
         self.settings = settings
         self.script = Script(units, group, prefetch=settings.prefetch, overlap=settings.overlap)
         self.saved = SavedTensors()
-        self.sharded = any(unit.sharded for unit in units)
+        self.releases = any(unit.released for unit in units)
         self.local = False  # inside no_sync()
         self.before_forward: Callable[[bool], None] = lambda training: None
         self.cast_inputs: torch.dtype | None = None
@@ -93,7 +93,7 @@ class Schedule:
         for unit in units:
             for buffer in unit.buffers:
                 buffer.on_touch, buffer.on_fetch = _weak(self.touch), _weak(self.fetch)
-                if buffer.place.parameters:
+                if not buffer.resident:
                     self.saved.watch(buffer)
                     buffer.on_new_storage = self.saved.moved
             unit.module.register_forward_pre_hook(_weak(self.enter, unit), prepend=True, with_kwargs=True)
@@ -128,7 +128,7 @@ class Schedule:
             needed.open_calls += 1
             needed.open()
         unit.calls += not recompute and (torch.is_grad_enabled() or self._grad_forward)
-        pushed = self.sharded and torch.is_grad_enabled()
+        pushed = self.releases and torch.is_grad_enabled()
         if pushed:
             self.saved.push()
         verb = "recompute" if recompute else "forward"
@@ -170,13 +170,13 @@ class Schedule:
         self._grad_forward = torch.is_grad_enabled()
         training = self._grad_forward and unit.module.training
         kind = "forward" if self._grad_forward else "forward without grad"
-        if self._grad_forward or self.sharded:
+        if self._grad_forward or self.releases:
             self._forwards += 1
             self.group.meet(kind, self._forwards, unit.index, training)
         self.ledger.begin("forward")
         self.before_forward(training)
         self.flush_pinned()
-        if self.sharded:
+        if self.releases:
             self.script.begin((kind, unit.index))
 
     def _end_forward(self, output: Any) -> None:
@@ -207,7 +207,7 @@ class Schedule:
         """Edits made so far inside gathered() become the shards, or the coming gathers would undo them."""
         for unit in self.units:
             if unit.pinned:
-                for buffer in unit.sharded:
+                for buffer in unit.released:
                     buffer.follow_edits()
 
     # --- touches and saved weights ----------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ class Schedule:
     def touch(self, buffer: Buffer, index: int) -> None:
         """Python reads a guarded parameter: gather it where that is possible, or raise."""
         unit = self._unit_of[id(buffer)]
-        if not buffer.place.parameters:
+        if buffer.resident:
             unit.open()
             return
         if in_backward():
@@ -268,7 +268,7 @@ class Schedule:
         try:
             self.group.meet("backward under no_sync" if self.local else "backward", self._backwards)
             self.reduction.begin(local=self.local)
-            self._own_segment = self.sharded and not self.script.active
+            self._own_segment = self.releases and not self.script.active
             if self._own_segment:
                 self.script.begin(("backward", 0))
         except BaseException:
@@ -375,7 +375,7 @@ class Schedule:
         for unit in self.units:
             unit.calls = 0
             unit.touched = False
-            for buffer in unit.sharded:
+            for buffer in unit.released:
                 buffer.fresh = False
             if unit.pinned:
                 unit.gather(wait=True)
@@ -393,7 +393,7 @@ class Schedule:
         for unit in units:
             unit.open()
         # What is computed with the weights here, a penalty say, saves them for a backward that may come later.
-        pushed = self.sharded and torch.is_grad_enabled() and not in_backward()
+        pushed = self.releases and torch.is_grad_enabled() and not in_backward()
         if pushed:
             self.saved.push()
         try:

@@ -53,7 +53,7 @@ class Script:
 
     def demand(self, unit: Unit) -> None:
         """This rank needs the unit now: its gather is launched, or was."""
-        if not unit.sharded:
+        if not unit.released:
             return
         if not (unit.ahead and unit.ready):
             if unit.ready:

@@ -58,8 +58,9 @@ class Unit:
     calls: int = 0  # forwards not yet matched by a backward: a unit called twice may get gradients twice
 
     @property
-    def sharded(self) -> list[Buffer]:
-        return [buffer for buffer in self.buffers if buffer.place.parameters]
+    def released(self) -> list[Buffer]:
+        """The buffers that are gathered for use and released after it."""
+        return [buffer for buffer in self.buffers if not buffer.resident]
 
     @property
     def ready(self) -> bool:
@@ -67,14 +68,14 @@ class Unit:
 
     def gather(self, *, wait: bool, ahead: bool = False) -> None:
         with profiled("gather", self.name):
-            for buffer in self.sharded:
+            for buffer in self.released:
                 work = buffer.gather(ahead=ahead)
                 if wait:
                     work.wait()
 
     def claim(self) -> None:
         """What was gathered ahead of its use is used."""
-        for buffer in self.sharded:
+        for buffer in self.released:
             buffer.claim()
 
     def land(self) -> None:
@@ -88,13 +89,13 @@ class Unit:
     def close(self) -> None:
         """Guard again, unless a running forward or a `gathered()` keeps it open."""
         if not (self.open_calls or self.pinned):
-            for buffer in self.sharded:
+            for buffer in self.released:
                 buffer.close()
 
     def release(self) -> None:
         """Give the memory back if there is no reason left to hold it."""
         if not (self.open_calls or self.pinned or self.touched or self.ahead):
-            for buffer in self.sharded:
+            for buffer in self.released:
                 buffer.close()
                 buffer.release()
 

@@ -289,10 +289,11 @@ def _whole(engine: Engine) -> dict[str, Tensor]:
 def _gathered(buffer: Buffer, wanted: Wanted, problems: list[str]) -> Tensor:
     """The bucket as it is written, on every rank: each casts what it owns."""
     flat = buffer.tier.reserve("gather", buffer.bucket.numel, wanted.of(buffer.dtype))
-    (first, last), base = buffer.owned, buffer.updated[0]
+    first, last = buffer.owned
     with _noting(problems):
         where = f"a parameter from {buffer.bucket.slots[0].name!r} on"
-        flat[first:last] = wanted.cast(where, buffer.target[first - base : last - base], buffer.dtype)
+        with buffer.part(first, last).here() as own:
+            flat[first:last] = wanted.cast(where, own, buffer.dtype)
     buffer.group.gather(flat, buffer.bucket.bounds, "parameters", buffer.bucket.index).wait()
     return flat
 

@@ -289,7 +289,8 @@ class Counter(TorchDispatchMode):
         self.activations = self.working = self._since = self._made_since = self._alive = 0
         self.tokens = 0
         self._made: dict[int, Any] = {}
-        engine = [t for b in zero._buffers for t in (b.full, b.stored, b.master, b.gradients) if t is not None]
+        rests = [rest for b in zero._buffers for rest in (b.shard, b.master, b.gradients) if rest and not rest.away]
+        engine = [*(b.full for b in zero._buffers), *(rest.tensor for rest in rests)]
         self._known = {tensor.untyped_storage()._cdata for tensor in (*engine, *zero.model.buffers())}
         self._leave_out(zero._tier)
 

@@ -1,0 +1,574 @@
+"""States that rest in host memory and in files: the same bits, bounded memory, and every fault named."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+import resource
+import signal
+import stat
+import subprocess
+import sys
+import textwrap
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+import models
+import ranks
+import reference
+import zeroshard
+from zeroshard import Comm, Layout, Offload, Precision
+from zeroshard.errors import PeerError, StateError, TierError, UserError
+from zeroshard.nvme import BUFFERS, aligned
+
+TIERS = ("device", "cpu", "nvme")
+EVERY = [
+    dict(zip(("parameters", "gradients", "optimizer"), tiers, strict=True))
+    for tiers in itertools.product(TIERS, repeat=3)
+]
+SOME = [
+    {"optimizer": "cpu"},
+    {"parameters": "cpu", "gradients": "cpu", "optimizer": "cpu"},
+    {"optimizer": "nvme"},
+    {"parameters": "nvme"},
+    {"gradients": "nvme", "optimizer": "cpu"},
+    {"parameters": "nvme", "gradients": "nvme", "optimizer": "nvme", "digests": True},
+    {"parameters": 0.5, "gradients": {"nvme": 0.5}, "optimizer": {"nvme": 0.4, "cpu": 0.3}},
+]
+ON_DISK = {"parameters": "nvme", "gradients": "nvme", "optimizer": "nvme"}
+GPT = {"hidden": 24, "layers": 4}
+
+
+def offload(path, **fields):
+    on_disk = "nvme" in str(fields)
+    return Offload(**fields, path=path if on_disk else None)
+
+
+def start(stage, settings, *, dtype=torch.bfloat16, optimizer=None, overlap=True, scaler=False):
+    """A GPT of many small buckets."""
+    model = models.build("gpt", **GPT)
+    made = (optimizer or partial(torch.optim.AdamW, lr=1e-2, fused=True))(model.parameters())
+    precision = Precision(param_dtype=None if dtype == torch.float32 else dtype)
+    layout = Layout(bucket_mib=0.005)
+    zero = zeroshard.shard(
+        model,
+        made,
+        stage=stage,
+        precision=precision,
+        offload=settings,
+        layout=layout,
+        comm=Comm(overlap=overlap, timeout=20),
+    )
+    return model, made, zero
+
+
+def step(model, optimizer, zero, number, *, clip=True, backwards=2):
+    losses = []
+    for turn in range(backwards):
+        loss = models.loss("gpt", model, models.batch("gpt", number, turn * zero.world_size + zero.rank))
+        loss.backward()
+        losses.append(loss.item())
+    if clip:
+        losses.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+    optimizer.step()
+    optimizer.zero_grad()
+    return losses
+
+
+def trained(stage, settings, *, steps=3, **options):
+    """Losses and norms of every step, the weights after the last, and the tiers of what is held."""
+    model, optimizer, zero = start(stage, settings, **options)
+    losses = [step(model, optimizer, zero, number) for number in range(steps)]
+    with zero.gathered():
+        weights = reference.weights(model)
+    return losses, weights, {tier: {s: n for s, n in held.items() if n} for tier, held in zero.ledger().tiers.items()}
+
+
+def same(got, want):
+    reference.assert_same(got[1], want[1])
+    assert got[0] == want[0]
+
+
+# --- the same bits --------------------------------------------------------------------------------------------------
+
+
+def every_tier_like_the_device(folder, stages, dtype, cases):
+    for stage in stages:
+        want = trained(stage, None, dtype=dtype)
+        for fields in cases:
+            got = trained(stage, offload(folder, **fields), dtype=dtype, overlap=len(fields) > 1)
+            same(got, want)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_any_tier_gives_the_bits_of_the_device(world, dtype, tmp_path):
+    cut = SOME if world == 2 else SOME[2 * (dtype == torch.float32) :: 3]
+    ranks.run(world, every_tier_like_the_device, str(tmp_path), (0, 1, 2, 3), dtype, cut, timeout=120)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_every_combination_gives_the_bits_of_the_device(world, dtype, tmp_path):
+    ranks.run(world, every_tier_like_the_device, str(tmp_path), (0, 1, 2, 3), dtype, EVERY, timeout=900)
+
+
+OPTIMIZERS = {
+    "sgd": partial(torch.optim.SGD, lr=1e-2),
+    "momentum": partial(torch.optim.SGD, lr=1e-2, momentum=0.9),
+    "amsgrad": partial(torch.optim.Adam, lr=1e-2, amsgrad=True),
+    "foreach": partial(torch.optim.AdamW, lr=1e-2, foreach=True),
+    "adagrad": partial(torch.optim.Adagrad, lr=1e-2),
+    "rmsprop": partial(torch.optim.RMSprop, lr=1e-2, momentum=0.1, centered=True),
+    "adadelta": partial(torch.optim.Adadelta, lr=1e-2),
+    "nadam": partial(torch.optim.NAdam, lr=1e-2),
+    "radam": partial(torch.optim.RAdam, lr=1e-2),
+    "adamax": partial(torch.optim.Adamax, lr=1e-2),
+    "asgd": partial(torch.optim.ASGD, lr=1e-2),
+    "rprop": partial(torch.optim.Rprop, lr=1e-2),
+    "groups": lambda ps: torch.optim.Adam([{"params": [p], "lr": 1e-3 * (i + 1)} for i, p in enumerate(ps)]),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_elementwise_optimizer_keeps_its_states_in_files(name, tmp_path):
+    settings = offload(tmp_path, **ON_DISK)
+    got = trained(3, settings, optimizer=OPTIMIZERS[name], steps=2)
+    same(got, trained(3, None, optimizer=OPTIMIZERS[name], steps=2))
+    assert not set(got[2]["device"]) - {"norms"}
+
+
+def scaled(stage, settings):
+    """float16 with torch's own scaler, unscaled and clipped; the third step overflows."""
+    model, optimizer, zero = start(stage, settings, dtype=torch.float16)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    for number in range(4):
+        loss = models.loss("gpt", model, models.batch("gpt", number, zero.rank))
+        scaler.scale(loss * (1e30 if number == 2 else 1.0)).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    with zero.gathered():
+        return [scaler.get_scale()], reference.weights(model)
+
+
+def edited(stage, settings):
+    """Weights edited inside gathered(), one of them alone; gradients under no_sync; a closure; a layer unfrozen."""
+    model = models.build("gpt", **GPT)
+    frozen = [param for name, param in model.named_parameters() if name.startswith("blocks.1.")]
+    assert frozen
+    for param in frozen:
+        param.requires_grad_(requires_grad=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    zero = zeroshard.shard(
+        model, optimizer, stage=stage, precision=Precision(param_dtype=torch.bfloat16), offload=settings,
+        layout=Layout(bucket_mib=0.005),
+    )  # fmt: skip
+    losses = []
+    for number in range(4):
+        with zero.no_sync():
+            models.loss("gpt", model, models.batch("gpt", number, 2 * zero.rank)).backward()
+        models.loss("gpt", model, models.batch("gpt", number, 2 * zero.rank + 1)).backward()
+        if number == 1:
+            with zero.gathered(), torch.no_grad():
+                for param in model.parameters():
+                    param.mul_(1.5)
+        losses.append(optimizer.step(lambda: 1.0) if number == 2 else optimizer.step())
+        optimizer.zero_grad()
+        if number == 2:
+            for param in frozen:
+                param.requires_grad_()
+            with zero.gathered(frozen[0]), torch.no_grad():
+                frozen[0].data = frozen[0].data + 1
+    with zero.gathered():
+        return losses, reference.weights(model)
+
+
+def both_like_the_device(loop, folder, stages):
+    for stage, fields in itertools.product(stages, [SOME[1], SOME[5], SOME[6]]):
+        same(loop(stage, offload(folder, **fields)), loop(stage, None))
+
+
+@pytest.mark.parametrize("loop", [scaled, edited])
+@pytest.mark.parametrize("world", [1, 2])
+def test_scalers_edits_and_unfreezing_count_in_every_tier(loop, world, tmp_path):
+    ranks.run(world, both_like_the_device, loop, str(tmp_path), (0, 1, 2, 3) if world == 1 else (1, 3), timeout=120)
+
+
+def test_whole_tensor_optimizers_step_bucket_by_bucket(tmp_path):
+    def run(settings):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*[torch.nn.Linear(16, 16, bias=False) for _ in range(5)])
+        optimizer = torch.optim.Muon(model.parameters(), lr=1e-2)
+        zero = zeroshard.shard(model, optimizer, offload=settings, layout=Layout(bounds="tensor", bucket_mib=0.001))
+        for number in range(3):
+            model(torch.full((2, 16), 0.1 * number + 0.1)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with zero.gathered():
+            return [], reference.weights(model)
+
+    same(run(offload(tmp_path, **ON_DISK)), run(None))
+
+
+# --- what is held, and where ----------------------------------------------------------------------------------------
+
+
+def test_each_state_is_held_in_its_tier(tmp_path):
+    _, weights, held = trained(3, offload(tmp_path, parameters="cpu", gradients="cpu", optimizer="nvme"))
+    model, _, zero = start(3, None)
+    numel = sum(bucket.numel for bucket in zero.partition.buckets)
+    assert held["host"].pop("step") == 4 * len(list(model.parameters()))
+    staging = held["host"].pop("staging")
+    assert held["host"] == {"parameters": 2 * numel, "gradients": 4 * numel}
+    assert held["nvme"] == {"master": 4 * numel, "exp_avg": 4 * numel, "exp_avg_sq": 4 * numel}
+    assert set(held["device"]) == {"norms"}
+    assert staging == 3 * BUFFERS * aligned(4 * max(bucket.numel for bucket in zero.partition.buckets))
+    assert all(owner.tier == "nvme" for name in weights for owner in zero.owners(name)) is False
+
+
+def test_memory_for_files_does_not_grow_with_the_model(tmp_path):
+    def staging(layers):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(layers)])
+        optimizer = torch.optim.AdamW(model.parameters())
+        settings = offload(tmp_path, **ON_DISK)
+        zero = zeroshard.shard(model, optimizer, offload=settings, layout=Layout(units=["*"]))
+        for _ in range(2):
+            model(torch.ones(2, 64)).sum().backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        zero.save(tmp_path / "checkpoint")
+        zero.load(tmp_path / "checkpoint")
+        return zero.ledger().peak["staging"], len(zero.partition.buckets)
+
+    (small, few), (large, many) = staging(6), staging(18)
+    assert few < many and small == large == 4 * BUFFERS * aligned(4 * (64 * 64 + 128))
+
+
+def test_a_step_moves_the_bytes_it_must(tmp_path):
+    """24 bytes per element of bf16 parameters: master and two states in, master and two states out; and 2 written."""
+    model, optimizer, zero = start(3, offload(tmp_path, parameters="nvme", optimizer="nvme"))
+    numel = sum(bucket.numel for bucket in zero.partition.buckets)
+    for number in range(2):
+        step(model, optimizer, zero, number)
+
+    def moved():
+        return {verb: zero.ledger().traffic[verb].logical for verb in ("read", "write")}
+
+    model.zero_grad()
+    loss = models.loss("gpt", model, models.batch("gpt", 9, 0))
+    loss.backward()
+    before = moved()
+    optimizer.step()
+    after = moved()
+    # A bucket that is still in one of its three buffers is not read again.
+    assert 12 * numel * 0.8 < after["read"] - before["read"] <= 12 * numel
+    assert after["write"] - before["write"] <= 14 * numel
+
+
+# --- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+def save_some(folder, checkpoint, stage, fields, steps):
+    model, optimizer, zero = start(stage, offload(folder, **fields))
+    for number in range(steps):
+        step(model, optimizer, zero, number, backwards=4 // zero.world_size, clip=False)
+    zero.save(checkpoint)
+    return [step(model, optimizer, zero, steps + more, backwards=4 // zero.world_size, clip=False) for more in range(2)]
+
+
+def load_some(folder, checkpoint, stage, fields, first):
+    model, optimizer, zero = start(stage, offload(folder, **fields))
+    zero.load(checkpoint)
+    return [step(model, optimizer, zero, first + more, backwards=4 // zero.world_size, clip=False) for more in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [((2, 3, ON_DISK), (1, 1, {})), ((1, 0, {}), (2, 2, ON_DISK)), ((2, 1, ON_DISK), (2, 3, {"optimizer": "cpu"}))],
+    ids=["files-to-memory", "memory-to-files", "files-to-host"],
+)  # fmt: skip
+def test_a_checkpoint_loads_into_any_tier(saved, loaded, tmp_path):
+    went_on = ranks.run(saved[0], save_some, str(tmp_path), tmp_path / "saved", *saved[1:], 2)
+    resumed = ranks.run(loaded[0], load_some, str(tmp_path), tmp_path / "saved", *loaded[1:], 2)
+
+    def by_micro_batch(told):
+        return [sorted(itertools.chain(*(losses[number] for losses in told))) for number in range(2)]
+
+    assert by_micro_batch(went_on) == by_micro_batch(resumed)
+
+
+def test_dcp_refuses_states_in_files(tmp_path):
+    _, _, zero = start(3, offload(tmp_path, optimizer="nvme"))
+    with pytest.raises(UserError, match="rest in files"):
+        zero.state_dict()
+
+
+# --- faults ---------------------------------------------------------------------------------------------------------
+
+
+def files_of(zero):
+    return sorted(path for path in zero._tiers["nvme"].folder.iterdir())
+
+
+def after_a_fault(folder, checkpoint, fields, fault, culprit):
+    """Two good steps, a checkpoint, the fault on one rank: what every rank raises; then load, and go on."""
+    model, optimizer, zero = start(3, offload(folder, **fields))
+    for number in range(2):
+        step(model, optimizer, zero, number, clip=False)
+    zero.save(checkpoint)
+    undo = fault(zero) if zero.rank == culprit else None
+    told = []
+    for number in range(2, 4):
+        try:
+            step(model, optimizer, zero, number, clip=False)
+        except (TierError, PeerError, StateError) as error:
+            told.append((type(error).__name__, str(error)))
+            break
+    if undo is not None:
+        undo()
+    optimizer.zero_grad()
+    zero.load(checkpoint)
+    return told, [step(model, optimizer, zero, number, clip=False) for number in range(2, 4)]
+
+
+def undisturbed(stage):
+    model, optimizer, zero = start(stage, None)
+    return [step(model, optimizer, zero, number, clip=False) for number in range(4)][2:]
+
+
+def truncate(zero):
+    for path in files_of(zero):
+        os.truncate(path, 0)
+
+
+def unreadable(zero):
+    real = os.preadv
+
+    def fail(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    os.preadv = fail
+    return partial(setattr, os, "preadv", real)
+
+
+def unwritable(zero):
+    real = os.pwritev
+
+    def fail(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    os.pwritev = fail
+    return partial(setattr, os, "pwritev", real)
+
+
+def corrupt(zero):
+    for path in files_of(zero):
+        size = path.stat().st_size
+        with path.open("r+b") as file:
+            file.write(os.urandom(size))
+
+
+FAULTS = {
+    "truncated": (truncate, {}, "the file ends at 0"),
+    "read-error": (unreadable, {}, "Input/output error"),
+    "write-error": (unwritable, {}, "Input/output error"),
+    "corrupted": (corrupt, {"digests": True}, "has digest"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("fields", [{"optimizer": "nvme"}, ON_DISK], ids=["optimizer", "all"])
+def test_row_55_a_damaged_file_is_named_on_every_rank_and_nothing_stale_is_used(name, world, fields, tmp_path):
+    fault, more, says = FAULTS[name]
+    culprit = world - 1
+    settings = {**fields, **more}
+    ended = ranks.run(world, after_a_fault, str(tmp_path), tmp_path / "saved", settings, fault, culprit, timeout=90)
+    went_on = ranks.run(world, undisturbed, 3)
+    for rank, (told, resumed) in enumerate(ended):
+        assert len(told) == 1, f"rank {rank} heard of nothing"
+        kind, text = told[0]
+        assert kind == ("TierError" if rank == culprit else "PeerError"), text
+        assert says in text and f"rank {culprit}" in text and "zeroshard-" in text
+        assert resumed == went_on[rank]
+
+
+def too_large(folder, checkpoint):
+    """The optimizer's states, which are made in the first step, do not fit on rank 1's disk."""
+    model, optimizer, zero = start(3, offload(folder, optimizer="nvme"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if zero.rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, hard))
+    try:
+        step(model, optimizer, zero, 0, clip=False)
+    except (TierError, PeerError) as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_row_55_no_space_left_names_the_bytes_on_every_rank(tmp_path):
+    for text in ranks.run(2, too_large, str(tmp_path), None):
+        assert "bytes more are needed" in text and "rank 1" in text
+
+
+def no_room(folder):
+    real = os.statvfs
+    if ranks.rank() == 1:
+        os.statvfs = lambda path: os.statvfs_result((4096, 4096, 9, 1, 1, 9, 9, 9, 0, 255))
+    try:
+        start(3, offload(folder, **ON_DISK))
+    except (TierError, PeerError) as error:
+        return str(error)
+    finally:
+        os.statvfs = real
+
+
+def test_row_55_a_disk_too_small_is_refused_before_anything_is_sharded(tmp_path):
+    for text in ranks.run(2, no_room, str(tmp_path)):
+        assert "4,096 bytes are free" in text and "rank 1" in text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unusable_folder_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TierError, match="cannot hold files"):
+        start(3, offload(tmp_path / "file", optimizer="nvme"))
+
+
+def test_without_direct_io_states_go_through_the_cache_and_it_is_said_once(tmp_path, monkeypatch, caplog):
+    import fcntl
+
+    real = fcntl.fcntl
+
+    def refuse(descriptor, command, argument=0):
+        if argument & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(descriptor, command, argument)
+
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    got = trained(3, offload(tmp_path, optimizer="nvme"))
+    monkeypatch.undo()
+    same(got, trained(3, None))
+    said = [record.getMessage() for record in caplog.records if "direct I/O" in record.getMessage()]
+    assert len(said) == 1
+
+
+RUN = """
+    import os, sys, time, torch, zeroshard
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
+    zero = zeroshard.shard(model, optimizer, offload=zeroshard.Offload(optimizer="nvme", path=sys.argv[1]))
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    print(zero._tiers["nvme"].folder, flush=True)
+    if len(sys.argv) > 2:
+        time.sleep(60)
+"""
+
+
+def program(folder, *arguments):
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(RUN), str(folder), *arguments], stdout=subprocess.PIPE, text=True
+    )
+
+
+def test_row_56_a_killed_runs_files_go_at_the_next_start_and_a_live_ones_never(tmp_path):
+    folder = tmp_path / "path of 200 characters".ljust(200, "x")
+    killed, live = program(folder, "wait"), program(folder, "wait")
+    try:
+        first, second = (Path(each.stdout.readline().strip()) for each in (killed, live))
+        assert first != second and stat.S_IMODE(first.stat().st_mode) == 0o700
+        assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in first.iterdir())
+        (folder / "zeroshard-of-somebody-else").mkdir()
+        killed.send_signal(signal.SIGKILL)
+        killed.wait(timeout=30)
+        assert first.exists()
+        last = program(folder)
+        third = Path(last.stdout.readline().strip())
+        assert last.wait(timeout=60) == 0
+        left = {path.name for path in folder.iterdir()}
+        assert not third.exists()  # it ended, and removed its own
+        assert left == {second.name, "zeroshard-of-somebody-else"}
+    finally:
+        for each in (killed, live):
+            with contextlib.suppress(ProcessLookupError):
+                each.kill()
+            each.wait(timeout=30)
+            each.stdout.close()
+
+
+def many_steps(folder, steps):
+    model, optimizer, zero = start(3, offload(folder, **ON_DISK))
+
+    def resources():
+        sizes = tuple(path.stat().st_size for path in files_of(zero))
+        return (
+            len(os.listdir("/proc/self/fd")),
+            len(os.listdir("/proc/self/task")),
+            sizes,
+            zero.ledger().held["staging"],
+        )
+
+    for number in range(3):
+        step(model, optimizer, zero, number)
+    before = resources()
+    for number in range(steps):
+        step(model, optimizer, zero, number, backwards=1)
+    return before, resources()
+
+
+@pytest.mark.parametrize("steps", [20, pytest.param(1000, marks=pytest.mark.slow)])
+def test_steps_grow_neither_files_nor_descriptors_nor_threads(steps, tmp_path):
+    ((before, after),) = ranks.run(1, many_steps, str(tmp_path), steps, timeout=900)
+    assert before == after
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+REFUSED = {
+    "no path": (lambda: Offload(optimizer="nvme"), "path"),
+    "path for nothing": (lambda: Offload(optimizer="cpu", path="/scratch"), "path"),
+    "digests for nothing": (lambda: Offload(digests=True), "digests"),
+    "unknown tier": (lambda: Offload(optimizer="gpu"), "cpu"),
+    "above one": (lambda: Offload(optimizer=1.5), "add up"),
+    "below zero": (lambda: Offload(optimizer={"cpu": -0.5}), "add up"),
+    "too much": (lambda: Offload(optimizer={"cpu": 0.6, "nvme": 0.6}, path="/scratch"), "add up"),
+    "too little": (lambda: Offload(optimizer={"cpu": 0.5, "device": 0.2}), "add up"),
+    "yes": (lambda: Offload(gradients=True), "fractions"),
+    "nothing": (lambda: Offload(gradients=None), "fractions"),
+    "no folder": (lambda: Offload(optimizer="nvme", path=3), "folder"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_settings_that_cannot_work_are_refused(name):
+    make, says = REFUSED[name]
+    with pytest.raises(UserError, match=says):
+        make()
+
+
+def test_an_optimizer_that_needs_all_parameters_at_once_is_refused():
+    model = torch.nn.Linear(4, 4)
+    with pytest.raises(UserError, match="LBFGS"):
+        zeroshard.shard(model, torch.optim.LBFGS(model.parameters()), stage=0, offload=Offload(optimizer="cpu"))
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.25, 0.5, 1.0])
+def test_a_fraction_is_of_the_bytes(fraction):
+    _, _, zero = start(3, Offload(parameters=fraction))
+    tiers = zero.ledger().tiers
+    host, device = tiers.get("host", {}).get("parameters", 0), tiers["device"].get("parameters", 0)
+    largest = 2 * max(bucket.numel for bucket in zero.partition.buckets)
+    assert abs(host - fraction * (host + device)) <= largest

@@ -139,6 +139,7 @@ class Zero:
         self.rank, self.world_size = self._group.rank, self._group.ranks
         named_units = self._preflight(optimizers, layout, comm)
         self._units = [Unit(index, name, module) for index, (name, module) in enumerate(named_units)]
+        self._group.units = [named_units[bucket.unit][0] or "the model" for bucket in self.partition.buckets]
         for unit, others in zip(self._units, borrowed(named_units, self._managed), strict=True):
             unit.borrows = [self._units[other] for other in others]
         self._tier = DeviceTier(device, self._ledger)
@@ -546,8 +547,8 @@ class Zero:
         if in_backward() or self._schedule.script.active or any(unit.pinned for unit in self._units):
             raise StateError(f"{what} inside forward, backward or gathered()", instead="after step")
         self._notice_edits_of_structure()
+        self._group.meet(what, self._checkpoints + 1)
         self._checkpoints += 1
-        self._group.meet(what, self._checkpoints)
         if self._saving is not None and not self._saving.reported:
             self._saving.wait()
         for buffer in self._buffers:

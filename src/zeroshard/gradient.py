@@ -192,8 +192,8 @@ class Gradients:
         self.agree()
 
     def agree(self) -> None:
+        self.group.meet("a question about gradients", self._questions + 1)
         self._questions += 1
-        self.group.meet("a question about gradients", self._questions)
 
     def norm(self, entry: Entry, order: float) -> Tensor:
         """0-d fp32 tensor: the norm of one parameter's whole gradient, the same on every rank."""

@@ -232,9 +232,9 @@ class Binding:
         return running and depth > self._depth
 
     def _begin(self) -> None:
-        self._steps += 1
         self.schedule.before_step()
-        self.group.meet("step", self._steps, self.number)
+        self.group.meet("step", self._steps + 1, self.number)
+        self._steps += 1
         self.gradients.settle()
         self.before_step()
         for buffer in self.buffers:
@@ -286,6 +286,7 @@ class Binding:
                 self._show(fragment)
         if len(self.optimizer.state) != self._stateful:
             self.count_state()
+        self.group.steps += 1
         self.group.ledger.end("step")
 
     def count_state(self) -> None:

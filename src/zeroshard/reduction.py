@@ -292,12 +292,19 @@ class Reduction:
                 self._land_first()
             self._trim()
 
-    def abort(self) -> None:
-        """A backward failed half-way: what it had sent and added cannot be told from what was there, so all goes."""
-        for _, work, receive in self._under_way:
-            work.wait()
+    def abort(self, behind: int = 0) -> None:
+        """A backward failed half-way: what it had sent and added cannot be told from what was there, so all goes.
+
+        behind: how many reductions other ranks have launched in it that this one has not: they wait for its part.
+        """
+        for index in self.order[self._next : self._next + behind]:
+            self._next += 1
+            self._send(self.flights[index])
+        under_way, self._under_way = self._under_way, []
+        for _, work, receive in under_way:
+            if not self.group.lost:
+                work.wait()
             self._give_back(receive)
-        self._under_way.clear()
         for flight in self.flights.values():
             for transient in (flight.landing, flight.accumulator.local):
                 if transient is not flight.accumulator.buffer.gradients:

@@ -222,10 +222,10 @@ class Group:
 
     # --- verbs of agreement -----------------------------------------------------------------------------------------
 
-    def meet(self, what: str, number: int, *same: int) -> None:
+    def meet(self, what: str, number: int, *same: int, facts: Callable[[], str] = str) -> None:
         """Agree that every rank is at the same thing, down to the (at most three) integers that say which.
 
-        Raises `PeerError` on every rank, naming who is where, when they are not.
+        Raises `PeerError` on every rank, naming who is where, when they are not. facts: the integers in words.
         """
         self.poll(what, number, *same)
 
@@ -328,14 +328,16 @@ class ProcessGroup(Group):
         handle = self._launch(dist.broadcast, tensor.view(torch.uint8), self._global[source], group=group)
         self._wait("a broadcast", None, handle)
 
-    def meet(self, what: str, number: int, *same: int) -> None:
-        self._exchange(what, number, same, compared=_OWN)
+    def meet(self, what: str, number: int, *same: int, facts: Callable[[], str] = str) -> None:
+        self._exchange(what, number, same, compared=_OWN, facts=facts)
 
     def poll(self, what: str, number: int, *mine: int) -> list[tuple[int, ...]]:
         rows = self._exchange(what, number, mine, compared=_ALIKE)
         return [tuple(row[_ALIKE : _ALIKE + len(mine)]) for row in rows]
 
-    def _exchange(self, what: str, number: int, integers: tuple[int, ...], *, compared: int) -> list[list[int]]:
+    def _exchange(
+        self, what: str, number: int, integers: tuple[int, ...], *, compared: int, facts: Callable[[], str] = str
+    ) -> list[list[int]]:
         header = torch.zeros(_HEADER, dtype=torch.int64)
         own = (self._engine, MEETINGS.index(what), number, self.steps, *integers)
         header[: len(own)] = torch.tensor(own)
@@ -346,13 +348,13 @@ class ProcessGroup(Group):
         ends(event)
         rows: list[list[int]] = everyone.view(self.ranks, _HEADER).tolist()
         if any(row[:compared] != rows[0][:compared] for row in rows):
-            self._disagree(rows)
+            self._disagree(rows, facts)
         self._met = f"{what} {number}"
         if what != _CHOOSING:  # at which a rank whose forward raised takes part to its end
             self.trouble = ""
         return rows
 
-    def _disagree(self, rows: list[list[int]]) -> None:
+    def _disagree(self, rows: list[list[int]], facts: Callable[[], str]) -> None:
         detail = all(row[1:_ALIKE] == rows[0][1:_ALIKE] for row in rows)
         steps = any(row[3] != rows[0][3] for row in rows)
         where = "; ".join(
@@ -361,7 +363,9 @@ class ProcessGroup(Group):
             + (f" of model {row[0]}, {row[_ALIKE:_OWN]}" if detail else "")
             for rank, row in enumerate(rows)
         )
-        trouble = [f"rank {rank}: {said}" for rank, said in enumerate(self._tell(self.trouble)) if said]
+        trouble = [
+            f"rank {rank}: {said}" for rank, said in enumerate(self._tell(self.trouble or detail * facts())) if said
+        ]
         self.on_disagreement(max(row[_OWN] for row in rows) - self._reductions)
         raise PeerError(
             "the ranks are not doing the same thing",

@@ -12,6 +12,7 @@ user's class (schedulers and scalers hold the object they were given).
 from __future__ import annotations
 
 import functools
+import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -233,7 +234,11 @@ class Binding:
 
     def _begin(self) -> None:
         self.schedule.before_step()
-        self.group.meet("step", self._steps + 1, self.number)
+        options, edits = repr(self._options()), self.gradients.take_edits()
+        self.group.meet(
+            "step", self._steps + 1, self.number, zlib.crc32(options.encode()), zlib.crc32(repr(edits).encode()),
+            facts=lambda: f"gradients were scaled by {edits[-3:]}, options {options}",
+        )  # fmt: skip
         self._steps += 1
         self.gradients.settle()
         self.before_step()
@@ -242,6 +247,17 @@ class Binding:
             buffer.rebind()
             if buffer.seed_master():
                 buffer.changed()
+
+    def _options(self) -> list[dict[str, Any]]:
+        """The numbers and words in the groups: each rank updates its own part, so they must be alike."""
+        return [
+            {
+                key: value.item() if isinstance(value, Tensor) else value
+                for key, value in group.items()
+                if key not in ("params", "param_names") and _plain(value)
+            }
+            for group in self.optimizer.param_groups
+        ]
 
     def _bind(self) -> None:
         """Give every fragment its averaged gradient."""
@@ -332,6 +348,16 @@ class Binding:
             for entry in (self.entry(member.place) for member in self.members):
                 if entry is not None:
                     self.gradients.hide(entry)
+
+
+def _plain(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and value.device.type == "cpu"  # asking a device for it would wait for the device
+    return (
+        value is None
+        or isinstance(value, (bool, int, float, str))
+        or (type(value) is tuple and all(map(_plain, value)))
+    )
 
 
 def _refuse(what: str, *_: Any) -> None:

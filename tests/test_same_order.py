@@ -106,13 +106,9 @@ def drifting(what: str, stage: int):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1 + one)
     elif what == "the largest value":
         torch.nn.utils.clip_grad_value_(model.parameters(), 0.1 + one)
-    elif what == "a factor":
-        if one:
-            for param in model.parameters():
-                param.grad.mul_(0.5)
-    elif what == "micro-batches":
-        if one:
-            train(model, optimizer)
+    elif what == "a factor" and one:
+        for param in model.parameters():
+            param.grad.mul_(0.5)
     with zero.gathered():
         before = reference.weights(model)
     try:

@@ -20,6 +20,7 @@ from .checkpoint import Engine, drawing
 from .comm import Comm, connect
 from .errors import StateError, UserError, nearest
 from .events import Event, Ledger, Record
+from .finite import Finding, Finite
 from .gradient import Gradients
 from .guard import Guarded, cover_constructors
 from .layout import Bucket, Layout, Slot, Spec, partition
@@ -148,7 +149,9 @@ class Zero:
         self._saving: Saving | None = None
         self._build(init)
         self._gradients = Gradients(self._group)
-        self._reduction = Reduction(self._gradients, self._group, self._tier, comm)
+        self._finite = Finite(self._group, precision.nonfinite)
+        self._gradients.on_verdict = self._finite.judge
+        self._reduction = Reduction(self._gradients, self._group, self._tier, comm, self._finite)
         self._gradients.settle = self._reduction.settle
         for buffer in self._buffers:
             if buffer.bucket.trainable:
@@ -159,7 +162,7 @@ class Zero:
         self._schedule.hook_gradients()
         whole = not self.placements.optimizer or not self.partition.cut_tensors()
         self._bindings = [
-            Binding(o, number, self._buffers, self._gradients, self._schedule, self._group, whole=whole)
+            Binding(o, number, self._buffers, self._gradients, self._schedule, self._finite, whole=whole)
             for number, o in enumerate(optimizers)
         ]
         for binding in self._bindings:
@@ -597,6 +600,17 @@ class Zero:
             return [Owner(rank, 0, slot.numel, self._tier.name) for rank in range(self.world_size)]
         parts = [bucket.fragment(slot, rank) for rank in range(self.world_size)]
         return [Owner(rank, *part, self._tier.name) for rank, part in enumerate(parts) if part.numel]
+
+    @property
+    def skipped(self) -> int:
+        """How many optimizer steps were passed over so far because a gradient was not finite: by
+        `Precision(nonfinite="skip")`, or by a `GradScaler`. The same on every rank."""
+        return self._finite.skipped
+
+    @property
+    def nonfinite(self) -> Finding | None:
+        """The last NaN or infinity that `Precision(nonfinite=...)` found, the same on every rank."""
+        return self._finite.last
 
     # --- what happened ----------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@
     ├── StateError     (also RuntimeError)  a call at a moment when it cannot be answered
     │   └── ReleasedError                   a released parameter was touched outside forward and backward
     ├── CheckpointError (also RuntimeError) files that cannot be written, are damaged, or do not fit this model
+    ├── NotFiniteError (also ArithmeticError) a gradient or parameter is NaN or infinite
     └── PeerError      (also RuntimeError)  the ranks disagree, or one of them is gone
 
 Every one of them says what failed, where, what was expected, what was found, and what to write instead.
@@ -43,6 +44,10 @@ class ReleasedError(StateError):
 
 class CheckpointError(Error, RuntimeError):
     """A checkpoint cannot be written, is damaged or incomplete, or is of another model."""
+
+
+class NotFiniteError(Error, ArithmeticError):
+    """A gradient or a parameter is NaN or infinite, and `Precision(nonfinite="raise")` asked to hear of it."""
 
 
 class PeerError(Error, RuntimeError):

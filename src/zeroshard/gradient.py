@@ -130,6 +130,7 @@ class Gradients:
         self.updaters: dict[int, int] = {}  # entry number -> number of the optimizer that updates it, on some rank
         self.stand_ins: dict[int, nn.Parameter] = {}  # optimizer number -> its first fragment on this rank
         self.settle: Callable[[], None] = lambda: None  # reduces what no_sync left, before a question
+        self.on_verdict: Callable[[bool], None] = lambda overflow: None  # of a GradScaler
         self._edits: list[str] = []  # by which numbers gradients were scaled, clamped, ... since the last step
         self._edited_with: Any = None
         self._judged: Tensor | None = None  # the found_inf that already has all ranks' verdict
@@ -277,6 +278,7 @@ class Gradients:
             agreed = torch.tensor([0 if all(finite) else 1], dtype=torch.uint8)
             self.group.maximum(agreed)
             found_inf.fill_(max(float(agreed), float(found_inf)))
+            self.on_verdict(bool(agreed))
         self.note_edit("unscale", inv_scale)
         fragments = [grad.editable() for grad in grads]
         aten._amp_foreach_non_finite_check_and_unscale_([f for f in fragments if f.numel()], found_inf, inv_scale)

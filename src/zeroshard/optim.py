@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from .buffer import Buffer, Place
-from .comm import Group
 from .errors import StateError, UserError
 from .events import ends
+from .finite import Finite
 from .gradient import Entry, Gradients, ShardedGrad
 from .layout import Slot
 from .schedule import Schedule, stack_depth
@@ -59,7 +59,7 @@ class Binding:
         buffers: list[Buffer],
         gradients: Gradients,
         schedule: Schedule,
-        group: Group,
+        finite: Finite,
         *,
         whole: bool,
     ) -> None:
@@ -68,7 +68,8 @@ class Binding:
         self.buffers = buffers
         self.gradients = gradients
         self.schedule = schedule
-        self.group = group
+        self.group = finite.group
+        self.finite = finite
         self.whole = whole  # no tensor is cut: fragments keep their parameter's shape
         self.fragments: list[Fragment] = []
         self.members: list[Member] = []  # every parameter this optimizer updates, on whichever rank
@@ -76,6 +77,7 @@ class Binding:
         self._steps = 0
         self._updated: list[Buffer] = []  # what the running step updates
         self._bound: dict[int, Tensor] = {}  # by fragment's id, the gradient that it was given
+        self._skips = False  # does the running step pass over its update?
         self._depth = 0  # of the Python stack at the running step
         self._counted: dict[str, int] = {}  # bytes of optimizer state that the ledger knows of, by torch's names
         self._stateful = 0  # parameters that had state then
@@ -260,11 +262,12 @@ class Binding:
         ]
 
     def _bind(self) -> None:
-        """Give every fragment its averaged gradient."""
+        """Give every fragment its averaged gradient; or none, if this step is to be skipped."""
+        self._skips = self.finite.refuses(self.buffers)
         works = [accumulator.spread_average() for accumulator in self.gradients.accumulators if accumulator.filled]
         for work in works:
             work.wait()
-        self._updated = self._to_be_updated()
+        self._updated = [] if self._skips else self._to_be_updated()
         bound, self._bound = self._bound, {}
         for fragment in self.fragments:
             entry, shown = self.entry(fragment), fragment.param.grad
@@ -276,7 +279,13 @@ class Binding:
                 )
             # An empty fragment only stands in for a group: Muon, for one, refuses its shape.
             fragment.param.grad = None
-            if entry is None or shown is None or not fragment.param.numel() or not self.gradients.has_gradient(entry):
+            if (
+                self._skips
+                or entry is None
+                or shown is None
+                or not fragment.param.numel()
+                or not self.gradients.has_gradient(entry)
+            ):
                 continue
             grad = entry.accumulator.updating(fragment.position)
             grad = grad[: fragment.param.numel()] if fragment.param.numel() < grad.numel() else grad
@@ -298,7 +307,7 @@ class Binding:
         self.schedule.after_step()
         bound, self._bound = self._bound, {}
         for fragment in self.fragments:
-            if id(fragment.param) in bound or not fragment.param.numel():
+            if self._skips or id(fragment.param) in bound or not fragment.param.numel():
                 self._show(fragment)
         if len(self.optimizer.state) != self._stateful:
             self.count_state()

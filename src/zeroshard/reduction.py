@@ -25,6 +25,7 @@ from torch import Tensor
 from .buffer import Buffer
 from .comm import Comm, Group, Work
 from .errors import StateError
+from .finite import Finite
 from .gradient import Accumulator, Entry, Gradients, ShardedGrad
 from .numerics import fold, simulated
 from .tier import Tier
@@ -52,7 +53,8 @@ class Flight:
 class Reduction:
     """The pipeline from `p.grad` to `Accumulator.total` for all of a model's buckets."""
 
-    def __init__(self, gradients: Gradients, group: Group, tier: Tier, settings: Comm) -> None:
+    def __init__(self, gradients: Gradients, group: Group, tier: Tier, settings: Comm, finite: Finite) -> None:
+        self.finite = finite
         self.gradients = gradients
         self.group = group
         self.tier = tier
@@ -84,6 +86,7 @@ class Reduction:
             flight.launched = flight.hold = False
             self._expect(flight)
             self._notice_cleared(flight.accumulator)
+        self.finite.begin()
 
     def _expect(self, flight: Flight) -> None:
         with torch._C.DisableTorchFunctionSubclass():
@@ -227,6 +230,7 @@ class Reduction:
             pieces = receive.view(-1, accumulator.total.numel()).unbind(0)
             fold(accumulator.total, pieces, fresh=not accumulator.filled)
         accumulator.filled = True
+        self.finite.look_at_gradient(accumulator, receive)
         self._give_back(receive)
         if flight.landing is not accumulator.buffer.gradients:
             self._give_back(flight.landing)

@@ -20,6 +20,7 @@ TEST_TIMEOUT = 180  # seconds; a run on ranks has its own, shorter one
 MARKERS = {
     "dist": "runs on several rank processes (set by itself on tests that use the `ranks` or `world` fixture)",
     "gpu": "needs a CUDA device, skipped without one",
+    "row": "proves these rows of docs/trust.md, as a name with rowN in it does",
     "slow": "takes more than ten seconds; skipped with --fast",
 }
 

@@ -141,6 +141,7 @@ def check(world, configurations, precision, *, backwards=1, steps=STEPS, timeout
 # ------------------------------------------------------------------------------------------------------- the whole grid
 
 
+@pytest.mark.row(34)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_the_same_bits_as_plain_torch(world, precision):
     """20 clipped steps on different data per rank: stages x buckets x checkpointing x AdamW kernels equal plain torch.
@@ -150,6 +151,7 @@ def test_the_same_bits_as_plain_torch(world, precision):
     check(world, SOME[list(PRECISIONS).index(precision) :: 2], precision)
 
 
+@pytest.mark.row(34)
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -159,12 +161,14 @@ def test_every_combination_has_the_same_bits(world, precision, kernel):
     check(world, [each for each in ALL if each[3] == kernel], precision, timeout=350.0)
 
 
+@pytest.mark.row(30)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_several_micro_batches_are_added_in_order(world, precision):
     """The micro-batches `a * W + rank` one after the other, divided once: plain torch's sum, at every W and stage."""
     check(world, [(stage, "units", None, "loop") for stage in STAGES], precision, backwards=3, steps=3)
 
 
+@pytest.mark.row(34)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_fewer_ranks_with_more_micro_batches_have_the_same_bits(precision):
     """4 ranks x 1, 2 x 2, 1 x 4 micro-batches end with the same weights, masters, state and norms, at every stage."""
@@ -200,6 +204,7 @@ COMMS = {
 }
 
 
+@pytest.mark.row(31)
 @pytest.mark.parametrize("comm", COMMS)
 def test_overlap_and_prefetch_change_no_bit(comm):
     """Whether gathers and reductions run ahead, behind or in step with compute: the same bits, two backwards a step."""

@@ -112,6 +112,7 @@ def loads(case, path, stage, options, more=0):
 WORLDS = [(2, 3), (3, 1), (1, 4), (4, 2), (2, 2)]
 
 
+@pytest.mark.row(45)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("saved", "loaded"), WORLDS)
 def test_any_ranks_and_stage_into_any(ranks, tmp_path, case, saved, loaded):
@@ -132,6 +133,7 @@ def test_other_optimizers(ranks, tmp_path, optimizer):
     same(ranks.run(3, loads, "gpt", tmp_path / "a", 3, options | {"bounds": "tensor"}), written)
 
 
+@pytest.mark.row(45)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
 def test_resumed_training_is_the_training_that_never_stopped(ranks, tmp_path, dtype):
     """Four ranks, then two, then one, with the same micro-batches a step: the same bits as without stopping."""

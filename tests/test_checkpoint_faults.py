@@ -217,7 +217,7 @@ def dies_behind(path):
 def test_row37_a_rank_killed_behind_the_training_leaves_nothing_half_written(ranks, tmp_path):
     """The survivor need not end for what it had written to go: it is told, and cleans up."""
     first, second = ranks.run(2, dies_behind, tmp_path / "a", expect_errors=True)
-    assert second.type == "Died" and "a peer is gone" in first[0] and first[1] == ["a"]
+    assert second.type == "Died" and "rank 1 is gone" in first[0] and first[1] == ["a"]
     assert ranks.run(2, loads_one_of_both, tmp_path / "a") == [("before", ["a"])] * 2
 
 

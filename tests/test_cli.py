@@ -73,6 +73,7 @@ def files(tmp_path):
     return tmp_path
 
 
+@pytest.mark.row(64)
 @pytest.mark.parametrize(
     ("words", "says"),
     {
@@ -395,6 +396,7 @@ def alive(pid):
         return False
 
 
+@pytest.mark.row(60)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
 def test_a_signal_ends_all_ranks(tmp_path, number):
     """Ctrl-C and SIGTERM: exit code 130, one line. Killed outright, the launcher cannot tell its ranks; they notice."""

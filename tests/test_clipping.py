@@ -103,6 +103,7 @@ def full(model):
 # -------------------------------------------------------------------------------------------------------- the norms
 
 
+@pytest.mark.row(16)
 @pytest.mark.parametrize(("case", "precision"), NORMED)
 @pytest.mark.parametrize("world", [1, 2, 3], ids="ranks{}".format)
 def test_the_global_norm_is_the_definitions(case, precision, world):
@@ -163,6 +164,7 @@ def single_norms():
     return found, questions
 
 
+@pytest.mark.row(12)
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 def test_what_is_not_finite_shows_on_every_rank(value):
     """One inf or NaN in one gradient: so is the norm, on all ranks at every stage; error_if_nonfinite raises."""
@@ -189,6 +191,7 @@ def not_finite(value):
     return found
 
 
+@pytest.mark.row(16, 17)
 def test_garbage_in_the_padding_is_never_seen():
     """NaN written into every element that belongs to no parameter changes neither norms, nor clipping, nor the step."""
     for found in ranks.run(3, poisoned):
@@ -407,6 +410,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.row(29)
 @pytest.mark.parametrize("question", REFUSED)
 def test_what_a_sharded_gradient_cannot_answer_it_refuses(question):
     """zeroshard.Error that names the parameter and the remedy; the gradient is as good as before."""

@@ -88,6 +88,7 @@ def traffic(stage: int, backwards: int, no_sync: bool, precision: Precision, wid
     return moved, wire
 
 
+@pytest.mark.row(30)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("no_sync", [False, True], ids=["", "no_sync"])
 @pytest.mark.parametrize(

@@ -184,6 +184,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.row(64)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings_are_validated_at_once(name):
     """A setting that cannot work is refused where it is written, with the nearest valid name or an example."""
@@ -240,6 +241,7 @@ CALLS = {
 }
 
 
+@pytest.mark.row(64)
 @pytest.mark.parametrize("name", CALLS)
 def test_wrong_arguments_are_refused(name):
     """What is not a model, a policy, a device, a group or a parameter that can be cut says so, naming what it is."""
@@ -261,6 +263,7 @@ def contradictions():
         pass
 
 
+@pytest.mark.row(64)
 def test_contradictory_settings_are_refused():
     """A native reduction of unequal shards, a mesh of two dimensions, names and ranks that do not exist."""
     ranks.run(2, contradictions)
@@ -377,6 +380,7 @@ def disagreements(odd):
     return found
 
 
+@pytest.mark.row(7, 9)
 def test_ranks_that_disagree_are_refused_on_every_rank():
     """Names, shapes, dtypes, order, trainability, ties, buffers, settings, hyper-parameters, thread counts, or an error
     of one rank alone: every rank raises, and names the first difference and the rank that differs."""
@@ -406,6 +410,7 @@ def rank_0_counts():
     return found
 
 
+@pytest.mark.row(8)
 def test_rank_0s_weights_and_buffers_count():
     """Ranks that initialised differently all start from rank 0's weights and buffers, bit for bit, at every stage."""
     torch.manual_seed(0)
@@ -460,6 +465,7 @@ def mesh():
 GROUPS = {"default": default_group, "world": world_group, "subgroup": subgroup, "alone": alone, "mesh": mesh}
 
 
+@pytest.mark.row(62)
 @pytest.mark.parametrize("name", GROUPS)
 def test_groups(name):
     """The default group, a group or a 1-D DeviceMesh passed in, a subgroup of the ranks, a group of one: the weights of
@@ -729,6 +735,7 @@ def test_a_model_goes_onto_another_device(kind):
 # ------------------------------------------------------------------------------------------------- once, and not copied
 
 
+@pytest.mark.row(62)
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_model_is_sharded_once(stage):
     """Sharding again, sharding a part, or sharding something around it is refused; the first engine goes on."""
@@ -741,6 +748,7 @@ def test_a_model_is_sharded_once(stage):
     train(model, optimizer, rank=0)
 
 
+@pytest.mark.row(63)
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_sharded_model_is_not_copied_or_pickled(stage):
     """deepcopy, pickle and torch.save of model or engine are refused with the remedy, before and after a step; the
@@ -768,6 +776,7 @@ def test_existing_gradients_are_refused_once_cleared_accepted():
     train(model, optimizer, rank=0)
 
 
+@pytest.mark.row(19)
 def test_an_empty_model():
     """A model without parameters, or with frozen ones only, is sharded without ado."""
     for model in (nn.Sequential(nn.Tanh()), mlp().requires_grad_(False)):

@@ -71,6 +71,7 @@ def differing(what: str, stage: int):
 CASES = ["gathered", "write_from", "entry", "engines", "optimizers", "training", "one forward more"]
 
 
+@pytest.mark.row(5)
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("what", CASES)
 def test_ranks_that_differ_are_named_on_every_rank(ranks, what, stage):
@@ -128,6 +129,7 @@ def failed_backward(stage: int, pending: bool):
     return reference.first_difference(run(True), run(False))
 
 
+@pytest.mark.row(4)
 @pytest.mark.parametrize("pending", [False, True], ids=["", "no_sync pending"])
 def test_a_backward_after_one_that_failed(ranks, stage, pending):
     """The failed one's traces are dropped, with what was accumulated before it, on every rank alike."""
@@ -229,6 +231,7 @@ model(torch.ones(1, 4)).sum().backward()
 """
 
 
+@pytest.mark.row(3)
 @pytest.mark.parametrize("how", ["raise ArithmeticError('only here')", "sys.exit(3)"], ids=["exception", "exit"])
 def test_a_rank_that_ends_alone_ends_the_others(tmp_path, how):
     """At its end a rank waits for the others, but not for ever, and not at all where an exception ends it."""
@@ -240,4 +243,5 @@ def test_a_rank_that_ends_alone_ends_the_others(tmp_path, how):
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 1
-    assert ("ArithmeticError: only here" if "raise" in how else "a peer is gone") in done.stderr
+    said = "rank 1 ended by ArithmeticError: only here" if "raise" in how else "rank 1 is gone"
+    assert f"a collective did not complete: {said}" in done.stderr

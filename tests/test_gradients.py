@@ -336,6 +336,7 @@ def _difference(case, stage, layout, want):
     )
 
 
+@pytest.mark.row(10, 11, 24, 30)
 @pytest.mark.parametrize("case", SCENARIOS)
 @pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.slow)], ids=lambda world: f"ranks{world}")
 def test_gradients_are_what_the_definition_says(case, world):
@@ -415,6 +416,7 @@ def sharded_segments():
 # ---------------------------------------------------------------------------------------------------- several steps
 
 
+@pytest.mark.row(30)
 @pytest.mark.parametrize(
     ("side", "set_to_none"),
     [
@@ -609,6 +611,7 @@ DISAGREEMENTS = {  # what rank 1 does, and what all others do
 }
 
 
+@pytest.mark.row(6)
 @pytest.mark.parametrize("warm", [pytest.param(False, marks=pytest.mark.slow), True], ids=["first-step", "later-step"])
 @pytest.mark.parametrize("case", DISAGREEMENTS)
 def test_ranks_that_do_different_things_are_named_on_every_rank(case, warm):
@@ -631,6 +634,7 @@ def disagree(case, stage, warm):
     return f"rank {ranks.rank()} noticed nothing"
 
 
+@pytest.mark.row(6)
 @pytest.mark.parametrize("stage", [2, 3], ids=lambda stage: f"stage{stage}")
 def test_a_rank_that_stops_is_an_error_within_the_time_out(stage):
     """A rank that ends its loop early without a word: the others raise PeerError after Comm(timeout=...), not later."""
@@ -699,6 +703,7 @@ class PlainRun(Run):
         self.zero, self.losses = None, []
 
 
+@pytest.mark.row(28)
 @pytest.mark.parametrize("world", [1, 2], ids=lambda world: f"ranks{world}")
 @pytest.mark.parametrize("change", [step_between, edit_between, load_between])
 def test_a_weight_changed_between_forward_and_backward_raises(change, world):

@@ -240,6 +240,7 @@ def test_of_the_four_weights_each_rank_owns_a_layer():
         assert owners == {"w1": [0], "w2": [0], "w3": [1], "w4": [1]}
 
 
+@pytest.mark.row(18)
 def test_more_ranks_than_elements():
     """A one-element model on seven ranks: one rank owns it, the others own padding or nothing."""
     for bounds in ("unit", "model", "tensor"):
@@ -298,6 +299,7 @@ def test_a_wrong_layout_cannot_exist(changes):
         Partition(2, 128, (_bucket(**changes),))
 
 
+@pytest.mark.row(64)
 @pytest.mark.parametrize(
     ("settings", "hint"),
     [

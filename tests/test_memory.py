@@ -222,6 +222,7 @@ def created_and_destroyed(stage: int):
     return growth(200, body)
 
 
+@pytest.mark.row(36)
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_two_hundred_engines_leak_nothing(ranks, stage):
     """Created, used once and dropped: live bytes, descriptors and threads stay constant."""
@@ -243,6 +244,7 @@ def thousand_steps(stage: int, steps: int):
     return growth(steps, body)
 
 
+@pytest.mark.row(35)
 @pytest.mark.parametrize("steps", [200, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_thousand_steps_leak_nothing(ranks, stage, steps):

@@ -99,6 +99,7 @@ def every_stage(world: int, case: str) -> list[str]:
     ]
 
 
+@pytest.mark.row(10, 11, 18, 21, 22, 23, 24)
 @pytest.mark.parametrize("case", PLAIN)
 @pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.slow)], ids="ranks{}".format)
 def test_any_module_equals_plain_pytorch(ranks, world, case):
@@ -219,6 +220,7 @@ def toggled(world: int, stage: int):
         return reference.first_difference(reference.weights(model), reference.weights(want))
 
 
+@pytest.mark.row(26)
 @pytest.mark.parametrize("world", [1, 2, 3], ids="ranks{}".format)
 def test_parts_frozen_and_unfrozen_in_mid_run(ranks, world, stage):
     """Parts frozen at construction and trained later, trained first and frozen later, and back: as in plain PyTorch."""
@@ -252,6 +254,7 @@ def two_forwards(world: int, stage: int, separate: bool):
         return reference.first_difference(reference.weights(model), reference.weights(want))
 
 
+@pytest.mark.row(23)
 @pytest.mark.parametrize("world", [1, 2])
 def test_two_forwards_before_one_backward(ranks, world, stage):
     """The sum of two losses, backward once: as in plain PyTorch."""
@@ -291,6 +294,7 @@ def evaluated(stage: int, evaluate: bool):
         return reference.weights(model)
 
 
+@pytest.mark.row(25)
 def test_evaluation_between_steps_leaves_the_bits_unchanged(ranks, stage):
     """`no_grad`, `inference_mode`, `eval`, generation and a forward without backward change nothing of the next step."""
     for with_it, without in zip(
@@ -323,6 +327,7 @@ def direct_calls(stage: int):
         return bool(torch.equal(model.blocks[0].forward(x), plain_model.blocks[0].forward(x)))
 
 
+@pytest.mark.row(22)
 def test_forward_called_directly(ranks):
     """`layer.forward(...)` works inside the root's forward and raises, naming parameter and remedy, outside."""
     assert ranks.run(2, direct_calls, 3) == [True, True]
@@ -405,6 +410,7 @@ def failing_forward(stage: int, where: str):
     return reference.first_difference(run(True), run(False))
 
 
+@pytest.mark.row(4)
 @pytest.mark.parametrize("where", ["embed", "block", "head", "recompute"])
 def test_exception_in_forward_leaves_everything_usable(ranks, stage, where):
     """Retried after a caught exception, in forward or in a recomputation inside backward, the step has the same bits."""
@@ -451,6 +457,7 @@ def forces(stage: int):
         return reference.first_difference(reference.weights(model), reference.weights(want))
 
 
+@pytest.mark.row(23)
 def test_gradients_of_gradients_inside_forward(ranks, stage):
     """`autograd.grad(..., create_graph=True)` inside forward: double backward through sharded weights is exact."""
     assert ranks.run(2, forces, stage) == ["", ""]
@@ -508,6 +515,7 @@ def interrupted(stage: int):
     return reference.first_difference(run(True), clean), reference.first_difference(clean, run(False, sharded=False))
 
 
+@pytest.mark.row(4, 23)
 def test_recursion_and_an_interrupt(ranks, stage):
     """A model that calls itself equals plain PyTorch, and a Ctrl-C inside its forward leaves nothing behind."""
     assert ranks.run(2, interrupted, stage) == [("", "")] * 2

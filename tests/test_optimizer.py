@@ -216,6 +216,7 @@ def several_kinds(want):
     return {kind: compare(training, STAGES, each, (kind, 0), True) for kind, each in want.items()}
 
 
+@pytest.mark.row(18)
 def test_tensors_of_every_size_keep_their_state():
     """Zero-element, 0-d and one-element parameters, at more ranks than elements: state as plain PyTorch has it."""
     args = ("Adam", 2, "degenerate", {})
@@ -393,6 +394,7 @@ def sparse():
         model(torch.tensor([1, 2])).sum().backward()
 
 
+@pytest.mark.row(20)
 def test_sparse_gradients_are_refused_by_name():
     """An embedding with sparse=True names itself and the remedy in its first backward, on every rank."""
     ranks.run(2, sparse)
@@ -468,6 +470,7 @@ def unfreezing(engine, how, precision=None):
     return model
 
 
+@pytest.mark.row(26)
 @pytest.mark.parametrize("how", ["held", "added", "zero_grad first"])
 def test_frozen_parameters_are_unfrozen_and_added(how):
     """A part frozen at construction, then unfrozen and given to `add_param_group` (or held all along), then frozen
@@ -523,6 +526,7 @@ def other_state():
     return found
 
 
+@pytest.mark.row(8)
 def test_rank_0s_optimizer_state_counts():
     """Ranks that stepped apart before `shard` start from rank 0's weights and rank 0's state."""
     assert ranks.run(3, other_state) == [[""] * 4] * 3
@@ -543,6 +547,7 @@ def unequal_state(kind):
         zeroshard.shard(model, optimizer, stage=2)
 
 
+@pytest.mark.row(9)
 def test_ranks_with_different_kinds_of_state_are_refused():
     """An optimizer that has stepped on some ranks only, or has other state there, is refused by name on every rank."""
     for kind in ("only rank 0", "all but rank 0", "other keys"):
@@ -586,6 +591,7 @@ def scheduled(engine, name, when, kind):
     return model
 
 
+@pytest.mark.row(15)
 @pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_schedulers_built_before_or_after(name, when):
@@ -727,6 +733,7 @@ def zeroing(engine, side, to_none):
     return model
 
 
+@pytest.mark.row(30)
 @pytest.mark.parametrize("to_none", [True, False], ids=["none", "zeros"])
 @pytest.mark.parametrize("side", ["model", "optimizer"])
 def test_zero_grad_from_either_side(side, to_none):
@@ -867,6 +874,7 @@ def without_optimizer(want):
     return found
 
 
+@pytest.mark.row(19)
 @pytest.mark.parametrize("world", [1, 3], ids=lambda world: f"ranks{world}")
 def test_without_an_optimizer(world):
     """`shard(model, None)`: outputs and averaged gradients are plain PyTorch's; a frozen model holds nothing more than

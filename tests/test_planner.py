@@ -217,6 +217,7 @@ def test_a_count_may_be_a_float():
     assert closed.count(7e9) == closed.count("7e9") == closed.count("7_000_000_000") == 7 * 10**9
 
 
+@pytest.mark.row(58)
 def test_what_fits_and_what_would():
     """7B on 8 ranks: 24 GiB hold stage 3 only; of stage 1 alone, stage 3 is the nearest change."""
     plan = zeroshard.plan(params="7e9", ranks=8, gpu_mem="24GiB")
@@ -614,6 +615,7 @@ def held_by_the_engine(stage, bounds):
     return predict_states(zero), [(bucket.unit, bucket.slots, bucket.bounds) for bucket in zero.partition.buckets]
 
 
+@pytest.mark.row(58)
 @pytest.mark.parametrize(("stage", "bounds"), [(0, "unit"), (1, "model"), (2, "tensor"), (3, "unit"), (3, "model")])
 def test_planned_from_shapes_is_what_the_engine_holds(ranks, tmp_path, stage, bounds):
     """Names and shapes alone give its buckets, bounds and bytes, on each of three ranks."""
@@ -831,6 +833,7 @@ def test_no_torch_in_it(tmp_path):
         assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.row(58, 64)
 @pytest.mark.parametrize(
     ("given", "says"),
     [
@@ -869,6 +872,7 @@ def test_what_is_refused(given, says):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.row(58, 64)
 @pytest.mark.parametrize(
     ("words", "says"),
     [

@@ -217,6 +217,7 @@ def models_gradients(model, apart, step):
         parameter.grad = apart.average(parameter)
 
 
+@pytest.mark.row(20)
 @pytest.mark.parametrize(("build", "setting"), CASES, ids=lambda each: each)
 def test_every_state_has_the_dtype_it_was_given(build, setting):
     """Weights and masters after 3 steps on 3 ranks, at every stage and in one or many buckets, are those of the
@@ -397,6 +398,7 @@ def scaled(kind, how, want):
     return found
 
 
+@pytest.mark.row(14)
 @pytest.mark.parametrize(
     ("kind", "how"),
     [
@@ -528,6 +530,7 @@ def uneven(name, want):
     return found
 
 
+@pytest.mark.row(12)
 @pytest.mark.parametrize("name", UNEVEN)
 def test_grad_scaler_where_ranks_hold_different_things(name):
     """Ranks that own other dtypes than their peers, only parameters without gradients, or nothing, decide alike."""
@@ -572,6 +575,7 @@ def integers(want):
                     reference.assert_same(reference.weights(model), want)
 
 
+@pytest.mark.row(20)
 def test_integers_and_bools_are_untouched():
     """int and bool parameters and buffers keep dtype and value at every stage, also where floats become bf16."""
     apart = Plain(models.build("integers"), OPTIMIZERS["adamw"], 3)
@@ -693,6 +697,7 @@ def test_casting_inputs_is_casting_by_hand():
     assert ranks.run(2, cast_by_hand) == [[""] * 4] * 2
 
 
+@pytest.mark.row(64)
 @pytest.mark.parametrize(
     ("options", "says"),
     [

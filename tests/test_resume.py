@@ -174,6 +174,7 @@ def saves_behind(stage, folder):
     return found
 
 
+@pytest.mark.row(48)
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_save_behind_the_training_is_of_one_moment(ranks, tmp_path, stage):
     """No tensor of a later step in it, however long the writing takes; its memory is counted, and given back."""
@@ -226,6 +227,7 @@ def program(tmp_path, body):
     return subprocess.run([sys.executable, path], env=environment, cwd=tmp_path, capture_output=True, text=True)
 
 
+@pytest.mark.row(48)
 def test_the_end_of_the_program_waits_for_a_save(tmp_path):
     body = """
     import time
@@ -241,6 +243,7 @@ def test_the_end_of_the_program_waits_for_a_save(tmp_path):
     assert zero.load(tmp_path / "a").extra == {}
 
 
+@pytest.mark.row(48)
 def test_the_end_of_the_program_says_what_was_lost(tmp_path):
     body = """
     def full(*_):
@@ -284,6 +287,7 @@ def passes_over(folder):
     return found and found.name, len([w for w in told if "passes over a damaged checkpoint" in str(w.message)])
 
 
+@pytest.mark.row(49)
 def test_what_is_not_whole_is_passed_over_and_said(ranks, tmp_path):
     """A flipped bit on one rank's file, a cut manifest, no manifest, a link out, a stray file, a killed save's folder."""
     _, _, zero = counted()

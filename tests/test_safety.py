@@ -99,6 +99,7 @@ def touch(name: str):
     return zero.ledger().held["gather"]
 
 
+@pytest.mark.row(22)
 @pytest.mark.parametrize("name", TOUCHES)
 def test_touching_a_released_parameter_names_it_and_the_remedy(ranks, name):
     """Every way of reading or writing its data raises, before and after a step; nothing stays gathered."""
@@ -134,6 +135,7 @@ def behind_the_guard(name: str):
     return zero.ledger().held["gather"]
 
 
+@pytest.mark.row(22)
 @pytest.mark.parametrize("name", DOORS)
 def test_what_no_guard_can_see_reads_nan_and_harms_nothing(ranks, name):
     """Types and descriptors of torch ask no Python class first: no crash, no weight, and training goes on."""
@@ -411,6 +413,7 @@ def edited(world: int, stage: int, dtype, edit: str, write_from, where: str):
         return reference.weights(model)
 
 
+@pytest.mark.row(27, 29)
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
 def test_edits_count_at_every_stage(ranks, dtype, edit):
@@ -452,6 +455,7 @@ def loaded(stage: int):
         return reference.weights(model)
 
 
+@pytest.mark.row(28, 29)
 def test_load_state_dict_counts_at_every_stage(ranks):
     """Masters follow the loaded weights, so the next step starts from them."""
     want = ranks.run(1, loaded, 0)[0]
@@ -532,6 +536,7 @@ def restructured(stage: int, how: str):
     return True
 
 
+@pytest.mark.row(27)
 @pytest.mark.parametrize("how", ["replaced", "deleted", "half", "double", "module"])
 def test_changes_of_structure_are_refused(ranks, stage, how):
     """Parameters replaced, removed or converted after shard are refused by name, never ignored."""
@@ -556,6 +561,7 @@ def changed_in_between(stage: int):
     return True
 
 
+@pytest.mark.row(28)
 def test_a_weight_changed_between_forward_and_backward_raises(ranks, stage):
     """By a step or by an edit under gathered(); afterwards training goes on."""
     assert ranks.run(2, changed_in_between, stage) == [True, True]
@@ -573,6 +579,7 @@ def kept_activation():
     return True
 
 
+@pytest.mark.row(28)
 def test_autograds_own_version_check_survives(ranks):
     """zeroshard's hooks switch it off for what they keep, so they check themselves."""
     assert ranks.run(2, kept_activation) == [True, True]

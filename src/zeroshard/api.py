@@ -20,6 +20,7 @@ from .checkpoint import Engine, drawing
 from .comm import Comm, connect
 from .errors import Error, PeerError, StateError, TierError, UserError, nearest
 from .events import DEVICE, HOST, NVME, Event, Ledger, Record
+from .finite import Finding, Finite
 from .gradient import Gradients
 from .guard import Guarded, cover_constructors
 from .layout import Bucket, Layout, Slot, Spec, partition
@@ -142,6 +143,7 @@ class Zero:
         self.rank, self.world_size = self._group.rank, self._group.ranks
         named_units = self._preflight(optimizers, layout, comm)
         self._units = [Unit(index, name, module) for index, (name, module) in enumerate(named_units)]
+        self._group.units = [named_units[bucket.unit][0] or "the model" for bucket in self.partition.buckets]
         for unit, others in zip(self._units, borrowed(named_units, self._managed), strict=True):
             unit.borrows = [self._units[other] for other in others]
         self._tier = DeviceTier(device, self._ledger)
@@ -151,7 +153,9 @@ class Zero:
         self._saving: Saving | None = None
         self._build(init)
         self._gradients = Gradients(self._group)
-        self._reduction = Reduction(self._gradients, self._group, self._tier, comm)
+        self._finite = Finite(self._group, precision.nonfinite)
+        self._gradients.on_verdict = self._finite.judge
+        self._reduction = Reduction(self._gradients, self._group, self._tier, comm, self._finite)
         self._gradients.settle = self._reduction.settle
         for buffer in self._buffers:
             if buffer.bucket.trainable:
@@ -162,7 +166,7 @@ class Zero:
         self._schedule.hook_gradients()
         whole = not self.placements.optimizer or not self.partition.cut_tensors()
         self._bindings = [
-            Binding(o, number, self._buffers, self._gradients, self._schedule, self._group, whole=whole)
+            Binding(o, number, self._buffers, self._gradients, self._schedule, self._finite, whole=whole)
             for number, o in enumerate(optimizers)
         ]
         for binding in self._bindings:
@@ -505,9 +509,12 @@ class Zero:
         passes over what does not fit and says so in `.skipped`. Gradients are cleared. Raises `CheckpointError` on
         every rank. Collective.
         """
-        self._meet_for_checkpoint("loading")
-        engine = self._engine()
-        loaded = loading.load(engine, path, strict=strict)
+        with contextlib.ExitStack() as renewed:
+            for tier in (tier for tier in self._tiers.values() if isinstance(tier, NvmeTier)):
+                renewed.enter_context(tier.renewed())
+            self._meet_for_checkpoint("loading")
+            engine = self._engine()
+            loaded = loading.load(engine, path, strict=strict)
         self.seed = engine.seed
         self._forget_old_weights()
         return loaded
@@ -582,8 +589,8 @@ class Zero:
         if in_backward() or self._schedule.script.active or any(unit.pinned for unit in self._units):
             raise StateError(f"{what} inside forward, backward or gathered()", instead="after step")
         self._notice_edits_of_structure()
+        self._group.meet(what, self._checkpoints + 1)
         self._checkpoints += 1
-        self._group.meet(what, self._checkpoints)
         if self._saving is not None and not self._saving.reported:
             self._saving.wait()
         for buffer in self._buffers:
@@ -633,6 +640,17 @@ class Zero:
             return [Owner(rank, 0, slot.numel, tier) for rank in range(self.world_size)]
         parts = [bucket.fragment(slot, rank) for rank in range(self.world_size)]
         return [Owner(rank, *part, tier) for rank, part in enumerate(parts) if part.numel]
+
+    @property
+    def skipped(self) -> int:
+        """How many optimizer steps were passed over so far because a gradient was not finite: by
+        `Precision(nonfinite="skip")`, or by a `GradScaler`. The same on every rank."""
+        return self._finite.skipped
+
+    @property
+    def nonfinite(self) -> Finding | None:
+        """The last NaN or infinity that `Precision(nonfinite=...)` found, the same on every rank."""
+        return self._finite.last
 
     # --- what happened ----------------------------------------------------------------------------------------------
 

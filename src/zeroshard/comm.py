@@ -13,14 +13,19 @@ Named hazard, *sizes must meet*: two ranks in collectives of different size abor
 exception. So every control collective starts with a header of fixed size (`meet`), which says what the rank is
 about to do; only ranks that say the same go on.
 
+Named hazard, *a wait for the dead*: gloo tells of a dead peer only the ranks that wait for that very peer, and wakes no
+rank before its time-out. So ranks wait in slices, and between two look at `watch.alarm`; Python's signals are seen too.
+
 Why not the backend's reduce-scatter: gloo's is an all-reduce inside (twice the bytes), and its order of summation
 depends on where an element lies in the buffer; see docs/decisions/ordered-sum.md.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import copy
+import functools
 import json
 import os
 import sys
@@ -39,6 +44,7 @@ from torch import Tensor
 
 from .errors import Error, PeerError, UserError, nearest
 from .events import Event, Ledger, ends
+from .watch import Watch, host_towards
 
 Reduce = Literal["ordered", "native"]
 
@@ -49,7 +55,8 @@ class Comm:
 
     group: the process group to shard over (None: all ranks; one process alone needs none). A 1-D `DeviceMesh` is
         taken as its group.
-    timeout: seconds after which a silent peer is an error (None: torch's default, 30 minutes).
+    timeout: seconds after which a silent peer is an error (None: the process group's own, which is 30
+        minutes by default; a dead one is an error at once in any case).
     reduce: "ordered" sums gradients in rank order (same bits at every stage and bucket size); "native" uses the
         backend's reduce-scatter, whose order is its own business, and needs equal shards.
     overlap: gathers and reductions run behind compute. Off, each is waited for where it is launched (a reduction only
@@ -101,9 +108,12 @@ class Simulated(NamedTuple):
 class Work:
     """A collective under way: `wait()` for it, or ask whether it is `done()`."""
 
-    def __init__(self, handles: Sequence[Any] = (), event: Event | None = None) -> None:
+    def __init__(
+        self, handles: Sequence[Any] = (), event: Event | None = None, wait: Callable[[Any], None] | None = None
+    ) -> None:
         self._handles = list(handles)
         self._event = event
+        self._wait = wait
         self._held: Tensor | None = None
 
     def done(self) -> bool:
@@ -111,7 +121,8 @@ class Work:
 
     def wait(self) -> None:
         while self._handles:
-            _named(self._handles[0].wait)
+            assert self._wait is not None
+            self._wait(self._handles[0])
             self._handles.pop(0)
         ends(self._event)
         self._held = None
@@ -134,6 +145,9 @@ MEETINGS = (
 )  # fmt: skip
 
 
+_CHOOSING = "choosing what to gather"
+
+
 class Group:
     """One rank's end of the group, and what it counts. By itself it sends nothing.
 
@@ -148,6 +162,12 @@ class Group:
         self.rank = rank
         self.ranks = ranks
         self.failed: Error | None = None  # what the other ranks are to hear at the next agreement
+        self.units: list[str] = []  # by bucket, the unit's name
+        self.turn = ""  # in the script of gathers
+        self.trouble = ""  # an exception that this rank alone may have had
+        self.steps = 0  # that optimizers have completed
+        # Told how many reductions this rank is behind the others, before it hears that they do different things.
+        self.on_disagreement: Callable[[int], None] = lambda behind: None
 
     # --- verbs of data ----------------------------------------------------------------------------------------------
 
@@ -156,17 +176,17 @@ class Group:
         nbytes = full.numel() * full.itemsize
         own = (bounds[self.rank + 1] - bounds[self.rank]) * full.itemsize
         event = self._count("gather", nbytes, own * (self.ranks - 1), nbytes - own, state, bucket)
-        return Work(self._gather(full, bounds), event)
+        return Work(self._gather(full, bounds), event, functools.partial(self._wait, "gather", bucket))
 
     def reduce(self, send: Tensor, receive: Tensor, bounds: Sequence[int], bucket: int) -> Work:
         """receive (ranks x own shard, 1-D) gets each rank's contribution to the own shard, in rank order."""
         event = self._count_reduce(send, bounds[self.rank + 1] - bounds[self.rank], bucket)
-        return Work(self._reduce(send, receive, bounds), event)
+        return Work(self._reduce(send, receive, bounds), event, functools.partial(self._wait, "reduce", bucket))
 
     def reduce_native(self, send: Tensor, receive: Tensor, bucket: int) -> Work:
         """receive (own shard) gets the backend's sum of all contributions."""
         event = self._count_reduce(send, receive.numel(), bucket)
-        return Work(self._reduce_native(send, receive), event)
+        return Work(self._reduce_native(send, receive), event, functools.partial(self._wait, "reduce", bucket))
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         """tensor becomes the source rank's, everywhere."""
@@ -193,12 +213,20 @@ class Group:
     def _broadcast(self, tensor: Tensor, source: int) -> None:
         pass
 
+    def _wait(self, verb: str, bucket: int | None, handle: Any) -> None:
+        pass
+
+    @property
+    def lost(self) -> bool:
+        """Did a collective fail for good? Then no other can succeed."""
+        return False
+
     # --- verbs of agreement -----------------------------------------------------------------------------------------
 
-    def meet(self, what: str, number: int, *same: int) -> None:
+    def meet(self, what: str, number: int, *same: int, facts: Callable[[], str] = str) -> None:
         """Agree that every rank is at the same thing, down to the (at most three) integers that say which.
 
-        Raises `PeerError` on every rank, naming who is where, when they are not.
+        Raises `PeerError` on every rank, naming who is where, when they are not. facts: the integers in words.
         """
         self.poll(what, number, *same)
 
@@ -259,9 +287,11 @@ class Group:
         return self._count("control", nbytes, nbytes, nbytes * (self.ranks - 1)) if self.ranks > 1 else None
 
 
-_HEADER = 7  # engine, meeting, number, three integers of the meeting's own, has something failed here
-_OWN = 6
+# engine, meeting, number, steps completed, three integers of the meeting's own, reductions launched, failed?
+_HEADER = 9
+_ALIKE, _OWN, _FAILED = 4, 7, 8
 LEAVING = 10.0  # seconds that a rank whose program ends waits for the others
+SLICE = timedelta(seconds=0.2)  # of a wait; between two, alarms and signals are seen
 
 
 class ProcessGroup(Group):
@@ -274,15 +304,19 @@ class ProcessGroup(Group):
         self._global = dist.get_process_group_ranks(groups.parent)
         groups.engines += 1
         self._engine = groups.engines  # models sharded over one group are told apart by the order of their making
+        self._met = ""
+        self._waits = ""
+        self._reductions = 0
+        self._weak = weakref.ref(self)
 
     def _gather(self, full: Tensor, bounds: Sequence[int]) -> list[Any]:
         raw = full.view(torch.uint8)
         cuts = [bound * full.itemsize for bound in bounds]
         if self.backend == "nccl" and len({high - low for low, high in pairwise(cuts)}) == 1:
             own_part = raw[cuts[self.rank] : cuts[self.rank + 1]]
-            return [_named(_all_gather, raw, own_part, group=self._groups.gathers, async_op=True)]
+            return [self._launch(_all_gather, raw, own_part, group=self._groups.gathers)]
         return [
-            _named(dist.broadcast, raw[low:high], self._global[source], group=self._groups.gathers, async_op=True)
+            self._launch(dist.broadcast, raw[low:high], self._global[source], group=self._groups.gathers)
             for source, (low, high) in enumerate(pairwise(cuts))
             if high > low
         ]
@@ -290,54 +324,80 @@ class ProcessGroup(Group):
     def _reduce(self, send: Tensor, receive: Tensor, bounds: Sequence[int]) -> list[Any]:
         own = [bounds[self.rank + 1] - bounds[self.rank]] * self.ranks
         splits = [high - low for low, high in pairwise(bounds)]
-        group = self._groups.reductions
-        return [_named(dist.all_to_all_single, receive, send, own, splits, group=group, async_op=True)]
+        self._reductions += 1
+        return [self._launch(dist.all_to_all_single, receive, send, own, splits, group=self._groups.reductions)]
 
     def _reduce_native(self, send: Tensor, receive: Tensor) -> list[Any]:
-        return [_named(_reduce_scatter, receive, send, group=self._groups.reductions, async_op=True)]
+        self._reductions += 1
+        return [self._launch(_reduce_scatter, receive, send, group=self._groups.reductions)]
 
     def _broadcast(self, tensor: Tensor, source: int) -> None:
-        _named(dist.broadcast, tensor.view(torch.uint8), self._global[source], group=self._groups.gathers)
+        group = self._groups.gathers
+        handle = self._launch(dist.broadcast, tensor.view(torch.uint8), self._global[source], group=group)
+        self._wait("a broadcast", None, handle)
 
-    def meet(self, what: str, number: int, *same: int) -> None:
-        self._exchange(what, number, same, compared=_OWN)
+    def meet(self, what: str, number: int, *same: int, facts: Callable[[], str] = str) -> None:
+        self._exchange(what, number, same, compared=_OWN, facts=facts)
 
     def poll(self, what: str, number: int, *mine: int) -> list[tuple[int, ...]]:
-        return [tuple(row[3 : 3 + len(mine)]) for row in self._exchange(what, number, mine, compared=3)]
+        rows = self._exchange(what, number, mine, compared=_ALIKE)
+        return [tuple(row[_ALIKE : _ALIKE + len(mine)]) for row in rows]
 
-    def _exchange(self, what: str, number: int, integers: tuple[int, ...], *, compared: int) -> list[list[int]]:
+    def _exchange(
+        self, what: str, number: int, integers: tuple[int, ...], *, compared: int, facts: Callable[[], str] = str
+    ) -> list[list[int]]:
         header = torch.zeros(_HEADER, dtype=torch.int64)
-        header[: 3 + len(integers)] = torch.tensor((self._engine, MEETINGS.index(what), number, *integers))
-        header[_OWN] = self.failed is not None
+        own = (self._engine, MEETINGS.index(what), number, self.steps, *integers)
+        header[: len(own)] = torch.tensor(own)
+        header[_OWN], header[_FAILED] = self._reductions, self.failed is not None
         everyone = torch.empty(self.ranks * _HEADER, dtype=torch.int64)
         event = self._count_control(8 * _HEADER)
-        _named(_all_gather, everyone, header, group=self._groups.control)
+        self._control(_all_gather, everyone, header, at=f"{what} {number}")
         ends(event)
         rows: list[list[int]] = everyone.view(self.ranks, _HEADER).tolist()
-        if any(row[_OWN] for row in rows):
-            self._fail()
+        if any(row[_FAILED] for row in rows):
+            self._fail(max(row[_OWN] for row in rows) - self._reductions)
         if any(row[:compared] != rows[0][:compared] for row in rows):
-            detail = all(row[1:3] == rows[0][1:3] for row in rows)
-            where = "; ".join(
-                f"rank {rank} is at {MEETINGS[row[1]]} {row[2]}"
-                + (f" of model {row[0]}, {row[3:_OWN]}" if detail else "")
-                for rank, row in enumerate(rows)
-            )
-            raise PeerError(
-                "the ranks are not doing the same thing",
-                where=where,
-                expected="the same forwards, backwards, steps and questions on every rank, in the same order",
-                instead="as many batches on every rank, and zeroshard's collective methods on all of them, alike",
-            )
+            self._disagree(rows, facts)
+        self._met = f"{what} {number}"
+        if what != _CHOOSING:  # at which a rank whose forward raised takes part to its end
+            self.trouble = ""
         return rows
 
-    def _fail(self) -> NoReturn:
+    def _fail(self, behind: int) -> NoReturn:
         """Something was reported on some rank: all of them raise."""
         mine, self.failed = self.failed, None
         told = self.problems(None if mine is None else str(mine))
+        self.on_disagreement(behind)
+        self.failed = None  # what fails while all that was under way ends is no news
         if mine is not None:
             raise mine
         raise PeerError("another rank failed", got="; ".join(told), instead="mend that, and load the last checkpoint")
+
+    def _disagree(self, rows: list[list[int]], facts: Callable[[], str]) -> None:
+        detail = all(row[1:_ALIKE] == rows[0][1:_ALIKE] for row in rows)
+        steps = any(row[3] != rows[0][3] for row in rows)
+        where = "; ".join(
+            f"rank {rank} is at {MEETINGS[row[1]]} {row[2]}"
+            + (f" after {row[3]} steps" if steps else "")
+            + (f" of model {row[0]}, {row[_ALIKE:_OWN]}" if detail else "")
+            for rank, row in enumerate(rows)
+        )
+        trouble = [
+            f"rank {rank}: {said}" for rank, said in enumerate(self._tell(self.trouble or detail * facts())) if said
+        ]
+        self.on_disagreement(max(row[_OWN] for row in rows) - self._reductions)
+        raise PeerError(
+            "the ranks are not doing the same thing",
+            where=where,
+            expected="the same forwards, backwards, steps and questions on every rank, in the same order",
+            got="; ".join(trouble) or None,
+            instead="zero.load(...) in a new run: an optimizer did not finish its step on every rank"
+            if steps
+            else "mend that, or try the step again on every rank until it works"
+            if trouble
+            else "as many batches on every rank, and zeroshard's collective methods on all of them, alike",
+        )
 
     def flags(self, mine: bytes) -> bytes:
         tensor = torch.frombuffer(bytearray(mine), dtype=torch.uint8) if mine else torch.empty(0, dtype=torch.uint8)
@@ -352,18 +412,110 @@ class ProcessGroup(Group):
 
     def _all_reduce(self, tensor: Tensor, op: Any) -> None:
         event = self._count_control(tensor.numel() * tensor.itemsize)
-        _named(dist.all_reduce, tensor, op, group=self._groups.control)
+        self._control(dist.all_reduce, tensor, op, at=f"what follows {self._met}")
         ends(event)
 
     def describe(self, facts: Any) -> list[Any]:
-        text = torch.frombuffer(bytearray(json.dumps(facts).encode()), dtype=torch.uint8)
-        lengths = [row[0] for row in self.poll("construction", 0, text.numel())]
-        padded = torch.zeros(max(lengths), dtype=torch.uint8)
-        padded[: text.numel()] = text
-        everyone = torch.empty(self.ranks * max(lengths), dtype=torch.uint8)
-        _named(_all_gather, everyone, padded, group=self._groups.control)
+        text = json.dumps(facts).encode()
+        lengths = [row[0] for row in self.poll("construction", 0, len(text))]
+        return [json.loads(told) for told in self._texts(text, lengths)]
+
+    def _texts(self, mine: bytes, lengths: list[int]) -> list[bytes]:
+        padded = torch.zeros(max(*lengths, 1), dtype=torch.uint8)
+        padded[: len(mine)] = torch.frombuffer(bytearray(mine or b"\0"), dtype=torch.uint8)[: len(mine)]
+        everyone = torch.empty(self.ranks * padded.numel(), dtype=torch.uint8)
+        self._control(_all_gather, everyone, padded, at=f"what follows {self._met}")
         rows = everyone.view(self.ranks, -1)
-        return [json.loads(bytes(rows[rank, :length].tolist())) for rank, length in enumerate(lengths)]
+        return [bytes(rows[rank, :length].tolist()) for rank, length in enumerate(lengths)]
+
+    def _tell(self, trouble: str) -> list[str]:
+        """What each rank says for itself, once they have found that they do different things."""
+        return [
+            text.rstrip(b"\0").decode(errors="replace")
+            for text in self._texts(trouble.encode()[:999], [999] * self.ranks)
+        ]
+
+    # --- waiting, and who is waited for -----------------------------------------------------------------------------
+
+    def _control(self, call: Callable[..., Any], *args: Any, at: str) -> None:
+        self._wait(at, None, self._launch(call, *args, group=self._groups.control))
+
+    def _launch(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            with warnings.catch_warnings():
+                return call(*args, async_op=True, **kwargs)
+        except (RuntimeError, ValueError) as error:
+            raise self._loss(error) from error
+
+    def _wait(self, verb: str, bucket: int | None, handle: Any) -> None:
+        self._groups.speaker = self._weak
+        self._waits = verb if bucket is None else f"{verb} of unit {self._unit(bucket)!r}"
+        try:
+            if self.backend == "nccl" and bucket is not None:
+                handle.wait()  # the device's stream waits, not this thread
+            else:
+                self._wait_in_slices(handle)
+        except (RuntimeError, ValueError) as error:
+            if isinstance(error, PeerError):
+                raise
+            raise self._loss(error) from error
+        self._waits = ""
+
+    def _wait_in_slices(self, handle: Any) -> None:
+        while True:
+            try:
+                handle.wait(SLICE)
+                return
+            except RuntimeError as error:
+                if handle.is_completed():
+                    handle.wait()  # it failed, or ended after the slice did
+                    return
+                if self._groups.watch.alarm or self.lost:
+                    raise self._loss(error) from error
+
+    @property
+    def lost(self) -> bool:
+        return self._groups.loss is not None
+
+    def _unit(self, bucket: int) -> str:
+        return self.units[bucket] if bucket < len(self.units) else f"bucket {bucket}"
+
+    def doing(self) -> str:
+        """In words, for whoever wants to know."""
+        phase = self.ledger.phase if self.ledger.phase != "between" else "the loop"
+        moment = f"step {self.steps + 1}, in {phase}"
+        trouble = f"; {self.trouble}" if self.trouble else ""
+        if self._waits:
+            turn = f", turn {self.turn} of the script" if self._waits.startswith("gather") and self.turn else ""
+            return f"{moment}, waiting for {self._waits}{turn}{trouble}"
+        return f"{moment}, not waiting for other ranks; its last meeting was {self._met}{trouble}"
+
+    def about(self) -> dict[str, Any]:
+        return {"doing": self.doing(), "waits": bool(self._waits), "failed": self.lost}
+
+    def _loss(self, error: Exception) -> PeerError:
+        """The error for a collective that did not complete: who is to blame, as far as it can be found out."""
+        groups, watch = self._groups, self._groups.watch
+        if groups.loss is None:
+            groups.loss = ""  # whoever asks from now on hears that this rank has failed
+            answers = watch.ask()
+            culprits = watch.alarm or {rank: answer.silence for rank, answer in answers.items() if answer.silence}
+            if not watch.alarm and culprits:
+                watch.tell(culprits)
+            blamed = culprits or {
+                rank: "did not come" for rank, answer in answers.items() if not (answer.waits or answer.failed)
+            }
+            groups.loss = "; ".join(f"rank {rank} {what}" for rank, what in sorted(blamed.items()))
+            groups.seen = "; ".join(
+                f"rank {rank}: {answer.doing or answer.silence}" for rank, answer in sorted(answers.items())
+            )
+        return PeerError(
+            f"a collective did not complete: {groups.loss or 'a peer had an error of its own'}",
+            where=f"rank {self.rank}: {self.doing()}",
+            got=f"{groups.seen}; {str(error).splitlines()[0]}",
+            instead="read the first error among all ranks' output, end the program, and load the last checkpoint; "
+            "Comm(timeout=...) sets how long to wait for a silent rank",
+        )
 
     def apart(self) -> Group:
         other = copy.copy(self)
@@ -413,8 +565,6 @@ def connect(settings: Comm, ledger: Ledger, device: torch.device) -> Group:
 
 
 def _start(settings: Comm, device: torch.device) -> None:
-    import atexit
-
     timeout = None if settings.timeout is None else timedelta(seconds=settings.timeout)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
 
@@ -439,14 +589,45 @@ def _leave_together() -> None:
 
 
 PATIENT = timedelta(minutes=30)
+_PLACE = 128  # bytes for a watch's host, port and token
+
+
+def _nothing() -> dict[str, Any]:
+    return {"doing": "no collective yet, or no model any more", "waits": False, "failed": False}
+
+
+def _timeout(parent: Any) -> timedelta | None:
+    """How long the user's own group waits: `new_group` would wait half an hour whatever that is."""
+    with contextlib.suppress(AttributeError, RuntimeError, IndexError):
+        own: timedelta = parent._get_backend(parent._device_types[0]).options._timeout
+        return own
+    return None
+
+
+def _store() -> tuple[str, int] | None:
+    """Where the ranks met, which is a place that all of them can reach."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return (store.host, store.port) if hasattr(store, "host") else None
+
+
+def _last_words(groups: weakref.ref[_Groups]) -> None:
+    """A program that an exception ends says so to the others, before its connections break."""
+    own, error = groups(), getattr(sys, "last_value", None)
+    if own is not None and error is not None and own.loss is None:
+        own.watch.tell({own.watch.rank: f"ended by {type(error).__name__}: {error}"[:2000]})
 
 
 class _Groups:
+    """What all engines over one process group share."""
+
     def __init__(self, parent: Any, timeout: float | None) -> None:
         ranks = dist.get_process_group_ranks(parent)
         options: dict[str, Any] = {"ranks": ranks, "use_local_synchronization": True}
-        if timeout is not None:
-            options["timeout"] = timedelta(seconds=timeout)
+        limit = _timeout(parent) if timeout is None else timedelta(seconds=timeout)
+        if limit is not None:
+            options["timeout"] = limit
         backend = dist.get_backend(parent)
         self._parent = weakref.ref(parent)
         self.gathers = dist.new_group(backend=backend, **options)
@@ -455,6 +636,23 @@ class _Groups:
         self._patient = {**options, "timeout": max(PATIENT, options.get("timeout", PATIENT))}
         self._apart: _Groups | None = None
         self.engines = 0
+        self.speaker: Callable[[], ProcessGroup | None] = lambda: None  # the engine that waited last
+        self.loss: str | None = None  # why a collective did not complete
+        self.seen = ""  # what the other ranks said then
+        about = weakref.WeakMethod(self._about)
+        self.watch = Watch(dist.get_rank(parent), host_towards(_store()), lambda: (about() or _nothing)())
+        place = torch.zeros(_PLACE, dtype=torch.uint8)
+        text = json.dumps(self.watch.place).encode()
+        place[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        places = torch.empty(len(ranks) * _PLACE, dtype=torch.uint8)
+        _all_gather(places, place, group=self.control)
+        rows = places.view(len(ranks), _PLACE)
+        self.watch.peers = [tuple(json.loads(bytes(row.tolist()).rstrip(b"\0"))) for row in rows]
+        atexit.register(_last_words, weakref.ref(self))
+
+    def _about(self) -> dict[str, Any]:
+        speaker = self.speaker()
+        return _nothing() if speaker is None else speaker.about()
 
     @property
     def parent(self) -> Any:
@@ -476,21 +674,6 @@ def _groups(parent: Any, timeout: float | None) -> _Groups:
     if timeout not in made:
         made[timeout] = _Groups(parent, timeout)
     return made[timeout]
-
-
-def _named(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a torch.distributed call; a lost or silent peer becomes a `PeerError`."""
-    try:
-        with warnings.catch_warnings():
-            return call(*args, **kwargs)
-    except (RuntimeError, ValueError) as error:
-        rank = dist.get_rank() if dist.is_initialized() else "?"
-        raise PeerError(
-            "a collective did not complete: a peer is gone, silent, or raised an error of its own",
-            where=f"rank {rank}",
-            got=str(error).splitlines()[0],
-            instead="read the first error among all ranks' output; Comm(timeout=...) sets how long to wait",
-        ) from error
 
 
 # torch 2.13 renamed these two; the old names warn there and the new ones are missing before.

@@ -6,6 +6,7 @@
     │   └── ReleasedError                   a released parameter was touched outside forward and backward
     ├── TierError      (also RuntimeError)  a state's file cannot be made, read or written
     ├── CheckpointError (also RuntimeError) files that cannot be written, are damaged, or do not fit this model
+    ├── NotFiniteError (also ArithmeticError) a gradient or parameter is NaN or infinite
     └── PeerError      (also RuntimeError)  the ranks disagree, or one of them is gone
 
 Every one of them says what failed, where, what was expected, what was found, and what to write instead.
@@ -48,6 +49,10 @@ class TierError(Error, RuntimeError):
 
 class CheckpointError(Error, RuntimeError):
     """A checkpoint cannot be written, is damaged or incomplete, or is of another model."""
+
+
+class NotFiniteError(Error, ArithmeticError):
+    """A gradient or a parameter is NaN or infinite, and `Precision(nonfinite="raise")` asked to hear of it."""
 
 
 class PeerError(Error, RuntimeError):

@@ -153,6 +153,9 @@ class Gradients:
         self.updaters: dict[int, int] = {}  # entry number -> number of the optimizer that updates it, on some rank
         self.stand_ins: dict[int, nn.Parameter] = {}  # optimizer number -> its first fragment on this rank
         self.settle: Callable[[], None] = lambda: None  # reduces what no_sync left, before a question
+        self.on_verdict: Callable[[bool], None] = lambda overflow: None  # of a GradScaler
+        self._edits: list[str] = []  # by which numbers gradients were scaled, clamped, ... since the last step
+        self._edited_with: Any = None
         self._judged: Tensor | None = None  # the found_inf that already has all ranks' verdict
         self._questions = 0
         self._answers: dict[float, Tensor] = {}
@@ -207,6 +210,23 @@ class Gradients:
         fragments = self.fragments.get(entry.number, ())
         return bool(fragments) and all(fragment.grad is None for fragment in fragments)
 
+    def note_edit(self, what: str, number: Any) -> None:
+        """Gradients are edited by a number: the same on every rank, or the next step says so.
+
+        One after the other by the same number counts once: ranks may hold different parameters. What is on another
+        device is not looked at, which would wait for the device.
+        """
+        if number is self._edited_with or (isinstance(number, Tensor) and (number.numel() > 1 or not number.is_cpu)):
+            return
+        self._edited_with = number
+        edit = f"{what} {float(number)}"
+        if edit not in self._edits[-1:]:
+            self._edits.append(edit)
+
+    def take_edits(self) -> list[str]:
+        edits, self._edits, self._edited_with = self._edits, [], None
+        return edits
+
     # --- questions: every rank asks, one collective answers for all parameters --------------------------------------
 
     def ask(self) -> None:
@@ -215,8 +235,8 @@ class Gradients:
         self.agree()
 
     def agree(self) -> None:
+        self.group.meet("a question about gradients", self._questions + 1)
         self._questions += 1
-        self.group.meet("a question about gradients", self._questions)
 
     def norm(self, entry: Entry, order: float) -> Tensor:
         """0-d fp32 tensor: the norm of one parameter's whole gradient, the same on every rank."""
@@ -291,6 +311,8 @@ class Gradients:
             agreed = torch.tensor([0 if all(map(_finite, mine)) else 1], dtype=torch.uint8)
             self.group.maximum(agreed)
             found_inf.fill_(max(float(agreed), float(found_inf)))
+            self.on_verdict(bool(agreed))
+        self.note_edit("unscale", inv_scale)
         by_accumulator: dict[int, list[ShardedGrad]] = {}
         for grad in grads:
             by_accumulator.setdefault(id(grad._entry.accumulator), []).append(grad)
@@ -478,6 +500,10 @@ def _edit(func: Any, grad: ShardedGrad, others: Sequence[Any], kwargs: dict[str,
             )
         return other.reshape(-1)[part.start : part.stop]
 
+    if not grad._is_fragment:
+        for other in others:
+            if isinstance(other, (int, float)) or (isinstance(other, Tensor) and other.dim() == 0):
+                grad._book.note_edit(func.__name__, other)
     others = [cut(other) for other in others]
     with grad.changing():
         func(grad.editable(), *others, **kwargs)

@@ -296,8 +296,6 @@ def _state(staged: Staged, saved: Saved, state: str, binding: Binding, fragment:
 @torch.no_grad()
 def commit(engine: Engine, staged: Staged) -> None:
     """Change all that was put aside."""
-    for rest in {id(each): each for buffer in engine.buffers for each in buffer.tiers.values()}.values():
-        rest.renew()
     for name, value in staged.values.items():
         put(engine, name, value, staged.masters.get(name))
     for place, cut in staged.fills:

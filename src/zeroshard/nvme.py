@@ -107,11 +107,18 @@ class NvmeTier:
         )  # fmt: skip
         return self.failed
 
-    def renew(self) -> None:
-        """All states are about to be written anew."""
-        self.failed = None
-        for file in self._files.values():
-            file.forget()
+    @contextlib.contextmanager
+    def renewed(self) -> Iterator[None]:
+        """Inside, all that rests here is written anew, also after a failure; which counts again if that fails."""
+        failed, self.failed = self.failed, None
+        if failed is not None:
+            for file in self._files.values():
+                file.forget()
+        try:
+            yield
+        except BaseException:
+            self.failed = self.failed or failed
+            raise
 
     @property
     def nbytes(self) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -20,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from .buffer import Buffer, Place
-from .comm import Group
 from .errors import StateError, TierError, UserError
 from .events import DEVICE, HOST, NVME, ends
+from .finite import Finite
 from .gradient import Entry, Gradients, ShardedGrad
 from .layout import Slot
 from .schedule import Schedule, stack_depth
@@ -60,7 +61,7 @@ class Binding:
         buffers: list[Buffer],
         gradients: Gradients,
         schedule: Schedule,
-        group: Group,
+        finite: Finite,
         *,
         whole: bool,
     ) -> None:
@@ -69,7 +70,8 @@ class Binding:
         self.buffers = buffers
         self.gradients = gradients
         self.schedule = schedule
-        self.group = group
+        self.group = finite.group
+        self.finite = finite
         self.whole = whole  # no tensor is cut: fragments keep their parameter's shape
         self.fragments: list[Fragment] = []
         self.members: list[Member] = []  # every parameter this optimizer updates, on whichever rank
@@ -77,6 +79,7 @@ class Binding:
         self._steps = 0
         self._updated: list[Buffer] = []  # what the running step updates
         self._bound: dict[int, Tensor] = {}  # by fragment's id, the gradient that it was given
+        self._skips = False  # does the running step pass over its update?
         self._depth = 0  # of the Python stack at the running step
         self._counted: dict[tuple[str, str], int] = {}  # bytes of optimizer state in the ledger, by tier and state
         self._rests: dict[tuple[int, str], Rest] = {}  # bucket index and state -> its place in a file
@@ -314,9 +317,13 @@ class Binding:
         return running and depth > self._depth
 
     def _begin(self) -> None:
-        self._steps += 1
         self.schedule.before_step()
-        self.group.meet("step", self._steps, self.number)
+        options, edits = repr(self._options()), self.gradients.take_edits()
+        self.group.meet(
+            "step", self._steps + 1, self.number, zlib.crc32(options.encode()), zlib.crc32(repr(edits).encode()),
+            facts=lambda: f"gradients were scaled by {edits[-3:]}, options {options}",
+        )  # fmt: skip
+        self._steps += 1
         self.gradients.settle()
         self.before_step()
         for buffer in self.buffers:
@@ -325,12 +332,25 @@ class Binding:
             if not buffer.alone and buffer.seed_master():
                 buffer.changed()
 
+    def _options(self) -> list[dict[str, Any]]:
+        """The numbers and words in the groups: each rank updates its own part, so they must be alike."""
+        return [
+            {
+                key: value.item() if isinstance(value, Tensor) else value
+                for key, value in group.items()
+                if key not in ("params", "param_names") and _plain(value)
+            }
+            for group in self.optimizer.param_groups
+        ]
+
     def _bind(self) -> None:
-        """Give every fragment its averaged gradient, after the buckets that are stepped one by one."""
+        """Give every fragment its averaged gradient, after the buckets that are stepped one by one; or none, if this
+        step is to be skipped."""
+        self._skips = self.finite.refuses(self.buffers)
         filled = [accumulator for accumulator in self.gradients.accumulators if accumulator.filled]
         for work in [each.spread_average() for each in filled if not each.buffer.alone]:
             work.wait()
-        self._updated = self._to_be_updated()
+        self._updated = [] if self._skips else self._to_be_updated()
         shown = {id(fragment.param): self._hide(fragment) for fragment in self.fragments}
         self._bound = {}
         one_by_one = [buffer for buffer in self._updated if buffer.alone]
@@ -404,10 +424,11 @@ class Binding:
         self.schedule.after_step()
         bound, self._bound = self._bound, {}
         for fragment in self.fragments:
-            if id(fragment.param) in bound or not fragment.param.numel():
+            if self._skips or id(fragment.param) in bound or not fragment.param.numel():
                 self._show(fragment)
         if len(self.optimizer.state) != self._stateful:
             self.count_state()
+        self.group.steps += 1
         self.group.ledger.end("step")
 
     def count_state(self) -> None:
@@ -460,6 +481,16 @@ class Binding:
 def per_element(fragment: Fragment, key: str, value: Any) -> bool:
     """Is this state as large as what it is of? (Not so a step count, or Adafactor's rows and columns.)"""
     return isinstance(value, Tensor) and value.numel() == fragment.param.numel() and key not in SCALARS
+
+
+def _plain(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and value.device.type == "cpu"  # asking a device for it would wait for the device
+    return (
+        value is None
+        or isinstance(value, (bool, int, float, str))
+        or (type(value) is tuple and all(map(_plain, value)))
+    )
 
 
 def _refuse(what: str, *_: Any) -> None:

@@ -26,6 +26,7 @@ from .buffer import Buffer
 from .comm import Comm, Group, Work
 from .errors import StateError, TierError
 from .events import DEVICE
+from .finite import Finite
 from .gradient import Accumulator, Entry, Gradients, ShardedGrad
 from .numerics import fold, simulated
 from .tier import DeviceTier
@@ -53,7 +54,8 @@ class Flight:
 class Reduction:
     """The pipeline from `p.grad` to `Accumulator.total` for all of a model's buckets."""
 
-    def __init__(self, gradients: Gradients, group: Group, tier: DeviceTier, settings: Comm) -> None:
+    def __init__(self, gradients: Gradients, group: Group, tier: DeviceTier, settings: Comm, finite: Finite) -> None:
+        self.finite = finite
         self.gradients = gradients
         self.group = group
         self.tier = tier
@@ -85,6 +87,7 @@ class Reduction:
             flight.launched = flight.hold = False
             self._expect(flight)
             self._notice_cleared(flight.accumulator)
+        self.finite.begin()
 
     def _expect(self, flight: Flight) -> None:
         with torch._C.DisableTorchFunctionSubclass():
@@ -230,6 +233,7 @@ class Reduction:
                     if not simulated(receive):
                         pieces = receive.to(accumulator.total.device).view(-1, numel).unbind(0)
                         fold(accumulator.total, pieces, fresh=not accumulator.filled)
+                    self.finite.look_at_gradient(accumulator, receive)
                 accumulator.rest.behind()
             except TierError as error:
                 self.group.report(error)  # the peers have further reductions to get through
@@ -299,12 +303,19 @@ class Reduction:
                 self._land_first()
             self._trim()
 
-    def abort(self) -> None:
-        """A backward failed half-way: what it had sent and added cannot be told from what was there, so all goes."""
-        for _, work, receive in self._under_way:
-            work.wait()
+    def abort(self, behind: int = 0) -> None:
+        """A backward failed half-way: what it had sent and added cannot be told from what was there, so all goes.
+
+        behind: how many reductions other ranks have launched in it that this one has not: they wait for its part.
+        """
+        for index in self.order[self._next : self._next + behind]:
+            self._next += 1
+            self._send(self.flights[index])
+        under_way, self._under_way = self._under_way, []
+        for _, work, receive in under_way:
+            if not self.group.lost:
+                work.wait()
             self._give_back(receive)
-        self._under_way.clear()
         for flight in self.flights.values():
             for transient in (flight.landing, flight.accumulator.local):
                 if not flight.accumulator.lands(transient):

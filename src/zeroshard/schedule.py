@@ -88,6 +88,7 @@ class Schedule:
         self._hidden: list[int] = []  # entries whose sharded gradient made way for one that is about to come
         self._recent: list[Unit] = []  # units gathered in this backward, oldest first
         self._at: tuple[Unit, Event | None] | None = None  # the unit that backward is working on
+        group.on_disagreement = _weak(self._level)
         self._unit_of = {id(buffer): unit for unit in units for buffer in unit.buffers}
         self._hooked: set[int] = set()
         for unit in units:
@@ -171,8 +172,8 @@ class Schedule:
         training = self._grad_forward and unit.module.training
         kind = "forward" if self._grad_forward else "forward without grad"
         if self._grad_forward or self.releases:
+            self.group.meet(kind, self._forwards + 1, unit.index, training)
             self._forwards += 1
-            self.group.meet(kind, self._forwards, unit.index, training)
         self.ledger.begin("forward")
         self.before_forward(training)
         self.flush_pinned()
@@ -186,8 +187,11 @@ class Schedule:
             self.ledger.end("forward")
 
     def _finish_forward(self, output: Any) -> None:
+        error = sys.exc_info()[1]
+        if error is not None and not isinstance(error, PeerError):
+            self.group.trouble = f"forward {self._forwards} raised {type(error).__name__}: {error}"
         if self.script.active:
-            if isinstance(sys.exc_info()[1], PeerError):
+            if isinstance(error, PeerError):
                 self.script.abandon()  # asking the peers again would only wait for them again
             else:
                 self.script.finish()
@@ -261,12 +265,12 @@ class Schedule:
             return
         if self._backward is not None:  # autograd dropped the callback: an exception ended that backward
             self._abort_backward()
-        self._backward = torch._C._current_graph_task_id()
+        self.group.meet("backward under no_sync" if self.local else "backward", self._backwards + 1)
         self._backwards += 1
+        self._backward = torch._C._current_graph_task_id()
         self._recent.clear()
         self._hidden.clear()
         try:
-            self.group.meet("backward under no_sync" if self.local else "backward", self._backwards)
             self.reduction.begin(local=self.local)
             self._own_segment = self.releases and not self.script.active
             if self._own_segment:
@@ -330,12 +334,27 @@ class Schedule:
             unit.close()
             unit.release()
 
-    def _abort_backward(self) -> None:
-        """The last backward never reached its end: an exception went through it. All gradients are dropped, alike."""
+    def _level(self, behind: int) -> None:
+        """The ranks do different things: whatever was under way ends on all of them alike, so that they can try again.
+
+        A rank that an exception took out of backward has launched fewer reductions than the others: see `abort`.
+        """
+        if self._backward is not None or behind:
+            self._abort_backward(behind)
+        elif self.script.active:
+            self.script.abandon()
+
+    def _abort_backward(self, behind: int | None = None) -> None:
+        """The last backward never reached its end: an exception went through it. All gradients are dropped, alike.
+
+        behind: what `_level` was told, where it was another rank's exception.
+        """
         self._backward = None
+        if behind is None:
+            self.group.trouble = self.group.trouble or f"an exception ended backward {self._backwards}"
         if self.script.active:
             self.script.abandon()
-        self.reduction.abort()
+        self.reduction.abort(behind or 0)
         self._release_all()
         self._work_on(None)
         self.ledger.end("backward")

@@ -78,7 +78,9 @@ class Script:
             unit.ahead = 0
 
     def abandon(self) -> None:
-        """The segment failed on every rank alike."""
+        """The segment failed here, if not on every rank: no rank may wait for this one's part of what it knew."""
+        while self._at < len(self._sequence) and not self.group.lost:
+            self._launch_next()
         self.kind = None
         for unit in self.units:
             unit.ahead = 0
@@ -98,6 +100,7 @@ class Script:
     def _launch_next(self, wanted: Unit | None = None) -> None:
         unit = self.units[self._sequence[self._at]]
         self._at += 1
+        self.group.turn = f"{self._at} of {len(self._sequence)}"
         unit.ahead += 1
         unit.gather(wait=not self.overlap, ahead=unit is not wanted)
 

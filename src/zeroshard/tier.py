@@ -207,9 +207,6 @@ class Tier(Protocol):
         """Room for one state of one bucket, zeros."""
         ...
 
-    def renew(self) -> None:
-        """All that rests here is about to be written anew, also after something failed."""
-
 
 @functools.cache
 def keep_freed_memory() -> None:
@@ -249,9 +246,6 @@ class DeviceTier:
     def rest(self, state: str, bucket: int, numel: int, dtype: torch.dtype) -> Rest:
         return Rest(self.name, self.reserve(state, numel, dtype))
 
-    def renew(self) -> None:
-        pass
-
 
 class HostTier:
     """Host memory: where the device is a GPU, pinned and exactly as large as asked (torch's own rounds up by half)."""
@@ -268,9 +262,6 @@ class HostTier:
         if self.compute.type == "cpu":  # which is host memory already
             return Rest(self.name, torch.zeros(numel, dtype=dtype))
         return Rest(self.name, pages(numel * dtype.itemsize, self.compute)[: numel * dtype.itemsize].view(dtype))
-
-    def renew(self) -> None:
-        pass
 
 
 class _Pages(mmap.mmap):

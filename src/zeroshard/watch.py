@@ -1,0 +1,165 @@
+"""Who is gone, who is silent, and what every rank is doing: asked only when a collective did not complete.
+
+Every rank keeps a thread asleep in `accept`, on a socket of its own. A rank whose collective failed asks all peers, at
+once and beside the collectives, what they are doing:
+
+    refused, or cut off    the process has ended
+    no answer              it is stopped, or holds the interpreter, or its host cannot be reached
+    an answer              what it waits for, or that it waits for nobody; and the error it had, if it had one
+
+Whoever finds a culprit tells the others, who may be waiting for somebody alive; they look at `alarm` while they wait.
+While nothing is wrong nobody asks, so it costs a sleeping thread.
+
+A question carries the token that the asked rank gave out when the group was made: what else comes to that port is not
+answered.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import selectors
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from typing import Any, NamedTuple, cast
+
+PATIENCE = 1.0  # seconds that a peer has to answer
+_LONGEST = 1 << 16  # bytes of a question or an answer
+
+GONE = "is gone: its process has ended"
+SILENT = "is silent: it is stopped, holds the interpreter, or its host cannot be reached"
+
+
+Place = tuple[str, int, str]  # host, port, token
+
+
+class Answer(NamedTuple):
+    """What a peer says of itself. `silence` is "" where it answered."""
+
+    silence: str
+    doing: str = ""
+    waits: bool = False  # for other ranks, in a collective
+    failed: bool = False  # one of its collectives did not complete either
+
+
+class Watch:
+    """This rank's end."""
+
+    def __init__(self, rank: int, host: str, about: Callable[[], dict[str, Any]]) -> None:
+        """about: what this rank is doing, as the fields of `Answer`; called on the watch's own thread."""
+        self.rank = rank
+        self.alarm: dict[int, str] = {}  # rank -> what it did: none of them will come to any collective
+        self.peers: list[Place] = []  # by rank
+        self._about = about
+        self._server = socket.create_server((host, 0), backlog=128)
+        self.place = (host, int(self._server.getsockname()[1]), secrets.token_hex(8))
+        thread = threading.Thread(target=_serve, args=(self._server, weakref.ref(self)), name="watch", daemon=True)
+        thread.start()
+        # A blocked accept returns when the socket is shut down, not when it is closed.
+        self.close = weakref.finalize(self, _close, self._server)
+        self.close.atexit = False  # until the very end, peers may ask
+
+    def ask(self) -> dict[int, Answer]:
+        """Every peer's answer, by rank."""
+        return self._send({})
+
+    def tell(self, culprits: dict[int, str]) -> None:
+        """Say to every peer which ranks will not come any more, and why."""
+        self._send({"alarm": culprits})
+
+    def _send(self, message: dict[str, Any]) -> dict[int, Answer]:
+        others = {rank: place for rank, place in enumerate(self.peers) if rank != self.rank}
+        return _ask(others, message)
+
+    def hear(self, message: dict[str, Any]) -> dict[str, Any]:
+        """The answer to a peer."""
+        if message.get("token") != self.place[2]:
+            return {}
+        for rank, what in message.get("alarm", {}).items():
+            self.alarm.setdefault(int(rank), str(what))
+        return self._about()
+
+
+def _ask(places: dict[int, Place], message: dict[str, Any]) -> dict[int, Answer]:
+    """All at once, by one thread: the interpreter may be on its way out, where no thread can be started."""
+    answers: dict[int, Answer] = {}
+    heard = dict.fromkeys(places, b"")
+    deadline = time.monotonic() + PATIENCE
+    with selectors.DefaultSelector() as selector, ExitStack() as open_sockets:
+        for rank, (host, port, _) in places.items():
+            connection = open_sockets.enter_context(socket.socket())
+            connection.setblocking(False)
+            connection.connect_ex((host, port))
+            selector.register(connection, selectors.EVENT_WRITE, rank)
+        while selector.get_map() and (left := deadline - time.monotonic()) > 0:
+            for key, event in selector.select(left):
+                rank, connection = key.data, cast(socket.socket, key.fileobj)
+                try:
+                    if event & selectors.EVENT_WRITE:
+                        connection.sendall(json.dumps({**message, "token": places[rank][2]}).encode() + b"\n")
+                        selector.modify(connection, selectors.EVENT_READ, rank)
+                        continue
+                    part = connection.recv(_LONGEST)
+                    heard[rank] += part
+                    if part and not part.endswith(b"\n") and len(heard[rank]) < _LONGEST:
+                        continue
+                    answers[rank] = _understood(heard[rank])
+                except (ConnectionRefusedError, ConnectionResetError, BrokenPipeError):
+                    answers[rank] = Answer(GONE)
+                except OSError as error:
+                    answers[rank] = Answer(f"cannot be reached: {error.strerror or error}")
+                selector.unregister(connection)
+    return {rank: answers.get(rank, Answer(SILENT)) for rank in places}
+
+
+def _understood(line: bytes) -> Answer:
+    if not line:
+        return Answer(GONE)  # it ended between the question and the answer
+    with suppress(ValueError, TypeError, KeyError):
+        told = json.loads(line)
+        return Answer("", str(told["doing"]), bool(told["waits"]), bool(told["failed"]))
+    return Answer("cannot be asked: another program answers at its address")
+
+
+def _serve(server: socket.socket, watch: weakref.ref[Watch]) -> None:
+    while True:
+        try:
+            connection, _ = server.accept()
+        except OSError:
+            return
+        with suppress(OSError, ValueError, TypeError, AttributeError), connection:
+            connection.settimeout(PATIENCE)
+            message, own = json.loads(_line(connection)), watch()
+            if own is None:
+                return
+            connection.sendall(json.dumps(own.hear(message)).encode() + b"\n")
+            del own
+
+
+def _line(connection: socket.socket) -> bytes:
+    received = b""
+    while not received.endswith(b"\n") and len(received) < _LONGEST:
+        part = connection.recv(_LONGEST)
+        if not part:
+            break
+        received += part
+    return received
+
+
+def _close(server: socket.socket) -> None:
+    with suppress(OSError):
+        server.shutdown(socket.SHUT_RDWR)
+    server.close()
+
+
+def host_towards(peer: tuple[str, int] | None) -> str:
+    """This host's address on the way to `peer`, or the loopback where there is none. Sends nothing."""
+    if peer is not None:
+        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(peer)
+            return str(probe.getsockname()[0])
+    return "127.0.0.1"

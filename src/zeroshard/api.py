@@ -586,6 +586,7 @@ class Zero:
         return drawing(self.seed, step, index)
 
     def _meet_for_checkpoint(self, what: str) -> None:
+        self._schedule.recover()
         if in_backward() or self._schedule.script.active or any(unit.pinned for unit in self._units):
             raise StateError(f"{what} inside forward, backward or gathered()", instead="after step")
         self._notice_edits_of_structure()

@@ -479,10 +479,13 @@ class Buffer:
         with torch.inference_mode(False), torch.no_grad():
             self.rebind()
             mine = self.full[slice(*self._resting)]
-            if self.shard.same_as(mine):
-                return False
-            with self.shard.here(fresh=True) as shard:
-                shard.copy_(mine)
+            try:
+                if self.shard.same_as(mine):
+                    return False
+                with self.shard.here(fresh=True) as shard:
+                    shard.copy_(mine)
+            except TierError as error:
+                self.group.report(error)
             self.edited = True
             return True
 

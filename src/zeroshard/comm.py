@@ -233,6 +233,8 @@ class Group:
     def poll(self, what: str, number: int, *mine: int) -> list[tuple[int, ...]]:
         """Agree as `meet` does; the integers may differ, and every rank gets those of all, in rank order."""
         self._count_control(8 * _HEADER)
+        if self.failed is not None:
+            self._fail(behind=0)
         return [mine]
 
     def flags(self, mine: bytes) -> bytes:
@@ -258,9 +260,17 @@ class Group:
 
     def report(self, error: Error) -> None:
         """Something failed here while peers go on to wait for this rank: raise at the next agreement, on every rank."""
-        if self.ranks == 1:
-            raise error
         self.failed = self.failed or error
+
+    def _fail(self, behind: int) -> NoReturn:
+        """Something was reported on some rank: all of them raise."""
+        mine, self.failed = self.failed, None
+        told = self.problems(None if mine is None else str(mine))
+        self.on_disagreement(behind)
+        self.failed = None  # what fails while all that was under way ends is no news
+        if mine is not None:
+            raise mine
+        raise PeerError("another rank failed", got="; ".join(told), instead="mend that, and load the last checkpoint")
 
     def apart(self) -> Group:
         """The same ranks with a control group of their own, for a thread that agrees behind the training.
@@ -363,16 +373,6 @@ class ProcessGroup(Group):
         if what != _CHOOSING:  # at which a rank whose forward raised takes part to its end
             self.trouble = ""
         return rows
-
-    def _fail(self, behind: int) -> NoReturn:
-        """Something was reported on some rank: all of them raise."""
-        mine, self.failed = self.failed, None
-        told = self.problems(None if mine is None else str(mine))
-        self.on_disagreement(behind)
-        self.failed = None  # what fails while all that was under way ends is no news
-        if mine is not None:
-            raise mine
-        raise PeerError("another rank failed", got="; ".join(told), instead="mend that, and load the last checkpoint")
 
     def _disagree(self, rows: list[list[int]], facts: Callable[[], str]) -> None:
         detail = all(row[1:_ALIKE] == rows[0][1:_ALIKE] for row in rows)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from .buffer import Buffer
 from .comm import Group, Work
-from .errors import StateError
+from .errors import StateError, TierError
 from .events import DEVICE
 from .layout import Slot
 from .numerics import BLOCK, BlockMap, add_to_bins, add_to_maxima, average_, block_sums, empty_bins, sums_from_bins
@@ -258,7 +258,7 @@ class Gradients:
         bins = empty_bins(len(self.entries), device)
         maxima = torch.zeros(len(self.entries), dtype=torch.int32, device=device)
         for accumulator in self._filled():
-            with accumulator.rest.here(changed=False):
+            with self.reporting(), accumulator.rest.here(changed=False):
                 blocks = accumulator.blocks(self.first_number[accumulator.buffer.bucket.index])
                 sums = block_sums(accumulator.total, blocks, 1 if accumulator.averaged else self.group.ranks, order)
                 owner, sums = blocks.owner.to(device), sums.to(device)
@@ -275,13 +275,22 @@ class Gradients:
         sums = sums_from_bins(agreed)
         return (sums.sqrt() if order == 2.0 else sums).to(torch.float32).to(device)
 
+    @contextlib.contextmanager
+    def reporting(self) -> Iterator[None]:
+        """What fails inside is an error on every rank, at the next agreement: the step's at the latest."""
+        try:
+            yield
+        except TierError as error:
+            self.group.report(error)
+
     def _filled(self) -> Iterator[Accumulator]:
         """Those that hold a sum of which this rank has a part, the next one under way to memory."""
         found = [each for each in self.accumulators if each.filled and each.buffer.bucket.shard_numel(self.group.rank)]
         for accumulator, after in zip(found, [*found[1:], None], strict=True):
-            accumulator.rest.ahead()
-            if after is not None:
-                after.rest.ahead()
+            with self.reporting():
+                accumulator.rest.ahead()
+                if after is not None:
+                    after.rest.ahead()
             yield accumulator
 
     def full(self, entry: Entry) -> Tensor:
@@ -308,7 +317,7 @@ class Gradients:
             self._judged = found_inf
             updater = self.updaters.get(grads[0]._entry.number)
             mine = [e for e in self.entries if self.updaters.get(e.number) == updater and self.has_gradient(e)]
-            agreed = torch.tensor([0 if all(map(_finite, mine)) else 1], dtype=torch.uint8)
+            agreed = torch.tensor([0 if all(map(self._finite, mine)) else 1], dtype=torch.uint8)
             self.group.maximum(agreed)
             found_inf.fill_(max(float(agreed), float(found_inf)))
             self.on_verdict(bool(agreed))
@@ -317,16 +326,16 @@ class Gradients:
         for grad in grads:
             by_accumulator.setdefault(id(grad._entry.accumulator), []).append(grad)
         for together in by_accumulator.values():
-            with together[0].changing():
+            with self.reporting(), together[0].changing():
                 fragments = [fragment for fragment in (grad.editable() for grad in together) if fragment.numel()]
                 for fragment in fragments[:1]:  # where the accumulator rests elsewhere, so must these
                     found, inverse = found_inf.to(fragment.device), inv_scale.to(fragment.device)
                     aten._amp_foreach_non_finite_check_and_unscale_(fragments, found, inverse)
 
-
-def _finite(entry: Entry) -> bool:
-    with entry.accumulator.rest.here(changed=False):
-        return bool(entry.accumulator.fragment(entry.position).isfinite().all())
+    def _finite(self, entry: Entry) -> bool:
+        with self.reporting(), entry.accumulator.rest.here(changed=False):
+            return bool(entry.accumulator.fragment(entry.position).isfinite().all())
+        return False
 
 
 class ShardedGrad(Tensor):
@@ -505,5 +514,5 @@ def _edit(func: Any, grad: ShardedGrad, others: Sequence[Any], kwargs: dict[str,
             if isinstance(other, (int, float)) or (isinstance(other, Tensor) and other.dim() == 0):
                 grad._book.note_edit(func.__name__, other)
     others = [cut(other) for other in others]
-    with grad.changing():
+    with grad._book.reporting(), grad.changing():
         func(grad.editable(), *others, **kwargs)

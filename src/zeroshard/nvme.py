@@ -64,6 +64,7 @@ class NvmeTier:
         self.ledger = ledger
         self.digests = offload.digests
         self.failed: TierError | None = None
+        self.told = False  # that the filesystem takes no direct I/O
         self._largest = largest
         self._files: dict[str, StateFile] = {}
         self.threads: ThreadPoolExecutor | None = None
@@ -150,6 +151,7 @@ class StateFile:
         self.state = state
         self.nbytes = 0
         self._largest = aligned(largest)
+        self._slots: list[FileRest] = []
         self._rooms: list[_Room] = []  # the one used longest ago first
         self._descriptor = -1
         self.path = Path(state)
@@ -179,16 +181,20 @@ class StateFile:
                 needs = OSError(error.errno, f"{error.strerror} ({size:,} bytes more are needed)")
                 raise self.tier.fail(self, needs) from error
         self.nbytes += size
+        self._slots.append(rest)
         return rest
 
     def forget(self) -> None:
-        """What the buffers hold, and what is under way, is of no use any more."""
+        """What the buffers and the file hold, and what is under way, is of no use any more."""
+        for rest in self._slots:
+            concurrent.futures.wait(rest.writing)
+            rest.written, rest.writing = False, []
         for room in self._rooms:
             for future in room.work:
                 future.exception()
             room.work.clear()
             if room.holder is not None:
-                room.holder.room, room.holder.dirty, room.holder.writing, room.holder = None, False, [], None
+                room.holder.room, room.holder.dirty, room.holder = None, False, None
 
     # --- buffers ----------------------------------------------------------------------------------------------------
 
@@ -285,12 +291,14 @@ class StateFile:
 
     def _give_up_direct(self, error: OSError) -> None:
         self._direct = False
+        told, self.tier.told = self.tier.told, True
         with contextlib.suppress(OSError):
             fcntl.fcntl(self._descriptor, fcntl.F_SETFL, 0)
-        logging.getLogger("zeroshard").warning(
-            "%s: this filesystem takes no direct I/O (%s); states go through the page cache, which is slower",
-            self.path, error.strerror,
-        )  # fmt: skip
+        if not told:
+            logging.getLogger("zeroshard").warning(
+                "%s: this filesystem takes no direct I/O (%s); states go through the page cache, which is slower",
+                self.path.parent, error.strerror,
+            )  # fmt: skip
 
 
 def _after(before: list[Future[None]], move: Callable[..., None], *args: Any) -> None:

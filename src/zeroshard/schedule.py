@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .buffer import Buffer
 from .comm import Comm, Group
-from .errors import PeerError, ReleasedError, StateError
+from .errors import PeerError, ReleasedError, StateError, TierError
 from .events import Event, ends
 from .gradient import Gradients
 from .guard import SavedTensors
@@ -191,7 +191,7 @@ class Schedule:
         if error is not None and not isinstance(error, PeerError):
             self.group.trouble = f"forward {self._forwards} raised {type(error).__name__}: {error}"
         if self.script.active:
-            if isinstance(error, PeerError):
+            if isinstance(error, (PeerError, TierError)):
                 self.script.abandon()  # asking the peers again would only wait for them again
             else:
                 self.script.finish()
@@ -382,6 +382,13 @@ class Schedule:
             unit.release()
 
     # --- what else gathers ------------------------------------------------------------------------------------------
+
+    def recover(self) -> None:
+        """If an exception went through the last forward or backward, what it left under way ends."""
+        if self._backward is not None and not in_backward():
+            self._abort_backward()
+        elif self.script.active and not self._frames and self._backward is None:
+            self.script.abandon()
 
     def before_step(self) -> None:
         """An optimizer is about to change the weights."""

@@ -104,7 +104,6 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
 @torch.inference_mode(False)  # of its tensors some become the optimizer's
 def state_dict(engine: Engine) -> dict[str, Any]:
     """This rank's part of the model and its optimizers, by reference."""
-    _warn()
     if any(rest.away for buffer in engine.buffers for rest in (buffer.shard, buffer.updating)) or any(
         binding.rests_away(buffer) for binding in engine.bindings for buffer in engine.buffers
     ):
@@ -112,6 +111,7 @@ def state_dict(engine: Engine) -> dict[str, Any]:
             "torch.distributed.checkpoint wants all states in memory, and some rest in files",
             expected='no state in "nvme"', instead="zero.save(folder), which reads them bucket by bucket",
         )  # fmt: skip
+    _warn()
     model: dict[str, Any] = {}
     for record in engine.records:
         model |= dict.fromkeys(record.names, _value(*engine.places[record.name]))

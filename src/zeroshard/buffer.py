@@ -34,7 +34,7 @@ from .errors import StateError, UserError
 from .events import ends
 from .guard import flip, unflip
 from .layout import Bucket, slot_at
-from .numerics import Precision, reseed_, same_bits, simulated
+from .numerics import Precision, digest, reseed_, same_bits, simulated
 from .stage import Placements
 from .tier import Tier
 
@@ -150,6 +150,8 @@ class Buffer:
         self.gradients: Tensor | None = None
         self._work: list[Work] = []
         self._counted = "gather"  # what the ledger calls the gathered copy
+        self._opened = True  # could anybody have edited the gathered copy since its gather?
+        self._agreed: bytes | None = None  # digest of the resting parameters when they were last the masters' cast
         self._refs: list[int] = []
         self._uses = 0
         self._first, self._last = bucket.shard(group.rank)
@@ -260,6 +262,7 @@ class Buffer:
         """Launch the gather of this bucket into its own storage; `ahead` of its use it counts as prefetched."""
         with torch.inference_mode(False), torch.no_grad():
             if self.place.parameters:
+                self._opened = self.state is not State.RELEASED
                 if self.state is State.RELEASED:
                     self._point(self.views)
                     self._baseline()
@@ -314,6 +317,7 @@ class Buffer:
         self.land()
         if self.state is State.GUARDED:
             self._move(State.OPEN)
+            self._opened = True
             for param in self.params:
                 unflip(param)
 
@@ -403,8 +407,8 @@ class Buffer:
 
     def keep_edits(self) -> bool:
         """With sharded parameters: edits of the gathered copy become the shard. Says whether there were any."""
-        if not (self.place.parameters and self.ready):
-            return False  # nothing gathered, or only a copy that the last step made old
+        if not (self.place.parameters and self.ready and self._opened):
+            return False  # nothing gathered, only a copy that the last step made old, or one that nobody could reach
         with torch.inference_mode(False), torch.no_grad():
             self.rebind()
             mine = self.full[self._first : self._last]
@@ -415,7 +419,18 @@ class Buffer:
 
     def seed_master(self) -> bool:
         """Masters follow edited parameters. Says whether anything was edited."""
-        return self.master is not None and reseed_(self.master, self.stored)
+        if self.master is None:
+            return False
+        now = digest(self.stored)
+        edited = (now is None or now != self._agreed) and reseed_(self.master, self.stored)
+        self._agreed = now
+        return edited
+
+    def write_back(self) -> None:
+        """The resting parameters become the cast of their masters."""
+        if self.master is not None:
+            self.stored.copy_(self.master)
+            self._agreed = digest(self.stored)
 
     def follow_edits(self) -> None:
         """Shard, masters and generation follow what was edited in the gathered copy."""

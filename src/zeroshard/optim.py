@@ -312,7 +312,7 @@ class Binding:
             if buffer.master is not None:
                 nbytes = buffer.stored.numel() * buffer.dtype.itemsize
                 copied = self.group.ledger.note("copy", state="master", bucket=buffer.bucket.index, logical=nbytes)
-                buffer.stored.copy_(buffer.master)
+                buffer.write_back()
                 ends(copied)
             buffer.changed()
         return self._updated

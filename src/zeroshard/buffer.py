@@ -8,14 +8,13 @@
 
 Parameters that are replicated start OPEN and leave it only while an updated copy is arriving.
 
-Note *views stay valid*: releasing is `untyped_storage().resize_(0)` and gathering writes into the same storage, so
-autograd's views of the weights survive. Hence a storage may be emptied only when nothing but our own views holds
-it (its use count is the baseline) and nobody holds a parameter that did not before (reference counts). Memory kept
-for that reason counts as not gathered: the next use gathers again.
+Note *memory is given back when nobody holds it*: gathering takes memory from the tier and makes the parameters views of
+it, releasing gives it back for others to write to. Hence only when nothing but our own views holds the storage (its use
+count is the baseline) and nobody holds a parameter that did not before (reference counts). Memory kept for that reason
+counts as not gathered: the next use gathers again, into the same place.
 
-Note *no way leads to emptied memory*: an op on an emptied storage is a segmentation fault, and some of torch's C++ asks
-no Python class first. So the parameters themselves point at `nowhere` while released; the guard answers for their
-strides.
+Note *no way leads to memory that is gone*: some of torch's C++ asks no Python class first. So the parameters themselves
+point at `nowhere` while released; the guard answers for their strides.
 """
 
 from __future__ import annotations
@@ -144,7 +143,8 @@ class Buffer:
         self.state = State.OPEN
         self.fresh = True  # is what the storage holds what a gather would bring?
         self.on_touch: Callable[[Buffer, int], None] = lambda buffer, index: None
-        self.on_new_storage: Callable[[int, Buffer], None] = lambda old, buffer: None
+        self.on_storage: Callable[[Buffer], None] = lambda buffer: None  # the parameters lie in a new one
+        self.on_no_storage: Callable[[Buffer], None] = lambda buffer: None  # and now in none
         self.on_fetch: Callable[[Buffer], None] = lambda buffer: None
         self.master: Tensor | None = None
         self.gradients: Tensor | None = None
@@ -200,7 +200,9 @@ class Buffer:
         self._nowhere = (_nowhere if simulated(self.full) else nowhere)(self.full.device)
         absent = self._nowhere.view(self.dtype)[0]
         self._absent = [absent.expand(slot.shape) for slot in bucket.slots]
-        self._make_views()
+        self._shapes = self._views_of(torch.empty(bucket.numel, dtype=self.dtype, device="meta"))
+        self.views = self._views_of(self.full)
+        self._point(self.views)
         if bucket.trainable:
             self.reserve_gradients()
         if self.place.parameters:
@@ -264,11 +266,12 @@ class Buffer:
             if self.place.parameters:
                 self._opened = self.state is not State.RELEASED
                 if self.state is State.RELEASED:
+                    self._counted = "prefetch" if ahead else "gather"
+                    self.full = self.tier.reserve(self._counted, self.bucket.numel, self.dtype, zeroed=False)
+                    self.views = self._views_of(self.full)
                     self._point(self.views)
                     self._baseline()
-                    self.full.untyped_storage().resize_(self._nbytes)
-                    self._counted = "prefetch" if ahead else "gather"
-                    self.tier.ledger.hold(self._counted, self._nbytes)
+                    self.on_storage(self)
                 self.land()
                 copied = self.tier.ledger.note(
                     "copy",
@@ -343,26 +346,14 @@ class Buffer:
         self._move(State.RELEASED)
         self._point(self._absent)
         self._nowhere.fill_(0xFF)  # torch lets `fill_` through where every element is the same one
-        if self.full.untyped_storage().resizable():
-            self.full.untyped_storage().resize_(0)
-        else:
-            self._replace_storage()
-        self.tier.ledger.hold(self._counted, -self._nbytes)
+        self.on_no_storage(self)
+        self.tier.give_back(self._counted, self.full)
+        self.full, self.views = self._nowhere.view(self.dtype)[:1], self._shapes
         ends(self.tier.ledger.note("release", state="parameters", bucket=self.bucket.index, logical=self._nbytes))
         return True
 
-    def _replace_storage(self) -> None:
-        # `.numpy()` pins a storage's size for ever. Nobody holds this one any more, so a new one takes its place.
-        old = self.full.untyped_storage()._cdata
-        self.full = torch.empty_like(self.full)
-        self._make_views()
-        self._point(self._absent)
-        self.full.untyped_storage().resize_(0)
-        self.on_new_storage(old, self)
-
-    def _make_views(self) -> None:
-        self.views = [self.full[slot.start : slot.stop].view(slot.shape) for slot in self.bucket.slots]
-        self._point(self.views)
+    def _views_of(self, flat: Tensor) -> list[Tensor]:
+        return [flat[slot.start : slot.stop].view(slot.shape) for slot in self.bucket.slots]
 
     def _point(self, tensors: list[Tensor]) -> None:
         """The parameters' memory becomes that of `tensors`."""

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from .errors import UserError
 from .events import DEVICE, Ledger
+from .numerics import simulated
+from .pool import Pool
 
 
 @dataclass(frozen=True)
@@ -75,12 +77,18 @@ class DeviceTier:
             keep_freed_memory()
         self.device = device
         self.ledger = ledger
+        own = device.type == "cpu" and not simulated(torch.empty(0))  # elsewhere torch's own allocator keeps memory
+        self._pool = Pool() if own else None
 
     def reserve(self, state: str, numel: int, dtype: torch.dtype, *, zeroed: bool = True) -> Tensor:
         """1-D tensor of `numel` zeros, or of whatever is there, counted under `state`."""
         self.ledger.hold(state, numel * dtype.itemsize)
-        return (torch.zeros if zeroed else torch.empty)(numel, dtype=dtype, device=self.device)
+        if zeroed:
+            return torch.zeros(numel, dtype=dtype, device=self.device)
+        return self._pool.take(numel, dtype) if self._pool else torch.empty(numel, dtype=dtype, device=self.device)
 
     def give_back(self, state: str, tensor: Tensor) -> None:
-        """Stop counting; the memory goes when the caller drops the tensor."""
+        """Stop counting. Nobody may use the tensor any more; the memory goes when the caller drops it, or is kept."""
         self.ledger.hold(state, -tensor.numel() * tensor.itemsize)
+        if self._pool:
+            self._pool.give_back(tensor)

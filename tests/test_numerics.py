@@ -21,6 +21,7 @@ from zeroshard.numerics import (
     add_to_maxima,
     average_,
     block_sums,
+    digest,
     empty_bins,
     fold,
     reseed_,
@@ -261,6 +262,15 @@ def test_equal_bits_are_stricter_than_equal_values():
     assert not same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
     assert same_bits(torch.empty(0), torch.empty(0))
     assert same_bits(torch.tensor(1.5), torch.tensor(1.5))
+
+
+def test_a_digest_tells_contents_apart():
+    """Order, sign of zero and NaN count, the storage's other elements do not; nothing is read off the processor."""
+    x = torch.tensor([0.0, 1.0, math.nan, 3.0], dtype=torch.bfloat16)
+    assert digest(x) == digest(x.clone()) == digest(torch.cat([x[3:], x])[1:])
+    others = [x.flip(0), torch.tensor([-0.0, 1.0, math.nan, 3.0], dtype=torch.bfloat16), x[:3], x[:0]]
+    assert len({digest(tensor) for tensor in (x, *others)}) == 5
+    assert digest(x.to("meta")) is None
 
 
 @pytest.mark.parametrize("numel", [1, 300, CHUNK + 3])

@@ -9,14 +9,13 @@
 Parameters that are replicated on the device (`resident`) start OPEN and leave it only while an updated copy is
 arriving. All others, sharded or resting in another tier, are gathered for use and released after it.
 
-Note *views stay valid*: releasing is `untyped_storage().resize_(0)` and gathering writes into the same storage, so
-autograd's views of the weights survive. Hence a storage may be emptied only when nothing but our own views holds
-it (its use count is the baseline) and nobody holds a parameter that did not before (reference counts). Memory kept
-for that reason counts as not gathered: the next use gathers again.
+Note *memory is given back when nobody holds it*: gathering takes memory from the tier and makes the parameters views of
+it, releasing gives it back for others to write to. Hence only when nothing but our own views holds the storage (its use
+count is the baseline) and nobody holds a parameter that did not before (reference counts). Memory kept for that reason
+counts as not gathered: the next use gathers again, into the same place.
 
-Note *no way leads to emptied memory*: an op on an emptied storage is a segmentation fault, and some of torch's C++ asks
-no Python class first. So the parameters themselves point at `nowhere` while released; the guard answers for their
-strides.
+Note *no way leads to memory that is gone*: some of torch's C++ asks no Python class first. So the parameters themselves
+point at `nowhere` while released; the guard answers for their strides.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from .errors import StateError, TierError, UserError
 from .events import DEVICE, ends
 from .guard import flip, unflip
 from .layout import Bucket, slot_at
-from .numerics import Precision, reseed_, simulated
+from .numerics import Precision, digest, reseed_, simulated
 from .stage import Placements
 from .tier import STATES, DeviceTier, Part, Rest, Tier
 
@@ -150,13 +149,16 @@ class Buffer:
         self.edited = False  # do the resting parameters hold an edit that the master has not followed?
         self.fresh = True  # is what the storage holds what a gather would bring?
         self.on_touch: Callable[[Buffer, int], None] = lambda buffer, index: None
-        self.on_new_storage: Callable[[int, Buffer], None] = lambda old, buffer: None
+        self.on_storage: Callable[[Buffer], None] = lambda buffer: None  # the parameters lie in a new one
+        self.on_no_storage: Callable[[Buffer], None] = lambda buffer: None  # and now in none
         self.on_fetch: Callable[[Buffer], None] = lambda buffer: None
         self.shard: Rest  # the parameters at rest: this rank's shard, or all of them where they are replicated
         self.master: Rest | None = None
         self.gradients: Rest | None = None
         self._work: list[Work] = []
         self._counted = "gather"  # what the ledger calls the gathered copy
+        self._opened = True  # could anybody have edited the gathered copy since its gather?
+        self._agreed: bytes | None = None  # digest of the resting parameters when they were last the masters' cast
         self._refs: list[int] = []
         self._uses = 0
         self._first, self._last = bucket.shard(group.rank)
@@ -207,7 +209,9 @@ class Buffer:
         self._nowhere = (_nowhere if simulated(self.full) else nowhere)(self.full.device)
         absent = self._nowhere.view(self.dtype)[0]
         self._absent = [absent.expand(slot.shape) for slot in bucket.slots]
-        self._make_views()
+        self._shapes = self._views_of(torch.empty(bucket.numel, dtype=self.dtype, device="meta"))
+        self.views = self._views_of(self.full)
+        self._point(self.views)
         if bucket.trainable:
             self.reserve_gradients()
         if not self.resident:
@@ -314,12 +318,14 @@ class Buffer:
         """Launch the gather of this bucket into its own storage; `ahead` of its use it counts as prefetched."""
         with torch.inference_mode(False), torch.no_grad():
             if not self.resident:
+                self._opened = self.state is not State.RELEASED
                 if self.state is State.RELEASED:
+                    self._counted = "prefetch" if ahead else "gather"
+                    self.full = self.tier.reserve(self._counted, self.bucket.numel, self.dtype, zeroed=False)
+                    self.views = self._views_of(self.full)
                     self._point(self.views)
                     self._baseline()
-                    self.full.untyped_storage().resize_(self._nbytes)
-                    self._counted = "prefetch" if ahead else "gather"
-                    self.tier.ledger.hold(self._counted, self._nbytes)
+                    self.on_storage(self)
                 self.land()
                 self._bring(self.full[slice(*self._resting)])
             if self.state is not State.OPEN:
@@ -385,6 +391,7 @@ class Buffer:
         self.land()
         if self.state is State.GUARDED:
             self._move(State.OPEN)
+            self._opened = True
             for param in self.params:
                 unflip(param)
 
@@ -410,26 +417,14 @@ class Buffer:
         self._move(State.RELEASED)
         self._point(self._absent)
         self._nowhere.fill_(0xFF)  # torch lets `fill_` through where every element is the same one
-        if self.full.untyped_storage().resizable():
-            self.full.untyped_storage().resize_(0)
-        else:
-            self._replace_storage()
-        self.tier.ledger.hold(self._counted, -self._nbytes)
+        self.on_no_storage(self)
+        self.tier.give_back(self._counted, self.full)
+        self.full, self.views = self._nowhere.view(self.dtype)[:1], self._shapes
         ends(self.tier.ledger.note("release", state="parameters", bucket=self.bucket.index, logical=self._nbytes))
         return True
 
-    def _replace_storage(self) -> None:
-        # `.numpy()` pins a storage's size for ever. Nobody holds this one any more, so a new one takes its place.
-        old = self.full.untyped_storage()._cdata
-        self.full = torch.empty_like(self.full)
-        self._make_views()
-        self._point(self._absent)
-        self.full.untyped_storage().resize_(0)
-        self.on_new_storage(old, self)
-
-    def _make_views(self) -> None:
-        self.views = [self.full[slot.start : slot.stop].view(slot.shape) for slot in self.bucket.slots]
-        self._point(self.views)
+    def _views_of(self, flat: Tensor) -> list[Tensor]:
+        return [flat[slot.start : slot.stop].view(slot.shape) for slot in self.bucket.slots]
 
     def _point(self, tensors: list[Tensor]) -> None:
         """The parameters' memory becomes that of `tensors`."""
@@ -474,8 +469,8 @@ class Buffer:
 
     def keep_edits(self) -> bool:
         """Edits of the gathered copy become what rests. Says whether there were any."""
-        if self.resident or not self.ready:
-            return False  # nothing gathered, or only a copy that the last step made old
+        if self.resident or not (self.ready and self._opened):
+            return False  # nothing gathered, only a copy that the last step made old, or one that nobody could reach
         with torch.inference_mode(False), torch.no_grad():
             self.rebind()
             mine = self.full[slice(*self._resting)]
@@ -495,9 +490,19 @@ class Buffer:
             return False
         self.edited = False
         with self.shard.here(changed=False), self.master.here(changed=False) as master:
-            edited = reseed_(master, self.stored.to(master.device))
+            now = digest(self.stored)
+            edited = (now is None or now != self._agreed) and reseed_(master, self.stored.to(master.device))
+            self._agreed = now
             with self.master.here(changed=edited):
                 return edited
+
+    def write_back(self) -> None:
+        """The resting parameters become the cast of their masters; inside here()."""
+        if self.master is not None:
+            # Cast where the master is: then the fewer bytes travel.
+            master = self.master.tensor
+            self.stored.copy_(master.to(self.dtype) if self.elsewhere else master)
+            self._agreed = digest(self.stored) if self.resident else None
 
     def follow_edits(self) -> None:
         """Shard, masters and generation follow what was edited in the gathered copy."""

@@ -216,10 +216,9 @@ class SavedTensors:
         """From now on, tensors that live in this buffer's storage are kept as notes."""
         self._sources[source.full.untyped_storage()._cdata] = source
 
-    def moved(self, old: int, source: Source) -> None:
-        """A buffer got a new storage in place of the one at address `old`."""
-        self._sources.pop(old, None)
-        self.watch(source)
+    def forget(self, source: Source) -> None:
+        """The buffer is about to give its storage up: another may soon be at that address."""
+        self._sources.pop(source.full.untyped_storage()._cdata, None)
 
     def push(self) -> None:
         top = torch._C._autograd._top_saved_tensors_default_hooks(True)

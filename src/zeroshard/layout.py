@@ -307,4 +307,4 @@ def _round_up(numel: int, align: int) -> int:
 
 def slot_at(slots: Sequence[Slot], element: int) -> int:
     """Index of the slot that holds a bucket element, or of the last one before it."""
-    return max(bisect_left([slot.start for slot in slots], element + 1) - 1, 0)
+    return max(bisect_left(slots, element + 1, key=lambda slot: slot.start) - 1, 0)

@@ -12,18 +12,20 @@ are then added as integers, which no order or cut can change (`Bins`).
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
+import xxhash
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .errors import UserError, nearest
 
 Nonfinite = Literal["ignore", "raise", "skip"]
-CHUNK = 1 << 16  # elements handled at a time: scratch of this size stays in the cache
+CHUNK = 1 << 18  # elements handled at a time: 1 MiB of scratch stays in the cache, and calls are few
 LOW = (torch.bfloat16, torch.float16)
 
 
@@ -134,6 +136,17 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
         return torch.equal(a, b)
     wide = a.numel() // 8 * 8  # by eight bytes at a time, torch compares several times faster
     return torch.equal(a[:wide].view(torch.int64), b[:wide].view(torch.int64)) and torch.equal(a[wide:], b[wide:])
+
+
+def digest(tensor: Tensor) -> bytes | None:
+    """16 bytes that tell a contiguous tensor's content from any other; None where no processor's memory holds it.
+
+    At 30 GB/s it is the cheapest way to notice that somebody wrote to a tensor behind torch's version counters.
+    """
+    if simulated(tensor) or tensor.device.type != "cpu":
+        return None
+    content = ctypes.c_char * (tensor.numel() * tensor.itemsize)  # .numpy() would pin the storage's size
+    return xxhash.xxh3_128_digest(content.from_address(tensor.data_ptr()))
 
 
 def reseed_(master: Tensor, param: Tensor) -> bool:

@@ -457,8 +457,7 @@ class Binding:
             with buffer.shard.here(fresh=buffer.place.parameters):
                 nbytes = buffer.stored.numel() * buffer.dtype.itemsize
                 copied = self.group.ledger.note("copy", state="master", bucket=buffer.bucket.index, logical=nbytes)
-                # Cast where the master is: then the fewer bytes travel.
-                buffer.stored.copy_(buffer.master.tensor.to(buffer.dtype) if buffer.elsewhere else buffer.master.tensor)
+                buffer.write_back()
                 ends(copied)
         buffer.changed()
 

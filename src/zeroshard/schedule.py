@@ -95,8 +95,7 @@ class Schedule:
             for buffer in unit.buffers:
                 buffer.on_touch, buffer.on_fetch = _weak(self.touch), _weak(self.fetch)
                 if not buffer.resident:
-                    self.saved.watch(buffer)
-                    buffer.on_new_storage = self.saved.moved
+                    buffer.on_storage, buffer.on_no_storage = self.saved.watch, self.saved.forget
             unit.module.register_forward_pre_hook(_weak(self.enter, unit), prepend=True, with_kwargs=True)
             unit.module.register_forward_hook(_weak(self.leave, unit), always_call=True)
 

@@ -27,7 +27,8 @@ from torch import Tensor
 from .errors import UserError, nearest
 from .events import DEVICE, HOST, NVME, Ledger
 from .layout import Bucket
-from .numerics import same_bits
+from .numerics import same_bits, simulated
+from .pool import Pool
 
 NAMES = {"device": DEVICE, "cpu": HOST, "nvme": NVME}  # as users write them
 STATES = ("parameters", "gradients", "optimizer")
@@ -233,15 +234,21 @@ class DeviceTier:
             keep_freed_memory()
         self.device = device
         self.ledger = ledger
+        own = device.type == "cpu" and not simulated(torch.empty(0))  # elsewhere torch's own allocator keeps memory
+        self._pool = Pool() if own else None
 
     def reserve(self, state: str, numel: int, dtype: torch.dtype, *, zeroed: bool = True) -> Tensor:
         """1-D tensor of `numel` zeros, or of whatever is there, counted under `state`."""
         self.ledger.hold(state, numel * dtype.itemsize)
-        return (torch.zeros if zeroed else torch.empty)(numel, dtype=dtype, device=self.device)
+        if zeroed:
+            return torch.zeros(numel, dtype=dtype, device=self.device)
+        return self._pool.take(numel, dtype) if self._pool else torch.empty(numel, dtype=dtype, device=self.device)
 
     def give_back(self, state: str, tensor: Tensor) -> None:
-        """Stop counting; the memory goes when the caller drops the tensor."""
+        """Stop counting. Nobody may use the tensor any more; the memory goes when the caller drops it, or is kept."""
         self.ledger.hold(state, -tensor.numel() * tensor.itemsize)
+        if self._pool:
+            self._pool.give_back(tensor)
 
     def rest(self, state: str, bucket: int, numel: int, dtype: torch.dtype) -> Rest:
         return Rest(self.name, self.reserve(state, numel, dtype))

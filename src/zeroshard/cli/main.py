@@ -446,6 +446,14 @@ def check_rank(folder: str) -> None:
 
 
 @app.command(hidden=True)
+def explain_rank(folder: str) -> None:
+    """One rank of `python -m zeroshard.explain.build`, started by it."""
+    from zeroshard.explain.build import capture_rank
+
+    capture_rank(folder)
+
+
+@app.command(hidden=True)
 def verify_rank(folder: str) -> None:
     """One rank of `zeroshard verify`, started by it."""
     from zeroshard.cli.verify import verify_rank as run_rank

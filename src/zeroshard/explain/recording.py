@@ -278,36 +278,33 @@ def together(
             (move[1] for rank in ranks for move in rank["moves"]),
         )
     )
-    origin = min((rank["span"][0] for rank in ranks), default=0)
+    # Clocks of different processes begin anywhere; `shift` brings them together.
+    shift = {rank["rank"]: rank.get("shift", 0) for rank in ranks}
+    origin = min((rank["span"][0] + shift[rank["rank"]] for rank in ranks), default=0)
 
     def place(name: str | None) -> int:
         return -1 if name is None else index.get(name, -1)
 
+    def of_one(rank: dict[str, Any]) -> dict[str, Any]:
+        since = origin - shift[rank["rank"]]
+        peak = rank["peak"]
+        return {
+            "rank": rank["rank"],
+            "span": [at - since for at in rank["span"]],
+            "phases": [[name, start - since, end - since] for name, start, end in rank["phases"]],
+            "units": [[verbs[verb], place(unit), at - since, end - since] for verb, unit, at, end in rank["units"]],
+            "moves": [
+                [verbs[verb], states[state], bucket, place(unit), *nbytes, start - since, end - since,
+                 waited if clock == "ns" else 0]
+                for verb, state, bucket, unit, *nbytes, start, end, waited in rank["moves"]
+            ],
+            "held": [[at - since, states[state], nbytes] for at, state, nbytes in rank["held"]],
+            "peak": None if peak is None else {**peak, "at": peak["at"] - since, "unit": place(peak["unit"])},
+            "waited": rank["waited"] if clock == "ns" else 0,
+        }  # fmt: skip
+
     return {
-        "clock": clock,
-        "verbs": list(verbs),
-        "states": list(states),
-        "ranks": [
-            {
-                "rank": rank["rank"],
-                "span": [at - origin for at in rank["span"]],
-                "phases": [[name, start - origin, end - origin] for name, start, end in rank["phases"]],
-                "units": [
-                    [verbs[verb], place(unit), start - origin, end - origin] for verb, unit, start, end in rank["units"]
-                ],
-                "moves": [
-                    [verbs[verb], states[state], bucket, place(unit), *nbytes, start - origin, end - origin,
-                     waited if clock == "ns" else 0]
-                    for verb, state, bucket, unit, *nbytes, start, end, waited in rank["moves"]
-                ],
-                "held": [[at - origin, states[state], nbytes] for at, state, nbytes in rank["held"]],
-                "peak": None if rank["peak"] is None else {
-                    **rank["peak"], "at": rank["peak"]["at"] - origin, "unit": place(rank["peak"]["unit"])
-                },
-                "waited": rank["waited"] if clock == "ns" else 0,
-            }
-            for rank in ranks
-        ],
+        "clock": clock, "verbs": list(verbs), "states": list(states), "ranks": [of_one(rank) for rank in ranks],
         "note": "; ".join(dict.fromkeys(notes)) or None,
     }  # fmt: skip
 

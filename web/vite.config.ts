@@ -39,7 +39,14 @@ function fixture(): Plugin {
 }
 
 export default defineConfig({
-  plugins: [svelte(), fixture(), viteSingleFile({ removeViteModuleLoader: true }), policy()],
+  plugins: [
+    svelte({
+      compilerOptions: { runes: true, discloseVersion: false, cssHash: ({ hash, css }) => `z${hash(css).slice(0, 3)}` },
+    }),
+    fixture(),
+    viteSingleFile({ removeViteModuleLoader: true }),
+    policy(),
+  ],
   build: { target: 'es2022', modulePreload: false, reportCompressedSize: false },
   test: { include: ['tests/**/*.test.ts'] },
 });

@@ -23,20 +23,24 @@ TARGET = Path(__file__).with_name("walkthroughs.json")
 
 def capture() -> dict[str, Any]:
     """What one rank contributes. Collective, on two ranks; JSON-able."""
-    from . import walk260
+    from . import walk4, walk260, walk_layers
 
-    return {"transformer": walk260.capture()}
+    return {"transformer": walk260.capture(), "four": walk4.capture(), "layers": walk_layers.capture()}
 
 
 def assemble(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The whole document from what every rank captured."""
     from ..planner.texts import text
-    from . import walk260
+    from . import overview, walk4, walk260, walk_layers
 
     read = json.loads(json.dumps(ranks))  # the launched ranks' captures come through files; all others alike
     of = {part: [rank[part] for rank in read] for part in read[0]}
+    transformer = walk260.assemble(of["transformer"])
     walkthroughs = {
-        "transformer": walk260.assemble(of["transformer"]),
+        "transformer": transformer,
+        "four": walk4.assemble(of["four"]),
+        "layers": walk_layers.assemble(of["layers"]),
+        "overview": overview.assemble(transformer, of["transformer"]),
         "texts": {letter: text(letter).json() for letter in "ABCDE"},
     }
     return document(walkthroughs=walkthroughs, run=None)

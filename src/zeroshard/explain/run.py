@@ -6,25 +6,28 @@ the document grows with tensors and messages of one step, never with elements or
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from ..errors import StateError, UserError
 from ..planner import predict_states
 from ..planner.states import owned
 from .document import Page, built_in, document
 from .recording import Told, last_step, layout_json, one_step, shorten, together, traffic_of
+from .shape import check
 
 if TYPE_CHECKING:
     from ..api import Zero
 
 RANKS_SHOWN = 8  # whose step is shown in full; of all others a line
 CURVE_POINTS = 2_000
+RECORDED, METRICS = "explain.json", "metrics.jsonl"  # in a run's folder
+FORMAT, VERSION = "zeroshard-run", 1
 
 
 def explain(
@@ -88,6 +91,56 @@ def gather(zero: Zero) -> dict[str, Any]:
     }
 
 
+def record_step(zero: Zero, folder: Path) -> None:
+    """Leave in a run's folder what `read` wants: the last recorded step of every rank. Collective; rank 0 writes."""
+    run = gather(zero)
+    if zero.rank == 0:
+        text = json.dumps({"format": FORMAT, "version": VERSION, "run": run}, allow_nan=False, separators=(",", ":"))
+        beside = folder / f"{RECORDED}.part"
+        beside.write_text(text + "\n", encoding="utf-8")
+        os.replace(beside, folder / RECORDED)
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """The `Run` that `record_step` left, with the curves of metrics.jsonl. Raises `UserError` for what is not one."""
+    path = folder / RECORDED
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+    except OSError as error:
+        raise UserError(
+            "there is no recorded step to explain",
+            where=str(path),
+            got=error.strerror,
+            instead='a folder that `zeroshard train --out` wrote; in a program of yours zero.explain("page.html")',
+        ) from error
+    except ValueError as error:
+        raise UserError("this is not a recorded step", where=str(path), got=str(error)) from error
+    check(found, str(path), FORMAT, VERSION)
+    run: dict[str, Any] = found["run"]
+    run["curves"] = curves(_metrics(folder / METRICS)) if (folder / METRICS).exists() else None
+    return run
+
+
+def _metrics(path: Path) -> list[dict[str, Any]]:
+    rows = []
+    lines = path.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            if number == len(lines):  # the run is being written, or was killed while it wrote
+                break
+            raise UserError("a line of the metrics cannot be read", where=f"{path}, line {number}") from error
+        if not isinstance(row, dict):
+            raise UserError("a line of the metrics is not a step", where=f"{path}, line {number}", got=line[:40])
+        rows.append(row)
+    return rows
+
+
+def _refuse_constant(word: str) -> float:
+    raise ValueError(f"{word} is no number of bytes or seconds")
+
+
 def _summary(zero: Zero, step: dict[str, Any] | None) -> dict[str, Any]:
     ledger = zero.ledger()
     try:
@@ -119,6 +172,8 @@ def _shown(summary: Sequence[Mapping[str, Any]]) -> list[int]:
 
 
 def _facts(zero: Zero) -> dict[str, Any]:
+    import torch  # here: what reads a recorded step needs no torch
+
     layout, comm = zero._layout, zero._comm
     return {
         "torch": torch.__version__,

@@ -272,7 +272,8 @@ def _flat(layout: dict[str, Any], ranks: Sequence[Sequence[Sequence[Any]]]) -> l
     return [value for bucket in range(len(layout["buckets"])) for rank in ranks for value in rank[bucket]]
 
 
-def _same(values: Sequence[Any], what: str) -> Any:
+def one_of(values: Sequence[Any], what: str) -> Any:
+    """What all of them are. Raises `AssertionError` where one differs: then the page would lie."""
     for value in values[1:]:
         if value != values[0]:
             raise AssertionError(f"{what} differ between stages or ranks")
@@ -292,23 +293,23 @@ def _values(ranks: Sequence[dict[int, dict[str, Any]]]) -> dict[str, Any]:
                 flat[first : first + len(fragment[what])] = fragment[what]
         return flat
 
-    at = {what: _same([kept(stage, what) for stage in STAGES], what) for what in ("master", "exp_avg", "exp_avg_sq")}
+    at = {what: one_of([kept(stage, what) for stage in STAGES], what) for what in ("master", "exp_avg", "exp_avg_sq")}
     first = [rank[0] for rank in ranks]
-    sums = _same([_flat(layout, [rank[stage]["sums"] for rank in ranks]) for stage in STAGES], "sums")
-    averages = _same([_flat(layout, [rank[stage]["averages"] for rank in ranks]) for stage in STAGES], "averages")
+    sums = one_of([_flat(layout, [rank[stage]["sums"] for rank in ranks]) for stage in STAGES], "sums")
+    averages = one_of([_flat(layout, [rank[stage]["averages"] for rank in ranks]) for stage in STAGES], "averages")
     return {
         "dtype": first[0]["dtypes"],
-        "forward": [_same([rank[stage]["forward"] for stage in STAGES], "forward values") for rank in ranks],
+        "forward": [one_of([rank[stage]["forward"] for stage in STAGES], "forward values") for rank in ranks],
         "parameters": first[0]["told"]["seen"]["start"]["parameters"],
-        "master": _same([rank[stage]["before"] for stage in STAGES for rank in ranks], "masters"),
-        "gradients": [_same([rank[stage]["gradients"] for stage in STAGES], "gradients") for rank in ranks],
+        "master": one_of([rank[stage]["before"] for stage in STAGES for rank in ranks], "masters"),
+        "gradients": [one_of([rank[stage]["gradients"] for stage in STAGES], "gradients") for rank in ranks],
         "sum": sums,
         "average": averages,
         "exp_avg": at["exp_avg"],
         "exp_avg_sq": at["exp_avg_sq"],
         "step": 1,
         "master_after": at["master"],
-        "parameters_after": _same([rank[stage]["after"] for stage in STAGES for rank in ranks], "new parameters"),
+        "parameters_after": one_of([rank[stage]["after"] for stage in STAGES for rank in ranks], "new parameters"),
     }
 
 
@@ -330,7 +331,7 @@ def _stage(
         "formula": PRESETS["paper"].formula(place),
         "predicted": [rank["predicted"] for rank in ranks],
         "held": [rank["held"] for rank in ranks],
-        "nbytes": _same(nbytes, "bytes"),
+        "nbytes": one_of(nbytes, "bytes"),
         "owners": {
             state: [[rank, *(span if cut else (0, numel)), "device"] for rank, span in enumerate(own)]
             for state, cut in sharded.items()
@@ -478,7 +479,7 @@ def _grouping(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     ]
     laid_out = zeroshard.layout.partition(specs, Layout(bounds="model", align=1), layout["ranks"])
     reductions = [[move for move in rank["told"]["moves"] if move[0] == "reduce"] for rank in ranks]
-    order = _same([[move[2] for move in moves] for moves in reductions], "the order of reductions")
+    order = one_of([[move[2] for move in moves] for moves in reductions], "the order of reductions")
     groups = [[slot[0] for slot in layout["slots"][bucket["first"] : bucket["last"]]] for bucket in layout["buckets"]]
     assert order == list(range(len(groups)))[::-1], order  # `backward_frames` goes through the model backwards
     frames = [backward_frames(laid_out, rank, groups) for rank in range(layout["ranks"])]

@@ -51,22 +51,11 @@ export function parseCount(text: string): number {
   return Number.isInteger(value) && value > 0 ? value : Number.NaN;
 }
 
-/** The shortest decimal that is this fp32 value: 0.11999999731779099 -> 0.12. */
-export function float(value: number | null | undefined): string {
-  if (value === null || value === undefined) return '–';
-  if (!Number.isFinite(value)) return Number.isNaN(value) ? 'nan' : value > 0 ? 'inf' : '-inf';
-  const single = Math.fround(value);
-  let text = String(value);
-  if (single === value)
-    for (let precision = 1; precision <= 9; precision += 1) {
-      const short = Number(value.toPrecision(precision));
-      if (Math.fround(short) === single) {
-        text = String(short);
-        break;
-      }
-    }
-  return text.replace('-', '−').replace('e-', 'e−');
-}
+/** As the document has it, which writes every number with the digits that are it. */
+export const float = (value: number | string | null | undefined): string =>
+  String(value ?? '–')
+    .replace('-', '−')
+    .replace('e-', 'e−');
 
 /** At most `most` significant digits, for a crowded table; the exact value belongs into a title. */
 export function short(value: number | null | undefined, most = 4): string {

@@ -361,7 +361,7 @@ def run(of: dict[str, Any]) -> None:
     if recording is None:
         _say("\nNo step was recorded: zero.record() before the steps, on every rank")
     else:
-        _step(recording)
+        _step(recording, of["layout"]["units"])
     if of["curves"]:
         _curve(of["curves"])
 
@@ -384,7 +384,7 @@ def _units(of: dict[str, Any]) -> None:
     _table(table)
 
 
-def _step(recording: dict[str, Any]) -> None:
+def _step(recording: dict[str, Any], units: Sequence[str]) -> None:
     for rank in recording["ranks"][: screen.RANKS_SHOWN]:
         took = (rank["span"][1] - rank["span"][0]) / 1e6
         waited = rank["waited"] / 1e6
@@ -396,17 +396,19 @@ def _step(recording: dict[str, Any]) -> None:
             _say(f"  {name:<9} {(end - start) / 1e6:8.1f} ms", markup=False)
         for line in rank["peak"]["says"] if rank["peak"] else ():
             _say(f"  {line}", markup=False)
-        _longest(recording, rank)
+        _longest(recording, rank, units)
     if recording["note"]:
         _say(f"  [dim]{escape(recording['note'])}[/dim]")
 
 
-def _longest(recording: dict[str, Any], rank: dict[str, Any]) -> None:
+def _longest(recording: dict[str, Any], rank: dict[str, Any], units: Sequence[str]) -> None:
     """The messages that the rank stood still for, longest first."""
     waiting = sorted((move for move in rank["moves"] if move[9]), key=lambda move: -move[9])[:5]
     for move in waiting:
         what = f"{recording['verbs'][move[0]]} {recording['states'][move[1]]}".strip()
-        _say(f"  waited {move[9] / 1e6:7.2f} ms for {what}, {move[4]:,} bytes", markup=False)
+        of = f" of {units[move[3]] or 'the root'}" if move[3] >= 0 else ""
+        what = "the other ranks to agree" if what == "control" else f"{what}{of}, {move[4]:,} bytes"
+        _say(f"  waited {move[9] / 1e6:7.2f} ms for {what}", markup=False)
 
 
 def _curve(curves: dict[str, Any]) -> None:

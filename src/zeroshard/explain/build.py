@@ -1,7 +1,7 @@
 """`python -m zeroshard.explain.build`: run the walkthroughs on two local ranks and write what the page shows of them.
 
-The engine computes every number. What it writes depends on no clock, so it is the same at every run: a test builds it
-anew and compares.
+The engine computes every number. What it writes depends on no clock, so it is the same at every run with the same torch
+on the same kind of processor: a test builds it anew and compares.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ def capture() -> dict[str, Any]:
 
 def assemble(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The whole document from what every rank captured."""
+    import torch
+
     from ..planner.texts import text
     from . import overview, walk4, walk260, walk_layers
 
@@ -37,6 +39,8 @@ def assemble(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     of = {part: [rank[part] for rank in read] for part in read[0]}
     transformer = walk260.assemble(of["transformer"])
     walkthroughs = {
+        # Kernels are chosen by processor, and the last bits of a sum with them.
+        "made": {"torch": str(torch.__version__), "cpu": torch.backends.cpu.get_cpu_capability()},
         "transformer": transformer,
         "four": walk4.assemble(of["four"]),
         "layers": walk_layers.assemble(of["layers"]),

@@ -176,7 +176,7 @@ def _facts(zero: Zero) -> dict[str, Any]:
 
     layout, comm = zero._layout, zero._comm
     return {
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "device": str(zero._device),
         "threads": torch.get_num_threads(),
         "backend": zero._group.backend,

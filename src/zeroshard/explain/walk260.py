@@ -14,6 +14,7 @@ import torch
 
 import zeroshard
 
+from ..cli.reference import accumulate
 from ..layout import Layout
 from ..numerics import Precision
 from ..planner import closed, predict_states
@@ -150,14 +151,7 @@ def plain_weights() -> list[float]:
     model = transformer260.Transformer260(torch.float64)
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
     batches = transformer260.batches(torch.float64)
-    for _ in range(STEPS):
-        for batch in batches:
-            transformer260.loss(model, batch).backward()
-        for parameter in model.parameters():
-            assert parameter.grad is not None
-            parameter.grad.div_(len(batches))
-        optimizer.step()
-        optimizer.zero_grad()
+    accumulate(model, optimizer, lambda step, index: batches[index], transformer260.loss, len(batches), steps=STEPS)
     return [value for parameter in model.parameters() for value in parameter.detach().flatten().tolist()]
 
 

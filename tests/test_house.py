@@ -132,4 +132,4 @@ def test_the_wheel_is_pure_and_typed(tmp_path):
     assert wheel.name == f"zeroshard-{zeroshard.__version__}-py3-none-any.whl"
     packed = set(zipfile.ZipFile(wheel).namelist())
     assert {f"zeroshard/{path.relative_to(PACKAGE)}" for path in PACKAGE.rglob("*.py")} <= packed
-    assert "zeroshard/py.typed" in packed
+    assert {"zeroshard/py.typed", "zeroshard/explain/page.html", "zeroshard/explain/walkthroughs.json"} <= packed

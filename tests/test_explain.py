@@ -467,7 +467,7 @@ def explained(bf16: bool) -> list[dict]:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            metrics.append({"step": step, "loss": loss.item(), "note": "no number"})
+            metrics.append({"step": step, "loss": loss.item()})
         events, held = zero.events(), list(zero._ledger.record.held)
         page = zero.explain(metrics=metrics)
         ledger = zero.ledger()
@@ -598,6 +598,30 @@ def half_recorded() -> str:
 def test_all_ranks_record_or_none(ranks):
     for said in ranks.run(2, half_recorded):
         assert "some ranks have recorded and others have not" in said and "ranks [1]" in said
+
+
+def test_a_record_that_forgot_the_step_says_so():
+    """Of a ring that is too small the page shows what is left, with a note."""
+    torch.manual_seed(0)
+    model = Small()
+    optimizer = torch.optim.AdamW(model.parameters())
+    zero = zeroshard.shard(model, optimizer, stage=3)
+    for limit, complete in ((1 << 16, True), (20, False)):
+        zero.record(limit)
+        for _ in range(2):
+            model(torch.ones(2, 24)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        note = run.gather(zero)["recording"]["note"]
+        assert (note is None) is complete
+        assert complete or "the record was too short for the whole step" in note
+
+
+def test_metrics_are_numbers():
+    model = Small()
+    zero = zeroshard.shard(model, None)
+    with pytest.raises(UserError, match="row 1, 'loss': Tensor"):
+        zero.explain(metrics=[{"step": 1, "loss": 0.5}, {"step": 2, "loss": torch.ones(())}])
 
 
 def test_explain_writes_one_file(ranks, tmp_path, template):
@@ -847,6 +871,12 @@ FORGED = {
     "a short row": (lambda found: found["run"]["recording"]["ranks"][0]["moves"][2].pop(), r"moves\[2\] has 9 entries, not 10"),
     "bytes in words": (lambda found: found["run"]["summary"][0]["held"].update(x="1"), r"summary\[0\].held.x is no int"),
     "truth for a number": (lambda found: found["run"].update(numel=True), "run.numel is no int"),
+    "a rank too few": (lambda found: found["run"]["summary"].pop(), "no row for each rank"),
+    "uneven shards": (lambda found: found["run"]["layout"]["buckets"][1].update(share=1), r"buckets\[1\] is not cut into 2 shards"),
+    "a unit that is not": (lambda found: found["run"]["layout"]["buckets"][1].update(unit=99), r"buckets\[1\] names a unit"),
+    "a verb that is not": (lambda found: found["run"]["recording"]["ranks"][1]["moves"][5].__setitem__(0, 99), r"ranks\[1\].moves\[5\] names"),
+    "a state that is not": (lambda found: found["run"]["recording"]["ranks"][0]["held"][1].__setitem__(1, -1), r"held\[1\] names"),
+    "a move that is not": (lambda found: found["run"]["recording"]["ranks"][0]["peak"]["flying"].append(9999), "flying names"),
     "a missing part": (lambda found: found["run"].pop("facts"), "run.facts is no object"),
 }  # fmt: skip
 

@@ -91,6 +91,6 @@ class Observer:
         record = self.zero._ledger.record
         assert record is not None
         units = [unit.name for unit in self.zero._units]
-        told = Told(self.zero.rank, self.zero.events(), list(record.held), units)
+        told = Told(self.zero.rank, self.zero.events(), list(record.held))
         span = self.moments[0][1], self.moments[-1][1]
         return one_step(told, span) | {"moments": self.moments, "seen": self.seen, "unit_names": units}

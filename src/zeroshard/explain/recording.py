@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from ..events import Event
+from ..events import Event, Record
 from ..layout import Partition
 
 PHASES = ("forward", "backward", "reduce", "step", "gather", "save", "export")
@@ -29,7 +29,6 @@ class Told(NamedTuple):
     rank: int
     events: Sequence[Event]
     held: Sequence[tuple[int, str, int]]
-    units: Sequence[str]
 
 
 def layout_json(partition: Partition, units: Sequence[str]) -> dict[str, Any]:
@@ -76,6 +75,14 @@ def last_step(events: Sequence[Event]) -> tuple[int, int] | None:
         elif event.verb in ("forward", "backward") and stepped:
             start, stepped = event.start, False
     return found
+
+
+def began_before(record: Record, start: int) -> bool:
+    """Does the record reach back to the step that starts then? It forgets the oldest of what is more than it keeps."""
+    forgot = len(record.events) == record.events.maxlen
+    before = any(is_phase(event) and event.verb == "step" and event.start < start for event in record.events)
+    states_known = len(record.held) < (record.held.maxlen or 0) or record.held[0][0] <= start
+    return (before or not forgot) and states_known
 
 
 def one_step(told: Told, span: tuple[int, int]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from ..errors import StateError, UserError
 from ..planner import predict_states
 from ..planner.states import owned
 from .document import Page, built_in, document
-from .recording import Told, last_step, layout_json, one_step, shorten, together, traffic_of
+from .recording import Told, began_before, last_step, layout_json, one_step, shorten, together, traffic_of
 from .shape import check
 
 if TYPE_CHECKING:
@@ -34,6 +34,8 @@ def explain(
     zero: Zero, path: str | os.PathLike[str] | None, metrics: Sequence[Mapping[str, float]] | None = None
 ) -> Page:
     """See `Zero.explain`."""
+    if problems := zero._group.problems(_no_number(metrics or ())):
+        raise UserError("metrics are numbers", where=problems, instead='{"step": step, "loss": loss.item()}')
     run = gather(zero)
     run["curves"] = None if metrics is None else curves(metrics)
     page = Page(document(walkthroughs=built_in(), run=run))
@@ -56,13 +58,12 @@ def gather(zero: Zero) -> dict[str, Any]:
     step, notes = None, []
     traffic: list[dict[str, Any]] = []
     if record is not None and span is not None:
-        step = one_step(Told(zero.rank, zero.events(), list(record.held), ()), span)
+        step = one_step(Told(zero.rank, zero.events(), list(record.held)), span)
         step["shift"] = time.time_ns() - time.perf_counter_ns()  # to the wall clock, which ranks share
         traffic = traffic_of(step["moves"], span[0])
         notes = shorten(step)
-        full = len(record.events) == record.events.maxlen and record.events[0].start > span[0]
-        if full or (len(record.held) == record.held.maxlen and record.held[0][0] > span[0]):
-            notes.append("the record was too short for the step: zero.record(limit) with more")
+        if not began_before(record, span[0]):
+            notes.append("the record was too short for the whole step: zero.record(limit) with more")
     summaries = zero._group.describe({"summary": _summary(zero, step), "traffic": traffic, "notes": notes})
     summary = [each["summary"] for each in summaries]
     shown = _shown(summary) if step is not None else []
@@ -198,6 +199,13 @@ def _dtypes(zero: Zero) -> list[dict[str, Any]]:
         {"parameters": names[0], "gradients": names[1], "master": names[2], "buckets": count}
         for names, count in counts.items()
     ]
+
+
+def _no_number(metrics: Sequence[Mapping[str, Any]]) -> str | None:
+    """The first entry that a curve cannot be drawn through."""
+    entries = ((number, *entry) for number, row in enumerate(metrics) for entry in row.items())
+    wrong = (f"row {row}, {key!r}: {type(n).__name__}" for row, key, n in entries if type(n) not in (int, float))
+    return next(wrong, None)
 
 
 def curves(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:

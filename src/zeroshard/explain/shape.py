@@ -88,7 +88,7 @@ def check(found: Any, where: str, form: str, version: int) -> None:
             got=repr(found.get("version")),
             instead="the version of zeroshard that wrote it",
         )
-    problem = _problem(found.get("run"), RUN, "run")
+    problem = _problem(found.get("run"), RUN, "run") or _loose_end(found["run"])
     if problem:
         raise UserError("this is not a recorded step", where=where, got=problem)
 
@@ -115,4 +115,36 @@ def _problem(value: Any, kind: Any, path: str) -> str | None:
     types = kind if isinstance(kind, tuple) else (kind,)
     if type(value) not in types:
         return f"{path} is no {' or '.join(one.__name__ for one in types)}"
+    return None
+
+
+def _loose_end(run: dict[str, Any]) -> str | None:
+    """An index that points at nothing."""
+    layout, recording = run["layout"], run["recording"]
+    units, buckets, slots = (len(layout[part]) for part in ("units", "buckets", "slots"))
+    if run["ranks"] != layout["ranks"] or [one["rank"] for one in run["summary"]] != list(range(run["ranks"])):
+        return "run.summary has no row for each rank"
+    for at, bucket in enumerate(layout["buckets"]):
+        even = type(bucket.get("share")) is int and bucket["share"] * run["ranks"] == bucket["numel"]
+        bounds = bucket.get("bounds", [])
+        cut = _problem(bounds, Row(*[int] * (run["ranks"] + 1)), "") is None and bounds[-1] == bucket["numel"]
+        if not (even or cut):
+            return f"run.layout.buckets[{at}] is not cut into {run['ranks']} shards"
+        if not (0 <= bucket["unit"] < units and 0 <= bucket["first"] <= bucket["last"] <= slots):
+            return f"run.layout.buckets[{at}] names a unit or slots that are not there"
+    limits = (
+        (buckets, units) if recording is None else (buckets, units, len(recording["verbs"]), len(recording["states"]))
+    )
+    for number, rank in enumerate(recording["ranks"] if recording else ()):
+        path = f"run.recording.ranks[{number}]"
+        rows = [((m[2], m[3], m[0], m[1]), f"{path}.moves[{at}]") for at, m in enumerate(rank["moves"])]
+        rows += [((-1, u[1], u[0], 0), f"{path}.units[{at}]") for at, u in enumerate(rank["units"])]
+        rows += [((-1, -1, 0, h[1]), f"{path}.held[{at}]") for at, h in enumerate(rank["held"])]
+        for indices, where in rows:
+            if not all(
+                least <= index < most for index, most, least in zip(indices, limits, (-1, -1, 0, 0), strict=True)
+            ):
+                return f"{where} names what is not there"
+        if rank["peak"] and not all(0 <= move < len(rank["moves"]) for move in rank["peak"]["flying"]):
+            return f"{path}.peak.flying names what is not there"
     return None

@@ -105,7 +105,7 @@ def overlapped() -> dict[str, Any]:
         record = zero._ledger.record
         assert record is not None
         span = observer.moments[0][1], observer.moments[-1][1]
-        step = one_step(Told(rank, zero.events(), list(record.held), units), span)
+        step = one_step(Told(rank, zero.events(), list(record.held)), span)
         return {"step": step, "units": units, "layout": layout_json(zero.partition, units)}
 
 

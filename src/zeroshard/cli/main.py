@@ -112,6 +112,7 @@ def train(
       [bold]run.json[/bold]           settings, hash of the data, versions
       [bold]metrics.jsonl[/bold]      a line per step: loss, gradient norm, learning rate, tokens/s
       [bold]ledger.json[/bold]        bytes of every rank, predicted and held, and bytes sent
+      [bold]explain.json[/bold]       one step of every rank, for `zeroshard explain RUN_DIR`
       [bold]model.safetensors[/bold]  the full weights
       [bold]checkpoints/[/bold]       what --resume RUN_DIR goes on from
 

@@ -6,6 +6,7 @@ class Route {
   view = $state('');
   params = $state<Params>({});
   #left: Record<string, Params> = {}; // each view as it was left
+  #waiting: ReturnType<typeof setTimeout> | undefined;
 
   constructor() {
     this.#read();
@@ -14,6 +15,7 @@ class Route {
 
   /** Shows another view, as it was left. */
   go(view: string): void {
+    this.#write(false);
     this.#left[this.view] = this.params;
     this.view = view;
     this.params = this.#left[view] ?? {};
@@ -27,7 +29,8 @@ class Route {
       else params[key] = String(value);
     }
     this.params = params;
-    this.#write(false);
+    clearTimeout(this.#waiting); // browsers refuse hundreds of addresses in a row, as dragging makes them
+    this.#waiting = setTimeout(() => this.#write(false), 120);
   }
 
   /** One of `allowed`, the first if the hash says something else. */
@@ -51,12 +54,14 @@ class Route {
   }
 
   #read(): void {
+    clearTimeout(this.#waiting);
     const [view, query = ''] = location.hash.slice(1).split('?', 2);
     this.view = view;
     this.params = Object.fromEntries(new URLSearchParams(query));
   }
 
   #write(push: boolean): void {
+    clearTimeout(this.#waiting);
     const hash = this.hash(this.view, this.params);
     try {
       history[push ? 'pushState' : 'replaceState'](null, '', hash);

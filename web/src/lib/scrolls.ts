@@ -10,6 +10,7 @@ export function scrolls(node: HTMLElement, label = 'Scrolls sideways') {
       if (wide) node.setAttribute(name, value);
       else node.removeAttribute(name);
   };
+  update();
   const watcher = new ResizeObserver(update);
   watcher.observe(node);
   for (const child of node.children) watcher.observe(child);

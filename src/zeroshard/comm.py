@@ -114,15 +114,14 @@ class Work:
         while self._handles:
             _named(self._handles[0].wait)
             self._handles.pop(0)
-            self.stood_still(since)
-            since = time.perf_counter_ns()
+        self.stood_still(since)
         ends(self._event)
         self._held = None
         _holding.discard(self)
 
     def stood_still(self, since: int) -> None:
         """The program has done nothing but wait for this, since that time of `perf_counter_ns`."""
-        if self._event is not None:
+        if self._event is not None and not self._event.end:
             self._event.waited += time.perf_counter_ns() - since
 
     def hold(self, tensor: Tensor) -> None:

@@ -506,6 +506,7 @@ def test_a_run_equals_its_ledger_events_and_layout(ranks, world, stage):
     for rank, mine in enumerate(told):
         summary, shown = page["summary"][rank], page["recording"]["ranks"][rank]
         assert summary["held"] == mine["held"]
+        assert summary["tiers"] == {"device": mine["held"]}
         assert summary["predicted"] == mine["predicted"]
         assert {phase: most["total"] for phase, most in summary["phases"].items()} == mine["phases"]
         assert summary["numel"] == sum(stop - start for _, start, stop in _owned(layout, rank))

@@ -356,6 +356,10 @@ def run(of: dict[str, Any]) -> None:
     if len(of["summary"]) > screen.RANKS_SHOWN:
         table.caption = f"and {len(of['summary']) - screen.RANKS_SHOWN} more ranks"
     _table(table)
+    for one in of["summary"][: screen.RANKS_SHOWN]:
+        if set(one["tiers"]) != {"device"}:
+            shares = ", ".join(f"{tier} {sum(held.values()):,}" for tier, held in one["tiers"].items())
+            _say(f"  rank {one['rank']}, by tier: {shares}", markup=False)
     _units(of)
     recording = of["recording"]
     if recording is None:

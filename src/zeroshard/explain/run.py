@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import StateError, UserError
+from ..events import DEVICE
 from ..planner import predict_states
 from ..planner.states import owned
 from .document import Page, built_in, document
@@ -62,6 +63,8 @@ def gather(zero: Zero) -> dict[str, Any]:
         step["shift"] = time.time_ns() - time.perf_counter_ns()  # to the wall clock, which ranks share
         traffic = traffic_of(step["moves"], span[0])
         notes = shorten(step)
+        if any(tier != DEVICE and any(held.values()) for tier, held in zero.ledger().tiers.items()):
+            notes.append("memory over the step is that of all tiers together")
         if not began_before(record, span[0]):
             notes.append("the record was too short for the whole step: zero.record(limit) with more")
     summaries = zero._group.describe({"summary": _summary(zero, step), "traffic": traffic, "notes": notes})
@@ -151,14 +154,19 @@ def _summary(zero: Zero, step: dict[str, Any] | None) -> dict[str, Any]:
     return {
         "rank": zero.rank,
         "numel": owned(zero.partition)[zero.rank].numel,
-        "held": {state: nbytes for state, nbytes in ledger.held.items() if nbytes},
+        "held": _some(ledger.held),
         "predicted": predicted,
-        "most": {state: nbytes for state, nbytes in ledger.peak.items() if nbytes},
+        "tiers": {tier: rests for tier, held in ledger.tiers.items() if (rests := _some(held))},
+        "most": _some(ledger.peak),
         "phases": {phase: {"total": most.total, "held": most.held} for phase, most in ledger.phases.items()},
         "step": None if step is None else step["span"][1] - step["span"][0],
         "waited": None if step is None else step["waited"],
         "peak": None if step is None or step["peak"] is None else step["peak"]["total"],
     }
+
+
+def _some(held: Mapping[str, int]) -> dict[str, int]:
+    return {state: nbytes for state, nbytes in held.items() if nbytes}
 
 
 def _shown(summary: Sequence[Mapping[str, Any]]) -> list[int]:

@@ -50,7 +50,7 @@ RUN = {
     },
     "summary": [
         {
-            "rank": int, "numel": int, "held": HELD, "predicted": Maybe(HELD), "most": HELD,
+            "rank": int, "numel": int, "held": HELD, "predicted": Maybe(HELD), "most": HELD, "tiers": Each(HELD),
             "phases": Each({"total": int, "held": HELD}), "step": Maybe(int), "waited": Maybe(int), "peak": Maybe(int),
         }
     ],

@@ -109,6 +109,14 @@ def test_closeness_notices_what_matters():
         assert_close(stored, other, "")
 
 
+@pytest.mark.slow
+def test_the_builds_own_ranks_write_the_same(ranks, tmp_path, monkeypatch):
+    """`python -m zeroshard.explain.build` starts its own ranks; what they capture is what these captured."""
+    monkeypatch.setattr(build, "TARGET", tmp_path / "walkthroughs.json")
+    assert build.main() == 0
+    assert (tmp_path / "walkthroughs.json").read_text(encoding="utf-8") == build.written(rebuilt(ranks))
+
+
 def test_what_the_build_writes_reads_back():
     value = {"a": [1, 2.5, None, "x"], "b": {"c": [[1, 2], [3] * 90], "d": "é" * 200}, "e": [], "f": {}}
     assert json.loads(build.written(value)) == value

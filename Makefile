@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo test slow check docs bench
+.PHONY: install demo test slow check docs bench web
 
 install: .venv/installed
 
@@ -26,3 +26,6 @@ docs: install ## the README's snippets, examples and links
 
 bench: install ## zeroshard beside its peers: training steps, checkpoints; an hour. BENCH=--quick: training only, a minute
 	$(BIN)/python -m bench $(BENCH)
+
+web: ## the page's template, from web/ into the package; needs Node 20.19 or later
+	cd web && npm ci --no-audit --no-fund && npm run check && npm test && npm run build && cp dist/index.html ../src/zeroshard/explain/page.html

@@ -141,6 +141,7 @@ def test_the_options_are_these():
         "ckpt verify": "help json",
         "ckpt diff": "help json",
         "ckpt export": "dtype file-size help json overwrite",
+        "explain": "element help open out text",
         "verify": "accumulate bucket-mib clip help json precision ranks seed stage steps timeout",
     }
     for command, options in wanted.items():
@@ -155,11 +156,12 @@ def test_the_options_are_these():
 
 
 def test_a_run_leaves_its_files(run):
-    """run.json, metrics.jsonl, ledger.json and weights that the plain model loads; held equals predicted."""
+    """run.json, metrics.jsonl, ledger.json, explain.json and weights that the plain model loads; held equals predicted."""
     out, shown = run
     assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["step-00000010", "step-00000012"]
     assert sorted(path.name for path in out.iterdir()) == [
         "checkpoints",
+        "explain.json",
         "ledger.json",
         "metrics.jsonl",
         "model.safetensors",
@@ -360,6 +362,8 @@ def test_demo(tmp_path):
     assert "From the checkpoint of step 11, saved on 2 ranks at stage 3, resumed on 1 rank at stage 1" in done.stdout
     assert f"The bits are equal: 1 losses, 1 gradient norms, all weights (sha256 {digest[:16]})" in done.stdout
     assert "What the model writes" in done.stdout
+    assert f"number by number: {tmp_path / 'stage3' / 'zero.html'}\n" in done.stdout
+    assert (tmp_path / "stage3" / "zero.html").stat().st_size < 450_000
     for stage in (3, 0):  # the README's table is of this model on two ranks
         rank_0 = json.loads((tmp_path / f"stage{stage}" / "ledger.json").read_text())["ranks"][0]
         nbytes = {state: rank_0["held"][state] for state in rank_0["predicted"]}

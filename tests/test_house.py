@@ -15,7 +15,7 @@ import zeroshard
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "zeroshard"
 PUBLIC = ["Comm", "Error", "Layout", "Offload", "Precision", "Zero", "load", "plan", "shard"]
-CAPS = {"core": 4350, "storage": 1770}  # lines: see docs/decisions/core-size.md
+CAPS = {"core": 4600, "storage": 1800}  # lines: see docs/decisions/core-size.md
 STORAGE = {"files", "manifest", "checkpoint", "saving", "loading", "tier", "nvme"}
 NOT_LAYERS = {"__init__", "__main__"}
 
@@ -70,7 +70,7 @@ def test_the_reading_order_names_every_file_of_the_core():
 @pytest.mark.parametrize("name", ORDER)
 def test_a_layer_imports_only_what_stands_above_it(name):
     ours = {module.removeprefix("zeroshard.") for module in imported(PACKAGE / f"{name}.py") if "zeroshard" in module}
-    outside = {"integrations"} if name == "api" else set()  # imported by the methods of Zero that need them
+    outside = {"integrations", "explain"} if name == "api" else set()  # imported by the methods of Zero that need them
     assert ours - set(ORDER[: ORDER.index(name)]) - outside == set()
 
 
@@ -132,4 +132,4 @@ def test_the_wheel_is_pure_and_typed(tmp_path):
     assert wheel.name == f"zeroshard-{zeroshard.__version__}-py3-none-any.whl"
     packed = set(zipfile.ZipFile(wheel).namelist())
     assert {f"zeroshard/{path.relative_to(PACKAGE)}" for path in PACKAGE.rglob("*.py")} <= packed
-    assert "zeroshard/py.typed" in packed
+    assert {"zeroshard/py.typed", "zeroshard/explain/page.html", "zeroshard/explain/walkthroughs.json"} <= packed

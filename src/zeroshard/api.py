@@ -9,7 +9,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,9 @@ from .schedule import Schedule, in_backward
 from .stage import Placements, placements
 from .tier import STATES, DeviceTier, HostTier, Offload, Tier
 from .unit import Managed, Unit, borrowed, check_initialisers, find_units, managed_parameters, materialise, on_meta
+
+if TYPE_CHECKING:
+    from .explain.document import Page
 
 
 def shard(
@@ -680,6 +683,19 @@ class Zero:
             )
         if self.rank == 0:
             trace.write(path, ranks)
+
+    def explain(
+        self, path: str | os.PathLike[str] | None = None, *, metrics: Sequence[Mapping[str, float]] | None = None
+    ) -> Page:
+        """One HTML page about this run, and about ZeRO: who holds what, the last recorded step, predicted and held.
+
+        path: the file that rank 0 writes; None: none, a notebook shows what is returned. metrics: {"step": 1, "loss":
+        2.5, "grad_norm": ...} of each step, for the curves. `record()` before the steps of interest, on every rank; the
+        last whole one is shown. Opens without a network. Collective.
+        """
+        from .explain import run
+
+        return run.explain(self, path, metrics)
 
 
 def _own_modules(units: list[Unit]) -> dict[int, list[tuple[str, nn.Module]]]:

@@ -120,13 +120,20 @@ class Work:
         return all(handle.is_completed() for handle in self._handles)
 
     def wait(self) -> None:
+        since = time.perf_counter_ns()
         while self._handles:
             assert self._wait is not None
             self._wait(self._handles[0])
             self._handles.pop(0)
+        self.stood_still(since)
         ends(self._event)
         self._held = None
         _holding.discard(self)
+
+    def stood_still(self, since: int) -> None:
+        """The program has done nothing but wait for this, since that time of `perf_counter_ns`."""
+        if self._event is not None and not self._event.end:
+            self._event.waited += time.perf_counter_ns() - since
 
     def hold(self, tensor: Tensor) -> None:
         """Keep the memory that the collective works on alive until it is through, even if its owner is dropped."""

@@ -37,7 +37,8 @@ class Traffic:
 class Event:
     """Something that happened on this rank. Times in nanoseconds of `time.perf_counter_ns`; `end` is 0 until it ended.
 
-    A collective ends when somebody has waited for it: that is no later than its result was needed.
+    A collective ends when somebody has waited for it: that is no later than its result was needed. `waited`: for how
+    many nanoseconds the program stood still until then.
     """
 
     verb: str
@@ -49,6 +50,7 @@ class Event:
     received: int
     start: int
     end: int = 0
+    waited: int = 0
 
 
 @dataclass(frozen=True)

@@ -220,7 +220,9 @@ class Reduction:
             elif time.monotonic() > deadline:
                 self._patient, self._patience = False, self._patience / 8
             else:
+                since = time.perf_counter_ns()
                 time.sleep(0.0001)
+                self._under_way[0][1].stood_still(since)
 
     def _land_first(self) -> None:
         flight, work, receive = self._under_way.pop(0)

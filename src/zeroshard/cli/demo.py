@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from zeroshard.cli import launch, screen
+from zeroshard.cli import explain, launch, screen
 from zeroshard.cli.check import Check, check
 from zeroshard.cli.config import SIZES, InputError, Launch, RunConfig
 from zeroshard.cli.data import make_writable
@@ -73,7 +73,7 @@ def demo(*, steps: int, ranks: int, seed: int, out: str) -> int:
     screen.say("\n[bold]What the model writes, a line after each beginning[/bold]\n")
     for line in _sample(runs[3], seed):
         screen.console.print(f"  {line}", markup=False, style="cyan", soft_wrap=True)
-    screen.say("")
+    screen.say(f"\nThe step of the run at stage 3, and ZeRO number by number: {explain.write(runs[3])}\n")
     return code
 
 

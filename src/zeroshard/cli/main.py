@@ -112,6 +112,7 @@ def train(
       [bold]run.json[/bold]           settings, hash of the data, versions
       [bold]metrics.jsonl[/bold]      a line per step: loss, gradient norm, learning rate, tokens/s
       [bold]ledger.json[/bold]        bytes of every rank, predicted and held, and bytes sent
+      [bold]explain.json[/bold]       one step of every rank, for `zeroshard explain RUN_DIR`
       [bold]model.safetensors[/bold]  the full weights
       [bold]checkpoints/[/bold]       what --resume RUN_DIR goes on from
 
@@ -155,6 +156,42 @@ def demo(
     from zeroshard.cli.demo import demo as run_demo
 
     raise typer.Exit(run_demo(steps=steps, ranks=ranks, seed=seed, out=out))
+
+
+@app.command("explain")
+def explain_run(
+    run_dir: Annotated[
+        str | None, typer.Argument(metavar="RUN_DIR", help="A folder of `zeroshard train`.", show_default=False)
+    ] = None,
+    out: Annotated[
+        str | None,
+        _option(ANSWER, "The page. [dim]\\[default: RUN_DIR/zero.html, or ./zero.html][/dim]", show_default=False),
+    ] = None,
+    text: Annotated[bool, _option(ANSWER, "Print it here instead.", "--text")] = False,
+    element: Annotated[
+        str | None,
+        _option(
+            ANSWER,
+            "With --text, without RUN_DIR: which parameter to follow. [dim]\\[default: W_q\\[0,0]][/dim]",
+            metavar="SYMBOL[ROW,COLUMN]",
+            show_default=False,
+        ),
+    ] = None,
+    browse: Annotated[
+        bool, _option(ANSWER, "Show the page in a browser, or only write it.", "--open/--open-nothing")
+    ] = False,
+) -> None:
+    """ZeRO number by number, and a run of yours beside it: one HTML page, or text.
+
+      zeroshard explain                  a transformer of 260 parameters through one step of each stage
+      zeroshard explain run/mine         and who held what, and waited for what, in a step of that run
+      zeroshard explain run/mine --text
+
+    The page needs no network and no server. Every number on it comes from a run of the engine.
+    """
+    from zeroshard.cli.explain import explain
+
+    explain(run_dir, out=out, text=text, element=element, browse=browse)
 
 
 @app.command()
@@ -443,6 +480,14 @@ def check_rank(folder: str) -> None:
     from zeroshard.cli.check import check_rank as run_rank
 
     run_rank(folder)
+
+
+@app.command(hidden=True)
+def explain_rank(folder: str) -> None:
+    """One rank of `python -m zeroshard.explain.build`, started by it."""
+    from zeroshard.explain.build import capture_rank
+
+    capture_rank(folder)
 
 
 @app.command(hidden=True)

@@ -27,9 +27,11 @@ from zeroshard.cli.data import Corpus
 from zeroshard.cli.model import GPT
 from zeroshard.cli.resume import CHECKPOINTS, MANIFEST, run_of
 from zeroshard.errors import CheckpointError
+from zeroshard.explain.run import record_step
 from zeroshard.planner import predict_states
 
 CLIP = 1.0
+RECORDED = 2  # steps are recorded, and the later one explained: the first gathers before anybody knows in what order
 EXCHANGE_EVERY = 10  # steps between two exchanges of losses; the ranks run on without each other's in between
 
 
@@ -46,8 +48,11 @@ def train(config: RunConfig, launch: Launch, corpus: Corpus) -> None:
     start = _resume(config, zero, scheduler, corpus) if config.resume else 0
     if zero.rank == 0:
         _open_run(config, corpus, model, device, start)
+    explained = min(start + RECORDED, config.steps - 1)
     with Journal(config, zero, start) as journal:
         for step in range(start, config.steps):
+            if step == max(start, explained - 1):
+                zero.record()
             losses = []
             for turn in range(config.accumulate):
                 windows = corpus.micro_batch(
@@ -66,6 +71,9 @@ def train(config: RunConfig, launch: Launch, corpus: Corpus) -> None:
             journal.add(losses, norm, float(scheduler.get_last_lr()[0]))
             scheduler.step()
             optimizer.zero_grad()
+            if step == explained:
+                record_step(zero, Path(config.out))
+                zero.record(0)
             if config.save_every and (step + 1) % config.save_every == 0 and step + 1 < config.steps:
                 journal.flush()  # so that the curve reaches as far as the checkpoint
                 _save(config, zero, scheduler, corpus, step + 1)
@@ -239,7 +247,7 @@ def _open_run(config: RunConfig, corpus: Corpus, model: GPT, device: torch.devic
     }
     record = {"config": config.record(), "data": corpus.record(), **facts}
     out, curve = Path(config.out), _curve(config, start)
-    for name in ("metrics.jsonl", "ledger.json", "model.safetensors"):
+    for name in ("metrics.jsonl", "ledger.json", "explain.json", "model.safetensors"):
         (out / name).unlink(missing_ok=True)  # of an earlier run: not to be taken for this one's
     if not config.resume:
         shutil.rmtree(out / CHECKPOINTS, ignore_errors=True)

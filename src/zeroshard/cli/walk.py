@@ -1,0 +1,459 @@
+"""The page's document in the terminal: the walkthroughs, and the last recorded step of a run."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich.markup import escape
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from zeroshard.cli import screen
+from zeroshard.cli.config import InputError
+
+# A letter beside the colour, so that a terminal without colours says the same.
+VERSIONS = {"old": (".", "dim"), "new": ("N", "green")}
+STATES = ("parameters", "gradients", "master", "exp_avg", "exp_avg_sq", "step")  # in this order, then any others
+BAR = 52  # characters at most
+UNITS_SHOWN = 24
+ELEMENT = re.compile(r"(\w+)\[(\d+)(?:,\s*(\d+))?\]")
+
+
+def walkthroughs(built_in: dict[str, Any], element: str) -> None:
+    """All of them, one after the other. Raises `InputError` where there is no such element."""
+    chosen = find_element(built_in["transformer"], element)
+    _transformer(built_in["transformer"], *chosen)
+    _four(built_in["four"])
+    _layers(built_in["layers"])
+    _overview(built_in["overview"])
+
+
+def find_element(transformer: Mapping[str, Any], wanted: str) -> tuple[int, str]:
+    """The flat index of `W_q[0,0]`, `gamma1[3]` or `8`, and its name."""
+    tensors = transformer["tensors"]
+    if wanted.isdigit() and int(wanted) < transformer["numel"]:
+        flat = int(wanted)
+        tensor = next(t for t in tensors if t["start"] <= flat < t["start"] + t["numel"])
+        return flat, _element_name(tensor, flat - tensor["start"])
+    match = ELEMENT.fullmatch(wanted.strip())
+    found = match and next((t for t in tensors if t["symbol"] == match[1]), None)
+    if match and found:
+        at = [int(index) for index in match.groups()[1:] if index is not None]
+        if len(at) == len(found["shape"]) and all(i < n for i, n in zip(at, found["shape"], strict=True)):
+            offset = at[0] if len(at) == 1 else at[0] * found["shape"][1] + at[1]
+            return found["start"] + offset, _element_name(found, offset)
+    raise InputError(
+        f"--element {wanted}: no such parameter; write a flat index below {transformer['numel']}, or a symbol with its "
+        f"indices: W_q[0,0], gamma1[3]. Symbols: {', '.join(tensor['symbol'] for tensor in tensors)}"
+    )
+
+
+def _element_name(tensor: Mapping[str, Any], offset: int) -> str:
+    at = [offset] if len(tensor["shape"]) == 1 else divmod(offset, tensor["shape"][1])
+    return f"{tensor['symbol']}[{','.join(map(str, at))}]"
+
+
+# ----------------------------------------------------------------------------------------------- 260 parameters
+
+
+def _transformer(of: dict[str, Any], flat: int, name: str) -> None:
+    _heading(f"{of['title']}, one step at every stage")
+    table = screen.new_table("The model", "name", "shape", "elements", "from", "rank 0", "rank 1", "values are")
+    for tensor in of["tensors"]:
+        owned = dict.fromkeys(range(of["ranks"]), 0) | {rank: stop - start for rank, start, stop in tensor["owners"]}
+        shape = " x ".join(map(str, tensor["shape"]))
+        table.add_row(
+            tensor["symbol"], shape, f"{tensor['numel']}", f"{tensor['start']}",
+            *(f"{owned[rank]}" if owned[rank] else "" for rank in range(of["ranks"])), tensor["origin"],
+        )  # fmt: skip
+    _table(table)
+    cut = next(tensor for tensor in of["tensors"] if len(tensor["owners"]) > 1)
+    shares = ", ".join(f"{stop - start} of rank {rank}" for rank, start, stop in cut["owners"])
+    _say(f"Flat, the model is {of['numel']} elements, cut at {of['cuts'][1]}: inside {cut['symbol']}, {shares}.")
+    _corrections(of, "ownership")
+    values = of["runs"]["bf16"]
+    _matrices(of, values)
+    _corrections(of, "forward")
+    for stage in of["stages"]:
+        _stage(of, stage)
+    _frames(of)
+    _adam(of, values, flat, name)
+    _comparison(of)
+    _corrections(of, "memory")
+
+
+def _matrices(of: dict[str, Any], values: dict[str, Any]) -> None:
+    trace = of["runs"]["float64"]["forward"]
+    for rank, forward in enumerate(trace):
+        letter = of["batches"][rank]["micro_batch"]
+        _say(f"\n[bold]Forward of micro-batch {letter} on rank {rank}[/bold], first token, in float64")
+        for what in ("mu", "sigma", "x1", "q", "x2", "logits"):
+            width = forward[what]["shape"][-1]
+            numbers = "  ".join(f"{value:9.5f}" for value in forward[what]["values"][:width])
+            _say(f"  {what:<7}{numbers}", markup=False)
+        _say(f"  {'loss':<7}{forward['loss']:9.5f}", markup=False)
+    w_q = next(tensor for tensor in of["tensors"] if tensor["symbol"] == "W_q")
+    first, last = w_q["start"], w_q["start"] + w_q["numel"]
+    columns: list[tuple[str, Sequence[float]]] = [
+        (f"gradient {batch['micro_batch']}", values["gradients"][batch["rank"]]) for batch in of["batches"]
+    ]
+    columns += [("average", values["average"]), ("master", values["master"]), ("updated", values["master_after"])]
+    _say(f"\n[bold]W_q[/bold], {w_q['numel']} elements: gradients of both micro-batches, their average, the update")
+    for title, flat in columns:
+        rows = [flat[at : at + w_q["shape"][1]] for at in range(first, last, w_q["shape"][1])]
+        for number, row in enumerate(rows):
+            label = title if number == 0 else ""
+            _say(f"  {label:<11}{'  '.join(f'{value:10.6f}' for value in row)}", markup=False)
+
+
+def _stage(of: dict[str, Any], stage: dict[str, Any]) -> None:
+    sharded = [state for state, cut in stage["placements"].items() if cut]
+    what = f"sharded: {', '.join(sharded)}" if sharded else "nothing is sharded"
+    saved = f", {100 * stage['saved']:.4g} % less than stage 0" if stage["saved"] else ""
+    _say(
+        f"\n[bold]Stage {stage['stage']}[/bold]: {what}. {stage['formula']} bytes per parameter, "
+        f"{stage['nbytes']:,} bytes per rank{saved}"
+    )
+    for number, moment in enumerate(stage["moments"]):
+        _say(f"\n  [bold]{number + 1} {moment['title']}[/bold]")
+        _prose(moment["says"], 4)
+        for rank, seen in enumerate(moment["ranks"]):
+            sides = _versions(seen["parameters"], of["numel"])
+            total = sum(seen["held"].values())
+            peak = f", at most {seen['peak']['total']:,}" if seen["peak"] and seen["peak"]["total"] > total else ""
+            line = Text(f"    rank {rank}  ")
+            line.append_text(sides)
+            line.append(f"  {total:,} bytes{peak}")
+            screen.console.print(line, soft_wrap=True)
+            _say(f"            [dim]{_held(seen['held'])}[/dim]")
+        moved = _moved(stage["recording"], moment)
+        if moved:
+            _say(f"    [dim]sent by rank 0: {moved}[/dim]")
+    legend = f"{VERSIONS['old'][0]} parameters from before the step, {VERSIONS['new'][0]} after it, blank: not here"
+    _say(f"  [dim]{legend}[/dim]")
+
+
+def _versions(intervals: Sequence[Sequence[Any]], numel: int) -> Text:
+    """A bar of the flat vector: which parameters are here, from before or after the step."""
+    width = min(BAR, max(screen.console.width - 44, 10))
+    bar = Text("|")
+    at = 0
+    for start, stop, version in intervals:
+        first, last = round(start * width / numel), round(stop * width / numel)
+        letter, style = VERSIONS[version]
+        bar.append(" " * (first - at))
+        bar.append(letter * (last - first), style)
+        at = last
+    bar.append(" " * (width - at) + "|")
+    return bar
+
+
+def _moved(recording: dict[str, Any], moment: dict[str, Any]) -> str:
+    first, last = moment["ranks"][0]["moves"]
+    sums: dict[str, list[int]] = {}
+    for move in recording["ranks"][0]["moves"][first:last]:
+        verb = recording["verbs"][move[0]]
+        if verb in ("gather", "reduce"):
+            row = sums.setdefault(f"{verb} of {recording['states'][move[1]]}", [0, 0, 0])
+            for at, amount in enumerate((1, move[4], move[5])):
+                row[at] += amount
+    return "; ".join(
+        f"{what}, {calls} message{'s' * (calls > 1)} of {logical:,} bytes in all, {sent:,} sent"
+        for what, (calls, logical, sent) in sums.items()
+    )
+
+
+def _frames(of: dict[str, Any]) -> None:
+    for how, grouping in of["backward"].items():
+        ranks = range(of["ranks"])
+        columns = [f"rank {rank}: {what}" for rank in ranks for what in ("stage 1", "at most", "stays")]
+        title = f"Gradient elements held in backward, reduced {'tensor by tensor' if how == 'tensor' else 'by module'}"
+        table = screen.new_table(title, "name", *columns)
+        for frame in grouping["frames"]:
+            cells = [f"{side[what]}" for side in frame["ranks"] for what in ("whole", "transient", "kept")]
+            table.add_row(" ".join(frame["symbols"]), *cells)
+        peak = grouping["peak"]
+        most = [f"{peak[what][rank]}" for rank in ranks for what in ("whole", "transient", "kept")]
+        table.add_section()
+        table.add_row("most", *most, style="bold")
+        _table(table)
+    _corrections(of, "backward")
+
+
+def _adam(of: dict[str, Any], values: dict[str, Any], flat: int, name: str) -> None:
+    """One element through Adam, in fp32 as the ranks have it; the corrected moments in float64 from what they keep."""
+    settings = of["optimizer"]
+    owner = next(
+        rank for rank, (low, high) in enumerate(zip(of["cuts"], of["cuts"][1:], strict=False)) if low <= flat < high
+    )
+    m, v = values["exp_avg"][flat], values["exp_avg_sq"][flat]
+    m_hat, v_hat = m / (1 - settings["beta1"]), v / (1 - settings["beta2"])
+    _say(f"\n[bold]{escape(name)} through Adam[/bold], element {flat}, updated by rank {owner}")
+    lines: Iterable[tuple[str, Any]] = (
+        ("parameter, bf16", values["parameters"][flat]),
+        ("master, fp32", values["master"][flat]),
+        *((f"gradient of {b['micro_batch']}, bf16", values["gradients"][b["rank"]][flat]) for b in of["batches"]),
+        ("their sum", values["sum"][flat]),
+        ("average g", values["average"][flat]),
+        (f"m = {1 - settings['beta1']:.3g} g", m),
+        (f"v = {1 - settings['beta2']:.3g} g^2", v),
+        (f"m^ = m / (1 - {settings['beta1']})", f"{m_hat:.9g}"),
+        (f"v^ = v / (1 - {settings['beta2']})", f"{v_hat:.9g}"),
+        (f"master - {settings['lr']} m^ / (sqrt(v^) + {settings['eps']})", values["master_after"][flat]),
+        ("its bf16 copy, sent to all", values["parameters_after"][flat]),
+    )
+    for what, value in lines:
+        _say(f"  {what:<44}{value}", markup=False)
+    if flat in of["unchanged"]:
+        _say("  [dim]the copy did not change: the update is too small for bf16 here, and lives on in the master[/dim]")
+
+
+def _comparison(of: dict[str, Any]) -> None:
+    table = screen.new_table(
+        "Bytes per rank at rest, predicted and held", "stage", "rank", "predicted", "held", "saved"
+    )
+    for stage in of["stages"]:
+        for rank, held in enumerate(stage["held"]):
+            cells = sum(stage["predicted"][rank].values()), sum(held.values())
+            saved = f"{100 * stage['saved']:.4g} %" if rank == 0 else ""
+            table.add_row(f"{stage['stage']}" if rank == 0 else "", f"{rank}", *(f"{n:,}" for n in cells), saved)
+    table.caption = "with step counters, 4 bytes per tensor"
+    _table(table)
+    timing = screen.new_table("What rank 0 moves, and when", "stage", "verb", "state", "at", "calls", "logical", "sent")
+    last = None
+    for row in of["timing"]:
+        timing.add_row(
+            f"{row['stage']}" if row["stage"] != last else "", row["verb"], row["state"], row["phase"],
+            f"{row['calls']}", f"{row['logical']:,}", f"{row['sent']:,}",
+        )  # fmt: skip
+        last = row["stage"]
+    _table(timing)
+    _corrections(of, "traffic")
+
+
+# ------------------------------------------------------------------------------------------------- the other three
+
+
+def _four(of: dict[str, Any]) -> None:
+    _heading(f"{of['title']}, with activation checkpointing")
+    values = of["values"]
+    names = of["names"]
+    table = screen.new_table("Through one step, in fp16 with fp32 masters", "what", *names)
+
+    def row(what: str, numbers: Sequence[Any]) -> None:
+        table.add_row(what, *(f"{number + 0.0!r}" for number in numbers))
+
+    row("weight", values["parameters"])
+    for rank, gradient in enumerate(values["gradients"]):
+        row(f"gradient, rank {rank}", gradient)
+    for what, key in (("average", "average"), ("m", "exp_avg"), ("v", "exp_avg_sq"), ("master", "master_after"),
+                      ("its fp16 copy", "parameters_after"), ("a bf16 copy", "bf16_after")):  # fmt: skip
+        row(what, values[key])
+    _table(table)
+    for rank, seen in enumerate(values["forward"]):
+        numbers = ", ".join(f"{what} {value + 0.0!r}" for what, value in seen)
+        _say(f"  rank {rank}: {numbers}, loss {values['loss'][rank]!r}; after the step {values['loss_after'][rank]!r}")
+    _corrections(of, "values")
+    for stage in of["stages"]:
+        _say(f"\n[bold]Stage {stage['stage']}[/bold], {stage['nbytes']} bytes per rank: what rank 0 does")
+        for line in stage["story"][0]:
+            nbytes = f"{line['logical']} bytes of {line['state']}" if line["logical"] else ""
+            unit = line["unit"] or "the root"
+            _say(f"  {line['phase']:<9} {line['verb']:<10} {unit:<9} {nbytes:<22} {line['truth']}", markup=False)
+    _corrections(of, "stage 3", "volume")
+    table = screen.new_table(
+        "Stage 3: what checkpointing gathers", "what", "gathers", "recomputed", "elements", "passes"
+    )
+    for way in of["checkpointing"]:
+        recomputed = ", ".join(way["recomputed"]) or "nothing"
+        table.add_row(way["how"], ", ".join(way["gathered"]), recomputed, f"{way['elements']}", f"{way['passes']}")
+    _table(table)
+    _corrections(of, "checkpointing")
+    tiny = of["tiny"]
+    _say(f"\n[bold]Why masters are fp32[/bold]: an update of {tiny['update']} is {tiny['fp16']} in fp16")
+    for one in tiny["weights"]:
+        changes = [f"{dtype} {'changes' if one[f'{dtype}_changes'] else 'stays'}" for dtype in ("fp32", "fp16")]
+        _say(f"  weight {one['weight']:<7} {', '.join(changes)}")
+    _corrections(of, "fp32")
+    table = screen.new_table("Why m and v are stored: the update of w3", "line", "gradient", "kept", "forgotten")
+    for step in of["memory"]:
+        cells = (step[key][2] for key in ("gradient", "kept", "forgotten"))
+        table.add_row(f"step {step['step']}", *(f"{value:.6f}" for value in cells))
+    _table(table)
+
+
+def _layers(of: dict[str, Any]) -> None:
+    _heading(of["title"])
+    first, last = of["window"]
+    fragments = ", ".join(f"rank {rank} [{start}, {stop})" for rank, start, stop in of["cut"]["fragments"])
+    _say(
+        f"{of['numel']:,} parameters in one flat buffer, padded to {of['padded'][str(of['ranks'])]:,} for "
+        f"{of['ranks']} ranks. The cut is inside {of['cut']['name']}: {fragments}. Elements {first} to {last - 1}:"
+    )
+    last_step = None
+    for step in of["path"]:
+        if step["step"] != last_step:
+            _say(f"\n  [bold]{step['step']}[/bold], {step['dtype']}")
+            _prose(step["says"], 4)
+            last_step = step["step"]
+        who = "both" if step["rank"] is None else f"rank {step['rank']}"
+        blank = " " * 9 * (step["start"] - first)
+        _say(f"    {who:<7}{blank}{''.join(f'{value:9.4f}' for value in step['values'])}", markup=False)
+    _corrections(of, "buffer")
+    rows = of["instances"]["rows"]
+    columns = ("optimizer", "reduce_inside", "reduce_between", "gather_inside", "total")
+    title = f"K optimizer instances on {of['instances']['ranks']} ranks: bytes per parameter, and P sent per rank"
+    table = screen.new_table(title, "K", *(column.replace("_", " ") for column in columns))
+    for row in rows:
+        table.add_row(f"{row['replicas']}", *(f"{row[column]:g}" for column in columns))
+    _table(table)
+    _corrections(of, "instances", "profile")
+
+
+def _overview(of: dict[str, Any]) -> None:
+    _heading(of["title"])
+    ranks = [one["ranks"] for one in of["stages"][0]["at"]]
+    table = screen.new_table(
+        "Bytes per parameter and rank", "stage", "formula", *(f"N = {count}" for count in ranks), "passes"
+    )
+    for stage in of["stages"]:
+        cells = (f"{one['bytes_per_parameter']:g}" for one in stage["at"])
+        table.add_row(f"{stage['stage']}", stage["formula"], *cells, f"{stage['passes']}")
+    _table(table)
+    equality = of["equality"]
+    equal = all(stage["equal"] for stage in equality["stages"])
+    verdict = "the same bits" if equal else "different bits"
+    _say(
+        f"\nAfter {equality['steps']} steps in {equality['precision']} the stages and plain PyTorch in one process "
+        f"have {verdict}: sha256 {equality['plain'][:16]}"
+    )
+    tiers = screen.new_table(
+        "Where states rest: 10B parameters on 8 ranks, GB per rank", "name", "device", "host", "nvme"
+    )
+    for tier in of["tiers"]:
+        tiers.add_row(tier["name"], *(f"{sum(tier[place].values()) / 1e9:g}" for place in ("device", "host", "nvme")))
+    _table(tiers)
+    _corrections(of, *dict.fromkeys(correction["at"] for correction in of["corrections"]))
+
+
+# -------------------------------------------------------------------------------------------------- a run of yours
+
+
+def run(of: dict[str, Any]) -> None:
+    """Who holds what, where the peak comes from, and what the step waited for."""
+    _heading(of["title"])
+    table = screen.new_table("Bytes per rank at rest", "rank", "state", "predicted", "held", "most")
+    for one in of["summary"][: screen.RANKS_SHOWN]:
+        predicted = one["predicted"] or {}
+        for at, state in enumerate(dict.fromkeys([*predicted, *one["held"]])):
+            cells = (predicted.get(state), one["held"].get(state, 0), one["most"].get(state, 0))
+            table.add_row("" if at else f"{one['rank']}", state, *("" if n is None else f"{n:,}" for n in cells))
+        table.add_section()
+    if len(of["summary"]) > screen.RANKS_SHOWN:
+        table.caption = f"and {len(of['summary']) - screen.RANKS_SHOWN} more ranks"
+    _table(table)
+    for one in of["summary"][: screen.RANKS_SHOWN]:
+        if set(one["tiers"]) != {"device"}:
+            shares = ", ".join(f"{tier} {sum(held.values()):,}" for tier, held in one["tiers"].items())
+            _say(f"  rank {one['rank']}, by tier: {shares}", markup=False)
+    _units(of)
+    recording = of["recording"]
+    if recording is None:
+        _say("\nNo step was recorded: zero.record() before the steps, on every rank")
+    else:
+        _step(recording, of["layout"]["units"])
+    if of["curves"]:
+        _curve(of["curves"])
+
+
+def _units(of: dict[str, Any]) -> None:
+    layout = of["layout"]
+    numel = [0] * len(layout["units"])
+    tensors = [0] * len(layout["units"])
+    for bucket in layout["buckets"]:
+        for _, shape, _ in layout["slots"][bucket["first"] : bucket["last"]]:
+            numel[bucket["unit"]] += math.prod(shape)
+            tensors[bucket["unit"]] += 1
+    table = screen.new_table("Units, the largest first", "unit", "tensors", "elements", "share")
+    order = sorted((unit for unit, count in enumerate(tensors) if count), key=lambda unit: -numel[unit])
+    for unit in order[:UNITS_SHOWN]:
+        name = escape(layout["units"][unit]) or "(root)"
+        table.add_row(name, f"{tensors[unit]:,}", f"{numel[unit]:,}", f"{100 * numel[unit] / of['numel']:.1f} %")
+    if len(order) > UNITS_SHOWN:
+        table.caption = f"and {len(order) - UNITS_SHOWN} more"
+    _table(table)
+
+
+def _step(recording: dict[str, Any], units: Sequence[str]) -> None:
+    for rank in recording["ranks"][: screen.RANKS_SHOWN]:
+        took = (rank["span"][1] - rank["span"][0]) / 1e6
+        waited = rank["waited"] / 1e6
+        _say(
+            f"\n[bold]The recorded step on rank {rank['rank']}[/bold]: {took:.1f} ms, of which it stood still for "
+            f"{waited:.1f} ms ({100 * waited / took if took else 0:.0f} %)"
+        )
+        for name, start, end in rank["phases"]:
+            _say(f"  {name:<9} {(end - start) / 1e6:8.1f} ms", markup=False)
+        for line in rank["peak"]["says"] if rank["peak"] else ():
+            _say(f"  {line}", markup=False)
+        _longest(recording, rank, units)
+    if recording["note"]:
+        _say(f"  [dim]{escape(recording['note'])}[/dim]")
+
+
+def _longest(recording: dict[str, Any], rank: dict[str, Any], units: Sequence[str]) -> None:
+    """The messages that the rank stood still for, longest first."""
+    waiting = sorted((move for move in rank["moves"] if move[9]), key=lambda move: -move[9])[:5]
+    for move in waiting:
+        what = f"{recording['verbs'][move[0]]} {recording['states'][move[1]]}".strip()
+        of = f" of {units[move[3]] or 'the root'}" if move[3] >= 0 else ""
+        what = "the other ranks to agree" if what == "control" else f"{what}{of}, {move[4]:,} bytes"
+        _say(f"  waited {move[9] / 1e6:7.2f} ms for {what}", markup=False)
+
+
+def _curve(curves: dict[str, Any]) -> None:
+    if not curves["rows"]:
+        return
+    table = screen.new_table("First and last steps", *curves["columns"])
+    rows = curves["rows"]
+    for row in rows if len(rows) <= 6 else [*rows[:3], *rows[-3:]]:
+        table.add_row(*("" if value is None else f"{value:g}" for value in row))
+    _table(table)
+
+
+# ---------------------------------------------------------------------------------------------------------- pieces
+
+
+def _say(line: str, *, markup: bool = True) -> None:
+    screen.console.print(line, markup=markup, soft_wrap=True)
+
+
+def _prose(text: str, indent: int) -> None:
+    """Sentences, wrapped at the terminal's width."""
+    screen.console.print(Padding(Text(text, style="dim"), (0, 0, 0, indent), expand=False))
+
+
+def _heading(title: str) -> None:
+    screen.console.print()
+    screen.console.rule(f"[bold]{escape(title)}[/bold]", align="left")
+    screen.console.print()
+
+
+def _table(table: Table) -> None:
+    screen.wide(table)
+
+
+def _held(held: Mapping[str, int]) -> str:
+    order = [state for state in STATES if state in held]
+    return ", ".join(f"{state} {held[state]:,}" for state in dict.fromkeys([*order, *held]))
+
+
+def _corrections(of: dict[str, Any], *places: str) -> None:
+    for correction in of["corrections"]:
+        if correction["at"] in places:
+            _say(f"  [yellow]text {correction['text']} says[/yellow] {escape(correction['says'])}")
+            _prose(correction["right"], 4)

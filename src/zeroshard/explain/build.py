@@ -1,0 +1,101 @@
+"""`python -m zeroshard.explain.build`: run the walkthroughs on two local ranks and write what the page shows of them.
+
+The engine computes every number. What it writes depends on no clock, so it is the same at every run with the same torch
+on the same kind of processor: a test builds it anew and compares.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..cli import launch
+from ..cli.config import InputError, Launch
+from .document import document
+
+RANKS = 2
+TARGET = Path(__file__).with_name("walkthroughs.json")
+
+
+def capture() -> dict[str, Any]:
+    """What one rank contributes. Collective, on two ranks; JSON-able."""
+    from . import walk4, walk260, walk_layers
+
+    return {"transformer": walk260.capture(), "four": walk4.capture(), "layers": walk_layers.capture()}
+
+
+def assemble(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The whole document from what every rank captured."""
+    import torch
+
+    from ..planner.texts import text
+    from . import overview, walk4, walk260, walk_layers
+
+    read = json.loads(json.dumps(ranks))  # the launched ranks' captures come through files; all others alike
+    of = {part: [rank[part] for rank in read] for part in read[0]}
+    transformer = walk260.assemble(of["transformer"])
+    walkthroughs = {
+        # Kernels are chosen by processor, and the last bits of a sum with them.
+        "made": {"torch": str(torch.__version__), "cpu": torch.backends.cpu.get_cpu_capability()},
+        "transformer": transformer,
+        "four": walk4.assemble(of["four"]),
+        "layers": walk_layers.assemble(of["layers"]),
+        "overview": overview.assemble(transformer, of["transformer"]),
+        "texts": {letter: text(letter).json() for letter in "ABCDE"},
+    }
+    return document(walkthroughs=walkthroughs, run=None)
+
+
+def written(document: dict[str, Any]) -> str:
+    """As a file whose changes people can read: one line for every list of numbers or words, and for every key."""
+    return _lines(document, "") + "\n"
+
+
+def _lines(value: Any, indent: str) -> str:
+    inner = indent + " "
+    whole = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    if len(whole) <= 120 or not isinstance(value, (dict, list)):
+        return whole
+    if isinstance(value, dict):
+        parts = [f"{json.dumps(key, ensure_ascii=False)}:{_lines(part, inner)}" for key, part in value.items()]
+        return "{\n" + ",\n".join(inner + part for part in parts) + "}"
+    if not any(isinstance(part, (dict, list)) for part in value):
+        return whole
+    return "[\n" + ",\n".join(inner + _lines(part, inner) for part in value) + "]"
+
+
+def main() -> int:
+    with tempfile.TemporaryDirectory(prefix="zeroshard-explain-") as folder:
+        if code := launch.start_ranks(["explain-rank", folder], RANKS):
+            return code
+        captured = [json.loads((Path(folder) / f"rank{rank}.json").read_text("utf-8")) for rank in range(RANKS)]
+    TARGET.write_text(written(assemble(captured)), encoding="utf-8")
+    print(f"{TARGET}: {TARGET.stat().st_size:,} bytes")
+    return 0
+
+
+def capture_rank(folder: str) -> None:
+    """One rank, started by `main`."""
+    place = Launch.from_environment()
+    if place is None or place.ranks != RANKS:
+        raise InputError("explain-rank is what `python -m zeroshard.explain.build` starts; run that")
+    launch.end_at_once_when_told(launched=True)
+    launch.alone(_capture, Path(folder), place)
+
+
+def _capture(folder: Path, place: Launch) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    captured = json.dumps(capture(), allow_nan=False)
+    (folder / f"rank{place.rank}.json").write_text(captured, encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""Looking into a small run while it happens: a clock of ticks, and what one rank has at named moments of a step.
+
+Named hazard, *inside the engine*: the moment between Adam and the gather, when ranks hold old and new parameters, lies
+inside `optimizer.step()`. So an observer stands in front of its own engine's gathers. Only the small models of this
+package are watched that way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from .. import events
+from ..api import Zero
+from .document import numbers
+from .recording import Told, one_step
+
+_EVENTS: Any = events
+PATIENCE = 60.0  # seconds: how a reduction is waited for must not depend on how busy this machine is
+
+
+@contextlib.contextmanager
+def ticking() -> Iterator[None]:
+    """Inside, the record of events counts what it notes instead of reading a clock: the same at every run."""
+    ticks = itertools.count(1)
+    before, library = _EVENTS.time, torch._C._get_mkldnn_enabled()  # its kernels and their bits differ by processor
+    _EVENTS.time = SimpleNamespace(perf_counter_ns=lambda: next(ticks))
+    try:
+        torch._C._set_mkldnn_enabled(False)
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(library)
+        _EVENTS.time = before
+
+
+def tick() -> int:
+    return int(_EVENTS.time.perf_counter_ns())
+
+
+class Observer:
+    """One rank's engine under observation. `moments`: (name, tick), in order; `seen`: what the tensors were then."""
+
+    def __init__(self, zero: Zero) -> None:
+        self.zero = zero
+        self.moments: list[tuple[str, int]] = []
+        self.seen: dict[str, dict[str, list[Any]]] = {}
+        zero._reduction._patience = PATIENCE
+        zero.record()
+
+    def look(self, name: str) -> None:
+        """Note the moment, with the parameters and gradients that this rank has: flat, bucket after bucket."""
+        self.zero.ledger()  # counts what the optimizer has made since
+        self.moments.append((name, tick()))
+        buffers = self.zero._buffers
+        resting = [buffer.shard if buffer.place.parameters else buffer.full for buffer in buffers]
+        held = [buffer.gradients for buffer in buffers if buffer.gradients is not None]
+        self.seen[name] = {
+            "parameters": [value for tensor in resting for value in numbers(tensor)],
+            "gradients": [value for tensor in held for value in numbers(tensor)],
+        }
+
+    @contextlib.contextmanager
+    def watching_gathers(self) -> Iterator[None]:
+        """Inside, the first gather of parameters is preceded by a look called "stepped"."""
+        group: Any = self.zero._group
+        gather = group.gather
+
+        def watched(full: Any, bounds: Any, state: str, bucket: int) -> Any:
+            if state == "parameters" and "stepped" not in self.seen:
+                self.look("stepped")
+            return gather(full, bounds, state, bucket)
+
+        group.gather = watched
+        try:
+            yield
+        finally:
+            del group.gather
+
+    def land(self) -> None:
+        """Wait for whatever is arriving."""
+        for buffer in self.zero._buffers:
+            buffer.land()
+
+    def told(self) -> dict[str, Any]:
+        """What was recorded between the first moment and the last, JSON-able; clear the record."""
+        record = self.zero._ledger.record
+        assert record is not None
+        units = [unit.name for unit in self.zero._units]
+        told = Told(self.zero.rank, self.zero.events(), list(record.held))
+        span = self.moments[0][1], self.moments[-1][1]
+        return one_step(told, span) | {"moments": self.moments, "seen": self.seen, "unit_names": units}

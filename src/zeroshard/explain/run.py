@@ -1,0 +1,238 @@
+"""The page about a run of the user's: what every rank tells, put together, of any size.
+
+A large model is shown by its units, then buckets, then tensors; where an element lies is arithmetic on the layout. So
+the document grows with tensors and messages of one step, never with elements or steps.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import StateError, UserError
+from ..events import DEVICE
+from ..planner import predict_states
+from ..planner.states import owned
+from .document import Page, built_in, document
+from .recording import Told, began_before, last_step, layout_json, one_step, shorten, together, traffic_of
+from .shape import check
+
+if TYPE_CHECKING:
+    from ..api import Zero
+
+RANKS_SHOWN = 8  # whose step is shown in full; of all others a line
+CURVE_POINTS = 2_000
+RECORDED, METRICS = "explain.json", "metrics.jsonl"  # in a run's folder
+FORMAT, VERSION = "zeroshard-run", 1
+
+
+def explain(
+    zero: Zero, path: str | os.PathLike[str] | None, metrics: Sequence[Mapping[str, float]] | None = None
+) -> Page:
+    """See `Zero.explain`."""
+    if problems := zero._group.problems(_no_number(metrics or ())):
+        raise UserError("metrics are numbers", where=problems, instead='{"step": step, "loss": loss.item()}')
+    run = gather(zero)
+    run["curves"] = None if metrics is None else curves(metrics)
+    page = Page(document(walkthroughs=built_in(), run=run))
+    if path is not None and zero.rank == 0:
+        page.write(path)
+    return page
+
+
+def gather(zero: Zero) -> dict[str, Any]:
+    """A `Run` without curves, the same on every rank. Collective."""
+    record = zero._ledger.record
+    span = None if record is None else last_step(zero.events())
+    silent = zero._group.describe(record is None)
+    if any(silent) and not all(silent):
+        raise StateError(
+            "some ranks have recorded and others have not",
+            where=f"ranks {[rank for rank, none in enumerate(silent) if none]}",
+            instead="zero.record() on every rank, before the steps",
+        )
+    step, notes = None, []
+    traffic: list[dict[str, Any]] = []
+    if record is not None and span is not None:
+        step = one_step(Told(zero.rank, zero.events(), list(record.held)), span)
+        step["shift"] = time.time_ns() - time.perf_counter_ns()  # to the wall clock, which ranks share
+        traffic = traffic_of(step["moves"], span[0])
+        notes = shorten(step)
+        if any(tier != DEVICE and any(held.values()) for tier, held in zero.ledger().tiers.items()):
+            notes.append("memory over the step is that of all tiers together")
+        if not began_before(record, span[0]):
+            notes.append("the record was too short for the whole step: zero.record(limit) with more")
+    summaries = zero._group.describe({"summary": _summary(zero, step), "traffic": traffic, "notes": notes})
+    summary = [each["summary"] for each in summaries]
+    shown = _shown(summary) if step is not None else []
+    steps = zero._group.describe(step if zero.rank in shown else None)
+    units = [unit.name for unit in zero._units]
+    recording = None
+    if shown:
+        notes = [note for each in summaries for note in each["notes"]]
+        if len(shown) < zero.world_size:
+            notes.append(f"of {zero.world_size} ranks {len(shown)} are shown in full")
+        recording = together([one for one in steps if one is not None], units, clock="ns", notes=notes)
+    return {
+        "title": f"{type(zero.model).__name__}, stage {zero.stage}, {zero.world_size} "
+        f"rank{'s' * (zero.world_size != 1)}",
+        "stage": zero.stage,
+        "ranks": zero.world_size,
+        "placements": zero.placements._asdict(),
+        "numel": sum(record.param.numel() for record in zero._managed),
+        "facts": _facts(zero),
+        "dtypes": _dtypes(zero),
+        "layout": layout_json(zero.partition, units),
+        "summary": summary,
+        "recording": recording,
+        "traffic": summaries[0]["traffic"],
+        "curves": None,
+    }
+
+
+def record_step(zero: Zero, folder: Path) -> None:
+    """Leave in a run's folder what `read` wants: the last recorded step of every rank. Collective; rank 0 writes."""
+    run = gather(zero)
+    if zero.rank == 0:
+        text = json.dumps({"format": FORMAT, "version": VERSION, "run": run}, allow_nan=False, separators=(",", ":"))
+        beside = folder / f"{RECORDED}.part"
+        beside.write_text(text + "\n", encoding="utf-8")
+        os.replace(beside, folder / RECORDED)
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """The `Run` that `record_step` left, with the curves of metrics.jsonl. Raises `UserError` for what is not one."""
+    path = folder / RECORDED
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+    except OSError as error:
+        raise UserError(
+            "there is no recorded step to explain",
+            where=str(path),
+            got=error.strerror,
+            instead='a folder that `zeroshard train --out` wrote; in a program of yours zero.explain("page.html")',
+        ) from error
+    except ValueError as error:
+        raise UserError("this is not a recorded step", where=str(path), got=str(error)) from error
+    check(found, str(path), FORMAT, VERSION)
+    run: dict[str, Any] = found["run"]
+    run["curves"] = curves(_metrics(folder / METRICS)) if (folder / METRICS).exists() else None
+    return run
+
+
+def _metrics(path: Path) -> list[dict[str, Any]]:
+    rows = []
+    lines = path.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            if number == len(lines):  # the run is being written, or was killed while it wrote
+                break
+            raise UserError("a line of the metrics cannot be read", where=f"{path}, line {number}") from error
+        if not isinstance(row, dict):
+            raise UserError("a line of the metrics is not a step", where=f"{path}, line {number}", got=line[:40])
+        rows.append(row)
+    return rows
+
+
+def _refuse_constant(word: str) -> float:
+    raise ValueError(f"{word} is no number of bytes or seconds")
+
+
+def _summary(zero: Zero, step: dict[str, Any] | None) -> dict[str, Any]:
+    ledger = zero.ledger()
+    try:
+        predicted: dict[str, int] | None = predict_states(zero)
+    except UserError:  # an optimizer that only steps with a closure cannot be asked what it keeps
+        predicted = None
+    return {
+        "rank": zero.rank,
+        "numel": owned(zero.partition)[zero.rank].numel,
+        "held": _some(ledger.held),
+        "predicted": predicted,
+        "tiers": {tier: rests for tier, held in ledger.tiers.items() if (rests := _some(held))},
+        "most": _some(ledger.peak),
+        "phases": {phase: {"total": most.total, "held": most.held} for phase, most in ledger.phases.items()},
+        "step": None if step is None else step["span"][1] - step["span"][0],
+        "waited": None if step is None else step["waited"],
+        "peak": None if step is None or step["peak"] is None else step["peak"]["total"],
+    }
+
+
+def _some(held: Mapping[str, int]) -> dict[str, int]:
+    return {state: nbytes for state, nbytes in held.items() if nbytes}
+
+
+def _shown(summary: Sequence[Mapping[str, Any]]) -> list[int]:
+    """The ranks that matter most: the first, that with the highest peak, those that waited most and least; the next."""
+    ranks: list[int] = [one["rank"] for one in summary]
+
+    def most(key: str) -> int:
+        return max(ranks, key=lambda rank: summary[rank][key] or 0)
+
+    least = min(ranks, key=lambda rank: summary[rank]["waited"] or 0)
+    return list(dict.fromkeys([0, most("peak"), most("waited"), least, *ranks]))[:RANKS_SHOWN]
+
+
+def _facts(zero: Zero) -> dict[str, Any]:
+    import torch  # here: what reads a recorded step needs no torch
+
+    layout, comm = zero._layout, zero._comm
+    return {
+        "torch": str(torch.__version__),
+        "device": str(zero._device),
+        "threads": torch.get_num_threads(),
+        "backend": zero._group.backend,
+        "bounds": layout.bounds,
+        "bucket_mib": layout.bucket_mib,
+        "align": layout.align,
+        "reduce": comm.reduce,
+        "overlap": "on" if comm.overlap else "off",
+        "prefetch": comm.prefetch,
+    }
+
+
+def _dtypes(zero: Zero) -> list[dict[str, Any]]:
+    counts: dict[tuple[str, ...], int] = {}
+    for bucket in zero.partition.buckets:
+        names = tuple(str(dtype).removeprefix("torch.") for dtype in zero.dtypes(bucket))
+        counts[names] = counts.get(names, 0) + 1
+    return [
+        {"parameters": names[0], "gradients": names[1], "master": names[2], "buckets": count}
+        for names, count in counts.items()
+    ]
+
+
+def _no_number(metrics: Sequence[Mapping[str, Any]]) -> str | None:
+    """The first entry that a curve cannot be drawn through."""
+    entries = ((number, *entry) for number, row in enumerate(metrics) for entry in row.items())
+    wrong = (f"row {row}, {key!r}: {type(n).__name__}" for row, key, n in entries if type(n) not in (int, float))
+    return next(wrong, None)
+
+
+def curves(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Columns of numbers, one row per step; of a long run evenly spaced rows, the first and the last among them."""
+    rows = [
+        {key: value for key, value in row.items() if type(value) in (int, float)}
+        for row in metrics
+    ]  # fmt: skip
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    if not columns:
+        return None
+    kept, note = rows, None
+    if len(rows) > CURVE_POINTS:
+        last = len(rows) - 1
+        kept = [rows[round(number * last / (CURVE_POINTS - 1))] for number in range(CURVE_POINTS)]
+        note = f"{CURVE_POINTS:,} of {len(rows):,} steps"
+    finite = [[_finite(row.get(column)) for column in columns] for row in kept]
+    return {"columns": columns, "rows": finite, "note": note}
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

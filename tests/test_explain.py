@@ -1,0 +1,994 @@
+"""The page's document: every number in it is the run's, and whatever a run is called or holds, the page stays whole."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import math
+import os
+import random
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from bench import golden
+from torch import nn
+
+import zeroshard
+from zeroshard import Precision
+from zeroshard.cli import walk
+from zeroshard.cli.config import InputError
+from zeroshard.errors import UserError
+from zeroshard.explain import build, document, four_weights, recording, run, shape, transformer260, walk_layers
+from zeroshard.explain.transformer260 import TENSORS
+from zeroshard.planner import predict_states
+from zeroshard.stage import STAGES
+
+WEB = Path(__file__).parents[1] / "web"
+PLACEHOLDER = f"<!doctype html><title>t</title>{document.PLACE}<script>start()</script>"
+
+
+@functools.cache
+def rebuilt(ranks) -> dict:
+    """The document, run anew on this machine's kernels."""
+    return build.assemble(ranks.run(2, build.capture))
+
+
+@functools.cache
+def packaged() -> dict:
+    return document.built_in()
+
+
+@pytest.fixture
+def walkthroughs(ranks):
+    return rebuilt(ranks)["walkthroughs"]
+
+
+@pytest.fixture
+def transformer(walkthroughs):
+    return walkthroughs["transformer"]
+
+
+@pytest.fixture
+def template(monkeypatch):
+    """A page of two scripts: the document's and one more."""
+    packed = document._packed
+    monkeypatch.setattr(document, "_packed", lambda name: PLACEHOLDER if name == "page.html" else packed(name))
+
+
+@pytest.fixture
+def kernels():
+    """The kernels that the walkthroughs ran on."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    yield
+    torch._C._set_mkldnn_enabled(before)
+
+
+# ------------------------------------------------------------------------------------------------ the walkthroughs
+
+
+def test_the_walkthroughs_are_what_the_engine_does(ranks):
+    """Run anew on two ranks, the packaged document comes out: byte by byte on the same torch and kind of processor."""
+    again, stored = rebuilt(ranks), build.TARGET.read_text(encoding="utf-8")
+    if again["walkthroughs"]["made"] == packaged()["made"]:
+        assert build.written(again) == stored
+    else:
+        assert_close(again, json.loads(stored), "")
+
+
+def assert_close(got, want, path: str) -> None:
+    """The same but for what another processor's kernels round differently: bf16 keeps eight bits."""
+    if isinstance(want, dict):
+        assert list(got) == list(want), path
+        for key in want:
+            if (path, key) not in {(".walkthroughs", "made"), (".walkthroughs.overview", "equality")}:
+                assert_close(got[key], want[key], f"{path}.{key}")
+    elif isinstance(want, list):
+        assert len(got) == len(want), path
+        for at, (one, other) in enumerate(zip(got, want, strict=True)):
+            assert_close(one, other, f"{path}[{at}]")
+    elif isinstance(want, float):
+        assert got == pytest.approx(want, rel=2**-7, abs=2**-12), path
+    else:
+        assert got == want, path
+
+
+def test_closeness_notices_what_matters():
+    stored = json.loads(build.TARGET.read_text(encoding="utf-8"))
+    assert_close(stored, json.loads(json.dumps(stored)), "")
+    other = json.loads(json.dumps(stored))
+    other["walkthroughs"]["transformer"]["stages"][2]["held"][1]["gradients"] += 1
+    with pytest.raises(AssertionError):
+        assert_close(stored, other, "")
+
+
+@pytest.mark.slow
+def test_the_builds_own_ranks_write_the_same(ranks, tmp_path, monkeypatch):
+    """`python -m zeroshard.explain.build` starts its own ranks; what they capture is what these captured."""
+    monkeypatch.setattr(build, "TARGET", tmp_path / "walkthroughs.json")
+    assert build.main() == 0
+    assert (tmp_path / "walkthroughs.json").read_text(encoding="utf-8") == build.written(rebuilt(ranks))
+
+
+def test_what_the_build_writes_reads_back():
+    value = {"a": [1, 2.5, None, "x"], "b": {"c": [[1, 2], [3] * 90], "d": "é" * 200}, "e": [], "f": {}}
+    assert json.loads(build.written(value)) == value
+
+
+def flat_parameters(model: nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def plain_gradients(dtype: torch.dtype) -> list[torch.Tensor]:
+    """Autograd's gradients of both micro-batches, flat, with the texts' tables in place of W_q's."""
+    found = []
+    for rank, batch in enumerate(transformer260.batches(dtype)):
+        model = transformer260.Transformer260(dtype)
+        transformer260.loss(model, batch).backward()
+        model.attention.W_q.grad.copy_(torch.tensor(transformer260.W_Q_GRADIENTS[rank], dtype=torch.float64))
+        found.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "sent", "held"), [("bf16", torch.bfloat16, torch.float32), ("float64", torch.float64, torch.float64)]
+)
+def test_values_of_the_260_equal_plain_torch(transformer, kernels, name, sent, held):
+    """Forward, gradients, sum, average, m, v, masters and copies: plain PyTorch in one process, bit by bit."""
+    values = transformer["runs"][name]
+    for rank, batch in enumerate(transformer260.batches(sent)):
+        trace = transformer260.Transformer260(sent)(batch.x)
+        for what, tensor in trace._asdict().items():
+            assert values["forward"][rank][what] == document.matrix(tensor), what
+        assert values["forward"][rank]["loss"] == nn.functional.cross_entropy(trace.logits, batch.targets).item()
+    a, b = plain_gradients(sent)
+    assert values["gradients"] == [document.numbers(a), document.numbers(b)]
+    total = (a.float() + b.float()).to(sent) if sent is torch.bfloat16 else a + b
+    average = total / 2
+    assert values["sum"] == document.numbers(total)
+    assert values["average"] == document.numbers(average)
+
+    masters = nn.Parameter(flat_parameters(transformer260.Transformer260(held)))
+    assert values["master"] == document.numbers(masters)
+    assert values["parameters"] == document.numbers(masters.to(sent))
+    optimizer = torch.optim.Adam([masters], lr=transformer["optimizer"]["lr"])
+    masters.grad = average.to(held)
+    optimizer.step()
+    state = optimizer.state[masters]
+    assert values["exp_avg"] == document.numbers(state["exp_avg"])
+    assert values["exp_avg_sq"] == document.numbers(state["exp_avg_sq"])
+    assert values["master_after"] == document.numbers(masters)
+    assert values["parameters_after"] == document.numbers(masters.to(sent))
+    changed = {
+        at
+        for at, (old, new) in enumerate(zip(values["parameters"], values["parameters_after"], strict=True))
+        if old != new
+    }
+    if name == "bf16":
+        assert set(transformer["unchanged"]) == set(range(260)) - changed
+
+
+def test_the_numbers_that_the_texts_trace(transformer):
+    """W_q[0,0] in decimals: 0.020, m 0.002, v 4e-7, 0.12 -> 0.119; its bf16 copy is 0.119140625."""
+    exact, bf16 = transformer["runs"]["float64"], transformer["runs"]["bf16"]
+    first = next(tensor["start"] for tensor in transformer["tensors"] if tensor["symbol"] == "W_q")
+    assert round(exact["average"][first], 15) == 0.020
+    assert round(exact["exp_avg"][first], 15) == 0.002
+    assert round(exact["exp_avg_sq"][first], 18) == 4e-7
+    assert f"{exact['master_after'][first]:.11f}" == "0.11900000050"
+    assert (bf16["master"][first], f"{bf16['master_after'][first]:.6f}") == (0.12, "0.119000")
+    assert bf16["parameters_after"][first] == 0.119140625
+    settings = transformer["optimizer"]
+    m_hat = exact["exp_avg"][first] / (1 - settings["beta1"])
+    v_hat = exact["exp_avg_sq"][first] / (1 - settings["beta2"])
+    step = settings["lr"] * m_hat / (math.sqrt(v_hat) + settings["eps"])
+    assert exact["master"][first] - step == pytest.approx(exact["master_after"][first], abs=1e-17)  # one rounding
+
+
+def test_who_owns_what_of_the_260(transformer):
+    """13 tensors end to end, cut in the middle: 50 and 14 elements of W1."""
+    ends = list(itertools.accumulate(math.prod(entry.shape) for entry in TENSORS))
+    assert [tensor["start"] for tensor in transformer["tensors"]] == [0, *ends[:-1]]
+    assert transformer["cuts"] == [0, 130, 260]
+    for tensor in transformer["tensors"]:
+        elements = range(tensor["start"], tensor["start"] + tensor["numel"])
+        want = [
+            [rank, mine[0] - tensor["start"], mine[-1] + 1 - tensor["start"]]
+            for rank in (0, 1)
+            if (mine := [element for element in elements if element // 130 == rank])
+        ]
+        assert tensor["owners"] == want
+    assert next(t["owners"] for t in transformer["tensors"] if t["symbol"] == "W1") == [[0, 0, 50], [1, 50, 64]]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_bytes_and_messages_of_the_260(transformer, stage):
+    """At rest, moment by moment and in the messages: counted here from 260 elements and the table of stages."""
+    found, place = transformer["stages"][stage], STAGES[stage]
+    share = {state: 130 if cut else 260 for state, cut in place._asdict().items()}
+    tensors = [9, 5] if place.optimizer else [13, 13]
+    for rank in (0, 1):
+        want = {"parameters": 2 * share["parameters"], "gradients": 2 * share["gradients"]}
+        want |= dict.fromkeys(("master", "exp_avg", "exp_avg_sq"), 4 * share["optimizer"]) | {"step": 4 * tensors[rank]}
+        assert found["held"][rank] == found["predicted"][rank] == want
+        assert sum(want.values()) - want["step"] == found["nbytes"]
+        before = {state: want[state] for state in ("parameters", "gradients", "master")}
+        for moment in found["moments"]:
+            updated = moment["key"] in ("stepped", "gathered parameters", "rest")
+            assert moment["ranks"][rank]["held"] == (want if updated else before), moment["key"]
+            peak = moment["ranks"][rank]["peak"]
+            assert peak["total"] == sum(peak["held"].values()) >= sum(moment["ranks"][rank]["held"].values())
+        moved = {row["verb"]: row for row in found["traffic"][rank]}
+        # Stage 3 gathers for forward and for backward; backward does not need the first layer norm's eight again.
+        gathered = 520 + 504 if place.parameters else 520
+        assert (moved["reduce"]["logical"], moved["gather"]["logical"]) == (520, gathered)
+        assert moved["reduce"]["sent"] == 260
+        # Rank 0 owns all of what is not gathered again, so it sends that much less.
+        assert moved["gather"]["sent"] == (260 + 260 - 16 * (rank == 0) if place.parameters else 260)
+        again = recording.traffic_of(_named(found["recording"], rank), 0)
+        assert again == found["traffic"][rank]
+    assert found["nbytes"] == [4160, 2600, 2340, 2080][stage]
+    assert found["saved"] == 1 - found["nbytes"] / 4160
+    timing = [row for row in transformer["timing"] if row["stage"] == stage]
+    for verb in ("gather", "reduce"):
+        rows = [row for row in timing if row["verb"] == verb]
+        want = next(row for row in found["traffic"][0] if row["verb"] == verb)
+        for column in ("calls", "logical", "sent"):
+            assert sum(row[column] for row in rows) == want[column]
+
+
+def _named(found: dict, rank: int) -> list:
+    """A rank's moves with the names of verbs and states."""
+    moves = found["ranks"][rank]["moves"]
+    return [[found["verbs"][move[0]], found["states"][move[1]], *move[2:]] for move in moves]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_the_moment_between_adam_and_the_gather(transformer, stage):
+    """Each rank has new parameters in its own half and old ones in the other, until they are gathered."""
+    moments = {moment["key"]: moment for moment in transformer["stages"][stage]["moments"]}
+    order = ["start", "forward", "backward", "stepped", "gathered parameters", "rest"]
+    assert list(moments) == order
+    sides = [side["parameters"] for side in moments["stepped"]["ranks"]]
+    assert sides == [[[0, 130, "new"], [130, 260, "old"]], [[0, 130, "old"], [130, 260, "new"]]]
+    for key in order:
+        if key != "stepped":
+            version = "new" if key in ("gathered parameters", "rest") else "old"
+            assert [side["parameters"] for side in moments[key]["ranks"]] == [[[0, 260, version]]] * 2
+
+
+def test_a_document_that_lies_is_refused(transformer):
+    """The intervals of a moment are compared with the tensors that were there."""
+    from zeroshard.explain import walk260
+
+    values = transformer["runs"]["bf16"]
+    seen = {"parameters": list(values["parameters"]), "gradients": []}
+    moment = {"parameters": [[0, 260, "old"]], "gradients": []}
+    walk260._check(moment, seen, (0, 130), values, 0, 1)
+    seen["parameters"][200] += 1
+    with pytest.raises(AssertionError, match=r"stage 1, rank 0: parameters \[0, 260\) are not 'old'"):
+        walk260._check(moment, seen, (0, 130), values, 0, 1)
+
+
+def test_gradients_frame_by_frame(transformer):
+    """Held, transient and kept elements on both ranks, counted here one element at a time."""
+    groups = {
+        "tensor": [[tensor["symbol"]] for tensor in transformer["tensors"]],
+        "module": [[t["symbol"] for t in run] for _, run in itertools.groupby(transformer["tensors"], key=_module)],
+    }
+    spans = {t["symbol"]: range(t["start"], t["start"] + t["numel"]) for t in transformer["tensors"]}
+    for how, found in transformer["backward"].items():
+        assert [frame["symbols"] for frame in found["frames"]] == groups[how][::-1]
+        for rank in (0, 1):
+            whole, kept = set(), set()
+            for frame in found["frames"]:
+                own = {element for symbol in frame["symbols"] for element in spans[symbol]}
+                whole |= own
+                transient = len(kept | own)
+                kept |= {element for element in own if element // 130 == rank}
+                got = frame["ranks"][rank]
+                assert (got["whole"], got["transient"], got["kept"]) == (len(whole), transient, len(kept))
+                assert got["engine"]["gradients"] == 260  # bytes: the shard's accumulator, reserved all the time
+                assert got["engine"]["reduce"] >= 2 * len(own)  # and at least what is on its way
+    assert transformer["backward"]["tensor"]["peak"]["transient"] == [130, 180]
+    assert transformer["backward"]["module"]["peak"]["transient"] == [148, 194]
+
+
+def _module(tensor: dict) -> str:
+    return tensor["name"].split(".")[0]
+
+
+def test_the_stages_equal_plain_torch(walkthroughs, transformer):
+    equality = walkthroughs["overview"]["equality"]
+    assert [stage["weights"] for stage in equality["stages"]] == [equality["plain"]] * 4
+    assert all(stage["equal"] for stage in equality["stages"])
+    assert transformer["plain"] == {"steps": 2, "equal": True, "max_difference": 0.0}
+
+
+def test_the_four_weights(walkthroughs):
+    """Text C's numbers, and the fp16 values that are really there."""
+    found = walkthroughs["four"]
+    values = found["values"]
+    assert values["gradients"] == [[0.0, 0.0, 0.0, -4.5], [-11.0, -5.5, -5.5, -5.5]]
+    average = [(a + b) / 2 for a, b in zip(*values["gradients"], strict=True)]
+    assert values["average"] == average == [-5.5, -2.75, -2.75, -5.0]
+    masters = [nn.Parameter(torch.tensor(weight)) for weight in four_weights.WEIGHTS.values()]
+    optimizer = torch.optim.Adam(masters, lr=four_weights.LEARNING_RATE)
+    for master, gradient in zip(masters, average, strict=True):
+        master.grad = torch.tensor(gradient)
+    optimizer.step()
+    states = [optimizer.state[master] for master in masters]
+    assert values["master_after"] == document.numbers(torch.stack(masters)) == [2.1, -2.9, 1.1, 0.6]
+    assert values["exp_avg"] == document.numbers(torch.stack([state["exp_avg"] for state in states]))
+    assert values["exp_avg_sq"] == document.numbers(torch.stack([state["exp_avg_sq"] for state in states]))
+    copies = torch.stack(masters).detach()
+    assert values["parameters_after"] == document.numbers(copies.half())
+    assert values["parameters_after"] == [2.099609375, -2.900390625, 1.099609375, 0.60009765625]
+    assert values["bf16_after"] == document.numbers(copies.bfloat16()) == [2.09375, -2.90625, 1.1015625, 0.6015625]
+    assert values["loss"] == [10.125, 15.125]
+    assert values["forward"] == [[["h", -7.0], ["a", 0.0], ["y", 0.5]], [["h", 1.0], ["a", 1.0], ["y", 1.5]]]
+    assert [stage["nbytes"] for stage in found["stages"]] == [64, 40, 36, 32]
+    ways = {way["how"]: (way["gathered"], way["elements"], way["passes"]) for way in found["checkpointing"]}
+    assert ways == {
+        "none": (["layer1", "layer2", "layer2"], 10, 2.5),
+        "layers": (["layer1", "layer2", "layer2", "layer1"], 12, 3.0),
+        "whole": (["layer1", "layer2", "layer1", "layer2"], 12, 3.0),
+    }
+    assert [one["fp32_changes"] for one in found["tiny"]["weights"]] == [
+        abs(one["weight"]) < 0.25 for one in found["tiny"]["weights"]
+    ]
+    for step in found["memory"]:  # forgotten: every step is Adam's first, lr against the gradient's sign
+        for gradient, update in zip(step["gradient"], step["forgotten"], strict=True):
+            assert update == pytest.approx(-0.1 * math.copysign(1, gradient), rel=1e-8)  # epsilon against 2.6 or more
+    assert found["memory"][0]["kept"] == found["memory"][0]["forgotten"]
+    assert found["memory"][1]["kept"] != found["memory"][1]["forgotten"]
+
+
+def test_the_four_weights_say_what_their_collectives_are(walkthroughs):
+    story = walkthroughs["four"]["stages"][3]["story"]
+    for rank, lines in enumerate(story):
+        assert {line["truth"] for line in lines if line["verb"] == "gather"} == {
+            "broadcast by rank 0", "broadcast by rank 1"
+        }  # fmt: skip
+        assert [line["truth"] for line in lines if line["verb"] == "reduce"] == [
+            "reduction to rank 1", "reduction to rank 0"
+        ]  # fmt: skip
+        sent = [line["sent"] for line in lines if line["verb"] == "reduce"]
+        assert sent == [[4, 0], [0, 4]][rank]
+
+
+def test_the_flat_buffer(kernels, walkthroughs):
+    """What stands around the cut, step by step, equals plain PyTorch on both micro-batches."""
+    found = walkthroughs["layers"]
+    first, last = found["window"]
+    flats = []
+    for rank in (0, 1):
+        model = walk_layers.model().bfloat16()
+        model(walk_layers.batch(0, rank)).sum().backward()
+        flats.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
+    masters = nn.Parameter(flat_parameters(walk_layers.model()))
+    before = masters.detach().clone()
+    average = (flats[0].float() + flats[1].float()) / 2
+    optimizer = torch.optim.Adam([masters], lr=1e-3)
+    masters.grad = average.clone()
+    optimizer.step()
+    after = masters.detach()
+    mixed = [torch.cat([after[:2126], before[2126:]]), torch.cat([before[:2126], after[2126:]])]
+    want = {
+        "parameters": [before.bfloat16()] * 2, "master": [before] * 2, "gradients": flats,
+        "sum": [flats[0].float() + flats[1].float()] * 2, "average": [average] * 2, "new master": [after] * 2,
+        "written back": [both.bfloat16() for both in mixed], "gathered": [after.bfloat16()] * 2,
+    }  # fmt: skip
+    assert list(dict.fromkeys(step["step"] for step in found["path"])) == list(want)
+    for step in found["path"]:
+        tensor = want[step["step"]][step["rank"] or 0]
+        stop = step["start"] + len(step["values"])
+        assert first <= step["start"] < stop <= last
+        assert step["values"] == document.numbers(tensor[step["start"] : stop]), step["step"]
+    assert found["cut"] == {"name": "layers.1.fc1.bias", "element": 33, "fragments": [[0, 0, 33], [1, 33, 52]]}
+    assert (found["numel"], found["padded"]) == (4251, {"2": 4252, "3": 4251, "4": 4252})
+
+
+def test_the_closed_forms(walkthroughs):
+    """K instances, bytes per parameter and tiers, by the formulas themselves."""
+    rows = walkthroughs["layers"]["instances"]["rows"]
+    for row in rows:
+        k = row["replicas"]
+        assert row["optimizer"] == 12 * k / 8
+        assert row["reduce_inside"] == row["gather_inside"] == 1 - k / 8
+        assert row["reduce_between"] == 2 * (k - 1) / 8
+        assert row["total"] == 1.75
+    formulas = [lambda n: 16, lambda n: 4 + 12 / n, lambda n: 2 + 14 / n, lambda n: 16 / n]
+    for stage, formula in zip(walkthroughs["overview"]["stages"], formulas, strict=True):
+        for one in stage["at"]:
+            assert one["bytes_per_parameter"] == formula(one["ranks"])
+            assert one["times"] == pytest.approx(16 / formula(one["ranks"]), rel=1e-15)  # fractions there, floats here
+        assert stage["passes"] == [2, 2, 2, 3][stage["stage"]]
+        assert stage["counted"]["passes"] == [2, 2, 2, 1544 / 520][stage["stage"]]
+    for tier in walkthroughs["overview"]["tiers"]:
+        total = sum(sum(tier[place].values()) for place in ("device", "host", "nvme"))
+        assert total == 10**10 * formulas[tier["stage"]](8)
+    offload, infinity = (
+        next(t for t in walkthroughs["overview"]["tiers"] if t["name"] == name)
+        for name in ("ZeRO-Offload", "ZeRO-Infinity")
+    )
+    assert (list(offload["device"]), infinity["device"], list(infinity["nvme"])) == (
+        ["parameters"],
+        {},
+        ["master", "m", "v"],
+    )
+
+
+def test_corrections_are_the_runs_numbers(walkthroughs, transformer):
+    """What a note calls right stands in the document; the text's own statement does not."""
+    rights = {(note["text"], note["at"]): note["right"] for note in transformer["corrections"]}
+    trace = transformer["runs"]["float64"]["forward"][0]
+    notes = [note for note in transformer["corrections"] if note["at"] == "forward"]
+    assert notes[0]["right"] == f"The population's deviation is {trace['sigma']['values'][0]:.5f}."
+    assert [note["right"][9 - 1 * (note is notes[2]) :] for note in notes[1:]] == [
+        ", ".join(f"{value:.4f}" for value in trace[what]["values"][:4]) + "]" for what in ("x1", "q")
+    ]
+    assert "50 elements (three rows and 2 of the fourth) are rank 0's, 14 are rank 1's" in rights["A", "ownership"]
+    assert "add up to 112 and 148, not 130 and 130" in rights["A", "ownership"]
+    for part in ("transformer", "four", "layers", "overview"):
+        for note in walkthroughs[part]["corrections"]:
+            assert note["text"] in "ABCDE"
+            assert note["says"] and note["right"] != note["says"]
+
+
+# ---------------------------------------------------------------------------------------------------- a run of yours
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(24, 24) for _ in range(3)])
+        self.head = nn.Linear(24, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return self.head(x)
+
+
+def explained(bf16: bool) -> list[dict]:
+    """At every stage: the document of a run on this rank, beside what the run itself says."""
+    found = []
+    for stage in STAGES:
+        torch.manual_seed(0)
+        model = Small()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        precision = Precision(param_dtype=torch.bfloat16, cast_inputs=True) if bf16 else Precision()
+        zero = zeroshard.shard(model, optimizer, stage=stage, precision=precision)
+        metrics = []
+        for step in range(4):
+            if step == 2:
+                zero.record()
+            loss = model(torch.full((4, 24), 0.1 * (step + zero.rank))).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            metrics.append({"step": step, "loss": loss.item()})
+        events, held = zero.events(), list(zero._ledger.record.held)
+        page = zero.explain(metrics=metrics)
+        ledger = zero.ledger()
+        found.append(
+            {
+                "run": page.document["run"],
+                "events": [[e.verb, e.state, e.bucket, e.unit, e.logical, e.sent, e.received, e.start, e.end, e.waited] for e in events],
+                "changes": held,
+                "held": {state: n for state, n in ledger.held.items() if n},
+                "predicted": predict_states(zero),
+                "phases": {phase: peak.total for phase, peak in ledger.phases.items()},
+                "owners": {name: zero.owners(name) for name, _ in model.named_parameters()},
+                "losses": [row["loss"] for row in metrics],
+            }
+        )  # fmt: skip
+    return found
+
+
+@functools.cache
+def explain_runs(ranks, world: int) -> list:
+    return ranks.run(world, explained, world == 2)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_run_equals_its_ledger_events_and_layout(ranks, world, stage):
+    """On every rank: held, predicted, owners, messages, what was held over the step and its peak."""
+    told = [rank[stage] for rank in explain_runs(ranks, world)]
+    page = told[0]["run"]
+    assert all(rank["run"]["summary"] == page["summary"] for rank in told)
+    assert shape._problem(page, shape.RUN, "run") is None
+    assert (page["stage"], page["ranks"], page["numel"]) == (stage, world, 3 * (24 * 24 + 24) + 24 * 5 + 5)
+    assert page["curves"]["columns"] == ["step", "loss"]
+    assert [row[1] for row in page["curves"]["rows"]] == told[0]["losses"]
+    layout = page["layout"]
+    for rank, mine in enumerate(told):
+        summary, shown = page["summary"][rank], page["recording"]["ranks"][rank]
+        assert summary["held"] == mine["held"]
+        assert summary["tiers"] == {"device": mine["held"]}
+        assert summary["predicted"] == mine["predicted"]
+        assert {phase: most["total"] for phase, most in summary["phases"].items()} == mine["phases"]
+        assert summary["numel"] == sum(stop - start for _, start, stop in _owned(layout, rank))
+        for name, start, stop in _owned(layout, rank):
+            if STAGES[stage].optimizer:
+                assert (rank, start, stop) in {owner[:3] for owner in mine["owners"][name]}
+        # The step that is shown: from the first forward after the last but one step to the end of the last.
+        starts = [e[7] for e in mine["events"] if e[0] == "forward" and e[3] is None and e[4] == 0]
+        ends = [e[8] for e in mine["events"] if e[0] == "step"]
+        first, last = starts[-1], ends[-1]
+        origin = shown["span"][0] - first
+        assert shown["span"][1] - origin == last
+        moved = [e for e in mine["events"] if (e[2] is not None or e[0] in ("control", "broadcast"))]
+        moved = [e for e in moved if e[7] < last and (e[8] or last) > first]
+        assert len(moved) == len(shown["moves"])
+        for event, move in zip(moved, _named(page["recording"], rank), strict=True):
+            unit = -1 if event[3] is None else layout["units"].index(event[3])
+            bucket = -1 if event[2] is None else event[2]
+            assert move[:7] == [event[0], event[1], bucket, unit, *event[4:7]]
+            assert (move[7] - origin, move[8] - origin) == (event[7], event[8] or last)
+            assert 0 <= move[9] <= move[8] - move[7]
+        assert shown["waited"] == summary["waited"]
+        own = [move for move in shown["moves"] if move[7] >= shown["span"][0]]
+        for row in page["traffic"] if rank == 0 else ():
+            ours = [move for move in own if page["recording"]["verbs"][move[0]] == row["verb"]]
+            assert (row["calls"], row["logical"]) == (len(ours), sum(move[4] for move in ours))
+            assert (row["sent"], row["sent_and_received"]) == (sum(m[5] for m in ours), sum(m[5] + m[6] for m in ours))
+        _check_held(mine, shown, page["recording"], first, last, origin)
+
+
+def _owned(layout: dict, rank: int) -> list:
+    """(name, start, stop) of what the rank owns of each tensor, from the document's layout alone."""
+    found = []
+    for bucket in layout["buckets"]:
+        bounds = bucket.get("bounds") or [bucket["share"] * r for r in range(layout["ranks"] + 1)]
+        low, high = bounds[rank], bounds[rank + 1]
+        for name, shape_, start in layout["slots"][bucket["first"] : bucket["last"]]:
+            first, last = max(low, start), min(high, start + math.prod(shape_))
+            if first < last:
+                found.append((name, first - start, last - start))
+    return found
+
+
+def _check_held(mine: dict, shown: dict, page: dict, first: int, last: int, origin: int) -> None:
+    now: dict = {}
+    totals, before = [], {}
+    for at, state, nbytes in mine["changes"]:
+        now[state] = nbytes
+        if at <= first:
+            before = dict(now)
+        elif at <= last:
+            totals.append((at, sum(now.values())))
+    got: dict = {}
+    for at, state, nbytes in shown["held"]:
+        got[page["states"][state]] = nbytes
+        if at == shown["span"][0]:
+            assert before[page["states"][state]] == nbytes
+        else:
+            assert (at - origin, sum(got.values())) in totals
+    most = max([sum(before.values()), *(total for _, total in totals)])
+    assert shown["peak"]["total"] == sum(shown["peak"]["held"].values()) == most
+    assert shown["peak"]["says"][0].endswith(f"{most:,} bytes.")
+
+
+def test_the_peak_is_explained(ranks):
+    """At stage 3 on two ranks: what rests, what passes through as gathered weights, and whose."""
+    page = explain_runs(ranks, 2)[0][3]["run"]
+    for shown in page["recording"]["ranks"]:
+        says, held = shown["peak"]["says"], shown["peak"]["held"]
+        assert says[0].startswith(f"Most is held in {shown['peak']['phase']}")
+        rest = int(says[1].split()[0].replace(",", ""))
+        passing = [int(line.split()[0].replace(",", "")) for line in says[2:]]
+        assert rest + sum(passing) == sum(held.values())
+        assert {line.split()[4].rstrip(":.") for line in says[2:]} <= {"gather", "prefetch", "reduce"}
+
+
+def half_recorded() -> str:
+    model = Small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    zero = zeroshard.shard(model, optimizer)
+    unrecorded = zero.explain().document["run"]
+    assert unrecorded["recording"] is None and unrecorded["traffic"] == []
+    if zero.rank == 0:
+        zero.record()
+    with pytest.raises(zeroshard.Error) as caught:
+        zero.explain()
+    return str(caught.value)
+
+
+def test_all_ranks_record_or_none(ranks):
+    for said in ranks.run(2, half_recorded):
+        assert "some ranks have recorded and others have not" in said and "ranks [1]" in said
+
+
+def test_a_record_that_forgot_the_step_says_so():
+    """Of a ring that is too small the page shows what is left, with a note."""
+    torch.manual_seed(0)
+    model = Small()
+    optimizer = torch.optim.AdamW(model.parameters())
+    zero = zeroshard.shard(model, optimizer, stage=3)
+    for limit, complete in ((1 << 16, True), (20, False)):
+        zero.record(limit)
+        for _ in range(2):
+            model(torch.ones(2, 24)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        note = run.gather(zero)["recording"]["note"]
+        assert (note is None) is complete
+        assert complete or "the record was too short for the whole step" in note
+
+
+def test_metrics_are_numbers():
+    model = Small()
+    zero = zeroshard.shard(model, None)
+    with pytest.raises(UserError, match="row 1, 'loss': Tensor"):
+        zero.explain(metrics=[{"step": 1, "loss": 0.5}, {"step": 2, "loss": torch.ones(())}])
+
+
+def test_explain_writes_one_file(ranks, tmp_path, template):
+    """On one rank, in this process: the page holds the document, and nothing is left beside it."""
+    torch.manual_seed(0)
+    model = Small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    zero = zeroshard.shard(model, optimizer, stage=2)
+    zero.record()
+    model(torch.ones(2, 24)).sum().backward()
+    optimizer.step()
+    page = zero.explain(tmp_path / "page.html")
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert text == page.html()
+    assert json.loads(Scripts(text).contents[0]) == json.loads(json.dumps(page.document))
+    assert page.document["walkthroughs"] == packaged()
+    inside = page._repr_html_()
+    assert inside.startswith('<iframe srcdoc="') and inside.count('"') == 4  # all others are escaped
+
+
+class Scripts(HTMLParser):
+    """The contents of a page's script elements, and the tags it has, as a browser would split them."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.contents: list[str] = []
+        self.tags: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        if tag == "script":
+            self.contents.append("")
+
+    def handle_data(self, data):
+        if self.contents and self.lasttag == "script":
+            self.contents[-1] += data
+
+
+HOSTILE = [
+    "</script><script>alert(1)</script>", "<!--<script>", "-->", "<img src=x onerror=alert(1)>", "\u2028\u2029", "&lt;",
+    "a\"b'c\\", "null", document.PLACE,
+]  # fmt: skip
+
+
+def test_no_name_gets_out_of_the_document(template):
+    """Whatever parameters are called, the page has the elements of its template and the names come back as they are."""
+    fixture = json.loads((WEB / "fixtures" / "hostile.json").read_text(encoding="utf-8"))
+    told = fixture["run"]
+    told["layout"]["slots"] = [[name, [2, 2], 0] for name in HOSTILE]
+    page = document.Page(document.document(walkthroughs=None, run=told))
+    scripts = Scripts(page.html())
+    assert scripts.tags == Scripts(PLACEHOLDER).tags
+    assert len(scripts.contents) == 2
+    assert not set("<>&\u2028\u2029") & set(scripts.contents[0])
+    assert [slot[0] for slot in json.loads(scripts.contents[0])["run"]["layout"]["slots"]] == HOSTILE
+    assert "</script>" in "".join(fixture["run"]["layout"]["units"])
+
+
+def test_a_template_without_its_place_is_refused(monkeypatch):
+    monkeypatch.setattr(document, "_packed", lambda name: "<html></html>")
+    with pytest.raises(zeroshard.Error, match="no place for the document"):
+        document.Page({"walkthroughs": None, "run": None}).html()
+    monkeypatch.undo()
+    with pytest.raises(zeroshard.Error, match="a file of the package is missing"):
+        document._packed("nothing.html")
+
+
+def test_numbers_keep_their_bits():
+    """fp32 in the fewest digits that read back as the same fp32 number; 16 bits exactly; JSON has no NaN."""
+    bits = torch.randint(-(2**31), 2**31 - 1, (2000,), generator=torch.Generator().manual_seed(0)).int()
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        tensor = bits.view(torch.float32).to(dtype) if dtype != torch.float16 else bits.view(torch.float16)
+        back = json.loads(json.dumps(document.numbers(tensor), allow_nan=False))
+        finite = tensor.isfinite()
+        again = torch.tensor([float(value) for value in back], dtype=torch.float64).to(dtype)
+        assert torch.equal(again[finite], tensor[finite])
+        assert [value for value, good in zip(back, finite.tolist(), strict=True) if not good] == [
+            "nan" if value != value else "inf" if value > 0 else "-inf" for value in tensor[~finite].tolist()
+        ]
+    assert document.numbers(torch.tensor([0.119, 0.1])) == [0.119, 0.1]
+
+
+# ------------------------------------------------------------------------------------------------------------- size
+
+
+def long_step(count: int) -> dict:
+    """One rank's step of `count` messages of each kind and twice as many changes of what is held."""
+    draw = random.Random(1)
+    moves, held = [], [[0, "parameters", 1000]]
+    for number in range(count):
+        for verb in ("gather", "reduce", "copy", "control", "release"):
+            start = 10 * number + len(moves) % 5
+            moves.append([verb, "parameters", number, "unit", draw.randrange(1, 10**6), 1, 1, start, start + 3, 1])
+        held += [[10 * number + 1, "gather", draw.randrange(10**6)], [10 * number + 6, "reduce", draw.randrange(10**6)]]
+    span = 0, 10 * count
+    peak = recording.peak_of(held, span, [], [], moves)
+    return {
+        "rank": 0,
+        "span": list(span),
+        "phases": [],
+        "units": [],
+        "moves": moves,
+        "held": held,
+        "peak": peak,
+        "waited": 0,
+    }
+
+
+def test_a_long_record_is_kept_small():
+    """Fewer messages and changes, the peak among them, and a note of what went."""
+    step = long_step(4000)
+    full = json.loads(json.dumps(step))
+    notes = recording.shorten(step)
+    assert len(step["moves"]) == recording.MOVES_LIMIT
+    assert {move[0] for move in step["moves"]} == {"gather", "reduce"}
+    least = min(move[4] for move in step["moves"])
+    assert sum(move[4] > least for move in full["moves"] if move[0] in ("gather", "reduce")) < recording.MOVES_LIMIT
+    assert len(step["held"]) <= recording.HELD_LIMIT
+    assert (
+        max(total for _, _, total, _ in recording.totals(step["held"]))
+        == full["peak"]["total"]
+        == step["peak"]["total"]
+    )
+    for number in step["peak"]["flying"]:
+        assert step["moves"][number] in [full["moves"][at] for at in full["peak"]["flying"]]
+    assert [note.split(" are")[0] for note in notes] == [
+        "14,000 of 20,000 messages and copies of a rank",
+        f"{8001 - len(step['held']):,} of 8,001 changes of what a rank held",
+    ]
+    whole = recording.together([step], ["unit"], clock="ns", notes=notes)
+    assert len(json.dumps(whole, separators=(",", ":"))) < 700_000
+    short = long_step(100)
+    assert recording.shorten(short) == [] and len(short["moves"]) == 500
+
+
+def test_a_run_of_1000_tensors_stays_small():
+    """A page's data for four ranks: 330 bytes per tensor, recorded step included."""
+    path = WEB / "fixtures" / "run-1000.json"
+    found = json.loads(path.read_text(encoding="utf-8"))["run"]
+    assert (len(found["layout"]["slots"]), found["ranks"], len(found["recording"]["ranks"])) == (1000, 4, 4)
+    assert shape._problem(found, shape.RUN, "run") is None
+    assert path.stat().st_size < 360_000
+
+
+def test_of_many_ranks_those_that_matter_are_shown():
+    summary = [
+        {"rank": rank, "peak": 5 + (rank == 70), "waited": 10 - (rank == 90) + (rank == 33)} for rank in range(100)
+    ]
+    assert run._shown(summary) == [0, 70, 33, 90, 1, 2, 3, 4]
+    assert run._shown(summary[:1]) == [0]
+
+
+def test_curves_of_a_long_run():
+    """2,000 rows at most, the first and the last among them; what is no finite number is left out."""
+    rows = [{"step": step, "loss": math.nan if step == 3 else 1 / step, "name": "x"} for step in range(1, 9001)]
+    found = run.curves(rows)
+    assert found["columns"] == ["step", "loss"]
+    steps = [row[0] for row in found["rows"]]
+    assert (len(steps), steps[0], steps[-1], found["note"]) == (2000, 1, 9000, "2,000 of 9,000 steps")
+    assert steps == sorted(set(steps))
+    assert run.curves(rows[:4])["rows"][2:] == [[3, None], [4, 0.25]]
+    assert run.curves([]) is None and run.curves([{"name": "x"}]) is None
+
+
+def test_the_last_whole_step_is_found():
+    """From the first forward (or backward) after a step to the end of the last optimizer's."""
+    event = zeroshard.events.Event
+
+    def phase(verb: str, start: int, end: int) -> object:
+        return event(verb, "", None, None, 0, 0, 0, start, end)
+
+    first = [phase("forward", 1, 2), phase("backward", 3, 4), phase("step", 5, 6), phase("step", 7, 8)]
+    second = [phase("forward", 11, 12), phase("forward", 13, 14), phase("backward", 15, 16), phase("step", 17, 18)]
+    assert recording.last_step([]) is None
+    assert recording.last_step(first[:2]) is None
+    assert recording.last_step(first) == (1, 8)
+    assert recording.last_step(first + second) == (11, 18)
+    assert recording.last_step(first + second[:3]) == (1, 8)
+    assert recording.last_step(first + second[:3] + [phase("step", 17, 0)]) == (1, 8)  # it runs still
+
+
+# ------------------------------------------------------------------------------------------------- in a run's folder
+
+
+def trained(folder: str) -> None:
+    from zeroshard.cli import train
+    from zeroshard.cli.config import SIZES, Launch, RunConfig
+    from zeroshard.cli.data import read_corpus
+
+    config = RunConfig(
+        out=folder, data=(__file__,), stage=2, ranks=2, steps=4, batch=1, accumulate=1, precision="fp32", size="tiny",
+        lr=1e-3, seed=0, device="cpu", report=False, save_every=0, keep=1, resume="",
+    )  # fmt: skip
+    rank = dist.get_rank()
+    corpus = read_corpus(config.data, context=SIZES["tiny"].context)
+    train.train(config, Launch(rank=rank, ranks=2, local_rank=rank, local_ranks=2), corpus)
+
+
+def test_train_leaves_what_explain_reads(ranks, tmp_path, template, capsys):
+    """A recorded step of every rank and the curves, as a page and as text."""
+    from zeroshard.cli.explain import explain
+
+    ranks.run(2, trained, str(tmp_path))
+    found = run.read(tmp_path)
+    assert (found["stage"], found["ranks"], len(found["recording"]["ranks"])) == (2, 2, 2)
+    metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert found["curves"]["rows"] == [list(row.values()) for row in metrics]
+    explain(str(tmp_path), out=None, text=False, element=None, browse=False)
+    assert str(tmp_path / "zero.html") in capsys.readouterr().out.replace("\n", "")
+    page = json.loads(Scripts((tmp_path / "zero.html").read_text(encoding="utf-8")).contents[0])
+    assert page["run"] == found and page["walkthroughs"] == packaged()
+    explain(str(tmp_path), out=None, text=True, element=None, browse=False)
+    out = capsys.readouterr().out
+    for shown in found["recording"]["ranks"]:
+        assert f"The recorded step on rank {shown['rank']}" in out
+        assert all(line in out for line in shown["peak"]["says"])
+    for one in found["summary"]:
+        assert all(f"{nbytes:,}" in out for nbytes in one["held"].values())
+
+
+def folder_with(tmp_path: Path, change) -> Path:
+    told = json.loads((WEB / "fixtures" / "run.json").read_text(encoding="utf-8"))["run"]
+    found = {"format": run.FORMAT, "version": run.VERSION, "run": {**told, "curves": None}}
+    text = change(found)
+    (tmp_path / run.RECORDED).write_text(text if isinstance(text, str) else json.dumps(found))
+    return tmp_path
+
+
+def test_a_recorded_step_reads_back(tmp_path):
+    folder = folder_with(tmp_path, lambda found: None)
+    (folder / run.METRICS).write_text('{"step": 1, "loss": 2.5}\n{"step": 2, "lo')  # killed while it wrote
+    assert run.read(folder)["curves"] == {"columns": ["step", "loss"], "rows": [[1, 2.5]], "note": None}
+    (folder / run.METRICS).write_text('{"step": 1, "lo\n{"step": 2, "loss": 2.5}\n')
+    with pytest.raises(UserError, match=r"metrics.jsonl, line 1"):
+        run.read(folder)
+
+
+FORGED = {
+    "no json": (lambda found: "{", "not a recorded step"),
+    "a NaN": (lambda found: '{"format": NaN}', "NaN is no number"),
+    "another format": (lambda found: found.update(format="x"), "zeroshard-run"),
+    "a later version": (lambda found: found.update(version=99), "another version"),
+    "no run": (lambda found: found.update(run=[]), "run is no object"),
+    "a name": (lambda found: found["run"]["layout"]["slots"][3].__setitem__(0, 7), r"run.layout.slots\[3\]\[0\] is no str"),
+    "a short row": (lambda found: found["run"]["recording"]["ranks"][0]["moves"][2].pop(), r"moves\[2\] has 9 entries, not 10"),
+    "bytes in words": (lambda found: found["run"]["summary"][0]["held"].update(x="1"), r"summary\[0\].held.x is no int"),
+    "truth for a number": (lambda found: found["run"].update(numel=True), "run.numel is no int"),
+    "a rank too few": (lambda found: found["run"]["summary"].pop(), "no row for each rank"),
+    "uneven shards": (lambda found: found["run"]["layout"]["buckets"][1].update(share=1), r"buckets\[1\] is not cut into 2 shards"),
+    "a unit that is not": (lambda found: found["run"]["layout"]["buckets"][1].update(unit=99), r"buckets\[1\] names a unit"),
+    "a verb that is not": (lambda found: found["run"]["recording"]["ranks"][1]["moves"][5].__setitem__(0, 99), r"ranks\[1\].moves\[5\] names"),
+    "a state that is not": (lambda found: found["run"]["recording"]["ranks"][0]["held"][1].__setitem__(1, -1), r"held\[1\] names"),
+    "a move that is not": (lambda found: found["run"]["recording"]["ranks"][0]["peak"]["flying"].append(9999), "flying names"),
+    "a missing part": (lambda found: found["run"].pop("facts"), "run.facts is no object"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", FORGED)
+def test_what_is_no_recorded_step_is_refused(tmp_path, how):
+    change, says = FORGED[how]
+    with pytest.raises(UserError, match=says):
+        run.read(folder_with(tmp_path, change))
+
+
+def test_a_folder_without_a_recorded_step(tmp_path):
+    with pytest.raises(UserError, match="there is no recorded step to explain"):
+        run.read(tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------- in the terminal
+
+
+def test_the_terminal_tells_the_same(capsys):
+    """Every moment of every stage, the tables and the corrections, and the element that was asked for."""
+    walk.walkthroughs(packaged(), "W1[3,2]")
+    transformer = packaged()["transformer"]
+    out = capsys.readouterr().out
+    flat = " ".join(out.split())
+    for stage in transformer["stages"]:
+        assert f"{stage['nbytes']:,} bytes per rank" in out
+        for moment in stage["moments"]:
+            assert moment["title"] in out and moment["says"] in flat
+    values = transformer["runs"]["bf16"]
+    assert "W1[3,2] through Adam, element 130, updated by rank 1" in flat
+    for key in ("average", "exp_avg", "exp_avg_sq", "master_after", "parameters_after"):
+        assert str(values[key][130]) in out
+    for part in ("transformer", "four", "layers", "overview"):
+        for note in packaged()[part]["corrections"]:
+            assert " ".join(note["right"].split()) in flat
+    for value in packaged()["four"]["values"]["parameters_after"]:
+        assert repr(value) in out
+
+
+@pytest.mark.parametrize(
+    ("wanted", "flat", "name"),
+    [("W_q[0,0]", 8, "W_q[0,0]"), ("8", 8, "W_q[0,0]"), ("gamma1[3]", 3, "gamma1[3]"), ("259", 259, "W_vocab[3,7]"),
+     ("W1[3, 1]", 129, "W1[3,1]")],
+)  # fmt: skip
+def test_an_element_by_name_or_number(wanted, flat, name):
+    assert walk.find_element(packaged()["transformer"], wanted) == (flat, name)
+
+
+@pytest.mark.parametrize("wanted", ["260", "W_q", "W_q[4,0]", "W_q[0]", "gamma1[0,0]", "W_x[0,0]", "-1", ""])
+def test_no_such_element(wanted):
+    with pytest.raises(InputError, match="no such parameter"):
+        walk.find_element(packaged()["transformer"], wanted)
+
+
+def command(*words: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "zeroshard", "explain", *words], env={**os.environ, **environment}, capture_output=True,
+        text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+
+def test_the_command_without_colours_in_a_narrow_terminal():
+    """NO_COLOR and the width hold; prose is wrapped, and nothing is paged."""
+    done = command("--text", NO_COLOR="1", FORCE_COLOR="1", COLUMNS="70")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert set(re.findall(r"\x1b\[(\d+)", done.stdout)) == {"0", "1", "2"}  # bold and dim, no colour
+    lines = re.sub(r"\x1b\[\d+m", "", done.stdout).splitlines()
+    prose = [line for line in lines if line.startswith("    Each rank")]
+    assert prose
+    assert max(map(len, prose)) <= 70
+    bars = {len(line) for line in lines if line.startswith("    rank 0  |.")}
+    assert max(bars) <= 70
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--text", "--out", "x.html"], "--text prints here"),
+        (["--element", "W_q[0,0]"], "--element says which parameter"),
+        (["nowhere"], "there is no recorded step to explain; where: nowhere/explain.json"),
+    ],
+)
+def test_what_the_command_refuses(words, says, tmp_path, monkeypatch):
+    from zeroshard.cli.explain import explain
+
+    monkeypatch.chdir(tmp_path)
+    settings = {"out": None, "text": False, "element": None, "browse": False}
+    where = next((word for word in words if not word.startswith("--") and word not in ("x.html", "W_q[0,0]")), None)
+    settings |= {"text": "--text" in words}
+    settings |= {word[2:]: words[at + 1] for at, word in enumerate(words) if word in ("--out", "--element")}
+    with pytest.raises(InputError, match=says):
+        explain(where, **settings)
+    assert list(tmp_path.iterdir()) == []
+
+
+# --------------------------------------------------------------------------------------------------- the calculator
+
+
+def test_the_calculators_questions_have_the_planners_answers():
+    """web/fixtures/plan-golden.json and planner.json are what `python -m bench.golden` writes."""
+    stored = json.loads((WEB / "fixtures" / "plan-golden.json").read_text(encoding="utf-8"))
+    assert [case["asked"] for case in stored["cases"]] == golden.questions()
+    for case in stored["cases"]:
+        assert zeroshard.plan(**case["asked"]).json() == case["plan"], case["asked"]
+    assert json.loads((WEB / "fixtures" / "planner.json").read_text(encoding="utf-8")) == golden.tables()

@@ -1,0 +1,525 @@
+"""The page in a real browser: every number it shows is the document's, and it asks nothing of anybody.
+
+Chromium is Debian's, driven headless from a file:// address. Every test also fails on an error in the console and on a
+request for anything but the page.
+"""
+
+import importlib
+import json
+import math
+import os
+import shutil
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+
+from zeroshard.explain.document import Page, built_in, document, template
+
+WEB = Path(__file__).parents[1] / "web"
+CHROMIUM = shutil.which("chromium")
+AXE = WEB / "node_modules" / "axe-core" / "axe.min.js"
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+MOST_BYTES = 150_000  # of the page without data
+WIDTHS = [390, 900, 1440]
+SENT = ("gather", "reduce", "broadcast")
+
+CI = bool(os.environ.get("CI"))  # has all of it, or fails
+if not CI and CHROMIUM is None:
+    pytest.skip("the page is tested in Debian's Chromium: apt-get install chromium", allow_module_level=True)
+if CI:
+    sync_api = importlib.import_module("playwright.sync_api")
+else:
+    sync_api = pytest.importorskip(
+        "playwright.sync_api", reason="the page is tested in a browser: pip install playwright"
+    )
+
+
+def fixture(name):
+    return json.loads((WEB / "fixtures" / f"{name}.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with sync_api.sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """{name: path} of the pages that are opened: what ships, and what runs leave."""
+    folder = tmp_path_factory.mktemp("pages")
+    documents = {"walkthroughs": document(walkthroughs=built_in(), run=None)}
+    documents |= {name: fixture(name) for name in ("run", "run-1000", "hostile")}
+    documents["version"] = {**document(walkthroughs=None, run=None), "version": 99}
+    paths = {}
+    for name, each in documents.items():
+        paths[name] = folder / f"{name}.html"
+        Page(each).write(paths[name])
+    paths["bare"] = folder / "bare.html"
+    paths["bare"].write_text(template())
+    return paths
+
+
+@pytest.fixture
+def opened(browser, files):
+    """`opened(name, hash, width=..., dark=...)`: a tab that is there; what went wrong in it fails the test."""
+    contexts, wrong, allowed = [], [], {path.as_uri() for path in files.values()}
+
+    def asked(request):
+        if request.url.split("#")[0] not in allowed and not request.url.startswith("data:"):
+            wrong.append(f"asked for {request.url}")
+
+    def tab(name, view="", width=1440, dark=False, reduced=False):
+        context = browser.new_context(
+            viewport={"width": width, "height": 900},
+            color_scheme="dark" if dark else "light",
+            reduced_motion="reduce" if reduced else "no-preference",
+        )
+        contexts.append(context)
+        context.set_default_timeout(10_000)
+        page = context.new_page()
+        page.on("console", lambda message: message.type in ("error", "warning") and wrong.append(message.text))
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("dialog", lambda dialog: wrong.append(dialog.message))
+        page.on("request", asked)
+        page.goto(files[name].as_uri() + view)
+        page.wait_for_selector("main h1")
+        return page
+
+    yield tab
+    for context in contexts:
+        context.close()
+    assert wrong == []
+
+
+@pytest.fixture(scope="module")
+def walk():
+    return built_in()
+
+
+def shown(value):
+    """A number of the document as the page writes it: as JavaScript does, with a real minus sign."""
+    if float(value).is_integer():
+        text = str(int(value))
+    elif abs(value) >= 1e-6:
+        text = f"{Decimal(repr(value)):f}"
+    else:
+        mantissa, _, power = repr(value).partition("e")
+        text = f"{mantissa}e{int(power)}"
+    return text.replace("-", "\N{MINUS SIGN}")
+
+
+def rows(page, key=""):
+    """{key: [text of each cell]} of the tables whose rows have a key that begins so."""
+    script = """key => [...document.querySelectorAll('tr[data-row]')].filter(row => row.dataset.row.startsWith(key))
+      .map(row => [row.dataset.row, [...row.querySelectorAll('th, td')].map(cell => cell.textContent.trim())])"""
+    found = page.evaluate(script, key)
+    return dict(found)
+
+
+# ----------------------------------------------------------------------------------------------------------- the file
+
+
+def test_the_template_is_small():
+    assert len(template().encode()) <= MOST_BYTES
+
+
+def test_the_bare_template_is_the_calculator(opened):
+    page = opened("bare")
+    assert page.locator("nav a").all_inner_texts() == ["Calculator"]
+
+
+def test_another_version_of_the_document_is_refused_in_words(opened):
+    page = opened("version")
+    assert "version 99" in page.get_by_role("alert").inner_text()
+
+
+# -------------------------------------------------------------------------------------------------------- transformer
+
+
+STRIPS = ("parameters", "gradients", "master", "exp_avg", "exp_avg_sq")
+
+
+def expected_of(walk, stage, at, rank, element):
+    """What a rank has of one element at a moment: five values, None where it has none."""
+    values, moments = walk["runs"]["bf16"], stage["moments"]
+    now = moments[at]["ranks"][rank]
+    done = at >= next(index for index, moment in enumerate(moments) if moment["key"] == "stepped")
+
+    def inside(intervals):
+        return next((rest for start, stop, *rest in intervals if start <= element < stop), None)
+
+    parameter, gradient = inside(now["parameters"]), inside(now["gradients"])
+    own = any(who == rank and start <= element < stop for who, start, stop, _ in stage["owners"]["optimizer"])
+    table = {"own": values["gradients"][rank], "sum": values["sum"], "average": values["average"]}
+    return [
+        parameter and values["parameters_after" if parameter == ["new"] else "parameters"][element],
+        gradient and table[gradient[0]][element],
+        values["master_after" if done else "master"][element] if own else None,
+        values["exp_avg"][element] if inside(now["optimizer"]) is not None else None,
+        values["exp_avg_sq"][element] if inside(now["optimizer"]) is not None else None,
+    ]
+
+
+SCENE = """() => ({
+  title: document.querySelector('[data-moment]').innerText,
+  moment: document.querySelector('[data-moment]').dataset.moment,
+  live: document.querySelector('[data-live]').innerText,
+  held: [...document.querySelectorAll('[data-held]')].map(each => Number(each.dataset.held)),
+  values: [...document.querySelectorAll('[data-value]')].map(each => [each.dataset.value, each.querySelector('.number').innerText]),
+  strips: [...document.querySelectorAll('[data-strip]')].map(each => [each.dataset.strip,
+    [...each.querySelectorAll('.piece')].map(piece => [parseFloat(piece.style.left), parseFloat(piece.style.width)])]),
+})"""
+
+
+def test_every_moment_of_every_stage(opened, walk, stage):
+    """Stepped to the end by the arrow: titles, bytes held, what each rank has of an element, and where it is drawn."""
+    data = walk["transformer"]
+    of = data["stages"][stage]
+    element = 130  # behind the cut inside W1
+    page = opened("walkthroughs", f"#transformer?stage={stage}&element={element}")
+    for at, moment in enumerate(of["moments"]):
+        scene = page.evaluate(SCENE)
+        assert (scene["title"], scene["moment"]) == (moment["title"], moment["key"])
+        assert moment["title"] in scene["live"] and moment["says"] in scene["live"]
+        assert scene["held"] == [sum(rank["held"].values()) for rank in moment["ranks"]]
+        values, strips = dict(scene["values"]), dict(scene["strips"])
+        for rank, now in enumerate(moment["ranks"]):
+            for state, value in zip(STRIPS, expected_of(data, of, at, rank, element), strict=True):
+                assert values[f"{rank} {state}"] == ("not here" if value is None else shown(value)), (at, rank, state)
+            for state in ("parameters", "gradients"):
+                drawn = [[100 * start / 260, 100 * (stop - start) / 260] for start, stop, _ in now[state]]
+                assert strips[f"{rank} {state}"] == [[pytest.approx(x, abs=1e-3) for x in piece] for piece in drawn]
+        if at + 1 < len(of["moments"]):
+            page.get_by_label("On", exact=True).click()
+    assert page.get_by_label("On", exact=True).is_disabled()
+
+
+def test_an_element_is_chosen_by_keyboard_and_kept_in_the_address(opened, walk):
+    page = opened("walkthroughs", "#transformer?stage=1&moment=3")
+    slider = page.get_by_label("Element of the flat vector")
+    slider.focus()
+    w_q = next(tensor["start"] for tensor in walk["transformer"]["tensors"] if tensor["symbol"] == "W_q")
+    for key, expected in [
+        ("ArrowRight", w_q + 1),
+        ("ArrowDown", w_q + 5),
+        ("PageDown", w_q + 16),
+        ("End", 259),
+        ("Home", 0),
+    ]:
+        page.keyboard.press(key)
+        assert slider.get_attribute("aria-valuenow") == str(expected)
+    page.keyboard.press("End")
+    page.wait_for_url("**element=259*")
+    page.reload()
+    page.wait_for_selector("main h1")
+    assert page.get_by_label("Element of the flat vector").get_attribute("aria-valuenow") == "259"
+
+
+@pytest.mark.parametrize("element", [8, 129, 130, 259])
+def test_adam_is_traced_with_the_run_s_numbers(opened, walk, element):
+    page = opened("walkthroughs", f"#transformer?element={element}")
+    values = walk["transformer"]["runs"]["bf16"]
+    found = page.locator(".trace .is").all_text_contents()
+    expected = [
+        values[name][element] for name in ("average", "exp_avg", "exp_avg_sq", "master_after", "parameters_after")
+    ]
+    assert found == [shown(value) for value in expected]
+
+
+def test_hovering_names_the_element_and_who_has_it(opened):
+    page = opened("walkthroughs", "#transformer?stage=1&moment=3")
+    ruler = page.locator(".ruler")
+    ruler.scroll_into_view_if_needed()
+    box = ruler.bounding_box()
+    for element, owner in [(129, 0), (130, 1)]:
+        page.mouse.move(box["x"] + box["width"] * (element + 0.5) / 260, box["y"] + 8)
+        text = page.locator("[data-readout]").inner_text()
+        assert f"element {element}: optimizer of rank {owner}" in text
+    assert text.replace(" ", "").startswith("W1[3,2],element130")
+
+
+@pytest.mark.parametrize("by", ["tensor", "module"])
+def test_every_frame_of_backward(opened, walk, by):
+    data = walk["transformer"]["backward"][by]
+    page = opened("walkthroughs", f"#transformer?by={by}&frame=0")
+    for summary in page.locator("summary", has_text="All frames").all():
+        summary.click()
+    found = rows(page, "frame")
+    for number, frame in enumerate(data["frames"]):
+        numbers = [frame["ranks"][0]["whole"]]
+        for rank in frame["ranks"]:
+            engine = rank["engine"]
+            numbers += [rank["transient"], rank["kept"], f"{engine['gradients']} + {engine['reduce']}"]
+        assert found[f"frame {number}"] == [", ".join(frame["symbols"]), *map(str, numbers)]
+    peaks = data["peak"]["transient"]
+    assert [found["frame peak"][2], found["frame peak"][5]] == list(map(str, peaks))
+    for _ in data["frames"][1:]:
+        page.get_by_label("Frame after").click()
+    page.wait_for_url(f"**frame={len(data['frames']) - 1}*")
+
+
+def test_the_stages_side_by_side(opened, walk):
+    page = opened("walkthroughs", "#transformer")
+    found = [each.inner_text() for each in page.locator("[data-nbytes]").all()]
+    assert (
+        found
+        == [f"{stage['nbytes']:,}" for stage in walk["transformer"]["stages"]]
+        == ["4,160", "2,600", "2,340", "2,080"]
+    )
+
+
+# --------------------------------------------------------------------------------------------------- the other walks
+
+
+def test_the_four_weights(opened, walk, stage):
+    data = walk["four"]
+    page = opened("walkthroughs", f"#weights?stage={stage}")
+    for _ in range(min(map(len, data["stages"][stage]["story"])) - 1):
+        page.get_by_label("On", exact=True).click()
+    assert page.get_by_label("On", exact=True).is_disabled()
+    found, values = rows(page, "w"), data["values"]
+    for index, name in enumerate(data["names"]):
+        tables = [
+            values["master"],
+            *values["gradients"],
+            *(
+                values[key]
+                for key in ("average", "exp_avg", "exp_avg_sq", "master_after", "parameters_after", "bf16_after")
+            ),
+        ]
+        assert found[name][1:-1] == [shown(table[index]) for table in tables]
+
+
+def test_the_three_layers(opened, walk):
+    data = walk["layers"]
+    page = opened("walkthroughs", "#layers")
+    steps = list(dict.fromkeys(each["step"] for each in data["path"]))
+    for at, step in enumerate(steps):
+        now = [each for each in data["path"] if each["step"] == step]
+        titles = page.locator(".window td").evaluate_all("cells => cells.map(cell => cell.title.split(' = ')[1])")
+        assert titles == [shown(value) for each in now for value in each["values"]]
+        if at + 1 < len(steps):
+            page.get_by_label("On", exact=True).click()
+    page.get_by_role("slider", name="Time in the step").press("p")
+    peak = data["overlap"]["recording"]["ranks"][0]["peak"]["total"]
+    assert page.locator("[data-now]").get_attribute("data-now") == str(peak)
+
+
+def test_the_overview(opened, walk):
+    page = opened("walkthroughs", "#overview")
+    found = rows(page)
+    for stage in walk["overview"]["stages"]:
+        cells = found[f"stage {stage['stage']}"]
+        assert (cells[1], cells[-1]) == (stage["formula"], str(stage["passes"]))
+        assert [float(cell.split()[0]) for cell in cells[2:-1]] == [
+            pytest.approx(at["bytes_per_parameter"], rel=1e-3) for at in stage["at"]
+        ]
+    assert [found[f"equal {stage}"][2] for stage in range(4)] == ["= the same"] * 4
+
+
+# --------------------------------------------------------------------------------------------------------- calculator
+
+
+def test_the_calculator_answers_as_the_planner(opened):
+    """Random questions of the golden file, put through the address; tests/planner.test.ts goes through all of them."""
+    known = {"params", "ranks", "preset", "optimizer", "accumulate", "no_sync", "gpu_mem"}
+    cases = [
+        case
+        for case in fixture("plan-golden")["cases"]
+        if set(case["asked"]) <= known and 1e3 < case["asked"]["params"] <= 1e14
+    ]
+    page = opened("bare", "#calculator")
+    for case in cases[:12]:
+        asked, plan = case["asked"], case["plan"]
+        words = {
+            "p": asked["params"],
+            "n": asked["ranks"],
+            "recipe": asked.get("preset", "paper"),
+            "optimizer": asked.get("optimizer", ""),
+            "a": asked.get("accumulate", 1),
+            "stage": 3,
+        }
+        query = "&".join(f"{key}={value}" for key, value in words.items()) + "&nosync=true" * asked.get(
+            "no_sync", False
+        )
+        page.evaluate("hash => { location.hash = hash }", f"#calculator?{query}")
+        total = plan["stages"][3]["total"]
+        page.wait_for_selector(f'[data-total="{total}"]')
+        found = rows(page)
+        assert found["total"][1:] == [f"{stage['total']:,}" for stage in plan["stages"]]
+        for state in plan["stages"][0]["states"]:
+            assert found[state][1:] == [f"{stage['states'].get(state, 0):,}" for stage in plan["stages"]]
+        moved = plan["stages"][3]["traffic"]["total"]
+        titles = page.locator("tr[data-row='moved total'] td[title]").evaluate_all(
+            "cells => cells.map(cell => cell.title)"
+        )
+        assert titles == [f"{nbytes:,} byte{'s' * (nbytes != 1)}" for nbytes in moved.values()]
+
+
+def test_the_calculator_by_hand(opened):
+    page = opened("bare", "#calculator")
+    page.get_by_role("button", name="7.5 B on 64").click()
+    assert page.locator("[data-total]").inner_text() == "16.64 GB"
+    page.get_by_label("Parameters Ψ").fill("7B")
+    page.get_by_label("Parameters Ψ").press("Enter")
+    page.get_by_label("Ranks N").fill("8")
+    page.get_by_label("Ranks N").press("Enter")
+    assert page.locator("[data-total]").get_attribute("data-total") == "26250000000"
+    page.get_by_label("Parameters Ψ").fill("seven")
+    page.get_by_label("Parameters Ψ").press("Enter")
+    assert "is not a whole number of parameters" in page.locator("#wrong").inner_text()
+    page.get_by_label("1", exact=True).check()
+    page.get_by_label("Copies of the optimizer K").select_option("2")
+    assert page.locator("[data-total]").get_attribute("data-total") == str(7 * 10**9 * 4 + 7 * 10**9 * 12 // 4)
+    page.get_by_label("optimizer", exact=True).select_option("nvme")
+    assert "NVMe" in page.locator(".bars").inner_text()
+    assert "--instances 2" in page.locator("pre").inner_text()
+
+
+# ---------------------------------------------------------------------------------------------------------- your run
+
+
+def held_at(recording, rank, time):
+    """Bytes a rank held at a time, added up from the recorded changes."""
+    now = {}
+    for at, state, nbytes in recording["ranks"][rank]["held"]:
+        if at <= time:
+            now[state] = nbytes
+    return sum(now.values())
+
+
+def test_a_run_shows_its_peak_and_every_moment(opened):
+    run = fixture("run")["run"]
+    recording = run["recording"]
+    fullest = max(range(len(recording["ranks"])), key=lambda rank: recording["ranks"][rank]["peak"]["total"])
+    page = opened("run")
+    assert page.locator("[data-peak]").get_attribute("data-peak") == str(recording["ranks"][fullest]["peak"]["total"])
+    assert page.locator(".answer li").all_inner_texts() == recording["ranks"][fullest]["peak"]["says"]
+    for rank, of in enumerate(recording["ranks"]):
+        start, stop = of["span"]
+        for part in range(0, 21, 4):
+            time = start + (stop - start) * part // 20
+            page.evaluate("hash => { location.hash = hash }", f"#run?rank={rank}&t={time}")
+            page.wait_for_selector(f'[role=slider][aria-valuenow="{time}"][aria-label$="rank {rank}"]')
+            assert page.locator("[data-now]").get_attribute("data-now") == str(held_at(recording, rank, time))
+        page.get_by_role("slider", name="Time in the step").press("p")
+        assert page.locator("[data-now]").get_attribute("data-now") == str(of["peak"]["total"])
+
+
+def test_a_run_shows_predicted_beside_held_and_what_was_sent(opened):
+    run = fixture("run")["run"]
+    found = rows(opened("run"))
+    for rank in run["summary"]:
+        held, predicted = sum(rank["held"].values()), sum(rank["predicted"].values())
+        cells = found[f"rank {rank['rank']}"]
+        assert cells[1:6] == [f"{n:,}" for n in (rank["numel"], predicted, held)] + [
+            f"{held - predicted:,}",
+            f"{rank['peak']:,}",
+        ]
+    for line in run["traffic"]:
+        assert found[line["verb"]][1:] == [
+            f"{line[key]:,}" for key in ("calls", "logical", "sent", "sent_and_received")
+        ]
+
+
+def test_any_element_of_a_run_has_an_owner(opened):
+    layout = fixture("run")["run"]["layout"]
+    page = opened("run")
+    for bucket in layout["buckets"][:3]:
+        name, shape, start = layout["slots"][bucket["last"] - 1]
+        element = math.prod(shape) - 1
+        page.get_by_label("Who has an element?").fill(f"{name}[{element}]")
+        owner = (start + element) // bucket["share"]
+        assert page.locator("[data-answer]").inner_text().startswith(f"Rank {owner}, element ")
+    page.get_by_label("Find tensors").fill(name.split(".")[-1])
+    matches = sum(name.split(".")[-1] in slot[0] for slot in layout["slots"])
+    assert page.locator("table", has_text="owned by").locator("tbody tr").count() == matches
+
+
+def test_a_thousand_tensors_stay_few_nodes(opened):
+    """Units first, tensors when asked; the timeline is one canvas."""
+    run = fixture("run-1000")["run"]
+    assert len(run["layout"]["slots"]) >= 1000
+    page = opened("run-1000")
+    before = page.evaluate("document.querySelectorAll('*').length")
+    assert before < 5 * len(run["layout"]["slots"])
+    slider = page.get_by_role("slider", name="Time in the step")
+    for _ in range(40):
+        slider.press("ArrowLeft")
+    assert abs(page.evaluate("document.querySelectorAll('*').length") - before) < 100
+
+
+def test_names_are_text_whatever_they_say(opened):
+    run = fixture("hostile")["run"]
+    page = opened("hostile")
+    assert "gone" not in page.title()
+    table = page.locator("#owners ~ .card table").first
+    units = {row.locator("th").inner_text() for row in table.locator("tbody tr").all()}
+    assert {" ".join(name.split()) for name in run["layout"]["units"] if name} <= {
+        " ".join(unit.split()) for unit in units
+    }
+    page.get_by_label("Find tensors").fill("<")
+    assert page.locator("main img, main script").count() == 0
+
+
+# -------------------------------------------------------------------------------------------------------- for everyone
+
+
+VIEWS = [("walkthroughs", view) for view in ("overview", "transformer", "weights", "layers", "calculator")] + [
+    ("run", "run")
+]
+
+
+@pytest.mark.parametrize("dark", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["light", "dark"])
+@pytest.mark.parametrize(("name", "view"), VIEWS)
+def test_a_view_is_accessible_and_fits_every_width(opened, name, view, dark):
+    if not AXE.exists() and not CI:
+        pytest.skip("axe is one of the page's development packages: cd web && npm ci")
+    page = opened(name, f"#{view}", dark=dark, reduced=True)
+    page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    page.evaluate(AXE.read_text())
+    found = page.evaluate("axe.run(document, { resultTypes: ['violations'] })")["violations"]
+    assert [(each["id"], [node["target"] for node in each["nodes"]][:3]) for each in found] == []
+    for width in WIDTHS:
+        page.set_viewport_size({"width": width, "height": 900})
+        assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0, width
+
+
+def test_the_theme_follows_the_system_until_it_is_chosen(opened):
+    page = opened("walkthroughs", dark=True)
+    theme = "document.documentElement.dataset.theme"
+    assert page.evaluate(theme) == "dark"
+    button = page.get_by_label("Colours: auto")
+    button.click()
+    assert page.evaluate(theme) == "light"
+
+
+def test_motion_and_print(opened):
+    still = opened("walkthroughs", "#transformer", reduced=True)
+    moving = opened("walkthroughs", "#transformer")
+    duration = "getComputedStyle(document.querySelector('.moves')).transitionDuration"
+    assert still.evaluate(duration) == "0s" and moving.evaluate(duration) != "0s"
+    moving.emulate_media(media="print")
+    assert not moving.locator("nav").is_visible() and not moving.locator(".stepper").is_visible()
+    assert moving.locator("[data-moment]").is_visible()
+
+
+def test_a_view_goes_into_the_address_and_back(opened):
+    page = opened("walkthroughs")
+    page.get_by_role("link", name="260 parameters", exact=True).click()
+    page.get_by_label("stage 2", exact=True).check()
+    page.get_by_role("link", name="Calculator").click()
+    page.go_back()
+    page.wait_for_selector("[data-moment]")
+    assert "stage=2" in page.url
+    assert page.get_by_label("stage 2", exact=True).is_checked()

@@ -1,0 +1,399 @@
+/** The document that Python put into the page; web/DATA.md says what is in it. */
+
+export type Bytes = Record<string, number>;
+
+export interface Placements {
+  parameters: boolean;
+  gradients: boolean;
+  optimizer: boolean;
+}
+
+export interface Bucket {
+  unit: number;
+  dtype: string;
+  itemsize: number;
+  trainable: boolean;
+  numel: number;
+  first: number;
+  last: number;
+  share?: number;
+  bounds?: number[];
+}
+
+export type Slot = [name: string, shape: number[], start: number];
+
+export interface Layout {
+  ranks: number;
+  align: number;
+  units: string[];
+  buckets: Bucket[];
+  slots: Slot[];
+}
+
+/** verb, state, bucket, unit, logical, sent, received, start, end, waited */
+export type Move = [number, number, number, number, number, number, number, number, number, number];
+
+export interface Peak {
+  at: number;
+  total: number;
+  held: Bytes;
+  phase: string;
+  unit: number;
+  flying: number[];
+  says: string[];
+}
+
+export interface RankRecording {
+  rank: number;
+  span: [start: number, stop: number];
+  phases: [name: string, start: number, end: number][];
+  units: [verb: number, unit: number, start: number, end: number][];
+  moves: Move[];
+  held: [at: number, state: number, nbytes: number][];
+  peak: Peak;
+  waited: number;
+}
+
+export interface Recording {
+  clock: 'ns' | 'tick';
+  verbs: string[];
+  states: string[];
+  ranks: RankRecording[];
+  note: string | null;
+}
+
+export interface Traffic {
+  verb: string;
+  calls: number;
+  logical: number;
+  sent: number;
+  sent_and_received: number;
+}
+
+export type Num = number | 'nan' | 'inf' | '-inf';
+
+export interface Matrix {
+  shape: number[];
+  values: number[];
+}
+
+export interface Correction {
+  text: 'A' | 'B' | 'C' | 'D' | 'E';
+  at: string;
+  says: string;
+  right: string;
+}
+
+export interface Table {
+  title: string;
+  lines: { what: string; text_says: string | null; value: number | string; unit: string; agrees: boolean }[];
+}
+
+export interface Text {
+  text: string;
+  title: string;
+  recipe: string;
+  tables: Table[];
+  corrections: string[];
+}
+
+export interface Tensor {
+  symbol: string;
+  name: string;
+  layer: string;
+  shape: number[];
+  start: number;
+  numel: number;
+  origin: 'text' | 'convention' | 'seed';
+  owners: [rank: number, start: number, stop: number][];
+}
+
+export interface Adam {
+  name: string;
+  lr: number;
+  beta1: number;
+  beta2: number;
+  eps: number;
+}
+
+export interface Values {
+  dtype: { parameters: string; gradients: string; master: string };
+  forward: {
+    mu: Matrix;
+    sigma: Matrix;
+    x1: Matrix;
+    q: Matrix;
+    x2: Matrix;
+    logits: Matrix;
+    loss: number;
+  }[];
+  parameters: number[];
+  master: number[];
+  gradients: number[][];
+  sum: number[];
+  average: number[];
+  exp_avg: number[];
+  exp_avg_sq: number[];
+  step: number;
+  master_after: number[];
+  parameters_after: number[];
+}
+
+export interface MomentOfRank {
+  at: number;
+  held: Bytes;
+  peak: Peak | null;
+  parameters: [start: number, stop: number, age: 'old' | 'new'][];
+  gradients: [start: number, stop: number, what: 'own' | 'sum' | 'average'][];
+  optimizer: [start: number, stop: number][];
+  moves: [first: number, last: number];
+}
+
+export interface Moment {
+  key: 'start' | 'forward' | 'backward' | 'gathered gradients' | 'stepped' | 'gathered parameters' | 'rest';
+  title: string;
+  says: string;
+  ranks: MomentOfRank[];
+}
+
+export interface Stage {
+  stage: number;
+  placements: Placements;
+  formula: string;
+  predicted: Bytes[];
+  held: Bytes[];
+  nbytes: number;
+  saved: number;
+  owners: Record<'parameters' | 'gradients' | 'optimizer', [rank: number, start: number, stop: number, tier: string][]>;
+  traffic: Traffic[][];
+  moments: Moment[];
+  recording: Recording;
+}
+
+export interface Grouping {
+  frames: {
+    names: string[];
+    symbols: string[];
+    ranks: {
+      whole: number;
+      transient: number;
+      kept: number;
+      engine: { gradients: number; reduce: number };
+    }[];
+  }[];
+  peak: { whole: number[]; transient: number[]; kept: number[] };
+}
+
+export interface Transformer {
+  title: string;
+  ranks: number;
+  numel: number;
+  layout: Layout;
+  dims: { width: number; heads: number; inner: number; words: number; tokens: number };
+  tensors: Tensor[];
+  cuts: number[];
+  optimizer: Adam;
+  batches: {
+    micro_batch: string;
+    rank: number;
+    x: Matrix;
+    x_origin: string;
+    targets: number[];
+    targets_origin: string;
+  }[];
+  injected: string[];
+  runs: { bf16: Values; float64: Values };
+  stages: Stage[];
+  backward: { tensor: Grouping; module: Grouping };
+  plain: { steps: number; equal: boolean; max_difference: number };
+  timing: {
+    stage: number;
+    verb: string;
+    state: string;
+    phase: string;
+    calls: number;
+    logical: number;
+    sent: number;
+  }[];
+  unchanged: number[];
+  corrections: Correction[];
+}
+
+export interface Story {
+  verb: string;
+  unit: string;
+  state: string;
+  phase: string;
+  logical: number;
+  sent: number;
+  received: number;
+  truth: string;
+  at: number;
+}
+
+export interface FourValues {
+  forward: [what: string, value: number][][];
+  loss: number[];
+  recomputed: [what: string, value: number][][];
+  gradients: number[][];
+  average: number[];
+  exp_avg: number[];
+  exp_avg_sq: number[];
+  master: number[];
+  master_after: number[];
+  parameters: number[];
+  parameters_after: number[];
+  bf16_after: number[];
+  loss_after: number[];
+}
+
+export interface FourWeights {
+  title: string;
+  ranks: number;
+  layout: Layout;
+  names: string[];
+  learning_rate: number;
+  optimizer: Adam;
+  samples: { x: number[]; t: number }[];
+  values: FourValues;
+  decimals: FourValues;
+  stages: {
+    stage: number;
+    checkpointing: string;
+    placements: Placements;
+    predicted: Bytes[];
+    held: Bytes[];
+    nbytes: number;
+    traffic: Traffic[][];
+    recording: Recording;
+    story: Story[][];
+  }[];
+  checkpointing: {
+    how: string;
+    says: string;
+    gathered: string[];
+    recomputed: string[];
+    elements: number;
+    passes: number;
+  }[];
+  tiny: {
+    update: number;
+    fp16: number;
+    weights: { weight: number; fp32_changes: boolean; fp16_changes: boolean }[];
+  };
+  memory: { step: number; gradient: number[]; kept: number[]; forgotten: number[] }[];
+  corrections: Correction[];
+}
+
+export interface ThreeLayers {
+  title: string;
+  ranks: number;
+  hidden: number;
+  depth: number;
+  numel: number;
+  padded: Record<string, number>;
+  flat: Layout;
+  cut: { name: string; element: number; fragments: [rank: number, start: number, stop: number][] };
+  window: [start: number, stop: number];
+  path: { step: string; says: string; dtype: string; rank: number | null; start: number; values: number[] }[];
+  overlap: { layout: Layout; recording: Recording; note: string };
+  instances: {
+    ranks: number;
+    rows: {
+      replicas: number;
+      optimizer: number;
+      reduce_inside: number;
+      reduce_between: number;
+      gather_inside: number;
+      total: number;
+      saved_per_rank: number;
+      saved_per_node: number;
+    }[];
+  };
+  corrections: Correction[];
+}
+
+export interface Overview {
+  title: string;
+  stages: {
+    stage: number;
+    placements: Placements;
+    formula: string;
+    passes: number;
+    at: { ranks: number; bytes_per_parameter: number; times: number }[];
+  }[];
+  equality: {
+    precision: string;
+    stages: { stage: number; weights: string; equal: boolean }[];
+    plain: string;
+    steps: number;
+  };
+  tiers: {
+    name: string;
+    says: string;
+    parameters: number;
+    ranks: number;
+    stage: number;
+    device: Bytes;
+    host: Bytes;
+    nvme: Bytes;
+  }[];
+  corrections: Correction[];
+}
+
+export interface RankSummary {
+  rank: number;
+  numel: number;
+  held: Bytes;
+  predicted: Bytes;
+  most: Bytes;
+  phases: Record<string, { total: number; held: Bytes }>;
+  step: number | null;
+  waited: number | null;
+  peak: number | null;
+}
+
+export interface Run {
+  title: string;
+  stage: number;
+  ranks: number;
+  placements: Placements;
+  numel: number;
+  facts: Record<string, string | number>;
+  dtypes: { parameters: string; gradients: string; master: string; buckets: number }[];
+  layout: Layout;
+  summary: RankSummary[];
+  recording: Recording | null;
+  traffic: Traffic[];
+  curves: { columns: string[]; rows: (Num | null)[][]; note: string | null } | null;
+}
+
+export interface Walkthroughs {
+  transformer: Transformer;
+  four: FourWeights;
+  layers: ThreeLayers;
+  overview: Overview;
+  texts: Record<'A' | 'B' | 'C' | 'D' | 'E', Text>;
+}
+
+export interface Page {
+  format: 'zeroshard-page';
+  version: number;
+  zeroshard: string;
+  walkthroughs: Walkthroughs | null;
+  run: Run | null;
+}
+
+const VERSION = 1;
+
+/** The document; null in the bare template. Throws an `Error` that says what is wrong with any other content. */
+export function read(text: string): Page | null {
+  const page = JSON.parse(text) as Page | null;
+  if (page === null) return null;
+  if (page.format !== 'zeroshard-page' || page.version !== VERSION)
+    throw new Error(
+      `The data in this page is ${page.format ?? 'of no known format'}, version ${page.version ?? 'unknown'}; ` +
+        `this page reads zeroshard-page, version ${VERSION}. Write the page again with one zeroshard.`,
+    );
+  return page;
+}

@@ -1,0 +1,24 @@
+/** Which rank owns which element, as the layout says. */
+import type { Bucket, Layout, Slot } from './data';
+
+export const numel = (shape: number[]): number => shape.reduce((a, b) => a * b, 1);
+
+export function bounds(bucket: Bucket, rank: number): [start: number, stop: number] {
+  if (bucket.bounds) return [bucket.bounds[rank], bucket.bounds[rank + 1]];
+  const share = bucket.share ?? bucket.numel;
+  return [rank * share, (rank + 1) * share];
+}
+
+/** The parts of a tensor that each rank owns, in the tensor's own elements; ranks without a part are left out. */
+export function fragments(layout: Layout, bucket: Bucket, slot: Slot): [rank: number, start: number, stop: number][] {
+  const [, shape, first] = slot;
+  const last = first + numel(shape);
+  const found: [number, number, number][] = [];
+  for (let rank = 0; rank < layout.ranks; rank += 1) {
+    const [start, stop] = bounds(bucket, rank);
+    const from = Math.max(start, first);
+    const to = Math.min(stop, last);
+    if (from < to) found.push([rank, from - first, to - first]);
+  }
+  return found;
+}

@@ -1,0 +1,51 @@
+/** What a rank held over a step, from the changes that were recorded. */
+import type { RankRecording } from './data';
+
+export interface Snapshot {
+  at: number;
+  /** Bytes by index of state. */
+  held: number[];
+  total: number;
+}
+
+/** One snapshot per moment at which something changed, in order. */
+export function snapshots(rank: RankRecording, states: number): Snapshot[] {
+  const found: Snapshot[] = [];
+  let held = new Array<number>(states).fill(0);
+  for (const [at, state, nbytes] of rank.held) {
+    held = [...held];
+    held[state] = nbytes;
+    const snapshot = { at, held, total: held.reduce((a, b) => a + b, 0) };
+    if (found.at(-1)?.at === at) found[found.length - 1] = snapshot;
+    else found.push(snapshot);
+  }
+  return found;
+}
+
+/** Index of the snapshot that holds at `time`: the last one not after it. */
+export function indexAt(found: Snapshot[], time: number): number {
+  let low = 0;
+  let high = found.length - 1;
+  while (low < high) {
+    const middle = (low + high + 1) >> 1;
+    if (found[middle].at <= time) low = middle;
+    else high = middle - 1;
+  }
+  return low;
+}
+
+/** For each of `count` equal parts of [start, stop) the fullest snapshot in it: a peak is never lost between pixels. */
+export function columns(found: Snapshot[], start: number, stop: number, count: number): Snapshot[] {
+  const shown: Snapshot[] = [];
+  let next = indexAt(found, start);
+  for (let column = 0; column < count; column += 1) {
+    const end = start + ((stop - start) * (column + 1)) / count;
+    let most = found[next];
+    while (next + 1 < found.length && found[next + 1].at < end) {
+      next += 1;
+      if (found[next].total > most.total) most = found[next];
+    }
+    shown.push(most);
+  }
+  return shown;
+}

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -54,3 +55,12 @@ def test_every_backend_that_is_installed_trains_the_same(tmp_path):
         told = row["against zeroshard's"]
         # fairscale and DeepSpeed divide before they add
         assert told == "same bits" or (abs(float(told)) < 1e-5 and row["back-end"].startswith(("fair", "Deep"))), row
+
+
+@pytest.mark.slow
+def test_one_round_of_tensors(tmp_path):
+    result, _, _ = bench("tensors", "--counts", 100, 200, "--rounds", 1, out=tmp_path)
+    assert [row["tensors"] for row in result["rows"]] == [100, 200]
+    plot = (tmp_path / "tensors.svg").read_text()
+    assert plot.count("<polyline") == 5
+    ElementTree.fromstring(plot)

@@ -156,6 +156,7 @@ class Gradients:
         self.on_verdict: Callable[[bool], None] = lambda overflow: None  # of a GradScaler
         self._edits: list[str] = []  # by which numbers gradients were scaled, clamped, ... since the last step
         self._edited_with: Any = None
+        self._shown: dict[int, ShardedGrad] = {}  # what fragments show, by the fragment's id
         self._judged: Tensor | None = None  # the found_inf that already has all ranks' verdict
         self._questions = 0
         self._answers: dict[float, Tensor] = {}
@@ -178,11 +179,19 @@ class Gradients:
             if not isinstance(entry.param.grad, ShardedGrad):
                 entry.param.grad = ShardedGrad(self, entry, entry.param, is_fragment=False)
         for fragment in self.fragments.get(entry.number, ()):
-            fragment.grad = ShardedGrad(self, entry, fragment, is_fragment=True)
+            fragment.grad = self._of_fragment(entry, fragment)
         # GradScaler wants to see a gradient in each optimizer, also on a rank that owns nothing of any.
         stand_in = self.stand_ins.get(self.updaters.get(entry.number, -1))
         if stand_in is not None and stand_in.grad is None and entry.number not in self.fragments:
             stand_in.grad = ShardedGrad(self, entry, stand_in, is_fragment=True)
+
+    def _of_fragment(self, entry: Entry, fragment: nn.Parameter) -> ShardedGrad:
+        # Made once: making one takes as long as all else that is done for a tensor in a step. Only those of the model's
+        # parameters are made anew, because a kept one must not speak for a later backward.
+        shown = self._shown.get(id(fragment))
+        if shown is None or shown._number != entry.number or shown.shape != fragment.shape:
+            shown = self._shown[id(fragment)] = ShardedGrad(self, entry, fragment, is_fragment=True)
+        return shown
 
     def hide(self, entry: Entry) -> None:
         """Make `p.grad` None, on the optimizers' side too."""

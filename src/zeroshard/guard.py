@@ -210,6 +210,7 @@ class SavedTensors:
 
     def __init__(self) -> None:
         self._sources: dict[int, Source] = {}
+        self._pack = torch.compiler.disable(self._pack)  # type: ignore[method-assign]  # a graph calls it with its own
         self._alone = (functools.partial(self._pack, None), _unpack)
 
     def watch(self, source: Source) -> None:

@@ -96,8 +96,10 @@ class Schedule:
                 buffer.on_touch, buffer.on_fetch = _weak(self.touch), _weak(self.fetch)
                 if not buffer.resident:
                     buffer.on_storage, buffer.on_no_storage = self.saved.watch, self.saved.forget
-            unit.module.register_forward_pre_hook(_weak(self.enter, unit), prepend=True, with_kwargs=True)
-            unit.module.register_forward_hook(_weak(self.leave, unit), always_call=True)
+            # Not to be compiled: what a hook finds differs from call to call, what it opens is what a graph may hold.
+            enter, leave = (torch.compiler.disable(_weak(hook, unit)) for hook in (self.enter, self.leave))
+            unit.module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
+            unit.module.register_forward_hook(leave, always_call=True)
 
     def hook_gradients(self) -> None:
         """Watch every trainable parameter's gradient. Called again after parameters were unfrozen."""

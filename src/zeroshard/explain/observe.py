@@ -57,8 +57,8 @@ class Observer:
         self.zero.ledger()  # counts what the optimizer has made since
         self.moments.append((name, tick()))
         buffers = self.zero._buffers
-        resting = [buffer.shard if buffer.place.parameters else buffer.full for buffer in buffers]
-        held = [buffer.gradients for buffer in buffers if buffer.gradients is not None]
+        resting = [buffer.shard.tensor for buffer in buffers]
+        held = [buffer.gradients.tensor for buffer in buffers if buffer.gradients is not None]
         self.seen[name] = {
             "parameters": [value for tensor in resting for value in numbers(tensor)],
             "gradients": [value for tensor in held for value in numbers(tensor)],

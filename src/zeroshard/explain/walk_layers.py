@@ -63,7 +63,7 @@ def observed_step() -> dict[str, Any]:
         mine = slice(max(first, low) - low, min(last, high) - low)
         found: dict[str, Any] = {"start": max(first, low), "parameters": numbers(buffer.full[first:last])}
         assert buffer.master is not None
-        found["master"] = numbers(buffer.master[mine])
+        found["master"] = numbers(buffer.master.tensor[mine])
         observer = Observer(zero)
 
         stack(batch(0, rank)).sum().backward()
@@ -74,7 +74,7 @@ def observed_step() -> dict[str, Any]:
         with observer.watching_gathers():
             optimizer.step()
         found["average"] = numbers(buffer.total[mine])
-        found["new master"] = numbers(buffer.master[mine])
+        found["new master"] = numbers(buffer.master.tensor[mine])
         found["stepped"] = observer.seen["stepped"]["parameters"][first:last]
         observer.land()
         found["gathered"] = numbers(buffer.full[first:last])

@@ -1,0 +1,74 @@
+"""`torch.compile` of a sharded model, or of its blocks: compiled once, with the bits of plain PyTorch at every stage."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+import models
+import ranks
+import test_bits
+import zeroshard
+from zeroshard import Comm
+
+STEPS = 3
+BACKEND = "aot_eager"  # traces and partitions as inductor does, and needs no C++ compiler
+
+
+def compiled(stage, what, overlap):
+    """What differs from the same loop without `torch.compile`, graphs after each step, and how often a graph broke."""
+    torch._dynamo.reset()
+    want, _ = train(stage, None, overlap)
+    counters.clear()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        found, graphs = train(stage, what, overlap)
+    return test_bits.reference.first_difference(found, want), graphs, sum(counters["graph_break"].values())
+
+
+def train(stage, what, overlap):
+    model = models.build("gpt", **test_bits.GPT)
+    optimizer = test_bits.adamw(model.parameters(), "loop")
+    if what == "blocks before":
+        for block in model.blocks:
+            block.compile(backend=BACKEND)
+    zero = zeroshard.shard(model, optimizer, stage=stage, comm=Comm(overlap=overlap))
+    run = torch.compile(model, backend=BACKEND) if what == "model" else model
+    if what == "blocks":
+        for block in model.blocks:
+            block.compile(backend=BACKEND)
+    graphs = []
+    for step in range(STEPS):
+        models.loss("gpt", run, models.batch("gpt", step, ranks.rank())).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        graphs.append(counters["stats"]["unique_graphs"])
+    with zero.gathered():
+        return test_bits.reference.weights(model), graphs
+
+
+def check(cases):
+    def expected(what):
+        return ("", [1] * STEPS, int(what == "model"))  # all blocks are one graph; what is around them is not compiled
+
+    for found in ranks.run(2, partial(all_of, cases), timeout=280.0):
+        assert found == {case: expected(case[1]) for case in cases}
+
+
+def all_of(cases):
+    return {case: compiled(*case) for case in cases}
+
+
+def test_blocks_and_models_compile_once():
+    """A replicated and a sharded model: no recompilation in later steps, and the bits of the same loop uncompiled."""
+    check([(1, "model", True), (3, "blocks", True), (3, "model", True)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["model", "blocks", "blocks before"])
+def test_every_stage_compiles_once(what):
+    """Every stage, with and without overlap."""
+    check([(stage, what, overlap) for stage in (0, 1, 2, 3) for overlap in (True, False)])

@@ -166,8 +166,7 @@ class Schedule:
         return tensor.to(self.cast_inputs) if tensor.is_floating_point() else tensor
 
     def _begin_forward(self, unit: Unit) -> None:
-        if self._backward is not None:
-            self._abort_backward()
+        self.recover()
         self._grad_forward = torch.is_grad_enabled()
         training = self._grad_forward and unit.module.training
         kind = "forward" if self._grad_forward else "forward without grad"
@@ -191,7 +190,7 @@ class Schedule:
         if error is not None and not isinstance(error, PeerError):
             self.group.trouble = f"forward {self._forwards} raised {type(error).__name__}: {error}"
         if self.script.active:
-            if isinstance(error, (PeerError, TierError)):
+            if isinstance(error, (PeerError, TierError)) or self.group.lost:
                 self.script.abandon()  # asking the peers again would only wait for them again
             else:
                 self.script.finish()
@@ -392,8 +391,7 @@ class Schedule:
 
     def before_step(self) -> None:
         """An optimizer is about to change the weights."""
-        if self._backward is not None:
-            self._abort_backward()
+        self.recover()
         self.flush_pinned()
 
     def after_step(self) -> None:

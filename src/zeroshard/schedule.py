@@ -141,9 +141,11 @@ class Schedule:
     def leave(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
         """A unit's forward ended, normally or by an exception."""
         if any(frame.unit is unit for frame in self._frames):  # else its pre-hook never ran to the end
-            frame = self._unwind(unit)
-            if not (frame.recompute or self._frames):
-                self._end_forward(output)
+            # After a loss there is nothing to wait for, and the error that is under way has said so.
+            with contextlib.suppress(PeerError) if self.group.lost else contextlib.nullcontext():
+                frame = self._unwind(unit)
+                if not (frame.recompute or self._frames):
+                    self._end_forward(output)
 
     def _unwind(self, unit: Unit | None) -> Frame:
         """Leave the innermost forward of `unit`, and with it those inside it that an interrupt never let end."""

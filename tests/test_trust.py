@@ -20,7 +20,7 @@ def marked() -> dict[int, set[str]]:
         for node in ast.parse(path.read_text()).body:
             if not (isinstance(node, ast.FunctionDef) and node.name.startswith("test_")):
                 continue
-            rows = {int(number) for number in re.findall(r"row(\d+)(?=_)", node.name)}
+            rows = {int(number) for number in re.findall(r"row_?(\d+)(?=_)", node.name)}
             for decorator in node.decorator_list:
                 if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "pytest.mark.row":
                     rows |= {argument.value for argument in decorator.args}

@@ -654,6 +654,7 @@ def stop_early(stage):
     return text
 
 
+@pytest.mark.row(25)
 def test_evaluating_on_one_rank_is_an_error_only_where_weights_must_be_gathered():
     """Stages 0-2 hold all weights, so one rank may evaluate alone; at stage 3 every rank is named at once."""
     for stage in STAGES:

@@ -145,6 +145,17 @@ def test_row1_a_killed_rank_is_named_by_all_of_three(ranks, tmp_path, where, sta
     check_named(outcomes, where, "is gone: its process has ended")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("where", SEEN)
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGHUP], ids=lambda how: how.name)
+def test_row60_a_rank_that_a_signal_ends_in_any_phase_is_named(ranks, tmp_path, where, how):
+    """As row 1, by the signals with which schedulers end programs; nothing is left beside the checkpoints."""
+    outcomes = ranks.run(2, loses_a_rank, where, 3, how, str(tmp_path), **PATIENT)
+    assert outcomes[-1].type == "Died" and how.name in outcomes[-1].message
+    check_named(outcomes, where, "is gone: its process has ended")
+    assert os.listdir(tmp_path) == ["ckpt"]
+
+
 def stopped(stage: int, where: str, folder: str) -> None:
     Path(folder, f"pid{rank_processes.rank()}").write_text(str(os.getpid()))
     loses_a_rank(where, stage, signal.SIGSTOP, folder)

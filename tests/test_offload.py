@@ -105,6 +105,7 @@ def every_tier_like_the_device(folder, stages, dtype, cases):
             same(got, want)
 
 
+@pytest.mark.row(32, 34)
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_any_tier_gives_the_bits_of_the_device(world, dtype, tmp_path):
@@ -529,6 +530,7 @@ def many_steps(folder, steps):
     return before, resources()
 
 
+@pytest.mark.row(35)
 @pytest.mark.parametrize("steps", [20, pytest.param(1000, marks=pytest.mark.slow)])
 def test_steps_grow_neither_files_nor_descriptors_nor_threads(steps, tmp_path):
     ((before, after),) = ranks.run(1, many_steps, str(tmp_path), steps, timeout=900)

@@ -167,6 +167,7 @@ class Zero:
         self._schedule.before_forward = self._before_forward
         self._schedule.cast_inputs = precision.param_dtype if precision.cast_inputs else None
         self._schedule.hook_gradients()
+        self._gradients.recover = self._schedule.recover
         whole = not self.placements.optimizer or not self.partition.cut_tensors()
         self._bindings = [
             Binding(o, number, self._buffers, self._gradients, self._schedule, self._finite, whole=whole)
@@ -421,6 +422,7 @@ class Zero:
             instead = "touch the parameter, or gather before backward"
             raise StateError("gathered() inside backward cannot be answered", instead=instead)
         units = self._units_of(what)
+        self._schedule.recover()
         which = zlib.crc32(repr([unit.index for unit in units]).encode())
         self._group.meet("gathered()", len(units), which, -1 if write_from is None else write_from)
         self._ledger.begin("gather")

@@ -315,7 +315,17 @@ class Buffer:
         return self.state is not State.RELEASED and self.fresh
 
     def gather(self, *, ahead: bool = False) -> Work:
-        """Launch the gather of this bucket into its own storage; `ahead` of its use it counts as prefetched."""
+        """Launch the gather of this bucket into its own storage; `ahead` of its use it counts as prefetched.
+
+        A rank that cannot, for want of memory say, tells the others: they would wait for its part.
+        """
+        try:
+            return self._gather(ahead)
+        except BaseException as error:
+            self.group.give_up(error)
+            raise
+
+    def _gather(self, ahead: bool) -> Work:
         with torch.inference_mode(False), torch.no_grad():
             if not self.resident:
                 self._opened = self.state is not State.RELEASED

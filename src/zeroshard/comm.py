@@ -42,7 +42,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .errors import Error, PeerError, UserError, nearest
+from .errors import Error, PeerError, StateError, UserError, nearest
 from .events import Event, Ledger, ends
 from .watch import Watch, host_towards
 
@@ -227,6 +227,9 @@ class Group:
     def lost(self) -> bool:
         """Did a collective fail for good? Then no other can succeed."""
         return False
+
+    def give_up(self, error: BaseException) -> None:
+        """This rank cannot take part in a collective that others may be in already: nobody shall wait for it."""
 
     # --- verbs of agreement -----------------------------------------------------------------------------------------
 
@@ -448,6 +451,12 @@ class ProcessGroup(Group):
         self._wait(at, None, self._launch(call, *args, group=self._groups.control))
 
     def _launch(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not dist.is_initialized():
+            raise StateError(
+                "the process group is gone",
+                where=f"rank {self.rank}: {self.doing()}",
+                instead="torch.distributed.destroy_process_group() after the last use of the model",
+            )
         try:
             with warnings.catch_warnings():
                 return call(*args, async_op=True, **kwargs)
@@ -483,6 +492,12 @@ class ProcessGroup(Group):
     @property
     def lost(self) -> bool:
         return self._groups.loss is not None
+
+    def give_up(self, error: BaseException) -> None:
+        if not self.lost:
+            why = f"gave up: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            self._groups.loss = f"rank {self.rank} {why}"
+            self._groups.watch.tell({self.rank: why})
 
     def _unit(self, bucket: int) -> str:
         return self.units[bucket] if bucket < len(self.units) else f"bucket {bucket}"

@@ -152,6 +152,7 @@ class Gradients:
         self.fragments: dict[int, list[nn.Parameter]] = {}  # entry number -> what optimizers on this rank hold of it
         self.updaters: dict[int, int] = {}  # entry number -> number of the optimizer that updates it, on some rank
         self.stand_ins: dict[int, nn.Parameter] = {}  # optimizer number -> its first fragment on this rank
+        self.recover: Callable[[], None] = lambda: None  # ends a backward that an exception ended
         self.settle: Callable[[], None] = lambda: None  # reduces what no_sync left, before a question
         self.on_verdict: Callable[[bool], None] = lambda overflow: None  # of a GradScaler
         self._edits: list[str] = []  # by which numbers gradients were scaled, clamped, ... since the last step
@@ -244,6 +245,7 @@ class Gradients:
         self.agree()
 
     def agree(self) -> None:
+        self.recover()
         self.group.meet("a question about gradients", self._questions + 1)
         self._questions += 1
 

@@ -142,9 +142,11 @@ class Schedule:
     def leave(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
         """A unit's forward ended, normally or by an exception."""
         if any(frame.unit is unit for frame in self._frames):  # else its pre-hook never ran to the end
-            frame = self._unwind(unit)
-            if not (frame.recompute or self._frames):
-                self._end_forward(output)
+            # After a loss there is nothing to wait for, and the error that is under way has said so.
+            with contextlib.suppress(PeerError) if self.group.lost else contextlib.nullcontext():
+                frame = self._unwind(unit)
+                if not (frame.recompute or self._frames):
+                    self._end_forward(output)
 
     def _unwind(self, unit: Unit | None) -> Frame:
         """Leave the innermost forward of `unit`, and with it those inside it that an interrupt never let end."""
@@ -167,8 +169,7 @@ class Schedule:
         return tensor.to(self.cast_inputs) if tensor.is_floating_point() else tensor
 
     def _begin_forward(self, unit: Unit) -> None:
-        if self._backward is not None:
-            self._abort_backward()
+        self.recover()
         self._grad_forward = torch.is_grad_enabled()
         training = self._grad_forward and unit.module.training
         kind = "forward" if self._grad_forward else "forward without grad"
@@ -192,7 +193,7 @@ class Schedule:
         if error is not None and not isinstance(error, PeerError):
             self.group.trouble = f"forward {self._forwards} raised {type(error).__name__}: {error}"
         if self.script.active:
-            if isinstance(error, (PeerError, TierError)):
+            if isinstance(error, (PeerError, TierError)) or self.group.lost:
                 self.script.abandon()  # asking the peers again would only wait for them again
             else:
                 self.script.finish()
@@ -393,8 +394,7 @@ class Schedule:
 
     def before_step(self) -> None:
         """An optimizer is about to change the weights."""
-        if self._backward is not None:
-            self._abort_backward()
+        self.recover()
         self.flush_pinned()
 
     def after_step(self) -> None:

@@ -16,7 +16,9 @@ answered.
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import secrets
 import selectors
 import socket
@@ -93,13 +95,18 @@ def _ask(places: dict[int, Place], message: dict[str, Any]) -> dict[int, Answer]
         for rank, (host, port, _) in places.items():
             connection = open_sockets.enter_context(socket.socket())
             connection.setblocking(False)
-            connection.connect_ex((host, port))
-            selector.register(connection, selectors.EVENT_WRITE, rank)
+            number = connection.connect_ex((host, port))
+            if number in (0, errno.EINPROGRESS):
+                selector.register(connection, selectors.EVENT_WRITE, rank)
+            else:
+                answers[rank] = _failed(OSError(number, os.strerror(number)))
         while selector.get_map() and (left := deadline - time.monotonic()) > 0:
             for key, event in selector.select(left):
                 rank, connection = key.data, cast(socket.socket, key.fileobj)
                 try:
                     if event & selectors.EVENT_WRITE:
+                        if number := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                            raise OSError(number, os.strerror(number))
                         connection.sendall(json.dumps({**message, "token": places[rank][2]}).encode() + b"\n")
                         selector.modify(connection, selectors.EVENT_READ, rank)
                         continue
@@ -108,12 +115,15 @@ def _ask(places: dict[int, Place], message: dict[str, Any]) -> dict[int, Answer]
                     if part and not part.endswith(b"\n") and len(heard[rank]) < _LONGEST:
                         continue
                     answers[rank] = _understood(heard[rank])
-                except (ConnectionRefusedError, ConnectionResetError, BrokenPipeError):
-                    answers[rank] = Answer(GONE)
                 except OSError as error:
-                    answers[rank] = Answer(f"cannot be reached: {error.strerror or error}")
+                    answers[rank] = _failed(error)
                 selector.unregister(connection)
     return {rank: answers.get(rank, Answer(SILENT)) for rank in places}
+
+
+def _failed(error: OSError) -> Answer:
+    ended = isinstance(error, (ConnectionRefusedError, ConnectionResetError, BrokenPipeError))
+    return Answer(GONE if ended else f"cannot be reached: {error.strerror or error}")
 
 
 def _understood(line: bytes) -> Answer:

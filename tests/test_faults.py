@@ -1,0 +1,349 @@
+"""Rows of docs/trust.md that belong to no other file: noise, poison, programs of all kinds."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import models
+import ranks as rank_processes
+import reference
+import zeroshard
+from zeroshard import Comm, Layout, Precision
+from zeroshard.buffer import Buffer
+from zeroshard.comm import ProcessGroup
+from zeroshard.errors import Error, PeerError, StateError
+from zeroshard.reduction import Reduction
+
+
+def train(stage: int, steps: int = 4, **options):
+    """Weights after some steps of a small GPT, each rank on its own batches, and the norms along the way."""
+    rank = rank_processes.rank()
+    model = models.build("gpt", hidden=12, layers=2, tied=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    zero = zeroshard.shard(model, optimizer, stage=stage, **options)
+    norms = []
+    for step in range(steps):
+        models.loss("gpt", model, models.batch("gpt", step, rank)).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
+        optimizer.step()
+        optimizer.zero_grad()
+    with zero.gathered():
+        return reference.weights(model), norms, zero
+
+
+# --- schedulers while steps are skipped -----------------------------------------------------------------------------------
+
+
+def rates(stage: int | None, always: bool):
+    """Learning rates and weights of 8 steps, every third of which overflows under a GradScaler."""
+    torch.manual_seed(0)
+    model = nn.Linear(5, 5)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    zero = None if stage is None else zeroshard.shard(model, optimizer, stage=stage)
+    seen = []
+    for index in range(8):
+        loss = model(torch.ones(2, 5)).square().sum() * (torch.inf if index % 3 == 1 else 1)
+        scaler.scale(loss).backward()
+        before = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        if always or scaler.get_scale() >= before:
+            scheduler.step()
+        seen.append(optimizer.param_groups[0]["lr"])
+        optimizer.zero_grad()
+    if zero is None:
+        return seen, reference.weights(model)
+    with zero.gathered():
+        return seen, reference.weights(model)
+
+
+@pytest.mark.parametrize("always", [True, False], ids=["every iteration", "steps that were taken"])
+def test_row15_a_schedule_goes_on_over_skipped_steps_as_the_loop_says(ranks, always):
+    """Both conventions: the learning rates and the weights of plain PyTorch."""
+    wanted, weights = rates(None, always)
+    for stage in (1, 3):
+        for seen, got in ranks.run(2, rates, stage, always):
+            assert seen == wanted and reference.first_difference(got, weights) == ""
+
+
+# --- poison ---------------------------------------------------------------------------------------------------------------
+
+
+def padding(buffer: Buffer):
+    mask = torch.ones(buffer.bucket.numel, dtype=torch.bool)
+    for slot in buffer.bucket.slots:
+        mask[slot.start : slot.stop] = False
+    return mask
+
+
+def poisoned(stage: int, bounds: str, path: str):
+    """The same training with NaN in all padding, and in all memory that is handed out for reductions."""
+    clean, norms, _ = train(stage, layout=Layout(bounds=bounds))
+    take, begin = Reduction._take, Reduction.begin
+
+    def take_poison(self, numel, dtype):
+        return take(self, numel, dtype).fill_(torch.nan)
+
+    def poison(self, *, local):
+        for flight in self.flights.values():
+            buffer = flight.accumulator.buffer
+            mask, (first, last) = padding(buffer), buffer.owned
+            low, high = buffer.updated
+            for tensor, which in (
+                (buffer.target, mask[low:high]),
+                (buffer.stored, mask[low:high]),
+                (buffer.total, mask[first:last]),
+            ):
+                tensor[which] = torch.nan
+        return begin(self, local=local)
+
+    Reduction._take, Reduction.begin = take_poison, poison
+    try:
+        spoiled, others, zero = train(stage, layout=Layout(bounds=bounds), precision=Precision(nonfinite="raise"))
+        zero.save(path)
+        zero.load(path)
+        with zero.gathered():
+            loaded = reference.weights(zero.model)
+    finally:
+        Reduction._take, Reduction.begin = take, begin
+    held = sum(int(padding(buffer).sum()) for buffer in zero._buffers)
+    return reference.first_difference(spoiled, clean), reference.first_difference(loaded, clean), others == norms, held
+
+
+@pytest.mark.parametrize("stage", [0, 1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("bounds", ["unit", pytest.param("model", marks=pytest.mark.slow)])
+def test_row17_poisoned_padding_is_never_seen(ranks, tmp_path, stage, bounds):
+    """NaN in the padding of parameters, sums and buffers: no norm, update, check for NaN or checkpoint shows it."""
+    for trained, loaded, norms, held in ranks.run(2, poisoned, stage, bounds, str(tmp_path / "ckpt")):
+        assert (trained, loaded, norms) == ("", "", True) and held > 0
+
+
+# --- noise ----------------------------------------------------------------------------------------------------------------
+
+
+def delayed(stage: int, seeds: range, comm: Comm):
+    """How many of the seeds give other bits, with a random pause before every asynchronous operation."""
+    wanted, norms, _ = train(stage)
+    launch, other = ProcessGroup._launch, 0
+    try:
+        for seed in seeds:
+            noise = random.Random(1000 * seed + rank_processes.rank())
+
+            def late(self, *args, noise=noise, **kwargs):
+                time.sleep(noise.random() * 0.004 * (noise.random() < 0.3))
+                return launch(self, *args, **kwargs)
+
+            ProcessGroup._launch = late
+            got, others, _ = train(stage, layout=Layout(bucket_mib=0.002), comm=comm)
+            other += reference.first_difference(got, wanted) != "" or others != norms
+    finally:
+        ProcessGroup._launch = launch
+    return other
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_row31_random_delays_change_no_bit(ranks, stage):
+    assert ranks.run(2, delayed, stage, range(2), Comm(prefetch=2)) == [0, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("comm", [Comm(), Comm(prefetch=3), Comm(overlap=False)], ids=["", "prefetch 3", "no overlap"])
+def test_row31_fifty_seeds_of_random_delays_change_no_bit(ranks, stage, world, comm):
+    assert ranks.run(world, delayed, stage, range(50), comm, timeout=170) == [0] * world
+
+
+def twice(stage: int, steps: int):
+    return reference.first_difference(train(stage, steps)[0], train(stage, steps)[0])
+
+
+def test_row33_the_same_run_twice_has_the_same_bits(ranks, stage):
+    assert ranks.run(2, twice, stage, 8) == ["", ""]
+
+
+# --- memory that is not there ---------------------------------------------------------------------------------------------
+
+
+def out_of_memory(stage: int):
+    rank = rank_processes.rank()
+    model = models.build("mlp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zeroshard.shard(model, optimizer, stage=stage)
+    gather, calls = Buffer._gather, 0
+
+    def fails(self, ahead):
+        nonlocal calls
+        calls += 1
+        if rank == 1 and calls == 5:
+            raise MemoryError("no memory for 4096 bytes")
+        return gather(self, ahead)
+
+    Buffer._gather = fails
+    for index in range(20):
+        models.loss("mlp", model, models.batch("mlp", index, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_row59_no_memory_for_a_gather_on_one_rank(ranks, stage):
+    """It raises what it met; the others are told at once that it gave up, and why. The program is to end."""
+    first, second = ranks.run(2, out_of_memory, stage, expect_errors=True, group_timeout=100.0, timeout=30.0)
+    assert (second.type, second.message) == ("MemoryError", "no memory for 4096 bytes")
+    assert first.type == PeerError.__name__
+    assert "did not complete: rank 1 gave up: MemoryError: no memory for 4096 bytes" in first.message
+
+
+# --- threads, forks, and process groups that end --------------------------------------------------------------------------
+
+
+def on_another_thread(stage: int):
+    wanted = train(stage)[0]
+    got = []
+    thread = threading.Thread(target=lambda: got.append(train(stage)[0]))
+    thread.start()
+    thread.join()
+    return reference.first_difference(got[0], wanted)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_row60_a_thread_of_ones_own_trains_the_same_bits(ranks, stage):
+    assert ranks.run(2, on_another_thread, stage) == ["", ""]
+
+
+def forked(stage: int):
+    """A child forked in mid-training, as a data loader's worker is, which ends without touching anything."""
+    wanted = train(stage)[0]
+    rank = rank_processes.rank()
+    model = models.build("gpt", hidden=12, layers=2, tied=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    zero = zeroshard.shard(model, optimizer, stage=stage)
+    for step in range(4):
+        if (pid := os.fork()) == 0:
+            os._exit(0)
+        models.loss("gpt", model, models.batch("gpt", step, rank)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert os.waitpid(pid, 0)[1] == 0
+    with zero.gathered():
+        return reference.first_difference(reference.weights(model), wanted)
+
+
+def test_row60_forks_in_mid_training(ranks):
+    assert ranks.run(2, forked, 3) == ["", ""]
+
+
+def destroyed(stage: int):
+    model = models.build("mlp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zeroshard.shard(model, optimizer, stage=stage)
+    models.loss("mlp", model, models.batch("mlp", 0, 0)).backward()
+    optimizer.step()
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    try:
+        models.loss("mlp", model, models.batch("mlp", 1, 0)).backward()
+    except Error as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_row62_a_process_group_destroyed_too_early_is_an_error_that_says_so(ranks, stage):
+    for said in ranks.run(2, destroyed, stage, timeout=30.0):
+        assert "the process group is gone" in said and "destroy_process_group" in said, said
+
+
+# --- other ways to run a model --------------------------------------------------------------------------------------------
+
+
+def functional(stage: int):
+    model = models.build("mlp")
+    zero = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
+    x = models.batch("mlp", 0, 0)[0]
+    wanted = models.build("mlp")(x)
+    outcomes = []
+    with zero.gathered():
+        weights = {name: param.detach().clone() for name, param in model.named_parameters()}
+    for call in (
+        lambda: torch.func.functional_call(model, weights, (x,)),
+        lambda: torch.nn.DataParallel(model)(x),
+        lambda: torch.nn.utils.parametrizations.weight_norm(
+            next(m for m in model.modules() if isinstance(m, nn.Linear))
+        ),
+    ):
+        try:
+            out = call()
+            outcomes.append(bool(torch.equal(out, wanted)) if isinstance(out, torch.Tensor) else model(x) is None)
+        except (Error, StateError) as error:
+            outcomes.append(str(error).splitlines()[0])
+    return outcomes
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_row63_functional_calls_data_parallel_and_parametrizations(ranks, stage):
+    """The right values, or a refusal by name: never other values."""
+    for outcomes in ranks.run(2, functional, stage):
+        assert all(outcome is True or isinstance(outcome, str) for outcome in outcomes), outcomes
+
+
+OPTIMISED = """
+import sys, warnings
+import torch, zeroshard
+from zeroshard import Comm, Layout, Precision
+torch.use_deterministic_algorithms(True)
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Embedding(11, 8), torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+zero = zeroshard.shard(model, optimizer, stage=3)
+for index in range(3):
+    loss = model(torch.arange(6) % (index + 3)).square().mean()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    optimizer.zero_grad()
+zero.save(sys.argv[1])
+zero.load(sys.argv[1])
+with zero.gathered():
+    print([param.double().sum().item() for param in model.parameters()])
+linear = model[1]
+for wrong in (
+    lambda: linear.weight + 1, lambda: model.state_dict(), lambda: Comm(reduce="orderd"), lambda: Layout(bounds="units"),
+    lambda: Precision(grad_dtype=torch.int32), lambda: zeroshard.shard(model, None), lambda: optimizer.state_dict(),
+    lambda: zero.owners("1.weigth"), lambda: zero.load(sys.argv[1] + "-not"), lambda: zeroshard.shard(model, None, stage=4),
+):
+    try:
+        wrong()
+        print("nothing")
+    except zeroshard.Error as error:
+        print(type(error).__name__, error)
+setattr(model, "1", torch.nn.Linear(8, 8))
+try:
+    model(torch.arange(6))
+except zeroshard.Error as error:
+    print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.slow
+def test_row65_python_o_warnings_as_errors_and_deterministic_algorithms(tmp_path):
+    """The same bits and the same refusals, word for word: no check is an `assert`, nothing warns."""
+    said = []
+    for flags in ([], ["-O", "-W", "error"]):
+        command = [sys.executable, *flags, "-c", OPTIMISED, str(tmp_path / "ckpt")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert (done.returncode, done.stderr) == (0, ""), done.stderr
+        said.append(done.stdout)
+    assert said[0] == said[1] and "nothing" not in said[0].splitlines() and said[0].count("Error") >= 11

@@ -345,7 +345,8 @@ export interface RankSummary {
   rank: number;
   numel: number;
   held: Bytes;
-  predicted: Bytes;
+  predicted: Bytes | null;
+  tiers: Record<string, Bytes>;
   most: Bytes;
   phases: Record<string, { total: number; held: Bytes }>;
   step: number | null;

@@ -1,13 +1,13 @@
-/** Makes what is too wide for the screen reachable by keyboard, and only that: a tab stop where there is something to scroll. */
-export function scrolls(node: HTMLElement, label = 'Scrolls sideways') {
+/** Makes what is too large for its place reachable by keyboard: a tab stop where there is something to scroll. */
+export function scrolls(node: HTMLElement, label = 'Scrolls') {
   const update = () => {
-    const wide = node.scrollWidth > node.clientWidth + 1;
+    const large = node.scrollWidth > node.clientWidth + 1 || node.scrollHeight > node.clientHeight + 1;
     for (const [name, value] of [
       ['tabindex', '0'],
       ['role', 'region'],
       ['aria-label', label],
     ] as const)
-      if (wide) node.setAttribute(name, value);
+      if (large) node.setAttribute(name, value);
       else node.removeAttribute(name);
   };
   update();

@@ -62,6 +62,7 @@ def all_of(cases):
     return {case: compiled(*case) for case in cases}
 
 
+@pytest.mark.row(63)
 def test_blocks_and_models_compile_once():
     """A replicated and a sharded model: no recompilation in later steps, and the bits of the same loop uncompiled."""
     check([(1, "model", True), (3, "blocks", True), (3, "model", True)])

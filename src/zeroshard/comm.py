@@ -170,7 +170,7 @@ class Group:
         self.ranks = ranks
         self.failed: Error | None = None  # what the other ranks are to hear at the next agreement
         self.units: list[str] = []  # by bucket, the unit's name
-        self.turn = ""  # in the script of gathers
+        self.turn = 0, 0  # in the script of gathers: how many are launched, of how many
         self.trouble = ""  # an exception that this rank alone may have had
         self.steps = 0  # that optimizers have completed
         # Told how many reductions this rank is behind the others, before it hears that they do different things.
@@ -325,7 +325,7 @@ class ProcessGroup(Group):
         groups.engines += 1
         self._engine = groups.engines  # models sharded over one group are told apart by the order of their making
         self._met = ""
-        self._waits = ""
+        self._waits: tuple[str, int | None] | None = None  # what for, and of which bucket
         self._reductions = 0
         self._weak = weakref.ref(self)
 
@@ -465,7 +465,7 @@ class ProcessGroup(Group):
 
     def _wait(self, verb: str, bucket: int | None, handle: Any) -> None:
         self._groups.speaker = self._weak
-        self._waits = verb if bucket is None else f"{verb} of unit {self._unit(bucket)!r}"
+        self._waits = verb, bucket
         try:
             if self.backend == "nccl" and bucket is not None:
                 handle.wait()  # the device's stream waits, not this thread
@@ -475,7 +475,7 @@ class ProcessGroup(Group):
             if isinstance(error, PeerError):
                 raise
             raise self._loss(error) from error
-        self._waits = ""
+        self._waits = None
 
     def _wait_in_slices(self, handle: Any) -> None:
         while True:
@@ -508,8 +508,10 @@ class ProcessGroup(Group):
         moment = f"step {self.steps + 1}, in {phase}"
         trouble = f"; {self.trouble}" if self.trouble else ""
         if self._waits:
-            turn = f", turn {self.turn} of the script" if self._waits.startswith("gather") and self.turn else ""
-            return f"{moment}, waiting for {self._waits}{turn}{trouble}"
+            verb, bucket = self._waits
+            unit = "" if bucket is None else f" of unit {self._unit(bucket)!r}"
+            turn = f", turn {self.turn[0]} of {self.turn[1]} of the script" if verb == "gather" and self.turn[1] else ""
+            return f"{moment}, waiting for {verb}{unit}{turn}{trouble}"
         return f"{moment}, not waiting for other ranks; its last meeting was {self._met}{trouble}"
 
     def about(self) -> dict[str, Any]:
@@ -635,10 +637,15 @@ def _store() -> tuple[str, int] | None:
 
 
 def _last_words(groups: weakref.ref[_Groups]) -> None:
-    """A program that an exception ends says so to the others, before its connections break."""
+    """A program that an exception ends says so to the others, before its connections break.
+
+    And whoever asks a program at its end is refused: a thread would not get to answer any more.
+    """
     own, error = groups(), getattr(sys, "last_value", None)
-    if own is not None and error is not None and own.loss is None:
-        own.watch.tell({own.watch.rank: f"ended by {type(error).__name__}: {error}"[:2000]})
+    if own is not None:
+        if error is not None and own.loss is None:
+            own.watch.tell({own.watch.rank: f"ended by {type(error).__name__}: {error}"[:2000]})
+        own.watch.close()
 
 
 class _Groups:

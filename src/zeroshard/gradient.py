@@ -297,7 +297,7 @@ class Gradients:
     def _filled(self) -> Iterator[Accumulator]:
         """Those that hold a sum of which this rank has a part, the next one under way to memory."""
         found = [each for each in self.accumulators if each.filled and each.buffer.bucket.shard_numel(self.group.rank)]
-        for accumulator, after in zip(found, [*found[1:], None], strict=True):
+        for accumulator, after in zip(found, [*found[1:], None], strict=False):
             with self.reporting():
                 accumulator.rest.ahead()
                 if after is not None:

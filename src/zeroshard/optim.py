@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -79,6 +80,8 @@ class Binding:
         self._steps = 0
         self._updated: list[Buffer] = []  # what the running step updates
         self._bound: dict[int, Tensor] = {}  # by fragment's id, the gradient that it was given
+        self._known: list[Any] = []  # what is in the groups
+        self._words = ""  # and in words
         self._skips = False  # does the running step pass over its update?
         self._depth = 0  # of the Python stack at the running step
         self._counted: dict[tuple[str, str], int] = {}  # bytes of optimizer state in the ledger, by tier and state
@@ -318,7 +321,7 @@ class Binding:
 
     def _begin(self) -> None:
         self.schedule.before_step()
-        options, edits = repr(self._options()), self.gradients.take_edits()
+        options, edits = self._options(), self.gradients.take_edits()
         self.group.meet(
             "step", self._steps + 1, self.number, zlib.crc32(options.encode()), zlib.crc32(repr(edits).encode()),
             facts=lambda: f"gradients were scaled by {edits[-3:]}, options {options}",
@@ -332,16 +335,23 @@ class Binding:
             if not buffer.alone and buffer.seed_master():
                 buffer.changed()
 
-    def _options(self) -> list[dict[str, Any]]:
+    def _options(self) -> str:
         """The numbers and words in the groups: each rank updates its own part, so they must be alike."""
-        return [
-            {
-                key: value.item() if isinstance(value, Tensor) else value
-                for key, value in group.items()
-                if key not in ("params", "param_names") and _plain(value)
-            }
-            for group in self.optimizer.param_groups
-        ]
+        now = [value for group in self.optimizer.param_groups for value in group.values()]
+        same = len(now) == len(self._known) and all(map(operator.is_, now, self._known))
+        if not same or any(isinstance(value, Tensor) for value in now):  # a tensor may have changed in place
+            self._known = now
+            self._words = repr(
+                [
+                    {
+                        key: value.item() if isinstance(value, Tensor) else value
+                        for key, value in group.items()
+                        if key not in ("params", "param_names") and _plain(value)
+                    }
+                    for group in self.optimizer.param_groups
+                ]
+            )
+        return self._words
 
     def _bind(self) -> None:
         """Give every fragment its averaged gradient, after the buckets that are stepped one by one; or none, if this

@@ -100,7 +100,7 @@ class Script:
     def _launch_next(self, wanted: Unit | None = None) -> None:
         unit = self.units[self._sequence[self._at]]
         self._at += 1
-        self.group.turn = f"{self._at} of {len(self._sequence)}"
+        self.group.turn = self._at, len(self._sequence)
         unit.ahead += 1
         unit.gather(wait=not self.overlap, ahead=unit is not wanted)
 

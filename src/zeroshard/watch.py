@@ -63,7 +63,7 @@ class Watch:
         thread.start()
         # A blocked accept returns when the socket is shut down, not when it is closed.
         self.close = weakref.finalize(self, _close, self._server)
-        self.close.atexit = False  # until the very end, peers may ask
+        self.close.atexit = False
 
     def ask(self) -> dict[int, Answer]:
         """Every peer's answer, by rank."""

@@ -1,4 +1,4 @@
-"""A result as dated JSON and as a Markdown table, in bench/results/."""
+"""A result as dated JSON and as a Markdown table, in bench/results/. `python -m bench.report`: the README quotes it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from typing import Any
 import torch
 
 RESULTS = Path(__file__).parent / "results"
+README = Path(__file__).parents[1] / "README.md"
+QUOTED = ("model", "dtype", "ranks", "back-end", "over the limit", "CPU over the limit", "wire B/param", "peak B/param")
+OPENING, CLOSING = "<!-- bench/results/train.json -->\n", "<!-- end -->\n"
 
 
 def spread(values: Sequence[float]) -> str:
@@ -44,3 +47,14 @@ def write(folder: Path, name: str, facts: dict[str, Any], rows: Sequence[dict[st
     text = f"{date}, {where}.\n\n{table(rows)}\n\n" + "\n".join(f"- {note}" for note in notes) + "\n"
     (folder / f"{name}.md").write_text(text)
     print(text)
+
+
+def quote(page: str, rows: Sequence[dict[str, Any]]) -> str:
+    """`page` with the columns QUOTED of `rows` between the two comments."""
+    before, _, rest = page.partition(OPENING)
+    _, _, after = rest.partition(CLOSING)
+    return before + OPENING + table([{key: row[key] for key in QUOTED} for row in rows]) + "\n" + CLOSING + after
+
+
+if __name__ == "__main__":
+    README.write_text(quote(README.read_text(), json.loads((RESULTS / "train.json").read_text())["rows"]))

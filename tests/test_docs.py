@@ -1,5 +1,7 @@
 """What the documents say is run or looked up here: snippets, examples, commands, file names, links."""
 
+import importlib
+import json
 import os
 import re
 import subprocess
@@ -40,6 +42,15 @@ def test_the_first_screen_differs_from_plain_torch_by_one_line():
     plain = [line for line in snippet.splitlines() if "zeroshard" not in line]
     assert len(snippet.splitlines()) - len(plain) == 2  # the import and the one new line
     exec(compile("\n".join(plain), "README.md", "exec"), {})
+
+
+def test_the_readme_quotes_the_last_benchmark(monkeypatch):
+    """Its table is the one in bench/results; `python -m bench.report` brings it up to date."""
+    monkeypatch.syspath_prepend(ROOT)
+    report = importlib.import_module("bench.report")
+    rows = json.loads((report.RESULTS / "train.json").read_text())["rows"]
+    assert report.OPENING in README
+    assert report.quote(README, rows) == README
 
 
 def test_commands_exist():

@@ -299,8 +299,10 @@ class Counter(TorchDispatchMode):
         reserve, give_back = tier.reserve, tier.give_back
 
         def known(*args: Any, **options: Any) -> Tensor:
+            made_since = self._made_since
             tensor: Tensor = reserve(*args, **options)
-            self._made.pop(tensor.untyped_storage()._cdata, None)
+            if self._made.pop(tensor.untyped_storage()._cdata, None) is not None:
+                self._made_since = min(self._made_since, made_since)
             self._known.add(tensor.untyped_storage()._cdata)
             return tensor
 

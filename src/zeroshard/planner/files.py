@@ -24,14 +24,15 @@ from .states import BUFFERS, File, Resting, elsewhere, predict_files, recipe_fil
 if TYPE_CHECKING:
     from ..api import Zero
 
-DAY = 24 * 60 * 60  # seconds
-
 
 class Moves(NamedTuple):
     """Bytes of one rank in one step."""
 
     read: int
     written: int
+
+
+STILL = Moves(0, 0)
 
 
 class _Buffers:
@@ -81,7 +82,7 @@ def moves(
     backward = sorted(forward, key=lambda bucket: -bucket.unit if bucket.unit else -len(forward))  # the root leads
     trained = [bucket for bucket in partition.buckets if bucket.trainable]
     alone = [bucket.index for bucket in trained if set(resting[bucket.index].values()) != {DEVICE}]
-    before = Moves(0, 0)
+    before = STILL
     for _ in range(3):  # in the third everything has been written before
         before = _total(found)
         for turn in range(accumulate):
@@ -128,6 +129,20 @@ def recipe_moves(
     files = recipe_files(partition, place, rank, recipe, resting)
     mastered = ["master" in recipe.optimizer or elsewhere(at) for at in resting]
     return moves(partition, place, resting, files, mastered, accumulate=accumulate, no_sync=no_sync)
+
+
+def closed_moves(
+    held: Mapping[str, int], place: Placements, *, mastered: bool, accumulate: int = 1, no_sync: bool = False
+) -> Moves:
+    """`moves` of a model of so many buckets that no buffer is met again. held: {state: bytes} in files."""
+    whole, added = held.get("parameters", 0), held.get("gradients", 0)
+    kept = sum(held.values()) - whole - added
+    backwards = 1 if no_sync else accumulate
+    # What was cast from masters into a shard is written alone; into a copy or in place, that is read before.
+    published = place.optimizer and not place.parameters
+    read = whole * (2 * accumulate + (not (mastered and place.parameters)) + published)
+    written = whole * (1 + published)
+    return Moves(read + kept + added * backwards, written + kept + added * (backwards + 1))
 
 
 def predict_moves(zero: Zero, *, accumulate: int = 1, no_sync: bool = False) -> Moves:

@@ -132,7 +132,8 @@ def states_of(
 def together(tiers: Tiers) -> dict[str, int]:
     """{state: bytes}, whichever tier they rest in; padding last."""
     states = list(dict.fromkeys(state for held in tiers.values() for state in held))
-    states.sort(key=PADDING.__eq__)
+    order = {"parameters": -2, "gradients": -1, STAGING: 1, PADDING: 2}
+    states.sort(key=lambda state: order.get(state, 0))
     return {state: sum(held.get(state, 0) for held in tiers.values()) for state in states}
 
 
@@ -227,6 +228,17 @@ def recipe_files(
 ) -> dict[str, File]:
     """`files_of` with the bytes of a recipe."""
     return files_of(partition, place, rank, *_of_recipe(recipe, resting), resting)
+
+
+def recipe_rounding(partition: Partition, place: Placements, rank: int, recipe: Recipe, resting: Resting) -> int:
+    """Bytes by which whole pages of pinned memory exceed what rests there; what an optimizer makes is not pinned."""
+    stored, kept = _of_recipe(recipe, resting)
+    return sum(
+        pages(each.nbytes) - each.nbytes
+        for bucket in partition.buckets
+        for each in reserved(bucket, place, rank, stored(bucket), kept, resting[bucket.index])
+        if each.tier == HOST and each.state in ("parameters", "gradients", "master")
+    )
 
 
 def recipe_snapshot(partition: Partition, rank: int, recipe: Recipe) -> int:

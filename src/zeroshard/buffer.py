@@ -104,6 +104,11 @@ def _nowhere(device: torch.device) -> Tensor:
     return torch.full((16,), 0xFF, dtype=torch.uint8, device=device)
 
 
+def _home(full: Tensor, device: torch.device) -> Tensor:
+    # A simulation's tensors must not outlive it, so it has a nowhere of its own.
+    return (_nowhere if simulated(full) else nowhere)(device)
+
+
 def _alias(flat: Tensor) -> Tensor:
     """The same memory under another storage object, which does not count as somebody holding the first.
 
@@ -205,8 +210,7 @@ class Buffer:
         del source
         ledger.hold("staging", -staged)
         self._nbytes = bucket.numel * self.dtype.itemsize
-        # A simulation's tensors must not outlive it, so it has a nowhere of its own.
-        self._nowhere = (_nowhere if simulated(self.full) else nowhere)(self.full.device)
+        self._nowhere = _home(self.full, self.full.device)
         absent = self._nowhere.view(self.dtype)[0]
         self._absent = [absent.expand(slot.shape) for slot in bucket.slots]
         self._shapes = self._views_of(torch.empty(bucket.numel, dtype=self.dtype, device="meta"))
@@ -243,7 +247,7 @@ class Buffer:
     def absent(self, numel: int) -> Tensor:
         """What stands for elements of the master's kind that are not in memory: NaN, and no memory at all."""
         dtype = self.master_dtype if self.master is not None else self.dtype
-        return nowhere(self.tiers["optimizer"].device).view(dtype)[0].expand(numel)
+        return _home(self.full, self.tiers["optimizer"].device).view(dtype)[0].expand(numel)
 
     def reserve_gradients(self) -> None:
         """The accumulator of averaged gradients: full-size where gradients are replicated, else the shard."""

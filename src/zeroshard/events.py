@@ -55,7 +55,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Peak:
-    """The most bytes held at once in one phase, all states and tiers together, and what they were."""
+    """The most bytes held at once on the device in one phase, all states together, and what they were."""
 
     total: int
     held: dict[str, int]
@@ -77,7 +77,7 @@ class Ledger:
     """Bytes held now and at most, and bytes moved. One per rank.
 
     held: bytes now, by state. tiers: the same, by tier and state. peak: the most there ever were of one state.
-    phases: the most held at once in each phase. traffic: by verb.
+    phases: the most held at once on the device in each phase. traffic: by verb.
     """
 
     held: dict[str, int] = field(default_factory=lambda: defaultdict(int))
@@ -91,7 +91,7 @@ class Ledger:
         # On CUDA the backward hooks run on autograd's own threads.
         self._lock = threading.Lock()
         self._running: list[tuple[str, Event | None]] = []
-        self._most = sum(self.held.values())  # held in the running phase
+        self._most = sum(self.held.values())  # held on the device in the running phase
         self._total = self._most
 
     # --- what is held -----------------------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ class Ledger:
         with self._lock:
             self.held[state] += nbytes
             self.tiers[tier][state] += nbytes
-            self._total += nbytes
+            self._total += nbytes if tier == DEVICE else 0
             self.peak[state] = max(self.peak[state], self.held[state])
             if self._total > self._most:
                 self._note_peak()
@@ -118,7 +118,7 @@ class Ledger:
     def _note_peak(self) -> None:
         self._most = self._total
         if self._most > self.phases.get(self.phase, Peak(0, {})).total:
-            self.phases[self.phase] = Peak(self._total, {state: n for state, n in self.held.items() if n})
+            self.phases[self.phase] = Peak(self._total, {state: n for state, n in self.tiers[DEVICE].items() if n})
 
     # --- phases -----------------------------------------------------------------------------------------------------
 

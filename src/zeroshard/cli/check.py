@@ -11,13 +11,15 @@ import gc
 import json
 import tempfile
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from zeroshard.cli import launch, screen
-from zeroshard.cli.config import InputError, Launch
+from zeroshard.cli.config import InputError, Launch, offload_of
+from zeroshard.events import DEVICE
 
+AT_REST = "at rest"
 PROCESS, INSIDE = "measured: process", "measured: in a step"
 MEASURED = (PROCESS, INSIDE)
 
@@ -36,15 +38,21 @@ class Check:
     align: int = 128
     bucket_mib: float = 24.0
     prefetch: int = 1
+    offload: dict[str, str] = field(default_factory=dict)  # {state: where it rests}, as on the command line
 
-    def settings(self) -> dict[str, Any]:
-        """The policies of `shard` and `simulate`."""
+    def settings(self, folder: str) -> dict[str, Any]:
+        """The policies of `shard` and `simulate`; files go to `folder`."""
         from zeroshard.comm import Comm
         from zeroshard.layout import Layout
         from zeroshard.planner.own import precision
 
         layout = Layout(bounds=self.bounds, align=self.align, bucket_mib=self.bucket_mib)
-        return {"layout": layout, "precision": precision(self.precision), "comm": Comm(prefetch=self.prefetch)}
+        return {
+            "layout": layout,
+            "precision": precision(self.precision),
+            "comm": Comm(prefetch=self.prefetch),
+            "offload": offload_of(self.offload, folder if "nvme" in self.offload.values() else ""),
+        }
 
 
 def check(asked: Check, *, as_json: bool = False) -> int:
@@ -64,7 +72,7 @@ def check(asked: Check, *, as_json: bool = False) -> int:
 def compare(asked: Check) -> list[dict[str, Any]] | int:
     """Rows of predicted, held and difference, for every stage and rank; or the exit code of ranks that failed."""
     from zeroshard.planner import states
-    from zeroshard.planner.simulate import simulate
+    from zeroshard.planner.simulate import STEPS, simulate
 
     with tempfile.TemporaryDirectory(prefix="zeroshard-check-") as name:
         (Path(name) / "check.json").write_text(json.dumps(asdict(asked)))
@@ -76,13 +84,19 @@ def compare(asked: Check) -> list[dict[str, Any]] | int:
         for rank in range(asked.ranks):
             run = simulate(
                 asked.job, ranks=asked.ranks, rank=rank, stage=stage,
-                accumulate=asked.accumulate, no_sync=asked.no_sync, **asked.settings(),
+                accumulate=asked.accumulate, no_sync=asked.no_sync, **asked.settings("."),
             )  # fmt: skip
             found = held[rank][str(stage)]
-            rest = states.predict_states(run.zero)
-            for state in dict.fromkeys([*rest, *found["held"]]):
-                rows.append(_row(stage, rank, state, rest.get(state, 0), found["held"].get(state, 0)))
-            rows.append(_row(stage, rank, "at rest", sum(rest.values()), sum(found["held"].values())))
+            tiers = states.predict_tiers(run.zero)
+            for tier in dict.fromkeys([*tiers, *found["tiers"]]):
+                rest, there = tiers.get(tier, {}), found["tiers"].get(tier, {})
+                where = "" if tier == DEVICE else f" in {tier}"
+                for state in dict.fromkeys([*rest, *there]):
+                    rows.append(_row(stage, rank, f"{state}{where}", rest.get(state, 0), there.get(state, 0)))
+                rows.append(_row(stage, rank, f"{AT_REST}{where}", sum(rest.values()), sum(there.values())))
+            for verb in ("read", "write") if asked.offload else ():
+                moved = run.ledger.traffic[verb].logical if verb in run.ledger.traffic else 0
+                rows.append(_row(stage, rank, f"{verb} in {STEPS} steps", moved, found["moved"][verb]))
             peaks = {phase: most.total for phase, most in run.ledger.phases.items()}
             for phase in dict.fromkeys([*peaks, *found["peaks"]]):
                 rows.append(_row(stage, rank, f"peak in {phase}", peaks.get(phase, 0), found["peaks"].get(phase, 0)))
@@ -112,7 +126,7 @@ def show(rows: list[dict[str, Any]]) -> None:
         most = row["what"].startswith("peak") and row["predicted"] == highest.get(place)
         if most:
             del highest[place]
-        if row["what"] in MEASURED or not (row["what"] == "at rest" or most or row["difference"]):
+        if row["what"] in MEASURED or not (row["what"].startswith(AT_REST) or most or row["difference"]):
             continue
         at = (str(row["stage"]), str(row["rank"]))
         if last is not None and last[0] != at[0]:
@@ -155,12 +169,12 @@ def check_rank(folder: str) -> None:
 def _train_all(folder: Path, place: Launch) -> None:
     settings = json.loads((folder / "check.json").read_text())
     asked = Check(**{**settings, "stages": tuple(settings["stages"])})
-    _train(asked, asked.stages[0], place)  # what libraries take once is not this job's
-    found = {stage: _train(asked, stage, place) for stage in asked.stages}
+    _train(asked, asked.stages[0], place, folder)  # what libraries take once is not this job's
+    found = {stage: _train(asked, stage, place, folder) for stage in asked.stages}
     (folder / f"rank{place.rank}.json").write_text(json.dumps(found))
 
 
-def _train(asked: Check, stage: int, place: Launch) -> dict[str, Any]:
+def _train(asked: Check, stage: int, place: Launch, folder: Path) -> dict[str, Any]:
     import torch
 
     import zeroshard
@@ -176,7 +190,7 @@ def _train(asked: Check, stage: int, place: Launch) -> dict[str, Any]:
     job = build(asked.job)
     job.need("optimizer", "batch", "loss")
     optimizers = job.optimizers()
-    zero = zeroshard.shard(job.model, optimizers, stage=stage, **asked.settings())
+    zero = zeroshard.shard(job.model, optimizers, stage=stage, **asked.settings(str(folder / "files")))
     most = inside = 0
     for step in range(STEPS):
         for turn in range(asked.accumulate):
@@ -191,7 +205,8 @@ def _train(asked: Check, stage: int, place: Launch) -> dict[str, Any]:
         inside = max(inside, _memory("VmHWM") - before)
     ledger = zero.ledger()
     return {
-        "held": {state: nbytes for state, nbytes in ledger.held.items() if nbytes},
+        "tiers": {tier: {state: n for state, n in held.items() if n} for tier, held in ledger.tiers.items()},
+        "moved": {verb: ledger.traffic[verb].logical if verb in ledger.traffic else 0 for verb in ("read", "write")},
         "peaks": {phase: peak.total for phase, peak in ledger.phases.items()},
         "process": max(most, _memory("VmHWM")) - start,
         "step": inside,

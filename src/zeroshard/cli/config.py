@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from zeroshard.errors import UserError
 
@@ -27,6 +27,7 @@ def one_line(message: object) -> str:
 
 
 Precision = Literal["fp32", "bf16"]
+STATES = ("parameters", "gradients", "optimizer")
 FloatingPoint = Literal["fp64", "fp32", "bf16", "fp16"]
 Size = Literal["tiny", "small", "medium"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -47,6 +48,33 @@ SIZES: Mapping[Size, Shape] = {
     "small": Shape(blocks=6, hidden=384, heads=6, context=256, lr=1e-3),  # 11 M
     "medium": Shape(blocks=12, hidden=768, heads=12, context=512, lr=4e-4),  # 86 M
 }
+
+
+def places(offload: str, **given: str) -> dict[str, str]:
+    """{state: where it rests} of --offload and --offload-STATE; no entry for what stays on the device."""
+    if offload not in ("", "cpu", "nvme"):
+        raise InputError(f"--offload must be cpu or nvme, got {offload!r}; for one state --offload-optimizer and so on")
+    found = {state: given.get(state) or offload for state in STATES}
+    return {state: where for state, where in found.items() if where not in ("", "device")}
+
+
+def offload_of(places: Mapping[str, str], path: str) -> Any:
+    """The `Offload` of a command line. Raises `InputError` for what it cannot say."""
+    from zeroshard.tier import Offload  # which loads torch
+
+    def where(text: str) -> str | float:
+        try:
+            return float(text)
+        except ValueError:
+            return text
+
+    try:
+        return Offload(**{state: where(text) for state, text in places.items()}, path=path or None)  # type: ignore[arg-type]
+    except UserError as error:
+        said = one_line(error).replace("Offload.path", "--offload-path")
+        for state in STATES:
+            said = said.replace(f"Offload.{state}", f"--offload-{state}")
+        raise InputError(said.partition("; instead: ")[0] + "; give device, cpu, nvme or a fraction") from error
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,17 @@ from typing import Annotated, Any
 import typer
 
 from zeroshard.cli import launch
-from zeroshard.cli.config import SIZES, Device, FloatingPoint, InputError, Launch, Precision, RunConfig, Size, one_line
+from zeroshard.cli.config import (
+    SIZES,
+    Device,
+    FloatingPoint,
+    InputError,
+    Launch,
+    Precision,
+    RunConfig,
+    Size,
+    one_line,
+)
 from zeroshard.errors import Error, UserError
 
 app = typer.Typer(
@@ -61,6 +71,28 @@ Report = Annotated[bool, _option(RUN, "Print the tables of bytes at the end.")]
 Batch = Annotated[int, _option(MODEL, "Sequences in one micro-batch of one rank.")]
 Accumulate = Annotated[int, _option(MODEL, "Micro-batches each rank adds up in one step.")]
 Bits = Annotated[Precision, _option(MODEL, "bf16 computes and sends in bfloat16 and keeps fp32 masters.")]
+Place = Annotated[
+    str,
+    _option(
+        RUN,
+        "Where all states rest: cpu (host memory) or nvme (files). [dim]\\[default: on the device][/dim]",
+        metavar="cpu|nvme",
+        show_default=False,
+    ),
+]
+
+
+def _where(state: str) -> Any:
+    text = f"Where {state} rest: device, cpu, nvme, or the fraction of them in host memory."
+    return _option(RUN, text, metavar="device|cpu|nvme|FRACTION", show_default=False)
+
+
+PlaceOfParameters = Annotated[str, _where("parameters")]
+PlaceOfGradients = Annotated[str, _where("gradients")]
+PlaceOfOptimizer = Annotated[str, _where("masters and optimizer states")]
+OffloadPath = Annotated[
+    str, _option(RUN, "A folder on a local disk, for what rests in files.", metavar="DIR", show_default=False)
+]
 Scale = Annotated[Size, _option(MODEL, "0.7 M, 11 M or 86 M parameters.")]
 Rate = Annotated[
     float | None, _option(MODEL, "Highest learning rate. [dim]\\[default: the size's own][/dim]", show_default=False)
@@ -272,6 +304,24 @@ def plan(
         ),
     ] = None,
     checkpoint: Annotated[bool, _option(RUN, "Every unit of a job recomputes in backward.", "--checkpoint")] = False,
+    offload: Place = "",
+    offload_parameters: PlaceOfParameters = "",
+    offload_gradients: PlaceOfGradients = "",
+    offload_optimizer: PlaceOfOptimizer = "",
+    host_mem: Annotated[
+        str | None,
+        _option(ANSWER, "A rank's share of host memory: does that suffice?", metavar="BUDGET", show_default=False),
+    ] = None,
+    disk: Annotated[
+        str | None,
+        _option(ANSWER, "What zeroshard io-bench wrote: how long files take.", metavar="FILE", show_default=False),
+    ] = None,
+    step_time: Annotated[
+        float | None, _option(ANSWER, "Seconds of a step, for what files write in a day.", show_default=False)
+    ] = None,
+    tokens: Annotated[
+        str | None, _option(ANSWER, "A rank's tokens per step: tokens/s that the disk allows.", show_default=False)
+    ] = None,
     check: Annotated[
         bool, _option(ANSWER, "Run the job on local ranks too: exit code 1 unless held = predicted.", "--check")
     ] = False,

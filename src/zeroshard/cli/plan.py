@@ -1,4 +1,4 @@
-"""`zeroshard plan`: the planner's answers as tables and bars, or as JSON. Never imports torch."""
+"""`zeroshard plan`: the planner's answers as tables and bars, or as JSON. Imports torch for jobs and tiers only."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from rich.table import Table
 from rich.text import Text as Styled
 
 from zeroshard.cli import screen
-from zeroshard.cli.config import InputError, one_line
+from zeroshard.cli.config import STATES, InputError, offload_of, one_line, places
 from zeroshard.errors import UserError
+from zeroshard.events import HOST, NVME
 from zeroshard.planner.closed import PADDING, Moved, number
 from zeroshard.planner.plan import Plan, StagePlan, plan
 from zeroshard.planner.texts import Line, text
@@ -29,6 +30,7 @@ MORE_LOOKS = (("▒", "magenta"), ("░", "green"), ("#", "blue"), ("=", "bright
 
 def show_plan(*, as_json: bool, **settings: Any) -> None:
     """Plan, and print. Raises `InputError`, one line, for what cannot be planned."""
+    settings["offload"] = _offload(settings)
     try:
         found = plan(**settings)
     except UserError as error:
@@ -39,6 +41,9 @@ def show_plan(*, as_json: bool, **settings: Any) -> None:
     _head(found)
     _bars(found)
     _states(found)
+    if found.offload is not None:
+        _tiers(found)
+        _files(found)
     if any(stage.instants for stage in found.stages):
         _peaks(found)
     _traffic(found)
@@ -52,12 +57,25 @@ def show_plan(*, as_json: bool, **settings: Any) -> None:
         screen.say(f"  [dim]and {len(found.notes) - 8} more notes in --json[/dim]")
 
 
+def _places(settings: dict[str, Any]) -> dict[str, str]:
+    """Takes --offload and its like out of the settings."""
+    return places(settings.pop("offload", ""), **{state: settings.pop(f"offload_{state}", "") for state in STATES})
+
+
+def _offload(settings: dict[str, Any]) -> Any:
+    asked = _places(settings)
+    # Nothing is made there: files are planned wherever they will be.
+    return offload_of(asked, "." if any(where == "nvme" for where in asked.values()) else "") if asked else None
+
+
 def check_plan(*, as_json: bool, text: str | None, **settings: Any) -> int:
     """`--check`: the exit code. Only what a run can be asked is accepted."""
     from zeroshard.cli.check import Check, check
 
     job, stage = settings["job"], settings["stage"]
     names = ("ranks", "accumulate", "no_sync", "precision", "bounds", "align", "bucket_mib", "prefetch")
+    offload = _places(settings)
+    offload_of(offload, "." if "nvme" in offload.values() else "")
     other = {name: value for name, value in settings.items() if name not in (*names, "job", "stage") and value}
     if job is None or text is not None or other:
         what = ", ".join(f"--{name.replace('_', '-')}" for name in other) or "a job"
@@ -65,7 +83,8 @@ def check_plan(*, as_json: bool, text: str | None, **settings: Any) -> int:
     if settings["ranks"] < 1 or settings["accumulate"] < 1:
         raise InputError("--ranks and --accumulate must be at least 1")
     given = {name: settings[name] for name in names if settings[name] is not None}
-    return check(Check(job=job, stages=tuple(STAGES) if stage is None else (stage,), **given), as_json=as_json)
+    stages = tuple(STAGES) if stage is None else (stage,)
+    return check(Check(job=job, stages=stages, offload=offload, **given), as_json=as_json)
 
 
 def show_text(letter: str, *, as_json: bool) -> None:
@@ -130,7 +149,7 @@ def _looks(found: Plan) -> dict[str, tuple[str, str]]:
     names = dict.fromkeys(state for stage in found.stages for state in stage.states)
     spare = iter(MORE_LOOKS * (1 + len(names)))
     looks = {name: LOOKS[name] if name in LOOKS else next(spare) for name in names}
-    if any(stage.most > stage.total for stage in found.stages):
+    if any(stage.most > stage.device for stage in found.stages):
         looks[PASSING] = LOOKS[PASSING]
     return looks
 
@@ -138,7 +157,7 @@ def _looks(found: Plan) -> dict[str, tuple[str, str]]:
 def _bar(stage: StagePlan, looks: dict[str, tuple[str, str]], longest: int) -> Styled:
     """Characters in proportion to bytes; each state ends where its running sum does, so that the sum is right."""
     bar, nbytes, drawn = Styled(), 0, 0
-    for state, more in {**stage.states, PASSING: stage.most - stage.total}.items():
+    for state, more in {**stage.states, PASSING: stage.most - stage.device}.items():
         nbytes += more
         upto = round(BAR * nbytes / longest)
         glyph, colour = looks.get(state, LOOKS[PASSING])
@@ -149,8 +168,11 @@ def _bar(stage: StagePlan, looks: dict[str, tuple[str, str]], longest: int) -> S
 
 def _bars(found: Plan) -> None:
     looks = _looks(found)
-    longest = max(stage.most for stage in found.stages)
-    table = screen.new_table("Model state per rank, at rest", "stage", "bytes/param", "", "bytes", "GiB", "saved")
+    longest = max(stage.total + stage.most - stage.device for stage in found.stages)
+    where = "" if found.offload is None else " in all tiers; saved: on the device"
+    table = screen.new_table(
+        f"Model state per rank, at rest{where}", "stage", "bytes/param", "", "bytes", "GiB", "saved"
+    )
     table.columns[2].justify = "left"
     for stage in found.stages:
         cells = nbytes_cells(stage.total)
@@ -173,15 +195,60 @@ def _states(found: Plan) -> None:
     _show(table)
 
 
+def _tiers(found: Plan) -> None:
+    table = screen.new_table(
+        "Where it rests, in bytes", "stage", "device", "host", "of it buffers", "of it pages", "files", "on the disk"
+    )
+    for stage in found.stages:
+        host = stage.tiers.get(HOST, {})
+        filed = sum(stage.tiers.get(NVME, {}).values())
+        cells = (stage.device, stage.host, host.get("staging", 0), stage.rounding, filed, stage.files)
+        table.add_row(str(stage.stage), *(f"{nbytes:,}" for nbytes in cells))
+    _show(table)
+    if found.host_mem is not None:
+        table = screen.new_table(f"Into {found.host_mem:,} bytes of host memory per rank", "stage", "fits", "to spare")
+        for stage in found.stages:
+            spare = found.host_mem - stage.host
+            verdict = "[green]fits[/green]" if spare >= 0 else "[red]does not fit[/red]"
+            table.add_row(str(stage.stage), verdict, f"{spare:,}")
+        _show(table)
+
+
+def _files(found: Plan) -> None:
+    if not any(stage.files for stage in found.stages):
+        return
+    columns = ["stage", "read", "written"]
+    columns += ["seconds"] * (found.disk is not None) + ["tokens/s of a rank"] * (found.tokens is not None)
+    table = screen.new_table("Files, bytes per step and rank", *columns)
+    if worn := found.disk is not None or found.step_time is not None:
+        table.add_column("written in a day", justify="right")
+    for stage in found.stages:
+        cells = [f"{nbytes:,}" for nbytes in stage.moves]
+        if found.disk is not None:
+            cells.append(f"{found.seconds(stage):.3g}")
+        if found.tokens is not None:
+            cells.append(f"{found.tokens_per_second(stage) or 0:,.0f}")
+        if worn:
+            cells.append(f"{found.wear(stage) or 0:,}")
+        table.add_row(str(stage.stage), *cells)
+    _show(table)
+    if worn:
+        how = "as fast as the disk goes" if found.step_time is None else f"of {found.step_time:g} seconds"
+        screen.say(f"  [dim]written in a day: of steps {how}[/dim]")
+
+
 def _peaks(found: Plan) -> None:
-    table = screen.new_table("At rest and passing, at the peak of a step", "stage", "bytes", "GiB", "passing", "at")
+    where = "" if found.offload is None else " on the device"
+    table = screen.new_table(
+        f"At rest and passing{where}, at the peak of a step", "stage", "bytes", "GiB", "passing", "at"
+    )
     kept = any(stage.activations for stage in found.stages)
     if kept:
         for column in ("activations", "most of operators"):
             table.add_column(column, justify="right")
     for stage in found.stages:
         assert stage.peak is not None
-        cells = (*nbytes_cells(stage.peak), f"{stage.peak - stage.total:,}", escape(str(stage.peak_at)))
+        cells = (*nbytes_cells(stage.peak), f"{stage.peak - stage.device:,}", escape(str(stage.peak_at)))
         table.add_row(str(stage.stage), *cells, *([f"{stage.activations:,}", f"{stage.working:,}"] if kept else []))
     _show(table)
     if kept:
@@ -245,7 +312,8 @@ def _answers(found: Plan, limit: int) -> None:
     for stage in found.stages:
         spare = limit - stage.most
         verdict = "[green]fits[/green]" if stage.fits else "[red]does not fit[/red]"
-        table.add_row(str(stage.stage), verdict, *nbytes_cells(spare), f"{stage.largest or 0:,}")
+        largest = "-" if stage.largest is None else f"{stage.largest:,}"
+        table.add_row(str(stage.stage), verdict, *nbytes_cells(spare), largest)
     _show(table)
     screen.say(f"  [dim]fits: {what}; largest: by states at rest alone[/dim]")
     fitting = [stage.stage for stage in found.stages if stage.fits]

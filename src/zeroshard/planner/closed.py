@@ -197,6 +197,17 @@ def _custom(text: str) -> Recipe:
     return Recipe(f"custom ({text})", parameters, gradients, MappingProxyType(states))
 
 
+def part(recipe: Recipe, shares: Mapping[str, Bytes]) -> Recipe:
+    """The bytes of a recipe that rest in one tier. shares: fraction of "parameters", "gradients" and "optimizer"."""
+    kept = {state: nbytes * shares["optimizer"] for state, nbytes in recipe.optimizer.items()}
+    return replace(
+        recipe,
+        parameters=recipe.parameters * shares["parameters"],
+        gradients=recipe.gradients * shares["gradients"],
+        optimizer=MappingProxyType(kept),
+    )
+
+
 # ------------------------------------------------------------------------------------------------------------ at rest
 
 

@@ -21,9 +21,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
+from ..events import DEVICE
 from ..layout import Bucket, Partition
 from ..stage import Placements
 from .closed import Recipe
+from .states import Resting
 
 GATHER, REDUCE, UPCAST, BUILD = "gather", "reduce", "upcast", "build"
 
@@ -71,23 +73,31 @@ def instants(
     accumulate: int = 1,
     no_sync: bool = False,
     names: Sequence[str] = (),
+    resting: Resting | None = None,
 ) -> list[Instant]:
-    """All named instants of a step, in the order they come. `names[k]` is shown for unit k, if given."""
+    """All named instants of a step on the device, in the order they come. `names[k]` is shown for unit k, if given."""
     units: dict[int, list[Bucket]] = {}
     for bucket in partition.buckets:
         units.setdefault(bucket.unit, []).append(bucket)
-    whole = {unit: sum(_nbytes(bucket.numel, sizes.parameters) for bucket in units[unit]) for unit in units}
+
+    def nbytes(bucket: Bucket) -> int:
+        return _nbytes(bucket.numel, sizes.parameters)
+
+    brought = {b.index for b in partition.buckets if place.parameters or not _on_device(resting, b, "parameters")}
+    whole = {unit: sum(nbytes(bucket) for bucket in units[unit] if bucket.index in brought) for unit in units}
     order = [unit for unit in units if unit != 0]  # the root runs around them all
     shown = {unit: names[unit] if unit < len(names) else f"unit {unit}" for unit in units}
 
     def gathered(at: int, behind: int, ahead: int) -> dict[str, int]:
-        if not place.parameters:
+        if not brought:
             return {}
         window = order[max(at - behind, 0) : at + ahead + 1]
         return {GATHER: whole.get(0, 0) + sum(whole[unit] for unit in window)}
 
-    reduced = _reductions(partition, place, sizes, rank, in_flight, fresh=accumulate == 1, no_sync=no_sync)
-    found = [_init(units, whole, place, sizes)]
+    reduced = _reductions(
+        partition, place, sizes, rank, in_flight, fresh=accumulate == 1, no_sync=no_sync, resting=resting
+    )
+    found = [_init(units, whole, sizes)]
     for at, unit in enumerate(order):
         found.append(Instant(f"forward of {shown[unit]}", gathered(at, 0, prefetch)))
     if not order:
@@ -99,9 +109,15 @@ def instants(
         found += _each_bucket(units[unit], reduced, gathered(at, prefetch, 1))
     if 0 in units:
         found += _each_bucket(units[0], reduced, gathered(0, 0, 1))
-    found.append(Instant("step", _some(_step(partition, place, sizes, rank))))
-    found.append(Instant("gather", {}))
+    found.append(Instant("step", _some(_step(partition, place, sizes, rank, resting))))
+    # A copy that rests elsewhere passes through the device, bucket by bucket.
+    published = [nbytes(b) for b in partition.buckets if b.trainable and b.index in brought and not place.parameters]
+    found.append(Instant("gather", _some({GATHER: max(published, default=0) * place.optimizer})))
     return found
+
+
+def _on_device(resting: Resting | None, bucket: Bucket, kind: str) -> bool:
+    return resting is None or resting[bucket.index][kind] == DEVICE
 
 
 def peak(at_rest: Mapping[str, int], found: Iterable[Instant]) -> tuple[int, str]:
@@ -118,24 +134,28 @@ def _some(*tables: Mapping[str, int]) -> dict[str, int]:
     return {state: nbytes for table in tables for state, nbytes in table.items() if nbytes}
 
 
-def _init(units: Mapping[int, list[Bucket]], whole: Mapping[int, int], place: Placements, sizes: ItemSizes) -> Instant:
+def _init(units: Mapping[int, list[Bucket]], whole: Mapping[int, int], sizes: ItemSizes) -> Instant:
     """A bucket is put together in the dtype of what is updated, then converted, unit by unit."""
-    gathered = max(whole.values(), default=0) if place.parameters else 0
+    gathered = max(whole.values(), default=0)
     build = max((_nbytes(bucket.numel, sizes.updated) for run in units.values() for bucket in run), default=0)
     return Instant("init", _some({GATHER: gathered, BUILD: build}))
 
 
-def _step(partition: Partition, place: Placements, sizes: ItemSizes, rank: int) -> dict[str, int]:
-    """The optimizer gets every gradient in the dtype of what it updates."""
+def _step(
+    partition: Partition, place: Placements, sizes: ItemSizes, rank: int, resting: Resting | None
+) -> dict[str, int]:
+    """The optimizer gets every gradient in the dtype of what it updates; by bucket where a state is elsewhere."""
     if sizes.gradients == sizes.updated:
         return {}
-    numel = sum(
-        bucket.fragment(slot, rank).numel if place.optimizer else slot.numel
-        for bucket in partition.buckets
-        if bucket.trainable
-        for slot in bucket.slots
-    )
-    return {UPCAST: _nbytes(numel, sizes.updated)}
+    together, alone = 0, 0
+    for bucket in partition.buckets:
+        if bucket.trainable and _on_device(resting, bucket, "optimizer"):
+            numel = sum(bucket.fragment(slot, rank).numel if place.optimizer else slot.numel for slot in bucket.slots)
+            if all(_on_device(resting, bucket, kind) for kind in ("parameters", "gradients")):
+                together += numel
+            else:
+                alone = max(alone, numel)
+    return {UPCAST: max(_nbytes(together, sizes.updated), _nbytes(alone, sizes.updated))}
 
 
 def _each_bucket(buckets: Sequence[Bucket], reduced: Mapping[int, int], gathered: Mapping[str, int]) -> list[Instant]:
@@ -155,6 +175,7 @@ def _reductions(
     *,
     fresh: bool,
     no_sync: bool,
+    resting: Resting | None,
 ) -> dict[int, int]:
     """{bucket: bytes of contributions and of what arrives for them when it has been sent}, last bucket first.
 
@@ -169,7 +190,7 @@ def _reductions(
     in_place = fresh and not no_sync and not place.gradients and sizes.gradients == sizes.reduced
 
     def landing(bucket: Bucket) -> list[int]:
-        return [] if in_place else [_nbytes(bucket.numel, itemsize)]
+        return [] if in_place and _on_device(resting, bucket, "gradients") else [_nbytes(bucket.numel, itemsize)]
 
     def receive(bucket: Bucket) -> int:
         return _nbytes(bucket.shard_numel(rank) * partition.ranks, itemsize)

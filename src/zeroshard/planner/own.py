@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..comm import Comm
+from ..events import DEVICE
 from ..layout import Layout
 from ..numerics import Precision
 from ..stage import STAGES
 from . import closed, states
+from .files import Moves
 from .instants import Instant
 from .simulate import RECORDED, Simulation, moments, simulate
 
@@ -36,6 +38,7 @@ def plan_job(job: str | Callable[[], dict[str, Any]], asked: Asked, layout: Layo
             "precision": precision(asked.precision),
             "checkpoint": asked.checkpoint,
             "comm": Comm(prefetch=asked.prefetch),
+            "offload": asked.offload,
         } | changes
         simulated = simulate(job, stage=stage, rank=rank or 0, **settings)
         fullest = _fullest(simulated)
@@ -51,6 +54,10 @@ def plan_job(job: str | Callable[[], dict[str, Any]], asked: Asked, layout: Layo
         f"{recomputed.activations:,} with every unit recomputed",
         "what operators take while they run, and the optimizer inside its step, comes on top: measured, not planned",
     ]
+    if asked.offload is not None and one.zero._device.type == "cpu":
+        notes.append(
+            "as on a CPU: a GPU pins host memory in whole pages, and fp32 weights updated elsewhere have masters"
+        )
     return finish(
         one.job,
         sum(param.numel() for param in one.zero.model.parameters()),
@@ -118,7 +125,9 @@ def _stage(run: Simulation, recipe: closed.Recipe) -> StagePlan:
     from .plan import StagePlan
 
     place = STAGES[run.stage]
-    at_rest = states.predict_states(run.zero)
+    tiers = states.predict_tiers(run.zero)
+    at_rest = states.together(tiers)
+    elsewhere = sum(sum(held.values()) for tier, held in tiers.items() if tier != DEVICE)
     found = [
         Instant(
             name, {state: held[state] - at_rest.get(state, 0) for state in held if held[state] > at_rest.get(state, 0)}
@@ -130,12 +139,15 @@ def _stage(run: Simulation, recipe: closed.Recipe) -> StagePlan:
         key=lambda item: item[1],
     )
     named = max(moments(run), key=lambda moment: sum(moment[1].values()))
-    if sum(named[1].values()) == peak:
+    if sum(named[1].values()) - elsewhere == peak:
         peak_at = named[0]
+    last = [event for event in run.events if event.verb == "step"][-1 - run.steps].end
+    moves = (sum(e.logical for e in run.events if e.verb == verb and e.start > last) for verb in ("read", "write"))
     return StagePlan(
         run.stage, run.rank, recipe.formula(place), at_rest, 0.0, _traffic(run), tuple(found), peak, peak_at,
         activations=run.activations, working=run.working,
-        snapshot=states.predict_snapshot(run.zero),
+        snapshot=states.predict_snapshot(run.zero), tiers=tiers, moves=Moves(*moves),
+        files=sum(file.nbytes for file in states.predict_files(run.zero).values()),
     )  # fmt: skip
 
 

@@ -10,14 +10,21 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, get_args
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from ..errors import UserError, nearest
+from ..events import DEVICE, HOST, NVME
 from ..layout import Bounds, Layout, Partition, Spec, partition
 from ..stage import STAGES, Placements
-from . import closed, instants, shapes, states
+from . import closed, disk, files, instants, shapes, states
 from .closed import Change, Instances, Recipe, Traffic, plain
+from .disk import Disk, load
+from .files import STILL, Moves
+
+if TYPE_CHECKING:
+    from ..tier import Offload
 
 RANKS_LIMIT = 1 << 20  # of the closed form
 LAYOUT_RANKS_LIMIT = 1 << 13  # of a layout, which writes down every rank's bounds
@@ -29,12 +36,14 @@ ADVISED_RANKS_LIMIT = 1 << 10  # of a layout, where several are tried
 class StagePlan:
     """One stage. All bytes are those of `rank`, which holds most; of equals the last.
 
-    states: at rest, by state, padding apart. instants, peak: what passes through beside them, and the most of both
-    together (None in the closed form, which knows no units). activations: what a job's forward keeps for backward;
-    working: the most alive at once of what its operators make, activations included. It has to fit beside the peak,
-    though it need not be at the same moment. links: what one GPU sends over each kind of link in a step, where a size
-    of node was given. largest: the most parameters whose states alone fit. snapshot: host memory that a save behind the
-    training takes until it is written.
+    states: at rest, by state, padding apart. tiers: the same by where they rest; files have buffers, "staging", in host
+    memory. rounding: what whole pages of pinned memory take beside. files: on the disk, in whole pages. moves: read
+    from files and written to them in a step. instants, peak: what passes through the device beside what rests there,
+    and the most of both together (None in the closed form, which knows no units). activations: what a job's forward
+    keeps for backward; working: the most alive at once of what its operators make, activations included. It has to fit
+    beside the peak, though it need not be at the same moment. links: what one GPU sends over each kind of link in a
+    step, where a size of node was given. largest: the most parameters whose states alone fit. snapshot: host memory
+    that a save behind the training takes until it is written.
     """
 
     stage: int
@@ -52,16 +61,30 @@ class StagePlan:
     working: int = 0
     links: closed.Links | None = None
     snapshot: int = 0
+    tiers: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    rounding: int = 0
+    files: int = 0
+    moves: Moves = STILL
 
     @property
     def total(self) -> int:
-        """Bytes at rest."""
+        """Bytes at rest, in all tiers."""
         return sum(self.states.values())
 
     @property
+    def device(self) -> int:
+        """Bytes at rest on the device."""
+        return sum(self.tiers[DEVICE].values()) if DEVICE in self.tiers else 0 if self.tiers else self.total
+
+    @property
+    def host(self) -> int:
+        """Bytes at rest in host memory, pages and buffers included."""
+        return sum(self.tiers.get(HOST, {}).values()) + self.rounding
+
+    @property
     def most(self) -> int:
-        """What has to fit: the peak, or what is known of it."""
-        return self.working + (self.total if self.peak is None else self.peak)
+        """What has to fit the device: the peak, or what is known of it."""
+        return self.working + (self.device if self.peak is None else self.peak)
 
     def json(self) -> dict[str, Any]:
         return {
@@ -81,6 +104,10 @@ class StagePlan:
             "fits": self.fits,
             "largest": self.largest,
             "snapshot": self.snapshot,
+            "tiers": {tier: dict(held) for tier, held in self.tiers.items()},
+            "rounding": self.rounding,
+            "files": self.files,
+            "moves": self.moves._asdict(),
         }
 
 
@@ -100,6 +127,25 @@ class Plan:
     gpu_mem: int | None = None
     advice: tuple[Change, ...] = ()
     notes: tuple[str, ...] = ()
+    offload: Offload | None = None
+    host_mem: int | None = None
+    disk: Disk | None = None
+    step_time: float | None = None
+    tokens: int | None = None
+
+    def seconds(self, stage: StagePlan) -> float | None:
+        """The least that a step's files take on the disk that was measured."""
+        return None if self.disk is None else self.disk.seconds(stage.moves)
+
+    def wear(self, stage: StagePlan) -> int | None:
+        """Bytes a rank writes to its disk in a day: of steps of `step_time`, else as long as the disk takes."""
+        step = self.step_time or self.seconds(stage)
+        return disk.wear(stage.moves, step) if step else None
+
+    def tokens_per_second(self, stage: StagePlan) -> float | None:
+        """What the disk allows, if nothing else took longer."""
+        seconds = self.seconds(stage)
+        return self.tokens / seconds if self.tokens and seconds else None
 
     def json(self) -> dict[str, Any]:
         """The same as plain numbers, strings, lists and dicts; all bytes are integers."""
@@ -117,6 +163,19 @@ class Plan:
             "instances": None if self.instances is None else self.instances.json(),
             "advice": [change.json() for change in self.advice],
             "notes": list(self.notes),
+            "offload": self.offload and {kind: self.offload.tiers(kind) for kind in states.KINDS},
+            "host_mem": self.host_mem,
+            "disk": self.disk and self.disk.json(),
+            "files": [
+                {
+                    "stage": stage.stage,
+                    "seconds": self.seconds(stage),
+                    "wear_per_day": self.wear(stage),
+                    "tokens_per_second": self.tokens_per_second(stage),
+                }
+                for stage in self.stages
+                if stage.files
+            ],
         }
 
 
@@ -142,6 +201,11 @@ def plan(
     gpus_per_node: int | None = None,
     precision: Literal["fp32", "bf16"] | None = None,
     checkpoint: bool = False,
+    offload: Offload | None = None,
+    host_mem: str | None = None,
+    disk: str | os.PathLike[str] | None = None,
+    step_time: float | None = None,
+    tokens: str | float | None = None,
 ) -> Plan:
     """Bytes per rank of a model's states, at rest and at the worst instant, at one stage or all four.
 
@@ -155,7 +219,9 @@ def plan(
     optimizer. units: params in that many equal blocks, for the peaks of a step. align, bounds, bucket_mib: as
     `Layout`'s, for shapes and jobs; prefetch: units gathered ahead of use, as `Comm`'s. gpus_per_node: what one GPU's
     links inside and between nodes of that size carry. precision: "fp32", a job's own dtypes, or "bf16" with fp32
-    masters. checkpoint: every unit of a job recomputes in backward.
+    masters. checkpoint: every unit of a job recomputes in backward. offload: where states rest, as `shard`'s; gpu_mem
+    is then about what stays on the device, host_mem ("200GiB") about one rank's share of host memory. disk: a file that
+    `zeroshard io-bench` wrote; tokens: of one rank's step, for what that disk allows; step_time: seconds, for its wear.
 
     Raises `UserError` for whatever cannot be answered.
     """
@@ -187,6 +253,16 @@ def plan(
         raise UserError("instances of the optimizer are a matter of stage 1", got=f"stage={stage}", instead="stage=1")
     if stage is not None and (type(stage) is not int or stage not in STAGES):
         raise UserError("no such ZeRO stage", expected="0, 1, 2 or 3", got=repr(stage), instead="stage=3")
+    if step_time is not None and not (isinstance(step_time, (int, float)) and 0 < step_time < math.inf):
+        raise UserError("step_time counts seconds", got=repr(step_time), instead="step_time=2.5")
+    on_disk = offload is not None and any(NVME in offload.tiers(kind) for kind in states.KINDS)
+    for name, value in {"disk": disk, "step_time": step_time, "tokens": tokens}.items():
+        if value is not None and not on_disk:
+            raise UserError(f"{name} is about files, and nothing rests in any", instead='offload="nvme"')
+    if tokens is not None and disk is None:
+        raise UserError("tokens per second need what the disk moves", instead="disk=, from zeroshard io-bench DIR")
+    if offload is not None and instances is not None:
+        raise UserError("instances are planned on the device", got="offload", instead="one of the two")
     asked = Asked(
         ranks=ranks,
         stages=(1,) if (instances or 1) > 1 else tuple(STAGES) if stage is None else (stage,),
@@ -202,6 +278,11 @@ def plan(
         gpus_per_node=gpus_per_node,
         precision=precision or "fp32",
         checkpoint=bool(checkpoint),
+        offload=offload,
+        host_mem=None if host_mem is None else closed.budget(host_mem),
+        disk=None if disk is None else load(disk),
+        step_time=step_time,
+        tokens=None if tokens is None else closed.count(tokens, "tokens"),
     )
     of_layout = {"align": align, "bounds": bounds, "bucket_mib": bucket_mib}
     of_layout = {name: value for name, value in of_layout.items() if value is not None}
@@ -239,6 +320,22 @@ class Asked(NamedTuple):
     gpus_per_node: int | None
     precision: Literal["fp32", "bf16"]
     checkpoint: bool
+    offload: Offload | None = None
+    host_mem: int | None = None
+    disk: Disk | None = None
+    step_time: float | None = None
+    tokens: int | None = None
+
+    def resting(self, cut: Partition) -> states.Resting | None:
+        """For each bucket the tier of each state."""
+        return None if self.offload is None else self.offload.buckets(cut.buckets)
+
+    def shares(self, tier: str) -> dict[str, Fraction]:
+        """{state: fraction of its bytes in a tier}."""
+        if self.offload is None:
+            return dict.fromkeys(states.KINDS, Fraction(tier == DEVICE))
+        parts = {kind: self.offload.tiers(kind).get(tier, 0.0) for kind in states.KINDS}
+        return {kind: Fraction(part).limit_denominator(10**6) for kind, part in parts.items()}
 
 
 def _plan_job(job: str | Callable[[], Any], asked: Asked, layout: Layout) -> Plan:
@@ -276,9 +373,11 @@ def _plan_params(numel: int, asked: Asked) -> Plan:
 
     def of(stage: int) -> StagePlan:
         place = STAGES[stage]
-        at_rest = closed.at_rest(numel, sharing(stage, ranks), place, recipe)
+        tiers = _shared_out(numel, sharing(stage, ranks), place, recipe, asked)
+        at_rest = states.together(tiers)
         found = tuple(_of_equal_units(numel, asked, place))
-        peak, peak_at = instants.peak(at_rest, found) if found else (None, None)
+        peak, peak_at = instants.peak(tiers.get(DEVICE, {}), found) if found else (None, None)
+        on_disk = tiers.get(NVME, {})
         return StagePlan(
             stage,
             ranks - 1,
@@ -290,21 +389,56 @@ def _plan_params(numel: int, asked: Asked) -> Plan:
             peak,
             peak_at,
             snapshot=math.ceil(recipe.saved * -(-numel // ranks)),
-        )
+            tiers=tiers,
+            files=sum(on_disk.values()),
+            moves=files.closed_moves(
+                on_disk, place, mastered="master" in _with_copies(recipe, asked).optimizer,
+                accumulate=asked.accumulate, no_sync=asked.no_sync,
+            ),
+        )  # fmt: skip
 
     def nbytes_of(stage: int, more_ranks: int, other: Recipe) -> int:
-        return closed.total(numel, sharing(stage, more_ranks), STAGES[stage], other)
+        mine = closed.part(_with_copies(other, asked), asked.shares(DEVICE))
+        return closed.total(numel, sharing(stage, more_ranks), STAGES[stage], mine)
 
     notes = []
     if asked.units is None:
         notes.append("at rest; for peaks give shapes, a job, or --units: into how many equal blocks")
     if recipe.per_tensor:
         notes.append("step counters, 4 bytes per parameter tensor and rank, come on top; shapes count them")
+    if asked.offload is not None:
+        notes.append("tiers approximate: in full buckets, without rounding to pages; shapes and jobs are exact")
 
     def advise(limit: int) -> list[Change]:
         return closed.advice(max(asked.stages), ranks, recipe, limit, nbytes_of, RANKS_LIMIT)
 
     return finish("parameters", numel, asked, None, of, advise, notes, sharing)
+
+
+def _with_copies(recipe: Recipe, asked: Asked) -> Recipe:
+    """On a GPU, parameters that are updated elsewhere than they rest have a master in their own dtype."""
+    shares = asked.shares(DEVICE)
+    here, there = shares["parameters"], shares["optimizer"]
+    copied = recipe.parameters * (here * (1 - there) + there * (1 - here))
+    if "master" in recipe.optimizer or not copied:
+        return recipe
+    return replace(recipe, optimizer={"master": copied, **recipe.optimizer})
+
+
+def _shared_out(numel: int, ranks: int, place: Placements, recipe: Recipe, asked: Asked) -> states.Tiers:
+    """The closed form, tier by tier; files have buffers of one message."""
+    whole = _with_copies(recipe, asked)
+    parts = {tier: closed.part(whole, asked.shares(tier)) for tier in (DEVICE, HOST, NVME)}
+    tiers = {tier: closed.at_rest(numel, ranks, place, mine) for tier, mine in parts.items()}
+    message = int(Layout().bucket_mib * 2**20 / recipe.parameters)
+    buffers = 0
+    for state, itemsize, sharded in whole.states(place):
+        slot = states.pages(math.ceil(closed.share(min(message, numel), ranks if sharded else 1) * itemsize))
+        buffers += min(states.BUFFERS * slot, states.pages(tiers[NVME].get(state, 0)))
+    if buffers:
+        tiers[HOST][states.STAGING] = buffers
+    held = {tier: {state: n for state, n in found.items() if n} for tier, found in tiers.items()}
+    return {tier: found for tier, found in held.items() if found}
 
 
 def _of_equal_units(numel: int, asked: Asked, place: Placements) -> list[instants.Instant]:
@@ -321,9 +455,10 @@ def _of_equal_units(numel: int, asked: Asked, place: Placements) -> list[instant
         for part, size in enumerate(sizes)
     ]
     names = ["root", *(f"units.{number}" for number in range(asked.units))]
+    cut = partition(specs, Layout(), asked.ranks)
     return instants.instants(
-        partition(specs, Layout(), asked.ranks), place, instants.item_sizes(asked.recipe), asked.ranks - 1,
-        prefetch=asked.prefetch, accumulate=asked.accumulate, no_sync=asked.no_sync, names=names,
+        cut, place, instants.item_sizes(asked.recipe), asked.ranks - 1, prefetch=asked.prefetch,
+        accumulate=asked.accumulate, no_sync=asked.no_sync, names=names, resting=asked.resting(cut),
     )  # fmt: skip
 
 
@@ -346,17 +481,28 @@ def _plan_shapes(path: str | os.PathLike[str], asked: Asked, layout: Layout) -> 
         cut, owned = cuts[ranks]
         place = STAGES[stage]
         rank = states.fullest_rank(owned, place, other)
-        at_rest = states.recipe_states(cut, place, rank, other)
+        resting = asked.resting(cut)
+        tiers = states.recipe_tiers(cut, place, rank, other, resting=resting)
+        at_rest = states.together(tiers)
         backwards, no_sync = asked.accumulate, asked.no_sync
         moved = states.recipe_traffic(cut, place, rank, other, accumulate=backwards, no_sync=no_sync)
         sizes = instants.item_sizes(other)
         found = instants.instants(
-            cut, place, sizes, rank, prefetch=asked.prefetch, accumulate=backwards, no_sync=no_sync, names=names
-        )
-        peak, peak_at = instants.peak(at_rest, found)
+            cut, place, sizes, rank, prefetch=asked.prefetch, accumulate=backwards, no_sync=no_sync, names=names,
+            resting=resting,
+        )  # fmt: skip
+        peak, peak_at = instants.peak(tiers.get(DEVICE, {}), found)
+        beside: dict[str, Any] = {}
+        if resting is not None:
+            filed = states.recipe_files(cut, place, rank, other, resting)
+            beside["files"] = sum(file.nbytes for file in filed.values())
+            beside["rounding"] = states.recipe_rounding(cut, place, rank, other, resting)
+            beside["moves"] = files.recipe_moves(
+                cut, place, rank, other, resting, accumulate=backwards, no_sync=no_sync
+            )
         return StagePlan(
             stage, rank, other.formula(place), at_rest, 0.0, moved, tuple(found), peak, peak_at,
-            snapshot=states.recipe_snapshot(cut, rank, other),
+            snapshot=states.recipe_snapshot(cut, rank, other), tiers=tiers, **beside,
         )  # fmt: skip
 
     def of(stage: int) -> StagePlan:
@@ -392,20 +538,25 @@ def finish(
 ) -> Plan:
     """What every plan has beside its bytes: savings, whether it fits, the largest that would, advice."""
     ranks, recipe, limit = asked.ranks, asked.recipe, asked.gpu_mem
-    whole = of(min(STAGES)).total
+    lowest = of(min(STAGES))
+    whole = lowest.total - lowest.states.get(states.STAGING, 0)
     stages = []
     for stage in asked.stages:
         found = of(stage)
         found = replace(
             found,
-            saved=float(plain(1 - closed.Bytes(found.total, whole))),
+            saved=float(plain(1 - closed.Bytes(found.device, whole))),
             fits=None if limit is None else found.most <= limit,
-            largest=None if limit is None else closed.largest(sharing(stage, ranks), STAGES[stage], recipe, limit),
+            largest=_largest(sharing(stage, ranks), STAGES[stage], asked, limit),
             links=None if asked.gpus_per_node is None else closed.links(found.traffic, ranks, asked.gpus_per_node),
         )
         stages.append(found)
     copied = max(found.snapshot for found in stages)
-    notes = [*notes, f"an asynchronous save takes {copied:,} bytes of host memory until it is written"]
+    notes = [
+        *notes,
+        *_of_files(asked),
+        f"an asynchronous save takes {copied:,} bytes of host memory until it is written",
+    ]
     advice: list[Change] = []
     if limit is not None and not any(found.fits for found in stages):
         advice = advise(limit)
@@ -422,4 +573,26 @@ def finish(
         limit,
         tuple(advice),
         tuple(notes),
+        asked.offload,
+        asked.host_mem,
+        asked.disk,
+        asked.step_time,
+        asked.tokens,
     )
+
+
+def _of_files(asked: Asked) -> list[str]:
+    if asked.offload is None or not any(NVME in asked.offload.tiers(kind) for kind in states.KINDS):
+        return []
+    said = ["files: gradients that are clipped are read twice more and written once more"]
+    if asked.disk is None:
+        said.append(
+            "how long they take on a disk of yours: zeroshard io-bench DIR --out disk.json, then --disk disk.json"
+        )
+    return said
+
+
+def _largest(ranks: int, place: Placements, asked: Asked, limit: int | None) -> int | None:
+    """The most parameters whose states alone fit the device; None where none of them rest there, or nobody asked."""
+    mine = closed.part(_with_copies(asked.recipe, asked), asked.shares(DEVICE))
+    return None if limit is None or not mine.total else closed.largest(ranks, place, mine, limit)

@@ -29,6 +29,7 @@ from ..errors import Error, UserError
 from ..events import Event, Ledger
 from ..layout import Layout
 from ..numerics import Precision
+from ..tier import Offload
 from .job import Job, build
 from .states import probe, takes_whole_tensors
 
@@ -71,12 +72,14 @@ def simulate(
     precision: Precision | None = None,
     layout: Layout | None = None,
     comm: Comm | None = None,
+    offload: Offload | None = None,
     no_sync: bool = False,
     checkpoint: bool = False,
 ) -> Simulation:
     """Run three steps of `module:function` (or of a function that returns a job's parts) as rank `rank` of `ranks`.
 
-    no_sync: all backwards of a step but the last are added up on the rank. checkpoint: recompute every unit's
+    offload: no file is made, whatever rests there. no_sync: all backwards of a step but the last are added up on the
+    rank. checkpoint: recompute every unit's
     activations in backward. Raises `UserError` for what cannot be built, or needs values (`.item()`) to run.
     """
     for name, value, least in (("ranks", ranks, 1), ("accumulate", accumulate, 1), ("rank", rank, 0)):
@@ -96,6 +99,7 @@ def simulate(
             optimizers,
             stage=stage,
             precision=precision,
+            offload=offload,
             layout=layout,
             comm=dataclasses.replace(comm, group=Simulated(rank, ranks)),
         )

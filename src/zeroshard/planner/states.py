@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Callable, Mapping, Sequence
+import mmap
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import UserError
+from ..events import DEVICE, HOST, NVME
 from ..layout import Bucket, Partition, Slot
 from ..stage import Placements
 from .closed import PADDING, Moved, Recipe, Traffic, moved, passes, widths
@@ -27,6 +29,69 @@ class Stored(NamedTuple):
 
 # What an optimizer keeps of one slot: {state: (bytes, per element?)}
 Kept = Mapping[str, tuple[Fraction | int, bool]]
+Resting = Sequence[Mapping[str, str]]  # for each bucket the tier of "parameters", "gradients" and "optimizer"
+Tiers = dict[str, dict[str, int]]  # {tier: {state: bytes}}
+
+BUFFERS = 3  # of a file of states, as `nvme.BUFFERS`
+KINDS = ("parameters", "gradients", "optimizer")
+STAGING = "staging"
+DEVICE_ALONE = dict.fromkeys(KINDS, DEVICE)
+
+
+class Reserved(NamedTuple):
+    """What one bucket, or an optimizer for one slot of it, reserves for a state on one rank."""
+
+    tier: str
+    kind: str
+    state: str
+    numel: int
+    padding: int  # elements of these that no parameter fills
+    itemsize: Fraction | int
+
+    @property
+    def nbytes(self) -> int:
+        return math.ceil(self.numel * self.itemsize)
+
+
+def reserved(
+    bucket: Bucket,
+    place: Placements,
+    rank: int,
+    sizes: Stored,
+    kept: Callable[[Bucket, Slot], Kept],
+    at: Mapping[str, str] = DEVICE_ALONE,
+) -> Iterator[Reserved]:
+    """What is reserved for each state of a bucket.
+
+    A bucket stores its padding with each state. An optimizer sees fragments, which have none; but what it keeps in a
+    file has room for the whole bucket, and what it keeps of a parameter as a whole then rests in host memory.
+    """
+    shard = bucket.shard_numel(rank)
+    own = [bucket.fragment(slot, rank).numel for slot in bucket.slots]
+
+    def store(kind: str, state: str, itemsize: Fraction | int) -> Reserved:
+        if getattr(place, kind):
+            return Reserved(at[kind], kind, state, shard, shard - sum(own), itemsize)
+        return Reserved(at[kind], kind, state, bucket.numel, bucket.padding, itemsize)
+
+    yield store("parameters", "parameters", sizes.parameters)
+    if not bucket.trainable:
+        return
+    yield store("gradients", "gradients", sizes.gradients)
+    yield store("optimizer", "master", sizes.master)
+    filed: dict[str, Fraction | int] = {}
+    tier = at["optimizer"]
+    for slot, fragment in zip(bucket.slots, own, strict=True):
+        numel = fragment if place.optimizer else slot.numel
+        if numel:  # of a rank that owns nothing of it, the optimizer has no state
+            for state, (itemsize, grows) in kept(bucket, slot).items():
+                if grows and tier == NVME:
+                    filed[state] = itemsize
+                else:
+                    beside = HOST if tier == NVME else tier
+                    yield Reserved(beside, "optimizer", state, numel if grows else 1, 0, itemsize)
+    for state, itemsize in filed.items():
+        yield store("optimizer", state, itemsize)
 
 
 def states_of(
@@ -36,43 +101,89 @@ def states_of(
     stored: Callable[[Bucket], Stored],
     kept: Callable[[Bucket, Slot], Kept],
     *,
+    resting: Resting | None = None,
     apart: bool = False,
-) -> dict[str, int]:
-    """{state: bytes} of one rank at rest: the only place where the bytes of a partition are added up.
+) -> Tiers:
+    """{tier: {state: bytes}} of one rank at rest: the only place where the bytes of a partition are added up.
 
-    A bucket stores its padding with each state; an optimizer sees fragments, which have none. `apart`: the padding's
-    bytes are not in their states but in a row of their own, "padding".
+    What rests in files is counted without the rounding to pages; their buffers are "staging", in host memory. `apart`:
+    the padding's bytes are not in their states but in a row of their own, "padding".
     """
-    held: dict[str, int] = {}
+    held: Tiers = {DEVICE: {}, HOST: {}, NVME: {}}
 
-    def add(state: str, nbytes: Fraction | int) -> None:
+    def add(tier: str, state: str, nbytes: Fraction | int) -> None:
         if nbytes:
-            held[state] = held.get(state, 0) + math.ceil(nbytes)
+            held[tier][state] = held[tier].get(state, 0) + math.ceil(nbytes)
 
     for bucket in partition.buckets:
-        sizes = stored(bucket)
-        shard, whole = bucket.shard_numel(rank), bucket.numel
-        own = [bucket.fragment(slot, rank).numel for slot in bucket.slots]
+        at = resting[bucket.index] if resting else DEVICE_ALONE
+        for each in reserved(bucket, place, rank, stored(bucket), kept, at):
+            add(each.tier, each.state, (each.numel - each.padding * apart) * each.itemsize)
+            add(each.tier, PADDING, each.padding * apart * each.itemsize)
+    if resting:
+        files = files_of(partition, place, rank, stored, kept, resting)
+        add(HOST, STAGING, sum(file.buffers for file in files.values()))
+    for states in held.values():
+        if PADDING in states:
+            states[PADDING] = states.pop(PADDING)  # last, where it is shown
+    return {tier: states for tier, states in held.items() if states}
 
-        def store(state: str, sharded: bool, nbytes: Fraction | int) -> None:
-            padding = shard - sum(own) if sharded else bucket.padding  # noqa: B023  # called in this turn only
-            reserved = shard if sharded else whole  # noqa: B023
-            add(state, (reserved - padding if apart else reserved) * nbytes)
-            if apart:
-                add(PADDING, padding * nbytes)
 
-        store("parameters", place.parameters, sizes.parameters)
-        if bucket.trainable:
-            store("gradients", place.gradients, sizes.gradients)
-            store("master", place.optimizer, sizes.master)
-            for slot, fragment in zip(bucket.slots, own, strict=True):
-                numel = fragment if place.optimizer else slot.numel
-                if numel:  # of a rank that owns nothing of it, the optimizer has no state
-                    for state, (nbytes, grows) in kept(bucket, slot).items():
-                        add(state, nbytes * numel if grows else nbytes)
-    if PADDING in held:
-        held[PADDING] = held.pop(PADDING)  # last, where it is shown
-    return held
+def together(tiers: Tiers) -> dict[str, int]:
+    """{state: bytes}, whichever tier they rest in; padding last."""
+    states = list(dict.fromkeys(state for held in tiers.values() for state in held))
+    order = {"parameters": -2, "gradients": -1, STAGING: 1, PADDING: 2}
+    states.sort(key=lambda state: order.get(state, 0))
+    return {state: sum(held.get(state, 0) for held in tiers.values()) for state in states}
+
+
+def pages(nbytes: int) -> int:
+    """Bytes in whole pages, which direct I/O moves and pinned memory takes."""
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+class File(NamedTuple):
+    """One file of states. slots: {bucket: bytes}, those that are not empty. largest: bytes of each of its buffers."""
+
+    kind: str
+    slots: dict[int, int]
+    largest: int
+
+    @property
+    def nbytes(self) -> int:
+        """On the disk."""
+        return sum(map(pages, self.slots.values()))
+
+    @property
+    def buffers(self) -> int:
+        """Bytes of its buffers in host memory."""
+        return min(BUFFERS, len(self.slots)) * self.largest
+
+
+def files_of(
+    partition: Partition,
+    place: Placements,
+    rank: int,
+    stored: Callable[[Bucket], Stored],
+    kept: Callable[[Bucket, Slot], Kept],
+    resting: Resting,
+) -> dict[str, File]:
+    """{state: its file} of one rank. Buffers are made for the largest bucket that may come, frozen ones included."""
+    slots: dict[str, tuple[str, dict[int, int]]] = {}
+    largest = dict.fromkeys(KINDS, 0)
+    for bucket in partition.buckets:
+        at, sizes = resting[bucket.index], stored(bucket)
+        itemsizes = sizes.parameters, sizes.gradients, sizes.master or sizes.parameters
+        for kind, itemsize in zip(KINDS, itemsizes, strict=True):
+            if at[kind] == NVME:
+                numel = bucket.shard_numel(rank) if getattr(place, kind) else bucket.numel
+                largest[kind] = max(largest[kind], math.ceil(numel * itemsize))
+        for each in reserved(bucket, place, rank, sizes, kept, at):
+            if each.tier == NVME and each.nbytes:
+                slots.setdefault(each.state, (each.kind, {}))[1][bucket.index] = each.nbytes
+    return {
+        state: File(kind, sizes, pages(max(largest[kind], *sizes.values()))) for state, (kind, sizes) in slots.items()
+    }
 
 
 def snapshot(
@@ -92,25 +203,69 @@ def snapshot(
     return math.ceil(total)
 
 
+def recipe_tiers(
+    partition: Partition,
+    place: Placements,
+    rank: int,
+    recipe: Recipe,
+    *,
+    resting: Resting | None = None,
+    apart: bool = True,
+) -> Tiers:
+    """`states_of` with the bytes of a recipe. Its gradients count for trainable buckets only, as the engine's do."""
+    return states_of(partition, place, rank, *_of_recipe(recipe, resting), resting=resting, apart=apart)
+
+
 def recipe_states(
     partition: Partition, place: Placements, rank: int, recipe: Recipe, *, apart: bool = True
 ) -> dict[str, int]:
-    """`states_of` with the bytes of a recipe. Its gradients count for trainable buckets only, as the engine's do."""
-    return states_of(partition, place, rank, *_of_recipe(recipe), apart=apart)
+    """{state: bytes} with the bytes of a recipe."""
+    return together(recipe_tiers(partition, place, rank, recipe, apart=apart))
+
+
+def recipe_files(
+    partition: Partition, place: Placements, rank: int, recipe: Recipe, resting: Resting
+) -> dict[str, File]:
+    """`files_of` with the bytes of a recipe."""
+    return files_of(partition, place, rank, *_of_recipe(recipe, resting), resting)
+
+
+def recipe_rounding(partition: Partition, place: Placements, rank: int, recipe: Recipe, resting: Resting) -> int:
+    """Bytes by which whole pages of pinned memory exceed what rests there; what an optimizer makes is not pinned."""
+    stored, kept = _of_recipe(recipe, resting)
+    return sum(
+        pages(each.nbytes) - each.nbytes
+        for bucket in partition.buckets
+        for each in reserved(bucket, place, rank, stored(bucket), kept, resting[bucket.index])
+        if each.tier == HOST and each.state in ("parameters", "gradients", "master")
+    )
 
 
 def recipe_snapshot(partition: Partition, rank: int, recipe: Recipe) -> int:
     """`snapshot` with the bytes of a recipe."""
-    return snapshot(partition, rank, *_of_recipe(recipe))
+    return snapshot(partition, rank, *_of_recipe(recipe, None))
 
 
-def _of_recipe(recipe: Recipe) -> tuple[Callable[[Bucket], Stored], Callable[[Bucket, Slot], Kept]]:
-    stored = Stored(recipe.parameters, recipe.gradients, recipe.optimizer.get("master", 0))
+def elsewhere(at: Mapping[str, str]) -> bool:
+    """Is what the optimizer updates not where the parameters are? Then it has a master also in the same dtype."""
+    return (at["parameters"] == DEVICE) != (at["optimizer"] == DEVICE)
+
+
+def _of_recipe(
+    recipe: Recipe, resting: Resting | None
+) -> tuple[Callable[[Bucket], Stored], Callable[[Bucket, Slot], Kept]]:
+    """On a GPU, which recipes are for."""
+    master = recipe.optimizer.get("master", Fraction())
     kept: dict[str, tuple[Fraction | int, bool]] = {
         **{state: (nbytes, True) for state, nbytes in recipe.optimizer.items() if state != "master"},
         **{state: (nbytes, False) for state, nbytes in recipe.per_tensor.items()},
     }
-    return lambda bucket: stored, lambda bucket, slot: kept
+
+    def stored(bucket: Bucket) -> Stored:
+        copied = resting is not None and elsewhere(resting[bucket.index])
+        return Stored(recipe.parameters, recipe.gradients, master or recipe.parameters * copied)
+
+    return stored, lambda bucket, slot: kept
 
 
 class Owned(NamedTuple):
@@ -174,13 +329,23 @@ def recipe_traffic(
     return Traffic(reductions, gathers, totals[0], totals[1], Moved(0, 0, 0))
 
 
-def predict_states(zero: Zero) -> dict[str, int]:
-    """Bytes per state on this rank once the optimizer has stepped, under the names that `zero.ledger().held` uses.
+def predict_tiers(zero: Zero) -> Tiers:
+    """{tier: {state: bytes}} on this rank once the optimizer has stepped, as `zero.ledger().tiers` has them.
 
     Optimizer state is found by asking the optimizer itself: one step of a twin on a tiny parameter tells which of its
     states grow with the parameter and which are one number.
     """
-    return states_of(zero.partition, zero.placements, zero.rank, *_of_run(zero))
+    return states_of(zero.partition, zero.placements, zero.rank, *_of_run(zero), resting=zero._resting)
+
+
+def predict_states(zero: Zero) -> dict[str, int]:
+    """The same in all tiers together, as `zero.ledger().held` has them."""
+    return together(predict_tiers(zero))
+
+
+def predict_files(zero: Zero) -> dict[str, File]:
+    """{state: its file} on this rank."""
+    return files_of(zero.partition, zero.placements, zero.rank, *_of_run(zero), zero._resting)
 
 
 def predict_snapshot(zero: Zero) -> int:
@@ -191,12 +356,15 @@ def predict_snapshot(zero: Zero) -> int:
 def _of_run(zero: Zero) -> tuple[Callable[[Bucket], Stored], Callable[[Bucket, Slot], Kept]]:
     def stored(bucket: Bucket) -> Stored:
         dtypes = zero.dtypes(bucket)
-        master = dtypes.master.itemsize if dtypes.master != dtypes.param else 0
+        copied = zero._device.type != "cpu" and elsewhere(zero._resting[bucket.index])
+        master = dtypes.master.itemsize if dtypes.master != dtypes.param or copied else 0
         return Stored(dtypes.param.itemsize, dtypes.grad.itemsize, master)
 
     members: dict[tuple[int, str], int] = {}
     groups: list[tuple[Any, dict[str, Any]]] = []
+    numbers: dict[int, int] = {}  # by the optimizer's id
     for optimizer, group, places in zero.optimizer_members():
+        numbers.setdefault(id(optimizer), len(numbers))
         groups.append((optimizer, group))
         members.update({(bucket.index, slot.name): len(groups) - 1 for bucket, slot in places})
     probed: dict[tuple[int, Any, int], dict[str, Asked]] = {}
@@ -209,7 +377,11 @@ def _of_run(zero: Zero) -> tuple[Callable[[Bucket], Stored], Callable[[Bucket, S
         key = number, zero.dtypes(bucket).master, len(slot.shape) if takes_whole_tensors(optimizer) else 1
         if key not in probed:
             probed[key] = probe(optimizer, group, key[1], key[2])
-        return {state: each.kept(slot.shape) for state, each in probed[key].items()}
+        found = {state: each.kept(slot.shape) for state, each in probed[key].items()}
+        number = numbers[id(optimizer)]
+        if number and zero._resting[bucket.index]["optimizer"] == NVME:  # each optimizer has files of its own
+            return {f"{state} of optimizer {number}" if each[1] else state: each for state, each in found.items()}
+        return found
 
     return stored, kept
 

@@ -1,0 +1,57 @@
+"""What a disk was measured to move, and what a step's reads and writes take on it.
+
+`zeroshard io-bench DIR` measures and writes the file; `zeroshard plan --disk FILE` and `plan(disk=...)` read it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ..errors import UserError
+from .files import Moves
+
+FORMAT = "zeroshard io-bench 1"
+DAY = 24 * 60 * 60  # seconds
+
+
+@dataclass(frozen=True)
+class Disk:
+    """Bytes per second in the engine's own pattern. both: read and written together, while both go on at once."""
+
+    read: float
+    write: float
+    both: float
+
+    def seconds(self, moves: Moves) -> float:
+        """The least a step's files take: what can go both ways at once does."""
+        shared = min(moves.read, moves.written)
+        alone = (moves.read - shared) / self.read + (moves.written - shared) / self.write
+        return 2 * shared / self.both + alone
+
+    def json(self) -> dict[str, float]:
+        return asdict(self)
+
+
+def load(path: str | os.PathLike[str]) -> Disk:
+    """Raises `UserError` for a file that io-bench did not write."""
+    where, instead = str(path), "zeroshard io-bench DIR --out disk.json"
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError("what a disk moves cannot be read", where=where, got=str(error), instead=instead) from error
+    rates = found.get("disk") if isinstance(found, dict) and found.get("format") == FORMAT else None
+    if not isinstance(rates, dict) or set(rates) != {"read", "write", "both"}:
+        raise UserError("this file does not say what a disk moves", where=where, expected=FORMAT, instead=instead)
+    for name, rate in rates.items():
+        if type(rate) not in (int, float) or not (0 < rate < math.inf):
+            raise UserError("a disk moves a number of bytes per second", where=f"{where}, {name}", got=repr(rate))
+    return Disk(**rates)
+
+
+def wear(moves: Moves, step_time: float) -> int:
+    """Bytes that one rank writes in a day of steps of `step_time` seconds."""
+    return round(moves.written * DAY / step_time)

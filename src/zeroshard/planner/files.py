@@ -1,0 +1,158 @@
+"""What a step reads from files and writes to them: the engine's order of uses, replayed on buffers without memory.
+
+    gather     the parameters of a unit are read, for each forward and each backward
+    backward   a reduction is written; added to an earlier one, that is read before
+    step       gradients, masters and optimizer states are read; averages, masters, states and parameters written
+    publish    parameters that every rank has a copy of, updated by their owners: read and written once more
+
+What is still in one of a file's buffers is not read again, so a model of few buckets reads less than its bytes say.
+For a model that uses its units one after the other, all of them in forward and backward, with one optimizer, and
+gradients that nobody looks at: clipping reads them twice more and writes them once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..events import DEVICE
+from ..layout import Bucket, Partition
+from ..stage import Placements
+from .closed import Recipe
+from .states import BUFFERS, File, Resting, elsewhere, predict_files, recipe_files
+
+if TYPE_CHECKING:
+    from ..api import Zero
+
+
+class Moves(NamedTuple):
+    """Bytes of one rank in one step."""
+
+    read: int
+    written: int
+
+
+STILL = Moves(0, 0)
+
+
+class _Buffers:
+    """The buffers of one file: whose bytes they have, the one filled longest ago first, and whether they changed."""
+
+    def __init__(self, slots: Mapping[int, int]) -> None:
+        self.slots = slots
+        self.rooms: dict[int, bool] = {}
+        self.read = self.written = 0
+
+    def ahead(self, bucket: int, *, fresh: bool = False) -> None:
+        if bucket not in self.slots or bucket in self.rooms:
+            return
+        if len(self.rooms) == BUFFERS:
+            left = min(self.rooms, key=lambda each: self.rooms[each])  # rather one that need not be written
+            self.behind(left)
+            del self.rooms[left]
+        self.rooms[bucket] = False
+        self.read += 0 if fresh else self.slots[bucket]
+
+    def use(self, bucket: int, *, changed: bool = True, fresh: bool = False) -> None:
+        self.ahead(bucket, fresh=fresh)
+        if bucket in self.slots:
+            self.rooms[bucket] |= changed
+
+    def behind(self, bucket: int) -> None:
+        if self.rooms.get(bucket):
+            self.rooms[bucket] = False
+            self.written += self.slots[bucket]
+
+
+def moves(
+    partition: Partition,
+    place: Placements,
+    resting: Resting,
+    files: Mapping[str, File],
+    mastered: Sequence[bool],
+    *,
+    accumulate: int = 1,
+    no_sync: bool = False,
+) -> Moves:
+    """Bytes of a step of `accumulate` backwards, after the first ones. mastered: which buckets have masters."""
+    found = {state: _Buffers(file.slots) for state, file in files.items()}
+    parameters, gradients = found.get("parameters", _Buffers({})), found.get("gradients", _Buffers({}))
+    kept = [found[state] for state, file in files.items() if file.kind == "optimizer"]
+    forward = sorted(partition.buckets, key=lambda bucket: bucket.unit)
+    backward = sorted(forward, key=lambda bucket: -bucket.unit if bucket.unit else -len(forward))  # the root leads
+    trained = [bucket for bucket in partition.buckets if bucket.trainable]
+    alone = [bucket.index for bucket in trained if set(resting[bucket.index].values()) != {DEVICE}]
+    before = STILL
+    for _ in range(3):  # in the third everything has been written before
+        before = _total(found)
+        for turn in range(accumulate):
+            for bucket in (*forward, *backward):
+                parameters.use(bucket.index, changed=False)
+            if not no_sync or turn == accumulate - 1:
+                for bucket in reversed(trained):
+                    gradients.use(bucket.index, fresh=no_sync or turn == 0)
+                    gradients.behind(bucket.index)
+        for at, number in enumerate(alone):
+            updating = kept if mastered[number] else [parameters, *kept]
+            for coming in alone[at : at + 2]:
+                for file in (*updating, gradients):
+                    file.ahead(coming)
+            for file in (*updating, gradients):  # gradients become averages
+                file.use(number)
+            if mastered[number]:
+                parameters.use(number, fresh=place.parameters)
+            for file in (*updating, parameters):
+                file.behind(number)
+        if place.optimizer and not place.parameters:
+            for number in alone:
+                parameters.use(number)
+                parameters.behind(number)
+    after = _total(found)
+    return Moves(after.read - before.read, after.written - before.written)
+
+
+def _total(found: Mapping[str, _Buffers]) -> Moves:
+    return Moves(sum(file.read for file in found.values()), sum(file.written for file in found.values()))
+
+
+def recipe_moves(
+    partition: Partition,
+    place: Placements,
+    rank: int,
+    recipe: Recipe,
+    resting: Resting,
+    *,
+    accumulate: int = 1,
+    no_sync: bool = False,
+) -> Moves:
+    """`moves` with the bytes of a recipe."""
+    files = recipe_files(partition, place, rank, recipe, resting)
+    mastered = ["master" in recipe.optimizer or elsewhere(at) for at in resting]
+    return moves(partition, place, resting, files, mastered, accumulate=accumulate, no_sync=no_sync)
+
+
+def closed_moves(
+    held: Mapping[str, int], place: Placements, *, mastered: bool, accumulate: int = 1, no_sync: bool = False
+) -> Moves:
+    """`moves` of a model of so many buckets that no buffer is met again. held: {state: bytes} in files."""
+    whole, added = held.get("parameters", 0), held.get("gradients", 0)
+    kept = sum(held.values()) - whole - added
+    backwards = 1 if no_sync else accumulate
+    # What was cast from masters into a shard is written alone; into a copy or in place, that is read before.
+    published = place.optimizer and not place.parameters
+    read = whole * (2 * accumulate + (not (mastered and place.parameters)) + published)
+    written = whole * (1 + published)
+    return Moves(read + kept + added * backwards, written + kept + added * (backwards + 1))
+
+
+def predict_moves(zero: Zero, *, accumulate: int = 1, no_sync: bool = False) -> Moves:
+    """Bytes that this rank reads and writes in a step, as `zero.ledger().traffic` counts them as "read" and "write"."""
+
+    def mastered(bucket: Bucket) -> bool:
+        dtypes, copied = zero.dtypes(bucket), zero._device.type != "cpu" and elsewhere(zero._resting[bucket.index])
+        return dtypes.master != dtypes.param or copied
+
+    return moves(
+        zero.partition, zero.placements, zero._resting, predict_files(zero),
+        [mastered(bucket) for bucket in zero.partition.buckets], accumulate=accumulate, no_sync=no_sync,
+    )  # fmt: skip

@@ -23,7 +23,9 @@ from zeroshard.cli.config import (
     Precision,
     RunConfig,
     Size,
+    offload_of,
     one_line,
+    places,
 )
 from zeroshard.errors import Error, UserError
 
@@ -449,6 +451,65 @@ def simulate(
         precision=precision, checkpoint=checkpoint, bucket_mib=bucket_mib, prefetch=prefetch, reduce=reduce,
         on=machine, trace=trace, as_json=as_json,
     )  # fmt: skip
+
+
+@app.command("io-bench")
+def io_bench(
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="A folder on the disk to measure.")],
+    size: Annotated[str, _option(GRID, "Of the file that is read and written.")] = "1GiB",
+    block: Annotated[str, _option(GRID, "What one system call moves.")] = "4MiB",
+    depth: Annotated[int, _option(GRID, "System calls at once.")] = 2,
+    direct: Annotated[
+        bool, _option(GRID, "Past the page cache (O_DIRECT), or through it.", "--direct/--buffered")
+    ] = True,
+    rounds: Annotated[int, _option(GRID, "Of each pattern, in turn; the median counts.")] = 3,
+    params: Annotated[str | None, _option(WHAT, "A model's parameters: 7e9.", show_default=False)] = None,
+    ranks: Annotated[int, _option(RUN, "Over which its states are sharded.")] = 1,
+    stage: Stage = 3,
+    sharing: Annotated[int, _option(RUN, "Ranks that use this disk at once.")] = 1,
+    tokens: Annotated[
+        str | None, _option(RUN, "A rank's tokens per backward: the tokens/s allowed.", show_default=False)
+    ] = None,
+    offload: Place = "",
+    offload_parameters: PlaceOfParameters = "",
+    offload_gradients: PlaceOfGradients = "",
+    offload_optimizer: PlaceOfOptimizer = "",
+    out: Annotated[
+        str | None, _option(ANSWER, "Leave it as JSON, for plan --disk.", metavar="FILE", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, _option(ANSWER, "As JSON.", "--json")] = False,
+) -> None:
+    """What a disk moves in the engine's own pattern, and what that allows a model.
+
+      zeroshard io-bench /scratch --out disk.json
+      zeroshard io-bench /scratch --params 7e9 --ranks 8 --tokens 16384
+      zeroshard plan --params 7e9 --ranks 8 --offload-optimizer nvme --disk disk.json
+
+    Reads, writes and both at once through the engine's files, beside the same system calls without it. Of a model: how
+    long a step's files take, the tokens/s that allows, and what would lift it. Without --offload: the optimizer's
+    states in files, gradients in host memory. The file is removed at the end.
+    """
+    from zeroshard.cli.iobench import Model, Setup
+    from zeroshard.cli.iobench import io_bench as run
+    from zeroshard.planner.closed import budget, count
+
+    model = None
+    given = {"parameters": offload_parameters, "gradients": offload_gradients, "optimizer": offload_optimizer}
+    try:
+        setup = Setup(folder, budget(size), budget(block), depth, direct, rounds)
+        if params is not None:
+            asked = places(offload, **given) or {"gradients": "cpu", "optimizer": "nvme"}
+            if "nvme" not in asked.values():
+                raise InputError("--offload: nothing of this model rests in files; try --offload-optimizer nvme")
+            per_rank = None if tokens is None else count(tokens, "tokens")
+            model = Model(params, ranks, stage, per_rank, offload_of(asked, folder), sharing)
+        elif tokens is not None or offload or any(given.values()):
+            raise InputError("--tokens and --offload are about a model; say how large: --params 7e9")
+    except InputError:
+        raise
+    except UserError as error:
+        raise InputError(one_line(error)) from error
+    run(setup, model, out=out, as_json=as_json)
 
 
 ckpt = typer.Typer(

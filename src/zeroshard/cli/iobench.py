@@ -83,6 +83,7 @@ def measure(setup: Setup) -> dict[str, Any]:
             raise InputError(one_line(error)) from error
         file = rests[0].file
         if not setup.direct:
+            tier.told = True  # nobody needs to hear what was asked for
             file._give_up_direct(OSError("asked for"))
         with _Raw(setup, file._direct) as raw:
             ways = {"disk": lambda pattern: _engine(rests, pattern), "raw": raw.run}

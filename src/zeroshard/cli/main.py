@@ -133,6 +133,11 @@ def train(
     save_every: SaveEvery = 0,
     keep: Keep = 2,
     resume: Resume = "",
+    offload: Place = "",
+    offload_parameters: PlaceOfParameters = "",
+    offload_gradients: PlaceOfGradients = "",
+    offload_optimizer: PlaceOfOptimizer = "",
+    offload_path: OffloadPath = "",
 ) -> None:
     """Train a byte-level GPT on text, sharded over ranks.
 
@@ -160,6 +165,8 @@ def train(
         "out": out, "data": (*(data or ()), *(files or ())), "stage": stage, "steps": steps, "batch": batch,
         "accumulate": accumulate, "precision": precision, "size": size, "lr": SIZES[size].lr if lr is None else lr,
         "seed": seed, "device": device, "report": report, "save_every": save_every, "keep": keep, "resume": resume,
+        "offload_parameters": offload_parameters or offload, "offload_gradients": offload_gradients or offload,
+        "offload_optimizer": offload_optimizer or offload, "offload_path": offload_path,
     }  # fmt: skip
     ranks = place.ranks if place else ranks
     if resume:
@@ -372,6 +379,11 @@ def verify(
     ] = None,
     seed: Annotated[int, _option(GRID, "Of the weights, and of what is drawn in batches and losses.")] = 0,
     timeout: Annotated[float, _option(GRID, "Seconds after which a silent rank is an error.")] = 300.0,
+    offload: Annotated[
+        str,
+        _option(GRID, "And all states in these tiers, at each stage: cpu,nvme.", metavar="TIERS", show_default=False),
+    ] = "",
+    offload_path: OffloadPath = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.", rich_help_panel=GRID)] = False,
 ) -> None:
     """Run your own model, optimizer and batches at every stage and compare every bit.
@@ -385,7 +397,8 @@ def verify(
 
     The reference has no zeroshard in it: one process that runs the same
     micro-batches one after the other. Stages, bucket sizes and overlap on and off
-    then run on local ranks; losses and all parameters are compared with == after
+    then run on local ranks, and with --offload each stage with its states in host
+    memory and in files; losses and all parameters are compared with == after
     every step. Each cell of the grid says "equal", or the first step, parameter,
     element and rank that differ. Fewer ranks with more micro-batches are compared
     too, where two of the numbers of ranks are powers of two.
@@ -395,7 +408,7 @@ def verify(
 
     Exit code 0: all equal. 1: something differs. 2: the input cannot be used.
     """
-    from zeroshard.cli.question import Question, bucket_sizes, whole_numbers
+    from zeroshard.cli.question import Question, bucket_sizes, whole_numbers, words
     from zeroshard.cli.verify import verify as run_verify
 
     question = Question(
@@ -409,6 +422,8 @@ def verify(
         clip=clip,
         seed=seed,
         timeout=timeout,
+        tiers=words(offload),
+        offload_path=offload_path,
     )
     raise typer.Exit(run_verify(question, as_json=as_json))
 

@@ -1,6 +1,14 @@
 """What the planner says of tiers beside what the engine holds and moves there, to the byte."""
 
+import contextlib
+import gc
+import io
 import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,8 +16,10 @@ from torch import nn
 
 import zeroshard
 from zeroshard import Offload, Precision, nvme
-from zeroshard.planner import predict_tiers, states
-from zeroshard.planner.files import predict_moves
+from zeroshard.cli import iobench
+from zeroshard.cli.config import InputError, offload_of, places
+from zeroshard.planner import disk, files, predict_tiers, states
+from zeroshard.planner.files import closed_moves, predict_moves
 from zeroshard.planner.simulate import simulate
 
 WIDTH, LAYERS, STEPS = 20, 5, 3
@@ -103,3 +113,171 @@ def test_a_simulation_makes_no_files_and_counts_what_a_run_counts(where, stage, 
 def test_the_planner_knows_the_engines_constants():
     assert (states.BUFFERS, states.STAGING) == (nvme.BUFFERS, "staging")
     assert [states.pages(nbytes) for nbytes in (0, 1, 5000)] == [nvme.aligned(nbytes) for nbytes in (0, 1, 5000)]
+
+
+# ------------------------------------------------------------------------------------------------------------- plans
+
+
+def planned(where, path, **settings):
+    return zeroshard.plan(offload=offload(where, path), **{"params": 1e9, "ranks": 4, **settings})
+
+
+@pytest.mark.parametrize("where", [*EACH, *MIXED], ids=str)
+def test_a_plan_of_tiers_is_the_plan_shared_out(where, tmp_path):
+    """No byte is lost between tiers; peaks and savings are the device's; buffers and copies come on top."""
+    plain, found = zeroshard.plan(params=1e9, ranks=4), planned(where, tmp_path)
+    parts = {kind: found.offload.tiers(kind) for kind in states.KINDS}
+    for before, stage in zip(plain.stages, found.stages, strict=True):
+        assert {state: n for state, n in stage.states.items() if state != "staging"} == before.states
+        for kind, state in (("parameters", "parameters"), ("gradients", "gradients"), ("optimizer", "v")):
+            for tier in ("device", "host", "nvme"):
+                share = stage.tiers.get(tier, {}).get(state, 0) / before.states[state]
+                assert share == pytest.approx(parts[kind].get(tier, 0), abs=1e-6)
+        assert stage.most == stage.device == sum(stage.tiers.get("device", {}).values())
+        assert stage.saved == pytest.approx(1 - stage.device / plain.stages[0].total, abs=1e-9)
+        assert stage.files == sum(stage.tiers.get("nvme", {}).values())
+        buffers = stage.states.get("staging", 0)
+        assert (buffers > 0) == (stage.files > 0)
+        assert stage.host == sum(stage.tiers.get("host", {}).values())
+
+
+def test_weights_updated_elsewhere_have_masters_on_a_gpu(tmp_path):
+    """In fp32 there is none otherwise; the optimizer in host memory updates a copy there."""
+    found = zeroshard.plan(params=1000, preset="fp32", offload=Offload(optimizer="cpu")).stages[3]
+    assert found.tiers["host"] == {"master": 4000, "m": 4000, "v": 4000}
+    assert (
+        "master"
+        not in zeroshard.plan(params=1000, preset="fp32", offload=Offload("cpu", "cpu", "cpu")).stages[3].states
+    )
+
+
+@pytest.mark.parametrize("where", [("nvme", "nvme", "nvme"), ("nvme", "cpu", "cpu")], ids=str)
+def test_the_closed_form_of_a_steps_files_is_the_replay_without_what_buffers_still_hold(where, stage, tmp_path):
+    """All that is written, and at most three slots of a file more read in each of two passes over it."""
+    widths = [256] * 40
+    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(*pair, bias=False)) for pair in itertools.pairwise(widths)))
+    optimizer = torch.optim.AdamW(blocks.parameters())
+    zero = zeroshard.shard(blocks, optimizer, stage=stage, precision=BF16, offload=offload(where, tmp_path))
+    held = predict_tiers(zero)["nvme"]
+    exact = predict_moves(zero)
+    closed = closed_moves(held, zero.placements, mastered=True)
+    slot = 256 * 256 * 4
+    assert closed.written == exact.written
+    assert 0 <= closed.read - exact.read <= 3 * 2 * slot * len(held)
+
+
+def test_what_a_plan_refuses(tmp_path):
+    for settings, says in (
+        ({"step_time": 1.0}, "nothing rests in any"),
+        ({"offload": Offload(optimizer="nvme", path=tmp_path), "step_time": 0}, "counts seconds"),
+        ({"offload": Offload(optimizer="nvme", path=tmp_path), "tokens": 5}, "what the disk moves"),
+        ({"offload": Offload(optimizer="nvme", path=tmp_path), "disk": tmp_path / "no"}, "cannot be read"),
+        ({"offload": Offload(optimizer="cpu"), "instances": 2, "ranks": 4}, "planned on the device"),
+    ):
+        with pytest.raises(zeroshard.Error, match=says):
+            zeroshard.plan(params=1e6, **settings)
+
+
+def test_a_disk_says_how_long_a_steps_files_take(tmp_path):
+    """10 bytes read and 4 written: 8 go both ways at once, 6 more are read alone."""
+    moves = files.Moves(10, 4)
+    assert disk.Disk(read=3, write=5, both=4).seconds(moves) == 8 / 4 + 6 / 3
+    assert disk.wear(moves, step_time=2.0) == 4 * 43200
+    path = tmp_path / "disk.json"
+    for text in ("{}", "[]", "x", '{"format": "zeroshard io-bench 1", "disk": {"read": 1, "write": 0, "both": 2}}'):
+        path.write_text(text)
+        with pytest.raises(zeroshard.Error, match="disk"):
+            disk.load(path)
+
+
+# ----------------------------------------------------------------------------------------------------------- commands
+
+
+def run(*words, code=0):
+    """What the command prints."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    done = subprocess.run(
+        [sys.executable, "-m", "zeroshard", *map(str, words)], capture_output=True, text=True, timeout=120,
+        env=environment, cwd=Path(__file__).parents[1], check=False,
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    return done.stdout if code == 0 else done.stderr
+
+
+def test_io_bench_measures_a_disk_and_plan_uses_it(tmp_path):
+    """Through the engine's own files, which are gone afterwards; the plan divides its bytes by what was measured."""
+    out = tmp_path / "disk.json"
+    setup = iobench.Setup(str(tmp_path), 1 << 20, 1 << 16, 2, direct=True, rounds=1)
+    assert (setup.slot, setup.slots) == (1 << 18, 4)
+    model = iobench.Model("1e9", 2, 3, 4096, Offload(optimizer="nvme", path=tmp_path))
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        iobench.io_bench(setup, model, out=str(out), as_json=True)
+    found = json.loads(out.read_text())
+    assert json.loads(said.getvalue()) == found
+    assert set(found["disk"]) == set(found["raw"]) == {"read", "write", "both"}
+    gc.collect()
+    assert [path.name for path in tmp_path.iterdir()] == ["disk.json"]
+    settings = {"params": "1e9", "ranks": 2, "preset": "zeroshard", "offload": model.offload, "tokens": 4096}
+    plan = zeroshard.plan(disk=out, stage=3, **settings)
+    (stage,) = plan.stages
+    measured = disk.Disk(**found["disk"])
+    assert plan.seconds(stage) == measured.seconds(stage.moves) == found["model"][0]["seconds"]
+    assert found["model"][0]["tokens_per_second"] == 2 * plan.tokens_per_second(stage)
+    lifted = {row["what"]: row["seconds"] for row in found["model"]}
+    assert lifted["two such disks, striped"] == found["model"][0]["seconds"] / 2
+    for name, wrong in {"nbytes": 4 << 16, "block": 1000, "depth": 0}.items():
+        settings = {"folder": "", "nbytes": 1 << 20, "block": 1 << 17, "depth": 2, "direct": True, name: wrong}
+        with pytest.raises(zeroshard.Error):
+            iobench.Setup(**settings)
+
+
+@pytest.mark.slow
+def test_a_check_compares_tiers_and_what_files_moved():
+    words = ("plan", "examples/job.py:job", "--ranks", 2, "--stage", 3, "--offload-optimizer", "nvme", "--check")
+    rows = json.loads(run(*words, "--offload-gradients", "cpu", "--json"))["rows"]
+    exact = [row for row in rows if not row["what"].startswith("measured")]
+    assert [row for row in exact if row["difference"]] == []
+    held = {row["what"]: row["held"] for row in exact if row["rank"] == 0}
+    assert held["at rest in nvme"] == held["exp_avg in nvme"] + held["exp_avg_sq in nvme"] > 0
+    assert {"at rest", "at rest in host", "gradients in host", "read in 3 steps", "write in 3 steps"} <= set(held)
+
+
+def test_verify_adds_tiers_to_its_grid(tmp_path):
+    words = ("verify", "tests/jobs.py:mlp", "--ranks", 1, "--stage", "1,3", "--steps", 2, "--bucket-mib", "small")
+    found = json.loads(run(*words, "--offload", "cpu,nvme", "--offload-path", tmp_path, "--json"))
+    assert found["equal"]
+    cells = [(cell["stage"], cell["tier"]) for cell in found["results"]]
+    assert cells[4:] == [(1, "cpu"), (3, "cpu"), (1, "nvme"), (3, "nvme")]
+    assert {tier for _, tier in cells[:4]} == {"device"}
+    assert list(tmp_path.iterdir()) == []
+    assert "go together" in run(*words, "--offload", "nvme", code=2)
+
+
+def test_train_takes_tiers(tmp_path):
+    (tmp_path / "text").write_text("a line of text\n" * 100)
+    words = ("train", "--steps", 2, "--batch", 1, "--data", tmp_path / "text", "--out", tmp_path / "run")
+    run(*words, "--offload", "nvme", "--offload-gradients", 0.5, "--offload-path", tmp_path / "files")
+    (rank,) = json.loads((tmp_path / "run" / "ledger.json").read_text())["ranks"]
+    assert {state for state, n in rank["tiers"]["nvme"].items() if n} == {"parameters", "exp_avg", "exp_avg_sq"}
+    assert rank["predicted"] == {state: n for state, n in rank["held"].items() if n and state in rank["predicted"]}
+    assert list((tmp_path / "files").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "path", "says"),
+    [
+        ({"offload": "nvme"}, "", "--offload-parameters nvme needs a folder on a disk: --offload-path DIR"),
+        ({"optimizer": "disk"}, "", "--offload-optimizer names no tier.*instead: device, cpu, nvme or a fraction"),
+        ({"optimizer": "cpu"}, "x", "--offload-path is for files"),
+        ({"offload": "0.5"}, "", "--offload must be cpu or nvme"),
+    ],
+)
+def test_what_the_options_refuse(given, path, says):
+    with pytest.raises(InputError, match=says):
+        offload_of(places(given.pop("offload", ""), **given), path)
+
+
+def test_what_the_options_say():
+    assert places("nvme", optimizer="0.5", gradients="device") == {"parameters": "nvme", "optimizer": "0.5"}
+    assert offload_of({"parameters": "nvme", "optimizer": "0.5"}, "x") == Offload("nvme", "device", 0.5, path="x")
+    assert offload_of({}, "") == Offload()

@@ -274,7 +274,7 @@ class Binding:
                         state.update({key: self._away(fragment, key, value) for key, value in state.items()})
                     if buffer.updating.away:
                         fragment.param.data = self._view(buffer, fragment.position)
-        for rest in (*moving, *self._rests_of(buffer), buffer.shard):
+        for rest in filter(None, (*moving, *self._rests_of(buffer), buffer.shard, buffer.gradients)):
             rest.behind()
 
     def entry(self, of: Fragment | Place) -> Entry | None:

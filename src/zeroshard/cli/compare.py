@@ -209,6 +209,7 @@ def _run(
             optimizer,
             stage=configuration.stage,
             precision=precision,
+            offload=_offload(question, configuration.tier),
             layout=zeroshard.Layout(bucket_mib=_bucket_mib(configuration.bucket, model, precision)),
             comm=zeroshard.Comm(timeout=question.timeout, overlap=configuration.overlap),
         )
@@ -227,6 +228,11 @@ def _run(
         average=True,
         after_step=lambda step: look(step, seeded.take_losses(), zero),
     )
+
+
+def _offload(question: Question, tier: str) -> zeroshard.Offload:
+    path = question.offload_path if tier == "nvme" else None
+    return zeroshard.Offload(parameters=tier, gradients=tier, optimizer=tier, path=path)
 
 
 def _bucket_mib(bucket: str, model: nn.Module, precision: zeroshard.Precision) -> float:

@@ -60,6 +60,9 @@ def places(offload: str, **given: str) -> dict[str, str]:
 
 def offload_of(places: Mapping[str, str], path: str) -> Any:
     """The `Offload` of a command line. Raises `InputError` for what it cannot say."""
+    for state, text in places.items():
+        if text == "nvme" and not path:
+            raise InputError(f"--offload-{state} nvme needs a folder on a disk: --offload-path DIR")
     from zeroshard.tier import Offload  # which loads torch
 
     def where(text: str) -> str | float:
@@ -74,7 +77,7 @@ def offload_of(places: Mapping[str, str], path: str) -> Any:
         said = one_line(error).replace("Offload.path", "--offload-path")
         for state in STATES:
             said = said.replace(f"Offload.{state}", f"--offload-{state}")
-        raise InputError(said.partition("; instead: ")[0] + "; give device, cpu, nvme or a fraction") from error
+        raise InputError(said.partition("; instead: ")[0] + "; instead: device, cpu, nvme or a fraction") from error
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,10 @@ class RunConfig:
     save_every: int  # steps; 0: only at the end
     keep: int  # checkpoints
     resume: str  # a run's folder or a checkpoint; empty: a new run
+    offload_parameters: str = ""  # device, cpu, nvme or the fraction in host memory; empty: on the device
+    offload_gradients: str = ""
+    offload_optimizer: str = ""
+    offload_path: str = ""
 
     def __post_init__(self) -> None:
         # Here rather than in the option parser, whose refusals do not say what they got.
@@ -108,6 +115,12 @@ class RunConfig:
                 raise InputError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(self, name)}")
         if not (self.lr > 0 and math.isfinite(self.lr)):
             raise InputError(f"--lr must be a number above 0, got {self.lr}; for {self.size!r} try {self.shape.lr}")
+
+    @property
+    def offload(self) -> Any:
+        """The `Offload` asked for. Raises `InputError`."""
+        given = {state: getattr(self, f"offload_{state}") for state in STATES}
+        return offload_of(places("", **given), self.offload_path)
 
     @property
     def shape(self) -> Shape:

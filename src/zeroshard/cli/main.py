@@ -23,7 +23,9 @@ from zeroshard.cli.config import (
     Precision,
     RunConfig,
     Size,
+    offload_of,
     one_line,
+    places,
 )
 from zeroshard.errors import Error, UserError
 
@@ -131,6 +133,11 @@ def train(
     save_every: SaveEvery = 0,
     keep: Keep = 2,
     resume: Resume = "",
+    offload: Place = "",
+    offload_parameters: PlaceOfParameters = "",
+    offload_gradients: PlaceOfGradients = "",
+    offload_optimizer: PlaceOfOptimizer = "",
+    offload_path: OffloadPath = "",
 ) -> None:
     """Train a byte-level GPT on text, sharded over ranks.
 
@@ -158,6 +165,8 @@ def train(
         "out": out, "data": (*(data or ()), *(files or ())), "stage": stage, "steps": steps, "batch": batch,
         "accumulate": accumulate, "precision": precision, "size": size, "lr": SIZES[size].lr if lr is None else lr,
         "seed": seed, "device": device, "report": report, "save_every": save_every, "keep": keep, "resume": resume,
+        "offload_parameters": offload_parameters or offload, "offload_gradients": offload_gradients or offload,
+        "offload_optimizer": offload_optimizer or offload, "offload_path": offload_path,
     }  # fmt: skip
     ranks = place.ranks if place else ranks
     if resume:
@@ -370,6 +379,11 @@ def verify(
     ] = None,
     seed: Annotated[int, _option(GRID, "Of the weights, and of what is drawn in batches and losses.")] = 0,
     timeout: Annotated[float, _option(GRID, "Seconds after which a silent rank is an error.")] = 300.0,
+    offload: Annotated[
+        str,
+        _option(GRID, "And all states in these tiers, at each stage: cpu,nvme.", metavar="TIERS", show_default=False),
+    ] = "",
+    offload_path: OffloadPath = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.", rich_help_panel=GRID)] = False,
 ) -> None:
     """Run your own model, optimizer and batches at every stage and compare every bit.
@@ -383,7 +397,8 @@ def verify(
 
     The reference has no zeroshard in it: one process that runs the same
     micro-batches one after the other. Stages, bucket sizes and overlap on and off
-    then run on local ranks; losses and all parameters are compared with == after
+    then run on local ranks, and with --offload each stage with its states in host
+    memory and in files; losses and all parameters are compared with == after
     every step. Each cell of the grid says "equal", or the first step, parameter,
     element and rank that differ. Fewer ranks with more micro-batches are compared
     too, where two of the numbers of ranks are powers of two.
@@ -393,7 +408,7 @@ def verify(
 
     Exit code 0: all equal. 1: something differs. 2: the input cannot be used.
     """
-    from zeroshard.cli.question import Question, bucket_sizes, whole_numbers
+    from zeroshard.cli.question import Question, bucket_sizes, whole_numbers, words
     from zeroshard.cli.verify import verify as run_verify
 
     question = Question(
@@ -407,6 +422,8 @@ def verify(
         clip=clip,
         seed=seed,
         timeout=timeout,
+        tiers=words(offload),
+        offload_path=offload_path,
     )
     raise typer.Exit(run_verify(question, as_json=as_json))
 
@@ -449,6 +466,65 @@ def simulate(
         precision=precision, checkpoint=checkpoint, bucket_mib=bucket_mib, prefetch=prefetch, reduce=reduce,
         on=machine, trace=trace, as_json=as_json,
     )  # fmt: skip
+
+
+@app.command("io-bench")
+def io_bench(
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="A folder on the disk to measure.")],
+    size: Annotated[str, _option(GRID, "Of the file that is read and written.")] = "1GiB",
+    block: Annotated[str, _option(GRID, "What one system call moves.")] = "4MiB",
+    depth: Annotated[int, _option(GRID, "System calls at once.")] = 2,
+    direct: Annotated[
+        bool, _option(GRID, "Past the page cache (O_DIRECT), or through it.", "--direct/--buffered")
+    ] = True,
+    rounds: Annotated[int, _option(GRID, "Of each pattern, in turn; the median counts.")] = 3,
+    params: Annotated[str | None, _option(WHAT, "A model's parameters: 7e9.", show_default=False)] = None,
+    ranks: Annotated[int, _option(RUN, "Over which its states are sharded.")] = 1,
+    stage: Stage = 3,
+    sharing: Annotated[int, _option(RUN, "Ranks that use this disk at once.")] = 1,
+    tokens: Annotated[
+        str | None, _option(RUN, "A rank's tokens per backward: the tokens/s allowed.", show_default=False)
+    ] = None,
+    offload: Place = "",
+    offload_parameters: PlaceOfParameters = "",
+    offload_gradients: PlaceOfGradients = "",
+    offload_optimizer: PlaceOfOptimizer = "",
+    out: Annotated[
+        str | None, _option(ANSWER, "Leave it as JSON, for plan --disk.", metavar="FILE", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, _option(ANSWER, "As JSON.", "--json")] = False,
+) -> None:
+    """What a disk moves in the engine's own pattern, and what that allows a model.
+
+      zeroshard io-bench /scratch --out disk.json
+      zeroshard io-bench /scratch --params 7e9 --ranks 8 --tokens 16384
+      zeroshard plan --params 7e9 --ranks 8 --offload-optimizer nvme --disk disk.json
+
+    Reads, writes and both at once through the engine's files, beside the same system calls without it. Of a model: how
+    long a step's files take, the tokens/s that allows, and what would lift it. Without --offload: the optimizer's
+    states in files, gradients in host memory. The file is removed at the end.
+    """
+    from zeroshard.cli.iobench import Model, Setup
+    from zeroshard.cli.iobench import io_bench as run
+    from zeroshard.planner.closed import budget, count
+
+    model = None
+    given = {"parameters": offload_parameters, "gradients": offload_gradients, "optimizer": offload_optimizer}
+    try:
+        setup = Setup(folder, budget(size), budget(block), depth, direct, rounds)
+        if params is not None:
+            asked = places(offload, **given) or {"gradients": "cpu", "optimizer": "nvme"}
+            if "nvme" not in asked.values():
+                raise InputError("--offload: nothing of this model rests in files; try --offload-optimizer nvme")
+            per_rank = None if tokens is None else count(tokens, "tokens")
+            model = Model(params, ranks, stage, per_rank, offload_of(asked, folder), sharing)
+        elif tokens is not None or offload or any(given.values()):
+            raise InputError("--tokens and --offload are about a model; say how large: --params 7e9")
+    except InputError:
+        raise
+    except UserError as error:
+        raise InputError(one_line(error)) from error
+    run(setup, model, out=out, as_json=as_json)
 
 
 ckpt = typer.Typer(

@@ -48,10 +48,12 @@ class Configuration(NamedTuple):
     overlap: bool
     accumulate: int
     plain: int
+    tier: str = "device"  # where all states rest
 
     def __str__(self) -> str:
         size = self.bucket if self.bucket == SMALL else f"{self.bucket} MiB"
-        return f"stage {self.stage}, buckets {size}, overlap {'on' if self.overlap else 'off'}"
+        where = "" if self.tier == "device" else f", all states in {self.tier}"
+        return f"stage {self.stage}, buckets {size}, overlap {'on' if self.overlap else 'off'}{where}"
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,8 @@ class Question:
     seed: int
     timeout: float
     buffers: tuple[str, ...] = ()
+    tiers: tuple[str, ...] = ()  # of cpu and nvme, beside the device
+    offload_path: str = ""
 
     def __post_init__(self) -> None:
         for stage in self.stages:
@@ -77,6 +81,11 @@ class Question:
         for name, least in {"steps": 1, "accumulate": 1, "seed": 0}.items():
             if getattr(self, name) < least:
                 raise InputError(f"--{name} must be at least {least}, got {getattr(self, name)}")
+        for tier in self.tiers:
+            if tier not in ("cpu", "nvme"):
+                raise InputError(f"--offload must be of cpu and nvme, got {tier!r}")
+        if ("nvme" in self.tiers) != bool(self.offload_path):
+            raise InputError("--offload nvme and --offload-path DIR go together: its files are in a folder there")
         for count in self.ranks:
             if count < 1:
                 raise InputError(f"--ranks must be at least 1 each, got {count}")
@@ -94,6 +103,12 @@ class Question:
             for stage in self.stages
             for bucket in self.buckets
             for overlap in (True, False)
+        ]
+        # In the smallest buckets asked for: then there are more than a file of states has buffers.
+        grid += [
+            Configuration(stage, self.buckets[-1], True, self.accumulate, ranks, tier)
+            for tier in self.tiers
+            for stage in self.stages
         ]
         most = self.elastic
         if most is not None and ranks < most and _is_power_of_two(ranks):
@@ -139,6 +154,11 @@ class Question:
 
 def _is_power_of_two(number: int) -> bool:
     return number & (number - 1) == 0
+
+
+def words(text: str) -> tuple[str, ...]:
+    """`"cpu,nvme"` -> ("cpu", "nvme"), each once."""
+    return tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
 
 
 def whole_numbers(option: str, text: str) -> tuple[int, ...]:

@@ -41,7 +41,9 @@ def train(config: RunConfig, launch: Launch, corpus: Corpus) -> None:
     model = GPT(config.shape)
     optimizer = torch.optim.AdamW(model.parameters(), config.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     precision = zeroshard.Precision(param_dtype=torch.bfloat16 if config.precision == "bf16" else None)
-    zero = zeroshard.shard(model, optimizer, stage=config.stage, precision=precision, device=device)
+    zero = zeroshard.shard(
+        model, optimizer, stage=config.stage, precision=precision, offload=config.offload, device=device
+    )
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_then_cosine(config.steps))
 
     _agree_on(corpus)

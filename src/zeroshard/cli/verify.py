@@ -131,18 +131,20 @@ def _show(question: Question, cells: list[Cell], said: list[str]) -> None:
     clip = "" if question.clip is None else f", clipped at {question.clip}"
     screen.say(f"\n[bold]{escape(question.job)}[/bold]: {counted}{clip}\n")
     columns = [screen.ranks_text(ranks) for ranks in question.ranks]
-    table = Table("stage", "bucket MiB", "overlap", *columns, box=None, pad_edge=False, header_style="dim")
+    tiers = ["tier"] if question.tiers else []
+    table = Table("stage", "bucket MiB", "overlap", *tiers, *columns, box=None, pad_edge=False, header_style="dim")
     found = {(cell.ranks, cell.configuration._replace(plain=0)): cell for cell in cells}
     for configuration in question.configurations(max(question.ranks)):
-        stage, bucket, overlap, *_ = configuration
+        stage, bucket, overlap = configuration[:3]
+        rests = [configuration.tier] if question.tiers else []
         row = [found[ranks, configuration._replace(plain=0)] for ranks in question.ranks]
-        table.add_row(str(stage), bucket, "on" if overlap else "off", *(_cell_text(cell) for cell in row))
+        table.add_row(str(stage), bucket, "on" if overlap else "off", *rests, *(_cell_text(cell) for cell in row))
     elastic = {cell.ranks: cell for cell in cells if cell.configuration.plain != cell.ranks}
     if elastic and question.elastic:
         row_text = [_cell_text(elastic[ranks]) if ranks in elastic else "" for ranks in question.ranks]
         row_text[question.ranks.index(question.elastic)] = "[dim]the reference[/dim]"
         table.add_section()
-        table.add_row("elastic", "", "", *row_text)
+        table.add_row("elastic", "", "", *([""] if question.tiers else []), *row_text)
     screen.console.print(table, width=WIDEST, crop=False, no_wrap=True)
     screen.say("")
     for note in said:

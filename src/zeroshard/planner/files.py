@@ -101,7 +101,7 @@ def moves(
                 file.use(number)
             if mastered[number]:
                 parameters.use(number, fresh=place.parameters)
-            for file in (*updating, parameters):
+            for file in (*updating, parameters, gradients):
                 file.behind(number)
         if place.optimizer and not place.parameters:
             for number in alone:

@@ -80,6 +80,7 @@ def test_public_names_are_locked():
             ("grad_dtype", None),
             ("master_dtype", None),
             ("cast_inputs", False),
+            ("nonfinite", "ignore"),
         ],
         Offload: [
             ("parameters", "device"),

@@ -906,8 +906,8 @@ def test_a_text_is_shown_beside_its_recomputation(letter):
 
 
 def test_the_page_shows_what_the_commands_print():
-    """docs/planning.md, block by block."""
-    pages = (Path(__file__).parents[1] / "docs" / name for name in ("planning.md", "texts.md"))
+    """docs/planning.md and its neighbours, block by block."""
+    pages = (Path(__file__).parents[1] / "docs" / name for name in ("planning.md", "texts.md", "offload.md"))
     page = "".join(path.read_text() for path in pages)
     blocks = re.findall(r"^```console\n\$ zeroshard plan (.*)\n((?:.|\n)*?)^```$", page, re.MULTILINE)
     assert len(blocks) >= 3

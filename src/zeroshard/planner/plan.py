@@ -584,7 +584,9 @@ def finish(
 def _of_files(asked: Asked) -> list[str]:
     if asked.offload is None or not any(NVME in asked.offload.tiers(kind) for kind in states.KINDS):
         return []
-    said = ["files: gradients that are clipped are read twice more and written once more"]
+    said = []
+    if NVME in asked.offload.tiers("gradients"):
+        said.append("files: gradients that are clipped are read twice more and written once more")
     if asked.disk is None:
         said.append(
             "how long they take on a disk of yours: zeroshard io-bench DIR --out disk.json, then --disk disk.json"

@@ -516,10 +516,13 @@ def test_a_wrong_prediction_is_seen(monkeypatch, capsys):
     asked = check.Check(job=EXAMPLE, ranks=1, stages=(2,))
     rows = check.compare(asked)
     assert all(row["difference"] == 0 for row in rows if row["what"] not in check.MEASURED)
-    right = states.predict_states
-    monkeypatch.setattr(
-        states, "predict_states", lambda zero: {**right(zero), "gradients": right(zero)["gradients"] + 1}
-    )
+    right = states.predict_tiers
+
+    def wrong(zero):
+        (device,) = (tiers := right(zero)).values()
+        return tiers | {"device": device | {"gradients": device["gradients"] + 1}}
+
+    monkeypatch.setattr(states, "predict_tiers", wrong)
     assert check.check(asked) == 1
     assert "the first: stage 2, rank 0, gradients" in capsys.readouterr().out
 

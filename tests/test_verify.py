@@ -264,8 +264,8 @@ def test_where_fewer_ranks_must_equal_more(more, most):
         if most is None or world == 3 or world == most:
             assert extra == []
         else:
-            ((stage, _, _, accumulate, plain),) = extra
-            assert (stage, accumulate * world, plain) == (3, asked.accumulate * most, most)
+            ((stage, _, _, accumulate, plain, tier),) = extra
+            assert (stage, accumulate * world, plain, tier) == (3, asked.accumulate * most, most, "device")
 
 
 def test_equal_means_bits():

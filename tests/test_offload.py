@@ -557,6 +557,7 @@ REFUSED = {
     "below zero": (lambda: Offload(optimizer={"cpu": -0.5}), "add up"),
     "too much": (lambda: Offload(optimizer={"cpu": 0.6, "nvme": 0.6}, path="/scratch"), "add up"),
     "too little": (lambda: Offload(optimizer={"cpu": 0.5, "device": 0.2}), "add up"),
+    "no number": (lambda: Offload(optimizer=float("nan")), "add up"),
     "yes": (lambda: Offload(gradients=True), "fractions"),
     "nothing": (lambda: Offload(gradients=None), "fractions"),
     "no folder": (lambda: Offload(optimizer="nvme", path=3), "folder"),

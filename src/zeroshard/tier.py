@@ -117,7 +117,7 @@ def fractions(state: str, where: Where) -> dict[str, float]:
         if tier not in NAMES:
             raise UserError(f"Offload.{state} names no tier", got=repr(tier), instead=nearest(tier, NAMES))
     rest = 1.0 - sum(where.values())
-    if min(where.values(), default=0.0) < 0 or rest < -1e-9 or (rest > 1e-9 and "device" in where):
+    if not all(0 <= part <= 1 for part in where.values()) or rest < -1e-9 or (rest > 1e-9 and "device" in where):
         raise UserError(
             f"Offload.{state} has fractions that do not add up", got=repr(dict(where)),
             expected="none below 0 and at most 1 together; what is missing stays on the device",

@@ -131,18 +131,21 @@ def test_what_only_a_rank_can_refuse_is_one_line_too(tmp_path):
 def test_the_options_are_these():
     """A new option is a decision; this list makes it one."""
     wanted = {
-        "train": "accumulate batch data device help keep lr no-report out precision ranks report resume save-every seed size "
-        "stage steps",
+        "train": "accumulate batch data device help keep lr no-report offload offload-gradients offload-optimizer "
+        "offload-parameters offload-path out precision ranks report resume save-every seed size stage steps",
         "demo": "help out ranks seed steps",
-        "plan": "accumulate align bounds bucket-mib bytes check checkpoint gpu-mem gpus-per-node help instances json no-sync "
-        "optimizer params precision prefetch preset ranks shapes stage text units",
+        "plan": "accumulate align bounds bucket-mib bytes check checkpoint disk gpu-mem gpus-per-node help host-mem instances "
+        "json no-sync offload offload-gradients offload-optimizer offload-parameters optimizer params precision prefetch "
+        "preset ranks shapes stage step-time text tokens units",
         "simulate": "accumulate bucket-mib checkpoint help json machine precision prefetch rank ranks reduce stage trace",
         "ckpt inspect": "help json",
         "ckpt verify": "help json",
         "ckpt diff": "help json",
         "ckpt export": "dtype file-size help json overwrite",
         "explain": "element help open out text",
-        "verify": "accumulate bucket-mib clip help json precision ranks seed stage steps timeout",
+        "verify": "accumulate bucket-mib clip help json offload offload-path precision ranks seed stage steps timeout",
+        "io-bench": "block depth direct help json offload offload-gradients offload-optimizer offload-parameters out params "
+        "ranks rounds sharing size stage tokens",
     }
     for command, options in wanted.items():
         shown = zeroshard(*command.split(), "--help", TERM="dumb", COLUMNS="200").stdout
@@ -442,6 +445,7 @@ def test_a_config_survives_the_command_line():
     config = RunConfig(
         out="run/x y", data=("a.txt", "b.txt"), stage=2, ranks=3, steps=7, batch=5, accumulate=2, precision="bf16",
         size="small", lr=1e-3 / 3, seed=11, device="cpu", report=False, save_every=3, keep=4, resume="run/z",
+        offload_parameters="cpu", offload_gradients="0.5", offload_optimizer="nvme", offload_path="run/files",
     )  # fmt: skip
     words = config.command()
     assert words[0] == "train"

@@ -62,7 +62,7 @@ def start(stage, settings, *, dtype=torch.bfloat16, optimizer=None, overlap=True
         precision=precision,
         offload=settings,
         layout=layout,
-        comm=Comm(overlap=overlap, timeout=20),
+        comm=Comm(overlap=overlap, timeout=60),
     )
     return model, made, zero
 

@@ -55,11 +55,16 @@ def moved(ledger):
     return tuple(ledger.traffic[verb].logical if verb in ledger.traffic else 0 for verb in ("read", "write"))
 
 
+PATIENT = zeroshard.Comm(timeout=60)  # a disk that others use may take its time
+
+
 def train(stage, where, precision, path, accumulate=1):
     """(predicted, held, predicted moves, moved in the last step) of this rank."""
     parts = job()
     optimizer = parts["optimizer"](parts["model"].parameters())
-    zero = zeroshard.shard(parts["model"], optimizer, stage=stage, precision=precision, offload=offload(where, path))
+    zero = zeroshard.shard(
+        parts["model"], optimizer, stage=stage, precision=precision, offload=offload(where, path), comm=PATIENT
+    )
     before = after = (0, 0)
     for step in range(STEPS):
         before = after

@@ -66,6 +66,9 @@ function question(asked: Asked): planner.Question {
   };
 }
 
+/** A state of no bytes may be listed or not. */
+const held = (states: Record<string, number>) => Object.fromEntries(Object.entries(states).filter(([, n]) => n > 0));
+
 describe('the closed form', () => {
   test('has a few hundred questions to answer', () => {
     expect(answered.length).toBeGreaterThanOrEqual(200);
@@ -81,16 +84,16 @@ describe('the closed form', () => {
         const { recompute: _none, ...traffic } = expected.traffic;
         expect({
           formula: found.formula,
-          states: found.states,
+          states: held(found.states),
           total: found.total,
           traffic: found.traffic,
         }).toEqual({
           formula: expected.bytes_per_parameter,
-          states: expected.states,
+          states: held(expected.states),
           total: expected.total,
           traffic,
         });
-        expect(found.tiers.device).toEqual(expected.states);
+        expect(held(found.tiers.device)).toEqual(held(expected.states));
         if (asked.gpu_mem) {
           const limit = budget(asked.gpu_mem);
           expect(found.total <= limit).toBe(expected.fits);

@@ -492,7 +492,8 @@ def test_a_view_is_accessible_and_fits_every_width(opened, name, view, dark):
     assert [(each["id"], [node["target"] for node in each["nodes"]][:3]) for each in found] == []
     for width in WIDTHS:
         page.set_viewport_size({"width": width, "height": 900})
-        assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0, width
+        # Figures that measure their own width follow a moment later.
+        page.wait_for_function("document.documentElement.scrollWidth <= innerWidth", timeout=5000)
 
 
 def test_the_theme_follows_the_system_until_it_is_chosen(opened):

@@ -362,24 +362,15 @@ def truncate(zero):
         os.truncate(path, 0)
 
 
-def unreadable(zero):
-    real = os.preadv
+def failing(call, zero):
+    """From now on a system call of `os` answers with an error."""
+    real = getattr(os, call)
 
     def fail(*_):
         raise OSError(errno.EIO, "Input/output error")
 
-    os.preadv = fail
-    return partial(setattr, os, "preadv", real)
-
-
-def unwritable(zero):
-    real = os.pwritev
-
-    def fail(*_):
-        raise OSError(errno.EIO, "Input/output error")
-
-    os.pwritev = fail
-    return partial(setattr, os, "pwritev", real)
+    setattr(os, call, fail)
+    return partial(setattr, os, call, real)
 
 
 def corrupt(zero):
@@ -391,8 +382,8 @@ def corrupt(zero):
 
 FAULTS = {
     "truncated": (truncate, {}, "the file ends at 0"),
-    "read-error": (unreadable, {}, "Input/output error"),
-    "write-error": (unwritable, {}, "Input/output error"),
+    "read-error": (partial(failing, "preadv"), {}, "Input/output error"),
+    "write-error": (partial(failing, "pwritev"), {}, "Input/output error"),
     "corrupted": (corrupt, {"digests": True}, "has digest"),
 }
 

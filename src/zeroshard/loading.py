@@ -18,7 +18,7 @@ from .comm import Group
 from .errors import CheckpointError, PeerError
 from .files import canonical, digest
 from .manifest import VALUE, Saved, Stored, siblings, unplain
-from .optim import SCALARS, Binding, Fragment
+from .optim import Binding, Fragment, per_element
 from .tier import Part, present
 
 
@@ -199,10 +199,10 @@ def _alike(mine: Any, theirs: Any) -> bool:
 
 def _state_differences(binding: Binding, fragment: Fragment, match: Match, saved: Saved) -> list[str]:
     """Where the optimizer, which keeps state of a parameter already, would get another kind of it."""
-    name, numel = fragment.slot.name, fragment.param.numel()
+    name = fragment.slot.name
     mine, theirs = {}, {}
     for key, value in binding.optimizer.state.get(fragment.param, {}).items():
-        like = isinstance(value, Tensor) and value.numel() == numel and key not in SCALARS
+        like = per_element(fragment, key, value)
         mine[key] = _kind(value.dtype, None if like else value.shape) if isinstance(value, Tensor) else "a number"
     for at in ((name, state) for state in saved.states.get(name, ())):
         stored = saved.cut[at][0] if at in saved.cut else saved.whole.get(at)

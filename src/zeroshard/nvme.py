@@ -121,11 +121,6 @@ class NvmeTier:
             self.failed = self.failed or failed
             raise
 
-    @property
-    def nbytes(self) -> int:
-        """Of all files on the disk, rounding included."""
-        return sum(file.nbytes for file in self._files.values())
-
 
 def _end(process: int, threads: ThreadPoolExecutor, folder: Path) -> None:
     if os.getpid() == process:  # and not a fork of it

@@ -30,7 +30,7 @@ from ..checkpoint import Engine, options, persistent
 from ..errors import CheckpointError, UserError
 from ..layout import Slot
 from ..loading import Staged, commit
-from ..optim import SCALARS, Binding, Fragment
+from ..optim import Binding, Fragment, per_element
 from ..planner.states import Asked, probe, takes_whole_tensors
 from .boxes import Box, boxes
 
@@ -179,7 +179,7 @@ def _state(fragment: Fragment, key: str, value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     part, own = fragment.slot.within(*fragment.buffer.updated), fragment.slot.within(*fragment.buffer.owned)
-    if key in SCALARS or value.numel() != part.numel:
+    if not per_element(fragment, key, value):
         return value.detach().clone()  # loaded in place, but not before every rank could
     flat = value.detach().reshape(-1)[own.start - part.start : own.stop - part.start]
     return Sharded(fragment.slot.shape, flat, (own.start, own.stop), (part.start, part.stop))

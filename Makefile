@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo test slow check docs bench web
+.PHONY: install demo test slow check docs bench gpu web
 
 install: .venv/installed
 
@@ -26,6 +26,9 @@ docs: install ## the README's snippets, examples and links
 
 bench: install ## zeroshard beside its peers: training steps, checkpoints; an hour. BENCH=--quick: training only, a minute
 	$(BIN)/python -m bench $(BENCH)
+
+gpu: install ## on a machine with a GPU: the same bits there, and what the engine costs beside plain PyTorch
+	$(BIN)/pytest -m gpu && $(BIN)/python -m bench.gpu
 
 web: ## the page's template, from web/ into the package; needs Node 20.19 or later
 	cd web && npm ci --no-audit --no-fund && npm run check && npm test && npm run build && cp dist/index.html ../src/zeroshard/explain/page.html

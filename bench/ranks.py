@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -69,6 +70,7 @@ class Ranks:
 def _serve(pipe: Connection, rank: int, world: int, store: str, make: Callable[..., Any], args: Any) -> None:
     os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{world}", "GLOO_SOCKET_IFNAME": "lo"}
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore", FutureWarning)  # DeepSpeed calls what torch has since renamed
     try:
         dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
         held = make(*args)

@@ -129,7 +129,7 @@ def _settled() -> int:
 def measure(names: list[str], size: str, low: bool, world: int, rounds: int, steps: int) -> list[dict[str, Any]]:
     """One row per back-end, the limit first."""
     rows: dict[str, dict[str, Any]] = {}
-    others = [name for name in names if name != "limit"]
+    others = [name for name in names if name != "limit" and (low or not backends.BACKENDS[name].bf16_only)]
     together = _together(size, world)
     for first in range(0, len(others), together):
         for row in _group(["limit", *others[first : first + together]], size, low, world, rounds, steps):

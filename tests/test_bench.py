@@ -35,6 +35,22 @@ def test_one_round_of_training(tmp_path):
 
 
 @pytest.mark.slow
+def test_one_round_of_what_a_gpu_is_asked(tmp_path):
+    rows = ["plain", "stage 3", "stage 2, optimizer in host memory", "stage 3, optimizer in files"]
+    case = ["--device", "cpu", "--size", "tiny", "--rounds", 1, "--steps", 1, "--folder", tmp_path, "--rows", *rows]
+    result, text, _ = bench("gpu", *case, out=tmp_path)
+    assert [row["row"] for row in result["rows"]] == rows
+    held = [row["held"] for row in result["rows"]]
+    assert held[0] == "-"
+    assert [[part.split()[0] for part in each.split(", ")] for each in held[1:]] == [
+        ["device"],
+        ["device", "host"],
+        ["device", "nvme", "host"],
+    ]
+    assert text.count("\n| stage ") == 3
+
+
+@pytest.mark.slow
 def test_one_round_of_checkpoints(tmp_path):
     result, text, _ = bench(
         "checkpoint", "--mib", 96, "--ranks", 1, 2, "--rounds", 1, "--where", tmp_path, out=tmp_path

@@ -29,6 +29,7 @@ class Backend(NamedTuple):
     module: str
     options: Mapping[str, Any] = MappingProxyType({})
     needs: str = "torch"
+    bf16_only: bool = False
 
 
 BACKENDS = {
@@ -37,6 +38,10 @@ BACKENDS = {
     "zeroshard 1": Backend("ours", {"stage": 1}),
     "zeroshard 2": Backend("ours", {"stage": 2}),
     "zeroshard 3": Backend("ours", {"stage": 3}),
+    **{
+        f"zeroshard {stage}, bf16 gradients": Backend("ours", {"stage": stage, "low_gradients": True}, bf16_only=True)
+        for stage in (1, 2, 3)
+    },
     "DDP": Backend("ddp"),
     "DDP + ZeroRedundancyOptimizer": Backend("redundancy"),
     "FSDP2, no reshard": Backend("fsdp2", {"reshard": False}),

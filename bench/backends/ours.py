@@ -1,4 +1,4 @@
-"""zeroshard, with its defaults."""
+"""zeroshard, with its defaults; or with gradients that rest in bfloat16, as all the peers keep them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from ..model import LEARNING_RATE
 from . import Trainer, plain
 
 
-def build(model: nn.Module, *, low: bool, stage: int) -> Trainer:
+def build(model: nn.Module, *, low: bool, stage: int, low_gradients: bool = False) -> Trainer:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
-    precision = zeroshard.Precision(param_dtype=torch.bfloat16 if low else None)
+    dtype = torch.bfloat16 if low else None
+    precision = zeroshard.Precision(param_dtype=dtype, grad_dtype=dtype if low_gradients else None)
     zeroshard.shard(model, optimizer, stage=stage, precision=precision)
     return plain(model, optimizer)

@@ -1,0 +1,167 @@
+"""On one GPU: what the engine costs over plain PyTorch, and what host memory and files cost over the GPU's.
+
+    python -m bench.gpu [--size 1B] [--folder DIR] [--device cpu --size tiny]
+
+A GPT in bfloat16 with fp32 masters, one rank, so that nothing is sent and what is left is the engine. Every row trains
+in turn with plain PyTorch, round after round; its ratio is to plain's median in the same round. The bound of a row whose
+optimizer is in host memory: the most of the GPU's own step, the bytes it moves at the measured speed of the bus, and the
+step of the same optimizer on the CPU alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import zeroshard
+from zeroshard import Offload, Precision
+
+from . import report
+from .backends import plain
+from .backends.masters import MasterAdamW
+from .model import GPT, LEARNING_RATE, SIZES, Size, batch, loss_of
+
+SIZES_HERE = {**SIZES, "1B": Size(20, 2048, 16, 32768, sequences=8, tokens=1024)}
+HOST = {"optimizer": "cpu", "gradients": "cpu"}
+ROWS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    **{f"stage {stage}": {"stage": stage} for stage in range(4)},
+    "stage 3, compiled": {"stage": 3, "compiled": True},
+    "stage 2, optimizer in host memory": {"stage": 2, "offload": HOST},
+    "stage 3, all in host memory": {"stage": 3, "offload": {**HOST, "parameters": "cpu"}},
+    "stage 3, optimizer in files": {"stage": 3, "offload": {"optimizer": "nvme"}},
+}
+
+
+class Row:
+    """One way to train, built, with what it holds."""
+
+    def __init__(self, options: dict[str, Any], size: Size, device: torch.device, folder: str) -> None:
+        self.size, self.device, self.number = size, device, 0
+        torch.manual_seed(0)
+        model = GPT(size).to(device)
+        self.numel = sum(param.numel() for param in model.parameters())
+        self.zero = None
+        if "stage" not in options:
+            model.to(torch.bfloat16)
+            self.trainer = plain(model, MasterAdamW(model.parameters(), lr=LEARNING_RATE))
+            return
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+        places = options.get("offload", {})
+        offload = Offload(**places, path=folder if "nvme" in places.values() else None)
+        precision = Precision(param_dtype=torch.bfloat16)
+        self.zero = zeroshard.shard(model, optimizer, stage=options["stage"], precision=precision, offload=offload)
+        self.trainer = plain(torch.compile(model) if options.get("compiled") else model, optimizer)
+
+    def step(self) -> float:
+        """Seconds, the device's work included."""
+        tokens_BT = batch(self.size, self.number, 0, 1).to(self.device)
+        self.number += 1
+        _wait(self.device)
+        since = time.perf_counter()
+        self.trainer.backward(tokens_BT)
+        self.trainer.update()
+        _wait(self.device)
+        return time.perf_counter() - since
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _best(call: Any, device: torch.device, times: int = 5) -> float:
+    took = []
+    for _ in range(times):
+        _wait(device)
+        since = time.perf_counter()
+        call()
+        _wait(device)
+        took.append(time.perf_counter() - since)
+    return min(took)
+
+
+def bus(device: torch.device, numel: int = 1 << 26) -> float:
+    """Bytes per second between pinned host memory and the device, the slower way."""
+    there = torch.zeros(numel, device=device)
+    here = torch.zeros(numel, pin_memory=device.type == "cuda")
+    slowest = max(_best(lambda: there.copy_(here), device), _best(lambda: here.copy_(there), device))
+    return numel * 4 / slowest
+
+
+def cpu_step(numel: int) -> float:
+    """Seconds of fused AdamW on the CPU over so many elements."""
+    count = min(numel, 1 << 26)
+    param = torch.nn.Parameter(torch.zeros(count))
+    param.grad = torch.ones(count)
+    optimizer = torch.optim.AdamW([param], fused=True)
+    optimizer.step()
+    return _best(optimizer.step, torch.device("cpu")) * numel / count
+
+
+def measure(name: str, size: Size, device: torch.device, folder: str, rounds: int, steps: int) -> dict[str, Any]:
+    """One row beside plain PyTorch."""
+    first, held = Row(ROWS["plain"], size, device, folder), None
+    both = [first, first if name == "plain" else Row(ROWS[name], size, device, folder)]
+    medians: list[list[float]] = [[], []]
+    for row in both:
+        row.step(), row.step()  # optimizers make their state, compilers compile
+    for number in range(rounds):
+        for at in (0, 1) if number % 2 else (1, 0):
+            medians[at].append(statistics.median(both[at].step() for _ in range(steps)))
+    mine = both[1]
+    if mine.zero is not None:
+        ledger = mine.zero.ledger()
+        held = {tier: sum(states.values()) for tier, states in ledger.tiers.items() if any(states.values())}
+    ratio = [ours / base for base, ours in zip(*medians, strict=True)]
+    row = {"row": name, "step ms": round(1e3 * statistics.median(medians[1]), 2), "over plain": report.spread(ratio)}
+    if "offload" in ROWS[name] and "nvme" not in ROWS[name]["offload"].values():
+        moved = 4 * mine.numel  # gradients out, parameters in, two bytes each
+        bound = max(statistics.median(medians[0]), moved / bus(device), cpu_step(mine.numel))
+        row["over its bound"] = f"{statistics.median(medians[1]) / bound:.2f}"
+    else:
+        row["over its bound"] = "-"
+    row["tokens/s"] = round(size.sequences * size.tokens / statistics.median(medians[1]))
+    row["held"] = ", ".join(f"{tier} {count:,}" for tier, count in (held or {}).items()) or "-"
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--size", choices=SIZES_HERE, default="1B")
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    parser.add_argument("--folder", help="on a local disk, for files (default: a temporary one)")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=report.RESULTS)
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        parser.exit(2, "no CUDA device here: --device cpu --size tiny tries the program itself\n")
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        rows = []
+        for name in options.rows:
+            rows.append(measure(name, SIZES_HERE[options.size], device, folder, options.rounds, options.steps))
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+    facts = {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "size": SIZES_HERE[options.size],
+        "rounds": options.rounds,
+    }
+    notes = [
+        f"{facts['device']}, {options.rounds} rounds of {options.steps} steps in turn with plain PyTorch.",
+        "plain: bfloat16 parameters, fp32 masters, fused AdamW (backends/masters.py).",
+    ]
+    report.write(options.out, "gpu", facts, rows, notes)
+
+
+if __name__ == "__main__":
+    main()

@@ -3,9 +3,9 @@
     python -m bench.gpu [--size 1B] [--folder DIR] [--device cpu --size tiny]
 
 A GPT in bfloat16 with fp32 masters, one rank, so that nothing is sent and what is left is the engine. Every row trains
-in turn with plain PyTorch, round after round; its ratio is to plain's median in the same round. The bound of a row whose
-optimizer is in host memory: the most of the GPU's own step, the bytes it moves at the measured speed of the bus, and the
-step of the same optimizer on the CPU alone.
+in turn with plain PyTorch, round after round; its ratio is to plain's median in the same round. The bound of a row
+whose optimizer is in host memory: the most of the GPU's own step, the bytes it moves at the measured speed of the bus,
+and the step of the same optimizer on the CPU alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from zeroshard import Offload, Precision
 from . import report
 from .backends import plain
 from .backends.masters import MasterAdamW
-from .model import GPT, LEARNING_RATE, SIZES, Size, batch, loss_of
+from .model import GPT, LEARNING_RATE, SIZES, Size, batch
 
 SIZES_HERE = {**SIZES, "1B": Size(20, 2048, 16, 32768, sequences=8, tokens=1024)}
 HOST = {"optimizer": "cpu", "gradients": "cpu"}

@@ -57,7 +57,8 @@ def test_one_round_of_checkpoints(tmp_path):
     )
     cases = [(row["ranks"], row["move"], row["way"]) for row in result["rows"]]
     moves = ["save", "load, cold", "load, hot"]
-    assert cases == [(n, move, way) for n in (1, 2) for move in moves for way in ("zeroshard", "safetensors", "dcp")]
+    ways = ("zeroshard", "safetensors", "safetensors, checked", "dcp")
+    assert cases == [(n, move, way) for n in (1, 2) for move in moves for way in ways]
     assert result["nbytes"] == 2 * 12 * (2048**2 + 2048) + 4 * 4  # a step count for each parameter
     assert not list(tmp_path.glob("bench-*"))
     assert text.count("\n| 2 | save |") == 3

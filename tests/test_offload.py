@@ -213,6 +213,22 @@ def test_scalers_edits_and_unfreezing_count_in_every_tier(loop, world, tmp_path)
     ranks.run(world, both_like_the_device, loop, str(tmp_path), (0, 3) if world == 1 else (1, 3), timeout=120)
 
 
+class Twice(torch.optim.AdamW):
+    """Steps by its class's own `step`, which torch's hooks see as well."""
+
+    elementwise = True
+
+    def step(self, closure=None):
+        super().step(closure)
+        super().step()
+
+
+@pytest.mark.parametrize("fields", [{"optimizer": "cpu"}, ON_DISK], ids=["cpu", "nvme"])
+def test_an_optimizer_whose_step_calls_its_classs_own(fields, tmp_path):
+    make = partial(Twice, lr=1e-2, fused=True)
+    same(trained(3, offload(tmp_path, **fields), optimizer=make), trained(3, None, optimizer=make))
+
+
 def test_whole_tensor_optimizers_step_bucket_by_bucket(tmp_path):
     def run(settings):
         torch.manual_seed(0)

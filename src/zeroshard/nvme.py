@@ -131,9 +131,9 @@ def _end(process: int, threads: ThreadPoolExecutor, folder: Path) -> None:
 class _Room:
     """A buffer of a file, and whose bytes it has."""
 
-    def __init__(self, memory: Tensor) -> None:
-        self.memory = memory
-        self.view: Any = None if simulated(memory) else raw(memory)
+    def __init__(self) -> None:
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        self.view: Any = None
         self.holder: FileRest | None = None
         self.work: list[Future[None]] = []
 
@@ -201,6 +201,9 @@ class StateFile:
         if room.holder is not None:
             self.write(room.holder)
             room.holder.room = None
+        if room.memory.numel() < rest.nbytes:  # of a bucket that was frozen when the buffer was made
+            self.wait(room)
+            self._make(room)
         room.holder, rest.room = rest, room
         if rest.written and not fresh:
             self._transfer(rest, "read", self._read)
@@ -211,10 +214,8 @@ class StateFile:
     def _room(self) -> _Room:
         idle = [room for room in self._rooms if room.holder is None or not room.holder.depth]
         if len(self._rooms) < BUFFERS and all(room.holder is not None for room in idle):
-            size, simulation = self._largest, self._descriptor < 0
-            self.tier.ledger.hold("staging", size, HOST)
-            memory = torch.empty(size, dtype=torch.uint8) if simulation else pages(size, self.tier.compute)
-            self._rooms.append(_Room(memory))
+            self._rooms.append(_Room())
+            self._make(self._rooms[-1])
             return self._rooms[-1]
         assert idle, f"all {BUFFERS} buffers of {self.state} are in use at once"
         # First one that nobody holds, then one that need not be written, then the one used longest ago.
@@ -222,6 +223,12 @@ class StateFile:
         self._rooms.remove(room)
         self._rooms.append(room)
         return room
+
+    def _make(self, room: _Room) -> None:
+        size, simulation = self._largest, self._descriptor < 0
+        self.tier.ledger.hold("staging", size - room.memory.numel(), HOST)
+        room.memory = torch.empty(size, dtype=torch.uint8) if simulation else pages(size, self.tier.compute)
+        room.view = None if simulation else raw(room.memory)
 
     def write(self, rest: FileRest) -> None:
         if rest.dirty:

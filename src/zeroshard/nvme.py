@@ -362,6 +362,11 @@ class FileRest(Rest):
         if self.room is not None and not self.depth:
             self.file.write(self)
 
+    def forget(self) -> None:
+        assert not (self.depth or self.dirty)
+        if self.room is not None:
+            self.room.holder, self.room = None, None
+
     def same_as(self, tensor: Tensor) -> bool:
         """By digests where it is away: reading it to compare would double what a step reads."""
         if simulated(tensor):

@@ -378,10 +378,12 @@ class Binding:
     def _step_alone(self, buffer: Buffer, shown: dict[int, Tensor | None]) -> None:
         """Step one bucket by the optimizer's own `step`, the gradients of all others hidden; then write it back."""
         accumulator = next(each for each in self.gradients.accumulators if each.buffer is buffer)
+        kept = accumulator.averaged or not accumulator.rest.away
+        accumulator.rest.behind()
         with self._present(buffer):
             if buffer.seed_master():
                 buffer.changed()
-            accumulator.spread_average().wait()
+            accumulator.spread_average(kept=kept).wait()
             self._give({id(buffer)}, shown)
             step: Any = type(self.optimizer).step
             step = step.__wrapped__ if getattr(step, "hooked", False) else step
@@ -390,6 +392,8 @@ class Binding:
                 if fragment.buffer is buffer:
                     fragment.param.grad = None
             self._write_back(buffer)
+        if not kept:
+            accumulator.forget_average()
 
     def _hide(self, fragment: Fragment) -> Tensor | None:
         shown, fragment.param.grad = fragment.param.grad, None

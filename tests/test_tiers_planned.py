@@ -299,6 +299,49 @@ def test_train_takes_tiers(tmp_path):
     assert list((tmp_path / "files").iterdir()) == []
 
 
+def test_a_resumed_run_keeps_its_tiers(tmp_path):
+    """Unless others are given; a folder for files goes with the last state in files."""
+    (tmp_path / "text").write_text("a line of text\n" * 100)
+    words = ("train", "--batch", 1, "--data", tmp_path / "text", "--out", tmp_path / "run")
+    run(*words, "--steps", 1, "--offload-optimizer", "nvme", "--offload-path", tmp_path / "files")
+
+    def resumed(*more):
+        run("train", "--resume", tmp_path / "run", *more)
+        config = json.loads((tmp_path / "run" / "run.json").read_text())["config"]
+        return {name: where for name, where in config.items() if name.startswith("offload_") and where}
+
+    kept = {"offload_optimizer": "nvme", "offload_path": str(tmp_path / "files")}
+    assert resumed("--steps", 2) == kept
+    assert resumed("--steps", 3, "--offload-gradients", "cpu") == {**kept, "offload_gradients": "cpu"}
+    assert resumed("--steps", 4, "--offload", "cpu") == {f"offload_{kind}": "cpu" for kind in states.KINDS}
+
+
+def test_simulate_says_what_each_tier_holds_and_what_files_move():
+    words = (
+        "simulate",
+        "examples/job.py:job",
+        "--ranks",
+        4,
+        "--offload-optimizer",
+        "nvme",
+        "--offload-gradients",
+        "cpu",
+    )
+    (found,) = json.loads(run(*words, "--json"))["simulated"]
+    elements = found["layout"]["fullest_rank_elements"]
+    tiers, each = found["tiers"], 4 * elements
+    assert tiers["device"] == {"parameters": each}
+    assert (tiers["host"].pop("staging") > 0, tiers["host"].pop("step") > 0, tiers["host"]) == (
+        True,
+        True,
+        {"gradients": each},
+    )
+    assert tiers["nvme"] == {"exp_avg": each, "exp_avg_sq": each}
+    assert found["files"]["write"] == 2 * each
+    assert found["time"]["optimizer"] == 0
+    assert "Where it rests, in bytes" in run(*words) and "Where it rests" not in run(*words[:4])
+
+
 @pytest.mark.parametrize(
     ("given", "path", "says"),
     [

@@ -16,6 +16,7 @@ import typer
 from zeroshard.cli import launch
 from zeroshard.cli.config import (
     SIZES,
+    STATES,
     Device,
     FloatingPoint,
     InputError,
@@ -173,7 +174,9 @@ def train(
         from zeroshard.cli.resume import settle
 
         given = {name for name in options if (how := context.get_parameter_source(name)) and how.name != "DEFAULT"}
-        options = settle(resume, options, frozenset(given | {"data"} if files else given), ranks)
+        given |= {"data"} if files else set()
+        given |= {f"offload_{state}" for state in STATES} if offload else set()
+        options = settle(resume, options, frozenset(given), ranks)
     else:
         options["ranks"] = 1 if ranks is None else ranks
     config = RunConfig(**options)

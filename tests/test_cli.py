@@ -137,7 +137,8 @@ def test_the_options_are_these():
         "plan": "accumulate align bounds bucket-mib bytes check checkpoint disk gpu-mem gpus-per-node help host-mem instances "
         "json no-sync offload offload-gradients offload-optimizer offload-parameters optimizer params precision prefetch "
         "preset ranks shapes stage step-time text tokens units",
-        "simulate": "accumulate bucket-mib checkpoint help json machine precision prefetch rank ranks reduce stage trace",
+        "simulate": "accumulate bucket-mib checkpoint help json machine offload offload-gradients offload-optimizer "
+        "offload-parameters precision prefetch rank ranks reduce stage trace",
         "ckpt inspect": "help json",
         "ckpt verify": "help json",
         "ckpt diff": "help json",

@@ -75,7 +75,7 @@ def check(world, seeds, **options):
     want = test_bits.plain(world, "fp32", "loop", 2, 2)
     for found, pauses in ranks.run(world, partial(under_delays, seeds, want), **options):
         assert found == {}
-        assert pauses > 10
+        assert pauses > 0
 
 
 def test_late_messages_change_no_bit():

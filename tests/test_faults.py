@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -22,6 +24,7 @@ from zeroshard.buffer import Buffer
 from zeroshard.comm import ProcessGroup
 from zeroshard.errors import Error, PeerError, StateError
 from zeroshard.reduction import Reduction
+from zeroshard.watch import GONE, Watch
 
 
 def train(stage: int, steps: int = 4, **options):
@@ -158,10 +161,11 @@ def test_row31_random_delays_change_no_bit(ranks, stage):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("comm", [Comm(), Comm(prefetch=3), Comm(overlap=False)], ids=["", "prefetch 3", "no overlap"])
 def test_row31_fifty_seeds_of_random_delays_change_no_bit(ranks, stage, world, comm):
-    assert ranks.run(world, delayed, stage, range(50), comm, timeout=170) == [0] * world
+    assert ranks.run(world, delayed, stage, range(50), comm, timeout=850) == [0] * world
 
 
 def twice(stage: int, steps: int):
@@ -243,6 +247,36 @@ def forked(stage: int):
 
 def test_row60_forks_in_mid_training(ranks):
     assert ranks.run(2, forked, 3) == ["", ""]
+
+
+WATCHED = """
+import json, os, sys, time
+from zeroshard.watch import Watch
+watch = Watch(0, "127.0.0.1", lambda: {"doing": "well", "waits": False, "failed": False})
+if (child := os.fork()) == 0:
+    del watch  # as a child does that drops the model
+    time.sleep(600)
+print(json.dumps([watch.place, child]), flush=True)
+time.sleep(600)
+"""
+
+
+def test_row60_a_forked_child_neither_ends_its_parents_watch_nor_outlives_it():
+    """A data loader's worker that stays when its parent is killed does not make the parent look merely silent."""
+    asking = Watch(1, "127.0.0.1", dict)
+    parent = subprocess.Popen([sys.executable, "-c", WATCHED], stdout=subprocess.PIPE)
+    place, child = json.loads(parent.stdout.readline())
+    try:
+        asking.peers = [tuple(place), asking.place]
+        assert asking.ask()[0].doing == "well"
+        parent.kill()
+        parent.wait()
+        assert asking.ask()[0].silence == GONE
+        os.kill(child, 0)  # it lives
+    finally:
+        os.kill(child, signal.SIGKILL)
+        parent.stdout.close()
+        asking.close()
 
 
 def destroyed(stage: int):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import pickle
@@ -140,6 +141,52 @@ def behind_the_guard(name: str):
 def test_what_no_guard_can_see_reads_nan_and_harms_nothing(ranks, name):
     """Types and descriptors of torch ask no Python class first: no crash, no weight, and training goes on."""
     assert ranks.run(2, behind_the_guard, name) == [0, 0]
+
+
+class HalvesItsWeight(torch.autograd.Function):
+    """Writes into a weight that it has saved, in backward."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        grads = grad @ weight.t(), x.t() @ grad
+        weight.mul_(0.5)
+        return grads
+
+
+class Halving(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(7, 7, generator=torch.Generator().manual_seed(0)))
+
+    def forward(self, x):
+        return HalvesItsWeight.apply(x, self.weight)
+
+
+def halved(stage: int | None, precision: Precision):
+    model = nn.Sequential(Halving(), nn.Linear(7, 7, bias=False))
+    with torch.no_grad():
+        model[1].weight.copy_(torch.eye(7))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zero = None if stage is None else zeroshard.shard(model, optimizer, stage=stage, precision=precision)
+    for index in range(3):
+        step(model, optimizer, index)
+    with contextlib.nullcontext() if zero is None else zero.gathered():
+        return [param.detach().clone() for param in model.parameters()]
+
+
+@pytest.mark.row(29)
+def test_a_write_into_a_saved_weight_counts_as_in_plain_pytorch(ranks, stage):
+    """In the backward of a custom Function: what rests, and its master, follow. Each rank has the same batch."""
+    masters = Precision(master_dtype=torch.float64)
+    for precision, wanted in (Precision(), halved(None, Precision())), (masters, ranks.run(2, halved, 0, masters)[0]):
+        for got in ranks.run(2, halved, stage, precision):
+            assert all(map(torch.equal, got, wanted)), precision
 
 
 def metadata():

@@ -115,6 +115,37 @@ def test_a_simulation_makes_no_files_and_counts_what_a_run_counts(where, stage, 
     assert tuple(sum(e.logical for e in events if e.verb == verb) for verb in ("read", "write")) == last
 
 
+def frozen_first(path):
+    """Bytes of the buffers before and after the largest bucket is unfrozen, as predicted and held; and the weights."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    model[0].requires_grad_(requires_grad=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    settings = None if path is None else Offload(gradients="nvme", optimizer="nvme", path=path)
+    layout = zeroshard.Layout(units=["*"])
+    zero = zeroshard.shard(model, optimizer, precision=BF16, offload=settings, layout=layout, comm=PATIENT)
+    seen = []
+    for step in range(4):
+        if step == 2:
+            seen.append((predict_tiers(zero).get("host", {}).get("staging"), zero.ledger().held["staging"]))
+            model[0].requires_grad_()
+        model(torch.full((2, 64), 0.1 * step)).float().square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    seen.append(zero.ledger().held["staging"])
+    with zero.gathered():
+        return seen, [param.detach().clone() for param in model.parameters()]
+
+
+def test_a_frozen_bucket_has_no_room_in_buffers_until_it_is_unfrozen(tmp_path):
+    """No gradients, masters or states: buffers have a page each, and those that meet it grow."""
+    ((said, held), after), weights = frozen_first(tmp_path)
+    small, large = nvme.aligned(4 * (64 * 8 + 128)), nvme.aligned(4 * (64 * 64 + 128))
+    assert said == held == 4 * nvme.BUFFERS * small
+    assert held + 4 * (large - small) <= after <= 4 * nvme.BUFFERS * large
+    assert all(map(torch.equal, weights, frozen_first(None)[1]))
+
+
 def test_the_planner_knows_the_engines_constants():
     assert (states.BUFFERS, states.STAGING) == (nvme.BUFFERS, "staging")
     assert [states.pages(nbytes) for nbytes in (0, 1, 5000)] == [nvme.aligned(nbytes) for nbytes in (0, 1, 5000)]
@@ -266,6 +297,49 @@ def test_train_takes_tiers(tmp_path):
     assert {state for state, n in rank["tiers"]["nvme"].items() if n} == {"parameters", "exp_avg", "exp_avg_sq"}
     assert rank["predicted"] == {state: n for state, n in rank["held"].items() if n and state in rank["predicted"]}
     assert list((tmp_path / "files").iterdir()) == []
+
+
+def test_a_resumed_run_keeps_its_tiers(tmp_path):
+    """Unless others are given; a folder for files goes with the last state in files."""
+    (tmp_path / "text").write_text("a line of text\n" * 100)
+    words = ("train", "--batch", 1, "--data", tmp_path / "text", "--out", tmp_path / "run")
+    run(*words, "--steps", 1, "--offload-optimizer", "nvme", "--offload-path", tmp_path / "files")
+
+    def resumed(*more):
+        run("train", "--resume", tmp_path / "run", *more)
+        config = json.loads((tmp_path / "run" / "run.json").read_text())["config"]
+        return {name: where for name, where in config.items() if name.startswith("offload_") and where}
+
+    kept = {"offload_optimizer": "nvme", "offload_path": str(tmp_path / "files")}
+    assert resumed("--steps", 2) == kept
+    assert resumed("--steps", 3, "--offload-gradients", "cpu") == {**kept, "offload_gradients": "cpu"}
+    assert resumed("--steps", 4, "--offload", "cpu") == {f"offload_{kind}": "cpu" for kind in states.KINDS}
+
+
+def test_simulate_says_what_each_tier_holds_and_what_files_move():
+    words = (
+        "simulate",
+        "examples/job.py:job",
+        "--ranks",
+        4,
+        "--offload-optimizer",
+        "nvme",
+        "--offload-gradients",
+        "cpu",
+    )
+    (found,) = json.loads(run(*words, "--json"))["simulated"]
+    elements = found["layout"]["fullest_rank_elements"]
+    tiers, each = found["tiers"], 4 * elements
+    assert tiers["device"] == {"parameters": each}
+    assert (tiers["host"].pop("staging") > 0, tiers["host"].pop("step") > 0, tiers["host"]) == (
+        True,
+        True,
+        {"gradients": each},
+    )
+    assert tiers["nvme"] == {"exp_avg": each, "exp_avg_sq": each}
+    assert found["files"]["write"] == 2 * each
+    assert found["time"]["optimizer"] == 0
+    assert "Where it rests, in bytes" in run(*words) and "Where it rests" not in run(*words[:4])
 
 
 @pytest.mark.parametrize(

@@ -239,7 +239,8 @@ class Zero:
             own: torch.dtype = getattr(torch, bucket.dtype.removeprefix("torch."))
             precision = self._precision
             dtypes = {"parameters": own, "gradients": precision.grad(own), "optimizer": precision.master(own)}
-            for state in (state for state in STATES if resting[state] == NVME):
+            kept = STATES if bucket.trainable else STATES[:1]  # frozen parameters have nothing else
+            for state in (state for state in kept if resting[state] == NVME):
                 numel = bucket.shard_numel(self.rank) if getattr(self.placements, state) else bucket.numel
                 largest[state] = max(largest[state], numel * dtypes[state].itemsize)
                 nbytes += numel * dtypes[state].itemsize

@@ -163,6 +163,7 @@ class Buffer:
         self._work: list[Work] = []
         self._counted = "gather"  # what the ledger calls the gathered copy
         self._opened = True  # could anybody have edited the gathered copy since its gather?
+        self._written = 0  # version of the gathered copy as it came
         self._agreed: bytes | None = None  # digest of the resting parameters when they were last the masters' cast
         self._refs: list[int] = []
         self._uses = 0
@@ -342,6 +343,7 @@ class Buffer:
                     self.on_storage(self)
                 self.land()
                 self._bring(self.full[slice(*self._resting)])
+                self._written = self.full._version
             if self.state is not State.OPEN:
                 self._move(State.ARRIVING)
             self.fresh = True
@@ -422,6 +424,7 @@ class Buffer:
         if self.state is State.RELEASED:
             return True
         self.land()
+        self._opened |= self.full._version != self._written  # by a backward, into a weight that it had saved
         self.keep_edits()
         self.fresh = False
         if torch._C._storage_Use_Count(self.full.untyped_storage()._cdata) > self._uses:

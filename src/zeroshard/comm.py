@@ -591,11 +591,12 @@ def connect(settings: Comm, ledger: Ledger, device: torch.device) -> Group:
 def _start(settings: Comm, device: torch.device) -> None:
     timeout = None if settings.timeout is None else timedelta(seconds=settings.timeout)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+    process = os.getpid()
 
     def finish() -> None:
         # A gloo process that leaves right after its last collective can abort peers that still read from it. But one
         # that an exception ends must not wait for peers that wait for it: then its own error is what they need.
-        if dist.is_initialized():
+        if os.getpid() == process and dist.is_initialized():  # a fork's connections are its parent's
             if dist.get_backend() == "gloo" and not hasattr(sys, "last_value"):
                 with contextlib.suppress(RuntimeError):  # a peer is gone already; its own error says more
                     _leave_together()

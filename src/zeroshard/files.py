@@ -432,16 +432,16 @@ def discard(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def clean(parent: Path, leftover: re.Pattern[str] = LEFTOVER, *, abandoned: float = ABANDONED) -> None:
+def clean(parent: Path) -> None:
     """Remove what dead owners have left in this folder; another machine's after so many seconds without a write."""
     for entry in os.scandir(parent):
-        if (match := leftover.fullmatch(entry.name)) is None or not entry.is_dir(follow_symlinks=False):
+        if (match := LEFTOVER.fullmatch(entry.name)) is None or not entry.is_dir(follow_symlinks=False):
             continue
         machine, process, started = match.groups()
         if machine == _machine():
             dead = _started(int(process)) != int(started)
         else:
-            dead = time.time() - _last_write(entry.path) > abandoned
+            dead = time.time() - _last_write(entry.path) > ABANDONED
         if dead:
             discard(Path(entry.path))
 

@@ -40,6 +40,7 @@ class Accumulator:
         self.filled = False  # has anything been added since the gradients were cleared?
         self.averaged = False  # has the sum been divided by the number of ranks already?
         self.spread = False  # has every rank the whole average? (replicated optimizer state needs it)
+        self.rounded = False  # does a sum that rests in a file stand for the average that a step took of it in memory?
         self.local: Tensor | None = None  # full-size sum of what backward under no_sync left unreduced
         self._blocks: BlockMap | None = None
 
@@ -71,23 +72,28 @@ class Accumulator:
         """Is this the accumulator itself, which contributions may land in while it is empty?"""
         return self.rest.tier == DEVICE and tensor is self.rest.tensor
 
-    def average(self) -> None:
-        """Turn the sum into the average, in place."""
+    def average(self, *, kept: bool = True) -> None:
+        """Turn the sum into the average, in place; one that is not to be `kept` ends with `forget_average`."""
         if not self.averaged:
-            with self.rest.here():
+            with self.rest.here(changed=kept):
                 average_(self.total, self.ranks)
             self.averaged = True
 
-    def spread_average(self) -> Work:
+    def forget_average(self) -> None:
+        """Nobody but a step needed it, and the sum rests in a file: writing the average would be for nothing."""
+        self.rest.forget()
+        self.averaged, self.spread, self.rounded = False, False, True
+
+    def spread_average(self, *, kept: bool = True) -> Work:
         """Launch the gather of the whole average, where the optimizer's state is replicated and asks for it."""
-        self.average()
+        self.average(kept=kept)
         if self.buffer.place.optimizer or self.spread:
             return Work()
         self.spread = True
         bucket, group = self.buffer.bucket, self.buffer.group
         if self.rest.tier == DEVICE:
             return group.gather(self.rest.tensor, bucket.bounds, "gradients", bucket.index)
-        with self.rest.here() as whole:
+        with self.rest.here(changed=kept) as whole:
             moved = whole.to(self.buffer.tier.device)  # itself, where host and device are one
             group.gather(moved, bucket.bounds, "gradients", bucket.index).wait()
             if moved is not whole:
@@ -104,13 +110,15 @@ class Accumulator:
     def undo_average(self) -> None:
         """Back to a sum, because more is to be added. Exact where the number of ranks is a power of two."""
         self.spread = False
-        if self.averaged and self.ranks > 1:
+        if (self.averaged or self.rounded) and self.ranks > 1:
             with self.rest.here():
+                if not self.averaged:
+                    average_(self.total, self.ranks)
                 self.total.mul_(self.ranks)
-        self.averaged = False
+        self.averaged = self.rounded = False
 
     def clear(self) -> None:
-        self.filled = self.averaged = self.spread = False
+        self.filled = self.averaged = self.spread = self.rounded = False
 
     def blocks(self, first_number: int) -> BlockMap:
         """Which of the shard's blocks belongs to which entry of the book; `first_number` is slot 0's entry."""

@@ -169,8 +169,12 @@ class Saved(NamedTuple):
                 instead="call backward before optimizer.step() or any edit of the weights",
             )
         with torch.no_grad():
-            view = torch.empty(0, dtype=self.dtype, device=self.source.full.device)
-            view.set_(self.source.full.untyped_storage(), self.offset, self.size, self.stride)
+            flat = self.source.full
+            if self.dtype != flat.dtype:
+                nbytes = flat.nbytes // self.dtype.itemsize * self.dtype.itemsize
+                flat = flat.view(torch.uint8)[:nbytes].view(self.dtype)
+            # Views share their base's version counter: so a write into this one shows.
+            view = flat.as_strided(self.size, self.stride, self.offset)
             view = view.conj() if self.conj else view
             return torch._neg_view(view) if self.neg else view
 

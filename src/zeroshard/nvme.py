@@ -1,7 +1,8 @@
 """States that rest in files: read ahead of their use, written behind it, in a fixed amount of memory.
 
-    <path>/zeroshard-<machine>-<pid>-<start>-<chance>/   0700, a rank's; removed at its end, or once it is dead
-      parameters  gradients  master  exp_avg  ...        one file per state; in it a slot per bucket, in whole pages
+    parameters  gradients  master  exp_avg  ...   one file per state and rank; in it a slot per bucket, in whole pages
+
+The files have no names: whatever ends a rank, kill -9 too, its room on the disk is free the moment it is gone.
 
 A file has `BUFFERS` page-aligned buffers, whatever the model's size. While bucket k is computed with, bucket k + 1 is
 on its way in and bucket k - 1 on its way out. Blocks go past the page cache (O_DIRECT) by `os.preadv` and `os.pwritev`
@@ -18,10 +19,9 @@ import contextlib
 import errno
 import fcntl
 import logging
-import math
 import mmap
 import os
-import re
+import tempfile
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -33,14 +33,13 @@ from torch import Tensor
 
 from .errors import TierError
 from .events import HOST, NVME, Ledger, ends
-from .files import clean, digest, discard, owner, raw
+from .files import digest, raw
 from .numerics import same_bits, simulated
 from .tier import Offload, Rest, pages
 
 BUFFERS = 3  # per state: one to compute with, one coming, one going
 BLOCK = 4 << 20  # bytes that one system call moves
 THREADS = 2  # more do not make a disk faster; see bench/results
-RUN = re.compile(r"zeroshard-([0-9a-f]{16})-([0-9]+)-([0-9]+)-[0-9a-f]{8}")
 
 
 def aligned(nbytes: int) -> int:
@@ -49,7 +48,7 @@ def aligned(nbytes: int) -> int:
 
 
 class NvmeTier:
-    """This rank's folder of state files."""
+    """This rank's state files."""
 
     name = NVME
     device = torch.device("cpu")
@@ -71,22 +70,20 @@ class NvmeTier:
         self.folder: Path | None = None
         if not simulated(torch.empty(0)):
             assert offload.path is not None
-            self.folder = self._make(Path(offload.path).absolute(), nbytes)
+            self.folder = self._folder(Path(offload.path).absolute(), nbytes)
             self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="zeroshard nvme")
-            weakref.finalize(self, _end, os.getpid(), self.threads, self.folder)  # or at the interpreter's end
+            weakref.finalize(self, _end, os.getpid(), self.threads)  # or at the interpreter's end
 
-    def _make(self, parent: Path, nbytes: int) -> Path:
-        folder = parent / f"zeroshard-{owner()}"
+    def _folder(self, folder: Path, nbytes: int) -> Path:
         try:
-            parent.mkdir(parents=True, exist_ok=True)
-            clean(parent, RUN, abandoned=math.inf)
-            disk = os.statvfs(parent)
+            folder.mkdir(parents=True, exist_ok=True)
+            disk = os.statvfs(folder)
             if (free := disk.f_bavail * disk.f_frsize) < nbytes:
                 needs = f"{nbytes:,} and room for the optimizer's states are needed"
                 raise OSError(errno.ENOSPC, f"{free:,} bytes are free; {needs}")
-            folder.mkdir(mode=0o700)
+            tempfile.TemporaryFile(dir=folder).close()
         except OSError as error:
-            raise self.error("Offload.path cannot hold files", str(parent), error.strerror or str(error)) from error
+            raise self.error("Offload.path cannot hold files", str(folder), error.strerror or str(error)) from error
         return folder
 
     def rest(self, state: str, bucket: int, numel: int, dtype: torch.dtype) -> Rest:
@@ -103,7 +100,7 @@ class NvmeTier:
         """What cannot be moved makes all the rest useless."""
         got = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
         self.failed = self.failed or self.error(
-            f"the state {file.state!r} could not be moved between memory and its file", str(file.path), got,
+            f"the state {file.state!r} could not be moved between memory and its file", str(self.folder), got,
             "mend the disk, and zero.load the last checkpoint",
         )  # fmt: skip
         return self.failed
@@ -122,18 +119,17 @@ class NvmeTier:
             raise
 
 
-def _end(process: int, threads: ThreadPoolExecutor, folder: Path) -> None:
+def _end(process: int, threads: ThreadPoolExecutor) -> None:
     if os.getpid() == process:  # and not a fork of it
         threads.shutdown(cancel_futures=True)
-        discard(folder)
 
 
 class _Room:
     """A buffer of a file, and whose bytes it has."""
 
-    def __init__(self, memory: Tensor) -> None:
-        self.memory = memory
-        self.view: Any = None if simulated(memory) else raw(memory)
+    def __init__(self) -> None:
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        self.view: Any = None
         self.holder: FileRest | None = None
         self.work: list[Future[None]] = []
 
@@ -149,15 +145,13 @@ class StateFile:
         self._slots: list[FileRest] = []
         self._rooms: list[_Room] = []  # the one used longest ago first
         self._descriptor = -1
-        self.path = Path(state)
         if tier.folder is not None:
-            self.path = tier.folder / "".join(c if c.isalnum() or c in "_-." else "_" for c in state)[:64]
-            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
             try:
-                self._descriptor = os.open(self.path, flags, 0o600)
+                file = tempfile.TemporaryFile(dir=tier.folder, buffering=0)  # noqa: SIM115 (open as long as the run)
             except OSError as error:
                 raise tier.fail(self, error) from error
-            weakref.finalize(self, os.close, self._descriptor)
+            self._descriptor = file.fileno()
+            weakref.finalize(self, file.close)
             self._direct = True
             try:
                 fcntl.fcntl(self._descriptor, fcntl.F_SETFL, os.O_DIRECT)
@@ -201,6 +195,9 @@ class StateFile:
         if room.holder is not None:
             self.write(room.holder)
             room.holder.room = None
+        if room.memory.numel() < rest.nbytes:  # of a bucket that was frozen when the buffer was made
+            self.wait(room)
+            self._make(room)
         room.holder, rest.room = rest, room
         if rest.written and not fresh:
             self._transfer(rest, "read", self._read)
@@ -211,10 +208,8 @@ class StateFile:
     def _room(self) -> _Room:
         idle = [room for room in self._rooms if room.holder is None or not room.holder.depth]
         if len(self._rooms) < BUFFERS and all(room.holder is not None for room in idle):
-            size, simulation = self._largest, self._descriptor < 0
-            self.tier.ledger.hold("staging", size, HOST)
-            memory = torch.empty(size, dtype=torch.uint8) if simulation else pages(size, self.tier.compute)
-            self._rooms.append(_Room(memory))
+            self._rooms.append(_Room())
+            self._make(self._rooms[-1])
             return self._rooms[-1]
         assert idle, f"all {BUFFERS} buffers of {self.state} are in use at once"
         # First one that nobody holds, then one that need not be written, then the one used longest ago.
@@ -222,6 +217,12 @@ class StateFile:
         self._rooms.remove(room)
         self._rooms.append(room)
         return room
+
+    def _make(self, room: _Room) -> None:
+        size, simulation = self._largest, self._descriptor < 0
+        self.tier.ledger.hold("staging", size - room.memory.numel(), HOST)
+        room.memory = torch.empty(size, dtype=torch.uint8) if simulation else pages(size, self.tier.compute)
+        room.view = None if simulation else raw(room.memory)
 
     def write(self, rest: FileRest) -> None:
         if rest.dirty:
@@ -292,7 +293,7 @@ class StateFile:
         if not told:
             logging.getLogger("zeroshard").warning(
                 "%s: this filesystem takes no direct I/O (%s); states go through the page cache, which is slower",
-                self.path.parent, error.strerror,
+                self.tier.folder, error.strerror,
             )  # fmt: skip
 
 
@@ -354,6 +355,11 @@ class FileRest(Rest):
     def behind(self) -> None:
         if self.room is not None and not self.depth:
             self.file.write(self)
+
+    def forget(self) -> None:
+        assert not (self.depth or self.dirty)
+        if self.room is not None:
+            self.room.holder, self.room = None, None
 
     def same_as(self, tensor: Tensor) -> bool:
         """By digests where it is away: reading it to compare would double what a step reads."""

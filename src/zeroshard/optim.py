@@ -80,6 +80,7 @@ class Binding:
         self._steps = 0
         self._updated: list[Buffer] = []  # what the running step updates
         self._bound: dict[int, Tensor] = {}  # by fragment's id, the gradient that it was given
+        self._stepping = False  # between a step's gradients and its end
         self._known: list[Any] = []  # what is in the groups
         self._words = ""  # and in words
         self._skips = False  # does the running step pass over its update?
@@ -316,7 +317,8 @@ class Binding:
 
     def _nested(self, depth: int) -> bool:
         """Is this a step that a running step of the same optimizer calls? (`super().step()`: torch hooks both.)"""
-        running = any(fragment.param.grad is self._bound.get(id(fragment.param), self) for fragment in self.fragments)
+        # What an exception left running ends with the next backward, which shows gradients.
+        running = self._stepping and not any(isinstance(each.param.grad, ShardedGrad) for each in self.fragments)
         return running and depth > self._depth
 
     def _begin(self) -> None:
@@ -362,7 +364,7 @@ class Binding:
             work.wait()
         self._updated = [] if self._skips else self._to_be_updated()
         shown = {id(fragment.param): self._hide(fragment) for fragment in self.fragments}
-        self._bound = {}
+        self._bound, self._stepping = {}, True
         one_by_one = [buffer for buffer in self._updated if buffer.alone]
         try:
             for at, buffer in enumerate(one_by_one):
@@ -376,10 +378,12 @@ class Binding:
     def _step_alone(self, buffer: Buffer, shown: dict[int, Tensor | None]) -> None:
         """Step one bucket by the optimizer's own `step`, the gradients of all others hidden; then write it back."""
         accumulator = next(each for each in self.gradients.accumulators if each.buffer is buffer)
+        kept = accumulator.averaged or not accumulator.rest.away
+        accumulator.rest.behind()
         with self._present(buffer):
             if buffer.seed_master():
                 buffer.changed()
-            accumulator.spread_average().wait()
+            accumulator.spread_average(kept=kept).wait()
             self._give({id(buffer)}, shown)
             step: Any = type(self.optimizer).step
             step = step.__wrapped__ if getattr(step, "hooked", False) else step
@@ -388,6 +392,8 @@ class Binding:
                 if fragment.buffer is buffer:
                     fragment.param.grad = None
             self._write_back(buffer)
+        if not kept:
+            accumulator.forget_average()
 
     def _hide(self, fragment: Fragment) -> Tensor | None:
         shown, fragment.param.grad = fragment.param.grad, None
@@ -432,7 +438,7 @@ class Binding:
                     work.wait()
                     buffer.open()
         self.schedule.after_step()
-        bound, self._bound = self._bound, {}
+        bound, self._bound, self._stepping = self._bound, {}, False
         for fragment in self.fragments:
             if self._skips or id(fragment.param) in bound or not fragment.param.numel():
                 self._show(fragment)

@@ -201,7 +201,7 @@ def _write(group: Group, snapshot: Snapshot, beside: Path, target: Path, keep: i
         _together(group, target, lambda: make_room(beside, target) if first else None)
         own = _together(group, target, lambda: _write_own(group, snapshot, beside))
         _together(group, target, lambda: _publish(snapshot.head, own, beside, target) if first else None)
-    except (CheckpointError, PeerError) as error:
+    except BaseException as error:  # Ctrl-C too: nothing half written stays
         if first:
             discard(beside)
         if isinstance(error, CheckpointError):  # else a peer is gone, and would not answer

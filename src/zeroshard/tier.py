@@ -152,6 +152,9 @@ class Rest:
     def behind(self) -> None:
         """Begin to put back what was changed: nobody will ask soon."""
 
+    def forget(self) -> None:
+        """What was done to it in memory is not to be kept: what rests counts."""
+
     def same_as(self, tensor: Tensor) -> bool:
         """Are the bits of `tensor` the ones that rest here?"""
         return same_bits(tensor.to(self.tensor.device), self.tensor)

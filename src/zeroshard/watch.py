@@ -64,6 +64,7 @@ class Watch:
         # A blocked accept returns when the socket is shut down, not when it is closed.
         self.close = weakref.finalize(self, _close, self._server)
         self.close.atexit = False
+        _watches.add(self)
 
     def ask(self) -> dict[int, Answer]:
         """Every peer's answer, by rank."""
@@ -84,6 +85,19 @@ class Watch:
         for rank, what in message.get("alarm", {}).items():
             self.alarm.setdefault(int(rank), str(what))
         return self._about()
+
+
+_watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    """A child is no rank: it does not speak for its parent, and a port that it kept open would outlive it."""
+    for watch in _watches:
+        watch.peers = []
+        watch._server.close()  # its own descriptor; to shut the socket down would end the parent's
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def _ask(places: dict[int, Place], message: dict[str, Any]) -> dict[int, Answer]:

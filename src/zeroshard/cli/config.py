@@ -80,6 +80,11 @@ def offload_of(places: Mapping[str, str], path: str) -> Any:
         raise InputError(said.partition("; instead: ")[0] + "; instead: device, cpu, nvme or a fraction") from error
 
 
+def planned_offload(places: Mapping[str, str]) -> Any:
+    """The same of a command that makes no files, wherever they would be; None where all stays on the device."""
+    return offload_of(places, "." if "nvme" in places.values() else "") if places else None
+
+
 @dataclass(frozen=True)
 class RunConfig:
     """The settings of `zeroshard train`, one field per option, as the ranks get them and as `run.json` records them."""

@@ -16,6 +16,7 @@ import typer
 from zeroshard.cli import launch
 from zeroshard.cli.config import (
     SIZES,
+    STATES,
     Device,
     FloatingPoint,
     InputError,
@@ -26,6 +27,7 @@ from zeroshard.cli.config import (
     offload_of,
     one_line,
     places,
+    planned_offload,
 )
 from zeroshard.errors import Error, UserError
 
@@ -173,7 +175,9 @@ def train(
         from zeroshard.cli.resume import settle
 
         given = {name for name in options if (how := context.get_parameter_source(name)) and how.name != "DEFAULT"}
-        options = settle(resume, options, frozenset(given | {"data"} if files else given), ranks)
+        given |= {"data"} if files else set()
+        given |= {f"offload_{state}" for state in STATES} if offload else set()
+        options = settle(resume, options, frozenset(given), ranks)
     else:
         options["ranks"] = 1 if ranks is None else ranks
     config = RunConfig(**options)
@@ -444,6 +448,10 @@ def simulate(
     reduce: Annotated[
         str, _option(RUN, "ordered: the same bits at every stage; native: the backend's sum.")
     ] = "ordered",
+    offload: Place = "",
+    offload_parameters: PlaceOfParameters = "",
+    offload_gradients: PlaceOfGradients = "",
+    offload_optimizer: PlaceOfOptimizer = "",
     machine: Annotated[str, _option(ANSWER, "dgx-2, a100, a100-ethernet or h100.")] = "a100",
     trace: Annotated[
         str | None, _option(ANSWER, "Write what happened as a Chrome trace.", metavar="FILE", show_default=False)
@@ -456,15 +464,17 @@ def simulate(
 
     The engine itself runs the job for three steps on tensors that have shapes but no memory, as one rank of many. It
     says what that rank holds at rest and at its peak, every message, how evenly the layout shares the model, and, from
-    the machine's bandwidths, how long a step takes and how much of it waits for messages.
+    the machine's bandwidths, how long a step takes and how much of it waits for messages. With states in host memory or
+    in files: what each tier holds and what files move; no file is made, and the clock leaves these tiers out.
     """
     from zeroshard.cli.question import whole_numbers
     from zeroshard.cli.simulate import show_simulation
 
+    given = {"parameters": offload_parameters, "gradients": offload_gradients, "optimizer": offload_optimizer}
     show_simulation(
         job, ranks=ranks, rank=whole_numbers("--rank", rank), stage=stage, accumulate=accumulate,
         precision=precision, checkpoint=checkpoint, bucket_mib=bucket_mib, prefetch=prefetch, reduce=reduce,
-        on=machine, trace=trace, as_json=as_json,
+        offload=planned_offload(places(offload, **given)), on=machine, trace=trace, as_json=as_json,
     )  # fmt: skip
 
 

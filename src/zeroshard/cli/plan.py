@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text as Styled
 
 from zeroshard.cli import screen
-from zeroshard.cli.config import STATES, InputError, offload_of, one_line, places
+from zeroshard.cli.config import STATES, InputError, one_line, places, planned_offload
 from zeroshard.errors import UserError
 from zeroshard.events import HOST, NVME
 from zeroshard.planner.closed import PADDING, Moved, number
@@ -30,7 +30,7 @@ MORE_LOOKS = (("▒", "magenta"), ("░", "green"), ("#", "blue"), ("=", "bright
 
 def show_plan(*, as_json: bool, **settings: Any) -> None:
     """Plan, and print. Raises `InputError`, one line, for what cannot be planned."""
-    settings["offload"] = _offload(settings)
+    settings["offload"] = planned_offload(_places(settings))
     try:
         found = plan(**settings)
     except UserError as error:
@@ -62,12 +62,6 @@ def _places(settings: dict[str, Any]) -> dict[str, str]:
     return places(settings.pop("offload", ""), **{state: settings.pop(f"offload_{state}", "") for state in STATES})
 
 
-def _offload(settings: dict[str, Any]) -> Any:
-    asked = _places(settings)
-    # Nothing is made there: files are planned wherever they will be.
-    return offload_of(asked, "." if any(where == "nvme" for where in asked.values()) else "") if asked else None
-
-
 def check_plan(*, as_json: bool, text: str | None, **settings: Any) -> int:
     """`--check`: the exit code. Only what a run can be asked is accepted."""
     from zeroshard.cli.check import Check, check
@@ -75,7 +69,7 @@ def check_plan(*, as_json: bool, text: str | None, **settings: Any) -> int:
     job, stage = settings["job"], settings["stage"]
     names = ("ranks", "accumulate", "no_sync", "precision", "bounds", "align", "bucket_mib", "prefetch")
     offload = _places(settings)
-    offload_of(offload, "." if "nvme" in offload.values() else "")
+    planned_offload(offload)
     other = {name: value for name, value in settings.items() if name not in (*names, "job", "stage") and value}
     if job is None or text is not None or other:
         what = ", ".join(f"--{name.replace('_', '-')}" for name in other) or "a job"

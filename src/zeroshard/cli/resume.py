@@ -18,6 +18,7 @@ CHECKPOINTS = "checkpoints"  # in a run's folder
 MANIFEST = "manifest.json"
 FIXED = ("size", "precision", "batch", "lr", "seed")
 KEPT = ("stage", "steps", "save_every", "keep", "data")  # unless given anew
+TIERS = ("offload_parameters", "offload_gradients", "offload_optimizer")  # and these
 
 
 def run_of(resume: str) -> Path | None:
@@ -76,6 +77,9 @@ def settle(resume: str, options: Mapping[str, Any], given: frozenset[str], ranks
     settled = {**options, **{name: before[name] for name in FIXED}}
     settled |= {name: before[name] for name in KEPT if name not in given}
     settled["data"] = tuple(settled["data"])
+    settled |= {name: before.get(name, "") for name in (*TIERS, "offload_path") if name not in given}
+    if "offload_path" not in given and "nvme" not in {settled[name] for name in TIERS}:
+        settled["offload_path"] = ""
     settled["ranks"] = before["ranks"] if ranks is None else ranks
     if "accumulate" not in given:
         every = before["ranks"] * before["accumulate"]

@@ -15,10 +15,12 @@ from zeroshard.checkpoint import pieces
 from zeroshard.cli import screen
 from zeroshard.comm import Comm
 from zeroshard.errors import UserError
+from zeroshard.events import DEVICE, HOST, NVME, Ledger
 from zeroshard.layout import Layout
 from zeroshard.planner import own, states, timeline
 from zeroshard.planner.machines import Machine, machine
 from zeroshard.planner.simulate import PASSING, RECORDED, Simulation, simulate
+from zeroshard.tier import Offload
 
 
 def show_simulation(
@@ -33,6 +35,7 @@ def show_simulation(
     bucket_mib: float,
     prefetch: int,
     reduce: str,
+    offload: Offload | None,
     on: str,
     trace: str | None,
     as_json: bool,
@@ -52,10 +55,14 @@ def show_simulation(
             precision=own.precision(precision),
             layout=Layout(bucket_mib=bucket_mib),
             comm=Comm(prefetch=prefetch, reduce=reduce),  # type: ignore[arg-type]
+            offload=offload,
             checkpoint=checkpoint,
         )
         line = clock(run, cluster, ordered=reduce == "ordered")
         found.append(report(run, cluster, line))
+        if offload is not None:
+            found[-1]["tiers"] = at_rest(run.ledger)
+            found[-1]["files"] = moved(run)
         if trace is not None:
             name = trace if len(rank) == 1 else f"{trace}.rank{one}"
             Path(name).write_text(json.dumps(timeline.chrome(line, one)), encoding="utf-8")
@@ -74,7 +81,8 @@ def show_simulation(
 
 
 def clock(run: Simulation, cluster: Machine, *, ordered: bool) -> timeline.Timeline:
-    held = {state: nbytes for state, nbytes in run.ledger.held.items() if state not in (*PASSING, "parameters")}
+    # Of what the device holds: what is updated elsewhere the CPU updates, and no clock here knows how fast.
+    held = {state: n for state, n in run.ledger.tiers.get(DEVICE, {}).items() if state not in (*PASSING, "parameters")}
     return timeline.replay(
         run.events, cluster, ranks=run.ranks, updated_nbytes=sum(held.values()), ordered=ordered, steps=run.steps
     )
@@ -123,6 +131,22 @@ def report(run: Simulation, cluster: Machine, line: timeline.Timeline) -> dict[s
     }
 
 
+def at_rest(ledger: Ledger) -> dict[str, dict[str, int]]:
+    """{tier: {state: bytes}}, with the buffers through which files are read and written."""
+    passing = set(PASSING) - {"staging"}
+    return {
+        tier: {state: n for state, n in ledger.tiers.get(tier, {}).items() if n and state not in passing}
+        for tier in (DEVICE, HOST, NVME)
+    }
+
+
+def moved(run: Simulation) -> dict[str, int]:
+    """Bytes that the last step read from files and wrote to them."""
+    before = [event for event in run.events if event.verb == "step"][-1 - run.steps]
+    last = [event for event in run.events if event.start > before.end]
+    return {verb: sum(event.logical for event in last if event.verb == verb) for verb in ("read", "write")}
+
+
 def saved(zero: Zero) -> dict[str, int]:
     """What `zero.save` would write: files in all, this rank's tensors and their bytes, without headers."""
     sizes = [piece.tensor.numel() * piece.tensor.itemsize for piece in pieces(zero._engine())]
@@ -163,6 +187,8 @@ def _show(found: dict[str, Any]) -> None:
     screen.say(
         f"  {most:,} bytes with the most that operators hold at once: {verdict} {found['memory'] / 2**30:,.0f} GiB\n"
     )
+    if "tiers" in found:
+        _show_tiers(found["tiers"], found["files"])
     table = screen.new_table("Collectives of one step", "verb", "calls", "logical", "sent", "sent + received")
     for verb, moved in found["traffic"].items():
         cells = (f"{moved[column]:,}" for column in ("logical", "sent", "sent_and_received"))
@@ -195,6 +221,16 @@ def _show(found: dict[str, Any]) -> None:
     screen.say(f"  [dim]{_seconds(clock['moving'])} of collectives, {_seconds(hidden)} of them behind compute[/dim]")
     if clock["tokens_per_second"] is not None:
         screen.say(f"  [bold]{clock['tokens_per_second']:,.0f} tokens/s[/bold] per GPU")
+
+
+def _show_tiers(tiers: dict[str, dict[str, int]], files: dict[str, int]) -> None:
+    table = screen.new_table("Where it rests, in bytes", "state", *tiers)
+    for state in dict.fromkeys(state for held in tiers.values() for state in held):
+        table.add_row(state, *(f"{held.get(state, 0):,}" for held in tiers.values()))
+    table.add_row("[bold]total[/bold]", *(f"{sum(held.values()):,}" for held in tiers.values()))
+    screen.console.print(table)
+    screen.say(f"  [dim]files, in a step: {files['read']:,} bytes read, {files['write']:,} written[/dim]")
+    screen.say("  [dim]not on the clock: moves between tiers, and what the CPU updates; zeroshard io-bench[/dim]\n")
 
 
 def _seconds(seconds: float) -> str:

@@ -92,7 +92,8 @@ def train(config: RunConfig, launch: Launch, corpus: Corpus) -> None:
 def _save(config: RunConfig, zero: zeroshard.Zero, scheduler: LRScheduler, corpus: Corpus, step: int) -> Path:
     """Micro-batches are a function of the step, so the step is the position in the data."""
     data = [str(Path(path).absolute()) for path in config.data]
-    run = {**asdict(config), "data": data, "sha256": corpus.sha256, "step": step}
+    files = str(Path(config.offload_path).absolute()) if config.offload_path else ""
+    run = {**asdict(config), "data": data, "offload_path": files, "sha256": corpus.sha256, "step": step}
     path = Path(config.out) / CHECKPOINTS / f"step-{step:08d}"
     zero.save(path, extra={"run": run, "scheduler": scheduler}, keep=config.keep)
     return path

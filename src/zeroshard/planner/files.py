@@ -2,12 +2,13 @@
 
     gather     the parameters of a unit are read, for each forward and each backward
     backward   a reduction is written; added to an earlier one, that is read before
-    step       gradients, masters and optimizer states are read; averages, masters, states and parameters written
+    step       gradients, masters and optimizer states are read; masters, states and parameters written
     publish    parameters that every rank has a copy of, updated by their owners: read and written once more
 
 What is still in one of a file's buffers is not read again, so a model of few buckets reads less than its bytes say.
 For a model that uses its units one after the other, all of them in forward and backward, with one optimizer, and
 gradients that nobody looks at: clipping reads them twice more and writes them once more.
+A step averages gradients in memory and leaves the sum in the file.
 """
 
 from __future__ import annotations
@@ -58,6 +59,9 @@ class _Buffers:
         if bucket in self.slots:
             self.rooms[bucket] |= changed
 
+    def forget(self, bucket: int) -> None:
+        self.rooms.pop(bucket, None)
+
     def behind(self, bucket: int) -> None:
         if self.rooms.get(bucket):
             self.rooms[bucket] = False
@@ -97,12 +101,14 @@ def moves(
             for coming in alone[at : at + 2]:
                 for file in (*updating, gradients):
                     file.ahead(coming)
-            for file in (*updating, gradients):  # gradients become averages
+            for file in updating:
                 file.use(number)
+            gradients.use(number, changed=False)
             if mastered[number]:
                 parameters.use(number, fresh=place.parameters)
-            for file in (*updating, parameters, gradients):
+            for file in (*updating, parameters):
                 file.behind(number)
+            gradients.forget(number)
         if place.optimizer and not place.parameters:
             for number in alone:
                 parameters.use(number)
@@ -142,7 +148,7 @@ def closed_moves(
     published = place.optimizer and not place.parameters
     read = whole * (2 * accumulate + (not (mastered and place.parameters)) + published)
     written = whole * (1 + published)
-    return Moves(read + kept + added * backwards, written + kept + added * (backwards + 1))
+    return Moves(read + kept + added * backwards, written + kept + added * backwards)
 
 
 def predict_moves(zero: Zero, *, accumulate: int = 1, no_sync: bool = False) -> Moves:

@@ -168,14 +168,14 @@ def files_of(
     kept: Callable[[Bucket, Slot], Kept],
     resting: Resting,
 ) -> dict[str, File]:
-    """{state: its file} of one rank. Buffers are made for the largest bucket that may come, frozen ones included."""
+    """{state: its file} of one rank, with buffers for the largest bucket that has that state from the start."""
     slots: dict[str, tuple[str, dict[int, int]]] = {}
     largest = dict.fromkeys(KINDS, 0)
     for bucket in partition.buckets:
         at, sizes = resting[bucket.index], stored(bucket)
         itemsizes = sizes.parameters, sizes.gradients, sizes.master or sizes.parameters
         for kind, itemsize in zip(KINDS, itemsizes, strict=True):
-            if at[kind] == NVME:
+            if at[kind] == NVME and (bucket.trainable or kind == "parameters"):
                 numel = bucket.shard_numel(rank) if getattr(place, kind) else bucket.numel
                 largest[kind] = max(largest[kind], math.ceil(numel * itemsize))
         for each in reserved(bucket, place, rank, sizes, kept, at):

@@ -201,7 +201,7 @@ def compare_losses(rows: list[dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="10M parameters, bf16, 2 ranks, 2 rounds, six back-ends")
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["10M", "69M"])
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["69M", "10M"])
     parser.add_argument("--dtypes", nargs="+", choices=["bf16", "fp32"], default=["bf16", "fp32"])
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--backends", nargs="+", choices=backends.installed(), default=backends.installed())
@@ -219,6 +219,10 @@ def main() -> None:
                 case = measure(options.backends, size, dtype == "bf16", world, options.rounds, options.steps)
                 compare_losses(case)
                 rows += case
+                _report(options, rows)  # so far: an hour that is interrupted is not lost
+
+
+def _report(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     facts = {"rounds": options.rounds, "steps": options.steps, "sizes": {name: SIZES[name] for name in options.sizes}}
     notes = [
         f"{options.rounds} interleaved rounds of {options.steps} timed steps: medians, least and most ratio.",

@@ -39,7 +39,7 @@ from .tier import Offload, Rest, pages
 
 BUFFERS = 3  # per state: one to compute with, one coming, one going
 BLOCK = 4 << 20  # bytes that one system call moves
-THREADS = 2  # more do not make a disk faster; see bench/results
+THREADS = 4  # reads and writes of a step are under way at once, and a disk likes a queue
 
 
 def aligned(nbytes: int) -> int:

@@ -483,7 +483,7 @@ def io_bench(
     folder: Annotated[str, typer.Argument(metavar="DIR", help="A folder on the disk to measure.")],
     size: Annotated[str, _option(GRID, "Of the file that is read and written.")] = "1GiB",
     block: Annotated[str, _option(GRID, "What one system call moves.")] = "4MiB",
-    depth: Annotated[int, _option(GRID, "System calls at once.")] = 2,
+    depth: Annotated[int, _option(GRID, "System calls at once.")] = 4,
     direct: Annotated[
         bool, _option(GRID, "Past the page cache (O_DIRECT), or through it.", "--direct/--buffered")
     ] = True,

@@ -1,10 +1,11 @@
-"""`python -m bench`: training beside the peers, many tensors, checkpoints; `--quick`: a look at the first."""
+"""`python -m bench`: training beside the peers, many tensors, checkpoints, offload; `--quick`: a look at the first."""
 
 import sys
 
-from . import checkpoint, tensors, train
+from . import checkpoint, offload, tensors, train
 
 train.main()
 if "--quick" not in sys.argv:
     tensors.main()
     checkpoint.main()
+    offload.main()

@@ -82,3 +82,20 @@ def test_one_round_of_tensors(tmp_path):
     plot = (tmp_path / "tensors.svg").read_text()
     assert plot.count("<polyline") == 5
     ElementTree.fromstring(plot)
+
+
+@pytest.mark.slow
+def test_one_round_of_offload(tmp_path):
+    """Every way is there, a step moves 24 bytes per parameter, and nothing is left on the disk."""
+    case = ["--layers", 5, "--rounds", 1, "--threads", 1, "--where", tmp_path]
+    result, text, printed = bench("offload", *case, out=tmp_path)
+    ways = [row["way"] for row in result["rows"] if row["where"] == "files"]
+    assert ways[:3] == ["step, states in files", "its files alone", "its arithmetic alone"]
+    assert "the calls alone" in ways
+    found = result["files"]
+    assert found["numel"] == 5 * 2048**2
+    assert found["bytes"] == 24 * found["numel"]
+    theirs = result["memory"]["1"]["step / DeepSpeedCPUAdam"]
+    assert ("beside DeepSpeedCPUAdam: not installed" in text) == (theirs is None)
+    assert not list(tmp_path.glob("bench-*"))
+    assert text in printed

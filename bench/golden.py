@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import zeroshard
-from zeroshard.planner import closed
+from zeroshard import Layout, Offload
+from zeroshard.planner import closed, instants, states
 from zeroshard.planner.machines import MACHINES
 from zeroshard.stage import STAGES
 
 TARGET = Path(__file__).parents[1] / "web" / "fixtures"
-SEED, CASES = 8, 300
+SEED, CASES, OFFLOADED = 8, 300, 120
 PRESETS_ON_THE_PAGE = (
     {"params": 7_000_000_000, "ranks": 8, "gpu_mem": "80GiB"},
     {"params": 7_500_000_000, "ranks": 64, "gpu_mem": "32GiB"},
@@ -54,7 +55,51 @@ def questions() -> list[dict[str, Any]]:
         elif draw.random() < 0.2:
             question["stage"] = draw.choice(list(STAGES))
         asked.append(question)
-    return asked
+    return asked + [_offloaded(draw) for _ in range(OFFLOADED)]
+
+
+def _offloaded(draw: random.Random) -> dict[str, Any]:
+    """A question about tiers, or about the peak of a step, or both; fractions are whole percents."""
+    question: dict[str, Any] = {"params": _size(draw), "ranks": draw.choice([1, 2, 3, 4, 7, 8, 64, 100, 1024])}
+    if draw.random() < 0.2:
+        question["bytes"] = draw.choice(CUSTOM)
+    else:
+        question["preset"] = draw.choice(list(closed.PRESETS))
+        if draw.random() < 0.5:
+            question["optimizer"] = draw.choice(list(closed.OPTIMIZERS))
+    if draw.random() < 0.8:
+        question["offload"] = {kind: _resting(draw) for kind in states.KINDS}
+    if "offload" not in question or draw.random() < 0.6:
+        question["units"] = draw.choice([1, 2, 3, 7, 12])
+        question["params"] = min(question["params"], 10**9 + 1)
+    if draw.random() < 0.4:
+        question["accumulate"] = draw.choice([2, 3, 8])
+    if draw.random() < 0.3:
+        question["no_sync"] = True
+    question["gpu_mem"] = draw.choice(["512MiB", "16GiB", "80GiB"])
+    return question
+
+
+def _resting(draw: random.Random) -> str | dict[str, float]:
+    """As `Offload` takes it: a tier, or fractions by tier."""
+    if draw.random() < 0.6:
+        return draw.choice(["device", "cpu", "nvme"])
+    host = draw.randrange(0, 101)
+    parts = {"cpu": host / 100, "nvme": draw.randrange(0, 101 - host) / 100}
+    return {tier: part for tier, part in parts.items() if part}
+
+
+def answer(asked: dict[str, Any]) -> dict[str, Any]:
+    """`zeroshard plan --json` of one question; of many instants, those that are no peak left out."""
+    settings = dict(asked)
+    if resting := settings.pop("offload", None):
+        on_disk = any(where == "nvme" or "nvme" in where for where in resting.values())
+        settings["offload"] = Offload(**resting, path="/scratch" if on_disk else None)
+    plan = zeroshard.plan(**settings).json()
+    for stage in plan["stages"]:
+        shown = [instant for instant in stage["instants"] if not instant["name"].startswith(("forward", "reduce"))]
+        stage["instants"] = shown[:3] + shown[-2:] if len(shown) > 5 else shown
+    return plan
 
 
 def _size(draw: random.Random) -> int:
@@ -64,7 +109,7 @@ def _size(draw: random.Random) -> int:
 
 
 def case(asked: dict[str, Any]) -> dict[str, Any]:
-    return {"asked": asked, "plan": zeroshard.plan(**asked).json()}
+    return {"asked": asked, "plan": answer(asked)}
 
 
 def tables() -> dict[str, Any]:
@@ -80,6 +125,14 @@ def tables() -> dict[str, Any]:
         "optimizers": {
             name: {state: closed.plain(nbytes) for state, nbytes in kept.items()}
             for name, kept in closed.OPTIMIZERS.items()
+        },
+        "constants": {
+            "message": int(Layout().bucket_mib * 2**20),
+            "align": Layout().align,
+            "page": states.pages(1),
+            "buffers": states.BUFFERS,
+            "in_flight": instants.IN_FLIGHT,
+            "prefetch": instants.PREFETCH,
         },
         "machines": [
             {"name": machine.name, "memory": machine.memory, "gpus": machine.gpus, "source": machine.source}

@@ -3,6 +3,7 @@
     run        a small GPT, two ranks, stage 3, with loss and norm curves
     run-1000   1,000 tensors on four ranks, stage 3: is it still small, and does it still scroll?
     hostile    modules whose names are HTML
+    tiers      half of the parameters in host memory, the gradients too, the optimizer's state in files
 
 Their times are of the machine that ran them, so they differ from run to run; nothing compares them.
 """
@@ -26,7 +27,7 @@ from zeroshard.explain.document import document
 from .ranks import Ranks
 
 TARGET = Path(__file__).parents[1] / "web" / "fixtures"
-WORLDS = {"run": 2, "run-1000": 4, "hostile": 2}
+WORLDS = {"run": 2, "run-1000": 4, "hostile": 2, "tiers": 2}
 WARM_UP = 3  # steps before the one that is shown
 HOSTILE = (  # a module's name may hold anything but a dot
     "</script><script>document['title']='gone'</script>", "<img src=x onerror=\"document['title']='gone'\">",
@@ -64,12 +65,18 @@ class Watched:
         torch.manual_seed(0)
         if self.name == "run":
             return self._train(GPT(Shape(context=64, blocks=4, heads=4, hidden=96, lr=1e-3)), steps=60)
-        model = named_like_markup() if self.name == "hostile" else nn.Sequential(*(Block(16) for _ in range(125)))
+        if self.name == "tiers":
+            model: nn.Module = nn.Sequential(*(Block(16) for _ in range(4)))
+        else:
+            model = named_like_markup() if self.name == "hostile" else nn.Sequential(*(Block(16) for _ in range(125)))
         return self._train(model, steps=WARM_UP + 1)
 
     def _train(self, model: nn.Module, steps: int) -> dict[str, Any] | None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        zero = zeroshard.shard(model, optimizer, stage=3)
+        offload = zeroshard.Offload()
+        if self.name == "tiers":
+            offload = zeroshard.Offload(parameters=0.5, gradients="cpu", optimizer="nvme", path="run/scratch")
+        zero = zeroshard.shard(model, optimizer, stage=3, offload=offload)
         metrics = []
         for step in range(steps):
             if step == steps - 2:

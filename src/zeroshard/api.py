@@ -665,7 +665,7 @@ class Zero:
         """Record events from now on, and the changes of what is held: the last `limit` of each. 0 stops and forgets."""
         if type(limit) is not int or limit < 0:
             raise UserError("record() keeps a number of events", got=repr(limit), instead="zero.record(65536)")
-        self._ledger.record = Record(limit, self._ledger.held) if limit else None
+        self._ledger.record = Record(limit, self._ledger.tiers) if limit else None
 
     def events(self) -> list[Event]:
         """What this rank recorded, oldest first; collectives carry the name of their bucket's unit."""

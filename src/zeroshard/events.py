@@ -64,12 +64,14 @@ class Peak:
 class Record:
     """The last events, and the last changes of what is held."""
 
-    def __init__(self, limit: int, held: Mapping[str, int]) -> None:
-        """Start with what is held now."""
+    def __init__(self, limit: int, tiers: Mapping[str, Mapping[str, int]]) -> None:
+        """Start with what is held now, by tier and state."""
         self.events: deque[Event] = deque(maxlen=limit)
         now = time.perf_counter_ns()
-        started = [(now, state, nbytes) for state, nbytes in held.items()]
-        self.held: deque[tuple[int, str, int]] = deque(started, maxlen=limit)  # (time, state, bytes held from then on)
+        started = [(now, tier, state, nbytes) for tier, held in tiers.items() for state, nbytes in held.items()]
+        self.held: deque[tuple[int, str, str, int]] = deque(
+            started, maxlen=limit
+        )  # (time, tier, state, bytes from then on)
 
 
 @dataclass
@@ -108,7 +110,7 @@ class Ledger:
             if self._total > self._most:
                 self._note_peak()
             if self.record is not None:
-                self.record.held.append((time.perf_counter_ns(), state, self.held[state]))
+                self.record.held.append((time.perf_counter_ns(), tier, state, self.tiers[tier][state]))
 
     def rename(self, state: str, other: str, nbytes: int) -> None:
         """Bytes held for `state` are from now on held for `other`: no moment has both."""

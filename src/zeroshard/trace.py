@@ -2,7 +2,7 @@
 
 One process per rank. Its first track holds what the rank computes: phases, and in them the units; slices nest. What
 travels meanwhile (gathers, reductions, agreements) overlaps, so it is drawn as asynchronous slices, and what is held as
-one counter of all states.
+a counter of all states for each tier.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def facts(record: Record, events: Sequence[Event]) -> dict[str, Any]:
             [e.verb, e.state, e.unit, e.bucket, e.logical, e.sent, e.received, wall + e.start, wall + (e.end or now)]
             for e in events
         ],
-        "held": [[wall + at, state, nbytes] for at, state, nbytes in record.held],
+        "held": [[wall + at, tier, state, nbytes] for at, tier, state, nbytes in record.held],
     }
 
 
@@ -50,12 +50,12 @@ def chrome(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
             common["id"] = f"{rank}.{number}"
             out.append(common | {"ph": "b", "args": args})
             out.append(common | {"ph": "e", "ts": (end - origin) / 1000})
-        held: dict[str, int] = {}
-        for at, state, nbytes in told["held"]:
-            held[state] = nbytes
+        held: dict[str, dict[str, int]] = {}
+        for at, tier, state, nbytes in told["held"]:
+            held.setdefault(tier, {})[state] = nbytes
             if at >= origin:
-                counter = {"ph": "C", "name": "bytes held", "pid": rank, "ts": (at - origin) / 1000}
-                out.append(counter | {"args": dict(held)})
+                counter = {"ph": "C", "name": f"bytes held, {tier}", "pid": rank, "ts": (at - origin) / 1000}
+                out.append(counter | {"args": dict(held[tier])})
     return {"traceEvents": out, "displayTimeUnit": "ms"}
 
 

@@ -398,11 +398,20 @@ def _step(recording: dict[str, Any], units: Sequence[str]) -> None:
         )
         for name, start, end in rank["phases"]:
             _say(f"  {name:<9} {(end - start) / 1e6:8.1f} ms", markup=False)
-        for line in rank["peak"]["says"] if rank["peak"] else ():
+        for line in _peak(rank["peak"]) if rank["peak"] else ():
             _say(f"  {line}", markup=False)
         _longest(recording, rank, units)
     if recording["note"]:
         _say(f"  [dim]{escape(recording['note'])}[/dim]")
+
+
+def _peak(peak: Mapping[str, Any]) -> Iterable[str]:
+    """Where the device held most, what of it is always there, and why the rest was."""
+    yield f"the device holds most {peak['where']}: {peak['total']:,} bytes"
+    if peak["rests"]:
+        yield f"  {sum(peak['rests'].values()):,} there all the time: {_held(peak['rests'])}"
+    for state, why in peak["why"].items():
+        yield f"  {peak['held'][state] - peak['rests'].get(state, 0):,} {state}: {why}"
 
 
 def _longest(recording: dict[str, Any], rank: dict[str, Any], units: Sequence[str]) -> None:

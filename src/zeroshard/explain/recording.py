@@ -7,10 +7,10 @@ puts the ranks side by side and lets the first of them begin at 0.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
-from ..events import Event, Record
+from ..events import DEVICE, Event, Record
 from ..layout import Partition
 
 PHASES = ("forward", "backward", "reduce", "step", "gather", "save", "export")
@@ -24,11 +24,11 @@ Clock = Literal["ns", "tick"]
 
 
 class Told(NamedTuple):
-    """What one rank recorded, in its own times. `held`: (time, state, bytes from then on)."""
+    """What one rank recorded, in its own times. `held`: (time, tier, state, bytes from then on)."""
 
     rank: int
     events: Sequence[Event]
-    held: Sequence[tuple[int, str, int]]
+    held: Sequence[tuple[int, str, str, int]]
 
 
 def layout_json(partition: Partition, units: Sequence[str]) -> dict[str, Any]:
@@ -118,25 +118,26 @@ def _move(event: Event, stop: int) -> list[Any]:
     ]  # fmt: skip
 
 
-def _held_within(changes: Sequence[tuple[int, str, int]], span: tuple[int, int]) -> list[list[Any]]:
+def _held_within(changes: Sequence[tuple[int, str, str, int]], span: tuple[int, int]) -> list[list[Any]]:
     """The changes within the span, after what was held when it began."""
-    before: dict[str, int] = {}
+    before: dict[tuple[str, str], int] = {}
     inside: list[list[Any]] = []
-    for at, state, nbytes in changes:
+    for at, tier, state, nbytes in changes:
         if at <= span[0]:
-            before[state] = nbytes
+            before[tier, state] = nbytes
         elif at <= span[1]:
-            inside.append([at, state, nbytes])
-    return [[span[0], state, nbytes] for state, nbytes in before.items() if nbytes] + inside
+            inside.append([at, tier, state, nbytes])
+    return [[span[0], *place, nbytes] for place, nbytes in before.items() if nbytes] + inside
 
 
-def totals(held: Sequence[Sequence[Any]]) -> Iterator[tuple[int, int, int, dict[str, int]]]:
-    """(from, until, total, bytes by state) between changes; the dictionary is one that goes on changing."""
+def totals(held: Sequence[Sequence[Any]], tier: str = DEVICE) -> Iterator[tuple[int, int, int, dict[str, int]]]:
+    """(from, until, total, bytes by state) between a tier's changes; the dictionary is one that goes on changing."""
     now: dict[str, int] = {}
-    for number, (at, state, nbytes) in enumerate(held):
+    own = [(at, state, nbytes) for at, of, state, nbytes in held if of == tier]
+    for number, (at, state, nbytes) in enumerate(own):
         now[state] = nbytes
-        following = held[number + 1][0] if number + 1 < len(held) else at
-        if following > at or number + 1 == len(held):
+        following = own[number + 1][0] if number + 1 < len(own) else at
+        if following > at or number + 1 == len(own):
             yield at, following, sum(now.values()), now
 
 
@@ -147,28 +148,48 @@ def peak_of(
     units: Sequence[Sequence[Any]],
     moves: Sequence[Sequence[Any]],
 ) -> dict[str, Any] | None:
-    """The first moment at which most was held, what it was made of, and what was going on; None without a record."""
-    most: tuple[int, int, int, dict[str, int]] | None = None
-    for at, until, total, now in totals(held):
-        if most is None or total > most[2]:
-            most = at, until, total, {state: nbytes for state, nbytes in now.items() if nbytes}
-    if most is None:
+    """The first moment at which the device held most, what that was, and what was going on; None without a record."""
+    if not held:
         return None
-    at, until, total, states = most
-    least = _least(held)
-    phase = next((p[0] for p in reversed(phases) if p[1] <= at < p[2]), "between")
-    unit = next((u[1] for u in reversed(units) if u[2] <= at < u[3]), None)
+    at, until, total, states = span[0], span[1], 0, dict[str, int]()
+    for begins, ends, nbytes, now in totals(held):
+        if nbytes > total:
+            at, until, total, states = begins, ends, nbytes, {state: n for state, n in now.items() if n}
     # What is being reserved at this moment begins to move right after it, before anything else is held.
+    after = max(until, at + 1)
     flying = [
-        number
-        for number, move in enumerate(moves)
-        if move[0] in TRAVELS and move[7] < max(until, at + 1) and move[8] > at
-    ]
-    gathered = _gathered(moves, at, until)
+        number for number, move in enumerate(moves) if move[0] in TRAVELS and move[7] < after and move[8] > at
+    ]  # fmt: skip
+    unit = next((u[1] for u in reversed(units) if u[2] <= at < u[3]), None)
+    rests = {state: nbytes for state, nbytes in _least(held).items() if nbytes}
+    passing = [state for state, nbytes in states.items() if nbytes > rests.get(state, 0)]
+    here, ahead = _gathered(moves, at, after)
+    reduced = list(dict.fromkeys(moves[number][3] for number in flying if moves[number][0] == "reduce"))
+    reasons = {
+        "gather": f"full weights of {_names(here)}" if here else "weights being published",
+        "prefetch": f"weights sent ahead of their use: {_names(ahead)}" if ahead else "weights sent ahead of their use",
+        "reduce": f"gradients on their way: {_names(reduced)}" if reduced else "gradients being put together",
+        "staging": "buffers between the device and where a state rests",
+        "norms": "sums of squares, for clipping",
+        "upcast": "gradients in the masters' dtype",
+    }
     return {
-        "at": at, "total": total, "held": states, "phase": phase, "unit": unit, "flying": flying,
-        "says": _why(states, least, phase, unit, gathered, [moves[number] for number in flying]),
+        "at": at, "total": total, "held": states, "rests": rests,
+        "where": _where(at, phases) + (f", at {unit or 'the root'}" if unit is not None else ""),
+        "why": {state: reasons.get(state, "made in this step") for state in passing}, "unit": unit, "flying": flying,
     }  # fmt: skip
+
+
+def _where(at: int, phases: Sequence[Sequence[Any]]) -> str:
+    """`in backward`, or `between backward and step`."""
+    inside = [phase for phase in phases if phase[1] <= at < phase[2]]
+    if inside:
+        return f"in {inside[-1][0]}"
+    before = max((phase for phase in phases if phase[2] <= at), key=lambda phase: phase[2], default=None)
+    after = min((phase for phase in phases if phase[1] > at), key=lambda phase: phase[1], default=None)
+    if before and after:
+        return f"between {before[0]} and {after[0]}"
+    return f"after {before[0]}" if before else f"before {after[0]}" if after else "in the step"
 
 
 def _least(held: Sequence[Sequence[Any]]) -> dict[str, int]:
@@ -181,45 +202,16 @@ def _least(held: Sequence[Sequence[Any]]) -> dict[str, int]:
     return least
 
 
-def _gathered(moves: Sequence[Sequence[Any]], at: int, until: int) -> list[str]:
-    """Units whose gathered weights are here then, as far as the record tells."""
-    here: dict[int, str] = {}
-    for verb, state, bucket, unit, *_, start, _, _ in moves:
-        if verb == "gather" and state == "parameters" and start < max(until, at + 1):
-            here[bucket] = unit
+def _gathered(moves: Sequence[Sequence[Any]], at: int, after: int) -> tuple[list[str], list[str]]:
+    """Units whose full weights are here then, and units whose are on their way, as far as the record tells."""
+    found: dict[int, tuple[str, bool]] = {}
+    for verb, state, bucket, unit, *_, start, end, _ in moves:
+        if verb in ("gather", "broadcast") and state == "parameters" and start < after:
+            found[bucket] = unit, end <= at
         elif verb == "release" and start <= at:
-            here.pop(bucket, None)
-    return list(dict.fromkeys(here.values()))
-
-
-def _why(
-    states: Mapping[str, int],
-    least: Mapping[str, int],
-    phase: str,
-    unit: str | None,
-    gathered: Sequence[str],
-    flying: Sequence[Sequence[Any]],
-) -> list[str]:
-    place = f" at {unit or 'the root'}" if unit is not None else ""
-    says = [f"Most is held in {phase}{place}: {sum(states.values()):,} bytes."]
-    rests = {state: nbytes for state, nbytes in least.items() if nbytes}
-    if rests:
-        parts = ", ".join(f"{state} {nbytes:,}" for state, nbytes in rests.items())
-        says.append(f"{sum(rests.values()):,} of them are there all the time: {parts}.")
-    passing = {state: n - least.get(state, 0) for state, n in states.items() if n > least.get(state, 0)}
-    for state, nbytes in sorted(passing.items(), key=lambda item: -item[1]):
-        says.append(f"{nbytes:,} pass through as {state}{_as_what(state, gathered, flying)}.")
-    return says
-
-
-def _as_what(state: str, gathered: Sequence[str], flying: Sequence[Sequence[Any]]) -> str:
-    if state in ("gather", "prefetch") and gathered:
-        ahead = ", or ahead of its use" if state == "prefetch" else ""
-        return f": full weights of {_names(gathered)}{ahead}"
-    if state == "reduce":
-        under_way = list(dict.fromkeys(move[3] for move in flying if move[0] == "reduce"))
-        return f": gradients on their way, {_names(under_way)}" if under_way else ": gradients being put together"
-    return ""
+            found.pop(bucket, None)
+    here = dict.fromkeys(unit for unit, landed in found.values() if landed)
+    return list(here), list(dict.fromkeys(unit for unit, landed in found.values() if not landed))
 
 
 def _names(units: Sequence[str]) -> str:
@@ -252,22 +244,23 @@ def shorten(recording: dict[str, Any]) -> list[str]:
 
 
 def thinned(held: Sequence[Sequence[Any]], limit: int) -> list[list[Any]]:
-    """Fewer changes. Of each stretch of time the fullest moment stays, and so does the highest of all."""
-    states = len({state for _, state, _ in held})
-    stretches = max(1, limit // (2 * states))
+    """Fewer changes. Of each stretch of time each tier's fullest moment stays, and so does its highest of all."""
+    places = len({(tier, state) for _, tier, state, _ in held})
+    stretches = max(1, limit // (2 * places))
     first, last = held[0][0], held[-1][0]
     width = max(1, -(-(last - first + 1) // stretches))
-    fullest: dict[int, tuple[int, int, dict[str, int]]] = {}
-    for at, _, total, now in totals(held):
-        stretch = (at - first) // width
-        if stretch not in fullest or total > fullest[stretch][1]:
-            fullest[stretch] = at, total, dict(now)
     kept: list[list[Any]] = []
-    before: dict[str, int] = {}
-    for at, _, now in fullest.values():
-        kept += [[at, state, nbytes] for state, nbytes in now.items() if nbytes != before.get(state, 0)]
-        before = now
-    return kept
+    for tier in dict.fromkeys(change[1] for change in held):
+        fullest: dict[int, tuple[int, int, dict[str, int]]] = {}
+        for at, _, total, now in totals(held, tier):
+            stretch = (at - first) // width
+            if stretch not in fullest or total > fullest[stretch][1]:
+                fullest[stretch] = at, total, dict(now)
+        before: dict[str, int] = {}
+        for at, _, now in fullest.values():
+            kept += [[at, tier, state, nbytes] for state, nbytes in now.items() if nbytes != before.get(state, 0)]
+            before = now
+    return sorted(kept, key=lambda change: change[0])
 
 
 # ------------------------------------------------------------------------------------------------------ all ranks
@@ -279,9 +272,10 @@ def together(
     """A `Recording` of several ranks' steps: names become indices, and the first rank begins at 0."""
     index = {name: number for number, name in enumerate(units)}
     verbs = _table(move[0] for rank in ranks for move in itertools.chain(rank["moves"], rank["units"]))
+    tiers = _table(change[1] for rank in ranks for change in rank["held"])
     states = _table(
         itertools.chain(
-            (change[1] for rank in ranks for change in rank["held"]),
+            (change[2] for rank in ranks for change in rank["held"]),
             (move[1] for rank in ranks for move in rank["moves"]),
         )
     )
@@ -305,14 +299,14 @@ def together(
                  waited if clock == "ns" else 0]
                 for verb, state, bucket, unit, *nbytes, start, end, waited in rank["moves"]
             ],
-            "held": [[at - since, states[state], nbytes] for at, state, nbytes in rank["held"]],
+            "held": [[at - since, tiers[tier], states[state], nbytes] for at, tier, state, nbytes in rank["held"]],
             "peak": None if peak is None else {**peak, "at": peak["at"] - since, "unit": place(peak["unit"])},
             "waited": rank["waited"] if clock == "ns" else 0,
         }  # fmt: skip
 
     return {
-        "clock": clock, "verbs": list(verbs), "states": list(states), "ranks": [of_one(rank) for rank in ranks],
-        "note": "; ".join(dict.fromkeys(notes)) or None,
+        "clock": clock, "verbs": list(verbs), "tiers": list(tiers), "states": list(states),
+        "ranks": [of_one(rank) for rank in ranks], "note": "; ".join(dict.fromkeys(notes)) or None,
     }  # fmt: skip
 
 

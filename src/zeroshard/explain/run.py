@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import StateError, UserError
-from ..events import DEVICE
 from ..planner import predict_states
 from ..planner.states import owned
 from .document import Page, built_in, document
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 RANKS_SHOWN = 8  # whose step is shown in full; of all others a line
 CURVE_POINTS = 2_000
 RECORDED, METRICS = "explain.json", "metrics.jsonl"  # in a run's folder
-FORMAT, VERSION = "zeroshard-run", 1
+FORMAT, VERSION = "zeroshard-run", 2
 
 
 def explain(
@@ -63,8 +62,6 @@ def gather(zero: Zero) -> dict[str, Any]:
         step["shift"] = time.time_ns() - time.perf_counter_ns()  # to the wall clock, which ranks share
         traffic = traffic_of(step["moves"], span[0])
         notes = shorten(step)
-        if any(tier != DEVICE and any(held.values()) for tier, held in zero.ledger().tiers.items()):
-            notes.append("memory over the step is that of all tiers together")
         if not began_before(record, span[0]):
             notes.append("the record was too short for the whole step: zero.record(limit) with more")
     summaries = zero._group.describe({"summary": _summary(zero, step), "traffic": traffic, "notes": notes})

@@ -58,14 +58,16 @@ RUN = {
         {
             "clock": str,
             "verbs": [str],
+            "tiers": [str],
             "states": [str],
             "ranks": [
                 {
                     "rank": int, "span": Row(int, int), "phases": [Row(str, int, int)],
-                    "units": [Row(int, int, int, int)], "moves": [MOVE], "held": [Row(int, int, int)], "waited": int,
+                    "units": [Row(int, int, int, int)], "moves": [MOVE],
+                    "held": [Row(int, int, int, int)], "waited": int,
                     "peak": Maybe(
-                        {"at": int, "total": int, "held": HELD, "phase": str, "unit": int, "flying": [int],
-                         "says": [str]}
+                        {"at": int, "total": int, "held": HELD, "rests": HELD, "where": str, "why": Each(str),
+                         "unit": int, "flying": [int]}
                     ),
                 }
             ],
@@ -132,17 +134,16 @@ def _loose_end(run: dict[str, Any]) -> str | None:
             return f"run.layout.buckets[{at}] is not cut into {run['ranks']} shards"
         if not (0 <= bucket["unit"] < units and 0 <= bucket["first"] <= bucket["last"] <= slots):
             return f"run.layout.buckets[{at}] names a unit or slots that are not there"
-    limits = (
-        (buckets, units) if recording is None else (buckets, units, len(recording["verbs"]), len(recording["states"]))
-    )
+    tables = () if recording is None else tuple(len(recording[part]) for part in ("verbs", "states", "tiers"))
+    limits = (buckets, units, *tables)
     for number, rank in enumerate(recording["ranks"] if recording else ()):
         path = f"run.recording.ranks[{number}]"
-        rows = [((m[2], m[3], m[0], m[1]), f"{path}.moves[{at}]") for at, m in enumerate(rank["moves"])]
-        rows += [((-1, u[1], u[0], 0), f"{path}.units[{at}]") for at, u in enumerate(rank["units"])]
-        rows += [((-1, -1, 0, h[1]), f"{path}.held[{at}]") for at, h in enumerate(rank["held"])]
+        rows = [((m[2], m[3], m[0], m[1], 0), f"{path}.moves[{at}]") for at, m in enumerate(rank["moves"])]
+        rows += [((-1, u[1], u[0], 0, 0), f"{path}.units[{at}]") for at, u in enumerate(rank["units"])]
+        rows += [((-1, -1, 0, h[2], h[1]), f"{path}.held[{at}]") for at, h in enumerate(rank["held"])]
         for indices, where in rows:
             if not all(
-                least <= index < most for index, most, least in zip(indices, limits, (-1, -1, 0, 0), strict=True)
+                least <= index < most for index, most, least in zip(indices, limits, (-1, -1, 0, 0, 0), strict=True)
             ):
                 return f"{where} names what is not there"
         if rank["peak"] and not all(0 <= move < len(rank["moves"]) for move in rank["peak"]["flying"]):

@@ -380,13 +380,13 @@ def _moment(
     at = ticks[name]
     before = ticks[names[names.index(name) - 1]] if names.index(name) else at
     held: dict[str, int] = {}
-    for when, state, nbytes in told["held"]:
+    for when, _, state, nbytes in told["held"]:
         if when <= at:
             held[state] = nbytes
     since = [change for change in told["held"] if change[0] <= at]
     passed = [change for change in since if change[0] > before]
-    start = {state: nbytes for when, state, nbytes in since if when <= before}
-    window = [[before, state, nbytes] for state, nbytes in start.items()] + passed
+    start = {(tier, state): nbytes for when, tier, state, nbytes in since if when <= before}
+    window = [[before, *place, nbytes] for place, nbytes in start.items()] + passed
     peak = peak_of(window, (before, at), told["phases"], told["units"], told["moves"])
     if peak is not None:
         names_of = told["unit_names"]
@@ -505,7 +505,7 @@ def _grouping(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _held_at(held: Sequence[Sequence[Any]], state: str, at: int) -> int:
-    return next((nbytes for when, name, nbytes in reversed(held) if name == state and when <= at), 0)
+    return next((nbytes for when, _, name, nbytes in reversed(held) if name == state and when <= at), 0)
 
 
 def _timing(stage: int, rank: dict[str, Any]) -> list[dict[str, Any]]:

@@ -26,7 +26,7 @@ from torch.utils.flop_counter import flop_registry, shape_wrapper
 from ..api import Zero, shard
 from ..comm import Comm, Simulated
 from ..errors import Error, UserError
-from ..events import Event, Ledger
+from ..events import DEVICE, Event, Ledger
 from ..layout import Layout
 from ..numerics import Precision
 from ..tier import Offload
@@ -232,7 +232,7 @@ PASSING = ("gather", "prefetch", "reduce", "staging")  # states that come and go
 
 
 def moments(run: Simulation) -> list[tuple[str, dict[str, int]]]:
-    """[(name, bytes by state)] in the order they come: what was held when each part of a step held most.
+    """[(name, bytes by state)] in the order they come: what the device held when each part of a step held most there.
 
     Parts: "init", then "forward of blocks.3", "backward of blocks.3", "reduce" (the end of backward) and "step" of the
     last recorded step.
@@ -247,15 +247,15 @@ def moments(run: Simulation) -> list[tuple[str, dict[str, int]]]:
         if event.start > began and event.verb in ("forward", "recompute", "backward", "reduce", "step")
         if event.unit is not None or (event.verb in ("reduce", "step") and not event.logical)
     ]
-    changes, held, at = list(record.held), {}, 0
+    changes, held, at = [change for change in record.held if change[1] == DEVICE], {}, 0
     found: list[tuple[str, dict[str, int]]] = [("init", run.ledger.phases["init"].held)]
     for event in sorted(parts, key=lambda event: event.start):
         while at < len(changes) and changes[at][0] <= event.start:
-            held[changes[at][1]] = changes[at][2]
+            held[changes[at][2]] = changes[at][3]
             at += 1
         most, now, ahead = dict(held), dict(held), at
         while ahead < len(changes) and changes[ahead][0] <= event.end:
-            now[changes[ahead][1]] = changes[ahead][2]
+            now[changes[ahead][2]] = changes[ahead][3]
             ahead += 1
             if sum(now.values()) > sum(most.values()):
                 most = dict(now)

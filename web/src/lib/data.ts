@@ -37,10 +37,11 @@ export interface Peak {
   at: number;
   total: number;
   held: Bytes;
-  phase: string;
+  rests: Bytes;
+  where: string;
+  why: Record<string, string>;
   unit: number;
   flying: number[];
-  says: string[];
 }
 
 export interface RankRecording {
@@ -49,7 +50,7 @@ export interface RankRecording {
   phases: [name: string, start: number, end: number][];
   units: [verb: number, unit: number, start: number, end: number][];
   moves: Move[];
-  held: [at: number, state: number, nbytes: number][];
+  held: [at: number, tier: number, state: number, nbytes: number][];
   peak: Peak;
   waited: number;
 }
@@ -57,6 +58,7 @@ export interface RankRecording {
 export interface Recording {
   clock: 'ns' | 'tick';
   verbs: string[];
+  tiers: string[];
   states: string[];
   ranks: RankRecording[];
   note: string | null;

@@ -8,18 +8,19 @@ export interface Snapshot {
   total: number;
 }
 
-/** One snapshot per moment at which something changed, in order. */
-export function snapshots(rank: RankRecording, states: number): Snapshot[] {
+/** One snapshot of a tier per moment at which something changed there, in order; one of nothing where it never did. */
+export function snapshots(rank: RankRecording, tier: number, states: number): Snapshot[] {
   const found: Snapshot[] = [];
   let held = new Array<number>(states).fill(0);
-  for (const [at, state, nbytes] of rank.held) {
+  for (const [at, of, state, nbytes] of rank.held) {
+    if (of !== tier) continue;
     held = [...held];
     held[state] = nbytes;
     const snapshot = { at, held, total: held.reduce((a, b) => a + b, 0) };
     if (found.at(-1)?.at === at) found[found.length - 1] = snapshot;
     else found.push(snapshot);
   }
-  return found;
+  return found.length ? found : [{ at: rank.span[0], held, total: 0 }];
 }
 
 /** Index of the snapshot that holds at `time`: the last one not after it. */

@@ -4,6 +4,8 @@
  * The same arithmetic as `zeroshard/planner/closed.py`, function by function; tests/planner.test.ts compares them on
  * `zeroshard plan --json`. Bytes per parameter are sums of powers of two, so doubles hold every value exactly up to 2^53.
  */
+import tables from '../../fixtures/planner.json';
+import { type Instant, instants } from './instants';
 
 export const TIERS = ['device', 'host', 'nvme'] as const;
 export type Tier = (typeof TIERS)[number];
@@ -23,15 +25,19 @@ export interface Placements {
   optimizer: boolean;
 }
 
-/** Where each model state rests. */
-export interface Offload {
-  parameters: Tier;
-  gradients: Tier;
-  optimizer: Tier;
-}
+/** Where each model state rests, in whole percent of its bytes; what is missing stays on the device. */
+export type Offload = Record<keyof Placements, Partial<Record<'host' | 'nvme', number>>>;
 
-export const ON_DEVICE: Offload = { parameters: 'device', gradients: 'device', optimizer: 'device' };
+export const ON_DEVICE: Offload = { parameters: {}, gradients: {}, optimizer: {} };
 export const PADDING = 'padding';
+export const STAGING = 'staging';
+const { page: PAGE, buffers: BUFFERS, message: MESSAGE } = tables.constants;
+
+/** Percent of a state's bytes in a tier. */
+export function percentIn(offload: Offload, of: keyof Placements, tier: Tier): number {
+  const { host = 0, nvme = 0 } = offload[of];
+  return { device: 100 - host - nvme, host, nvme }[tier];
+}
 
 /** Bytes of one rank in one step, in the three conventions of the literature. */
 export interface Moved {
@@ -57,6 +63,10 @@ export interface Question {
   /** K copies of the sharded optimizer, each over ranks / K; of stage 1. */
   instances?: number;
   offload?: Offload;
+  /** The model in so many equal units, for the peak of a step. */
+  units?: number;
+  /** GPUs of a node, for what their links carry. */
+  node?: number;
 }
 
 /** What one rank holds at rest and moves in a step. */
@@ -66,7 +76,20 @@ export interface StagePlan {
   states: Record<string, number>;
   tiers: Record<Tier, Record<string, number>>;
   total: number;
+  /** At rest on the device. */
+  device: number;
   traffic: Traffic;
+  /** Read from files and written to them in a step. */
+  moves: { read: number; written: number };
+  /** What passes through the device in a step, and the most with what rests there; null where no units are known. */
+  instants: Instant[];
+  peak: number | null;
+  peakAt: string | null;
+  /** What the device saves at rest beside another stage, as a fraction of what that holds in all tiers. */
+  saved: (other: StagePlan) => number;
+  /** What has to fit the device: the peak, or what is known of it. */
+  most: number;
+  links: { inside: number; between: number } | null;
   /** Ranks that a copy of the optimizer is cut among. */
   sharing: number;
 }
@@ -83,6 +106,48 @@ export function sharing(stage: number, ranks: number, instances = 1): number {
   return stage === 1 && ranks % instances === 0 ? ranks / instances : ranks;
 }
 
+const MILLION = 1_000_000;
+
+/** The bytes of `numel` elements, `millionths` of them, rounded up: exact, as Python's fractions are. */
+export function nbytes(numel: number, each: number, millionths = MILLION): number {
+  if (millionths === MILLION) return Math.ceil(numel * each);
+  const unit = 2 ** 20; // no recipe has a smaller part of a byte
+  const product = BigInt(numel) * BigInt(each * unit) * BigInt(millionths);
+  const whole = BigInt(unit) * BigInt(MILLION);
+  return Number((product + whole - 1n) / whole);
+}
+
+interface State {
+  state: string;
+  kind: Kind;
+  /** Bytes per parameter, and how many millionths of them there are. */
+  each: number;
+  millionths: number;
+}
+
+/** All states. On a GPU, parameters that are updated elsewhere than they rest have a master in their own dtype. */
+function statesOf(recipe: Recipe, offload: Offload): State[] {
+  const found = Object.entries(recipe.bytes_per_parameter).map(([state, each]) => ({
+    state,
+    kind: kind(state),
+    each,
+    millionths: MILLION,
+  }));
+  const here = percentIn(offload, 'parameters', 'device');
+  const there = percentIn(offload, 'optimizer', 'device');
+  const copied = 100 * (here * (100 - there) + there * (100 - here));
+  if (copied && !('master' in recipe.bytes_per_parameter))
+    found.splice(2, 0, {
+      state: 'master',
+      kind: 'optimizer',
+      each: recipe.bytes_per_parameter.parameters,
+      millionths: copied,
+    });
+  return found;
+}
+
+const pages = (bytes: number): number => Math.ceil(bytes / PAGE) * PAGE;
+
 /** {tier: {state: bytes}} of the last rank, which holds the padding. Equal sums on all ranks. */
 export function atRest(
   numel: number,
@@ -94,31 +159,29 @@ export function atRest(
   const reserved = share(numel, ranks);
   const own = Math.max(numel - (ranks - 1) * reserved, 0);
   const held: Record<Tier, Record<string, number>> = { device: {}, host: {}, nvme: {} };
-  const padding: Record<Tier, number> = { device: 0, host: 0, nvme: 0 };
-  for (const [state, nbytes] of Object.entries(recipe.bytes_per_parameter)) {
-    const tier = offload[kind(state)];
-    const cut = place[kind(state)];
-    held[tier][state] = Math.ceil((cut ? own : numel) * nbytes);
-    if (cut) padding[tier] += Math.ceil(reserved * nbytes) - held[tier][state];
+  const states = statesOf(recipe, offload);
+  for (const tier of TIERS) {
+    let padding = 0;
+    for (const { state, kind: of, each, millionths } of states) {
+      const part = (millionths / 100) * percentIn(offload, of, tier);
+      const bytes = nbytes(place[of] ? own : numel, each, part);
+      if (bytes) held[tier][state] = bytes;
+      if (place[of]) padding += nbytes(reserved, each, part) - bytes;
+    }
+    if (padding) held[tier][PADDING] = padding;
   }
-  for (const tier of TIERS) if (padding[tier]) held[tier][PADDING] = padding[tier];
+  // Files have buffers of one message in host memory.
+  const message = Math.min(Math.floor(MESSAGE / recipe.bytes_per_parameter.parameters), numel);
+  let buffers = 0;
+  for (const { state, kind: of, each, millionths } of states) {
+    const slot = pages(nbytes(place[of] ? share(message, ranks) : message, each, millionths));
+    buffers += Math.min(BUFFERS * slot, pages(held.nvme[state] ?? 0));
+  }
+  if (buffers) held.host[STAGING] = buffers;
   return held;
 }
 
 export const sum = (table: Record<string, number>): number => Object.values(table).reduce((a, b) => a + b, 0);
-
-/** Bytes that every rank holds at rest, in one tier or all of them. */
-export function total(
-  numel: number,
-  ranks: number,
-  place: Placements,
-  recipe: Recipe,
-  offload = ON_DEVICE,
-  tier?: Tier,
-): number {
-  const held = atRest(numel, ranks, place, recipe, offload);
-  return (tier ? [tier] : [...TIERS]).reduce<number>((nbytes, each) => nbytes + sum(held[each]), 0);
-}
 
 /** `6 + 12/N`: bytes per parameter and rank. */
 export function formula(place: Placements, recipe: Recipe, instances = 1): string {
@@ -194,36 +257,82 @@ export function withOptimizer(recipe: Recipe, name: string, states: Record<strin
   return { ...recipe, name: `${recipe.name}, ${name}`, bytes_per_parameter: { parameters, gradients, ...optimizer } };
 }
 
+/** What a step reads from files and writes to them, of a model of so many messages that no buffer is met again. */
+function moves(
+  onDisk: Record<string, number>,
+  place: Placements,
+  mastered: boolean,
+  accumulate: number,
+  noSync: boolean,
+) {
+  const { parameters: whole = 0, gradients: added = 0 } = onDisk;
+  const kept = sum(onDisk) - whole - added;
+  const backwards = noSync ? 1 : accumulate;
+  // What was cast from masters into a shard is written alone; into a copy or in place, that is read before.
+  const published = Number(place.optimizer && !place.parameters);
+  return {
+    read: whole * (2 * accumulate + Number(!(mastered && place.parameters)) + published) + kept + added * backwards,
+    written: whole * (1 + published) + kept + added * (backwards + 1),
+  };
+}
+
+/** Bytes that one GPU sends in a step inside its node of `node` GPUs, and to others: a gather is a ring, which the cards
+ * of a node share; a reduction is an exchange. */
+export function links({ gather, reduce }: Traffic, ranks: number, node: number) {
+  const near = Math.min(ranks, node);
+  const up = (over: bigint, under: number) => Number((over + BigInt(under) - 1n) / BigInt(under));
+  const [ring, exchange, N, G] = [BigInt(gather.logical), BigInt(reduce.logical), BigInt(ranks), BigInt(near)];
+  return {
+    inside: up((N - 1n) * ring + (G - 1n) * exchange, ranks),
+    between: ranks > near ? up((N - 1n) * ring + (N - G) * G * exchange, ranks * near) : 0,
+  };
+}
+
 /** One stage's answer. */
 export function plan(question: Question, stage: number, place: Placements): StagePlan {
   const { parameters, ranks, recipe, accumulate = 1, noSync = false, instances = 1, offload = ON_DEVICE } = question;
   const among = sharing(stage, ranks, instances);
   const tiers = atRest(parameters, among, place, recipe, offload);
   const states: Record<string, number> = {};
-  for (const state of [...Object.keys(recipe.bytes_per_parameter), PADDING])
+  const names = statesOf(recipe, offload).map(({ state }) => state);
+  for (const state of [...names, STAGING, PADDING])
     for (const tier of TIERS) if (state in tiers[tier]) states[state] = (states[state] ?? 0) + tiers[tier][state];
+  const device = sum(tiers.device);
+  const moved = traffic(parameters, ranks, place, recipe, accumulate, noSync);
+  const passing = question.units ? instants(question, place) : [];
+  const worst = passing.reduce<Instant | null>((most, each) => (most && most.total >= each.total ? most : each), null);
+  const peak = worst && device + worst.total;
   return {
     stage,
     formula: formula(place, recipe, among < ranks ? instances : 1),
     states,
     tiers,
     total: sum(states),
-    traffic: traffic(parameters, ranks, place, recipe, accumulate, noSync),
+    device,
+    traffic: moved,
+    moves: moves(tiers.nvme, place, names.includes('master'), accumulate, noSync),
+    instants: passing,
+    peak,
+    peakAt: worst?.name ?? null,
+    saved: (other) => 1 - device / (other.total - (other.states[STAGING] ?? 0)),
+    most: peak ?? device,
+    links: question.node ? links(moved, ranks, question.node) : null,
     sharing: among,
   };
 }
 
 /** The most parameters whose states fit into `limit` bytes of the device per rank at rest (0: none). */
 export function largest(ranks: number, place: Placements, recipe: Recipe, limit: number, offload = ON_DEVICE): number {
-  const whole = Object.entries(recipe.bytes_per_parameter)
-    .filter(([state]) => offload[kind(state)] === 'device')
-    .reduce((nbytes, [, each]) => nbytes + each, 0);
+  const whole = statesOf(recipe, offload).reduce(
+    (bytes, { kind: of, each, millionths }) => bytes + (each * millionths * percentIn(offload, of, 'device')) / 1e8,
+    0,
+  );
   if (!whole) return Number.POSITIVE_INFINITY;
   let low = 0;
   let high = Math.ceil((limit * ranks) / whole) + ranks;
   while (low < high) {
     const middle = Math.floor((low + high + 1) / 2);
-    if (total(middle, ranks, place, recipe, offload, 'device') <= limit) low = middle;
+    if (sum(atRest(middle, ranks, place, recipe, offload).device) <= limit) low = middle;
     else high = middle - 1;
   }
   return low;

@@ -17,11 +17,15 @@ const KNOWN: Record<string, [label: string, colour: string, passing?: true]> = {
   gather: ['gathered parameters', 'var(--parameters)', true],
   prefetch: ['prefetched parameters', 'var(--parameters)', true],
   reduce: ['gradients under way', 'var(--gradients)', true],
-  norms: ['norms', 'var(--other)', true],
-  staging: ['staging', 'var(--other)', true],
+  norms: ['sums for the norm', 'var(--other)', true],
+  staging: ['buffers of what rests elsewhere', 'var(--other)', true],
+  snapshot: ['copy to be saved', 'var(--other)', true],
   upcast: ['fp32 gradients of the step', 'var(--gradients)', true],
   build: ['being built', 'var(--other)', true],
 };
+
+/** Where bytes are held, in the engine's words and in the reader's. */
+export const TIER_NAMES: Record<string, string> = { device: 'device', host: 'host memory', nvme: 'files' };
 
 export const ORDER = Object.keys(KNOWN);
 

@@ -17,6 +17,10 @@ import torch
 import ranks as rank_processes
 
 TEST_TIMEOUT = 180  # seconds; a run on ranks has its own, shorter one
+LONGEST = {  # start first, or one of xdist's workers ends alone with one of them
+    "test_checkpoint_faults", "test_checkpoint_forgeries", "test_cli", "test_clipping", "test_docs", "test_lost_ranks",
+    "test_offload", "test_resume", "test_simulate", "test_verify",
+}  # fmt: skip
 MARKERS = {
     "dist": "runs on several rank processes (set by itself on tests that use the `ranks` or `world` fixture)",
     "gpu": "needs a CUDA device, skipped without one",
@@ -40,6 +44,7 @@ def pytest_configure(config):
         config.option.order = config.workerinput["order"]
     if config.getoption("--order") is None:
         config.option.order = random.SystemRandom().randrange(1, 10_000)
+    config.option.loadscopereorder = False  # xdist's own order is by the number of a file's tests
 
 
 def pytest_configure_node(node):
@@ -65,10 +70,11 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _shuffle(items, seed):
-    """Files in random order, and the tests within a file; a file's tests stay together, for its fixtures' sake."""
+    """Long files first, else in random order, and so a file's tests, which stay together for its fixtures' sake."""
     if seed:
         generator = random.Random(seed)
-        place = {path: generator.random() for path in sorted({item.path for item in items})}
+        paths = sorted({item.path for item in items})
+        place = {path: (path.stem not in LONGEST, generator.random()) for path in paths}
         items.sort(key=lambda item: (place[item.path], generator.random()))
 
 

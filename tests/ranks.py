@@ -1,6 +1,7 @@
 """Warm rank processes: `ranks.run(world, fn, *args)` calls `fn` on every rank and returns what each returned.
 
     pytest --socket--> nursery (torch imported, one thread) --fork--> worker 0, worker 1, ...   (one per rank)
+                                                            --fork--> python -m zeroshard ...   (`ranks.command`)
 
 The nursery pays for the imports once; a fork takes some milliseconds. Workers are forked when first needed, and the next
 run reuses them, whatever its world size. A run that fails in any way costs its workers: they are killed and forked
@@ -23,6 +24,7 @@ import os
 import pickle
 import random
 import resource
+import runpy
 import select
 import shutil
 import signal
@@ -36,10 +38,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any, NamedTuple
 
 GROUP_TIMEOUT = 8.0  # seconds a collective waits for its peers
 RUN_TIMEOUT = 60.0  # seconds before a run counts as hung
+PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 GRACE = 3.0  # seconds the other ranks get to end by themselves after one failed
 
 
@@ -145,6 +149,19 @@ def run(
         if output:
             print(f"[rank {rank}] {output}")
     return [outcome if isinstance(outcome, Raised) else pickle.loads(outcome) for outcome in outcomes]
+
+
+def command(
+    *words: object, timeout: float = RUN_TIMEOUT, cwd: str | os.PathLike[str] | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """What `python -m zeroshard *words` prints and exits with, as a process of its own that need not import torch.
+
+    environment: variables beside pytest's own; those that say who is which rank are left out unless given here. The
+    ranks that the command itself starts are cold, as a user's are.
+    """
+    inherited = {name: value for name, value in os.environ.items() if name not in PLACE}
+    place = {"cwd": os.fspath(cwd or os.getcwd()), "environment": inherited | environment}
+    return _pool.command({"words": [str(word) for word in words]} | place, timeout)
 
 
 def pids(world: int) -> list[int]:
@@ -300,6 +317,27 @@ class _Pool:
                 self.close()
         return worker.exit_code
 
+    def command(self, call: dict[str, Any], timeout: float) -> subprocess.CompletedProcess[str]:
+        """Fork a process for the call, and read what it prints until it has ended."""
+        if self._nursery is None or self._nursery.poll() is not None:
+            self.close()
+            self._start()
+        assert self._files is not None
+        self._number += 1
+        said = [os.path.join(self._files.name, f"command-{self._number}-{name}") for name in ("call", "out", "error")]
+        Path(said[0]).write_text(json.dumps(call))
+        for path in said[1:]:
+            Path(path).touch()
+        pid = self._ask({"verb": "command", "files": said})
+        code = self._ask({"verb": "reap", "pid": pid, "patience": timeout})
+        _, out, error = (Path(path).read_text() for path in said)
+        for path in said:
+            os.unlink(path)
+        if code == -signal.SIGKILL:
+            what = f"zeroshard {' '.join(call['words'])}"
+            raise AssertionError(f"{what} was killed, or ran for {timeout:.0f} s\n{out}\n{error}")
+        return subprocess.CompletedProcess(call["words"], code, out, error)
+
     def close(self) -> None:
         nursery, sock = self._nursery, self._socket
         if sock is not None:
@@ -331,15 +369,18 @@ class _Pool:
     def _start(self) -> None:
         self._files = tempfile.TemporaryDirectory(prefix="zeroshard-ranks-", ignore_cleanup_errors=True)
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.settimeout(120)
-        environment = {
-            name: value
-            for name, value in os.environ.items()
-            if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        } | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "RES_OPTIONS": "timeout:1"}
+        self._socket.settimeout(180)
+        environment = {name: value for name, value in os.environ.items() if name not in PLACE} | {
+            "OMP_NUM_THREADS": "1",
+            "MKL_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "RES_OPTIONS": "timeout:1",
+        }
         here = os.path.dirname(os.path.abspath(__file__))
-        call = f"ranks._nursery({theirs.fileno()}, {self._files.name!r})"
-        code = f"import sys; sys.path.insert(0, {here!r}); import ranks; {call}"
+        path = [here, *(entry for entry in sys.path if entry != here)]
+        code = (
+            f"import sys; sys.path[:] = {path!r}; import ranks; ranks._nursery({theirs.fileno()}, {self._files.name!r})"
+        )
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         self._nursery = subprocess.Popen(
             [sys.executable, *flags, "-c", code],
@@ -377,12 +418,18 @@ def _nursery(fd: int, files: str) -> None:
     """Import what every rank needs, then fork and reap workers on request until the socket to pytest closes."""
     parent = os.getppid()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    import hypothesis  # noqa: F401
     import numpy  # noqa: F401
     import torch
     import torch._dynamo  # the first optimizer step imports it
     import torch.distributed
     import torch.utils.checkpoint
 
+    import models  # noqa: F401
+    import zeroshard
+
+    for name in zeroshard.__all__:  # each imports its module
+        getattr(zeroshard, name)
     torch.set_num_threads(1)
     _rewrite_asserts()
     gc.collect()
@@ -399,6 +446,9 @@ def _nursery(fd: int, files: str) -> None:
             request = json.loads(message)
             if request["verb"] == "fork":
                 answer = _fork_worker(sock, fds)
+                children.add(answer)
+            elif request["verb"] == "command":
+                answer = _fork_command(sock, request["files"])
                 children.add(answer)
             else:
                 answer = _reap(request["pid"], request["patience"])
@@ -423,6 +473,49 @@ def _fork_worker(sock: socket.socket, fds: list[int]) -> int:
     for passed in fds:
         os.close(passed)
     return pid
+
+
+def _fork_command(sock: socket.socket, files: list[str]) -> int:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            sock.close()
+            _command(*files)
+        finally:
+            os._exit(70)
+    with suppress(OSError):
+        os.setpgid(pid, pid)
+    return pid
+
+
+def _command(call: str, out: str, error: str) -> None:
+    """What Python does with `-m zeroshard`, imports apart."""
+    _lead_a_group()
+    for fd, path in enumerate((os.devnull, out, error)):
+        os.dup2(os.open(path, os.O_CREAT | os.O_RDWR | os.O_APPEND, 0o600), fd)
+    asked = json.loads(Path(call).read_text())
+    os.environ.clear()
+    os.environ.update(asked["environment"])
+    os.chdir(asked["cwd"])
+    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", buffering=1, closefd=False)
+    sys.path[0] = asked["cwd"]  # in place of the tests' folder
+    sys.argv = ["zeroshard", *asked["words"]]
+    code: Any = 1
+    try:
+        runpy.run_module("zeroshard", run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code or 0)
+
+
+def _lead_a_group() -> None:
+    os.setpgid(0, 0)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: go when the nursery goes
 
 
 def _reap(pid: int, patience: float) -> int:
@@ -463,9 +556,7 @@ def world() -> int:
 
 def _worker(fd: int, log_fd: int) -> None:
     """A rank: take a call, answer it, clean up, for as long as the test's process lives."""
-    os.setpgid(0, 0)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: go when the nursery goes
+    _lead_a_group()
     os.dup2(log_fd, 1)
     os.dup2(log_fd, 2)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
@@ -474,6 +565,7 @@ def _worker(fd: int, log_fd: int) -> None:
     faulthandler.register(signal.SIGUSR1, 2, all_threads=True)  # works while the interpreter is stuck in C++
     connection = Connection(fd)
     environment = dict(os.environ)
+    _reset()
     try:
         while True:
             job, call = pickle.loads(connection.recv_bytes()), connection.recv_bytes()
@@ -504,7 +596,6 @@ def _answer(job: dict[str, Any], call: bytes) -> bytes:
             if hasattr(hook, "_must_rewrite"):  # pytest's; mark_rewrite() would warn about what is imported already
                 hook._must_rewrite.add(job["module"])
                 hook._marked_for_rewrite_cache.clear()
-        _reset()
         _open(job)
         fn, args, kwargs = pickle.loads(call)
         return pickle.dumps(("value", pickle.dumps(fn(*args, **kwargs))))
@@ -552,6 +643,7 @@ def _reset() -> None:
     """Every run starts from the same global state."""
     reset_global_state()
     gc.collect()
+    gc.freeze()  # modules that the run was the first to import
 
 
 def reset_global_state(seed: int = 0) -> None:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -21,6 +22,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import ranks
 from zeroshard.cli import demo, difference, screen
 from zeroshard.cli.config import SIZES, RunConfig, Size
 from zeroshard.cli.data import Corpus, standard_library
@@ -40,9 +42,7 @@ def environment(**more):
     return {**{name: value for name, value in os.environ.items() if name not in launched}, **more}
 
 
-def zeroshard(*words, **more):
-    command = [sys.executable, "-m", "zeroshard", *map(str, words)]
-    return subprocess.run(command, env=environment(**more), capture_output=True, text=True, timeout=LIMIT, check=False)
+zeroshard = partial(ranks.command, timeout=LIMIT)
 
 
 def bits(run):

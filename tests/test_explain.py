@@ -6,11 +6,8 @@ import functools
 import itertools
 import json
 import math
-import os
 import random
 import re
-import subprocess
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -20,6 +17,7 @@ import torch.distributed as dist
 from bench import golden
 from torch import nn
 
+import ranks as rank_processes
 import zeroshard
 from zeroshard import Precision
 from zeroshard.cli import walk
@@ -990,16 +988,9 @@ def test_no_such_element(wanted):
         walk.find_element(packaged()["transformer"], wanted)
 
 
-def command(*words: str, **environment: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "zeroshard", "explain", *words], env={**os.environ, **environment}, capture_output=True,
-        text=True, timeout=60, check=False,
-    )  # fmt: skip
-
-
 def test_the_command_without_colours_in_a_narrow_terminal():
     """NO_COLOR and the width hold; prose is wrapped, and nothing is paged."""
-    done = command("--text", NO_COLOR="1", FORCE_COLOR="1", COLUMNS="70")
+    done = rank_processes.command("explain", "--text", NO_COLOR="1", FORCE_COLOR="1", COLUMNS="70")
     assert (done.returncode, done.stderr) == (0, "")
     assert set(re.findall(r"\x1b\[(\d+)", done.stdout)) == {"0", "1", "2"}  # bold and dim, no colour
     lines = re.sub(r"\x1b\[\d+m", "", done.stdout).splitlines()

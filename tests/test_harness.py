@@ -323,6 +323,39 @@ def test_a_nursery_that_dies_is_replaced(idle):
     assert not set(ranks.pids(2)) & set(before)
 
 
+@pytest.mark.parametrize(
+    "words", [("plan", "--params", "7e9"), ("plan", "--parms", "7"), ("plan", "--help")], ids=" ".join
+)
+def test_a_command_is_what_a_cold_process_would_be(tmp_path, words):
+    """The same exit code, output and errors, in the folder and the environment that were asked for."""
+    cold = subprocess.run(
+        [sys.executable, "-m", "zeroshard", *words], cwd=tmp_path, env=os.environ | {"COLUMNS": "70"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    warm = ranks.command(*words, cwd=tmp_path, COLUMNS="70")
+    assert (warm.returncode, warm.stdout, warm.stderr) == (cold.returncode, cold.stdout, cold.stderr)
+
+
+def test_a_command_finds_its_folder_and_neither_rank_nor_earlier_command(tmp_path, monkeypatch):
+    """A job beside it, no place among ranks, nothing that another command imported or set."""
+    monkeypatch.setenv("RANK", "1")
+    for turn in range(2):
+        (tmp_path / "train.py").write_text(
+            f"import os\nraise ValueError({turn}, os.getcwd(), os.environ.pop('RANK', None))"
+        )
+        done = ranks.command("plan", "train:job", cwd=tmp_path)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert f"ValueError: ({turn}, '{tmp_path}', None)" in done.stderr
+    assert "torchrun" in ranks.command("plan", "train:job", "--check", cwd=tmp_path, RANK="0", WORLD_SIZE="2").stderr
+
+
+def test_a_command_that_does_not_end_is_ended(tmp_path):
+    """It fails with what it had printed, and the next one starts as ever."""
+    with pytest.raises(AssertionError, match=r"ran for 1 s"):
+        ranks.command("train", "--steps", 10**6, "--out", tmp_path, timeout=1)
+    assert ranks.command("train", "--steps", 0).returncode == 2
+
+
 @pytest.mark.parametrize("sig", ["SIGKILL", "SIGTERM"])
 def test_workers_end_with_the_process_that_started_them(sig, tmp_path):
     """Kill the parent in the middle of a run whose ranks hang: within seconds none of its processes is left."""

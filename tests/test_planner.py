@@ -4,12 +4,12 @@ import contextlib
 import io
 import json
 import math
-import os
 import re
 import struct
 import subprocess
 import sys
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import ranks
 import zeroshard
 from zeroshard import Comm, Layout
 from zeroshard.cli.config import InputError
@@ -764,10 +765,7 @@ def test_one_rank_of_the_engine_passes_as_much(stage, no_sync):
 # -------------------------------------------------------------------------------------------------------- the command
 
 
-def run(*words, cwd=None):
-    command = [sys.executable, "-m", "zeroshard", "plan", *map(str, words)]
-    screen = {**os.environ, "COLUMNS": "90", "TERM": "dumb"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=screen, cwd=cwd)
+run = partial(ranks.command, "plan", COLUMNS="90", TERM="dumb")
 
 
 def test_the_command():

@@ -4,8 +4,7 @@ import dataclasses
 import importlib.util
 import json
 import resource
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,10 +12,12 @@ import torch
 from torch import nn
 
 import models
+import ranks
 import reference
 import zeroshard
 from zeroshard import Comm, Layout, Precision, shard
-from zeroshard.cli import check
+from zeroshard.cli import check, launch
+from zeroshard.cli.config import Launch
 from zeroshard.errors import UserError
 from zeroshard.planner import own, states
 from zeroshard.planner.machines import MACHINES, machine
@@ -410,10 +411,27 @@ def halves():
     }
 
 
+def check_rank(folder):
+    check._train_all(Path(folder), Launch.from_environment())
+
+
+@pytest.fixture
+def warm(monkeypatch):
+    """`check.compare` has its ranks in processes that need not import torch."""
+
+    def start_ranks(command, world):
+        name, folder = command
+        assert name == "check-rank"
+        ranks.run(world, check_rank, folder, group="env", timeout=120)
+        return 0
+
+    monkeypatch.setattr(launch, "start_ranks", start_ranks)
+
+
 @pytest.mark.parametrize(
     "name", ["halves", "groups", *(pytest.param(name, marks=pytest.mark.slow) for name in ("amsgrad", "rprop"))]
 )
-def test_other_optimizers_and_parts(name):
+def test_other_optimizers_and_parts(warm, name):
     """Whole-tensor optimizers side by side, ties, frozen parts, groups: every byte as predicted on two real ranks."""
     rows = check.compare(
         check.Check(job=f"{__file__}:{name}", ranks=2, stages=(0, 1, 2, 3), bounds="tensor", prefetch=0)
@@ -482,9 +500,7 @@ def test_a_plan_of_a_job_refuses_what_it_cannot_use():
         zeroshard.plan("no.such.module:job")
 
 
-def command(*words):
-    words = [sys.executable, "-m", "zeroshard", *map(str, words)]
-    return subprocess.run(words, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT)
+command = partial(ranks.command, timeout=120, cwd=ROOT)
 
 
 def test_predicted_equals_held_on_real_ranks():
@@ -511,7 +527,7 @@ def test_predicted_equals_held_on_real_ranks():
     assert all(row["held"] > 0 for row in rows if row["what"] == "measured: process")
 
 
-def test_a_wrong_prediction_is_seen(monkeypatch, capsys):
+def test_a_wrong_prediction_is_seen(warm, monkeypatch, capsys):
     """One byte too many, and the command says where and fails."""
     asked = check.Check(job=EXAMPLE, ranks=1, stages=(2,))
     rows = check.compare(asked)

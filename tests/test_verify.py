@@ -3,8 +3,8 @@
 import json
 import os
 import re
-import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,9 +26,7 @@ LIMIT = 100  # seconds a command may take before it counts as hung
 ONE = ("--ranks", "2", "--bucket-mib", "24")  # two configurations, with and without overlap, at two ranks
 
 
-def run(*words, cwd=ROOT / "tests"):
-    command = [sys.executable, "-m", "zeroshard", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False, cwd=cwd)
+run = partial(ranks.command, timeout=LIMIT, cwd=ROOT / "tests")
 
 
 def check_rank(folder):

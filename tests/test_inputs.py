@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
+import re
+import signal
+import sys
 
 import pytest
 import torch
+import typer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import zeroshard
 from zeroshard import Comm, Layout, Offload, Precision
+from zeroshard.cli import demo, iobench, main, verify
 from zeroshard.errors import Error
 
 JUNK = st.one_of(
@@ -65,12 +71,37 @@ CALLS = {
     "owners": lambda v: small()[2].owners(v),
     "owners state": lambda v: small()[2].owners("0.weight", v),
     "record": lambda v: small()[2].record(v),
+    "trace": lambda v: small()[2].trace(v),
+    "explain": lambda v: small()[2].explain(v),
+    "explain metrics": lambda v: small()[2].explain(metrics=v),
+    "save": lambda v: small()[2].save(v),
+    "save extra": lambda v: small()[2].save("ckpt", v),
+    "save keep": lambda v: small()[2].save("ckpt", keep=v),
+    "save asynchronous": lambda v: small()[2].save("ckpt", asynchronous=v).wait(),
+    "load": lambda v: small()[2].load(v),
+    "load strict": lambda v: small()[2].load("ckpt", strict=v),
+    "latest": lambda v: small()[2].latest(v),
+    "load_state_dict": lambda v: small()[2].load_state_dict(v),
+    "export": lambda v: small()[2].export(v),
+    "export file_nbytes": lambda v: small()[2].export("exported", file_nbytes=v),
+    "export dtype": lambda v: small()[2].export("exported", dtype=v),
+    "export overwrite": lambda v: small()[2].export("exported", overwrite=v),
+    "micro_batch_rng step": lambda v: small()[2].micro_batch_rng(v, 0).__enter__(),
+    "micro_batch_rng index": lambda v: small()[2].micro_batch_rng(0, v).__enter__(),
+    "load a model": lambda v: zeroshard.load(v, "exported"),
+    "load a model folder": lambda v: zeroshard.load(torch.nn.Linear(2, 2), v),
+    "plan params": lambda v: zeroshard.plan(params=v),
+    "plan ranks": lambda v: zeroshard.plan(params=1e6, ranks=v),
+    "plan stage": lambda v: zeroshard.plan(params=1e6, stage=v),
+    "plan gpu_mem": lambda v: zeroshard.plan(params=1e6, gpu_mem=v),
+    "plan offload": lambda v: zeroshard.plan(params=1e6, offload=v),
 }
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_row64_any_argument_of_any_call(name):
+def test_row64_any_argument_of_any_call(name, tmp_path, monkeypatch):
     """The public functions' arguments, with values of every type."""
+    monkeypatch.chdir(tmp_path)
 
     @settings(max_examples=40, suppress_health_check=list(HealthCheck))
     @given(value=JUNK)
@@ -79,3 +110,68 @@ def test_row64_any_argument_of_any_call(name):
 
     check()
     small()[2].record(0)
+
+
+# --- commands -------------------------------------------------------------------------------------------------------
+
+WORDS = st.one_of(
+    st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=6),
+    st.sampled_from([
+        "", " ", "-1", "0", "1", "3", "0.5", "nan", "-inf", "1e400", "9" * 30, "1e9", "cpu", "nvme", "devic", "fp32", "tiny",
+        "0,1", "1,,2", "24,small", "80GiB", "80 Gib", "adamw", "adamx", "a100", "paper", "unit", "x:y", "./none.py:job", "\udcff",
+    ]),
+)  # fmt: skip
+BASES = {
+    "train": [], "demo": [], "explain": ["--text"], "plan": ["--params", "1e6"], "verify": ["none:job"], "simulate": ["none:job"],
+    "io-bench": ["."], "ckpt inspect": ["none"], "ckpt verify": ["none"], "ckpt diff": ["none", "none"],
+    "ckpt export": ["none", "out"],
+}  # fmt: skip
+SWITCHES = ("--help", "--open", "--check")
+
+
+def options(words: str) -> list[str]:
+    command = typer.main.get_command(main.app)
+    for word in words.split():
+        command = command.commands[word]
+    found = [name for param in command.params for name in param.opts if name.startswith("--")]
+    return [name for name in found if name not in SWITCHES]
+
+
+def said(argv: list[str]) -> tuple[object, str, str]:
+    """Exit code, output and errors of the command, in this process."""
+    out, error = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["zeroshard", *argv])
+        with pytest.raises(SystemExit) as ended:
+            main.main()
+    return ended.value.code, out.getvalue(), error.getvalue()
+
+
+@pytest.fixture
+def nothing_runs(tmp_path, monkeypatch):
+    """What would start when the words are understood does not: only the reading of them is tried."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr(main, "run_training", lambda *_: 0)
+    monkeypatch.setattr(demo, "demo", lambda **_: 0)
+    monkeypatch.setattr(verify, "verify", lambda *_, **__: 0)
+    monkeypatch.setattr(iobench, "io_bench", lambda *_, **__: None)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("words", BASES)
+def test_row64_any_word_for_any_option_of_any_command(nothing_runs, words):
+    """Understood, or exit code 2 with one line on stderr that starts with `zeroshard:` and nothing on stdout."""
+
+    @settings(max_examples=12 * len(options(words)), suppress_health_check=list(HealthCheck))
+    @given(option=st.sampled_from(options(words)), value=WORDS, typo=st.booleans())
+    def check(option, value, typo):
+        code, out, error = said([*words.split(), *BASES[words], option[:-1] if typo else option, value])
+        assert code in (0, 2), (option, value, code, error)
+        if code == 2:
+            assert out == "" and re.fullmatch(r"zeroshard: [^\n]+\n", error), (option, value, error)
+
+    check()

@@ -20,6 +20,7 @@ from .checkpoint import Engine, drawing
 from .comm import Comm, connect
 from .errors import Error, PeerError, StateError, TierError, UserError, nearest
 from .events import DEVICE, HOST, NVME, Event, Ledger, Record
+from .files import absolute
 from .finite import Finding, Finite
 from .gradient import Gradients
 from .guard import Guarded, cover_constructors
@@ -580,7 +581,7 @@ class Zero:
         with a warning. Collective; every rank checks a share.
         """
         self._meet_for_checkpoint("loading")
-        return loading.latest(self._group, Path(folder).absolute())
+        return loading.latest(self._group, absolute(folder))
 
     def micro_batch_rng(self, step: int, index: int) -> contextlib.AbstractContextManager[None]:
         """Inside, random numbers (Python's, NumPy's, torch's) depend on the run's seed, `step` and `index` alone.
@@ -677,7 +678,7 @@ class Zero:
 
     def trace(self, path: str | os.PathLike[str]) -> None:
         """Write what all ranks recorded as one Chrome trace, for ui.perfetto.dev. Collective; rank 0 writes."""
-        record = self._ledger.record
+        path, record = absolute(path), self._ledger.record
         ranks = self._group.describe(None if record is None else trace.facts(record, self.events()))
         silent = [rank for rank, told in enumerate(ranks) if told is None]
         if silent:
@@ -698,7 +699,7 @@ class Zero:
         """
         from .explain import run
 
-        return run.explain(self, path, metrics)
+        return run.explain(self, None if path is None else absolute(path), metrics)
 
 
 def _own_modules(units: list[Unit]) -> dict[int, list[tuple[str, nn.Module]]]:

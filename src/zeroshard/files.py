@@ -35,7 +35,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from .errors import CheckpointError
+from .errors import CheckpointError, UserError
 from .tier import Part, present
 
 BLOCK = 4 << 20  # bytes under one digest
@@ -69,6 +69,14 @@ def raw(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, without a copy."""
     array: Any = tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else numpy.empty(0, numpy.uint8)
     return memoryview(array)
+
+
+def absolute(path: object) -> Path:
+    """The path, from the root. Raises `UserError` where it is none."""
+    name = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
+    if not isinstance(name, str) or not name or "\0" in name:
+        raise UserError("this is no path", expected="a str or a Path", got=repr(path), instead='"ckpt/step-100"')
+    return Path(name).absolute()
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor | Part]) -> Written:

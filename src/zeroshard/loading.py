@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .checkpoint import Engine, Rng, options, parsed_rng, persistent, restore_rng
 from .comm import Group
 from .errors import CheckpointError, PeerError
-from .files import canonical, digest
+from .files import absolute, canonical, digest
 from .manifest import VALUE, Saved, Stored, siblings, unplain
 from .optim import Binding, Fragment, per_element
 from .tier import Part, present
@@ -66,7 +66,7 @@ def load(engine: Engine, path: str | os.PathLike[str], *, strict: bool) -> Loade
     """Check and agree; then change everything, on all ranks."""
     # Also called in inference mode: its tensors could not be trained on.
     with contextlib.ExitStack() as opened, torch.inference_mode(False):
-        return _load(engine, Path(path).absolute(), opened, strict=strict)
+        return _load(engine, absolute(path), opened, strict=strict)
 
 
 def _load(engine: Engine, folder: Path, opened: contextlib.ExitStack, *, strict: bool) -> Loaded:

@@ -25,7 +25,7 @@ from .checkpoint import Engine, ignored_digests, options, persistent, pieces, rn
 from .comm import Group
 from .errors import CheckpointError, Error, PeerError, UserError
 from .events import HOST, Ledger
-from .files import discard, make_room, owner, publish, remove, workplace, write_manifest, write_tensors
+from .files import absolute, discard, make_room, owner, publish, remove, workplace, write_manifest, write_tensors
 from .manifest import FORMAT, VERSION, plain, siblings
 from .tier import Part, present
 
@@ -95,7 +95,7 @@ def save(
     ledger: Ledger,
 ) -> Saving:
     """Write a checkpoint at `path`, or leave everything as it is and raise on every rank."""
-    target, group = Path(path).absolute(), engine.group
+    target, group = absolute(path), engine.group
     if Saving.running is not None:
         Saving.running.join()
     apart, snapshot, problem, digests = group.apart(), None, None, {}

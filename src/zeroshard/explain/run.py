@@ -34,7 +34,7 @@ def explain(
     zero: Zero, path: str | os.PathLike[str] | None, metrics: Sequence[Mapping[str, float]] | None = None
 ) -> Page:
     """See `Zero.explain`."""
-    if problems := zero._group.problems(_no_number(metrics or ())):
+    if problems := zero._group.problems(_no_number(() if metrics is None else metrics)):
         raise UserError("metrics are numbers", where=problems, instead='{"step": step, "loss": loss.item()}')
     run = gather(zero)
     run["curves"] = None if metrics is None else curves(metrics)
@@ -208,6 +208,8 @@ def _dtypes(zero: Zero) -> list[dict[str, Any]]:
 
 def _no_number(metrics: Sequence[Mapping[str, Any]]) -> str | None:
     """The first entry that a curve cannot be drawn through."""
+    if not (isinstance(metrics, Sequence) and all(isinstance(row, Mapping) for row in metrics)):
+        return f"a {type(metrics).__name__}, where a list with a dict for each step was expected"
     entries = ((number, *entry) for number, row in enumerate(metrics) for entry in row.items())
     wrong = (f"row {row}, {key!r}: {type(n).__name__}" for row, key, n in entries if type(n) not in (int, float))
     return next(wrong, None)

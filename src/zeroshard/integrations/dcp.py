@@ -193,6 +193,8 @@ def load_state_dict(engine: Engine, state: Mapping[str, Any]) -> None:
     """Take what DCP has put into a `state_dict()`, on all ranks or none."""
     staged, problem = Staged(), None
     try:
+        if not isinstance(state, Mapping):
+            raise UserError("a state is a dict", got=type(state).__name__, instead="zero.state_dict()")
         _stage(engine, state, staged)
     except (UserError, CheckpointError, KeyError, TypeError, ValueError, RuntimeError) as error:
         problem = f"{type(error).__name__}: {error}"

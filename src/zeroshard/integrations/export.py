@@ -29,7 +29,7 @@ from ..buffer import Buffer
 from ..checkpoint import Engine, persistent
 from ..comm import Group
 from ..errors import CheckpointError, Error, PeerError, UserError
-from ..files import DTYPES, clean, owner, publish, raw, workplace
+from ..files import DTYPES, absolute, clean, owner, publish, raw, workplace
 from ..manifest import VALUE, Saved, numel
 
 INDEX, CONFIG = "model.safetensors.index.json", "config.json"
@@ -49,7 +49,8 @@ class Wanted:
     def __post_init__(self) -> None:
         if type(self.file_nbytes) is not int or self.file_nbytes < 1:
             raise UserError("file_nbytes counts bytes", got=repr(self.file_nbytes), instead="file_nbytes=5_000_000_000")
-        if self.dtype is not None and not (self.dtype in DTYPES and _plain_float(self.dtype)):
+        known = isinstance(self.dtype, torch.dtype) and self.dtype in DTYPES and _plain_float(self.dtype)
+        if self.dtype is not None and not known:
             floating = ", ".join(str(dtype) for dtype in DTYPES if _plain_float(dtype))
             raise UserError("weights are exported as floating-point numbers", expected=floating, got=repr(self.dtype))
 
@@ -239,7 +240,7 @@ def export_saved(saved: Saved, target: Path, wanted: Wanted) -> list[tuple[str, 
 @torch.no_grad()
 def export(engine: Engine, path: str | os.PathLike[str], wanted: Wanted) -> None:
     """Gather bucket by bucket, from masters where there are any; rank 0 writes. Raises on every rank or on none."""
-    target, group = Path(path).absolute(), engine.group
+    target, group = absolute(path), engine.group
     told = group.describe({"owner": owner(), "asked": f"{target.name}, {wanted}"})
     if len({each["asked"] for each in told}) > 1:
         raise PeerError("the ranks export differently", expected=told[0]["asked"], got=[each["asked"] for each in told])

@@ -21,7 +21,7 @@ from ..checkpoint import persistent
 from ..comm import Comm, connect
 from ..errors import CheckpointError, UserError
 from ..events import Ledger
-from ..files import MANIFEST
+from ..files import MANIFEST, absolute
 from ..layout import Layout
 from ..loading import put, renew, resting
 from ..manifest import Saved
@@ -58,7 +58,7 @@ def load(
 
     Raises `CheckpointError` on every rank where the folder and the model do not fit. The other arguments are `shard`'s.
     """
-    path = Path(folder).absolute()
+    path = absolute(folder)
     # Before anything is built, all ranks hear whether each of them can: one that raised alone would keep them waiting.
     group = connect(comm or Comm(), Ledger(), torch.device("cpu"))
     problem, tensors = None, {}

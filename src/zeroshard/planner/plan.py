@@ -255,6 +255,8 @@ def plan(
         raise UserError("no such ZeRO stage", expected="0, 1, 2 or 3", got=repr(stage), instead="stage=3")
     if step_time is not None and not (isinstance(step_time, (int, float)) and 0 < step_time < math.inf):
         raise UserError("step_time counts seconds", got=repr(step_time), instead="step_time=2.5")
+    if offload is not None and not hasattr(offload, "tiers"):
+        raise UserError("offload= is an Offload", got=repr(offload), instead='offload=Offload(optimizer="cpu")')
     on_disk = offload is not None and any(NVME in offload.tiers(kind) for kind in states.KINDS)
     for name, value in {"disk": disk, "step_time": step_time, "tokens": tokens}.items():
         if value is not None and not on_disk:

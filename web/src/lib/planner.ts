@@ -272,7 +272,7 @@ function moves(
   const published = Number(place.optimizer && !place.parameters);
   return {
     read: whole * (2 * accumulate + Number(!(mastered && place.parameters)) + published) + kept + added * backwards,
-    written: whole * (1 + published) + kept + added * (backwards + 1),
+    written: whole * (1 + published) + kept + added * backwards,
   };
 }
 

@@ -180,6 +180,9 @@ class Play:
         (out if hidden is None else hidden).register_hook(boom)
         with pytest.raises(Boom):
             (out.sum() if hidden is None else out.sum() + hidden.sum()).backward()
+        self.dropped()
+
+    def dropped(self) -> None:
         self.twin.clear()
         with self.zero.gathered("0.bias"):  # p.grad is cleared by the first thing that anybody asks for
             pass
@@ -192,7 +195,7 @@ class Play:
         if before:
             with pytest.raises((Error, RuntimeError)):
                 loss.backward()
-            self.twin.clear()
+            self.dropped()
 
     def look(self) -> None:
         self.twin.settle()
@@ -250,6 +253,12 @@ def after_a_failed_backward(stage: int, what: str, folder: str) -> None:
 def test_row28_a_call_right_after_a_backward_that_failed(ranks, tmp_path, what, stage):
     """Found by the machine below: a load or save was refused at stage 3, as if backward were still running."""
     ranks.run(2, after_a_failed_backward, stage, what, str(tmp_path))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_row28_gradients_after_a_backward_that_came_too_late(ranks, tmp_path, stage):
+    """Found by the machine below: a step between forward and backward drops what earlier backwards had left."""
+    ranks.run(2, play, stage, "unit", [("backward", 0), ("stale", 0), ("look",), ("save",), ("load",)], str(tmp_path))
 
 
 NUMBER = st.integers(0, 5)

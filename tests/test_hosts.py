@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -194,6 +195,10 @@ def test_row61_a_slow_link_is_only_slow(hosts, tmp_path):
     hosts.processes.clear()
     hosts.start(8, timeout=60)
     assert [outcome["weights"] for outcome in hosts.outcomes()] == [wanted, wanted]
+    for host in range(2):
+        command = ["ip", "netns", "exec", f"{hosts.name}-{host}", "tc", "-s", "qdisc", "show", "dev", "eth"]
+        told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        assert int(re.search(r"overlimits (\d+)", told)[1]) > 0, told  # packets that had to wait
 
 
 @pytest.mark.parametrize("hosts", [2, 4], indirect=True)

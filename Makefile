@@ -21,8 +21,8 @@ slow: install ## only what is marked slow
 check: install ## format, lint, types, layers, line caps, public names
 	$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy && $(BIN)/pytest -q tests/test_house.py
 
-docs: install ## the README's snippets, examples and links
-	$(BIN)/pytest -q tests/test_docs.py
+docs: install ## the walkthrough in docs/, then the snippets, examples and links of all pages
+	$(BIN)/zeroshard explain --out docs/zero.html && $(BIN)/pytest -q tests/test_docs.py
 
 bench: install ## zeroshard beside its peers: training steps, checkpoints; an hour. BENCH=--quick: training only, a minute
 	$(BIN)/python -m bench $(BENCH)

@@ -53,6 +53,13 @@ def test_the_readme_quotes_the_last_benchmark(monkeypatch):
     assert report.quote(README, rows) == README
 
 
+def test_the_walkthrough_in_the_documents_is_the_packages(tmp_path):
+    """`make docs` writes it anew."""
+    command = [sys.executable, "-m", "zeroshard", "explain", "--out", str(tmp_path / "zero.html")]
+    subprocess.run(command, capture_output=True, check=True, timeout=LIMIT)
+    assert (tmp_path / "zero.html").read_bytes() == (ROOT / "docs" / "zero.html").read_bytes()
+
+
 def test_commands_exist():
     """Every `make target` that a page names is a target, and every target runs something."""
     targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))

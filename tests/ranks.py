@@ -80,6 +80,22 @@ class RankFailure(AssertionError):
         return "\n".join(parts)
 
 
+def alive(pid: int) -> bool:
+    """Whether the process runs; one that ended but was not waited for yet does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def until(condition: Callable[[], bool], seconds: float = 20) -> None:
+    """Wait for it. Raises AssertionError where it does not come about in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "not in time: something hangs"
+        time.sleep(0.02)
+
+
 # ---------------------------------------------------------------------------------------------- in the test's process
 
 

@@ -23,6 +23,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ranks
+from ranks import alive
 from zeroshard.cli import demo, difference, screen
 from zeroshard.cli.config import SIZES, RunConfig, Size
 from zeroshard.cli.data import Corpus, standard_library
@@ -394,14 +395,6 @@ def test_demo_fails_when_one_bit_differs(run, tmp_path, capsys, changed):
 
 
 # -------------------------------------------------------------------------------------------------------------- its end
-
-
-def alive(pid):
-    """Whether the process runs; one that ended but was not waited for yet does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 @pytest.mark.row(60)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import models
 import ranks
 import reference
+from ranks import alive, until
 
 # --------------------------------------------------------------------------------- what the ranks run in these tests
 
@@ -314,7 +315,7 @@ def test_a_nursery_that_dies_is_replaced(idle):
     before, nursery = ranks.pids(2), ranks._pool._nursery.pid
     if idle:
         os.kill(nursery, signal.SIGKILL)
-        _until(lambda: not any(_alive(pid) for pid in before))
+        until(lambda: not any(alive(pid) for pid in before))
     else:
         threading.Timer(0.3, os.kill, (nursery, signal.SIGKILL)).start()
         with pytest.raises(ranks.RankFailure, match="Died"):
@@ -372,26 +373,11 @@ def test_workers_end_with_the_process_that_started_them(sig, tmp_path):
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     pids = [int(pid) for pid in parent.stdout.readline().split()]
     assert len(pids) == 3
-    _until(lambda: (tmp_path / "started").exists())
+    until(lambda: (tmp_path / "started").exists())
     parent.send_signal(getattr(signal, sig))
     parent.wait()
     parent.stdout.close()
-    _until(lambda: not any(_alive(pid) for pid in pids))
-
-
-def _alive(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def _until(condition, seconds=20):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "not in time"
-        time.sleep(0.02)
+    until(lambda: not any(alive(pid) for pid in pids))
 
 
 # ------------------------------------------------------------------------------------------ the models and reference

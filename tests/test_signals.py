@@ -7,11 +7,11 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 import test_lost_ranks
+from ranks import alive, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(170)]
 
@@ -39,20 +39,6 @@ zero.save(folder / "saved" / "ckpt")
 """
 
 
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
-def until(true, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, "a process hangs"
-        time.sleep(0.02)
-
-
 @pytest.mark.parametrize("where", test_lost_ranks.SEEN)
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT], ids=lambda how: how.name)
 @pytest.mark.parametrize("whom", ["one rank", "all ranks", "the launcher"])
@@ -72,9 +58,9 @@ def test_row60_a_signal_in_any_phase_ends_every_process_and_leaves_nothing(tmp_p
         sent = time.monotonic()
         for pid in {"one rank": pids[1:], "all ranks": pids, "the launcher": [launcher.pid]}[whom]:
             os.kill(pid, how)
-        until(lambda: not any(map(alive, pids)))
+        until(lambda: not any(map(alive, pids)), 60.0)
         ranks_gone = time.monotonic() - sent
-        until(lambda: launcher.poll() is not None)
+        until(lambda: launcher.poll() is not None, 60.0)
         print(f"{where}, {how.name} to {whom}: ranks {ranks_gone:.1f} s, launcher {time.monotonic() - sent:.1f} s")
     finally:
         launcher.terminate()  # and it its ranks, where they have not said who they are

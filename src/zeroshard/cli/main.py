@@ -16,7 +16,6 @@ import typer
 from zeroshard.cli import launch
 from zeroshard.cli.config import (
     SIZES,
-    STATES,
     Device,
     FloatingPoint,
     InputError,
@@ -172,11 +171,11 @@ def train(
     }  # fmt: skip
     ranks = place.ranks if place else ranks
     if resume:
-        from zeroshard.cli.resume import settle
+        from zeroshard.cli.resume import TIERS, settle
 
         given = {name for name in options if (how := context.get_parameter_source(name)) and how.name != "DEFAULT"}
         given |= {"data"} if files else set()
-        given |= {f"offload_{state}" for state in STATES} if offload else set()
+        given |= set(TIERS) if offload else set()
         options = settle(resume, options, frozenset(given), ranks)
     else:
         options["ranks"] = 1 if ranks is None else ranks

@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zeroshard.cli.config import InputError
+from zeroshard.cli.config import STATES, InputError
 
 CHECKPOINTS = "checkpoints"  # in a run's folder
 MANIFEST = "manifest.json"
 FIXED = ("size", "precision", "batch", "lr", "seed")
 KEPT = ("stage", "steps", "save_every", "keep", "data")  # unless given anew
-TIERS = ("offload_parameters", "offload_gradients", "offload_optimizer")  # and these
+TIERS = tuple(f"offload_{state}" for state in STATES)  # and these
 
 
 def run_of(resume: str) -> Path | None:

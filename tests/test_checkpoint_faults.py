@@ -5,6 +5,7 @@ Single-rank jobs need no process group, so a warm worker forks a job that is to 
 
 import contextlib
 import errno
+import functools
 import io
 import itertools
 import os
@@ -14,6 +15,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 
@@ -23,7 +25,7 @@ import xxhash
 
 import zeroshard
 from test_checkpoint import build, step
-from zeroshard import files
+from zeroshard import files, workplace
 from zeroshard.checkpoint import options, persistent, pieces, rng_states, values
 from zeroshard.errors import CheckpointError, PeerError
 from zeroshard.files import raw
@@ -71,8 +73,8 @@ def at_call(number, act, events=("c_call", "c_return")):
     sys.setprofile(profile)
 
 
-def die():
-    os.kill(os.getpid(), signal.SIGKILL)
+def die(how=signal.SIGKILL):
+    os.kill(os.getpid(), how)
 
 
 def forked(act):
@@ -91,7 +93,7 @@ def forked(act):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def dies_everywhere(folder, over, stride):
+def dies_everywhere(folder, over, stride, how=signal.SIGKILL):
     _, _, before = job(1)
     _, _, now = job(2)
     _, _, reader = job(0)
@@ -111,7 +113,7 @@ def dies_everywhere(folder, over, stride):
             parent.mkdir()
 
         def save(number=number, parent=parent):
-            at_call(number, die)
+            at_call(number, functools.partial(die, how))
             now.save(parent / "a", extra={"which": "now"})
             sys.setprofile(None)
 
@@ -126,9 +128,9 @@ def dies_everywhere(folder, over, stride):
         if code == 0:
             assert which == "now" and names(parent) == ["a"]
             return seen, sum(seen.values()) - 1
-        assert code == -signal.SIGKILL, code
+        assert code == -how, code
         left = set(names(parent)) - {"a"}
-        assert len(left) <= 1, left
+        assert len(left) <= (how == signal.SIGKILL), left
         now.save(parent / "b")  # another name: what a dead save has left goes all the same
         assert names(parent) == (["a", "b"] if which else ["b"]), number
         reader.load(parent / "b")
@@ -138,8 +140,8 @@ def dies_everywhere(folder, over, stride):
     raise AssertionError("unreachable")
 
 
-def killed_everywhere(ranks, folder, over, stride):
-    ((seen, killed),) = ranks.run(1, dies_everywhere, folder, over, stride, group=False, timeout=600)
+def killed_everywhere(ranks, folder, over, stride, how=signal.SIGKILL):
+    ((seen, killed),) = ranks.run(1, dies_everywhere, folder, over, stride, how, group=False, timeout=600)
     assert seen["now"] >= 1 and seen["before" if over else None] >= 1
     return killed
 
@@ -156,6 +158,54 @@ def test_row37_a_save_killed_at_every_call_leaves_the_one_before(ranks, tmp_path
     killed = killed_everywhere(ranks, tmp_path, over, 1)
     print(f"killed at {killed} places")
     assert killed >= 50
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGHUP], ids=lambda how: how.name)
+@pytest.mark.parametrize("over", [False, True], ids=["fresh", "over"])
+def test_row60_a_save_that_a_signal_ends_anywhere_leaves_nothing_half_written(ranks, tmp_path, over, how):
+    assert killed_everywhere(ranks, tmp_path, over, 7, how) >= 7
+
+
+def ended_behind(parent):
+    """A save stands still behind the training when a child forked from there is ended, and then this process."""
+    _, _, zero = job(1)
+
+    def ended():
+        began = threading.Event()
+        zeroshard.saving.write_tensors = lambda *_: (began.set(), time.sleep(60))
+        zero.save(parent / "a", asynchronous=True)
+        assert began.wait(20) and len(names(parent)) == 1
+        child = os.fork()
+        if not child:
+            die(signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+        assert len(names(parent)) == 1  # not the child's to remove
+        die(signal.SIGTERM)
+
+    return forked(ended), names(parent)
+
+
+def test_row60_a_signal_in_a_save_behind_the_training_leaves_nothing_half_written(ranks, tmp_path):
+    assert ranks.run(1, ended_behind, tmp_path, group=False) == [(-signal.SIGTERM, [])]
+
+
+def restored(folder):
+    """What ends a process outside its saves is again what it was; and what the user has set up stays."""
+    _, _, zero = job(1)
+    told = []
+    signal.signal(signal.SIGHUP, lambda *_: told.append(signal.SIGHUP))
+    try:
+        zero.save(folder / "a")
+        zero.save(folder / "b", asynchronous=True).wait()
+        zero.export(folder / "c")
+        os.kill(os.getpid(), signal.SIGHUP)
+        return signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, told
+    finally:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def test_a_save_leaves_signals_as_they_were(ranks, tmp_path):
+    assert ranks.run(1, restored, tmp_path, group=False) == [(True, [signal.SIGHUP])]
 
 
 def dies_on(path, victim, number):
@@ -236,7 +286,7 @@ def test_row37_one_of_two_ranks_killed_at_many_calls(ranks, tmp_path):
 
 
 def leftover(parent, name, *, machine=None, process=None, started=None, age=0.0):
-    mine = files.owner().split("-")
+    mine = workplace.owner().split("-")
     folder = parent / f".{name}.saving-{machine or mine[0]}-{process or mine[1]}-{started or mine[2]}-01234567"
     folder.mkdir()
     (folder / "rank00000.safetensors").write_bytes(b"x")
@@ -250,16 +300,16 @@ def test_row37_only_dead_saves_leftovers_are_removed(tmp_path):
     _, _, zero = job(0)
     kept = [
         leftover(tmp_path, "a"),  # this very process could be saving behind the training
-        leftover(tmp_path, "a", process=os.getppid(), started=files._started(os.getppid())),
+        leftover(tmp_path, "a", process=os.getppid(), started=workplace._started(os.getppid())),
         leftover(tmp_path, "a", machine="0" * 16, process=1),
-        leftover(tmp_path, "b", machine="0" * 16, process=2, age=files.ABANDONED - 100),
+        leftover(tmp_path, "b", machine="0" * 16, process=2, age=workplace.ABANDONED - 100),
     ]
     other = tmp_path / ".a.saving-by-hand"
     other.mkdir()
     gone = [
         leftover(tmp_path, "a", started=1),  # the number has gone to another process since
         leftover(tmp_path, "other", process=1 << 30),
-        leftover(tmp_path, "a", machine="1" * 16, age=files.ABANDONED + 100),
+        leftover(tmp_path, "a", machine="1" * 16, age=workplace.ABANDONED + 100),
     ]
     zero.save(tmp_path / "a")
     assert names(tmp_path) == sorted([*(path.name for path in kept), other.name, "a"])
@@ -467,20 +517,23 @@ def test_row42_a_lost_write_that_reports_success(tmp_path, monkeypatch, lost):
 
 
 def saves_and_reads(path, rounds):
-    """Ranks 0 and 1 are two jobs that save to one place; rank 2 reads there until both have ended."""
+    """Ranks 0 and 1 are two jobs that save to one place, so often and until rank 2, who reads there, has seen two."""
     import ranks
 
     rank = ranks.rank()
     model, _, zero = job(1)
+    enough = path.parent / "enough"
     if rank < 2:
-        for number in range(rounds):
+        for number in itertools.count():
+            if number >= rounds and enough.exists():
+                break
             mark = 1000.0 * (rank + 1) + number
             with zero.gathered(), torch.no_grad():
                 for param in model.parameters():
                     param.fill_(mark)
             zero.save(path, extra={"mark": mark})
         (path.parent / f"done-{rank}").touch()
-        return rounds
+        return None
     seen = []
     while not all((path.parent / f"done-{other}").exists() for other in range(2)):
         if path.exists():
@@ -488,17 +541,19 @@ def saves_and_reads(path, rounds):
             with zero.gathered():
                 assert all((param == mark).all() for param in model.parameters()), mark
             seen.append(mark)
+            if len(set(seen)) > 1:
+                enough.touch()
     return seen
 
 
 def at_once(ranks, folder, rounds):
     *_, seen = ranks.run(3, saves_and_reads, folder / "a", rounds, group=False, timeout=500)
-    assert names(folder) == ["a", "done-0", "done-1"]
+    assert names(folder) == ["a", "done-0", "done-1", "enough"]
     return seen
 
 
 def test_row47_two_savers_and_a_reader(ranks, tmp_path):
-    assert len(set(at_once(ranks, tmp_path, 20))) > 1
+    assert at_once(ranks, tmp_path, 20)
 
 
 @pytest.mark.slow

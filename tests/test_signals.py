@@ -71,9 +71,4 @@ def test_row60_a_signal_in_any_phase_ends_every_process_and_leaves_nothing(tmp_p
     assert list((tmp_path / "scratch").iterdir()) == []
     assert [name for name in os.listdir("/dev/shm") if any(str(pid) in name for pid in pids)] == []
     saved = tmp_path / "saved"
-    left = os.listdir(saved) if saved.exists() else []
-    if where == "save" and (how == signal.SIGTERM or whom == "one rank"):
-        # SIGTERM, which the launcher sends to those who are left, gives nobody time: the next save here tidies up.
-        assert len(left) == 1 and left[0].startswith(".ckpt.saving-")
-    else:
-        assert left == []
+    assert not saved.exists() or os.listdir(saved) == []

@@ -16,15 +16,11 @@ import ctypes
 import errno
 import fcntl
 import json
-import math
 import mmap
 import os
 import re
-import shutil
 import stat
 import threading
-import time
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -37,13 +33,12 @@ from torch import Tensor
 
 from .errors import CheckpointError, UserError
 from .tier import Part, present
+from .workplace import clean, discard, owner, place_beside, temporary
 
 BLOCK = 4 << 20  # bytes under one digest
 THREADS = 2  # that read: while one waits for the disk, another digests
 MANIFEST, MANIFEST_LIMIT = "manifest.json", 64 << 20  # bytes: the digests of 5 TiB, and what a forged one may cost
 FILE = re.compile(r"rank[0-9]{5}\.safetensors")
-LEFTOVER = re.compile(r"\..+\.saving-([0-9a-f]{16})-([0-9]+)-([0-9]+)-[0-9a-f]{8}")
-ABANDONED = 86400.0  # seconds without a write, after which what another machine has left counts as left
 DTYPES = {  # as safetensors spells them
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -184,7 +179,7 @@ def make_room(beside: Path, path: Path) -> None:
             "saving here would remove what is no checkpoint's", where=str(path), expected="a checkpoint, or nothing",
             got=f"{sorted(others)[:5]} too", instead="a folder of its own for each checkpoint",
         )  # fmt: skip
-    beside.mkdir()
+    temporary(beside).mkdir()
 
 
 def publish(beside: Path, path: Path) -> None:
@@ -208,7 +203,7 @@ def publish(beside: Path, path: Path) -> None:
 
 def remove(path: Path) -> None:
     """Remove a published folder: all of it leaves its name at once, so a crash leaves nothing half-removed there."""
-    aside = workplace(path, owner())
+    aside = temporary(place_beside(path, owner()))
     os.rename(path, aside)
     discard(aside)
 
@@ -399,63 +394,3 @@ class Reader:
             if not got:
                 raise damaged(self.folder / name, f"{into.nbytes:,} bytes at {offset:,}", "its end")
             into, offset = into[got:], offset + got
-
-
-# --- what saves that were killed have left beside -------------------------------------------------------------------
-
-
-def workplace(path: Path, owner: str) -> Path:
-    """Where a save works until it publishes at `path`."""
-    return path.parent / f".{path.name}.saving-{owner}"
-
-
-def owner() -> str:
-    """Names this process among all that ever were: machine since it started, process number, process start; and chance.
-
-    A leftover's name says by that whether its save can still be under way.
-    """
-    return f"{_machine()}-{os.getpid()}-{_started(os.getpid()) or 0}-{uuid.uuid4().hex[:8]}"
-
-
-def _machine() -> str:
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-        return digest(boot + os.readlink("/proc/self/ns/pid"))[:16]  # a container's process numbers are its own
-    except OSError:
-        return uuid.uuid4().hex[:16]  # nobody can be asked who lives here: time will tell
-
-
-def _started(process: int) -> int | None:
-    """In clock ticks after the machine; None if there is no such process, or only its remains."""
-    try:
-        state, *fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if state in "ZX" else int(fields[18])
-
-
-def discard(folder: Path) -> None:
-    """Remove a folder as far as that goes; a later save cleans up what stays."""
-    with contextlib.suppress(OSError):  # which it raises nevertheless where a folder cannot be looked into
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def clean(parent: Path) -> None:
-    """Remove what dead owners have left in this folder; another machine's after so many seconds without a write."""
-    for entry in os.scandir(parent):
-        if (match := LEFTOVER.fullmatch(entry.name)) is None or not entry.is_dir(follow_symlinks=False):
-            continue
-        machine, process, started = match.groups()
-        if machine == _machine():
-            dead = _started(int(process)) != int(started)
-        else:
-            dead = time.time() - _last_write(entry.path) > ABANDONED
-        if dead:
-            discard(Path(entry.path))
-
-
-def _last_write(folder: str) -> float:
-    """Seconds since 1970."""
-    with contextlib.suppress(OSError):  # its save has just removed it
-        return max(os.stat(each).st_mtime for each in (folder, *(inner.path for inner in os.scandir(folder))))
-    return math.inf

@@ -25,9 +25,10 @@ from .checkpoint import Engine, ignored_digests, options, persistent, pieces, rn
 from .comm import Group
 from .errors import CheckpointError, Error, PeerError, UserError
 from .events import HOST, Ledger
-from .files import absolute, discard, make_room, owner, publish, remove, workplace, write_manifest, write_tensors
+from .files import absolute, make_room, publish, remove, write_manifest, write_tensors
 from .manifest import FORMAT, VERSION, plain, siblings
 from .tier import Part, present
+from .workplace import discard, end_tidily, owner, place_beside
 
 SNAPSHOT = "snapshot"  # in the ledger: what a save behind the training holds
 
@@ -48,6 +49,7 @@ class Saving:
         else:
             atexit.register(self._report)
             Saving.running = self
+            end_tidily(True)  # until `join`: the thread cannot say so itself
             self._thread.start()  # not a daemon: before it exits the interpreter waits for it
 
     @property
@@ -69,6 +71,7 @@ class Saving:
         """Wait, whatever comes of it."""
         if self._thread is not None:
             self._thread.join()
+            end_tidily(False)
         if Saving.running is self:
             Saving.running = None
 
@@ -120,7 +123,7 @@ def save(
         raise PeerError("the ranks save to different places", expected=names[0], got=names)
     assert snapshot is not None
     nbytes = sum(tensor.numel() * tensor.itemsize for tensor in snapshot.tensors.values())
-    beside = workplace(target, told[0]["owner"])
+    beside = place_beside(target, told[0]["owner"])
 
     def work() -> None:
         try:

@@ -115,6 +115,8 @@ def end_at_once_when_told(launched: bool) -> None:
                 os.write(sys.stdout.fileno(), b"\x1b[?25h\n")
             if not launched:
                 os.write(sys.stderr.fileno(), b"zeroshard: interrupted\n")
+        if "zeroshard.workplace" in sys.modules:  # else there is no checkpoint half written
+            sys.modules["zeroshard.workplace"].abandon()
         os._exit(INTERRUPTED)
 
     threading.Thread(target=watch, name="end-at-once", daemon=True).start()

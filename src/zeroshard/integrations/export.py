@@ -16,7 +16,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +28,9 @@ from ..buffer import Buffer
 from ..checkpoint import Engine, persistent
 from ..comm import Group
 from ..errors import CheckpointError, Error, PeerError, UserError
-from ..files import DTYPES, absolute, clean, owner, publish, raw, workplace
+from ..files import DTYPES, absolute, publish, raw
 from ..manifest import VALUE, Saved, numel
+from ..workplace import clean, discard, owner, place_beside, temporary
 
 INDEX, CONFIG = "model.safetensors.index.json", "config.json"
 WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
@@ -162,7 +162,7 @@ class Folder:
 
     def __init__(self, target: Path, owner: str) -> None:
         self.target = target
-        self.beside = workplace(target, owner)
+        self.beside = place_beside(target, owner)
 
     def begin(self, wanted: Wanted, tensors: Mapping[str, Kind], *, config: bool) -> Weights:
         foreign = _foreign(self.target, config=config) if self.target.is_dir() and not wanted.overwrite else []
@@ -173,7 +173,7 @@ class Folder:
             )  # fmt: skip
         self.target.parent.mkdir(parents=True, exist_ok=True)
         clean(self.target.parent)
-        self.beside.mkdir()
+        temporary(self.beside).mkdir()
         return Weights(self.beside, tensors, wanted.file_nbytes)
 
     def publish(self) -> None:
@@ -187,7 +187,7 @@ class Folder:
         publish(self.beside, self.target)
 
     def drop(self) -> None:
-        shutil.rmtree(self.beside, ignore_errors=True)
+        discard(self.beside)
 
 
 def _foreign(folder: Path, *, config: bool) -> list[str]:

@@ -1,0 +1,120 @@
+"""Where a save works: a folder beside its target, named by the process that owns it, which goes when its owner ends.
+
+    run/.step-100.saving-<machine>-<process>-<start>-<chance>      until it is renamed to run/step-100
+
+A signal that would end the process removes it first. What SIGKILL or a loss of power leave, the next save beside it
+removes: the name says whether its owner can still be alive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import shutil
+import signal
+import threading
+import time
+import uuid
+from pathlib import Path
+from types import FrameType
+
+import xxhash
+
+LEFTOVER = re.compile(r"\..+\.saving-([0-9a-f]{16})-([0-9]+)-([0-9]+)-[0-9a-f]{8}")
+ABANDONED = 86400.0  # seconds without a write, after which what another machine has left counts as left
+ENDINGS = (signal.SIGTERM, signal.SIGHUP)  # Ctrl-C unwinds by itself, and nothing can be done about SIGKILL
+
+
+def place_beside(path: Path, owner: str) -> Path:
+    """Where a save works until it publishes at `path`."""
+    return path.parent / f".{path.name}.saving-{owner}"
+
+
+def owner() -> str:
+    """Names this process among all that ever were: machine since it started, process number, process start; and chance.
+
+    A leftover's name says by that whether its save can still be under way.
+    """
+    return f"{_machine()}-{os.getpid()}-{_started(os.getpid()) or 0}-{uuid.uuid4().hex[:8]}"
+
+
+def _machine() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        names = os.readlink("/proc/self/ns/pid")  # a container's process numbers are its own
+        return xxhash.xxh3_128_hexdigest((boot + names).encode())[:16]
+    except OSError:
+        return uuid.uuid4().hex[:16]  # nobody can be asked who lives here: time will tell
+
+
+def _started(process: int) -> int | None:
+    """In clock ticks after the machine; None if there is no such process, or only its remains."""
+    try:
+        state, *fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if state in "ZX" else int(fields[18])
+
+
+_temporary: set[Path] = set()  # folders of this process, until they are published or removed
+os.register_at_fork(after_in_child=_temporary.clear)  # a child's end is not its parent's
+
+
+def temporary(folder: Path) -> Path:
+    """The same; from now on it goes with this process, should a signal end it before `discard`."""
+    _temporary.add(folder)
+    end_tidily(True)
+    return folder
+
+
+def discard(folder: Path) -> None:
+    """Remove a folder as far as that goes; a later save cleans up what stays."""
+    with contextlib.suppress(OSError):  # which it raises nevertheless where a folder cannot be looked into
+        shutil.rmtree(folder, ignore_errors=True)
+    _temporary.discard(folder)
+    if not _temporary:
+        end_tidily(False)
+
+
+def abandon() -> None:
+    """Remove what is temporary, from whatever thread: the process is about to end."""
+    for folder in list(_temporary):
+        discard(folder)
+
+
+def end_tidily(whether: bool) -> None:
+    """Whether a signal that ends this process abandons first. Only the main thread can say; a user's handler stays."""
+    if threading.current_thread() is threading.main_thread():
+        old, new = (signal.SIG_DFL, _end) if whether else (_end, signal.SIG_DFL)
+        for number in ENDINGS:
+            if signal.getsignal(number) is old:
+                signal.signal(number, new)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    abandon()
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+def clean(parent: Path) -> None:
+    """Remove what dead owners have left in this folder; another machine's after so many seconds without a write."""
+    for entry in os.scandir(parent):
+        if (match := LEFTOVER.fullmatch(entry.name)) is None or not entry.is_dir(follow_symlinks=False):
+            continue
+        machine, process, started = match.groups()
+        if machine == _machine():
+            dead = _started(int(process)) != int(started)
+        else:
+            dead = time.time() - _last_write(entry.path) > ABANDONED
+        if dead:
+            discard(Path(entry.path))
+
+
+def _last_write(folder: str) -> float:
+    """Seconds since 1970."""
+    with contextlib.suppress(OSError):  # its save has just removed it
+        return max(os.stat(each).st_mtime for each in (folder, *(inner.path for inner in os.scandir(folder))))
+    return math.inf

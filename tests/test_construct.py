@@ -8,6 +8,7 @@ import io
 import pickle
 import subprocess
 import sys
+from contextlib import suppress
 from functools import partial
 
 import pytest
@@ -665,6 +666,7 @@ class Peak(TorchDispatchMode):
 
 WIDTH, LAYERS = 96, 12
 UNIT = 4 * (WIDTH * WIDTH + WIDTH)
+SMALL = 8192  # bytes: headers, facts, the generator's state
 
 
 def peaks(precision):
@@ -674,25 +676,25 @@ def peaks(precision):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Peak() as counted:
         zero = zeroshard.shard(model, optimizer, precision=precision)
-        rest = counted.now()
     ledger = zero.ledger()
     states = sum(ledger.held.get(state, 0) for state in ("parameters", "gradients", "master"))
-    return counted.peak, rest, states, ledger.peak["gather"]
+    with suppress(AssertionError):  # gloo's thread lets go of what it has sent a little after the wait for it returns
+        ranks.until(lambda: counted.now() - states <= SMALL, 5.0)
+    return counted.peak, counted.now(), states, ledger.peak["gather"]
 
 
 def test_meta_never_takes_more_than_its_shards_and_one_unit():
     """Peak memory while a model on meta is sharded at stage 3 is what rests afterwards plus one unit (twice over where
     the unit is converted: once as it is initialised and once as it is computed with), of twelve."""
-    small = 8192  # headers, facts, the generator's state
     largest = 4 * 2 * (-(-(WIDTH * WIDTH + 128) // 256) * 128)  # a unit in fp32, its padding at 2 ranks included
     for peak, rest, states, gathered in ranks.run(2, peaks, None):
-        assert rest - states <= small
+        assert rest - states <= SMALL
         assert UNIT <= gathered <= largest
-        assert peak <= rest + largest + small, f"peak {peak}, at rest {rest}, one unit {largest}"
+        assert peak <= rest + largest + SMALL, f"peak {peak}, at rest {rest}, one unit {largest}"
         assert peak < UNIT * LAYERS * 1.3  # the whole model alone would be LAYERS units, beside gradients
     for peak, rest, states, _ in ranks.run(2, peaks, Precision(param_dtype=torch.bfloat16)):
-        assert rest - states <= small
-        assert peak <= rest + largest + largest // 2 + small, f"peak {peak}, at rest {rest}, one unit {largest}"
+        assert rest - states <= SMALL
+        assert peak <= rest + largest + largest // 2 + SMALL, f"peak {peak}, at rest {rest}, one unit {largest}"
 
 
 # ------------------------------------------------------------------------------------------------------------------ device

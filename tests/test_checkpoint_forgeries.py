@@ -795,7 +795,7 @@ KEYS = ["format", "version", "saved", "ranks", "stage", "seed", "parameters", "f
 
 def opens(path):
     with Saved.open(path) as saved:
-        saved.reader.check_rest(0, 1)
+        saved.reader.check_share(0, 1)
 
 
 @settings(max_examples=100)

@@ -34,7 +34,7 @@ class Loaded(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """Elements [start, stop) of a saved state, checked and still in their files: put aside they would cost memory."""
+    """Elements [start, stop) of a saved state, which stay in their files: put aside they would cost memory."""
 
     saved: Saved
     key: tuple[str, str]
@@ -44,8 +44,8 @@ class Cut(NamedTuple):
     def numel(self) -> int:
         return self.stop - self.start
 
-    def into(self, place: Tensor) -> None:
-        self.saved.fill(self.key, self.start, place)
+    def into(self, place: Tensor, *, later: bool) -> None:
+        self.saved.fill(self.key, self.start, place, later=later)
 
 
 @dataclass
@@ -99,6 +99,8 @@ def _load(engine: Engine, folder: Path, opened: contextlib.ExitStack, *, strict:
     assert saved is not None
     try:
         commit(engine, staged)
+        saved.reader.finish()
+        renew(engine)
         saved.reader.unchanged()
     except Exception as error:  # the other ranks must hear of this too
         problem = f"{error}" if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
@@ -223,6 +225,7 @@ def _kind(dtype: torch.dtype, shape: Sequence[int] | None) -> str:
 
 def _stage(engine: Engine, saved: Saved) -> Staged:
     staged, manifest = Staged(), saved.manifest
+    saved.reader.check_share(engine.group.rank, engine.group.ranks)
     fitting = dict.fromkeys(  # in the order of the buckets: what rests in a file comes to memory once
         record.name
         for record in sorted(engine.records, key=lambda record: engine.places[record.name][0].bucket.index)
@@ -251,20 +254,20 @@ def _stage(engine: Engine, saved: Saved) -> Staged:
     staged.extra = unplain(manifest["extra"], {key: saved.read(stored) for key, stored in saved.extra.items()})
     if manifest["ranks"] == engine.group.ranks:
         staged.rng = parsed_rng(manifest["rng"][engine.group.rank])
-    saved.reader.check_rest(engine.group.rank, engine.group.ranks)
+    saved.reader.check_wanted()
     return staged
 
 
 def _stage_value(engine: Engine, saved: Saved, name: str, staged: Staged) -> None:
     buffer, slot = engine.places[name]
     updated = slot.within(*buffer.updated)
-    staged.values[name] = _checked(saved, (name, VALUE), *resting(engine, name))
+    staged.values[name] = _wanted(saved, (name, VALUE), *resting(engine, name))
     if buffer.master is not None:
-        staged.masters[name] = _checked(saved, (name, VALUE), updated.start, updated.stop)
+        staged.masters[name] = _wanted(saved, (name, VALUE), updated.start, updated.stop)
 
 
-def _checked(saved: Saved, key: tuple[str, str], start: int, stop: int) -> Cut:
-    saved.check(key, start, stop)
+def _wanted(saved: Saved, key: tuple[str, str], start: int, stop: int) -> Cut:
+    saved.want(key, start, stop)
     return Cut(saved, key, start, stop)
 
 
@@ -279,14 +282,14 @@ def _state(staged: Staged, saved: Saved, state: str, binding: Binding, fragment:
         part = fragment.slot.within(*fragment.buffer.updated)
         if binding.rests_away(fragment.buffer):
             blank = torch.empty(like.shape, dtype=dtype, device="meta")
-            staged.fills.append((binding.part(fragment, state, blank), _checked(saved, key, part.start, part.stop)))
+            staged.fills.append((binding.part(fragment, state, blank), _wanted(saved, key, part.start, part.stop)))
             return blank
         wanted = like.shape, dtype, like.device
         if not (
             isinstance(place, Tensor) and place.is_contiguous() and (place.shape, place.dtype, place.device) == wanted
         ):
             place = torch.empty(like.shape, dtype=dtype, device=like.device)
-        staged.fills.append((place.view(-1), _checked(saved, key, part.start, part.stop)))
+        staged.fills.append((place.view(-1), _wanted(saved, key, part.start, part.stop)))
         return place
     tensor = saved.read(saved.whole[key])
     on_device = group.get("fused") or group.get("capturable") or tensor.dim()
@@ -295,7 +298,7 @@ def _state(staged: Staged, saved: Saved, state: str, binding: Binding, fragment:
 
 @torch.no_grad()
 def commit(engine: Engine, staged: Staged) -> None:
-    """Change all that was put aside."""
+    """Change all that was put aside. What is still in files is there after the reader's `finish`; then `renew`."""
     for name, value in staged.values.items():
         put(engine, name, value, staged.masters.get(name))
     for place, cut in staged.fills:
@@ -314,7 +317,6 @@ def commit(engine: Engine, staged: Staged) -> None:
     for name, tensor in persistent(engine.model):
         if name in staged.buffers:
             tensor.copy_(staged.buffers[name])
-    renew(engine)
 
 
 def resting(engine: Engine, name: str) -> tuple[int, int]:
@@ -336,8 +338,12 @@ def put(engine: Engine, name: str, value: Tensor | Cut, master: Tensor | Cut | N
 
 
 def _put(place: Tensor | Part, value: Tensor | Cut) -> None:
+    place = place.plain() if isinstance(place, Part) else place
     with present(place, changed=True) as here:
-        value.into(here) if isinstance(value, Cut) else here.copy_(value)
+        if isinstance(value, Cut):
+            value.into(here, later=here is place)  # else it is there for a moment only
+        else:
+            here.copy_(value)
 
 
 def renew(engine: Engine) -> None:
@@ -358,7 +364,7 @@ def latest(group: Group, folder: Path) -> Path | None:
         problem = None
         try:
             with Saved.open(folder / name) as saved:
-                saved.reader.check_rest(group.rank, group.ranks)
+                saved.reader.check_share(group.rank, group.ranks)
         except CheckpointError as error:
             problem = f"{error}"
         told = group.problems(problem)

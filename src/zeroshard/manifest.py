@@ -182,11 +182,11 @@ class Saved:
 
     # --- reading, every byte from a block whose digest is right -----------------------------------------------------
 
-    def check(self, key: tuple[str, str], start: int, stop: int) -> None:
-        """Make sure that elements [start, stop) of a parameter's state can be read, and are what was saved."""
+    def want(self, key: tuple[str, str], start: int, stop: int) -> None:
+        """Have the reader check, with all else that is wanted, elements [start, stop) of a parameter's state."""
         for part, low, high in self._parts(key, start, stop):
             offset = part.offset + (low - part.start) * part.dtype.itemsize
-            self.reader.check(part.file, offset, (high - low) * part.dtype.itemsize)
+            self.reader.want(part.file, offset, (high - low) * part.dtype.itemsize)
 
     def interval(self, key: tuple[str, str], start: int, stop: int) -> Tensor:
         """Elements [start, stop) of a parameter's state, as saved. 1-D, on the CPU."""
@@ -194,13 +194,16 @@ class Saved:
         self.fill(key, start, out)
         return out
 
-    def fill(self, key: tuple[str, str], start: int, out: Tensor) -> None:
-        """Elements from `start` on of a parameter's state into `out`, 1-D, put together from whatever holds them."""
+    def fill(self, key: tuple[str, str], start: int, out: Tensor, *, later: bool = False) -> None:
+        """Elements from `start` on of a parameter's state into `out`, 1-D, put together from whatever holds them.
+
+        later: not before the reader's `finish`, where no dtype or device is changed on the way.
+        """
         for part, low, high in self._parts(key, start, start + out.numel()):
             place = out.detach()[low - start : high - start]
             offset = part.offset + (low - part.start) * part.dtype.itemsize
             if place.device.type == "cpu" and place.dtype == part.dtype and place.is_contiguous():
-                self.reader.read(part.file, offset, raw(place))
+                self.reader.read(part.file, offset, raw(place), later=later)
                 continue
             scratch = torch.empty(min(place.numel(), CHUNK), dtype=part.dtype)
             for piece in place.split(CHUNK):

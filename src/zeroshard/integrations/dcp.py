@@ -29,7 +29,7 @@ from ..buffer import Buffer
 from ..checkpoint import Engine, options, persistent
 from ..errors import CheckpointError, UserError
 from ..layout import Slot
-from ..loading import Staged, commit
+from ..loading import Staged, commit, renew
 from ..optim import Binding, Fragment, per_element
 from ..planner.states import Asked, probe, takes_whole_tensors
 from .boxes import Box, boxes
@@ -202,6 +202,7 @@ def load_state_dict(engine: Engine, state: Mapping[str, Any]) -> None:
     if told:
         raise CheckpointError("this state cannot be loaded; nothing was changed", got="; ".join(told))
     commit(engine, staged)
+    renew(engine)
 
 
 def _stage(engine: Engine, state: Mapping[str, Any], staged: Staged) -> None:

@@ -94,11 +94,12 @@ def test_buffers_that_training_changes(warm):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(420)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", [f"{EXAMPLE}:job", f"{JOBS}:dropout"])
 def test_the_whole_grid(name, precision):
     """All that is compared by default, at 2, 3 and 4 ranks, with clipping."""
-    done = run("verify", name, "--precision", precision, "--clip", "0.5")
+    done = run("verify", name, "--precision", precision, "--clip", "0.5", timeout=400)
     assert (done.returncode, done.stderr) == (0, "")
     assert "all 49 are equal" in done.stdout
 

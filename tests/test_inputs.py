@@ -166,7 +166,7 @@ def nothing_runs(tmp_path, monkeypatch):
 def test_row64_any_word_for_any_option_of_any_command(nothing_runs, words):
     """Understood, or exit code 2 with one line on stderr that starts with `zeroshard:` and nothing on stdout."""
 
-    @settings(max_examples=12 * len(options(words)), suppress_health_check=list(HealthCheck))
+    @settings(max_examples=8 * len(options(words)), suppress_health_check=list(HealthCheck))
     @given(option=st.sampled_from(options(words)), value=WORDS, typo=st.booleans())
     def check(option, value, typo):
         code, out, error = said([*words.split(), *BASES[words], option[:-1] if typo else option, value])

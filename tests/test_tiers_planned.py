@@ -5,15 +5,13 @@ import gc
 import io
 import itertools
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+import ranks
 import zeroshard
 from zeroshard import Offload, Precision, nvme
 from zeroshard.cli import iobench
@@ -231,11 +229,7 @@ def test_a_disk_says_how_long_a_steps_files_take(tmp_path):
 
 def run(*words, code=0):
     """What the command prints."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    done = subprocess.run(
-        [sys.executable, "-m", "zeroshard", *map(str, words)], capture_output=True, text=True, timeout=120,
-        env=environment, cwd=Path(__file__).parents[1], check=False,
-    )  # fmt: skip
+    done = ranks.command(*words, timeout=120, cwd=Path(__file__).parents[1], COLUMNS="200")
     assert done.returncode == code, done.stderr
     return done.stdout if code == 0 else done.stderr
 
@@ -302,7 +296,7 @@ def test_train_takes_tiers(tmp_path):
 def test_a_resumed_run_keeps_its_tiers(tmp_path):
     """Unless others are given; a folder for files goes with the last state in files."""
     (tmp_path / "text").write_text("a line of text\n" * 100)
-    words = ("train", "--batch", 1, "--data", tmp_path / "text", "--out", tmp_path / "run")
+    words = ("train", "--ranks", 1, "--batch", 1, "--data", tmp_path / "text", "--out", tmp_path / "run")
     run(*words, "--steps", 1, "--offload-optimizer", "nvme", "--offload-path", tmp_path / "files")
 
     def resumed(*more):

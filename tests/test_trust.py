@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -13,6 +14,7 @@ PAGE = HERE.parent / "docs" / "trust.md"
 ROWS = range(1, 66)
 
 
+@functools.cache
 def marked() -> dict[int, set[str]]:
     """Row -> the tests that prove it, as `file.test`: by a name with rowN in it, or by `@pytest.mark.row(N, ...)`."""
     found: dict[int, set[str]] = {row: set() for row in ROWS}

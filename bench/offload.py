@@ -174,7 +174,7 @@ class Model:
     def rests(self) -> list[list[Any]]:
         """What a step brings from files, bucket by bucket."""
         (binding,) = self.zero._bindings
-        return [[buffer.updating, *binding._rests_of(buffer)] for buffer in self.zero._buffers]
+        return [binding.states.moving(buffer) for buffer in self.zero._buffers]
 
     def move(self) -> None:
         """A step's moves between files and memory, without what they are for."""

@@ -186,7 +186,7 @@ class Zero:
                 unit.module.register_state_dict_pre_hook(_refuse_state_dict)
                 unit.module.register_load_state_dict_pre_hook(_refuse_load)
         for binding in self._bindings:
-            binding.count_state()
+            binding.states.count()
         self._ledger.end("init")
         # The hooks hold the engine weakly; the model keeps it alive.
         object.__setattr__(model, "_zeroshard_engine", self)
@@ -625,7 +625,7 @@ class Zero:
     def ledger(self) -> Ledger:
         """Bytes this rank holds now and held at most, by state, tier and phase, and bytes moved by verb: a snapshot."""
         for binding in self._bindings:
-            binding.count_state()
+            binding.states.count()
         return self._ledger.snapshot()
 
     def owners(self, name: str, state: str = "optimizer") -> list[Owner]:

@@ -22,10 +22,11 @@ from .comm import Group
 from .errors import CheckpointError, UserError
 from .events import DEVICE
 from .files import DTYPES, digest, raw
+from .fragment import SCALARS, Fragment
 from .layout import Bucket, Slot
 from .manifest import VALUE
 from .numerics import Precision
-from .optim import SCALARS, Binding, Fragment
+from .optim import Binding
 from .stage import placements
 from .tier import DeviceTier, Part, Rest
 from .unit import Managed
@@ -149,7 +150,7 @@ def _kept(engine: Engine) -> Iterator[tuple[str, str, Any, Any, Any]]:
         for fragment in engine.fragments(binding):
             part, own = fragment.slot.within(*fragment.buffer.updated), fragment.slot.within(*fragment.buffer.owned)
             if part.numel and own.numel:
-                for key, value in binding.kept(fragment).items():
+                for key, value in binding.states.kept(fragment).items():
                     yield fragment.slot.name, key, value, part, own
 
 

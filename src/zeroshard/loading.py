@@ -17,8 +17,9 @@ from .checkpoint import Engine, Rng, options, parsed_rng, persistent, restore_rn
 from .comm import Group
 from .errors import CheckpointError, PeerError
 from .files import absolute, canonical, digest
+from .fragment import Fragment, per_element, rests_away
 from .manifest import VALUE, Saved, Stored, siblings, unplain
-from .optim import Binding, Fragment, per_element
+from .optim import Binding
 from .tier import Part, present
 
 
@@ -280,9 +281,10 @@ def _state(staged: Staged, saved: Saved, state: str, binding: Binding, fragment:
         dtype = like.dtype if dtype.is_floating_point else dtype
         place = binding.optimizer.state.get(like, {}).get(state)
         part = fragment.slot.within(*fragment.buffer.updated)
-        if binding.rests_away(fragment.buffer):
+        if rests_away(fragment.buffer):
             blank = torch.empty(like.shape, dtype=dtype, device="meta")
-            staged.fills.append((binding.part(fragment, state, blank), _wanted(saved, key, part.start, part.stop)))
+            rest = binding.states.part(fragment, state, blank)
+            staged.fills.append((rest, _wanted(saved, key, part.start, part.stop)))
             return blank
         wanted = like.shape, dtype, like.device
         if not (

@@ -11,45 +11,22 @@ user's class (schedulers and scalers hold the object they were given).
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import operator
 import zlib
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .buffer import Buffer, Place
-from .errors import StateError, TierError, UserError
-from .events import DEVICE, HOST, NVME, ends
+from .errors import StateError, TierError
+from .events import NVME, ends
 from .finite import Finite
+from .fragment import Fragment, Member, States, view
 from .gradient import Entry, Gradients, ShardedGrad
-from .layout import Slot
 from .schedule import Schedule, stack_depth
-from .tier import Part, Rest
-
-SCALARS = {"step", "mu_product", "eta", "mu"}  # per-parameter state that is one number, whatever the parameter's shape
-
-
-class Member(NamedTuple):
-    """A parameter that an optimizer updates, on whichever rank, and the group it is in."""
-
-    place: Place
-    group: int
-
-
-class Fragment(NamedTuple):
-    """What one optimizer on this rank holds of one parameter."""
-
-    param: nn.Parameter
-    buffer: Buffer
-    position: int
-
-    @property
-    def slot(self) -> Slot:
-        return self.buffer.bucket.slots[self.position]
 
 
 class Binding:
@@ -85,9 +62,7 @@ class Binding:
         self._words = ""  # and in words
         self._skips = False  # does the running step pass over its update?
         self._depth = 0  # of the Python stack at the running step
-        self._counted: dict[tuple[str, str], int] = {}  # bytes of optimizer state in the ledger, by tier and state
-        self._rests: dict[tuple[int, str], Rest] = {}  # bucket index and state -> its place in a file
-        self._stateful = 0  # parameters that had state then
+        self.states = States(optimizer, number, finite.group)
         self.adopt(broadcast_state=True)
         self._stay_last(optimizer, optimizer.register_step_pre_hook(self._before).id)
         handle = optimizer.register_step_post_hook(self._after)
@@ -133,6 +108,7 @@ class Binding:
             params[:] = [param for param, _ in kept]  # in place: LBFGS, for one, keeps this very list
         held = {id(param) for group in self.optimizer.param_groups for param in group["params"]}
         self.fragments = [fragment for fragment in self.fragments if id(fragment.param) in held]
+        self.states.follow(self.fragments)
         for fragment in self.fragments:
             entry = self.entry(fragment)
             if entry is not None:
@@ -149,134 +125,28 @@ class Binding:
     def _fragment(self, param: nn.Parameter, group: int, broadcast_state: bool) -> nn.Parameter:
         place: Place = param._zeroshard  # type: ignore[attr-defined]
         with torch._C.DisableTorchFunctionSubclass():
-            fragment = nn.Parameter(self._view(place.buffer, place.position), requires_grad=param.requires_grad)
-        self.fragments.append(Fragment(fragment, place.buffer, place.position))
+            fragment = nn.Parameter(self._view(place), requires_grad=param.requires_grad)
+        held = Fragment(fragment, place.buffer, place.position)
+        self.fragments.append(held)
         self.members.append(Member(place, group))
         state = self.optimizer.state.pop(param, None)
         if state:
-            kept = {key: self._cut(place, group, key, value, fragment, broadcast_state) for key, value in state.items()}
+            options = self.optimizer.param_groups[group]
+            kept = {
+                key: self.states.cut(held, key, value, options, broadcast=broadcast_state)
+                for key, value in state.items()
+            }
             if fragment.numel():
                 self.optimizer.state[fragment] = kept
         return fragment
 
-    def _view(self, buffer: Buffer, index: int, *, inside: bool = False) -> Tensor:
-        """What the optimizer updates of one slot. `inside` here() of a state that rests in a file, else NaN."""
-        slot = buffer.bucket.slots[index]
-        first, last = buffer.updated
-        part = slot.within(first, last)
-        if buffer.updating.away and not inside:
-            flat = buffer.absent(part.numel)
-        elif part.numel:
-            flat = buffer.target[slot.start + part.start - first : slot.start + part.stop - first]
-        else:
-            flat = buffer.target[:0]
-        return flat.view(slot.shape) if self.whole and part.numel == slot.numel else flat
-
-    def _cut(
-        self, place: Place, group: int, key: str, value: Any, fragment: nn.Parameter, broadcast_state: bool
-    ) -> Any:
-        slot = place.buffer.bucket.slots[place.position]
-        if not isinstance(value, Tensor):
-            return value
-        options, home = self.optimizer.param_groups[group], value.device
-        value = value.detach().to(fragment.device, copy=True).contiguous()
-        if broadcast_state:
-            self.group.broadcast(value.view(-1))
-        if key in SCALARS or (value.dim() == 0 and slot.shape):
-            return value if options.get("fused") or options.get("capturable") else value.to(home)
-        if tuple(value.shape) != slot.shape:
-            raise UserError(
-                "the optimizer already has state that cannot be cut",
-                where=f"{type(self.optimizer).__name__}.state of {slot.name!r}, key {key!r}",
-                expected=f"shape {slot.shape} or a scalar",
-                got=tuple(value.shape),
-                instead="shard before the first step",
-            )
-        part = slot.within(*place.buffer.updated)
-        value = value.reshape(-1)[part.start : part.stop].view(fragment.shape)
-        # As load_state_dict does it: state goes along in the dtype of what is updated.
-        value = value.to(fragment.dtype if value.is_floating_point() else value.dtype, copy=True)
-        held = Fragment(fragment, place.buffer, place.position)
-        return self._away(held, key, value) if self.rests_away(place.buffer) else value
-
     def retarget(self, buffer: Buffer) -> None:
         """A bucket got masters: its fragments become views of them."""
-        for fragment in self.fragments:
-            if fragment.buffer is buffer:
-                fragment.param.data = self._view(buffer, fragment.position)
+        for fragment in self.states.of(buffer):
+            fragment.param.data = self._view(fragment)
 
-    # --- states that rest in files ----------------------------------------------------------------------------------
-
-    @staticmethod
-    def rests_away(buffer: Buffer) -> bool:
-        return buffer.tiers["optimizer"].name == NVME
-
-    def kept(self, fragment: Fragment) -> dict[str, Any]:
-        """What the optimizer keeps of a fragment; of what rests in a file, the part it is there."""
-        state = self.optimizer.state.get(fragment.param, {})
-        return {
-            key: self.part(fragment, key, value) if isinstance(value, Tensor) and value.is_meta else value
-            for key, value in state.items()
-        }
-
-    def part(self, fragment: Fragment, key: str, like: Tensor) -> Part:
-        """Where one state of a fragment rests in its file, which may be new."""
-        buffer, (first, last) = fragment.buffer, fragment.buffer.updated
-        at = buffer.bucket.index, key
-        if at not in self._rests:
-            name = key if not self.number else f"{key} of optimizer {self.number}"
-            self._rests[at] = buffer.tiers["optimizer"].rest(name, buffer.bucket.index, last - first, like.dtype)
-        start = fragment.slot.start + fragment.slot.within(first, last).start - first
-        return Part(self._rests[at], start, start + like.numel(), tuple(like.shape), like.dtype)
-
-    def _away(self, fragment: Fragment, key: str, value: Any) -> Any:
-        """Put one state into its file, if that is where it rests; in its place a tensor without memory."""
-        if not per_element(fragment, key, value) or value.is_meta:
-            return value
-        with self.part(fragment, key, value).here(changed=True) as place:
-            if place.untyped_storage()._cdata != value.untyped_storage()._cdata:
-                place.copy_(value)
-        return torch.empty_like(value, device="meta")
-
-    def _ahead(self, buffer: Buffer) -> None:
-        """A bucket will soon be stepped: what rests of it in files may come."""
-        buffer.updating.ahead()
-        if buffer.gradients is not None:
-            buffer.gradients.ahead()
-        for rest in self._rests_of(buffer):
-            rest.ahead()
-
-    def _rests_of(self, buffer: Buffer) -> list[Rest]:
-        return [rest for (bucket, _), rest in self._rests.items() if bucket == buffer.bucket.index]
-
-    @contextlib.contextmanager
-    def _present(self, buffer: Buffer) -> Iterator[None]:
-        """Inside, fragments and optimizer states of one bucket are in memory, where the user's `step` finds them."""
-        fragments = [each for each in self.fragments if each.buffer is buffer]
-        moving = [buffer.updating, *self._rests_of(buffer)]
-        with contextlib.ExitStack() as here:
-            for rest in moving:
-                here.enter_context(rest.here())
-            if buffer.gradients is not None:
-                here.enter_context(buffer.gradients.here(changed=False))
-            for fragment in fragments:
-                if buffer.updating.away:
-                    fragment.param.data = self._view(buffer, fragment.position, inside=True)
-                for key, part in self.kept(fragment).items():
-                    if isinstance(part, Part):
-                        tensor = part.rest.tensor[part.start : part.stop].view(part.shape)
-                        self.optimizer.state[fragment.param][key] = tensor
-            try:
-                yield
-            finally:
-                for fragment in fragments:
-                    if self.rests_away(buffer) and fragment.param.numel():
-                        state = self.optimizer.state.get(fragment.param, {})
-                        state.update({key: self._away(fragment, key, value) for key, value in state.items()})
-                    if buffer.updating.away:
-                        fragment.param.data = self._view(buffer, fragment.position)
-        for rest in filter(None, (*moving, *self._rests_of(buffer), buffer.shard, buffer.gradients)):
-            rest.behind()
+    def _view(self, of: Fragment | Place) -> Tensor:
+        return view(of.buffer, of.position, whole=self.whole)
 
     def entry(self, of: Fragment | Place) -> Entry | None:
         """The gradient of a parameter; None while its bucket is frozen."""
@@ -369,28 +239,27 @@ class Binding:
         try:
             for at, buffer in enumerate(one_by_one):
                 for coming in one_by_one[at : at + 2]:
-                    self._ahead(coming)
+                    self.states.ahead(coming)
                 self._step_alone(buffer, shown)
         except TierError as error:
             self.group.report(error)  # the peers will meet this rank after the step
-        self._give({id(buffer) for buffer in self._updated if not buffer.alone}, shown)
+        self._give([buffer for buffer in self._updated if not buffer.alone], shown)
 
     def _step_alone(self, buffer: Buffer, shown: dict[int, Tensor | None]) -> None:
         """Step one bucket by the optimizer's own `step`, the gradients of all others hidden; then write it back."""
         accumulator = next(each for each in self.gradients.accumulators if each.buffer is buffer)
         kept = accumulator.averaged or not accumulator.rest.away
         accumulator.rest.behind()
-        with self._present(buffer):
+        with self.states.present(buffer, whole=self.whole):
             if buffer.seed_master():
                 buffer.changed()
             accumulator.spread_average(kept=kept).wait()
-            self._give({id(buffer)}, shown)
+            self._give([buffer], shown)
             step: Any = type(self.optimizer).step
             step = step.__wrapped__ if getattr(step, "hooked", False) else step
             step(self.optimizer)
-            for fragment in self.fragments:
-                if fragment.buffer is buffer:
-                    fragment.param.grad = None
+            for fragment in self.states.of(buffer):
+                fragment.param.grad = None
             self._write_back(buffer)
         if not kept:
             accumulator.forget_average()
@@ -405,11 +274,9 @@ class Binding:
             )
         return shown
 
-    def _give(self, buffers: set[int], shown: dict[int, Tensor | None]) -> None:
+    def _give(self, buffers: Sequence[Buffer], shown: dict[int, Tensor | None]) -> None:
         """The fragments of these buckets get their gradients."""
-        for fragment in self.fragments:
-            if id(fragment.buffer) not in buffers:
-                continue
+        for fragment in [fragment for buffer in buffers for fragment in self.states.of(buffer)]:
             entry = self.entry(fragment)
             # An empty fragment only stands in for a group: Muon, for one, refuses its shape.
             if entry is None or shown[id(fragment.param)] is None or not fragment.param.numel():
@@ -442,24 +309,9 @@ class Binding:
         for fragment in self.fragments:
             if self._skips or id(fragment.param) in bound or not fragment.param.numel():
                 self._show(fragment)
-        if len(self.optimizer.state) != self._stateful:
-            self.count_state()
+        self.states.count(changed=True)
         self.group.steps += 1
         self.group.ledger.end("step")
-
-    def count_state(self) -> None:
-        """Tell the ledger what the optimizer keeps on this rank, by its own names for it."""
-        self._stateful = len(self.optimizer.state)
-        now: dict[tuple[str, str], int] = {}
-        tiers = {id(each.param): each.buffer.tiers["optimizer"].name for each in self.fragments}
-        for param, state in self.optimizer.state.items():
-            tier = HOST if tiers.get(id(param)) == NVME else tiers.get(id(param), DEVICE)
-            for key, value in state.items():
-                if isinstance(value, Tensor) and not value.is_meta:
-                    now[tier, key] = now.get((tier, key), 0) + value.numel() * value.itemsize
-        for at in dict.fromkeys([*now, *self._counted]):
-            self.group.ledger.hold(at[1], now.get(at, 0) - self._counted.get(at, 0), at[0])
-        self._counted = now
 
     def _to_be_updated(self) -> list[Buffer]:
         """Buffers that have gradients for this optimizer on any rank, in order."""
@@ -491,11 +343,6 @@ class Binding:
             for entry in (self.entry(member.place) for member in self.members):
                 if entry is not None:
                     self.gradients.hide(entry)
-
-
-def per_element(fragment: Fragment, key: str, value: Any) -> bool:
-    """Is this state as large as what it is of? (Not so a step count, or Adafactor's rows and columns.)"""
-    return isinstance(value, Tensor) and value.numel() == fragment.param.numel() and key not in SCALARS
 
 
 def _plain(value: Any) -> bool:

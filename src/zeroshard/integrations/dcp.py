@@ -28,9 +28,10 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from ..buffer import Buffer
 from ..checkpoint import Engine, options, persistent
 from ..errors import CheckpointError, UserError
+from ..fragment import Fragment, per_element, rests_away
 from ..layout import Slot
 from ..loading import Staged, commit, renew
-from ..optim import Binding, Fragment, per_element
+from ..optim import Binding
 from ..planner.states import Asked, probe, takes_whole_tensors
 from .boxes import Box, boxes
 
@@ -105,7 +106,7 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
 def state_dict(engine: Engine) -> dict[str, Any]:
     """This rank's part of the model and its optimizers, by reference."""
     if any(rest.away for buffer in engine.buffers for rest in (buffer.shard, buffer.updating)) or any(
-        binding.rests_away(buffer) for binding in engine.bindings for buffer in engine.buffers
+        rests_away(buffer) for binding in engine.bindings for buffer in engine.buffers
     ):
         raise UserError(
             "torch.distributed.checkpoint wants all states in memory, and some rest in files",

@@ -1,0 +1,201 @@
+"""What an optimizer on this rank holds of each parameter, what it keeps of it, and where that rests.
+
+The state is in `optimizer.state`, as always, by the optimizer's own names. Of what rests in a file there is a tensor
+without memory (on meta) until its bucket is present for a step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .buffer import Buffer, Place
+from .comm import Group
+from .errors import UserError
+from .events import DEVICE, HOST, NVME
+from .layout import Slot
+from .tier import Part, Rest
+
+SCALARS = {"step", "mu_product", "eta", "mu"}  # per-parameter state that is one number, whatever the parameter's shape
+
+
+class Member(NamedTuple):
+    """A parameter that an optimizer updates, on whichever rank, and the group it is in."""
+
+    place: Place
+    group: int
+
+
+class Fragment(NamedTuple):
+    """What one optimizer on this rank holds of one parameter."""
+
+    param: nn.Parameter
+    buffer: Buffer
+    position: int
+
+    @property
+    def slot(self) -> Slot:
+        return self.buffer.bucket.slots[self.position]
+
+
+class States:
+    """One optimizer's state of its fragments on this rank."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, number: int, group: Group) -> None:
+        self.optimizer = optimizer
+        self.number = number
+        self.group = group
+        self._fragments: dict[int, list[Fragment]] = {}  # by bucket
+        self._rests: dict[int, dict[str, Rest]] = {}  # by bucket and name, a place in a file
+        self._counted: dict[tuple[str, str], int] = {}  # bytes in the ledger, by tier and name
+        self._stateful = 0  # parameters that had state then
+
+    def follow(self, fragments: Sequence[Fragment]) -> None:
+        """These are what the optimizer holds now."""
+        self._fragments = {}
+        for fragment in fragments:
+            self._fragments.setdefault(fragment.buffer.bucket.index, []).append(fragment)
+
+    def of(self, buffer: Buffer) -> list[Fragment]:
+        return self._fragments.get(buffer.bucket.index, [])
+
+    def cut(self, fragment: Fragment, key: str, value: Any, options: dict[str, Any], *, broadcast: bool) -> Any:
+        """Of the state of a whole parameter, what this rank keeps of it, where it rests."""
+        slot, home, like = fragment.slot, getattr(value, "device", None), fragment.param
+        if not isinstance(value, Tensor):
+            return value
+        value = value.detach().to(like.device, copy=True).contiguous()
+        if broadcast:
+            self.group.broadcast(value.view(-1))
+        if key in SCALARS or (value.dim() == 0 and slot.shape):
+            return value if options.get("fused") or options.get("capturable") else value.to(home)
+        if tuple(value.shape) != slot.shape:
+            raise UserError(
+                "the optimizer already has state that cannot be cut",
+                where=f"{type(self.optimizer).__name__}.state of {slot.name!r}, key {key!r}",
+                expected=f"shape {slot.shape} or a scalar",
+                got=tuple(value.shape),
+                instead="shard before the first step",
+            )
+        part = slot.within(*fragment.buffer.updated)
+        value = value.reshape(-1)[part.start : part.stop].view(like.shape)
+        # As load_state_dict does it: state goes along in the dtype of what is updated.
+        value = value.to(like.dtype if value.is_floating_point() else value.dtype, copy=True)
+        return self._put_away(fragment, key, value) if rests_away(fragment.buffer) else value
+
+    def count(self, *, changed: bool = False) -> None:
+        """Tell the ledger what there is; `changed`: only if there is state of more or fewer parameters than before."""
+        if changed and len(self.optimizer.state) == self._stateful:
+            return
+        self._stateful = len(self.optimizer.state)
+        now: dict[tuple[str, str], int] = {}
+        held = [each for fragments in self._fragments.values() for each in fragments]
+        tiers = {id(each.param): each.buffer.tiers["optimizer"].name for each in held}
+        for param, state in self.optimizer.state.items():
+            tier = HOST if tiers.get(id(param)) == NVME else tiers.get(id(param), DEVICE)
+            for key, value in state.items():
+                if isinstance(value, Tensor) and not value.is_meta:
+                    now[tier, key] = now.get((tier, key), 0) + value.numel() * value.itemsize
+        for at in dict.fromkeys([*now, *self._counted]):
+            self.group.ledger.hold(at[1], now.get(at, 0) - self._counted.get(at, 0), at[0])
+        self._counted = now
+
+    # --- in files ---------------------------------------------------------------------------------------------------
+
+    def kept(self, fragment: Fragment) -> dict[str, Any]:
+        """What there is of a fragment; of what rests in a file, the part it is there."""
+        state = self.optimizer.state.get(fragment.param, {})
+        return {
+            key: self.part(fragment, key, value) if isinstance(value, Tensor) and value.is_meta else value
+            for key, value in state.items()
+        }
+
+    def part(self, fragment: Fragment, key: str, like: Tensor) -> Part:
+        """Where one state of a fragment rests in its file, which may be new."""
+        buffer, (first, last) = fragment.buffer, fragment.buffer.updated
+        rests = self._rests.setdefault(buffer.bucket.index, {})
+        if key not in rests:
+            name = key if not self.number else f"{key} of optimizer {self.number}"
+            rests[key] = buffer.tiers["optimizer"].rest(name, buffer.bucket.index, last - first, like.dtype)
+        start = fragment.slot.start + fragment.slot.within(first, last).start - first
+        return Part(rests[key], start, start + like.numel(), tuple(like.shape), like.dtype)
+
+    def _put_away(self, fragment: Fragment, key: str, value: Any) -> Any:
+        """Put one state into its file, if that is where it rests; in its place a tensor without memory."""
+        if not per_element(fragment, key, value) or value.is_meta:
+            return value
+        with self.part(fragment, key, value).here(changed=True) as place:
+            if place.untyped_storage()._cdata != value.untyped_storage()._cdata:
+                place.copy_(value)
+        return torch.empty_like(value, device="meta")
+
+    def moving(self, buffer: Buffer) -> list[Rest]:
+        """What of a bucket is brought to memory for a step and changed there."""
+        return [buffer.updating, *self._rests.get(buffer.bucket.index, {}).values()]
+
+    def ahead(self, buffer: Buffer) -> None:
+        """A bucket will soon be stepped: what rests of it in files may come."""
+        buffer.updating.ahead()
+        if buffer.gradients is not None:
+            buffer.gradients.ahead()
+        for rest in self.moving(buffer)[1:]:
+            rest.ahead()
+
+    @contextlib.contextmanager
+    def present(self, buffer: Buffer, *, whole: bool) -> Iterator[None]:
+        """Inside, fragments and states of one bucket are in memory, where the user's `step` finds them."""
+        fragments = self.of(buffer)
+        with contextlib.ExitStack() as here:
+            for rest in self.moving(buffer):
+                here.enter_context(rest.here())
+            if buffer.gradients is not None:
+                here.enter_context(buffer.gradients.here(changed=False))
+            for fragment in fragments:
+                if buffer.updating.away:
+                    fragment.param.data = view(buffer, fragment.position, whole=whole, inside=True)
+                for key, part in self.kept(fragment).items():
+                    if isinstance(part, Part):
+                        tensor = part.rest.tensor[part.start : part.stop].view(part.shape)
+                        self.optimizer.state[fragment.param][key] = tensor
+            try:
+                yield
+            finally:
+                for fragment in fragments:
+                    if rests_away(buffer) and fragment.param.numel():
+                        state = self.optimizer.state.get(fragment.param, {})
+                        state.update({key: self._put_away(fragment, key, value) for key, value in state.items()})
+                    if buffer.updating.away:
+                        fragment.param.data = view(buffer, fragment.position, whole=whole)
+        for rest in filter(None, (*self.moving(buffer), buffer.shard, buffer.gradients)):
+            rest.behind()
+
+
+def view(buffer: Buffer, position: int, *, whole: bool, inside: bool = False) -> Tensor:
+    """What an optimizer updates of one slot, 1-D; `whole`: in the parameter's shape, as nothing is cut.
+
+    inside: here() of a state that rests in a file; else such elements are NaN.
+    """
+    slot = buffer.bucket.slots[position]
+    first, last = buffer.updated
+    part = slot.within(first, last)
+    if buffer.updating.away and not inside:
+        flat = buffer.absent(part.numel)
+    elif part.numel:
+        flat = buffer.target[slot.start + part.start - first : slot.start + part.stop - first]
+    else:
+        flat = buffer.target[:0]
+    return flat.view(slot.shape) if whole and part.numel == slot.numel else flat
+
+
+def rests_away(buffer: Buffer) -> bool:
+    """Do an optimizer's states of this bucket rest in files?"""
+    return buffer.tiers["optimizer"].name == NVME
+
+
+def per_element(fragment: Fragment, key: str, value: Any) -> bool:
+    """Is this state as large as what it is of? (Not so a step count, or Adafactor's rows and columns.)"""
+    return isinstance(value, Tensor) and value.numel() == fragment.param.numel() and key not in SCALARS

@@ -29,6 +29,7 @@ from zeroshard import files, workplace
 from zeroshard.checkpoint import options, persistent, pieces, rng_states, values
 from zeroshard.errors import CheckpointError, PeerError
 from zeroshard.files import raw
+from zeroshard.integrations.export import Weights
 
 
 def bits(zero):
@@ -189,6 +190,56 @@ def test_row60_a_signal_in_a_save_behind_the_training_leaves_nothing_half_writte
     assert ranks.run(1, ended_behind, tmp_path, group=False) == [(-signal.SIGTERM, [])]
 
 
+@pytest.mark.parametrize("over", [False, True], ids=["fresh", "over"])
+@pytest.mark.parametrize("moment", ["write_manifest", "publish"])
+def test_row60_what_another_thread_still_saves_is_not_published_without_its_files(tmp_path, monkeypatch, moment, over):
+    """The end comes to the main thread, or to the one that waits for it, while the saver is before its last rename."""
+    _, _, zero = job(1)
+    if over:
+        zero.save(tmp_path / "a", extra={"which": "before"})
+    monkeypatch.setattr(zeroshard.saving, moment, before(workplace.abandon, getattr(zeroshard.saving, moment)))
+    saving = zero.save(tmp_path / "a", asynchronous=True)
+    with pytest.raises(CheckpointError, match="was not saved"):
+        saving.wait()
+    assert names(tmp_path) == ["a"] * over
+    assert not over or zero.load(tmp_path / "a").extra == {"which": "before"}
+
+
+@pytest.mark.parametrize("over", [False, True], ids=["fresh", "over"])
+def test_row60_an_end_between_the_rename_and_the_disk_leaves_the_new_one(tmp_path, monkeypatch, over):
+    _, _, zero = job(1)
+    if over:
+        zero.save(tmp_path / "a", extra={"which": "before"})
+    sync, seen = files.sync, []
+
+    def ends(folder):
+        if folder == tmp_path:
+            seen.append(names(tmp_path))
+            workplace.abandon()
+        sync(folder)
+
+    monkeypatch.setattr(files, "sync", ends)
+    zero.save(tmp_path / "a", extra={"which": "now"}, asynchronous=True).wait()
+    assert len(seen) == 1 and len(seen[0]) == 1 + over and "a" in seen[0]
+    assert names(tmp_path) == ["a"] and zero.load(tmp_path / "a").extra == {"which": "now"}
+
+
+def before(act, then):
+    def both(*args):
+        act()
+        return then(*args)
+
+    return both
+
+
+def failing(*_):
+    raise OSError("no")
+
+
+def interrupted(*_):
+    raise KeyboardInterrupt
+
+
 def restored(folder):
     """What ends a process outside its saves is again what it was; and what the user has set up stays."""
     _, _, zero = job(1)
@@ -196,8 +247,18 @@ def restored(folder):
     signal.signal(signal.SIGHUP, lambda *_: told.append(signal.SIGHUP))
     try:
         zero.save(folder / "a")
-        zero.save(folder / "b", asynchronous=True).wait()
-        zero.export(folder / "c")
+        old = zero.save(folder / "b", asynchronous=True)
+        new = zero.save(folder / "d", asynchronous=True)
+        old.wait()  # does not speak for the one that is being written, if that still is
+        new.wait()
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(files.os, "rename", failing)
+            with pytest.raises(OSError, match="no"):
+                files.remove(folder / "d")
+        with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patched:
+            patched.setattr(Weights, "write", interrupted)
+            zero.export(folder / "c")
+        assert names(folder) == ["a", "b", "d"]
         os.kill(os.getpid(), signal.SIGHUP)
         return signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, told
     finally:

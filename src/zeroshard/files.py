@@ -33,7 +33,7 @@ from torch import Tensor
 
 from .errors import CheckpointError, UserError
 from .tier import Part, present
-from .workplace import clean, discard, owner, place_beside, temporary
+from .workplace import clean, discard, owner, place_beside, sync, temporary
 
 BLOCK = 4 << 20  # bytes under one digest
 THREADS = 2  # that read: while one waits for the disk, another digests
@@ -161,7 +161,7 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
         file.write(_PREFIX.format(digest(text)) + text + "}")
         file.flush()
         os.fsync(file.fileno())
-    _sync(folder)
+    sync(folder)
 
 
 def canonical(value: Any) -> str:
@@ -179,7 +179,7 @@ def make_room(beside: Path, path: Path) -> None:
             "saving here would remove what is no checkpoint's", where=str(path), expected="a checkpoint, or nothing",
             got=f"{sorted(others)[:5]} too", instead="a folder of its own for each checkpoint",
         )  # fmt: skip
-    temporary(beside).mkdir()
+    beside.mkdir()
 
 
 def publish(beside: Path, path: Path) -> None:
@@ -193,7 +193,7 @@ def publish(beside: Path, path: Path) -> None:
         exchange = True
         _exchange(beside, path)
     try:
-        _sync(path.parent)
+        sync(path.parent)
     except OSError:
         (_exchange if exchange else os.rename)(path, beside)
         raise
@@ -204,8 +204,10 @@ def publish(beside: Path, path: Path) -> None:
 def remove(path: Path) -> None:
     """Remove a published folder: all of it leaves its name at once, so a crash leaves nothing half-removed there."""
     aside = temporary(place_beside(path, owner()))
-    os.rename(path, aside)
-    discard(aside)
+    try:
+        os.rename(path, aside)
+    finally:
+        discard(aside)
 
 
 def _exchange(one: Path, other: Path) -> None:
@@ -213,14 +215,6 @@ def _exchange(one: Path, other: Path) -> None:
     here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     if libc.renameat2(here, os.fsencode(one), here, os.fsencode(other), exchange):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(other))
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # --- reading --------------------------------------------------------------------------------------------------------
@@ -315,6 +309,7 @@ class Reader:
         self._wanted: set[tuple[str, int]] = set()  # blocks, each a file and a number
         self._seen: set[tuple[str, int]] = set()  # those that are checked
         self._later: list[tuple[str, int, memoryview]] = []
+        self._stopped = False  # no thread goes on
         self._threads = ThreadPoolExecutor(THREADS)  # digests, copies and the disk leave Python's lock alone
         self._own = threading.local()
         try:
@@ -344,6 +339,7 @@ class Reader:
             raise damaged(path, f"{facts['nbytes']:,} bytes", f"{seen.st_size:,} bytes")
 
     def close(self) -> None:
+        self._stopped = True  # also of a check that Ctrl-C has left
         self._threads.shutdown(cancel_futures=True)
         for descriptor in self._open.values():
             os.close(descriptor)
@@ -365,9 +361,9 @@ class Reader:
         self._check(sorted(self._wanted))
 
     def read(self, name: str, offset: int, into: memoryview, *, later: bool = False) -> None:
-        """Fill `into` with the bytes at `offset`, once their blocks are checked; or have `finish` do so."""
-        self._later += [(name, offset + at, into[at : at + BLOCK]) for at in range(0, into.nbytes, BLOCK)]
+        """Fill `into` with the bytes at `offset`, once their blocks are checked; `later`: when `finish` is called."""
         self._check(_blocks(name, offset, into.nbytes))
+        self._later += [(name, offset + at, into[at : at + BLOCK]) for at in range(0, into.nbytes, BLOCK)]
         if not later:
             self.finish()
 
@@ -387,8 +383,14 @@ class Reader:
         shares = [items[thread::THREADS] for thread in range(min(THREADS, len(items)))]
 
         def do(share: Sequence[tuple[Any, ...]]) -> None:
-            for item in share:
-                call(*item)
+            try:
+                for item in share:
+                    if self._stopped:
+                        return
+                    call(*item)
+            except BaseException:
+                self._stopped = True
+                raise
 
         for _ in self._threads.map(do, shares) if len(shares) > 1 else map(do, shares):
             pass

@@ -28,7 +28,7 @@ from .events import HOST, Ledger
 from .files import absolute, make_room, publish, remove, write_manifest, write_tensors
 from .manifest import FORMAT, VERSION, plain, siblings
 from .tier import Part, present
-from .workplace import discard, end_tidily, owner, place_beside
+from .workplace import discard, owner, place_beside, release_signals, temporary
 
 SNAPSHOT = "snapshot"  # in the ledger: what a save behind the training holds
 
@@ -49,7 +49,6 @@ class Saving:
         else:
             atexit.register(self._report)
             Saving.running = self
-            end_tidily(True)  # until `join`: the thread cannot say so itself
             self._thread.start()  # not a daemon: before it exits the interpreter waits for it
 
     @property
@@ -71,7 +70,7 @@ class Saving:
         """Wait, whatever comes of it."""
         if self._thread is not None:
             self._thread.join()
-            end_tidily(False)
+            release_signals()
         if Saving.running is self:
             Saving.running = None
 
@@ -132,6 +131,8 @@ def save(
             if asynchronous:
                 ledger.hold(SNAPSHOT, -nbytes, HOST)
 
+    if group.rank == 0:
+        temporary(beside)  # here and not in a thread, which cannot handle signals
     if asynchronous:
         ledger.hold(SNAPSHOT, nbytes, HOST)
     return Saving(target, work, asynchronous=asynchronous)

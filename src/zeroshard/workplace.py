@@ -19,6 +19,7 @@ import time
 import uuid
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import xxhash
 
@@ -63,31 +64,38 @@ os.register_at_fork(after_in_child=_temporary.clear)  # a child's end is not its
 
 
 def temporary(folder: Path) -> Path:
-    """The same; from now on it goes with this process, should a signal end it before `discard`."""
+    """Have a folder, there or not yet, removed should a signal end this process before `discard`. Returns it."""
     _temporary.add(folder)
-    end_tidily(True)
+    _handle(signal.SIG_DFL, _end)
     return folder
 
 
 def discard(folder: Path) -> None:
     """Remove a folder as far as that goes; a later save cleans up what stays."""
-    with contextlib.suppress(OSError):  # which it raises nevertheless where a folder cannot be looked into
-        shutil.rmtree(folder, ignore_errors=True)
+    _remove(folder)
     _temporary.discard(folder)
+    release_signals()
+
+
+def release_signals() -> None:
+    """Signals end this process as ever, unless something of it is temporary."""
     if not _temporary:
-        end_tidily(False)
+        _handle(_end, signal.SIG_DFL)
 
 
 def abandon() -> None:
     """Remove what is temporary, from whatever thread: the process is about to end."""
     for folder in list(_temporary):
-        discard(folder)
+        aside = folder.with_name(f".{folder.name}")
+        with contextlib.suppress(OSError):
+            os.rename(folder, aside)  # a thread or rank that still writes there can neither publish it nor add to it
+            sync(folder.parent)  # it may be the checkpoint that another has just replaced
+        _remove(aside)
 
 
-def end_tidily(whether: bool) -> None:
-    """Whether a signal that ends this process abandons first. Only the main thread can say; a user's handler stays."""
+def _handle(old: Any, new: Any) -> None:
+    """Only the main thread can set handlers; and one of the user's stays."""
     if threading.current_thread() is threading.main_thread():
-        old, new = (signal.SIG_DFL, _end) if whether else (_end, signal.SIG_DFL)
         for number in ENDINGS:
             if signal.getsignal(number) is old:
                 signal.signal(number, new)
@@ -97,6 +105,21 @@ def _end(number: int, frame: FrameType | None) -> None:
     abandon()
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
+    os._exit(128 + number)  # the first process of a container ignores what it does not handle
+
+
+def _remove(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # which it raises nevertheless where a folder cannot be looked into
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def sync(folder: Path) -> None:
+    """What was made, renamed or removed in a folder is on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def clean(parent: Path) -> None:
@@ -110,7 +133,7 @@ def clean(parent: Path) -> None:
         else:
             dead = time.time() - _last_write(entry.path) > ABANDONED
         if dead:
-            discard(Path(entry.path))
+            _remove(Path(entry.path))
 
 
 def _last_write(folder: str) -> float:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 FAILED, BAD_INPUT = 1, 2
 INTERRUPTED = 130  # 128 + SIGINT, what a shell reports for Ctrl-C
 LAUNCHER = "ZEROSHARD_LAUNCHER_PID"
+_told = threading.Event()  # to end: another thread is about to
 HANDLED_BY_AGENT = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -110,14 +111,17 @@ def end_at_once_when_told(launched: bool) -> None:
         while not select.select([read_end], [], [], 1.0)[0]:
             if launcher is not None and os.getppid() != launcher:
                 break
+        _told.set()
         with suppress(OSError):
             if sys.stdout.isatty():  # the progress bar hides the cursor
                 os.write(sys.stdout.fileno(), b"\x1b[?25h\n")
             if not launched:
                 os.write(sys.stderr.fileno(), b"zeroshard: interrupted\n")
-        if "zeroshard.workplace" in sys.modules:  # else there is no checkpoint half written
-            sys.modules["zeroshard.workplace"].abandon()
-        os._exit(INTERRUPTED)
+        try:
+            if "zeroshard.workplace" in sys.modules:  # else there is no checkpoint half written
+                sys.modules["zeroshard.workplace"].abandon()
+        finally:
+            os._exit(INTERRUPTED)
 
     threading.Thread(target=watch, name="end-at-once", daemon=True).start()
 
@@ -129,6 +133,8 @@ def alone(work: Callable[..., None], *args: Any) -> None:
     except InputError:
         raise
     except Exception as error:
+        if _told.is_set():  # what a save then meets is no news
+            threading.Event().wait()
         if isinstance(error, Error):
             print(f"zeroshard: rank {os.environ.get('RANK', '0')}: {one_line(error)}", file=sys.stderr, flush=True)
         else:

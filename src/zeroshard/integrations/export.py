@@ -271,10 +271,11 @@ def export(engine: Engine, path: str | os.PathLike[str], wanted: Wanted) -> None
             if group.rank == 0:
                 folder.publish()
         _agree(group, target, problems)
-    except CheckpointError:
+    except BaseException as error:  # Ctrl-C too
         if group.rank == 0:
             folder.drop()
-        group.describe(None)  # nobody raises while anything of it is left
+        if isinstance(error, CheckpointError):  # else a peer is gone, and would not answer
+            group.describe(None)  # nobody raises while anything of it is left
         raise
     finally:
         if weights is not None:

@@ -29,5 +29,8 @@ export function ticks(from: number, to: number, wanted: number, units: Units): T
   const [name, one] = units.find((unit) => most >= unit[1]) ?? units[units.length - 1];
   const scale = scaleLinear([from / one, to / one], [0, 1]);
   const text = scale.tickFormat(wanted);
-  return scale.ticks(wanted).map((value) => ({ value: value * one, text: value ? `${text(value)} ${name}` : '0' }));
+  return scale
+    .ticks(wanted)
+    .filter((value) => one > 1 || Number.isInteger(value)) // half a byte or tick is none
+    .map((value) => ({ value: value * one, text: value ? `${text(value)} ${name}`.trim() : '0' }));
 }

@@ -1,4 +1,4 @@
-"""Memory of a moment on the CPU: gathered buckets, and what is sent and received. It is kept from step to step.
+"""Memory on the CPU: of a moment, for gathered buckets and what is sent, kept from step to step; and zeros that stay.
 
 Blocks are mapped by themselves and not asked of malloc. glibc up to 2.37 cannot give a freed aligned block out again
 for the same size (it looks for a few bytes more, to align what it finds), so buckets that come and go make its heap
@@ -14,6 +14,18 @@ from torch import Tensor
 
 SMALLEST = 1 << 20  # bytes; below, malloc does well
 KEPT = 256 << 20  # bytes at most that nobody uses
+
+
+def zeros(numel: int, dtype: torch.dtype) -> Tensor:
+    """1-D tensor on the CPU that takes memory only where it is written: at stage 1 that is a part of the gradients."""
+    nbytes = numel * dtype.itemsize
+    if nbytes < SMALLEST:
+        return torch.zeros(numel, dtype=dtype)
+    return torch.frombuffer(_block(nbytes), dtype=dtype, count=numel)
+
+
+def _block(nbytes: int) -> mmap.mmap:
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 class Pool:
@@ -34,7 +46,7 @@ class Pool:
             block = min(fitting, key=len)
             self._idle.remove(block)
         else:
-            block = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            block = _block(nbytes)
         tensor = torch.frombuffer(block, dtype=dtype, count=numel)
         self._used[tensor.data_ptr()] = block
         return tensor

@@ -28,7 +28,7 @@ from .errors import UserError, nearest
 from .events import DEVICE, HOST, NVME, Ledger
 from .layout import Bucket
 from .numerics import same_bits, simulated
-from .pool import Pool
+from .pool import Pool, zeros
 
 NAMES = {"device": DEVICE, "cpu": HOST, "nvme": NVME}  # as users write them
 STATES = ("parameters", "gradients", "optimizer")
@@ -243,6 +243,8 @@ class DeviceTier:
     def reserve(self, state: str, numel: int, dtype: torch.dtype, *, zeroed: bool = True) -> Tensor:
         """1-D tensor of `numel` zeros, or of whatever is there, counted under `state`."""
         self.ledger.hold(state, numel * dtype.itemsize)
+        if zeroed and self._pool:
+            return zeros(numel, dtype)
         if zeroed:
             return torch.zeros(numel, dtype=dtype, device=self.device)
         return self._pool.take(numel, dtype) if self._pool else torch.empty(numel, dtype=dtype, device=self.device)

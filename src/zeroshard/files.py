@@ -385,9 +385,8 @@ class Reader:
         def do(share: Sequence[tuple[Any, ...]]) -> None:
             try:
                 for item in share:
-                    if self._stopped:
-                        return
-                    call(*item)
+                    if not self._stopped:
+                        call(*item)
             except BaseException:
                 self._stopped = True
                 raise

@@ -342,10 +342,8 @@ def put(engine: Engine, name: str, value: Tensor | Cut, master: Tensor | Cut | N
 def _put(place: Tensor | Part, value: Tensor | Cut) -> None:
     place = place.plain() if isinstance(place, Part) else place
     with present(place, changed=True) as here:
-        if isinstance(value, Cut):
-            value.into(here, later=here is place)  # else it is there for a moment only
-        else:
-            here.copy_(value)
+        # Later, unless the place is in memory for this moment only.
+        value.into(here, later=here is place) if isinstance(value, Cut) else here.copy_(value)
 
 
 def renew(engine: Engine) -> None:

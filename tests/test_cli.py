@@ -398,7 +398,11 @@ def test_demo_fails_when_one_bit_differs(run, tmp_path, capsys, changed):
 
 
 @pytest.mark.row(60)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGINT, signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)],
+    ids=lambda number: number.name,
+)
 def test_a_signal_ends_all_ranks(tmp_path, number):
     """Ctrl-C and SIGTERM: exit code 130, one line. Killed outright, the launcher cannot tell its ranks; they notice."""
     command = [sys.executable, "-m", "zeroshard", "train", "--data", TEXT, "--ranks", "2", "--steps", "1000000"]

@@ -105,7 +105,7 @@ def full(model):
 
 @pytest.mark.row(16)
 @pytest.mark.parametrize(("case", "precision"), NORMED)
-@pytest.mark.parametrize("world", [1, 2, 3], ids="ranks{}".format)
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow), 3], ids="ranks{}".format)
 def test_the_global_norm_is_the_definitions(case, precision, world):
     """L1, L2 and Linf, by torch and by zero, at every stage, bucketing and bounds: the norm of the plain gradients.
 

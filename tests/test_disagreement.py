@@ -232,7 +232,11 @@ model(torch.ones(1, 4)).sum().backward()
 
 
 @pytest.mark.row(3)
-@pytest.mark.parametrize("how", ["raise ArithmeticError('only here')", "sys.exit(3)"], ids=["exception", "exit"])
+@pytest.mark.parametrize(
+    "how",
+    ["raise ArithmeticError('only here')", pytest.param("sys.exit(3)", marks=pytest.mark.slow)],
+    ids=["exception", "exit"],
+)
 def test_a_rank_that_ends_alone_ends_the_others(tmp_path, how):
     """At its end a rank waits for the others, but not for ever, and not at all where an exception ends it."""
     script = tmp_path / "alone.py"

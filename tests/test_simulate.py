@@ -226,7 +226,7 @@ def test_collectives_take_what_their_bytes_and_hops_take():
 EXAMPLE = str(ROOT / "examples" / "job.py") + ":job"
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 def test_a_plan_of_a_job(precision):
     """At rest as the ledger of a simulated step says, the peak at a named part of the step, activations beside."""
     found = zeroshard.plan(EXAMPLE, ranks=2, precision=precision, accumulate=2)

@@ -337,6 +337,7 @@ def test_under_torchrun(run, tmp_path):
     assert bits(tmp_path) == bits(run[0])
 
 
+@pytest.mark.slow
 def test_under_two_torchrun_agents(run, tmp_path):
     """Two machines' agents, here both on this one."""
     with socket.socket() as probe:

@@ -432,7 +432,9 @@ FAULTS = {
 
 @pytest.mark.parametrize("name", FAULTS)
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("fields", [{"optimizer": "nvme"}, ON_DISK], ids=["optimizer", "all"])
+@pytest.mark.parametrize(
+    "fields", [pytest.param({"optimizer": "nvme"}, marks=pytest.mark.slow), ON_DISK], ids=["optimizer", "all"]
+)
 def test_row_55_a_damaged_file_is_named_on_every_rank_and_nothing_stale_is_used(name, world, fields, tmp_path):
     fault, more, says = FAULTS[name]
     culprit = world - 1

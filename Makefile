@@ -13,7 +13,7 @@ demo: install ## train at stage 3, at stage 0, and resumed on other ranks, and c
 	$(BIN)/zeroshard demo
 
 test: install ## everything but what is marked slow
-	$(BIN)/pytest --fast -n 4 --dist loadfile
+	$(BIN)/pytest --fast -n 3 --dist loadfile
 
 slow: install ## only what is marked slow
 	$(BIN)/pytest -m slow

@@ -197,7 +197,8 @@ def test_row60_what_another_thread_still_saves_is_not_published_without_its_file
     _, _, zero = job(1)
     if over:
         zero.save(tmp_path / "a", extra={"which": "before"})
-    monkeypatch.setattr(zeroshard.saving, moment, before(workplace.abandon, getattr(zeroshard.saving, moment)))
+    then = getattr(zeroshard.saving, moment)
+    monkeypatch.setattr(zeroshard.saving, moment, lambda *args: (workplace.abandon(), then(*args)))
     saving = zero.save(tmp_path / "a", asynchronous=True)
     with pytest.raises(CheckpointError, match="was not saved"):
         saving.wait()
@@ -222,14 +223,6 @@ def test_row60_an_end_between_the_rename_and_the_disk_leaves_the_new_one(tmp_pat
     zero.save(tmp_path / "a", extra={"which": "now"}, asynchronous=True).wait()
     assert len(seen) == 1 and len(seen[0]) == 1 + over and "a" in seen[0]
     assert names(tmp_path) == ["a"] and zero.load(tmp_path / "a").extra == {"which": "now"}
-
-
-def before(act, then):
-    def both(*args):
-        act()
-        return then(*args)
-
-    return both
 
 
 def failing(*_):

@@ -65,9 +65,9 @@ class States:
 
     def cut(self, fragment: Fragment, key: str, value: Any, options: dict[str, Any], *, broadcast: bool) -> Any:
         """Of the state of a whole parameter, what this rank keeps of it, where it rests."""
-        slot, home, like = fragment.slot, getattr(value, "device", None), fragment.param
         if not isinstance(value, Tensor):
             return value
+        slot, home, like = fragment.slot, value.device, fragment.param
         value = value.detach().to(like.device, copy=True).contiguous()
         if broadcast:
             self.group.broadcast(value.view(-1))

@@ -243,10 +243,8 @@ class DeviceTier:
     def reserve(self, state: str, numel: int, dtype: torch.dtype, *, zeroed: bool = True) -> Tensor:
         """1-D tensor of `numel` zeros, or of whatever is there, counted under `state`."""
         self.ledger.hold(state, numel * dtype.itemsize)
-        if zeroed and self._pool:
-            return zeros(numel, dtype)
         if zeroed:
-            return torch.zeros(numel, dtype=dtype, device=self.device)
+            return zeros(numel, dtype) if self._pool else torch.zeros(numel, dtype=dtype, device=self.device)
         return self._pool.take(numel, dtype) if self._pool else torch.empty(numel, dtype=dtype, device=self.device)
 
     def give_back(self, state: str, tensor: Tensor) -> None:

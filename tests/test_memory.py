@@ -117,17 +117,24 @@ def test_live_bytes_with_other_optimizers_and_bounds(ranks, optimizer, bounds):
 
 
 @pytest.mark.parametrize(
-    ("grad_dtype", "per_parameter"),
+    ("precision", "per_parameter"),
     [
-        (torch.bfloat16, [lambda n: 16, lambda n: 4 + 12 / n, lambda n: 2 + 14 / n, lambda n: 16 / n]),
-        (None, [lambda n: 18, lambda n: 6 + 12 / n, lambda n: 2 + 16 / n, lambda n: 18 / n]),
+        ({}, [lambda n: 18, lambda n: 6 + 12 / n, lambda n: 2 + 16 / n, lambda n: 16 / n]),
+        (
+            {"grad_dtype": torch.bfloat16},
+            [lambda n: 16, lambda n: 4 + 12 / n, lambda n: 2 + 14 / n, lambda n: 14 / n],
+        ),
+        (
+            {"grad_dtype": torch.bfloat16, "store_params": True},  # as the paper counts
+            [lambda n: 16, lambda n: 4 + 12 / n, lambda n: 2 + 14 / n, lambda n: 16 / n],
+        ),
     ],
-    ids=["grad_dtype=bfloat16", "default"],
+    ids=["default", "grad_dtype=bfloat16", "store_params"],
 )
-def test_bytes_per_parameter(ranks, world, stage, grad_dtype, per_parameter):
-    """bf16 AdamW: 16, 4+12/N, 2+14/N, 16/N bytes per parameter; step counters are 4 bytes per slot and rank, beside."""
+def test_bytes_per_parameter(ranks, world, stage, precision, per_parameter):
+    """bf16 AdamW: the documented bytes per parameter; step counters are 4 bytes per slot and rank, beside."""
     parameters = 4 * 96 * 96
-    options = {"precision": Precision(param_dtype=torch.bfloat16, grad_dtype=grad_dtype)}
+    options = {"precision": Precision(param_dtype=torch.bfloat16, **precision)}
     for _, _, held, _ in check(ranks, world, stage, "wide", options):
         counters = held.pop("step")
         assert counters == 4 * 4

@@ -659,7 +659,7 @@ def test_an_optimizer_that_needs_all_parameters_at_once_is_refused():
 
 @pytest.mark.parametrize("fraction", [0.0, 0.25, 0.5, 1.0])
 def test_a_fraction_is_of_the_bytes(fraction):
-    _, _, zero = start(3, Offload(parameters=fraction))
+    _, _, zero = start(3, Offload(parameters=fraction, optimizer="cpu"))  # else masters stand for what stays
     tiers = zero.ledger().tiers
     host, device = tiers.get("host", {}).get("parameters", 0), tiers["device"].get("parameters", 0)
     largest = 2 * max(bucket.numel for bucket in zero.partition.buckets)

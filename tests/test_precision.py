@@ -335,6 +335,40 @@ def test_fp32_parameters_need_no_second_copy():
     ranks.run(2, one_copy)
 
 
+def stored(**precision):
+    """Bytes of parameters at rest at stage 3: with one of two layers frozen, and with both trained."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)).to(precision.pop("own", torch.float32))
+    model[0].requires_grad_(False)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    zero = zeroshard.shard(model, optimizer, stage=3, precision=Precision(**precision), layout=Layout(align=1))
+    frozen = zero.ledger().held.get("parameters", 0)
+    model[0].requires_grad_(True)
+    for _ in range(2):
+        F.mse_loss(model(torch.ones(4, 8, dtype=model[0].weight.dtype)).float(), torch.ones(4, 8)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert all(buffer.casts != bool(zero.ledger().held.get("parameters")) for buffer in zero._buffers)
+    return frozen, zero.ledger().held.get("parameters", 0)
+
+
+@pytest.mark.parametrize(
+    ("precision", "nbytes"),
+    [
+        ({"param_dtype": torch.bfloat16}, (144, 0)),  # of 280 parameters 144 are frozen, and one rank has half of each
+        ({"param_dtype": torch.bfloat16, "store_params": True}, (280, 280)),
+        ({}, (560, 560)),  # there is no master
+        ({"own": torch.float32, "master_dtype": torch.bfloat16}, (560, 560)),  # which is less exact
+        ({"own": torch.float16, "master_dtype": torch.bfloat16}, (280, 280)),  # neither holds the other
+        ({"own": torch.bfloat16}, (144, 0)),
+    ],
+    ids=["bf16", "store_params", "fp32", "fp32 master bf16", "fp16 master bf16", "built in bf16"],
+)
+def test_masters_stand_for_sharded_parameters(precision, nbytes):
+    """At stage 3 parameters rest beside masters only where asked, or where the masters are less exact; frozen ones have
+    no master, until they are trained."""
+    assert ranks.run(2, partial(stored, **precision)) == [nbytes] * 2
+
+
 # ------------------------------------------------------------------------------------------------------------- fp16
 
 SCALES = {"init_scale": 2.0**8, "growth_interval": 2, "growth_factor": 2.0, "backoff_factor": 0.5}
@@ -707,6 +741,7 @@ def test_casting_inputs_is_casting_by_hand():
         ({"reduce_dtype": torch.complex64}, "reduce_dtype"),
         ({"cast_inputs": True}, "param_dtype"),
         ({"param_dtype": torch.bfloat16, "cast_inputs": "no"}, "cast_inputs"),
+        ({"store_params": 1}, "store_params"),
     ],
 )
 def test_contradictory_precisions_are_refused(options, says):
@@ -732,9 +767,10 @@ SCENARIOS = {
 def in_bf16(name):
     scenario, args = SCENARIOS[name]
     runs = []
-    for stage in STAGES:
+    for stage, stored in [*((stage, False) for stage in STAGES), (3, True)]:
         engine = test_optimizer.Engine(ranks.world(), stage)
-        model = scenario(engine, *args, precision=Precision(param_dtype=torch.bfloat16, cast_inputs=True))
+        precision = Precision(param_dtype=torch.bfloat16, cast_inputs=True, store_params=stored)
+        model = scenario(engine, *args, precision=precision)
         with engine.zero.gathered():
             runs.append((reference.weights(model), engine.notes))
     return [reference.first_difference(weights, runs[0][0]) or notes != runs[0][1] for weights, notes in runs]
@@ -742,5 +778,6 @@ def in_bf16(name):
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_optimizer_scenarios_in_bf16(name):
-    """Param groups, unfreezing, hooks and edits with bf16 parameters and fp32 masters: equal over stages."""
-    assert ranks.run(3, in_bf16, name) == [[False] * 4] * 3
+    """Param groups, unfreezing, hooks and edits with bf16 parameters and fp32 masters: equal over stages, and whether
+    sharded parameters are stored beside their masters or cast from them."""
+    assert ranks.run(3, in_bf16, name) == [[False] * 5] * 3

@@ -149,6 +149,7 @@ class Buffer:
         self.grad_dtype = precision.grad(self.dtype)
         self.reduce_dtype = precision.reduce(self.dtype)
         self.master_dtype = precision.master(self.dtype)
+        self._may_cast = precision.casts(self.dtype)
         self.generation = 0
         self.state = State.OPEN
         self.edited = False  # do the resting parameters hold an edit that the master has not followed?
@@ -157,14 +158,15 @@ class Buffer:
         self.on_storage: Callable[[Buffer], None] = lambda buffer: None  # the parameters lie in a new one
         self.on_no_storage: Callable[[Buffer], None] = lambda buffer: None  # and now in none
         self.on_fetch: Callable[[Buffer], None] = lambda buffer: None
-        self.shard: Rest  # the parameters at rest: this rank's shard, or all of them where they are replicated
+        # The parameters at rest: this rank's shard, or all of them where they are replicated; see `casts`.
+        self.shard: Rest
         self.master: Rest | None = None
         self.gradients: Rest | None = None
         self._work: list[Work] = []
         self._counted = "gather"  # what the ledger calls the gathered copy
         self._opened = True  # could anybody have edited the gathered copy since its gather?
         self._written = 0  # version of the gathered copy as it came
-        self._agreed: bytes | None = None  # digest of the resting parameters when they were last the masters' cast
+        self._agreed: bytes | None = None  # digest of the parameters here when they were last the masters' cast
         self._refs: list[int] = []
         self._uses = 0
         self._first, self._last = bucket.shard(group.rank)
@@ -191,11 +193,12 @@ class Buffer:
         ledger.hold("staging", staged)
         self.group.broadcast(source)
         if not self.resident:
-            first, last = self._resting
-            self.shard = self.tiers["parameters"].rest("parameters", bucket.index, last - first, self.dtype)
-            with self.shard.here(fresh=True) as shard:
-                shard.copy_(source[first:last])
-            self.shard.behind()
+            if not (needs_master and self._masters_suffice):
+                first, last = self._resting
+                self.shard = self.tiers["parameters"].rest("parameters", bucket.index, last - first, self.dtype)
+                with self.shard.here(fresh=True) as shard:
+                    shard.copy_(source[first:last])
+                self.shard.behind()
             if source.dtype == self.dtype:
                 ledger.rename("staging", "gather", staged)
                 self.full, staged = source, 0
@@ -230,6 +233,17 @@ class Buffer:
         return self.master_dtype != self.dtype or self.elsewhere
 
     @property
+    def casts(self) -> bool:
+        """Are the masters all that rests of the parameters? A gather casts them then; no copy is kept beside them."""
+        return self.shard is self.master
+
+    @property
+    def _masters_suffice(self) -> bool:
+        # Off the device the copy stays: fewer bytes to bring for every gather count more there than room.
+        on_device = all(self.tiers[state].name == DEVICE for state in ("parameters", "optimizer"))
+        return self.place.parameters and on_device and self._may_cast
+
+    @property
     def elsewhere(self) -> bool:
         return self.tiers["optimizer"].device != self.tiers["parameters"].device
 
@@ -239,6 +253,8 @@ class Buffer:
         with self.master.here(fresh=True) as master:
             master.copy_(values)
         self.master.behind()
+        if self._masters_suffice:
+            self.shard = self.master
 
     @property
     def alone(self) -> bool:
@@ -260,8 +276,11 @@ class Buffer:
     def reserve_master(self) -> None:
         """Masters for a bucket that was frozen at construction: seeded from the parameters themselves."""
         if self.master is None and self.wants_master:
-            with self.shard.here(changed=False):
+            shard = self.shard
+            with shard.here(changed=False):
                 self._make_master(self.stored)
+            if self.casts:
+                self.tier.give_back("parameters", shard.tensor)
 
     # --- which part is whose ----------------------------------------------------------------------------------------
 
@@ -279,6 +298,11 @@ class Buffer:
     def _resting(self) -> tuple[int, int]:
         """Bucket elements that rest on this rank as parameters."""
         return self.owned if self.place.parameters else (0, self.bucket.numel)
+
+    @property
+    def _mine(self) -> Tensor:
+        """Of the gathered copy what rests on this rank."""
+        return self.full[slice(*self._resting)]
 
     @property
     def stored(self) -> Tensor:
@@ -342,7 +366,8 @@ class Buffer:
                     self._baseline()
                     self.on_storage(self)
                 self.land()
-                self._bring(self.full[slice(*self._resting)])
+                self._bring(self._mine)
+                self._agreed = digest(self._mine) if self.casts and self._opened else None
                 self._written = self.full._version
             if self.state is not State.OPEN:
                 self._move(State.ARRIVING)
@@ -407,6 +432,8 @@ class Buffer:
         self.land()
         if self.state is State.GUARDED:
             self._move(State.OPEN)
+            if self.casts and not self._opened:
+                self._agreed = digest(self._mine)
             self._opened = True
             for param in self.params:
                 unflip(param)
@@ -490,7 +517,9 @@ class Buffer:
             return False  # nothing gathered, only a copy that the last step made old, or one that nobody could reach
         with torch.inference_mode(False), torch.no_grad():
             self.rebind()
-            mine = self.full[slice(*self._resting)]
+            mine = self._mine
+            if self.casts:
+                return self._reseed(mine)
             try:
                 if self.shard.same_as(mine):
                     return False
@@ -503,19 +532,24 @@ class Buffer:
 
     def seed_master(self) -> bool:
         """Masters follow edited parameters. Says whether anything was edited."""
-        if self.master is None or not (self.resident or self.edited):
+        if self.master is None or self.casts or not (self.resident or self.edited):
             return False
         self.edited = False
-        with self.shard.here(changed=False), self.master.here(changed=False) as master:
-            now = digest(self.stored)
-            edited = (now is None or now != self._agreed) and reseed_(master, self.stored.to(master.device))
+        with self.shard.here(changed=False):
+            return self._reseed(self.stored)
+
+    def _reseed(self, params: Tensor) -> bool:
+        assert self.master is not None
+        with self.master.here(changed=False) as master:
+            now = digest(params)
+            edited = (now is None or now != self._agreed) and reseed_(master, params.to(master.device))
             self._agreed = now
             with self.master.here(changed=edited):
                 return edited
 
     def write_back(self) -> None:
         """The resting parameters become the cast of their masters; inside here()."""
-        if self.master is not None:
+        if self.master is not None and not self.casts:
             # Cast where the master is: then the fewer bytes travel.
             master = self.master.tensor
             self.stored.copy_(master.to(self.dtype) if self.elsewhere else master)

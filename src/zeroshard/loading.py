@@ -262,9 +262,10 @@ def _stage(engine: Engine, saved: Saved) -> Staged:
 def _stage_value(engine: Engine, saved: Saved, name: str, staged: Staged) -> None:
     buffer, slot = engine.places[name]
     updated = slot.within(*buffer.updated)
-    staged.values[name] = _wanted(saved, (name, VALUE), *resting(engine, name))
+    staged.values[name] = value = _wanted(saved, (name, VALUE), *resting(engine, name))
     if buffer.master is not None:
-        staged.masters[name] = _wanted(saved, (name, VALUE), updated.start, updated.stop)
+        same = buffer.casts  # only the masters rest
+        staged.masters[name] = value if same else _wanted(saved, (name, VALUE), updated.start, updated.stop)
 
 
 def _wanted(saved: Saved, key: tuple[str, str], start: int, stop: int) -> Cut:
@@ -333,7 +334,8 @@ def put(engine: Engine, name: str, value: Tensor | Cut, master: Tensor | Cut | N
     """Write the elements of one parameter that rest on this rank, and those of its master that it updates."""
     buffer, slot = engine.places[name]
     at = slot.start + resting(engine, name)[0]
-    _put(buffer.resting(at, at + value.numel()), value)
+    if not buffer.casts:
+        _put(buffer.resting(at, at + value.numel()), value)
     if master is not None and buffer.master is not None:
         at = slot.start + slot.within(*buffer.updated).start
         _put(buffer.part(at, at + master.numel()), master)

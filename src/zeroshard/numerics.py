@@ -38,6 +38,8 @@ class Precision:
     grad_dtype: what they are accumulated in (None: float32 for 16-bit parameters, else the parameter's dtype).
         bfloat16 saves two bytes per parameter; then bits are equal over stages, but not over rank counts.
     master_dtype: what the optimizer updates (None: float32 for 16-bit parameters, else the parameter itself).
+    store_params: keep sharded parameters (stage 3) in their own dtype beside their masters, as the ZeRO paper counts
+        them: 2 bytes per owned parameter more. Else, where both rest on the device, gathers cast the masters.
     cast_inputs: convert the root module's floating inputs to `param_dtype` (needs `param_dtype`).
     nonfinite: what a NaN or infinity among the gradients does to a step. "ignore" is plain PyTorch; "raise" ends it in
         a `NotFiniteError`, on every rank and before any weight changes, that names rank, step, micro-batch, parameter
@@ -50,6 +52,7 @@ class Precision:
     reduce_dtype: torch.dtype | None = None
     grad_dtype: torch.dtype | None = None
     master_dtype: torch.dtype | None = None
+    store_params: bool = False
     cast_inputs: bool = False
     nonfinite: Nonfinite = "ignore"
 
@@ -70,10 +73,11 @@ class Precision:
                 got=repr(self.nonfinite),
                 instead=nearest(self.nonfinite, get_args(Nonfinite)),
             )
-        if type(self.cast_inputs) is not bool:
-            raise UserError(
-                "Precision.cast_inputs is a yes or a no", expected="True or False", got=repr(self.cast_inputs)
-            )
+        for name in ("cast_inputs", "store_params"):
+            if type(getattr(self, name)) is not bool:
+                raise UserError(
+                    f"Precision.{name} is a yes or a no", expected="True or False", got=repr(getattr(self, name))
+                )
         if self.cast_inputs and self.param_dtype is None:
             raise UserError(
                 "Precision.cast_inputs needs to know what to cast to",
@@ -93,6 +97,11 @@ class Precision:
 
     def master(self, param: torch.dtype) -> torch.dtype:
         return self.master_dtype or (torch.float32 if param in LOW else param)
+
+    def casts(self, param: torch.dtype) -> bool:
+        """May masters stand for sharded parameters? Not if these are to be stored, or can be more exact."""
+        master = self.master(param)
+        return master != param and torch.promote_types(master, param) == master and not self.store_params
 
 
 def simulated(tensor: Tensor) -> bool:

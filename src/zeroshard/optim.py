@@ -321,7 +321,7 @@ class Binding:
 
     def _write_back(self, buffer: Buffer) -> None:
         """Masters become parameters again, where this step had gradients: the step itself may have cleared them."""
-        if buffer.master is not None:
+        if buffer.master is not None and not buffer.casts:
             with buffer.shard.here(fresh=buffer.place.parameters):
                 nbytes = buffer.stored.numel() * buffer.dtype.itemsize
                 copied = self.group.ledger.note("copy", state="master", bucket=buffer.bucket.index, logical=nbytes)

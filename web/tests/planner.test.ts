@@ -72,7 +72,7 @@ function custom(text: string): planner.Recipe {
     return [state, Number(over) / Number(under)];
   });
   const table = Object.fromEntries(states);
-  return { name: text, bytes_per_parameter: table, sent: table.parameters };
+  return { name: text, bytes_per_parameter: table, sent: table.parameters, cast: 0 };
 }
 
 function question(asked: Asked): planner.Question {

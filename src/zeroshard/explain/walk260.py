@@ -31,7 +31,7 @@ MODULES = ("norm1", "attention", "norm2", "feed_forward", "head")
 BY_MODULE = Layout(bounds="model", align=1, units=MODULES)
 SINGLY = Layout(bounds="model", align=1, bucket_mib=2.0**-20)  # a limit of one byte: every tensor has its own bucket
 GROUPINGS = {"tensor": SINGLY, "module": BY_MODULE}
-BF16 = Precision(param_dtype=torch.bfloat16, grad_dtype=torch.bfloat16)
+BF16 = Precision(param_dtype=torch.bfloat16, grad_dtype=torch.bfloat16, store_params=True)  # as the texts count
 LEARNING_RATE = 1e-3
 STEPS = 2  # of the comparison with plain PyTorch
 

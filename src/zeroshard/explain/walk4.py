@@ -25,7 +25,7 @@ from .walk260 import by_stage, one_of
 
 Checkpointing = Literal["none", "layers", "whole"]
 OWNERS = Layout(bounds="tensor", align=1, units=["layer1", "layer2"])  # a layer each
-FP16 = Precision(param_dtype=torch.float16, grad_dtype=torch.float16)
+FP16 = Precision(param_dtype=torch.float16, grad_dtype=torch.float16, store_params=True)
 STEPS = 4  # of the comparison with an optimizer that forgets
 
 WAYS: dict[Checkpointing, str] = {

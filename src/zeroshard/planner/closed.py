@@ -35,6 +35,7 @@ class Recipe:
     """Bytes per parameter of each state.
 
     sent: bytes of one gradient element on its way to the reduction (None: the parameters').
+    cast: fraction of the parameters that, where they are sharded, are cast from masters and not kept beside them.
     per_tensor: bytes per parameter tensor and rank, whatever its size: step counters. Only a layout knows how many.
     """
 
@@ -45,6 +46,7 @@ class Recipe:
     sent: Bytes | None = None
     per_tensor: Mapping[str, int] = field(default_factory=dict)
     says: str = ""
+    cast: Fraction = Fraction()
 
     @property
     def total(self) -> Bytes:
@@ -67,15 +69,14 @@ class Recipe:
 
     def states(self, place: Placements) -> Iterator[tuple[str, Bytes, bool]]:
         """(state, bytes per parameter, sharded?), in the order they are shown."""
-        yield "parameters", self.parameters, place.parameters
+        yield "parameters", self.parameters * (1 - self.cast * place.parameters), place.parameters
         yield "gradients", self.gradients, place.gradients
         for state, nbytes in self.optimizer.items():
             yield state, nbytes, place.optimizer
 
     def formula(self, place: Placements) -> str:
         """`6 + 12/N`: bytes per parameter and rank."""
-        whole = sum((nbytes for _, nbytes, sharded in self.states(place) if not sharded), Fraction())
-        cut = self.total - whole
+        whole, cut = (sum((n for _, n, cut in self.states(place) if cut == of), Fraction()) for of in (False, True))
         return " + ".join(part for part in (number(whole) if whole else "", f"{number(cut)}/N" if cut else "") if part)
 
     def json(self) -> dict[str, object]:
@@ -85,27 +86,28 @@ class Recipe:
             "bytes_per_parameter": {state: plain(nbytes) for state, nbytes in states.items()},
             "total": plain(self.total),
             "sent": plain(self.reduced),
+            "cast": plain(self.cast),
         }
 
 
 def _recipe(
-    name: str, says: str, *, p: int, g: int, sent: int | None = None, step: bool = False, **optimizer: int | Fraction
-) -> Recipe:
+    name: str, says: str, *, p: int, g: int, sent: int | None = None, own: bool = False, step: bool = False,
+    **optimizer: int | Fraction,
+) -> Recipe:  # fmt: skip
     per_tensor = {"step": 4} if step else {}
     kept = MappingProxyType({state: Fraction(nbytes) for state, nbytes in optimizer.items()})
-    return Recipe(
-        name, Fraction(p), Fraction(g), kept, None if sent is None else Fraction(sent), per_tensor, says
-    )  # fmt: skip
+    reduced = None if sent is None else Fraction(sent)
+    return Recipe(name, Fraction(p), Fraction(g), kept, reduced, per_tensor, says, Fraction(own))
 
 
 PRESETS: Mapping[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
         _recipe("paper", "16-bit parameters and gradients, fp32 master, m and v", p=2, g=2, master=4, m=4, v=4),
-        _recipe("zeroshard", "this engine: bf16 parameters, gradients added up in fp32",
-                p=2, g=4, sent=2, master=4, m=4, v=4, step=True),
+        _recipe("zeroshard", "this engine: bf16 parameters, cast from masters where sharded, fp32 gradients",
+                p=2, g=4, sent=2, own=True, step=True, master=4, m=4, v=4),
         _recipe("zeroshard-bf16-grads", "this engine with Precision(grad_dtype=torch.bfloat16)",
-                p=2, g=2, sent=2, master=4, m=4, v=4, step=True),
+                p=2, g=2, sent=2, own=True, step=True, master=4, m=4, v=4),
         _recipe("fp32", "everything in fp32, no master", p=4, g=4, m=4, v=4, step=True),
         _recipe("deepspeed", "its stage-3 estimate: fp32 gradients at the step (its stage 2 adds 2 of 16-bit ones)",
                 p=2, g=4, sent=2, master=4, m=4, v=4),
@@ -151,7 +153,14 @@ def recipe(preset: str = "paper", *, optimizer: str | None = None, custom: str |
     if "master" not in beside:  # what is fp32 already needs none
         kept.pop("master", None)
     kept = {state: nbytes for state, nbytes in kept.items() if nbytes}
-    return replace(chosen, name=f"{preset}, {optimizer}", optimizer=MappingProxyType(kept), says="")
+    return _keeping(chosen, optimizer, kept)
+
+
+def _keeping(chosen: Recipe, optimizer: str, kept: Mapping[str, Bytes]) -> Recipe:
+    """The recipe with those states; only masters that hold all of a parameter can stand for it."""
+    cast = chosen.cast if kept.get("master", 0) > chosen.parameters else Fraction()
+    name = f"{chosen.name}, {optimizer}"
+    return replace(chosen, name=name, optimizer=MappingProxyType(dict(kept)), cast=cast, says="")
 
 
 def _of_torch(chosen: Recipe, optimizer: str) -> Recipe:
@@ -167,8 +176,7 @@ def _of_torch(chosen: Recipe, optimizer: str) -> Recipe:
         )
     beside = {key: chosen.optimizer[key] for key in ("fp32_gradients", "master") if key in chosen.optimizer}
     kept = {**beside, **{state: Fraction(nbytes) for state, nbytes in found[0].items()}}
-    name = f"{chosen.name}, {optimizer}"
-    return replace(chosen, name=name, optimizer=MappingProxyType(kept), per_tensor=found[1], says="")
+    return replace(_keeping(chosen, optimizer, kept), per_tensor=found[1])
 
 
 def _custom(text: str) -> Recipe:
@@ -197,12 +205,19 @@ def _custom(text: str) -> Recipe:
     return Recipe(f"custom ({text})", parameters, gradients, MappingProxyType(states))
 
 
-def part(recipe: Recipe, shares: Mapping[str, Bytes]) -> Recipe:
+def cast_here(recipe: Recipe, shares: Mapping[str, Bytes]) -> Recipe:
+    """Off the device a copy is kept beside the masters. shares: what of each state rests on the device."""
+    return replace(recipe, cast=recipe.cast * min(shares["parameters"], shares["optimizer"]))
+
+
+def part(recipe: Recipe, shares: Mapping[str, Bytes], *, device: bool) -> Recipe:
     """The bytes of a recipe that rest in one tier. shares: fraction of "parameters", "gradients" and "optimizer"."""
     kept = {state: nbytes * shares["optimizer"] for state, nbytes in recipe.optimizer.items()}
+    whole = shares["parameters"]
     return replace(
         recipe,
-        parameters=recipe.parameters * shares["parameters"],
+        cast=cast_here(recipe, shares).cast / whole if device and whole else Fraction(),
+        parameters=recipe.parameters * whole,
         gradients=recipe.gradients * shares["gradients"],
         optimizer=MappingProxyType(kept),
     )
@@ -453,9 +468,10 @@ def _meant(text: str) -> str:
 
 def largest(ranks: int, place: Placements, recipe: Recipe, limit: int) -> int:
     """The most parameters whose states fit into `limit` bytes per rank at rest (0: none)."""
-    if not recipe.total:
+    each = sum(nbytes for _, nbytes, _ in recipe.states(place))
+    if not each:
         return 0
-    low, high = 0, math.ceil(limit * ranks / recipe.total) + ranks
+    low, high = 0, math.ceil(limit * ranks / each) + ranks
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if total(middle, ranks, place, recipe) <= limit else (low, middle - 1)

@@ -102,6 +102,11 @@ def _recipe(run: Simulation) -> closed.Recipe:
             add("gradients", numel[bucket.index] * dtypes.grad.itemsize)
             if dtypes.master != dtypes.param:
                 add("master", numel[bucket.index] * dtypes.master.itemsize)
+    cast = sum(
+        numel[b.index] * zero.dtypes(b).param.itemsize
+        for b, at in zip(buckets, zero._resting, strict=True)
+        if b.trainable and zero._precision.casts(zero.dtypes(b).param) and at["parameters"] == at["optimizer"] == DEVICE
+    )
     per_tensor: dict[str, int] = {}
     for optimizer, group, places in zero.optimizer_members():
         for bucket, slot in places:
@@ -116,9 +121,10 @@ def _recipe(run: Simulation) -> closed.Recipe:
                         add(state, nbytes)
                     else:
                         per_tensor[state] = nbytes
+    share = Fraction(cast, sums["parameters"] or 1) if cast else Fraction()
     parameters, gradients = (Fraction(sums.pop(state, 0), total) for state in ("parameters", "gradients"))
     optimizer_states = {state: Fraction(nbytes, total) for state, nbytes in sums.items()}
-    return closed.Recipe("the job's own", parameters, gradients, optimizer_states, None, per_tensor)
+    return closed.Recipe("the job's own", parameters, gradients, optimizer_states, None, per_tensor, cast=share)
 
 
 def _stage(run: Simulation, recipe: closed.Recipe) -> StagePlan:

@@ -380,10 +380,11 @@ def _plan_params(numel: int, asked: Asked) -> Plan:
         found = tuple(_of_equal_units(numel, asked, place))
         peak, peak_at = instants.peak(tiers.get(DEVICE, {}), found) if found else (None, None)
         on_disk = tiers.get(NVME, {})
+        formula = closed.cast_here(recipe, asked.shares(DEVICE)).formula(place)
         return StagePlan(
             stage,
             ranks - 1,
-            recipe.formula(place).replace("/N", f"*{copies}/N" if sharing(stage, ranks) < ranks else "/N"),
+            formula.replace("/N", f"*{copies}/N" if sharing(stage, ranks) < ranks else "/N"),
             at_rest,
             0.0,
             closed.traffic(numel, ranks, place, recipe, accumulate=asked.accumulate, no_sync=asked.no_sync),
@@ -400,7 +401,7 @@ def _plan_params(numel: int, asked: Asked) -> Plan:
         )  # fmt: skip
 
     def nbytes_of(stage: int, more_ranks: int, other: Recipe) -> int:
-        mine = closed.part(_with_copies(other, asked), asked.shares(DEVICE))
+        mine = closed.part(_with_copies(other, asked), asked.shares(DEVICE), device=True)
         return closed.total(numel, sharing(stage, more_ranks), STAGES[stage], mine)
 
     notes = []
@@ -430,11 +431,11 @@ def _with_copies(recipe: Recipe, asked: Asked) -> Recipe:
 def _shared_out(numel: int, ranks: int, place: Placements, recipe: Recipe, asked: Asked) -> states.Tiers:
     """The closed form, tier by tier; files have buffers of one message."""
     whole = _with_copies(recipe, asked)
-    parts = {tier: closed.part(whole, asked.shares(tier)) for tier in (DEVICE, HOST, NVME)}
+    parts = {tier: closed.part(whole, asked.shares(tier), device=tier == DEVICE) for tier in (DEVICE, HOST, NVME)}
     tiers = {tier: closed.at_rest(numel, ranks, place, mine) for tier, mine in parts.items()}
     message = int(Layout().bucket_mib * 2**20 / recipe.parameters)
     buffers = 0
-    for state, itemsize, sharded in whole.states(place):
+    for state, itemsize, sharded in replace(whole, cast=Fraction()).states(place):  # in files nothing is cast
         slot = states.pages(math.ceil(closed.share(min(message, numel), ranks if sharded else 1) * itemsize))
         buffers += min(states.BUFFERS * slot, states.pages(tiers[NVME].get(state, 0)))
     if buffers:
@@ -494,6 +495,7 @@ def _plan_shapes(path: str | os.PathLike[str], asked: Asked, layout: Layout) -> 
             resting=resting,
         )  # fmt: skip
         peak, peak_at = instants.peak(tiers.get(DEVICE, {}), found)
+        formula = closed.cast_here(other, asked.shares(DEVICE)).formula(place)
         beside: dict[str, Any] = {}
         if resting is not None:
             filed = states.recipe_files(cut, place, rank, other, resting)
@@ -503,7 +505,7 @@ def _plan_shapes(path: str | os.PathLike[str], asked: Asked, layout: Layout) -> 
                 cut, place, rank, other, resting, accumulate=backwards, no_sync=no_sync
             )
         return StagePlan(
-            stage, rank, other.formula(place), at_rest, 0.0, moved, tuple(found), peak, peak_at,
+            stage, rank, formula, at_rest, 0.0, moved, tuple(found), peak, peak_at,
             snapshot=states.recipe_snapshot(cut, rank, other), tiers=tiers, **beside,
         )  # fmt: skip
 
@@ -598,5 +600,5 @@ def _of_files(asked: Asked) -> list[str]:
 
 def _largest(ranks: int, place: Placements, asked: Asked, limit: int | None) -> int | None:
     """The most parameters whose states alone fit the device; None where none of them rest there, or nobody asked."""
-    mine = closed.part(_with_copies(asked.recipe, asked), asked.shares(DEVICE))
+    mine = closed.part(_with_copies(asked.recipe, asked), asked.shares(DEVICE), device=True)
     return None if limit is None or not mine.total else closed.largest(ranks, place, mine, limit)

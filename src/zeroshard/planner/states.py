@@ -20,11 +20,15 @@ if TYPE_CHECKING:
 
 
 class Stored(NamedTuple):
-    """Bytes per element of what a bucket itself stores. `master` is 0 where the parameters are what is updated."""
+    """Bytes per element of what a bucket itself stores. `master` is 0 where the parameters are what is updated.
+
+    cast: may masters on the device stand for sharded parameters, which are then not stored?
+    """
 
     parameters: Fraction | int
     gradients: Fraction | int
     master: Fraction | int
+    cast: bool = False
 
 
 # What an optimizer keeps of one slot: {state: (bytes, per element?)}
@@ -74,7 +78,8 @@ def reserved(
             return Reserved(at[kind], kind, state, shard, shard - sum(own), itemsize)
         return Reserved(at[kind], kind, state, bucket.numel, bucket.padding, itemsize)
 
-    yield store("parameters", "parameters", sizes.parameters)
+    if not (sizes.cast and bucket.trainable and place.parameters and at["parameters"] == at["optimizer"] == DEVICE):
+        yield store("parameters", "parameters", sizes.parameters)
     if not bucket.trainable:
         return
     yield store("gradients", "gradients", sizes.gradients)
@@ -263,7 +268,7 @@ def _of_recipe(
 
     def stored(bucket: Bucket) -> Stored:
         copied = resting is not None and elsewhere(resting[bucket.index])
-        return Stored(recipe.parameters, recipe.gradients, master or recipe.parameters * copied)
+        return Stored(recipe.parameters, recipe.gradients, master or recipe.parameters * copied, bool(recipe.cast))
 
     return stored, lambda bucket, slot: kept
 
@@ -298,7 +303,7 @@ def owned(partition: Partition) -> list[Owned]:
 
 def fullest_rank(ranks: Sequence[Owned], place: Placements, recipe: Recipe) -> int:
     """The rank that holds most at rest; of equals the last, where the padding lies."""
-    stored = recipe.parameters * place.parameters + recipe.gradients * place.gradients
+    stored = recipe.parameters * (1 - recipe.cast) * place.parameters + recipe.gradients * place.gradients
     stored += recipe.optimizer.get("master", Fraction()) * place.optimizer
     kept = sum((nbytes for state, nbytes in recipe.optimizer.items() if state != "master"), Fraction())
     each = sum(recipe.per_tensor.values())
@@ -358,7 +363,7 @@ def _of_run(zero: Zero) -> tuple[Callable[[Bucket], Stored], Callable[[Bucket, S
         dtypes = zero.dtypes(bucket)
         copied = zero._device.type != "cpu" and elsewhere(zero._resting[bucket.index])
         master = dtypes.master.itemsize if dtypes.master != dtypes.param or copied else 0
-        return Stored(dtypes.param.itemsize, dtypes.grad.itemsize, master)
+        return Stored(dtypes.param.itemsize, dtypes.grad.itemsize, master, zero._precision.casts(dtypes.param))
 
     members: dict[tuple[int, str], int] = {}
     groups: list[tuple[Any, dict[str, Any]]] = []

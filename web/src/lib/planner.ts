@@ -16,6 +16,8 @@ export interface Recipe {
   bytes_per_parameter: { parameters: number; gradients: number; [state: string]: number };
   /** Bytes of one gradient element on its way to the reduction. */
   sent: number;
+  /** Are sharded parameters cast from masters, and not kept beside them? (1 or 0) */
+  cast: number;
 }
 
 /** For each model state: is it sharded over the ranks? */
@@ -73,6 +75,8 @@ export interface Question {
 export interface StagePlan {
   stage: number;
   formula: string;
+  /** Bytes per parameter of each state at rest, on any tier. */
+  each: Record<string, number>;
   states: Record<string, number>;
   tiers: Record<Tier, Record<string, number>>;
   total: number;
@@ -146,6 +150,13 @@ function statesOf(recipe: Recipe, offload: Offload): State[] {
   return found;
 }
 
+/** Percent of a state's bytes that rests in a tier; of parameters that are cast from masters on the device, nothing. */
+function restsIn(recipe: Recipe, place: Placements, offload: Offload, of: Kind, tier: Tier): number {
+  const here = percentIn(offload, of, tier);
+  if (!(recipe.cast && of === 'parameters' && place.parameters && tier === 'device')) return here;
+  return here - Math.min(here, percentIn(offload, 'optimizer', 'device'));
+}
+
 const pages = (bytes: number): number => Math.ceil(bytes / PAGE) * PAGE;
 
 /** {tier: {state: bytes}} of the last rank, which holds the padding. Equal sums on all ranks. */
@@ -163,7 +174,7 @@ export function atRest(
   for (const tier of TIERS) {
     let padding = 0;
     for (const { state, kind: of, each, millionths } of states) {
-      const part = (millionths / 100) * percentIn(offload, of, tier);
+      const part = (millionths / 100) * restsIn(recipe, place, offload, of, tier);
       const bytes = nbytes(place[of] ? own : numel, each, part);
       if (bytes) held[tier][state] = bytes;
       if (place[of]) padding += nbytes(reserved, each, part) - bytes;
@@ -183,14 +194,25 @@ export function atRest(
 
 export const sum = (table: Record<string, number>): number => Object.values(table).reduce((a, b) => a + b, 0);
 
+/** Bytes per parameter of each state that rests anywhere. */
+function restingEach(place: Placements, recipe: Recipe, offload: Offload): Record<string, number> {
+  const found: Record<string, number> = {};
+  for (const [state, nbytes] of Object.entries(recipe.bytes_per_parameter)) {
+    const percent = TIERS.reduce((all, tier) => all + restsIn(recipe, place, offload, kind(state), tier), 0);
+    if (percent) found[state] = percent === 100 ? nbytes : (nbytes * percent) / 100;
+  }
+  return found;
+}
+
 /** `6 + 12/N`: bytes per parameter and rank. */
-export function formula(place: Placements, recipe: Recipe, instances = 1): string {
+export function formula(place: Placements, recipe: Recipe, instances = 1, offload = ON_DEVICE): string {
   let whole = 0;
   let cut = 0;
-  for (const [state, nbytes] of Object.entries(recipe.bytes_per_parameter)) {
+  for (const [state, nbytes] of Object.entries(restingEach(place, recipe, offload))) {
     if (place[kind(state)]) cut += nbytes;
     else whole += nbytes;
   }
+  cut = Number(cut.toFixed(6));
   const over = instances > 1 ? `*${instances}/N` : '/N';
   return [whole ? `${whole}` : '', cut ? `${cut}${over}` : ''].filter(Boolean).join(' + ');
 }
@@ -254,7 +276,13 @@ export function withOptimizer(recipe: Recipe, name: string, states: Record<strin
   const others = { ...beside, ...states };
   if (!('master' in beside)) delete others.master; // what is fp32 already needs none
   const optimizer = Object.fromEntries(Object.entries(others).filter(([, nbytes]) => nbytes));
-  return { ...recipe, name: `${recipe.name}, ${name}`, bytes_per_parameter: { parameters, gradients, ...optimizer } };
+  const cast = (optimizer.master ?? 0) > parameters ? recipe.cast : 0; // only these hold all of a parameter
+  return {
+    ...recipe,
+    name: `${recipe.name}, ${name}`,
+    cast,
+    bytes_per_parameter: { parameters, gradients, ...optimizer },
+  };
 }
 
 /** What a step reads from files and writes to them, of a model of so many messages that no buffer is met again. */
@@ -304,7 +332,8 @@ export function plan(question: Question, stage: number, place: Placements): Stag
   const peak = worst && device + worst.total;
   return {
     stage,
-    formula: formula(place, recipe, among < ranks ? instances : 1),
+    formula: formula(place, recipe, among < ranks ? instances : 1, offload),
+    each: restingEach(place, recipe, offload),
     states,
     tiers,
     total: sum(states),
@@ -324,7 +353,8 @@ export function plan(question: Question, stage: number, place: Placements): Stag
 /** The most parameters whose states fit into `limit` bytes of the device per rank at rest (0: none). */
 export function largest(ranks: number, place: Placements, recipe: Recipe, limit: number, offload = ON_DEVICE): number {
   const whole = statesOf(recipe, offload).reduce(
-    (bytes, { kind: of, each, millionths }) => bytes + (each * millionths * percentIn(offload, of, 'device')) / 1e8,
+    (bytes, { kind: of, each, millionths }) =>
+      bytes + (each * millionths * restsIn(recipe, place, offload, of, 'device')) / 1e8,
     0,
   );
   if (!whole) return Number.POSITIVE_INFINITY;

@@ -717,10 +717,15 @@ def test_gathered_at_each_instant(prefetch):
 
 
 def test_reductions_under_way():
-    """A contribution and as much arriving, for the bucket and two before it, in the dtype that is sent."""
+    """A contribution, and the other rank's to the own shard, for the bucket and two before it, as they are sent."""
     found = {i.name: i.nbytes for i in instants(wide(), STAGES[2], item_sizes(closed.PRESETS["zeroshard"]), 0)}
-    assert found["reduce of bucket 8"] == {"reduce": 2 * 2 * 1024}
-    assert found["reduce of bucket 4"] == {"reduce": 3 * 2 * 2 * 1024}
+    assert found["reduce of bucket 8"] == {"reduce": 2 * (1024 + 512)}
+    assert found["reduce of bucket 4"] == {"reduce": 3 * 2 * (1024 + 512)}
+    # Of four ranks only the first and last leave their own contribution where it is.
+    for rank, arriving in enumerate((3, 4, 4, 3)):
+        among = instants(wide(ranks=4), STAGES[2], item_sizes(closed.PRESETS["zeroshard"]), rank)
+        nbytes = {i.name: i.nbytes for i in among}["reduce of bucket 8"]
+        assert nbytes == {"reduce": 2 * (1024 + arriving * 256)}
     assert "upcast" not in found["step"]  # fp32 gradients meet fp32 masters
     thin = instants(wide(), STAGES[2], item_sizes(closed.PRESETS["zeroshard-bf16-grads"]), 0)
     assert thin[-2].nbytes == {"upcast": 4 * (128 + 8 * 512)}  # the root's one block is rank 0's
@@ -730,7 +735,7 @@ def test_no_sync_holds_all_gradients_full_size():
     cut = wide()
     found = instants(cut, STAGES[2], item_sizes(closed.PRESETS["zeroshard"]), 0, no_sync=True)
     numel = sum(bucket.numel for bucket in cut.buckets)
-    assert {i.name: i.nbytes for i in found}["reduce of bucket 8"] == {"reduce": 4 * (numel + 1024)}
+    assert {i.name: i.nbytes for i in found}["reduce of bucket 8"] == {"reduce": 4 * (numel + 512)}
 
 
 def test_the_peak_is_the_worst_instant():

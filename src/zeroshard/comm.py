@@ -185,8 +185,25 @@ class Group:
         event = self._count("gather", nbytes, own * (self.ranks - 1), nbytes - own, state, bucket)
         return Work(self._gather(full, bounds), event, functools.partial(self._wait, "gather", bucket))
 
+    @property
+    def arriving(self) -> int:
+        """How many contributions to the own shard a reduction brings.
+
+        This rank's own stays where it is, in what is sent, if that is at either end of it: what is sent must be of a
+        piece. Elsewhere it is copied as the others are.
+        """
+        return self.ranks - (self.rank in (0, self.ranks - 1))
+
+    def contributions(self, send: Tensor, receive: Tensor, bounds: Sequence[int]) -> list[Tensor]:
+        """Each rank's contribution to the own shard, in rank order, once a reduction is through."""
+        own = bounds[self.rank + 1] - bounds[self.rank]
+        pieces = list(receive.view(self.arriving, own).unbind(0)) if self.arriving else []
+        if self.arriving < self.ranks:
+            pieces.insert(self.rank, send[bounds[self.rank] : bounds[self.rank + 1]])
+        return pieces
+
     def reduce(self, send: Tensor, receive: Tensor, bounds: Sequence[int], bucket: int) -> Work:
-        """receive (ranks x own shard, 1-D) gets each rank's contribution to the own shard, in rank order."""
+        """receive (`arriving` x own shard, 1-D) gets contributions to the own shard, in rank order."""
         event = self._count_reduce(send, bounds[self.rank + 1] - bounds[self.rank], bucket)
         return Work(self._reduce(send, receive, bounds), event, functools.partial(self._wait, "reduce", bucket))
 
@@ -208,8 +225,6 @@ class Group:
         return []
 
     def _reduce(self, send: Tensor, receive: Tensor, bounds: Sequence[int]) -> list[Any]:
-        if self.ranks == 1:
-            receive.copy_(send)
         return []
 
     def _reduce_native(self, send: Tensor, receive: Tensor) -> list[Any]:
@@ -344,6 +359,9 @@ class ProcessGroup(Group):
     def _reduce(self, send: Tensor, receive: Tensor, bounds: Sequence[int]) -> list[Any]:
         own = [bounds[self.rank + 1] - bounds[self.rank]] * self.ranks
         splits = [high - low for low, high in pairwise(bounds)]
+        if self.arriving < self.ranks:
+            send = send[bounds[1] :] if self.rank == 0 else send[: bounds[-2]]
+            own[self.rank] = splits[self.rank] = 0
         self._reductions += 1
         return [self._launch(dist.all_to_all_single, receive, send, own, splits, group=self._groups.reductions)]
 

@@ -83,8 +83,8 @@ class Finite:
                 if accumulator.fragment(index)[at].isfinite() or not accumulator.filled:
                     self._seen = self._lies = None
 
-    def look_at_gradient(self, accumulator: Accumulator, receive: Tensor) -> None:
-        """A reduction is landing. receive: the contributions to this rank's shard, in rank order."""
+    def look_at_gradient(self, accumulator: Accumulator, pieces: Sequence[Tensor]) -> None:
+        """A reduction is landing. pieces: the contributions to this rank's shard, in rank order."""
         own = accumulator.total
         if not self.on or self._seen is not None or first_nonfinite(own) is None:
             return
@@ -94,9 +94,9 @@ class Finite:
             at = first_nonfinite(fragment)
             if at is not None:
                 rank = -1
-                if receive.numel() == own.numel() * self.group.ranks:
-                    theirs = receive.view(self.group.ranks, -1)[:, slot.start + part.start - first + at]
-                    rank = next((r for r, value in enumerate(theirs.tolist()) if not abs(value) < torch.inf), -1)
+                if len(pieces) == self.group.ranks:
+                    theirs = [float(piece[slot.start + part.start - first + at]) for piece in pieces]
+                    rank = next((r for r, value in enumerate(theirs) if not abs(value) < torch.inf), -1)
                 step, value = self.group.steps + 1, str(float(fragment[at]))
                 self._seen = Finding(step, self._micro_batch, rank, slot.name, part.start + at, value)
                 self._lies = accumulator, index, at

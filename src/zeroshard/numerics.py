@@ -112,11 +112,11 @@ def simulated(tensor: Tensor) -> bool:
 def fold(total: Tensor, pieces: Sequence[Tensor], *, fresh: bool) -> None:
     """total = ((total + pieces[0]) + pieces[1]) + ..., in place; `fresh` starts from pieces[0] instead.
 
-    total and pieces are 1-D and of one length; a piece may be `total` itself (only its first use is read).
+    total and pieces are 1-D and of one length; a piece may lie where `total` does (only its first use is read).
     16-bit accumulators are summed in fp32 and rounded once per call.
     """
     dtype = torch.float32 if total.dtype in LOW else total.dtype
-    in_place = total.dtype == dtype and not any(piece is total for piece in pieces)
+    in_place = total.dtype == dtype and not any(piece.data_ptr() == total.data_ptr() for piece in pieces)
     scratch = torch.empty(2, min(CHUNK, total.numel()), dtype=dtype, device=total.device)
     for at in range(0, total.numel(), CHUNK):
         part = total[at : at + CHUNK]

@@ -167,7 +167,9 @@ class Reduction:
             # no_sync promised two passes in all: what it added up travels with the next backward's gradients.
             flight.landing = accumulator.local
         elif flight.landing is None:
-            replicated = None if buffer.place.gradients or accumulator.rest.tier != DEVICE else accumulator.rest.tensor
+            # Where the sum may be asked whose contribution spoiled it, the own one must outlive it.
+            apart = buffer.place.gradients or accumulator.rest.tier != DEVICE or self.finite.on
+            replicated = None if apart else accumulator.rest.tensor
             if replicated is not None and not accumulator.filled and buffer.grad_dtype == buffer.reduce_dtype:
                 # A full-size accumulator that holds nothing yet doubles as the place to put contributions.
                 flight.landing = replicated
@@ -200,7 +202,7 @@ class Reduction:
                 receive = self._take(own, landing.dtype)
                 work = self.group.reduce_native(landing, receive, buffer.bucket.index)
             else:
-                receive = self._take(own * self.group.ranks, landing.dtype)
+                receive = self._take(own * self.group.arriving, landing.dtype)
                 work = self.group.reduce(landing, receive, buffer.bucket.bounds, buffer.bucket.index)
         flight.launched = True
         self._under_way.append((flight, work, receive))
@@ -229,13 +231,13 @@ class Reduction:
         work.wait()
         accumulator = flight.accumulator
         accumulator.undo_average()
-        if numel := accumulator.buffer.bucket.shard_numel(self.group.rank):
+        if accumulator.buffer.bucket.shard_numel(self.group.rank):
             try:
                 with accumulator.rest.here(fresh=not accumulator.filled):
                     if not simulated(receive):
-                        pieces = receive.to(accumulator.total.device).view(-1, numel).unbind(0)
-                        fold(accumulator.total, pieces, fresh=not accumulator.filled)
-                    self.finite.look_at_gradient(accumulator, receive)
+                        total, pieces = accumulator.total, self._pieces(flight, receive)
+                        fold(total, [piece.to(total.device) for piece in pieces], fresh=not accumulator.filled)
+                        self.finite.look_at_gradient(accumulator, pieces)
                 accumulator.rest.behind()
             except TierError as error:
                 self.group.report(error)  # the peers have further reductions to get through
@@ -244,6 +246,13 @@ class Reduction:
         if not accumulator.lands(flight.landing):
             self._give_back(flight.landing)
         accumulator.local = flight.landing = None
+
+    def _pieces(self, flight: Flight, receive: Tensor) -> list[Tensor]:
+        """Each rank's contribution to the own shard, in rank order; or the backend's sum of them."""
+        assert flight.landing is not None
+        if self.settings.reduce == "native":
+            return [receive]
+        return self.group.contributions(flight.landing, receive, flight.accumulator.buffer.bucket.bounds)
 
     # --- its end ----------------------------------------------------------------------------------------------------
 
@@ -334,13 +343,13 @@ class Reduction:
 
     def _take(self, numel: int, dtype: torch.dtype) -> Tensor:
         for at, tensor in enumerate(self._pool):
-            if tensor.numel() == numel and tensor.dtype == dtype:
+            if numel and tensor.numel() == numel and tensor.dtype == dtype:
                 return self._pool.pop(at)
         # Not zeroed: every element that anybody reads is written first, and padding is never read.
         return self.tier.reserve("reduce", numel, dtype, zeroed=False)
 
     def _give_back(self, tensor: Tensor | None) -> None:
-        if tensor is not None:
+        if tensor is not None and tensor.numel():
             self._pool.append(tensor)
             # Enough for the reductions under way; more would pile up where no two buckets are of one size.
             self._trim(2 * IN_FLIGHT)

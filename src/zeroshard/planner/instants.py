@@ -180,8 +180,8 @@ def _reductions(
     """{bucket: bytes of contributions and of what arrives for them when it has been sent}, last bucket first.
 
     The engine's bookkeeping of buffers with every reduction as late as allowed: a landing of the bucket's size and a
-    receive buffer of `ranks` times the own shard; done, both wait in a pool for the next bucket of their size. The
-    landings of the unit's other buckets may have begun, and count too. Under `no_sync` all landings exist already,
+    buffer for what arrives (`Group.arriving` own shards); done, both wait in a pool for the next bucket of their size.
+    The landings of the unit's other buckets may have begun, and count too. Under `no_sync` all landings exist already,
     full-size, in the gradients' dtype. Replicated gradients of the dtype that is sent are their own landing in the
     first backward (`fresh`).
     """
@@ -192,8 +192,10 @@ def _reductions(
     def landing(bucket: Bucket) -> list[int]:
         return [] if in_place and _on_device(resting, bucket, "gradients") else [_nbytes(bucket.numel, itemsize)]
 
-    def receive(bucket: Bucket) -> int:
-        return _nbytes(bucket.shard_numel(rank) * partition.ranks, itemsize)
+    arriving = partition.ranks - (rank in (0, partition.ranks - 1))
+
+    def receive(bucket: Bucket) -> list[int]:
+        return [_nbytes(bucket.shard_numel(rank) * arriving, itemsize)]
 
     pool: list[int] = []
 
@@ -214,11 +216,12 @@ def _reductions(
                 waiting[other.index] = sum(landing(other))
                 for nbytes in landing(other):
                     take(nbytes)
-        take(receive(bucket))
+        for nbytes in receive(bucket):
+            take(nbytes)
         waiting.pop(bucket.index, 0)
-        alive.append([*landing(bucket), receive(bucket)])
+        alive.append([*landing(bucket), *receive(bucket)])
         most[bucket.index] = sum(waiting.values()) + sum(map(sum, alive)) + sum(pool)
         while len(alive) > in_flight:
-            for nbytes in reversed(alive.pop(0)):
+            for nbytes in filter(None, reversed(alive.pop(0))):
                 pool = [*pool, nbytes][-POOL:]
     return most

@@ -137,7 +137,7 @@ function reductions(buckets: Bucket[], by: Bucket[][], place: Placements, how: S
   const each = noSync ? Math.max(gradients, sent) : sent;
   const inPlace = accumulate === 1 && !noSync && !place.gradients && gradients === sent;
   const landing = ({ numel, rests }: Bucket) => (inPlace && rests.gradients === 'device' ? null : nbytes(numel, each));
-  const receive = ({ shard }: Bucket) => nbytes(shard * ranks, each);
+  const receive = ({ shard }: Bucket) => nbytes(shard * (ranks - 1), each); // the last rank's own stays where it is
 
   let pool: number[] = [];
   const take = (bytes: number) => {
@@ -162,7 +162,7 @@ function reductions(buckets: Bucket[], by: Bucket[][], place: Placements, how: S
       alive.push(bytes === null ? [receive(bucket)] : [bytes, receive(bucket)]);
       most.set(bucket, waiting + add(alive.map(add)) + add(pool));
       while (alive.length > IN_FLIGHT) {
-        for (const used of (alive.shift() as number[]).reverse()) pool = [...pool, used].slice(-POOL);
+        for (const used of (alive.shift() as number[]).reverse()) if (used) pool = [...pool, used].slice(-POOL);
       }
     }
   }

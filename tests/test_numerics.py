@@ -24,6 +24,7 @@ from zeroshard.numerics import (
     digest,
     empty_bins,
     fold,
+    halves_exactly,
     reseed_,
     same_bits,
     sums_from_bins,
@@ -93,6 +94,37 @@ def test_fold_of_a_part_is_the_part_of_the_fold(numel, ranks, data):
     for part in (slice(None, cut), slice(cut, None)):
         fold(parts[part], [piece[part] for piece in pieces], fresh=True)
     assert same_bits(whole, parts)
+
+
+@pytest.mark.parametrize("held", [torch.float32, torch.float64])
+@pytest.mark.parametrize("sent", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8, 1 << 16])
+def test_a_sum_divided_as_it_lands_is_the_sum_divided_late(held, sent, ranks):
+    """All 65,536 numbers of 16 bits, subnormals, NaN and infinities among them, in three backwards of two pieces."""
+    assert halves_exactly(held, sent, ranks)
+    every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(sent)
+    pieces = [every[torch.randperm(1 << 16, generator=torch.Generator().manual_seed(seed))] for seed in range(6)]
+    early, late = torch.zeros(1 << 16, dtype=held), torch.zeros(1 << 16, dtype=held)
+    for at in range(0, 6, 2):
+        fold(early, pieces[at : at + 2], fresh=not at, times=ranks, over=ranks)
+        fold(late, pieces[at : at + 2], fresh=not at)
+    number = late.isnan().logical_not_()  # which of two NaN a sum keeps is the processor's business
+    average_(late, ranks)
+    assert same_bits(early[number], late[number])
+    assert early[~number].isnan().all()
+
+
+def test_where_dividing_early_would_lose_bits():
+    """Thirds are no binary fractions; a subnormal that is halved in its own dtype loses its last bit."""
+    assert not halves_exactly(torch.float32, torch.bfloat16, 3)
+    for held, sent in [
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.float16),
+        (torch.float32, torch.float32),
+    ]:
+        assert not halves_exactly(held, sent, 2)
+        smallest = torch.tensor([1], dtype=torch.int32 if held.itemsize == 4 else torch.int16).view(held)
+        assert smallest / 2 * 2 != smallest
 
 
 def test_averages_divide_truly():

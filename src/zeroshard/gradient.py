@@ -5,8 +5,8 @@ After backward every rank holds its shard of each bucket's running sum (`Accumul
 lies. It answers what gradient clipping, scaling and zeroing ask, exactly and the same on every rank; whatever it
 cannot answer it refuses, with the remedy.
 
-The sum is divided by the number of ranks once and late, because (a / 3) * 3 is not a: reading divides a copy,
-only editing or stepping divides in place.
+The sum is divided by the number of ranks once and late, because (a / 3) * 3 is not a: reading divides a copy, only
+editing or stepping divides in place. Where nothing can be lost by it (`halves_exactly`), it is divided as it lands.
 """
 
 from __future__ import annotations
@@ -73,16 +73,19 @@ class Accumulator:
         return self.rest.tier == DEVICE and tensor is self.rest.tensor
 
     def average(self, *, kept: bool = True) -> None:
-        """Turn the sum into the average, in place; one that is not to be `kept` ends with `forget_average`."""
+        """Turn the sum into the average, in place; one that is not to be `kept` ends with `forget_step`."""
         if not self.averaged:
             with self.rest.here(changed=kept):
                 average_(self.total, self.ranks)
             self.averaged = True
 
-    def forget_average(self) -> None:
-        """Nobody but a step needed it, and the sum rests in a file: writing the average would be for nothing."""
+    def forget_step(self, *, averaged: bool) -> None:
+        """What a step made of it in memory nobody else needs: writing that to its file would be for nothing.
+
+        averaged: does the average rest there, and not the sum that the step divided?
+        """
         self.rest.forget()
-        self.averaged, self.spread, self.rounded = False, False, True
+        self.averaged, self.spread, self.rounded = averaged, False, not averaged
 
     def spread_average(self, *, kept: bool = True) -> Work:
         """Launch the gather of the whole average, where the optimizer's state is replicated and asks for it."""

@@ -109,8 +109,8 @@ def simulated(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
-def fold(total: Tensor, pieces: Sequence[Tensor], *, fresh: bool) -> None:
-    """total = ((total + pieces[0]) + pieces[1]) + ..., in place; `fresh` starts from pieces[0] instead.
+def fold(total: Tensor, pieces: Sequence[Tensor], *, fresh: bool, times: int = 1, over: int = 1) -> None:
+    """total = ((total * times + pieces[0]) + pieces[1] + ...) / over, in place; `fresh` starts from pieces[0] instead.
 
     total and pieces are 1-D and of one length; a piece may lie where `total` does (only its first use is read).
     16-bit accumulators are summed in fp32 and rounded once per call.
@@ -123,11 +123,23 @@ def fold(total: Tensor, pieces: Sequence[Tensor], *, fresh: bool) -> None:
         running, other = part if in_place else scratch[0, : part.numel()], scratch[1, : part.numel()]
         if fresh or not in_place:
             running.copy_(pieces[0][at : at + CHUNK] if fresh else part)
+        if times > 1 and not fresh:
+            running.mul_(times)
         for piece in pieces[1:] if fresh else pieces:
             addend = piece[at : at + CHUNK]
             running.add_(addend if addend.dtype == dtype else other.copy_(addend))
+        average_(running, over)
         if not in_place:
             part.copy_(running)
+
+
+def halves_exactly(total: torch.dtype, piece: torch.dtype, ranks: int) -> bool:
+    """Is a sum of such pieces the same again after it was divided by `ranks` and multiplied by it?
+
+    Dividing by a power of two only moves the exponent, as long as there is room below: 16-bit numbers and their sums
+    are multiples of 2^-133 at least, and fp32 goes down to 2^-149. Their own subnormals would lose bits.
+    """
+    return piece in LOW and total not in LOW and ranks & (ranks - 1) == 0 and ranks <= 1 << 16
 
 
 def average_(total: Tensor, ranks: int) -> None:

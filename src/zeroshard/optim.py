@@ -248,12 +248,12 @@ class Binding:
     def _step_alone(self, buffer: Buffer, shown: dict[int, Tensor | None]) -> None:
         """Step one bucket by the optimizer's own `step`, the gradients of all others hidden; then write it back."""
         accumulator = next(each for each in self.gradients.accumulators if each.buffer is buffer)
-        kept = accumulator.averaged or not accumulator.rest.away
+        averaged = accumulator.averaged  # already, as it rests
         accumulator.rest.behind()
         with self.states.present(buffer, whole=self.whole):
             if buffer.seed_master():
                 buffer.changed()
-            accumulator.spread_average(kept=kept).wait()
+            accumulator.spread_average(kept=not accumulator.rest.away).wait()
             self._give([buffer], shown)
             step: Any = type(self.optimizer).step
             step = step.__wrapped__ if getattr(step, "hooked", False) else step
@@ -261,8 +261,8 @@ class Binding:
             for fragment in self.states.of(buffer):
                 fragment.param.grad = None
             self._write_back(buffer)
-        if not kept:
-            accumulator.forget_average()
+        if accumulator.rest.away:
+            accumulator.forget_step(averaged=averaged)
 
     def _hide(self, fragment: Fragment) -> Tensor | None:
         shown, fragment.param.grad = fragment.param.grad, None

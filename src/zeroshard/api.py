@@ -331,7 +331,7 @@ class Zero:
     def _before_step(self) -> None:
         self._notice_edits_of_structure()
         for binding in self._bindings:
-            binding.adopt()
+            binding.follow_groups()
 
     def _notice_edits_of_structure(self) -> None:
         """Modules and parameters replaced or converted since `shard` are refused; frozen and unfrozen ones followed."""

@@ -146,10 +146,8 @@ class Entry(NamedTuple):
     param: nn.Parameter
     accumulator: Accumulator
     position: int  # of its slot in the bucket
-
-    @property
-    def slot(self) -> Slot:
-        return self.accumulator.buffer.bucket.slots[self.position]
+    slot: Slot
+    strides: tuple[int, ...]  # of the parameter in its slot
 
 
 class Gradients:
@@ -177,8 +175,8 @@ class Gradients:
         """Enter a bucket whose parameters receive gradients."""
         accumulator = Accumulator(buffer, self.group.ranks)
         self.first_number[buffer.bucket.index] = len(self.entries)
-        for index, param in enumerate(buffer.params):
-            self.entries.append(Entry(len(self.entries), param, accumulator, index))
+        for index, (param, slot, view) in enumerate(zip(buffer.params, buffer.bucket.slots, buffer.views, strict=True)):
+            self.entries.append(Entry(len(self.entries), param, accumulator, index, slot, view.stride()))
         self.accumulators.append(accumulator)
         return accumulator
 
@@ -191,13 +189,13 @@ class Gradients:
             if not isinstance(entry.param.grad, ShardedGrad):
                 entry.param.grad = ShardedGrad(self, entry, entry.param, is_fragment=False)
         for fragment in self.fragments.get(entry.number, ()):
-            fragment.grad = self._of_fragment(entry, fragment)
+            fragment.grad = self.of_fragment(entry, fragment)
         # GradScaler wants to see a gradient in each optimizer, also on a rank that owns nothing of any.
         stand_in = self.stand_ins.get(self.updaters.get(entry.number, -1))
         if stand_in is not None and stand_in.grad is None and entry.number not in self.fragments:
             stand_in.grad = ShardedGrad(self, entry, stand_in, is_fragment=True)
 
-    def _of_fragment(self, entry: Entry, fragment: nn.Parameter) -> ShardedGrad:
+    def of_fragment(self, entry: Entry, fragment: nn.Parameter) -> ShardedGrad:
         # Made once: making one takes as long as all else that is done for a tensor in a step. Only those of the model's
         # parameters are made anew, because a kept one must not speak for a later backward.
         shown = self._shown.get(id(fragment))

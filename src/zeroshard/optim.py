@@ -53,6 +53,10 @@ class Binding:
         self.whole = whole  # no tensor is cut: fragments keep their parameter's shape
         self.fragments: list[Fragment] = []
         self.members: list[Member] = []  # every parameter this optimizer updates, on whichever rank
+        self._held: list[nn.Parameter] = []  # what its groups held when they were last looked through
+        self._entries: list[Entry] = []  # the gradients of its members
+        self._entry_of: dict[int, Entry] = {}  # by fragment's id
+        self._averages: dict[int, Tensor] = {}  # by fragment's id, where its averaged gradient always lies
         self.before_step: Callable[[], None] = lambda: None
         self._steps = 0
         self._updated: list[Buffer] = []  # what the running step updates
@@ -86,6 +90,12 @@ class Binding:
 
     # --- fragments in place of parameters ---------------------------------------------------------------------------
 
+    def follow_groups(self) -> None:
+        """Adopt what was added to the groups, forget what was removed."""
+        now = [param for group in self.optimizer.param_groups for param in group["params"]]
+        if len(now) != len(self._held) or not all(map(operator.is_, now, self._held)):
+            self.adopt()
+
     def adopt(self, *, broadcast_state: bool = False) -> None:
         """Replace whatever full parameters the groups hold (all at construction, later those of `add_param_group`)."""
         for number, group in enumerate(self.optimizer.param_groups):
@@ -106,19 +116,22 @@ class Binding:
             if "param_names" in group:
                 group["param_names"] = [group["param_names"][at] for _, at in kept]
             params[:] = [param for param, _ in kept]  # in place: LBFGS, for one, keeps this very list
-        held = {id(param) for group in self.optimizer.param_groups for param in group["params"]}
+        self._held = [param for group in self.optimizer.param_groups for param in group["params"]]
+        held = set(map(id, self._held))
         self.fragments = [fragment for fragment in self.fragments if id(fragment.param) in held]
         self.states.follow(self.fragments)
+        self._entry_of, self._averages = {}, {}
         for fragment in self.fragments:
-            entry = self.entry(fragment)
+            entry = self._entry(fragment)
             if entry is not None:
+                self._entry_of[id(fragment.param)] = entry
                 known = self.gradients.fragments.setdefault(entry.number, [])
                 if not any(param is fragment.param for param in known):
                     known.append(fragment.param)
                     if self.gradients.has_gradient(entry):
                         self.gradients.show(entry)
-        entries = [entry for entry in (self.entry(member.place) for member in self.members) if entry is not None]
-        self.gradients.updaters |= {entry.number: self.number for entry in entries}
+        self._entries = [entry for entry in (self._entry(member.place) for member in self.members) if entry is not None]
+        self.gradients.updaters |= {entry.number: self.number for entry in self._entries}
         if self.fragments:
             self.gradients.stand_ins[self.number] = self.fragments[0].param
 
@@ -148,7 +161,7 @@ class Binding:
     def _view(self, of: Fragment | Place) -> Tensor:
         return view(of.buffer, of.position, whole=self.whole)
 
-    def entry(self, of: Fragment | Place) -> Entry | None:
+    def _entry(self, of: Fragment | Place) -> Entry | None:
         """The gradient of a parameter; None while its bucket is frozen."""
         first = self.gradients.first_number.get(of.buffer.bucket.index)
         return None if first is None else self.gradients.entries[first + of.position]
@@ -277,16 +290,25 @@ class Binding:
     def _give(self, buffers: Sequence[Buffer], shown: dict[int, Tensor | None]) -> None:
         """The fragments of these buckets get their gradients."""
         for fragment in [fragment for buffer in buffers for fragment in self.states.of(buffer)]:
-            entry = self.entry(fragment)
+            entry = self._entry_of.get(id(fragment.param))
             # An empty fragment only stands in for a group: Muon, for one, refuses its shape.
             if entry is None or shown[id(fragment.param)] is None or not fragment.param.numel():
                 continue
             if not self.gradients.has_gradient(entry):
                 continue
-            grad = entry.accumulator.updating(fragment.position)
-            grad = grad[: fragment.param.numel()] if fragment.param.numel() < grad.numel() else grad
-            fragment.param.grad = grad.to(fragment.param.device, fragment.param.dtype).view(fragment.param.shape)
-            self._bound[id(fragment.param)] = fragment.param.grad
+            self._bound[id(fragment.param)] = fragment.param.grad = self._average(fragment, entry)
+
+    def _average(self, fragment: Fragment, entry: Entry) -> Tensor:
+        """The averaged gradient of a fragment, like it: a view of the accumulator, made once, where that can be."""
+        param, known = fragment.param, self._averages.get(id(fragment.param))
+        if known is not None:
+            return known
+        grad = entry.accumulator.updating(fragment.position)
+        grad = grad[: param.numel()] if param.numel() < grad.numel() else grad
+        made = grad.to(param.device, param.dtype).view(param.shape)
+        if not entry.accumulator.rest.away and (grad.device, grad.dtype) == (param.device, param.dtype):
+            self._averages[id(param)] = made
+        return made
 
     @torch.no_grad()
     def _after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -315,8 +337,8 @@ class Binding:
 
     def _to_be_updated(self) -> list[Buffer]:
         """Buffers that have gradients for this optimizer on any rank, in order."""
-        entries = [entry for entry in (self.entry(member.place) for member in self.members) if entry is not None]
-        updated = {id(e.accumulator.buffer) for e in entries if e.accumulator.filled and self.gradients.has_gradient(e)}
+        having = [each for each in self._entries if each.accumulator.filled and self.gradients.has_gradient(each)]
+        updated = {id(entry.accumulator.buffer) for entry in having}
         return [buffer for buffer in self.buffers if id(buffer) in updated]
 
     def _write_back(self, buffer: Buffer) -> None:
@@ -330,19 +352,16 @@ class Binding:
         buffer.changed()
 
     def _show(self, fragment: Fragment) -> None:
-        entry = self.entry(fragment)
-        if entry is None:
-            return
-        fragment.param.grad = None
-        if self.gradients.has_gradient(entry):
-            self.gradients.show(entry)
+        entry = self._entry_of.get(id(fragment.param))
+        if entry is not None:
+            has = self.gradients.has_gradient(entry)
+            fragment.param.grad = self.gradients.of_fragment(entry, fragment.param) if has else None
 
     def _zero_grad(self, original: Callable[..., None], set_to_none: bool = True) -> None:
         original(set_to_none=set_to_none)
         if set_to_none:
-            for entry in (self.entry(member.place) for member in self.members):
-                if entry is not None:
-                    self.gradients.hide(entry)
+            for entry in self._entries:
+                self.gradients.hide(entry)
 
 
 def _plain(value: Any) -> bool:

@@ -15,6 +15,7 @@ it did not help, and much shorter from then on: a model whose ranks differ once 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ from .tier import DeviceTier
 from .unit import Unit, profiled
 
 IN_FLIGHT = 2  # reductions under way before backward pauses for the oldest
+_ALREADY = contextlib.nullcontext()
 PATIENCE = 0.5  # seconds that pause lasts at most; an eighth of it after each time it was in vain
 
 
@@ -122,7 +124,8 @@ class Reduction:
     def arrived(self, entry: Entry, *, nested: bool) -> bool:
         """A parameter has its gradient. Returns whether its bucket now has all of them."""
         flight = self.flights[entry.accumulator.buffer.bucket.index]
-        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        # Entering no_grad costs more than asking; backward is in it already, unless its graph is wanted.
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad() if torch.is_grad_enabled() else _ALREADY:
             grad = entry.param.grad
             if grad is None or isinstance(grad, ShardedGrad):
                 return False  # the hook fires also when nothing was added
@@ -140,7 +143,7 @@ class Reduction:
                 flight.landed[entry.position] = flight.landed.get(entry.position, 0) + 1
                 return False
             slot, landing = entry.slot, self._landing(flight)
-            place = landing[slot.start : slot.stop].view(slot.shape)
+            place = landing.as_strided(slot.shape, entry.strides, slot.start)
             if entry.position in flight.landed or landing is flight.accumulator.local:
                 place.add_(grad)
             else:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -437,9 +436,10 @@ def _weak(method: Callable[..., Any], *args: Any) -> Callable[..., Any]:
 
     Hooks of tensors live in C++, where the garbage collector sees no cycles: they must not keep the engine alive.
     """
-    return functools.partial(_call, weakref.WeakMethod(method), *args)
+    reference, function = weakref.ref(method.__self__), method.__func__  # type: ignore[attr-defined]
 
+    def hook(*given: Any) -> Any:
+        owner = reference()
+        return None if owner is None else function(owner, *args, *given)
 
-def _call(reference: weakref.WeakMethod[Callable[..., Any]], *args: Any) -> Any:
-    method = reference()
-    return None if method is None else method(*args)
+    return hook

@@ -128,13 +128,16 @@ def test_where_dividing_early_would_lose_bits():
 
 
 def test_averages_divide_truly():
-    """x / 3, not x * (1/3): these differ, and one rank divides nothing."""
+    """x / 3, not x * (1/3): these differ, and one rank divides nothing. Also subnormal and infinite numbers."""
     x = random(1000)
-    for ranks in (1, 2, 3, 7):
-        y = x.clone()
-        average_(y, ranks)
-        assert same_bits(y, x / ranks)
     assert not same_bits(x / 3, x * (1 / 3))
+    bits = torch.randint(-(1 << 31), 1 << 31, (1 << 16,), generator=torch.Generator().manual_seed(1))
+    every = bits.to(torch.int16)
+    for kind in (x, bits.to(torch.int32).view(torch.float32), every.view(torch.bfloat16), every.view(torch.float16)):
+        for ranks in (1, 2, 3, 4, 7, 8, 1024):
+            y, number = kind.clone(), kind.isnan().logical_not()
+            average_(y, ranks)
+            assert same_bits(y[number], (kind / ranks)[number])
 
 
 # ------------------------------------------------------------------------------------------------------------- the bins

@@ -22,9 +22,9 @@ from zeroshard.numerics import (
     average_,
     block_sums,
     digest,
+    divides_exactly,
     empty_bins,
     fold,
-    halves_exactly,
     reseed_,
     same_bits,
     sums_from_bins,
@@ -101,7 +101,7 @@ def test_fold_of_a_part_is_the_part_of_the_fold(numel, ranks, data):
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8, 1 << 16])
 def test_a_sum_divided_as_it_lands_is_the_sum_divided_late(held, sent, ranks):
     """All 65,536 numbers of 16 bits, subnormals, NaN and infinities among them, in three backwards of two pieces."""
-    assert halves_exactly(held, sent, ranks)
+    assert divides_exactly(held, sent, ranks)
     every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(sent)
     pieces = [every[torch.randperm(1 << 16, generator=torch.Generator().manual_seed(seed))] for seed in range(6)]
     early, late = torch.zeros(1 << 16, dtype=held), torch.zeros(1 << 16, dtype=held)
@@ -116,13 +116,13 @@ def test_a_sum_divided_as_it_lands_is_the_sum_divided_late(held, sent, ranks):
 
 def test_where_dividing_early_would_lose_bits():
     """Thirds are no binary fractions; a subnormal that is halved in its own dtype loses its last bit."""
-    assert not halves_exactly(torch.float32, torch.bfloat16, 3)
+    assert not divides_exactly(torch.float32, torch.bfloat16, 3)
     for held, sent in [
         (torch.bfloat16, torch.bfloat16),
         (torch.float16, torch.float16),
         (torch.float32, torch.float32),
     ]:
-        assert not halves_exactly(held, sent, 2)
+        assert not divides_exactly(held, sent, 2)
         smallest = torch.tensor([1], dtype=torch.int32 if held.itemsize == 4 else torch.int16).view(held)
         assert smallest / 2 * 2 != smallest
 

@@ -369,6 +369,58 @@ def test_masters_stand_for_sharded_parameters(precision, nbytes):
     assert ranks.run(2, partial(stored, **precision)) == [nbytes] * 2
 
 
+class Writes(torch.autograd.Function):
+    """Doubles its saved weight in backward; then reads the parameter, which opens it."""
+
+    @staticmethod
+    def forward(ctx, x, weight, module):
+        ctx.save_for_backward(x, weight)
+        ctx.module = module
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        grad_x = grad @ weight
+        with torch.no_grad():
+            weight.mul_(2)
+            ctx.module.weight.sum()
+        return grad_x, grad.t() @ x, None
+
+
+class Written(nn.Linear):
+    def forward(self, x):
+        return Writes.apply(x, self.weight, self)
+
+
+@pytest.mark.parametrize("stored", [False, True], ids=["cast", "stored"])
+def test_a_write_into_a_saved_weight_that_is_read_afterwards_stays(stored):
+    torch.manual_seed(0)
+    model = nn.Sequential(Written(4, 4, bias=False), Written(4, 4, bias=False))
+    zero = zeroshard.shard(
+        model, torch.optim.SGD(model.parameters(), lr=0.0), stage=3, layout=Layout(align=1),
+        precision=Precision(param_dtype=torch.bfloat16, store_params=stored),
+    )  # fmt: skip
+    with zero.gathered():
+        before = reference.weights(model)
+    model(torch.ones(2, 4, dtype=torch.bfloat16)).float().sum().backward()
+    with zero.gathered():
+        after = reference.weights(model)
+    assert all(torch.equal(after[name], 2 * before[name]) for name in before)
+
+
+def test_a_frozen_parameter_of_8_bits_needs_no_master():
+    """Whatever dtype masters are to have: torch promotes nothing to or from 8-bit floats."""
+    model = nn.Linear(4, 4)
+    model.scale = nn.Parameter(torch.zeros(4, dtype=torch.float8_e4m3fn), requires_grad=False)
+    optimizer = torch.optim.SGD([model.weight, model.bias], lr=0.1)
+    zero = zeroshard.shard(model, optimizer, stage=3, precision=Precision(master_dtype=torch.float64))
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    assert zero.ledger().held["parameters"] == 128  # the 8-bit ones, padded to a block
+    assert zero.ledger().held["master"] == 8 * 2 * 128
+
+
 # ------------------------------------------------------------------------------------------------------------- fp16
 
 SCALES = {"init_scale": 2.0**8, "growth_interval": 2, "growth_factor": 2.0, "backoff_factor": 0.5}

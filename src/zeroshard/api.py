@@ -28,7 +28,16 @@ from .layout import Bucket, Layout, Slot, Spec, partition
 from .numerics import Precision, same_bits
 from .nvme import NvmeTier
 from .optim import Binding
-from .preflight import Structure, agree, check_offload, check_optimizers, check_parameters, check_settings, describe
+from .preflight import (
+    Structure,
+    agree,
+    by_bucket,
+    check_offload,
+    check_optimizers,
+    check_parameters,
+    check_settings,
+    describe,
+)
 from .reduction import Reduction
 from .saving import Saving
 from .schedule import Schedule, in_backward
@@ -171,8 +180,17 @@ class Zero:
         self._gradients.recover = self._schedule.recover
         whole = not self.placements.optimizer or not self.partition.cut_tensors()
         self._bindings = [
-            Binding(o, number, self._buffers, self._gradients, self._schedule, self._finite, whole=whole)
-            for number, o in enumerate(optimizers)
+            Binding(
+                each,
+                number,
+                self._buffers,
+                self._gradients,
+                self._schedule,
+                self._finite,
+                whole=whole,
+                by_bucket=by_bucket(each),
+            )
+            for number, each in enumerate(optimizers)
         ]
         for binding in self._bindings:
             binding.before_step = self._before_step

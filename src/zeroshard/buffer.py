@@ -257,9 +257,16 @@ class Buffer:
             self.shard = self.master
 
     @property
-    def alone(self) -> bool:
-        """Is this bucket stepped by itself, because some of its states rest in another tier than the device?"""
+    def offloaded(self) -> bool:
+        """Does any of its states rest in another tier than the device?"""
         return any(tier.name != DEVICE for tier in self.tiers.values())
+
+    @property
+    def upcast(self) -> bool:
+        """Has what the optimizer updates another dtype than the gradients? A step then needs a copy of these."""
+        return self.gradients is not None and self.grad_dtype != (
+            self.dtype if self.master is None else self.master_dtype
+        )
 
     def absent(self, numel: int) -> Tensor:
         """What stands for elements of the master's kind that are not in memory: NaN, and no memory at all."""
@@ -306,7 +313,7 @@ class Buffer:
 
     @property
     def stored(self) -> Tensor:
-        """The resting parameters that this rank's optimizer updates, in the parameters' dtype, 1-D; inside here()."""
+        """The resting parameters that this rank's optimizer updates, 1-D; inside here()."""
         return self.shard.tensor if self.place.parameters else self.shard.tensor[slice(*self.updated)]
 
     @property
@@ -332,7 +339,8 @@ class Buffer:
         return Part(self.updating, start - first, stop - first, (stop - start,), dtype)
 
     def resting(self, start: int, stop: int) -> Part:
-        """Bucket elements [start, stop) of the resting parameters."""
+        """Bucket elements [start, stop) of the resting parameters, where these are more than their masters."""
+        assert not self.casts
         first = self._resting[0]
         return Part(self.shard, start - first, stop - first, (stop - start,), self.dtype)
 
@@ -433,7 +441,8 @@ class Buffer:
         if self.state is State.GUARDED:
             self._move(State.OPEN)
             if self.casts and not self._opened:
-                self._agreed = digest(self._mine)
+                written = self.full._version != self._written  # by a backward, into a weight that it had saved
+                self._agreed = None if written else digest(self._mine)
             self._opened = True
             for param in self.params:
                 unflip(param)
@@ -451,7 +460,7 @@ class Buffer:
         if self.state is State.RELEASED:
             return True
         self.land()
-        self._opened |= self.full._version != self._written  # by a backward, into a weight that it had saved
+        self._opened |= self.full._version != self._written
         self.keep_edits()
         self.fresh = False
         if torch._C._storage_Use_Count(self.full.untyped_storage()._cdata) > self._uses:

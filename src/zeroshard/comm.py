@@ -194,17 +194,24 @@ class Group:
         """
         return self.ranks - (self.rank in (0, self.ranks - 1))
 
+    @property
+    def room(self) -> int:
+        """For how many contributions to the own shard there is room: on all ranks the same, and what a bucket takes."""
+        return self.ranks if self.ranks > 2 else self.arriving
+
     def contributions(self, send: Tensor, receive: Tensor, bounds: Sequence[int]) -> list[Tensor]:
         """Each rank's contribution to the own shard, in rank order, once a reduction is through."""
         own = bounds[self.rank + 1] - bounds[self.rank]
-        pieces = list(receive.view(self.arriving, own).unbind(0)) if self.arriving else []
+        pieces = list(receive[: self.arriving * own].view(self.arriving, own).unbind(0)) if self.arriving else []
         if self.arriving < self.ranks:
             pieces.insert(self.rank, send[bounds[self.rank] : bounds[self.rank + 1]])
         return pieces
 
     def reduce(self, send: Tensor, receive: Tensor, bounds: Sequence[int], bucket: int) -> Work:
-        """receive (`arriving` x own shard, 1-D) gets contributions to the own shard, in rank order."""
-        event = self._count_reduce(send, bounds[self.rank + 1] - bounds[self.rank], bucket)
+        """receive (`room` x own shard, 1-D) gets `arriving` contributions to the own shard, in rank order."""
+        own = bounds[self.rank + 1] - bounds[self.rank]
+        event = self._count_reduce(send, own, bucket)
+        receive = receive[: self.arriving * own]
         return Work(self._reduce(send, receive, bounds), event, functools.partial(self._wait, "reduce", bucket))
 
     def reduce_native(self, send: Tensor, receive: Tensor, bucket: int) -> Work:

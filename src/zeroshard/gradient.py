@@ -5,8 +5,8 @@ After backward every rank holds its shard of each bucket's running sum (`Accumul
 lies. It answers what gradient clipping, scaling and zeroing ask, exactly and the same on every rank; whatever it
 cannot answer it refuses, with the remedy.
 
-The sum is divided by the number of ranks once and late, because (a / 3) * 3 is not a: reading divides a copy, only
-editing or stepping divides in place. Where nothing can be lost by it (`halves_exactly`), it is divided as it lands.
+The sum is divided by the number of ranks late, because (a / 3) * 3 is not a: reading divides a copy, only editing or
+stepping divides in place. Where nothing is lost by it (`divides_exactly`) it is divided whenever something has landed.
 """
 
 from __future__ import annotations

@@ -39,13 +39,15 @@ class Precision:
         bfloat16 saves two bytes per parameter; then bits are equal over stages, but not over rank counts.
     master_dtype: what the optimizer updates (None: float32 for 16-bit parameters, else the parameter itself).
     store_params: keep sharded parameters (stage 3) in their own dtype beside their masters, as the ZeRO paper counts
-        them: 2 bytes per owned parameter more. Else, where both rest on the device, gathers cast the masters.
+        them: 2 bytes per owned parameter more. Else, where both rest on the device and masters are the wider ones,
+        gathers cast the masters.
     cast_inputs: convert the root module's floating inputs to `param_dtype` (needs `param_dtype`).
     nonfinite: what a NaN or infinity among the gradients does to a step. "ignore" is plain PyTorch; "raise" ends it in
         a `NotFiniteError`, on every rank and before any weight changes, that names rank, step, micro-batch, parameter
         and element; "skip" passes over the step on every rank, counts it in `zero.skipped`, and logs the same. Where a
         parameter was spoiled before, by an update or an edit, that one is named, and "skip" raises as well. Costs a sum
         over the own shards of the gradients and a message of one byte per step; on CUDA also a wait per reduction.
+        Where replicated gradients are sent in their own dtype, also room for the contributions apart from their sums.
     """
 
     param_dtype: torch.dtype | None = None
@@ -100,8 +102,8 @@ class Precision:
 
     def casts(self, param: torch.dtype) -> bool:
         """May masters stand for sharded parameters? Not if these are to be stored, or can be more exact."""
-        master = self.master(param)
-        return master != param and torch.promote_types(master, param) == master and not self.store_params
+        wider = {torch.float32: LOW, torch.float64: (*LOW, torch.float32)}
+        return param in wider.get(self.master(param), ()) and not self.store_params
 
 
 def simulated(tensor: Tensor) -> bool:
@@ -133,7 +135,7 @@ def fold(total: Tensor, pieces: Sequence[Tensor], *, fresh: bool, times: int = 1
             part.copy_(running)
 
 
-def halves_exactly(total: torch.dtype, piece: torch.dtype, ranks: int) -> bool:
+def divides_exactly(total: torch.dtype, piece: torch.dtype, ranks: int) -> bool:
     """Is a sum of such pieces the same again after it was divided by `ranks` and multiplied by it?
 
     Dividing by a power of two only moves the exponent, as long as there is room below: 16-bit numbers and their sums
@@ -181,9 +183,10 @@ def reseed_(master: Tensor, param: Tensor) -> bool:
         return False
     changed = False
     bits = torch.int16 if param.itemsize == 2 else torch.int32 if param.itemsize == 4 else torch.int64
-    scratch = torch.empty(min(CHUNK, param.numel()), dtype=param.dtype, device=param.device)
-    for at in range(0, master.numel(), CHUNK):
-        own, seen = master[at : at + CHUNK], param[at : at + CHUNK]
+    chunk = CHUNK if param.is_cpu else max(param.numel(), 1)  # each comparison waits for the device
+    scratch = torch.empty(min(chunk, param.numel()), dtype=param.dtype, device=param.device)
+    for at in range(0, master.numel(), chunk):
+        own, seen = master[at : at + chunk], param[at : at + chunk]
         cast = scratch[: own.numel()].copy_(own)
         if not same_bits(cast, seen):
             changed = True

@@ -25,7 +25,7 @@ from .errors import StateError, TierError
 from .events import NVME, ends
 from .finite import Finite
 from .fragment import Fragment, Member, States, view
-from .gradient import Entry, Gradients, ShardedGrad
+from .gradient import Accumulator, Entry, Gradients, ShardedGrad
 from .schedule import Schedule, stack_depth
 
 
@@ -42,6 +42,7 @@ class Binding:
         finite: Finite,
         *,
         whole: bool,
+        by_bucket: bool,
     ) -> None:
         self.optimizer = optimizer
         self.number = number
@@ -51,12 +52,14 @@ class Binding:
         self.group = finite.group
         self.finite = finite
         self.whole = whole  # no tensor is cut: fragments keep their parameter's shape
+        self.by_bucket = by_bucket  # it may be stepped one bucket after the other
         self.fragments: list[Fragment] = []
         self.members: list[Member] = []  # every parameter this optimizer updates, on whichever rank
         self._held: list[nn.Parameter] = []  # what its groups held when they were last looked through
         self._entries: list[Entry] = []  # the gradients of its members
         self._entry_of: dict[int, Entry] = {}  # by fragment's id
         self._averages: dict[int, Tensor] = {}  # by fragment's id, where its averaged gradient always lies
+        self._copies: dict[int, tuple[Buffer, Tensor]] = {}  # by bucket, of its averages in the fragments' dtype
         self.before_step: Callable[[], None] = lambda: None
         self._steps = 0
         self._updated: list[Buffer] = []  # what the running step updates
@@ -186,7 +189,7 @@ class Binding:
         def bound(*inner: Any, **options: Any) -> Any:
             with torch.no_grad():
                 for buffer in self._updated:
-                    if not buffer.alone:
+                    if not self._alone(buffer):
                         self._write_back(buffer)
                 for fragment in self.fragments:
                     self._show(fragment)
@@ -217,7 +220,7 @@ class Binding:
         for buffer in self.buffers:
             buffer.land()
             buffer.rebind()
-            if not buffer.alone and buffer.seed_master():
+            if not self._alone(buffer) and buffer.seed_master():
                 buffer.changed()
 
     def _options(self) -> str:
@@ -243,12 +246,13 @@ class Binding:
         step is to be skipped."""
         self._skips = self.finite.refuses(self.buffers)
         filled = [accumulator for accumulator in self.gradients.accumulators if accumulator.filled]
-        for work in [each.spread_average() for each in filled if not each.buffer.alone]:
+        for work in [each.spread_average() for each in filled if not each.buffer.offloaded]:
             work.wait()
         self._updated = [] if self._skips else self._to_be_updated()
         shown = {id(fragment.param): self._hide(fragment) for fragment in self.fragments}
+        self._drop_copies()  # of a step that an exception left
         self._bound, self._stepping = {}, True
-        one_by_one = [buffer for buffer in self._updated if buffer.alone]
+        one_by_one = [buffer for buffer in self._updated if self._alone(buffer)]
         try:
             for at, buffer in enumerate(one_by_one):
                 for coming in one_by_one[at : at + 2]:
@@ -256,7 +260,11 @@ class Binding:
                 self._step_alone(buffer, shown)
         except TierError as error:
             self.group.report(error)  # the peers will meet this rank after the step
-        self._give([buffer for buffer in self._updated if not buffer.alone], shown)
+        self._give([buffer for buffer in self._updated if not self._alone(buffer)], shown)
+
+    def _alone(self, buffer: Buffer) -> bool:
+        """Is this bucket stepped by itself, lest all copies of gradients are there at once? Where offloaded, always."""
+        return buffer.offloaded or (self.by_bucket and buffer.upcast)
 
     def _step_alone(self, buffer: Buffer, shown: dict[int, Tensor | None]) -> None:
         """Step one bucket by the optimizer's own `step`, the gradients of all others hidden; then write it back."""
@@ -273,6 +281,7 @@ class Binding:
             step(self.optimizer)
             for fragment in self.states.of(buffer):
                 fragment.param.grad = None
+            self._drop_copies()
             self._write_back(buffer)
         if accumulator.rest.away:
             accumulator.forget_step(averaged=averaged)
@@ -305,17 +314,37 @@ class Binding:
             return known
         grad = entry.accumulator.updating(fragment.position)
         grad = grad[: param.numel()] if param.numel() < grad.numel() else grad
-        made = grad.to(param.device, param.dtype).view(param.shape)
-        if not entry.accumulator.rest.away and (grad.device, grad.dtype) == (param.device, param.dtype):
-            self._averages[id(param)] = made
-        return made
+        if entry.accumulator.rest.away or grad.device != param.device:
+            return grad.to(param.device, param.dtype).view(param.shape)
+        if grad.dtype != param.dtype:
+            return self._copy(entry.accumulator, grad, param.dtype).view(param.shape)
+        self._averages[id(param)] = grad.view(param.shape)
+        return self._averages[id(param)]
+
+    def _copy(self, accumulator: Accumulator, grad: Tensor, dtype: torch.dtype) -> Tensor:
+        """Some of a bucket's averages, in another dtype until the step is over.
+
+        Not from malloc, where the optimizer's first step would put its states above them: a hole as large, for good.
+        """
+        buffer = accumulator.buffer
+        own = accumulator.total if buffer.place.optimizer else accumulator.rest.tensor
+        if buffer.bucket.index not in self._copies:
+            copy = buffer.tier.reserve("upcast", own.numel(), dtype, zeroed=False)
+            self._copies[buffer.bucket.index] = buffer, copy.copy_(own)
+        start = grad.storage_offset() - own.storage_offset()
+        return self._copies[buffer.bucket.index][1][start : start + grad.numel()]
+
+    def _drop_copies(self) -> None:
+        for buffer, copy in self._copies.values():
+            buffer.tier.give_back("upcast", copy)
+        self._copies.clear()
 
     @torch.no_grad()
     def _after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._nested(stack_depth()):
             return
         for buffer in self._updated:
-            if not buffer.alone:
+            if not self._alone(buffer):
                 self._write_back(buffer)
         if any(tier.name == NVME for buffer in self._updated for tier in buffer.tiers.values()):
             self.group.meet("end of step", self._steps, self.number)
@@ -331,6 +360,7 @@ class Binding:
         for fragment in self.fragments:
             if self._skips or id(fragment.param) in bound or not fragment.param.numel():
                 self._show(fragment)
+        self._drop_copies()
         self.states.count(changed=True)
         self.group.steps += 1
         self.group.ledger.end("step")

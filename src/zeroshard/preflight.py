@@ -20,6 +20,7 @@ from .unit import Managed
 
 ELEMENTWISE = {"SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "NAdam", "RAdam", "Adamax", "ASGD", "Rprop"}
 WHOLE_TENSORS = {"Adafactor", "Muon"}
+BY_TENSOR = ELEMENTWISE | WHOLE_TENSORS  # what happens to a tensor depends on no other
 
 
 def check_parameters(managed: list[Managed]) -> None:
@@ -55,15 +56,20 @@ def check_settings(partition: Partition, layout: Layout, comm: Comm) -> None:
         )
 
 
+def by_bucket(optimizer: Any) -> bool:
+    """May this optimizer be stepped one bucket after the other?"""
+    known = type(optimizer).__module__.startswith("torch.optim")
+    return bool(getattr(optimizer, "elementwise", known and type(optimizer).__name__ in BY_TENSOR))
+
+
 def check_offload(optimizers: list[Any], offload: Offload) -> None:
     """Refuse optimizers that cannot be stepped bucket by bucket."""
     for optimizer in optimizers if offload != Offload() else ():
-        known, fit = type(optimizer).__module__.startswith("torch.optim"), ELEMENTWISE | WHOLE_TENSORS
-        if not getattr(optimizer, "elementwise", known and type(optimizer).__name__ in fit):
+        if not by_bucket(optimizer):
             raise UserError(
                 "states in another tier are stepped one bucket after the other, and this optimizer may not allow that",
                 where=type(optimizer).__name__,
-                expected=f"one of {sorted(fit)}, or an attribute elementwise = True on the class",
+                expected=f"one of {sorted(BY_TENSOR)}, or an attribute elementwise = True on the class",
                 instead="Offload(), or set elementwise = True if each element is updated by itself",
             )
 
@@ -126,7 +132,7 @@ def check_optimizer(optimizer: Any, partition: Partition, *, replicated: bool) -
             where=where,
             instead='shard(..., layout=Layout(bounds="tensor")), or stage=0',
         )
-    known = is_torch and name in ELEMENTWISE | WHOLE_TENSORS | {"LBFGS"}
+    known = is_torch and name in BY_TENSOR | {"LBFGS"}
     if not known and cut and not getattr(optimizer, "elementwise", False):
         raise UserError(
             "zeroshard does not know whether this optimizer is elementwise",

@@ -29,7 +29,7 @@ from .errors import StateError, TierError
 from .events import DEVICE
 from .finite import Finite
 from .gradient import Accumulator, Entry, Gradients, ShardedGrad
-from .numerics import fold, halves_exactly, simulated
+from .numerics import divides_exactly, fold, simulated
 from .tier import DeviceTier
 from .unit import Unit, profiled
 
@@ -170,8 +170,9 @@ class Reduction:
             # no_sync promised two passes in all: what it added up travels with the next backward's gradients.
             flight.landing = accumulator.local
         elif flight.landing is None:
-            # Where the sum may be asked whose contribution spoiled it, the own one must outlive it.
-            apart = buffer.place.gradients or accumulator.rest.tier != DEVICE or self.finite.on
+            # Where it may be asked whose contribution spoiled a sum, the own one must outlive that.
+            asked = self.finite.on and self.group.ranks > 1 and self.settings.reduce != "native"
+            apart = buffer.place.gradients or accumulator.rest.tier != DEVICE or asked
             replicated = None if apart else accumulator.rest.tensor
             if replicated is not None and not accumulator.filled and buffer.grad_dtype == buffer.reduce_dtype:
                 # A full-size accumulator that holds nothing yet doubles as the place to put contributions.
@@ -205,7 +206,7 @@ class Reduction:
                 receive = self._take(own, landing.dtype)
                 work = self.group.reduce_native(landing, receive, buffer.bucket.index)
             else:
-                receive = self._take(own * self.group.arriving, landing.dtype)
+                receive = self._take(own * self.group.room, landing.dtype)
                 work = self.group.reduce(landing, receive, buffer.bucket.bounds, buffer.bucket.index)
         flight.launched = True
         self._under_way.append((flight, work, receive))
@@ -234,7 +235,7 @@ class Reduction:
         work.wait()
         accumulator = flight.accumulator
         # Where nothing is lost by it the sum is divided as it lands, which saves a step a pass of its own.
-        early = halves_exactly(accumulator.buffer.grad_dtype, receive.dtype, self.group.ranks)
+        early = divides_exactly(accumulator.buffer.grad_dtype, receive.dtype, self.group.ranks)
         if not (early and accumulator.averaged):
             accumulator.undo_average()
         times, over = self.group.ranks if accumulator.averaged else 1, self.group.ranks if early else 1

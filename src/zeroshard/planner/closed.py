@@ -206,8 +206,11 @@ def _custom(text: str) -> Recipe:
 
 
 def cast_here(recipe: Recipe, shares: Mapping[str, Bytes]) -> Recipe:
-    """Off the device a copy is kept beside the masters. shares: what of each state rests on the device."""
-    return replace(recipe, cast=recipe.cast * min(shares["parameters"], shares["optimizer"]))
+    """Off the device a copy is kept beside the masters. shares: what of each state rests on the device.
+
+    Of which buckets both do, only a layout knows: so many at least.
+    """
+    return replace(recipe, cast=recipe.cast * max(shares["parameters"] + shares["optimizer"] - 1, Fraction()))
 
 
 def part(recipe: Recipe, shares: Mapping[str, Bytes], *, device: bool) -> Recipe:

@@ -4,7 +4,7 @@
     forward of unit k     the root, unit k, and `prefetch` units after it
     backward of unit k    the root, unit k, the one just left and `prefetch` units before it, and the reductions
     reduce of bucket j    its contributions and what arrives for them, `in_flight` buckets under way before it
-    step                  gradients in the masters' dtype, where that is another
+    step                  one bucket's gradients in the masters' dtype, where that is another
     gather                after the step, into the replicated parameters' own memory: nothing
 
     peak = states at rest + the most of these
@@ -144,18 +144,12 @@ def _init(units: Mapping[int, list[Bucket]], whole: Mapping[int, int], sizes: It
 def _step(
     partition: Partition, place: Placements, sizes: ItemSizes, rank: int, resting: Resting | None
 ) -> dict[str, int]:
-    """The optimizer gets every gradient in the dtype of what it updates; by bucket where a state is elsewhere."""
+    """The optimizer gets every gradient in the dtype of what it updates, bucket by bucket."""
     if sizes.gradients == sizes.updated:
         return {}
-    together, alone = 0, 0
-    for bucket in partition.buckets:
-        if bucket.trainable and _on_device(resting, bucket, "optimizer"):
-            numel = sum(bucket.fragment(slot, rank).numel if place.optimizer else slot.numel for slot in bucket.slots)
-            if all(_on_device(resting, bucket, kind) for kind in ("parameters", "gradients")):
-                together += numel
-            else:
-                alone = max(alone, numel)
-    return {UPCAST: max(_nbytes(together, sizes.updated), _nbytes(alone, sizes.updated))}
+    stepped = [b for b in partition.buckets if b.trainable and _on_device(resting, b, "optimizer")]
+    numels = [bucket.shard_numel(rank) if place.optimizer else bucket.numel for bucket in stepped]
+    return {UPCAST: _nbytes(max(numels, default=0), sizes.updated)}
 
 
 def _each_bucket(buckets: Sequence[Bucket], reduced: Mapping[int, int], gathered: Mapping[str, int]) -> list[Instant]:
@@ -180,7 +174,7 @@ def _reductions(
     """{bucket: bytes of contributions and of what arrives for them when it has been sent}, last bucket first.
 
     The engine's bookkeeping of buffers with every reduction as late as allowed: a landing of the bucket's size and a
-    buffer for what arrives (`Group.arriving` own shards); done, both wait in a pool for the next bucket of their size.
+    buffer for what arrives (`Group.room` own shards); done, both wait in a pool for the next bucket of their size.
     The landings of the unit's other buckets may have begun, and count too. Under `no_sync` all landings exist already,
     full-size, in the gradients' dtype. Replicated gradients of the dtype that is sent are their own landing in the
     first backward (`fresh`).
@@ -192,10 +186,10 @@ def _reductions(
     def landing(bucket: Bucket) -> list[int]:
         return [] if in_place and _on_device(resting, bucket, "gradients") else [_nbytes(bucket.numel, itemsize)]
 
-    arriving = partition.ranks - (rank in (0, partition.ranks - 1))
+    room = partition.ranks if partition.ranks > 2 else partition.ranks - 1
 
     def receive(bucket: Bucket) -> list[int]:
-        return [_nbytes(bucket.shard_numel(rank) * arriving, itemsize)]
+        return [_nbytes(bucket.shard_numel(rank) * room, itemsize)]
 
     pool: list[int] = []
 

@@ -110,17 +110,15 @@ export function instants(question: Question, place: Placements): Instant[] {
   return found;
 }
 
-/** The optimizer gets every gradient in the dtype of what it updates; by bucket where a state is elsewhere. */
+/** The optimizer gets every gradient in the dtype of what it updates, bucket by bucket. */
 function upcast(buckets: Bucket[], place: Placements, updated: number): number {
-  let together = 0;
-  let alone = 0;
-  for (const { rests, own, size } of buckets) {
+  let most = 0;
+  for (const { rests, shard, numel: whole } of buckets) {
     if (rests.optimizer !== 'device') continue;
-    const numel = place.optimizer ? own : size;
-    if (rests.parameters === 'device' && rests.gradients === 'device') together += numel;
-    else alone = Math.max(alone, numel);
+    const numel = place.optimizer ? shard : whole;
+    most = Math.max(most, numel);
   }
-  return Math.max(nbytes(together, updated), nbytes(alone, updated));
+  return nbytes(most, updated);
 }
 
 interface Sent {
@@ -137,7 +135,7 @@ function reductions(buckets: Bucket[], by: Bucket[][], place: Placements, how: S
   const each = noSync ? Math.max(gradients, sent) : sent;
   const inPlace = accumulate === 1 && !noSync && !place.gradients && gradients === sent;
   const landing = ({ numel, rests }: Bucket) => (inPlace && rests.gradients === 'device' ? null : nbytes(numel, each));
-  const receive = ({ shard }: Bucket) => nbytes(shard * (ranks - 1), each); // the last rank's own stays where it is
+  const receive = ({ shard }: Bucket) => nbytes(shard * (ranks > 2 ? ranks : ranks - 1), each);
 
   let pool: number[] = [];
   const take = (bytes: number) => {

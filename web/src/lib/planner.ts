@@ -154,7 +154,7 @@ function statesOf(recipe: Recipe, offload: Offload): State[] {
 function restsIn(recipe: Recipe, place: Placements, offload: Offload, of: Kind, tier: Tier): number {
   const here = percentIn(offload, of, tier);
   if (!(recipe.cast && of === 'parameters' && place.parameters && tier === 'device')) return here;
-  return here - Math.min(here, percentIn(offload, 'optimizer', 'device'));
+  return here - Math.max(here + percentIn(offload, 'optimizer', 'device') - 100, 0); // so many at least, in both
 }
 
 const pages = (bytes: number): number => Math.ceil(bytes / PAGE) * PAGE;

@@ -45,7 +45,9 @@ def mlp(*middle, **other):
 
 def last_micro_batch_dropped():
     """The step's last contribution arrives after the gradients have been read."""
-    reduction.fold = lambda total, pieces, *, fresh: FOLD(total, pieces if fresh else pieces[:-1], fresh=fresh)
+    reduction.fold = lambda total, pieces, *, fresh, **how: FOLD(
+        total, pieces if fresh else pieces[:-1], fresh=fresh, **how
+    )
     return mlp()
 
 

@@ -80,6 +80,7 @@ def test_public_names_are_locked():
             ("reduce_dtype", None),
             ("grad_dtype", None),
             ("master_dtype", None),
+            ("store_params", False),
             ("cast_inputs", False),
             ("nonfinite", "ignore"),
         ],

@@ -67,10 +67,9 @@ def test_the_most_held_in_each_phase(ranks, stage, overlap):
         assert {state: n for state, n in device.items() if n} == rest
         ahead = {"gather": BLOCK, "prefetch": BLOCK} if overlap else {"gather": BLOCK}
         assert most["forward"] == rest | (ahead if stage == 3 else {})
-        # A contribution and what arrives for it, for each reduction under way and the one that is being filled.
-        flying = {"reduce": (3 if overlap else 1) * 2 * BLOCK}
-        if stage < 2:  # the accumulator that holds nothing yet doubles as the place of contributions
-            flying = {"reduce": (3 if overlap else 1) * BLOCK}
+        # A contribution and what the other rank has for the own half, for each reduction under way and the one that is
+        # being filled. Below stage 2 the accumulator that holds nothing yet doubles as the place of contributions.
+        flying = {"reduce": (3 if overlap else 1) * (BLOCK // 2 + (BLOCK if stage >= 2 else 0))}
         passing = ("gather", "prefetch", "reduce")
         rests = {state: n for state, n in most["backward"].items() if state not in passing}
         assert rests == rest

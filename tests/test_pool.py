@@ -69,12 +69,12 @@ def test_a_steady_step_takes_no_new_memory(stage):
 def blocks_after(stage):
     """Addresses of the idle blocks after two steps, and after five."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(*(torch.nn.Linear(640, 640) for _ in range(4)))
+    model = torch.nn.Sequential(*(torch.nn.Linear(900, 900) for _ in range(4)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    zero = zeroshard.shard(model, optimizer, stage=stage, layout=Layout(bucket_mib=2))
+    zero = zeroshard.shard(model, optimizer, stage=stage, layout=Layout(bucket_mib=4))
     found = []
     for step in range(5):
-        model(torch.full((2, 640), float(step))).square().mean().backward()
+        model(torch.full((2, 900), float(step))).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         if step in (1, 4):

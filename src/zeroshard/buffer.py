@@ -264,9 +264,7 @@ class Buffer:
     @property
     def upcast(self) -> bool:
         """Has what the optimizer updates another dtype than the gradients? A step then needs a copy of these."""
-        return self.gradients is not None and self.grad_dtype != (
-            self.dtype if self.master is None else self.master_dtype
-        )
+        return self.gradients is not None and self.grad_dtype != self.target.dtype
 
     def absent(self, numel: int) -> Tensor:
         """What stands for elements of the master's kind that are not in memory: NaN, and no memory at all."""

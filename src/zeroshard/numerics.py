@@ -146,10 +146,8 @@ def divides_exactly(total: torch.dtype, piece: torch.dtype, ranks: int) -> bool:
 
 def average_(total: Tensor, ranks: int) -> None:
     """Divide once, and truly: times 1/3 is not division by 3. Times a half is division by 2, at a third of its cost."""
-    if ranks & (ranks - 1):
-        total.div_(ranks)
-    elif ranks > 1:
-        total.mul_(1 / ranks)
+    if ranks > 1:
+        total.div_(ranks) if ranks & (ranks - 1) else total.mul_(1 / ranks)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

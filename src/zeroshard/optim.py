@@ -335,9 +335,9 @@ class Binding:
         return self._copies[buffer.bucket.index][1][start : start + grad.numel()]
 
     def _drop_copies(self) -> None:
-        for buffer, copy in self._copies.values():
+        while self._copies:
+            buffer, copy = self._copies.popitem()[1]
             buffer.tier.give_back("upcast", copy)
-        self._copies.clear()
 
     @torch.no_grad()
     def _after(self, optimizer: Any, args: Any, kwargs: Any) -> None:

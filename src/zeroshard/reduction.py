@@ -172,11 +172,10 @@ class Reduction:
         elif flight.landing is None:
             # Where it may be asked whose contribution spoiled a sum, the own one must outlive that.
             asked = self.finite.on and self.group.ranks > 1 and self.settings.reduce != "native"
-            apart = buffer.place.gradients or accumulator.rest.tier != DEVICE or asked
-            replicated = None if apart else accumulator.rest.tensor
-            if replicated is not None and not accumulator.filled and buffer.grad_dtype == buffer.reduce_dtype:
+            apart = buffer.place.gradients or accumulator.rest.tier != DEVICE or accumulator.filled or asked
+            if not apart and buffer.grad_dtype == buffer.reduce_dtype:
                 # A full-size accumulator that holds nothing yet doubles as the place to put contributions.
-                flight.landing = replicated
+                flight.landing = accumulator.rest.tensor
             else:
                 flight.landing = self._take(buffer.bucket.numel, buffer.reduce_dtype)
         return flight.landing

@@ -28,7 +28,7 @@ from zeroshard.planner import predict_states
 
 def live() -> dict[int, int]:
     """Bytes of every live storage, by its address."""
-    time.sleep(0.02)  # gloo's threads drop the tensors of a finished collective a moment later
+    time.sleep(0.06)  # gloo's threads drop the tensors of a finished collective a moment later
     gc.collect()
     # 16 bytes for all models of the process: there before anything is counted, and frozen once a run has ended.
     storages = {nowhere(torch.device("cpu")).untyped_storage()._cdata: 16}

@@ -395,6 +395,7 @@ class Written(nn.Linear):
 
 @pytest.mark.parametrize("stored", [False, True], ids=["cast", "stored"])
 def test_a_write_into_a_saved_weight_that_is_read_afterwards_stays(stored):
+    """In backward, at stage 3: whoever looks for edits must not take what the read finds for what was gathered."""
     torch.manual_seed(0)
     model = nn.Sequential(Written(4, 4, bias=False), Written(4, 4, bias=False))
     zero = zeroshard.shard(

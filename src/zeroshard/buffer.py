@@ -555,12 +555,12 @@ class Buffer:
                 return edited
 
     def write_back(self) -> None:
-        """The resting parameters become the cast of their masters; inside here()."""
-        if self.master is not None and not self.casts:
-            # Cast where the master is: then the fewer bytes travel.
-            master = self.master.tensor
-            self.stored.copy_(master.to(self.dtype) if self.elsewhere else master)
-            self._agreed = digest(self.stored) if self.resident else None
+        """The resting parameters, where these are more than their masters, become the cast of those; inside here()."""
+        assert self.master is not None and not self.casts
+        # Cast where the master is: then the fewer bytes travel.
+        master = self.master.tensor
+        self.stored.copy_(master.to(self.dtype) if self.elsewhere else master)
+        self._agreed = digest(self.stored) if self.resident else None
 
     def follow_edits(self) -> None:
         """Shard, masters and generation follow what was edited in the gathered copy."""

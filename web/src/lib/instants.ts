@@ -20,10 +20,8 @@ export interface Instant {
 
 interface Bucket {
   unit: number;
-  /** Elements of the parameter in it, and with padding; the last rank's part of each. */
-  size: number;
+  /** Elements, padding included, and the part of them that each rank has. */
   numel: number;
-  own: number;
   shard: number;
   rests: Record<keyof Placements, Tier>;
 }
@@ -49,9 +47,8 @@ function bucketsOf({ parameters, ranks, recipe, units = 0, offload = ON_DEVICE }
   for (let number = 0; number < units; number += 1)
     for (const size of sizes) {
       const shard = up(Math.ceil(up(size) / ranks));
-      const own = Math.max(size - (ranks - 1) * shard, 0);
       const rests = { parameters: 'device', gradients: 'device', optimizer: 'device' } as const;
-      found.push({ unit: number, size, numel: shard * ranks, own, shard, rests: { ...rests } });
+      found.push({ unit: number, numel: shard * ranks, shard, rests: { ...rests } });
     }
   for (const state of ['parameters', 'gradients', 'optimizer'] as const) assign(found, state, offload);
   return found;
@@ -113,11 +110,8 @@ export function instants(question: Question, place: Placements): Instant[] {
 /** The optimizer gets every gradient in the dtype of what it updates, bucket by bucket. */
 function upcast(buckets: Bucket[], place: Placements, updated: number): number {
   let most = 0;
-  for (const { rests, shard, numel: whole } of buckets) {
-    if (rests.optimizer !== 'device') continue;
-    const numel = place.optimizer ? shard : whole;
-    most = Math.max(most, numel);
-  }
+  for (const { rests, shard, numel } of buckets)
+    if (rests.optimizer === 'device') most = Math.max(most, place.optimizer ? shard : numel);
   return nbytes(most, updated);
 }
 

@@ -228,6 +228,47 @@ def test_an_optimizer_whose_step_calls_its_classs_own(fields, tmp_path):
     same(trained(3, offload(tmp_path, **fields), optimizer=make), trained(3, None, optimizer=make))
 
 
+class Failing(torch.optim.AdamW):
+    """Its own arithmetic raises once, on every rank alike, before it has changed anything."""
+
+    elementwise = True
+    failing = False
+
+    def step(self, closure=None):
+        if self.failing:
+            self.failing = False
+            raise ArithmeticError("once")
+        super().step(closure)
+
+
+def repeated(stage, settings):
+    """The second step fails and is repeated; its gradients are kept and added to."""
+    model, optimizer, zero = start(stage, settings, optimizer=partial(Failing, lr=1e-2))
+    for number in range(4):
+        models.loss("gpt", model, models.batch("gpt", number, zero.rank)).backward()
+        optimizer.failing = number in (1, 2)
+        if optimizer.failing:
+            with pytest.raises(ArithmeticError):
+                optimizer.step()
+        optimizer.step()
+        if number == 2:
+            optimizer.zero_grad()
+    with zero.gathered():
+        return [], reference.weights(model)
+
+
+def repeated_like_the_device(folder, stages):
+    for stage in stages:
+        want = repeated(stage, None)
+        for fields in ({"optimizer": "cpu"}, {"gradients": "nvme"}, ON_DISK):
+            same(repeated(stage, offload(folder, **fields)), want)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_a_step_that_raised_can_be_repeated(world, tmp_path):
+    ranks.run(world, repeated_like_the_device, str(tmp_path), (0, 1, 3), timeout=120)
+
+
 def test_whole_tensor_optimizers_step_bucket_by_bucket(tmp_path):
     def run(settings):
         torch.manual_seed(0)

@@ -567,8 +567,7 @@ class Zero:
         self._forget_old_weights()
 
     def _forget_old_weights(self) -> None:
-        for entry in self._gradients.entries:
-            self._gradients.hide(entry)
+        self._gradients.hide(self._gradients.entries)
         for unit in self._units:
             unit.release()
 

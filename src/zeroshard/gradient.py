@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -166,7 +167,7 @@ class Gradients:
         self.on_verdict: Callable[[bool], None] = lambda overflow: None  # of a GradScaler
         self._edits: list[str] = []  # by which numbers gradients were scaled, clamped, ... since the last step
         self._edited_with: Any = None
-        self._shown: dict[int, ShardedGrad] = {}  # what fragments show, by the fragment's id
+        self._shown: dict[int, ShardedGrad] = {}  # what parameters and fragments show, by their id
         self._judged: Tensor | None = None  # the found_inf that already has all ranks' verdict
         self._questions = 0
         self._answers: dict[float, Tensor] = {}
@@ -183,46 +184,53 @@ class Gradients:
     def forget_answers(self) -> None:
         self._answers.clear()
 
-    def show(self, entry: Entry) -> None:
+    def show(self, entries: Iterable[Entry]) -> None:
         """Make `p.grad` the sharded gradient."""
         with torch._C.DisableTorchFunctionSubclass():
-            if not isinstance(entry.param.grad, ShardedGrad):
-                entry.param.grad = ShardedGrad(self, entry, entry.param, is_fragment=False)
-        for fragment in self.fragments.get(entry.number, ()):
-            fragment.grad = self.of_fragment(entry, fragment)
-        # GradScaler wants to see a gradient in each optimizer, also on a rank that owns nothing of any.
-        stand_in = self.stand_ins.get(self.updaters.get(entry.number, -1))
-        if stand_in is not None and stand_in.grad is None and entry.number not in self.fragments:
-            stand_in.grad = ShardedGrad(self, entry, stand_in, is_fragment=True)
+            for entry in entries:
+                if not isinstance(entry.param.grad, ShardedGrad):
+                    entry.param.grad = self.shown(entry, entry.param, is_fragment=False)
+                fragments = self.fragments.get(entry.number, ())
+                for fragment in fragments:
+                    fragment.grad = self.shown(entry, fragment, is_fragment=True)
+                # GradScaler wants to see a gradient in each optimizer, also on a rank that owns nothing of any.
+                stand_in = None if fragments else self.stand_ins.get(self.updaters.get(entry.number, -1))
+                if stand_in is not None and stand_in.grad is None:
+                    stand_in.grad = self.shown(entry, stand_in, is_fragment=True)
 
-    def of_fragment(self, entry: Entry, fragment: nn.Parameter) -> ShardedGrad:
-        # Made once: making one takes as long as all else that is done for a tensor in a step. Only those of the model's
-        # parameters are made anew, because a kept one must not speak for a later backward.
-        shown = self._shown.get(id(fragment))
-        if shown is None or shown._number != entry.number or shown.shape != fragment.shape:
-            shown = self._shown[id(fragment)] = ShardedGrad(self, entry, fragment, is_fragment=True)
-        return shown
+    def shown(self, entry: Entry, holder: nn.Parameter, *, is_fragment: bool) -> ShardedGrad:
+        """What a parameter or a fragment shows as its gradient, made once: making it takes longer than all else here.
 
-    def hide(self, entry: Entry) -> None:
+        A parameter's that somebody else has kept is made anew: a kept one must not speak for a later backward.
+        """
+        known = self._shown.get(id(holder))
+        kept = known is not None and not is_fragment and sys.getrefcount(known) > 3  # ours: a name, a dict, a call
+        if known is None or kept or known._number != entry.number or known.shape != holder.shape:
+            known = self._shown[id(holder)] = ShardedGrad(self, entry, holder, is_fragment=is_fragment)
+        return known
+
+    def hide(self, entries: Iterable[Entry]) -> None:
         """Make `p.grad` None, on the optimizers' side too."""
         with torch._C.DisableTorchFunctionSubclass():
-            entry.param.grad = None
-        for fragment in self.fragments.get(entry.number, ()):
-            fragment.grad = None
+            for entry in entries:
+                entry.param.grad = None
+                for fragment in self.fragments.get(entry.number, ()):
+                    fragment.grad = None
 
-    def has_gradient(self, entry: Entry) -> bool:
-        """Does this parameter have a gradient? Clearing or replacing `p.grad` counts."""
+    def having(self, entries: Sequence[Entry]) -> set[int]:
+        """The numbers of those that have a gradient. Clearing or replacing `p.grad` counts."""
         with torch._C.DisableTorchFunctionSubclass():
-            grad = entry.param.grad
-        if grad is not None and not (isinstance(grad, ShardedGrad) and grad._number == entry.number):
-            raise StateError(
-                "a sharded gradient was replaced by another tensor",
-                where=f"parameter {entry.slot.name!r}",
-                expected="the ShardedGrad that backward left here, edited in place",
-                got=type(grad).__name__,
-                instead="p.grad.copy_(tensor)",
-            )
-        return grad is not None
+            grads = [entry.param.grad for entry in entries]
+        for entry, grad in zip(entries, grads, strict=True):
+            if grad is not None and not (isinstance(grad, ShardedGrad) and grad._number == entry.number):
+                raise StateError(
+                    "a sharded gradient was replaced by another tensor",
+                    where=f"parameter {entry.slot.name!r}",
+                    expected="the ShardedGrad that backward left here, edited in place",
+                    got=type(grad).__name__,
+                    instead="p.grad.copy_(tensor)",
+                )
+        return {entry.number for entry, grad in zip(entries, grads, strict=True) if grad is not None}
 
     def cleared_by_optimizer(self, entry: Entry) -> bool:
         """Did somebody set `grad` to None on this rank's fragments, in `optimizer.param_groups`?"""
@@ -336,8 +344,10 @@ class Gradients:
             self.ask()
             self._judged = found_inf
             updater = self.updaters.get(grads[0]._entry.number)
-            mine = [e for e in self.entries if self.updaters.get(e.number) == updater and self.has_gradient(e)]
-            agreed = torch.tensor([0 if all(map(self._finite, mine)) else 1], dtype=torch.uint8)
+            mine = [entry for entry in self.entries if self.updaters.get(entry.number) == updater]
+            having = self.having(mine)
+            finite = all(self._finite(entry) for entry in mine if entry.number in having)
+            agreed = torch.tensor([0 if finite else 1], dtype=torch.uint8)
             self.group.maximum(agreed)
             found_inf.fill_(max(float(agreed), float(found_inf)))
             self.on_verdict(bool(agreed))

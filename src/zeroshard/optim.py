@@ -131,8 +131,8 @@ class Binding:
                 known = self.gradients.fragments.setdefault(entry.number, [])
                 if not any(param is fragment.param for param in known):
                     known.append(fragment.param)
-                    if self.gradients.has_gradient(entry):
-                        self.gradients.show(entry)
+                    if self.gradients.having([entry]):
+                        self.gradients.show([entry])
         self._entries = [entry for entry in (self._entry(member.place) for member in self.members) if entry is not None]
         self.gradients.updaters |= {entry.number: self.number for entry in self._entries}
         if self.fragments:
@@ -191,8 +191,7 @@ class Binding:
                 for buffer in self._updated:
                     if not self._alone(buffer):
                         self._write_back(buffer)
-                for fragment in self.fragments:
-                    self._show(fragment)
+                self._show(self.fragments)
             loss = closure(*inner, **options)
             with torch.no_grad():
                 self.gradients.settle()
@@ -248,64 +247,76 @@ class Binding:
         filled = [accumulator for accumulator in self.gradients.accumulators if accumulator.filled]
         for work in [each.spread_average() for each in filled if not each.buffer.offloaded]:
             work.wait()
-        self._updated = [] if self._skips else self._to_be_updated()
-        shown = {id(fragment.param): self._hide(fragment) for fragment in self.fragments}
+        having = self.gradients.having(self._entries)
+        self._updated = [] if self._skips else self._to_be_updated(having)
+        shown = self._hide()
         self._drop_copies()  # of a step that an exception left
         self._bound, self._stepping = {}, True
+        # On any rank, and shown in the optimizer's groups: it is enough to clear one of the two.
+        given = {number for number, entry in self._entry_of.items() if number in shown and entry.number in having}
         one_by_one = [buffer for buffer in self._updated if self._alone(buffer)]
         try:
             for at, buffer in enumerate(one_by_one):
                 for coming in one_by_one[at : at + 2]:
                     self.states.ahead(coming)
-                self._step_alone(buffer, shown)
+                self._step_alone(buffer, given)
         except TierError as error:
             self.group.report(error)  # the peers will meet this rank after the step
-        self._give([buffer for buffer in self._updated if not self._alone(buffer)], shown)
+        except BaseException:  # the optimizer's own: the step may be repeated
+            for fragment in self.fragments:
+                fragment.param.grad = shown.get(id(fragment.param))
+            raise
+        self._give([buffer for buffer in self._updated if not self._alone(buffer)], given)
 
     def _alone(self, buffer: Buffer) -> bool:
         """Is this bucket stepped by itself, lest all copies of gradients are there at once? Where offloaded, always."""
         return buffer.offloaded or (self.by_bucket and buffer.upcast)
 
-    def _step_alone(self, buffer: Buffer, shown: dict[int, Tensor | None]) -> None:
+    def _step_alone(self, buffer: Buffer, given: set[int]) -> None:
         """Step one bucket by the optimizer's own `step`, the gradients of all others hidden; then write it back."""
         accumulator = next(each for each in self.gradients.accumulators if each.buffer is buffer)
         averaged = accumulator.averaged  # already, as it rests
         accumulator.rest.behind()
-        with self.states.present(buffer, whole=self.whole):
-            if buffer.seed_master():
-                buffer.changed()
-            accumulator.spread_average(kept=not accumulator.rest.away).wait()
-            self._give([buffer], shown)
-            step: Any = type(self.optimizer).step
-            step = step.__wrapped__ if getattr(step, "hooked", False) else step
-            step(self.optimizer)
-            for fragment in self.states.of(buffer):
-                fragment.param.grad = None
-            self._drop_copies()
-            self._write_back(buffer)
-        if accumulator.rest.away:
-            accumulator.forget_step(averaged=averaged)
+        try:
+            with self.states.present(buffer, whole=self.whole):
+                if buffer.seed_master():
+                    buffer.changed()
+                accumulator.spread_average(kept=not accumulator.rest.away).wait()
+                self._give([buffer], given)
+                step: Any = type(self.optimizer).step
+                step = step.__wrapped__ if getattr(step, "hooked", False) else step
+                step(self.optimizer)
+                for fragment in self.states.of(buffer):
+                    fragment.param.grad = None
+                self._drop_copies()
+                self._write_back(buffer)
+        finally:
+            if accumulator.rest.away:
+                accumulator.forget_step(averaged=averaged)
 
-    def _hide(self, fragment: Fragment) -> Tensor | None:
-        shown, fragment.param.grad = fragment.param.grad, None
-        if not (shown is None or isinstance(shown, ShardedGrad) or shown is self._bound.get(id(fragment.param))):
-            raise StateError(
-                "a gradient in optimizer.param_groups was replaced by a tensor",
-                where=f"parameter {fragment.buffer.bucket.slots[fragment.position].name!r}",
-                instead="edit p.grad of the model's parameter in place",
-            )
+    def _hide(self) -> dict[int, Tensor]:
+        """Take from the fragments what they show: that, by the fragment's id."""
+        shown: dict[int, Tensor] = {}
+        for fragment in self.fragments:
+            param = fragment.param
+            if (grad := param.grad) is None:
+                continue
+            if not isinstance(grad, ShardedGrad) and grad is not self._bound.get(id(param)):
+                raise StateError(
+                    "a gradient in optimizer.param_groups was replaced by a tensor",
+                    where=f"parameter {fragment.slot.name!r}",
+                    instead="edit p.grad of the model's parameter in place",
+                )
+            param.grad, shown[id(param)] = None, grad
         return shown
 
-    def _give(self, buffers: Sequence[Buffer], shown: dict[int, Tensor | None]) -> None:
-        """The fragments of these buckets get their gradients."""
+    def _give(self, buffers: Sequence[Buffer], given: set[int]) -> None:
+        """The fragments of these buckets get their gradients, those of them that are to have one."""
         for fragment in [fragment for buffer in buffers for fragment in self.states.of(buffer)]:
-            entry = self._entry_of.get(id(fragment.param))
+            number = id(fragment.param)
             # An empty fragment only stands in for a group: Muon, for one, refuses its shape.
-            if entry is None or shown[id(fragment.param)] is None or not fragment.param.numel():
-                continue
-            if not self.gradients.has_gradient(entry):
-                continue
-            self._bound[id(fragment.param)] = fragment.param.grad = self._average(fragment, entry)
+            if number in given and fragment.param.numel():
+                self._bound[number] = fragment.param.grad = self._average(fragment, self._entry_of[number])
 
     def _average(self, fragment: Fragment, entry: Entry) -> Tensor:
         """The averaged gradient of a fragment, like it: a view of the accumulator, made once, where that can be."""
@@ -357,18 +368,16 @@ class Binding:
                     buffer.open()
         self.schedule.after_step()
         bound, self._bound, self._stepping = self._bound, {}, False
-        for fragment in self.fragments:
-            if self._skips or id(fragment.param) in bound or not fragment.param.numel():
-                self._show(fragment)
+        self._show([each for each in self.fragments if self._skips or id(each.param) in bound or not each.param.numel()])
         self._drop_copies()
         self.states.count(changed=True)
         self.group.steps += 1
         self.group.ledger.end("step")
 
-    def _to_be_updated(self) -> list[Buffer]:
+    def _to_be_updated(self, having: set[int]) -> list[Buffer]:
         """Buffers that have gradients for this optimizer on any rank, in order."""
-        having = [each for each in self._entries if each.accumulator.filled and self.gradients.has_gradient(each)]
-        updated = {id(entry.accumulator.buffer) for entry in having}
+        filled = [each.accumulator for each in self._entries if each.number in having and each.accumulator.filled]
+        updated = {id(accumulator.buffer) for accumulator in filled}
         return [buffer for buffer in self.buffers if id(buffer) in updated]
 
     def _write_back(self, buffer: Buffer) -> None:
@@ -381,17 +390,18 @@ class Binding:
                 ends(copied)
         buffer.changed()
 
-    def _show(self, fragment: Fragment) -> None:
-        entry = self._entry_of.get(id(fragment.param))
-        if entry is not None:
-            has = self.gradients.has_gradient(entry)
-            fragment.param.grad = self.gradients.of_fragment(entry, fragment.param) if has else None
+    def _show(self, fragments: Sequence[Fragment]) -> None:
+        having = self.gradients.having(self._entries)
+        for fragment in fragments:
+            entry = self._entry_of.get(id(fragment.param))
+            if entry is not None:
+                has = entry.number in having
+                fragment.param.grad = self.gradients.shown(entry, fragment.param, is_fragment=True) if has else None
 
     def _zero_grad(self, original: Callable[..., None], set_to_none: bool = True) -> None:
         original(set_to_none=set_to_none)
         if set_to_none:
-            for entry in self._entries:
-                self.gradients.hide(entry)
+            self.gradients.hide(self._entries)
 
 
 def _plain(value: Any) -> bool:

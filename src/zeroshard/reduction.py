@@ -104,19 +104,18 @@ class Reduction:
             return
         first = self.gradients.first_number[accumulator.buffer.bucket.index]
         entries = self.gradients.entries[first : first + len(accumulator.buffer.params)]
-        kept = [self.gradients.has_gradient(entry) for entry in entries]
-        if not any(kept):
-            for entry in entries:
-                self.gradients.hide(entry)
+        kept = self.gradients.having(entries)
+        if not kept:
+            self.gradients.hide(entries)
             accumulator.clear()
             self._give_back(accumulator.local)
             accumulator.local = None
             return
-        for entry, keep in zip(entries, kept, strict=True):
-            if keep and self.gradients.cleared_by_optimizer(entry):
+        for entry in entries:
+            if entry.number in kept and self.gradients.cleared_by_optimizer(entry):
                 accumulator.zero(entry.position)  # each owner of a part sees its own fragment cleared
-            if not keep:
-                self.gradients.hide(entry)
+            if entry.number not in kept:
+                self.gradients.hide([entry])
                 accumulator.zero(entry.position)
                 if accumulator.local is not None:
                     accumulator.local[entry.slot.start : entry.slot.stop].zero_()
@@ -304,9 +303,7 @@ class Reduction:
         self._trim()
         # Buckets that nobody had a gradient for go last next time, so that they do not hold the others back.
         self.order = sorted(self.flights, key=lambda index: (index not in with_gradient, -index))
-        for entry in self.gradients.entries:
-            if got[entry.number]:
-                self.gradients.show(entry)
+        self.gradients.show(entry for entry in self.gradients.entries if got[entry.number])
 
     def settle(self) -> None:
         """Send what no_sync left unsent, because somebody asks for gradients before another backward would."""
@@ -342,8 +339,7 @@ class Reduction:
             flight.landing = flight.accumulator.local = None
             flight.landed.clear()
             flight.accumulator.clear()
-        for entry in self.gradients.entries:
-            self.gradients.hide(entry)
+        self.gradients.hide(self.gradients.entries)
         self._trim()
         logging.getLogger("zeroshard").warning("a backward ended by an exception: all gradients were dropped")
 

@@ -319,8 +319,8 @@ class Schedule:
             self._work_on(None)
             with self.ledger.during("reduce"):
                 self.reduction.finish()
-            for number in self._hidden:  # autograd.grad() takes gradients without adding them: what was there stays
-                self.gradients.show(self.gradients.entries[number])
+            # autograd.grad() takes gradients without adding them: what was there stays
+            self.gradients.show(self.gradients.entries[number] for number in self._hidden)
         finally:
             self._backward = None
             self._release_all()

@@ -501,12 +501,11 @@ class Buffer:
         """A parameter whose `.data` was replaced gets the new values copied into its slot and is a view again."""
         if self.state is State.RELEASED:
             return
-        storage = self.full.untyped_storage()._cdata
-        for param, view, slot in zip(self.params, self.views, self.bucket.slots, strict=True):
-            with torch._C.DisableTorchFunctionSubclass():
-                data = param.data
-                if data.untyped_storage()._cdata == storage:
+        with torch._C.DisableTorchFunctionSubclass():
+            for param, view, slot in zip(self.params, self.views, self.bucket.slots, strict=True):
+                if param.data_ptr() == view.data_ptr():
                     continue
+                data = param.data
                 if data.shape != slot.shape or data.dtype != self.dtype or data.device != self.full.device:
                     raise UserError(
                         "a sharded parameter's data was replaced by something of another kind",

@@ -115,7 +115,7 @@ class Finite:
         first, last = buffer.updated
         for slot in buffer.bucket.slots:
             part = slot.within(first, last)
-            fragment = buffer.target[slot.start + part.start - first :][: part.numel]
+            fragment = buffer.target[slot.slice_of(first, last)]
             at = first_nonfinite(fragment) if part.numel else None
             if at is not None:
                 value = str(float(fragment[at]))

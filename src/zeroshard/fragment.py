@@ -121,7 +121,7 @@ class States:
         if key not in rests:
             name = key if not self.number else f"{key} of optimizer {self.number}"
             rests[key] = buffer.tiers["optimizer"].rest(name, buffer.bucket.index, last - first, like.dtype)
-        start = fragment.slot.start + fragment.slot.within(first, last).start - first
+        start = fragment.slot.slice_of(first, last).start
         return Part(rests[key], start, start + like.numel(), tuple(like.shape), like.dtype)
 
     def _put_away(self, fragment: Fragment, key: str, value: Any) -> Any:
@@ -180,15 +180,10 @@ def view(buffer: Buffer, position: int, *, whole: bool, inside: bool = False) ->
     inside: here() of a state that rests in a file; else such elements are NaN.
     """
     slot = buffer.bucket.slots[position]
-    first, last = buffer.updated
-    part = slot.within(first, last)
-    if buffer.updating.away and not inside:
-        flat = buffer.absent(part.numel)
-    elif part.numel:
-        flat = buffer.target[slot.start + part.start - first : slot.start + part.stop - first]
-    else:
-        flat = buffer.target[:0]
-    return flat.view(slot.shape) if whole and part.numel == slot.numel else flat
+    part = slot.slice_of(*buffer.updated)
+    absent = buffer.updating.away and not inside
+    flat = buffer.absent(part.stop - part.start) if absent else buffer.target[part]
+    return flat.view(slot.shape) if whole and flat.numel() == slot.numel else flat
 
 
 def rests_away(buffer: Buffer) -> bool:

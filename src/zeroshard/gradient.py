@@ -56,14 +56,7 @@ class Accumulator:
 
     def fragment(self, index: int) -> Tensor:
         """This rank's elements of one slot of the sum, 1-D (possibly empty); inside rest.here()."""
-        slot = self.buffer.bucket.slots[index]
-        first, last = self.buffer.owned
-        part = slot.within(first, last)
-        return (
-            self.total[slot.start + part.start - first : slot.start + part.stop - first]
-            if part.numel
-            else self.total[:0]
-        )
+        return self.total[self.buffer.bucket.slots[index].slice_of(*self.buffer.owned)]
 
     def zero(self, index: int) -> None:
         with self.rest.here():
@@ -104,12 +97,10 @@ class Accumulator:
                 whole.copy_(moved)
         return Work()
 
-    def updating(self, index: int) -> Tensor:
-        """The averaged gradient of what this rank's optimizer updates of one slot, 1-D; inside rest.here()."""
-        if self.buffer.place.optimizer:
-            return self.fragment(index)
-        slot = self.buffer.bucket.slots[index]
-        return self.rest.tensor[slot.start : slot.stop]
+    @property
+    def updating(self) -> Tensor:
+        """The averaged gradient of what this rank's optimizer updates, 1-D; inside rest.here()."""
+        return self.total if self.buffer.place.optimizer else self.rest.tensor
 
     def undo_average(self) -> None:
         """Back to a sum, because more is to be added. Exact where the number of ranks is a power of two."""
@@ -127,14 +118,8 @@ class Accumulator:
     def blocks(self, first_number: int) -> BlockMap:
         """Which of the shard's blocks belongs to which entry of the book; `first_number` is slot 0's entry."""
         if self._blocks is None:
-            first, _ = self.buffer.owned
-            spans = []
-            for index, slot in enumerate(self.buffer.bucket.slots):
-                part = slot.within(*self.buffer.owned)
-                if part.numel:
-                    spans.append(
-                        (first_number + index, slot.start + part.start - first, slot.start + part.stop - first)
-                    )
+            parts = [slot.slice_of(*self.buffer.owned) for slot in self.buffer.bucket.slots]
+            spans = [(first_number + at, part.start, part.stop) for at, part in enumerate(parts) if part.stop]
             self._blocks = BlockMap(self.total.numel(), min(BLOCK, self.buffer.align), spans, self.total.device)
             self.buffer.tier.ledger.hold("norms", self._blocks.nbytes)
         return self._blocks

@@ -125,6 +125,11 @@ class Slot(NamedTuple):
         high = max(low, min(stop, self.stop))
         return Fragment(low - self.start, high - self.start)
 
+    def slice_of(self, start: int, stop: int) -> slice:
+        """That part again, as indices into a tensor of those bucket elements."""
+        part = self.within(start, stop)
+        return slice(self.start + part.start - start, self.start + part.stop - start) if part.numel else slice(0, 0)
+
 
 @dataclass(frozen=True)
 class Bucket:

@@ -25,7 +25,7 @@ from .errors import StateError, TierError
 from .events import NVME, ends
 from .finite import Finite
 from .fragment import Fragment, Member, States, view
-from .gradient import Accumulator, Entry, Gradients, ShardedGrad
+from .gradient import Entry, Gradients, ShardedGrad
 from .schedule import Schedule, stack_depth
 
 
@@ -320,30 +320,26 @@ class Binding:
 
     def _average(self, fragment: Fragment, entry: Entry) -> Tensor:
         """The averaged gradient of a fragment, like it: a view of the accumulator, made once, where that can be."""
-        param, known = fragment.param, self._averages.get(id(fragment.param))
+        param, accumulator, known = fragment.param, entry.accumulator, self._averages.get(id(fragment.param))
         if known is not None:
             return known
-        grad = entry.accumulator.updating(fragment.position)
-        grad = grad[: param.numel()] if param.numel() < grad.numel() else grad
-        if entry.accumulator.rest.away or grad.device != param.device:
-            return grad.to(param.device, param.dtype).view(param.shape)
-        if grad.dtype != param.dtype:
-            return self._copy(entry.accumulator, grad, param.dtype).view(param.shape)
-        self._averages[id(param)] = grad.view(param.shape)
+        own, part = accumulator.updating, fragment.slot.slice_of(*fragment.buffer.updated)
+        if accumulator.rest.away or own.device != param.device:
+            return own[part].to(param.device, param.dtype).view(param.shape)
+        if own.dtype != param.dtype:
+            return self._copied(fragment.buffer, own, param.dtype)[part].view(param.shape)
+        self._averages[id(param)] = own[part].view(param.shape)
         return self._averages[id(param)]
 
-    def _copy(self, accumulator: Accumulator, grad: Tensor, dtype: torch.dtype) -> Tensor:
-        """Some of a bucket's averages, in another dtype until the step is over.
+    def _copied(self, buffer: Buffer, own: Tensor, dtype: torch.dtype) -> Tensor:
+        """A bucket's averages in another dtype, until the step is over.
 
         Not from malloc, where the optimizer's first step would put its states above them: a hole as large, for good.
         """
-        buffer = accumulator.buffer
-        own = accumulator.total if buffer.place.optimizer else accumulator.rest.tensor
         if buffer.bucket.index not in self._copies:
             copy = buffer.tier.reserve("upcast", own.numel(), dtype, zeroed=False)
             self._copies[buffer.bucket.index] = buffer, copy.copy_(own)
-        start = grad.storage_offset() - own.storage_offset()
-        return self._copies[buffer.bucket.index][1][start : start + grad.numel()]
+        return self._copies[buffer.bucket.index][1]
 
     def _drop_copies(self) -> None:
         while self._copies:
@@ -368,7 +364,9 @@ class Binding:
                     buffer.open()
         self.schedule.after_step()
         bound, self._bound, self._stepping = self._bound, {}, False
-        self._show([each for each in self.fragments if self._skips or id(each.param) in bound or not each.param.numel()])
+        self._show(
+            [each for each in self.fragments if self._skips or id(each.param) in bound or not each.param.numel()]
+        )
         self._drop_copies()
         self.states.count(changed=True)
         self.group.steps += 1

@@ -15,7 +15,6 @@ it did not help, and much shorter from then on: a model whose ranks differ once 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from dataclasses import dataclass, field
@@ -34,7 +33,6 @@ from .tier import DeviceTier
 from .unit import Unit, profiled
 
 IN_FLIGHT = 2  # reductions under way before backward pauses for the oldest
-_ALREADY = contextlib.nullcontext()
 PATIENCE = 0.5  # seconds that pause lasts at most; an eighth of it after each time it was in vain
 
 
@@ -51,6 +49,16 @@ class Flight:
     launched: bool = False
     hold: bool = False  # may receive again: wait for the end
     most: int | None = None  # gradients a slot received in the last backward; None before the first
+
+    @property
+    def ready(self) -> bool:
+        """Has every parameter that wants one its gradient, with no more to come in this backward?"""
+        return not (self.missing or self.hold) and bool(self.landed)
+
+    @property
+    def complete(self) -> bool:
+        """And does every parameter of the bucket want one?"""
+        return self.whole and not (self.missing or self.hold)
 
 
 class Reduction:
@@ -71,6 +79,7 @@ class Reduction:
         self._patient = True
         self._patience = PATIENCE
         self._again: list[Entry] = []
+        self.adds = False  # are there gradients that the running backward adds to?
 
     def add(self, accumulator: Accumulator, unit: Unit) -> None:
         index = accumulator.buffer.bucket.index
@@ -89,13 +98,14 @@ class Reduction:
             flight.launched = flight.hold = False
             self._expect(flight)
             self._notice_cleared(flight.accumulator)
+        self.adds = any(each.filled or each.local is not None for each in self.gradients.accumulators)
         self.finite.begin()
 
     def _expect(self, flight: Flight) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             params = flight.accumulator.buffer.params
             wanting = [index for index, param in enumerate(params) if param.requires_grad]
-            flight.missing = {index for index in wanting if params[index].numel()}
+            flight.missing = {index for index in wanting if flight.accumulator.buffer.bucket.slots[index].numel}
             flight.whole = len(wanting) == len(params)
 
     def _notice_cleared(self, accumulator: Accumulator) -> None:
@@ -120,45 +130,44 @@ class Reduction:
                 if accumulator.local is not None:
                     accumulator.local[entry.slot.start : entry.slot.stop].zero_()
 
-    def arrived(self, entry: Entry, *, nested: bool) -> bool:
-        """A parameter has its gradient. Returns whether its bucket now has all of them."""
-        flight = self.flights[entry.accumulator.buffer.bucket.index]
-        # Entering no_grad costs more than asking; backward is in it already, unless its graph is wanted.
-        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad() if torch.is_grad_enabled() else _ALREADY:
+    def arrived(self, entry: Entry, flight: Flight, *, nested: bool) -> None:
+        """A parameter of this bucket has its gradient."""
+        with torch._C.DisableTorchFunctionSubclass():
             grad = entry.param.grad
             if grad is None or isinstance(grad, ShardedGrad):
-                return False  # the hook fires also when nothing was added
+                return  # the hook fires also when nothing was added
             entry.param.grad = None
-            if grad.layout is not torch.strided:
-                raise StateError(
-                    "sparse gradients cannot be sharded",
-                    where=f"parameter {entry.slot.name!r}",
-                    expected="a dense gradient",
-                    got=str(grad.layout),
-                    instead="nn.Embedding(..., sparse=False)",
-                )
-            if flight.launched:
-                self._again.append(entry)
-                flight.landed[entry.position] = flight.landed.get(entry.position, 0) + 1
-                return False
-            slot, landing = entry.slot, self._landing(flight)
-            place = landing.as_strided(slot.shape, entry.strides, slot.start)
-            if entry.position in flight.landed or landing is flight.accumulator.local:
-                place.add_(grad)
-            else:
-                place.copy_(grad)
-        flight.landed[entry.position] = flight.landed.get(entry.position, 0) + 1
-        flight.missing.discard(entry.position)
+        if grad.layout is not torch.strided:
+            raise StateError(
+                "sparse gradients cannot be sharded",
+                where=f"parameter {entry.slot.name!r}",
+                expected="a dense gradient",
+                got=str(grad.layout),
+                instead="nn.Embedding(..., sparse=False)",
+            )
+        at = entry.position
+        before = flight.landed.get(at, 0)
+        flight.landed[at] = before + 1
+        if flight.launched:
+            self._again.append(entry)
+            return
+        slot, landing = entry.slot, self._landing(flight)
+        place = landing.as_strided(slot.shape, entry.strides, slot.start)
+        grad = grad.detach() if grad.requires_grad else grad  # where backward's own graph is wanted
+        if before or landing is flight.accumulator.local:
+            place.add_(grad)
+        else:
+            place.copy_(grad)
+        flight.missing.discard(at)
         if flight.unit.calls > 1 or (nested and flight.most != 1) or (flight.most or 0) > 1:
             flight.hold = True
-        if not self._local and self._all_landed(flight):
+        if flight.ready and not self._local:
             self._send_ready()
-        return self.complete(entry.accumulator.buffer)
 
     def complete(self, buffer: Buffer) -> bool:
         """Have all of a bucket's parameters their gradients, with no more to come in this backward?"""
         flight = self.flights.get(buffer.bucket.index)
-        return flight is not None and not flight.hold and flight.whole and not flight.missing
+        return flight is not None and flight.complete
 
     def _landing(self, flight: Flight) -> Tensor:
         """Where this rank's contribution is put together: full-size, in the dtype it is sent in."""
@@ -182,14 +191,11 @@ class Reduction:
     def _send_ready(self) -> None:
         while self._next < len(self.order):
             flight = self.flights[self.order[self._next]]
-            if not self._all_landed(flight):
+            if not flight.ready:
                 return
             self._next += 1
             self._send(flight)
             self._make_room()
-
-    def _all_landed(self, flight: Flight) -> bool:
-        return not flight.hold and bool(flight.landed) and not flight.missing
 
     def _send(self, flight: Flight) -> None:
         accumulator, buffer = flight.accumulator, flight.accumulator.buffer

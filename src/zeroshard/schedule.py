@@ -363,8 +363,8 @@ class Schedule:
     def before_accumulation(self, number: int, grad: Tensor | None) -> None:
         """A gradient is about to be added to `p.grad`: the sharded one must not be in its way."""
         self._event()
-        if grad is None:
-            return  # a custom Function answered None: nothing will be added
+        if grad is None or not self.reduction.adds:
+            return  # a custom Function answered None: nothing will be added; or there is nothing to add to
         param = self.gradients.entries[number].param
         with torch._C.DisableTorchFunctionSubclass():
             if param.grad is not None:
@@ -376,11 +376,11 @@ class Schedule:
         self._event()
         entry = self.gradients.entries[number]
         nested = torch._C._current_graph_task_id() != self._backward
-        unit = self._unit_of[id(entry.accumulator.buffer)]
-        self._work_on(unit)
-        complete = self.reduction.arrived(entry, nested=nested)
-        if complete and all(self.reduction.complete(buffer) for buffer in unit.buffers):
-            unit.release()
+        flight = self.reduction.flights[entry.accumulator.buffer.bucket.index]
+        self._work_on(flight.unit)
+        self.reduction.arrived(entry, flight, nested=nested)
+        if flight.complete and all(self.reduction.complete(buffer) for buffer in flight.unit.buffers):
+            flight.unit.release()
 
     # --- what else gathers ------------------------------------------------------------------------------------------
 

@@ -189,7 +189,7 @@ def test_every_element_finds_its_slot(given_specs, policy):
     for bucket in partition(given_specs, policy, 1).buckets:
         for slot in bucket.slots:
             for element in {slot.start, slot.stop - 1} if slot.numel else ():
-                assert bucket.slots[slot_at(bucket.slots, element)] == slot
+                assert bucket.slots[slot_at([each.start for each in bucket.slots], element)] == slot
 
 
 # -------------------------------------------------------------------------------------------------- the texts' examples

@@ -170,6 +170,8 @@ class Buffer:
         self._refs: list[int] = []
         self._uses = 0
         self._first, self._last = bucket.shard(group.rank)
+        self._starts = [slot.start for slot in bucket.slots]
+        self._strides = [torch.empty(slot.shape, device="meta").stride() for slot in bucket.slots]
 
     # --- construction -----------------------------------------------------------------------------------------------
 
@@ -475,7 +477,8 @@ class Buffer:
         return True
 
     def _views_of(self, flat: Tensor) -> list[Tensor]:
-        return [flat[slot.start : slot.stop].view(slot.shape) for slot in self.bucket.slots]
+        laid_out = zip(self.bucket.slots, self._strides, strict=True)
+        return [flat.as_strided(slot.shape, strides, slot.start) for slot, strides in laid_out]
 
     def _point(self, tensors: list[Tensor]) -> None:
         """The parameters' memory becomes that of `tensors`."""
@@ -577,10 +580,10 @@ class Buffer:
     # --- what saved notes ask ---------------------------------------------------------------------------------------
 
     def version_at(self, element: int) -> int:
-        return self.params[slot_at(self.bucket.slots, element)]._version
+        return self.params[slot_at(self._starts, element)]._version
 
     def name_at(self, element: int) -> str:
-        return self.bucket.slots[slot_at(self.bucket.slots, element)].name
+        return self.bucket.slots[slot_at(self._starts, element)].name
 
     def fetch(self) -> None:
         """Make the data present for autograd."""

@@ -310,6 +310,6 @@ def _round_up(numel: int, align: int) -> int:
     return -(-numel // align) * align
 
 
-def slot_at(slots: Sequence[Slot], element: int) -> int:
-    """Index of the slot that holds a bucket element, or of the last one before it."""
-    return max(bisect_left(slots, element + 1, key=lambda slot: slot.start) - 1, 0)
+def slot_at(starts: Sequence[int], element: int) -> int:
+    """Index of the slot that holds a bucket element, or of the last one before it; of slots that begin at `starts`."""
+    return max(bisect_left(starts, element + 1) - 1, 0)

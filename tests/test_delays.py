@@ -17,7 +17,8 @@ import pytest
 import ranks
 import test_bits
 from zeroshard import Comm, reduction
-from zeroshard.comm import ProcessGroup, Work
+from zeroshard.comm import Work
+from zeroshard.process_group import ProcessGroup
 
 STAGES = (0, 1, 2, 3)
 LONGEST = 0.002  # seconds of a pause

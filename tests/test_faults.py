@@ -21,8 +21,8 @@ import reference
 import zeroshard
 from zeroshard import Comm, Layout, Precision
 from zeroshard.buffer import Buffer
-from zeroshard.comm import ProcessGroup
 from zeroshard.errors import Error, PeerError, StateError
+from zeroshard.process_group import ProcessGroup
 from zeroshard.reduction import Reduction
 from zeroshard.watch import GONE, Watch
 

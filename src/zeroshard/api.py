@@ -15,35 +15,28 @@ import torch
 from torch import Tensor, nn
 
 from . import loading, saving, trace
-from .buffer import Buffer, Place
+from .assembly import Assembly
+from .buffer import Buffer
 from .checkpoint import Engine, drawing
-from .comm import Comm, connect
-from .errors import Error, PeerError, StateError, TierError, UserError, nearest
-from .events import DEVICE, HOST, NVME, Event, Ledger, Record
+from .comm import Comm
+from .errors import StateError, UserError, nearest
+from .events import Event, Ledger, Record
 from .files import absolute
 from .finite import Finding, Finite
 from .gradient import Gradients
 from .guard import Guarded, cover_constructors
-from .layout import Bucket, Layout, Slot, Spec, partition
+from .layout import Bucket, Layout, Slot
 from .numerics import Precision, same_bits
 from .nvme import NvmeTier
 from .optim import Binding
-from .preflight import (
-    Structure,
-    agree,
-    by_bucket,
-    check_offload,
-    check_optimizers,
-    check_parameters,
-    check_settings,
-    describe,
-)
+from .preflight import Structure, by_bucket
+from .process_group import connect
 from .reduction import Reduction
 from .saving import Saving
 from .schedule import Schedule, in_backward
 from .stage import Placements, placements
-from .tier import STATES, DeviceTier, HostTier, Offload, Tier
-from .unit import Managed, Unit, borrowed, check_initialisers, find_units, managed_parameters, materialise, on_meta
+from .tier import Offload
+from .unit import Managed, Unit
 
 if TYPE_CHECKING:
     from .explain.document import Page
@@ -154,17 +147,15 @@ class Zero:
         self._ledger.begin("init")
         self._group = connect(comm, self._ledger, device)
         self.rank, self.world_size = self._group.rank, self._group.ranks
-        named_units = self._preflight(optimizers, layout, comm)
-        self._units = [Unit(index, name, module) for index, (name, module) in enumerate(named_units)]
-        self._group.units = [named_units[bucket.unit][0] or "the model" for bucket in self.partition.buckets]
-        for unit, others in zip(self._units, borrowed(named_units, self._managed), strict=True):
-            unit.borrows = [self._units[other] for other in others]
-        self._tier = DeviceTier(device, self._ledger)
-        self._tiers = self._make_tiers()
-        self._buffers: list[Buffer] = []
+        parts = Assembly(model, stage, precision, offload, self._group)
+        parts.plan(optimizers, layout, comm)
+        parts.reserve()
+        parts.build(init)
+        self.partition, self.seed = parts.partition, parts.seed
+        self._managed, self._units, self._buffers = parts.managed, parts.units, parts.buffers
+        self._tier, self._tiers, self._resting = parts.tier, parts.tiers, parts.resting
         self._checkpoints = 0
         self._saving: Saving | None = None
-        self._build(init)
         self._gradients = Gradients(self._group)
         self._finite = Finite(self._group, precision.nonfinite)
         self._gradients.on_verdict = self._finite.judge
@@ -179,17 +170,9 @@ class Zero:
         self._schedule.hook_gradients()
         self._gradients.recover = self._schedule.recover
         whole = not self.placements.optimizer or not self.partition.cut_tensors()
+        parts_of_a_step = self._buffers, self._gradients, self._schedule, self._finite
         self._bindings = [
-            Binding(
-                each,
-                number,
-                self._buffers,
-                self._gradients,
-                self._schedule,
-                self._finite,
-                whole=whole,
-                by_bucket=by_bucket(each),
-            )
+            Binding(each, number, *parts_of_a_step, whole=whole, by_bucket=by_bucket(each))
             for number, each in enumerate(optimizers)
         ]
         for binding in self._bindings:
@@ -215,129 +198,6 @@ class Zero:
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         _refuse_copy(protocol)
-
-    # --- construction -----------------------------------------------------------------------------------------------
-
-    def _preflight(
-        self, optimizers: list[torch.optim.Optimizer], layout: Layout, comm: Comm
-    ) -> list[tuple[str, nn.Module]]:
-        """Find units and parameters, lay them out, and make sure that every rank can and will do the same."""
-        problem: UserError | None = None
-        facts: dict[str, Any] = {}
-        units: list[tuple[str, nn.Module]] = []
-        try:
-            units = find_units(self.model, layout)
-            self._managed = managed_parameters(self.model, units, layout)
-            check_parameters(self._managed)
-            self.partition = partition(self._specs(), layout, self.world_size)
-            check_settings(self.partition, layout, comm)
-            replicated = not self.placements.optimizer
-            check_optimizers(self.model, self._managed, optimizers, self.partition, replicated=replicated)
-            check_offload(optimizers, self._offload)
-            names, policies = [name for name, _ in units], (self._precision, layout, comm, self._offload)
-            facts = describe(self.model, self._managed, names, optimizers, policies, self._device)
-            facts["stage"] = self.stage
-        except UserError as error:
-            problem = error
-        self.seed = agree(self._group, facts, problem)
-        return units
-
-    def _specs(self) -> list[Spec]:
-        specs = []
-        for r in self._managed:
-            dtype = self._precision.param(r.param.dtype)
-            specs.append(Spec(r.name, tuple(r.param.shape), str(dtype), dtype.itemsize, r.unit, r.param.requires_grad))
-        return specs
-
-    def _make_tiers(self) -> dict[str, Tier]:
-        """The tiers that some state rests in, by name. `_resting`: for each bucket the tier of each state."""
-        tiers: dict[str, Tier] = {DEVICE: self._tier, HOST: HostTier(self._device, self._ledger)}
-        self._resting = self._offload.buckets(self.partition.buckets)
-        largest, nbytes = dict.fromkeys(STATES, 0), 0
-        for bucket, resting in zip(self.partition.buckets, self._resting, strict=True):
-            own: torch.dtype = getattr(torch, bucket.dtype.removeprefix("torch."))
-            precision = self._precision
-            dtypes = {"parameters": own, "gradients": precision.grad(own), "optimizer": precision.master(own)}
-            kept = STATES if bucket.trainable else STATES[:1]  # frozen parameters have nothing else
-            for state in (state for state in kept if resting[state] == NVME):
-                numel = bucket.shard_numel(self.rank) if getattr(self.placements, state) else bucket.numel
-                largest[state] = max(largest[state], numel * dtypes[state].itemsize)
-                nbytes += numel * dtypes[state].itemsize
-        if any(NVME in resting.values() for resting in self._resting):
-            error: Error | None = None
-            try:
-                tiers[NVME] = NvmeTier(self._offload, self.rank, self._device, self._ledger, largest, nbytes)
-            except TierError as failed:
-                error = failed
-            if told := self._group.problems(None if error is None else str(error)):
-                raise error or PeerError("another rank cannot use its Offload.path", got="; ".join(told))
-        return tiers
-
-    def _build(self, init: Callable[[nn.Module], None] | None) -> None:
-        """Unit by unit, so that a model on meta never takes more than its shards and one unit."""
-        by_name = {record.name: record for record in self._managed}
-        modules = _own_modules(self._units)
-        buckets = {unit.index: [b for b in self.partition.buckets if b.unit == unit.index] for unit in self._units}
-        if on_meta(self.model):
-            check_initialisers([pair for unit in self._units for pair in modules[unit.index]], init)
-            self._same_generator()
-        # A parameter belongs to the unit that registers it first, so units in order never meet one half-built.
-        for unit in self._units:
-            flats, memory = self._memory_for_meta(buckets[unit.index], by_name)
-            materialise(modules[unit.index], self._device, init, memory)
-            for module in (module for _, module in modules[unit.index]):
-                self._place_buffers(module)
-            for bucket in buckets[unit.index]:
-                params = [by_name[slot.name].param for slot in bucket.slots]
-                tiers = {state: self._tiers[name] for state, name in self._resting[bucket.index].items()}
-                buffer = Buffer(
-                    bucket,
-                    params,
-                    self.partition.align,
-                    self.placements,
-                    self._precision,
-                    self._group,
-                    self._tier,
-                    tiers,
-                )
-                for index, param in enumerate(params):
-                    param._zeroshard = Place(buffer, index)  # type: ignore[attr-defined]
-                buffer.adopt(flats.pop(bucket.index, None))
-                unit.buffers.append(buffer)
-                self._buffers.append(buffer)
-        self._buffers.sort(key=lambda buffer: buffer.bucket.index)
-
-    def _memory_for_meta(
-        self, buckets: list[Bucket], by_name: dict[str, Managed]
-    ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        """Flat storage by bucket, and each parameter's part of it by the parameter's id.
-
-        Parameters on meta come to life where they will lie, lest a unit takes its memory twice.
-        """
-        flats: dict[int, Tensor] = {}
-        memory: dict[int, Tensor] = {}
-        for bucket in buckets:
-            params = [by_name[slot.name].param for slot in bucket.slots]
-            if all(param.is_meta for param in params) and len({param.dtype for param in params}) == 1:
-                flats[bucket.index] = flat = torch.zeros(bucket.numel, dtype=params[0].dtype, device=self._device)
-                for param, slot in zip(params, bucket.slots, strict=True):
-                    memory[id(param)] = flat[slot.start : slot.stop].view(slot.shape)
-        return flats, memory
-
-    def _same_generator(self) -> None:
-        state = torch.get_rng_state()
-        self._group.broadcast(state)
-        torch.set_rng_state(state)
-
-    def _place_buffers(self, module: nn.Module) -> None:
-        for name, tensor in module._buffers.items():
-            if tensor is not None:
-                module._buffers[name] = tensor = tensor.to(self._device)
-                if tensor.numel():
-                    sent = tensor.contiguous()
-                    self._group.broadcast(sent.view(-1) if sent.dim() else sent.view(1))
-                    if sent.data_ptr() != tensor.data_ptr():
-                        tensor.copy_(sent)
 
     # --- before each forward and step -------------------------------------------------------------------------------
 
@@ -719,25 +579,6 @@ class Zero:
         return run.explain(self, None if path is None else absolute(path), metrics)
 
 
-def _own_modules(units: list[Unit]) -> dict[int, list[tuple[str, nn.Module]]]:
-    """Each unit's own modules: those below it and not below a unit inside it. A shared module counts once."""
-    inner = {id(unit.module): unit.index for unit in units}
-    owned: dict[int, list[tuple[str, nn.Module]]] = {unit.index: [] for unit in units}
-    seen: set[int] = set()
-
-    def walk(path: str, module: nn.Module, index: int) -> None:
-        if id(module) in seen:
-            return
-        seen.add(id(module))
-        index = inner.get(id(module), index)
-        owned[index].append((path, module))
-        for name, child in module.named_children():
-            walk(f"{path}.{name}" if path else name, child, index)
-
-    walk("", units[0].module, 0)
-    return owned
-
-
 def _refuse_copy(protocol: Any) -> NoReturn:
     raise StateError(
         "a sharded model cannot be copied or pickled",
@@ -746,18 +587,14 @@ def _refuse_copy(protocol: Any) -> NoReturn:
 
 
 def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    if any(isinstance(param, Guarded) for param in module.parameters()):
-        raise StateError(
-            "state_dict() of a sharded model would hold nothing",
-            where=f"module {type(module).__name__}",
-            instead="with zero.gathered(): model.state_dict()   (on every rank)",
-        )
+    _refuse(module, "state_dict() of a sharded model would hold nothing", "model.state_dict()")
 
 
 def _refuse_load(module: nn.Module, *_: Any) -> None:
+    _refuse(module, "load_state_dict() into a sharded model would change nothing", "model.load_state_dict(state)")
+
+
+def _refuse(module: nn.Module, what: str, call: str) -> None:
     if any(isinstance(param, Guarded) for param in module.parameters()):
-        raise StateError(
-            "load_state_dict() into a sharded model would change nothing",
-            where=f"module {type(module).__name__}",
-            instead="with zero.gathered(): model.load_state_dict(state)   (on every rank)",
-        )
+        instead = f"with zero.gathered(): {call}   (on every rank)"
+        raise StateError(what, where=f"module {type(module).__name__}", instead=instead)

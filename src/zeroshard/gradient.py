@@ -217,11 +217,6 @@ class Gradients:
                 )
         return {entry.number for entry, grad in zip(entries, grads, strict=True) if grad is not None}
 
-    def cleared_by_optimizer(self, entry: Entry) -> bool:
-        """Did somebody set `grad` to None on this rank's fragments, in `optimizer.param_groups`?"""
-        fragments = self.fragments.get(entry.number, ())
-        return bool(fragments) and all(fragment.grad is None for fragment in fragments)
-
     def note_edit(self, what: str, number: Any) -> None:
         """Gradients are edited by a number: the same on every rank, or the next step says so.
 
@@ -341,7 +336,7 @@ class Gradients:
         for grad in grads:
             by_accumulator.setdefault(id(grad._entry.accumulator), []).append(grad)
         for together in by_accumulator.values():
-            with self.reporting(), together[0].changing():
+            with self.reporting(), together[0]._entry.accumulator.rest.here():
                 fragments = [fragment for fragment in (grad.editable() for grad in together) if fragment.numel()]
                 for fragment in fragments[:1]:  # where the accumulator rests elsewhere, so must these
                     found, inverse = found_inf.to(fragment.device), inv_scale.to(fragment.device)
@@ -431,12 +426,8 @@ class ShardedGrad(Tensor):
             average_(local, self._book.group.ranks)
         return local
 
-    def changing(self) -> contextlib.AbstractContextManager[Tensor]:
-        """Inside, what `editable` answers may be changed."""
-        return self._entry.accumulator.rest.here()
-
     def editable(self) -> Tensor:
-        """This rank's elements, averaged, to be changed in place; inside `changing()`."""
+        """This rank's elements, averaged, to be changed in place; inside its accumulator's rest.here()."""
         assert self._current is not None
         self._book.settle()
         self._book.forget_answers()
@@ -529,5 +520,5 @@ def _edit(func: Any, grad: ShardedGrad, others: Sequence[Any], kwargs: dict[str,
             if isinstance(other, (int, float)) or (isinstance(other, Tensor) and other.dim() == 0):
                 grad._book.note_edit(func.__name__, other)
     others = [cut(other) for other in others]
-    with grad._book.reporting(), grad.changing():
+    with grad._book.reporting(), entry.accumulator.rest.here():
         func(grad.editable(), *others, **kwargs)

@@ -248,7 +248,10 @@ class Binding:
         for work in [each.spread_average() for each in filled if not each.buffer.offloaded]:
             work.wait()
         having = self.gradients.having(self._entries)
-        self._updated = [] if self._skips else self._to_be_updated(having)
+        # Buckets that have gradients for this optimizer on any rank.
+        filled = [each.accumulator for each in self._entries if each.number in having and each.accumulator.filled]
+        updated = {id(accumulator.buffer) for accumulator in filled}
+        self._updated = [buffer for buffer in self.buffers if id(buffer) in updated and not self._skips]
         shown = self._hide()
         self._drop_copies()  # of a step that an exception left
         self._bound, self._stepping = {}, True
@@ -328,8 +331,7 @@ class Binding:
             return own[part].to(param.device, param.dtype).view(param.shape)
         if own.dtype != param.dtype:
             return self._copied(fragment.buffer, own, param.dtype)[part].view(param.shape)
-        self._averages[id(param)] = own[part].view(param.shape)
-        return self._averages[id(param)]
+        return self._averages.setdefault(id(param), own[part].view(param.shape))
 
     def _copied(self, buffer: Buffer, own: Tensor, dtype: torch.dtype) -> Tensor:
         """A bucket's averages in another dtype, until the step is over.
@@ -371,12 +373,6 @@ class Binding:
         self.states.count(changed=True)
         self.group.steps += 1
         self.group.ledger.end("step")
-
-    def _to_be_updated(self, having: set[int]) -> list[Buffer]:
-        """Buffers that have gradients for this optimizer on any rank, in order."""
-        filled = [each.accumulator for each in self._entries if each.number in having and each.accumulator.filled]
-        updated = {id(accumulator.buffer) for accumulator in filled}
-        return [buffer for buffer in self.buffers if id(buffer) in updated]
 
     def _write_back(self, buffer: Buffer) -> None:
         """Masters become parameters again, where this step had gradients: the step itself may have cleared them."""

@@ -122,7 +122,8 @@ class Reduction:
             accumulator.local = None
             return
         for entry in entries:
-            if entry.number in kept and self.gradients.cleared_by_optimizer(entry):
+            fragments = self.gradients.fragments.get(entry.number, ())
+            if entry.number in kept and fragments and all(fragment.grad is None for fragment in fragments):
                 accumulator.zero(entry.position)  # each owner of a part sees its own fragment cleared
             if entry.number not in kept:
                 self.gradients.hide([entry])

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..api import Zero, shard
 from ..checkpoint import persistent
-from ..comm import Comm, connect
+from ..comm import Comm
 from ..errors import CheckpointError, UserError
 from ..events import Ledger
 from ..files import MANIFEST, absolute
@@ -26,6 +26,7 @@ from ..layout import Layout
 from ..loading import put, renew, resting
 from ..manifest import Saved
 from ..numerics import Precision
+from ..process_group import connect
 from ..tier import Offload
 from .boxes import boxes
 

@@ -1,0 +1,440 @@
+"""The verbs of `comm.py` between processes: the only caller of `torch.distributed`.
+
+Gathers, reductions and control use process groups of their own: each is ordered in itself, and none can be
+mistaken for another. Control runs on gloo and CPU tensors even beside NCCL, so agreeing never waits for the device.
+
+Named hazard, *sizes must meet*: two ranks in collectives of different size abort the process in gloo, without an
+exception. So every control collective starts with a header of fixed size (`meet`), which says what the rank is
+about to do; only ranks that say the same go on.
+
+Named hazard, *a wait for the dead*: gloo tells of a dead peer only the ranks that wait for that very peer, and wakes no
+rank before its time-out. So ranks wait in slices, and between two look at `watch.alarm`; Python's signals are seen too.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import copy
+import json
+import os
+import sys
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .comm import HEADER, MEETINGS, Comm, Group, Simulated
+from .errors import PeerError, StateError, UserError
+from .events import Ledger, ends
+from .watch import Watch, host_towards
+
+_CHOOSING = "choosing what to gather"
+_ALIKE, _OWN, _FAILED = 4, 7, 8  # where in a header the meeting's own integers begin and end, and the last
+LEAVING = 10.0  # seconds that a rank whose program ends waits for the others
+SLICE = timedelta(seconds=0.2)  # of a wait; between two, alarms and signals are seen
+
+
+class ProcessGroup(Group):
+    """The same verbs over `torch.distributed`."""
+
+    def __init__(self, ledger: Ledger, device: torch.device, groups: _Groups) -> None:
+        super().__init__(ledger, device, dist.get_rank(groups.parent), dist.get_world_size(groups.parent))
+        self._groups = groups
+        self.backend = str(dist.get_backend(groups.gathers))
+        self._global = dist.get_process_group_ranks(groups.parent)
+        groups.engines += 1
+        self._engine = groups.engines  # models sharded over one group are told apart by the order of their making
+        self._met = ""
+        self._waits: tuple[str, int | None] | None = None  # what for, and of which bucket
+        self._reductions = 0
+        self._weak = weakref.ref(self)
+
+    def _gather(self, full: Tensor, bounds: Sequence[int]) -> list[Any]:
+        raw = full.view(torch.uint8)
+        cuts = [bound * full.itemsize for bound in bounds]
+        if self.backend == "nccl" and len({high - low for low, high in pairwise(cuts)}) == 1:
+            own_part = raw[cuts[self.rank] : cuts[self.rank + 1]]
+            return [self._launch(_all_gather, raw, own_part, group=self._groups.gathers)]
+        return [
+            self._launch(dist.broadcast, raw[low:high], self._global[source], group=self._groups.gathers)
+            for source, (low, high) in enumerate(pairwise(cuts))
+            if high > low
+        ]
+
+    def _reduce(self, send: Tensor, receive: Tensor, bounds: Sequence[int]) -> list[Any]:
+        own = [bounds[self.rank + 1] - bounds[self.rank]] * self.ranks
+        splits = [high - low for low, high in pairwise(bounds)]
+        if self.arriving < self.ranks:
+            send = send[bounds[1] :] if self.rank == 0 else send[: bounds[-2]]
+            own[self.rank] = splits[self.rank] = 0
+        self._reductions += 1
+        return [self._launch(dist.all_to_all_single, receive, send, own, splits, group=self._groups.reductions)]
+
+    def _reduce_native(self, send: Tensor, receive: Tensor) -> list[Any]:
+        self._reductions += 1
+        return [self._launch(_reduce_scatter, receive, send, group=self._groups.reductions)]
+
+    def _broadcast(self, tensor: Tensor, source: int) -> None:
+        group = self._groups.gathers
+        handle = self._launch(dist.broadcast, tensor.view(torch.uint8), self._global[source], group=group)
+        self._wait("a broadcast", None, handle)
+
+    def meet(self, what: str, number: int, *same: int, facts: Callable[[], str] = str) -> None:
+        self._exchange(what, number, same, compared=_OWN, facts=facts)
+
+    def poll(self, what: str, number: int, *mine: int) -> list[tuple[int, ...]]:
+        rows = self._exchange(what, number, mine, compared=_ALIKE)
+        return [tuple(row[_ALIKE : _ALIKE + len(mine)]) for row in rows]
+
+    def _exchange(
+        self, what: str, number: int, integers: tuple[int, ...], *, compared: int, facts: Callable[[], str] = str
+    ) -> list[list[int]]:
+        header = torch.zeros(HEADER, dtype=torch.int64)
+        own = (self._engine, MEETINGS.index(what), number, self.steps, *integers)
+        header[: len(own)] = torch.tensor(own)
+        header[_OWN], header[_FAILED] = self._reductions, self.failed is not None
+        everyone = torch.empty(self.ranks * HEADER, dtype=torch.int64)
+        event = self._count_control(8 * HEADER)
+        self._control(_all_gather, everyone, header, at=f"{what} {number}")
+        ends(event)
+        rows: list[list[int]] = everyone.view(self.ranks, HEADER).tolist()
+        if any(row[_FAILED] for row in rows):
+            self._fail(max(row[_OWN] for row in rows) - self._reductions)
+        if any(row[:compared] != rows[0][:compared] for row in rows):
+            self._disagree(rows, facts)
+        self._met = f"{what} {number}"
+        if what != _CHOOSING:  # at which a rank whose forward raised takes part to its end
+            self.trouble = ""
+        return rows
+
+    def _disagree(self, rows: list[list[int]], facts: Callable[[], str]) -> None:
+        detail = all(row[1:_ALIKE] == rows[0][1:_ALIKE] for row in rows)
+        steps = any(row[3] != rows[0][3] for row in rows)
+        where = "; ".join(
+            f"rank {rank} is at {MEETINGS[row[1]]} {row[2]}"
+            + (f" after {row[3]} steps" if steps else "")
+            + (f" of model {row[0]}, {row[_ALIKE:_OWN]}" if detail else "")
+            for rank, row in enumerate(rows)
+        )
+        trouble = [
+            f"rank {rank}: {said}" for rank, said in enumerate(self._tell(self.trouble or detail * facts())) if said
+        ]
+        self.on_disagreement(max(row[_OWN] for row in rows) - self._reductions)
+        raise PeerError(
+            "the ranks are not doing the same thing",
+            where=where,
+            expected="the same forwards, backwards, steps and questions on every rank, in the same order",
+            got="; ".join(trouble) or None,
+            instead="zero.load(...) in a new run: an optimizer did not finish its step on every rank"
+            if steps
+            else "mend that, or try the step again on every rank until it works"
+            if trouble
+            else "as many batches on every rank, and zeroshard's collective methods on all of them, alike",
+        )
+
+    def flags(self, mine: bytes) -> bytes:
+        tensor = torch.frombuffer(bytearray(mine), dtype=torch.uint8) if mine else torch.empty(0, dtype=torch.uint8)
+        self.maximum(tensor)
+        return bytes(tensor.tolist())
+
+    def maximum(self, tensor: Tensor) -> None:
+        self._all_reduce(tensor, dist.ReduceOp.MAX)
+
+    def total(self, tensor: Tensor) -> None:
+        self._all_reduce(tensor, dist.ReduceOp.SUM)
+
+    def _all_reduce(self, tensor: Tensor, op: Any) -> None:
+        event = self._count_control(tensor.numel() * tensor.itemsize)
+        self._control(dist.all_reduce, tensor, op, at=f"what follows {self._met}")
+        ends(event)
+
+    def describe(self, facts: Any) -> list[Any]:
+        text = json.dumps(facts).encode()
+        lengths = [row[0] for row in self.poll("construction", 0, len(text))]
+        return [json.loads(told) for told in self._texts(text, lengths)]
+
+    def _texts(self, mine: bytes, lengths: list[int]) -> list[bytes]:
+        padded = torch.zeros(max(*lengths, 1), dtype=torch.uint8)
+        padded[: len(mine)] = torch.frombuffer(bytearray(mine or b"\0"), dtype=torch.uint8)[: len(mine)]
+        everyone = torch.empty(self.ranks * padded.numel(), dtype=torch.uint8)
+        self._control(_all_gather, everyone, padded, at=f"what follows {self._met}")
+        rows = everyone.view(self.ranks, -1)
+        return [bytes(rows[rank, :length].tolist()) for rank, length in enumerate(lengths)]
+
+    def _tell(self, trouble: str) -> list[str]:
+        """What each rank says for itself, once they have found that they do different things."""
+        texts = self._texts(trouble.encode()[:999], [999] * self.ranks)
+        return [text.rstrip(b"\0").decode(errors="replace") for text in texts]
+
+    # --- waiting, and who is waited for -----------------------------------------------------------------------------
+
+    def _control(self, call: Callable[..., Any], *args: Any, at: str) -> None:
+        self._wait(at, None, self._launch(call, *args, group=self._groups.control))
+
+    def _launch(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not dist.is_initialized():
+            raise StateError(
+                "the process group is gone",
+                where=f"rank {self.rank}: {self.doing()}",
+                instead="torch.distributed.destroy_process_group() after the last use of the model",
+            )
+        try:
+            with warnings.catch_warnings():
+                return call(*args, async_op=True, **kwargs)
+        except (RuntimeError, ValueError) as error:
+            raise self._loss(error) from error
+
+    def _wait(self, verb: str, bucket: int | None, handle: Any) -> None:
+        self._groups.speaker = self._weak
+        self._waits = verb, bucket
+        try:
+            if self.backend == "nccl" and bucket is not None:
+                handle.wait()  # the device's stream waits, not this thread
+            else:
+                self._wait_in_slices(handle)
+        except (RuntimeError, ValueError) as error:
+            if isinstance(error, PeerError):
+                raise
+            raise self._loss(error) from error
+        self._waits = None
+
+    def _wait_in_slices(self, handle: Any) -> None:
+        while True:
+            try:
+                handle.wait(SLICE)
+                return
+            except RuntimeError as error:
+                if handle.is_completed():
+                    handle.wait()  # it failed, or ended after the slice did
+                    return
+                if self._groups.watch.alarm or self.lost:
+                    raise self._loss(error) from error
+
+    @property
+    def lost(self) -> bool:
+        return self._groups.loss is not None
+
+    def give_up(self, error: BaseException) -> None:
+        if not self.lost:
+            why = f"gave up: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            self._groups.loss = f"rank {self.rank} {why}"
+            self._groups.watch.tell({self.rank: why})
+
+    def _unit(self, bucket: int) -> str:
+        return self.units[bucket] if bucket < len(self.units) else f"bucket {bucket}"
+
+    def doing(self) -> str:
+        """In words, for whoever wants to know."""
+        phase = self.ledger.phase if self.ledger.phase != "between" else "the loop"
+        moment = f"step {self.steps + 1}, in {phase}"
+        trouble = f"; {self.trouble}" if self.trouble else ""
+        if self._waits:
+            verb, bucket = self._waits
+            unit = "" if bucket is None else f" of unit {self._unit(bucket)!r}"
+            turn = f", turn {self.turn[0]} of {self.turn[1]} of the script" if verb == "gather" and self.turn[1] else ""
+            return f"{moment}, waiting for {verb}{unit}{turn}{trouble}"
+        return f"{moment}, not waiting for other ranks; its last meeting was {self._met}{trouble}"
+
+    def about(self) -> dict[str, Any]:
+        return {"doing": self.doing(), "waits": bool(self._waits), "failed": self.lost}
+
+    def _loss(self, error: Exception) -> PeerError:
+        """The error for a collective that did not complete: who is to blame, as far as it can be found out."""
+        groups, watch = self._groups, self._groups.watch
+        if groups.loss is None:
+            groups.loss = ""  # whoever asks from now on hears that this rank has failed
+            answers = watch.ask()
+            culprits = watch.alarm or {rank: answer.silence for rank, answer in answers.items() if answer.silence}
+            if not watch.alarm and culprits:
+                watch.tell(culprits)
+            blamed = culprits or {
+                rank: "did not come" for rank, answer in answers.items() if not (answer.waits or answer.failed)
+            }
+            groups.loss = "; ".join(f"rank {rank} {what}" for rank, what in sorted(blamed.items()))
+            groups.seen = "; ".join(
+                f"rank {rank}: {answer.doing or answer.silence}" for rank, answer in sorted(answers.items())
+            )
+        return PeerError(
+            f"a collective did not complete: {groups.loss or 'a peer had an error of its own'}",
+            where=f"rank {self.rank}: {self.doing()}",
+            got=f"{groups.seen}; {str(error).splitlines()[0]}",
+            instead="read the first error among all ranks' output, end the program, and load the last checkpoint; "
+            "Comm(timeout=...) sets how long to wait for a silent rank",
+        )
+
+    def apart(self) -> Group:
+        other = copy.copy(self)
+        other._groups = self._groups.apart()
+        return other
+
+
+def connect(settings: Comm, ledger: Ledger, device: torch.device) -> Group:
+    """This rank's end of the group that `settings` names, starting `torch.distributed` where nobody has.
+
+    Under a launcher (`RANK` and `WORLD_SIZE` set) the default process group is made here and ended at exit.
+    """
+    parent = settings.group
+    if isinstance(parent, Simulated):
+        return Group(ledger, device, parent.rank, parent.ranks)
+    if hasattr(parent, "get_group") and hasattr(parent, "ndim"):
+        if parent.ndim != 1:
+            raise UserError(
+                "only a one-dimensional DeviceMesh can be sharded over",
+                expected="ndim 1",
+                got=f"ndim {parent.ndim} {parent.mesh_dim_names}",
+                instead='Comm(group=mesh["shard"])',
+            )
+        parent = parent.get_group()
+    if parent is None:
+        if not dist.is_available() or not (dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1):
+            return Group(ledger, device)
+        if not dist.is_initialized():
+            _start(settings, device)
+        parent = dist.group.WORLD
+    if parent != dist.GroupMember.NON_GROUP_MEMBER and not isinstance(parent, dist.ProcessGroup):
+        raise UserError(
+            "Comm.group is not a process group",
+            expected="a torch.distributed process group or a one-dimensional DeviceMesh",
+            got=repr(parent),
+            instead="Comm(group=torch.distributed.new_group([...]))",
+        )
+    if parent == dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(parent) < 0:
+        raise UserError(
+            "this rank is not a member of the process group",
+            where=f"rank {dist.get_rank()}",
+            instead="call shard(...) on members of the group only",
+        )
+    if dist.get_world_size(parent) == 1:
+        return Group(ledger, device)
+    return ProcessGroup(ledger, device, _groups(parent, settings.timeout))
+
+
+def _start(settings: Comm, device: torch.device) -> None:
+    timeout = None if settings.timeout is None else timedelta(seconds=settings.timeout)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+    process = os.getpid()
+
+    def finish() -> None:
+        # A gloo process that leaves right after its last collective can abort peers that still read from it. But one
+        # that an exception ends must not wait for peers that wait for it: then its own error is what they need.
+        if os.getpid() == process and dist.is_initialized():  # a fork's connections are its parent's
+            if dist.get_backend() == "gloo" and not hasattr(sys, "last_value"):
+                with contextlib.suppress(RuntimeError):  # a peer is gone already; its own error says more
+                    _leave_together()
+            dist.destroy_process_group()
+
+    atexit.register(finish)
+
+
+def _leave_together() -> None:
+    # Through the store and not by a collective: one that peers never join could not be given up.
+    store, deadline = dist.distributed_c10d._get_default_store(), time.monotonic() + LEAVING
+    store.add("zeroshard/leaving", 1)
+    while store.add("zeroshard/leaving", 0) < dist.get_world_size() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+PATIENT = timedelta(minutes=30)
+_PLACE = 128  # bytes for a watch's host, port and token
+
+
+def _nothing() -> dict[str, Any]:
+    return {"doing": "no collective yet, or no model any more", "waits": False, "failed": False}
+
+
+def _timeout(parent: Any) -> timedelta | None:
+    """How long the user's own group waits: `new_group` would wait half an hour whatever that is."""
+    with contextlib.suppress(AttributeError, RuntimeError, IndexError):
+        own: timedelta = parent._get_backend(parent._device_types[0]).options._timeout
+        return own
+    return None
+
+
+def _store() -> tuple[str, int] | None:
+    """Where the ranks met, which is a place that all of them can reach."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return (store.host, store.port) if hasattr(store, "host") else None
+
+
+def _last_words(groups: weakref.ref[_Groups]) -> None:
+    """A program that an exception ends says so to the others, before its connections break.
+
+    And whoever asks a program at its end is refused: a thread would not get to answer any more.
+    """
+    own, error = groups(), getattr(sys, "last_value", None)
+    if own is not None:
+        if error is not None and own.loss is None:
+            own.watch.tell({own.watch.rank: f"ended by {type(error).__name__}: {error}"[:2000]})
+        own.watch.close()
+
+
+class _Groups:
+    """What all engines over one process group share."""
+
+    def __init__(self, parent: Any, timeout: float | None) -> None:
+        ranks = dist.get_process_group_ranks(parent)
+        options: dict[str, Any] = {"ranks": ranks, "use_local_synchronization": True}
+        limit = _timeout(parent) if timeout is None else timedelta(seconds=timeout)
+        if limit is not None:
+            options["timeout"] = limit
+        backend = dist.get_backend(parent)
+        self._parent = weakref.ref(parent)
+        self.gathers = dist.new_group(backend=backend, **options)
+        self.reductions = dist.new_group(backend=backend, **options)
+        self.control = dist.new_group(backend="gloo", **options)
+        self._patient = {**options, "timeout": max(PATIENT, options.get("timeout", PATIENT))}
+        self._apart: _Groups | None = None
+        self.engines = 0
+        self.speaker: Callable[[], ProcessGroup | None] = lambda: None  # the engine that waited last
+        self.loss: str | None = None  # why a collective did not complete
+        self.seen = ""  # what the other ranks said then
+        about = weakref.WeakMethod(self._about)
+        self.watch = Watch(dist.get_rank(parent), host_towards(_store()), lambda: (about() or _nothing)())
+        place = torch.zeros(_PLACE, dtype=torch.uint8)
+        text = json.dumps(self.watch.place).encode()
+        place[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        places = torch.empty(len(ranks) * _PLACE, dtype=torch.uint8)
+        _all_gather(places, place, group=self.control)
+        rows = places.view(len(ranks), _PLACE)
+        self.watch.peers = [tuple(json.loads(bytes(row.tolist()).rstrip(b"\0"))) for row in rows]
+        atexit.register(_last_words, weakref.ref(self))
+
+    def _about(self) -> dict[str, Any]:
+        speaker = self.speaker()
+        return _nothing() if speaker is None else speaker.about()
+
+    @property
+    def parent(self) -> Any:
+        return self._parent()
+
+    def apart(self) -> _Groups:
+        if self._apart is None:
+            self._apart = copy.copy(self)
+            self._apart.control = dist.new_group(backend="gloo", **self._patient)
+        return self._apart
+
+
+# The three groups of a parent are made once: making them anew for every engine would leak sockets.
+_made: weakref.WeakKeyDictionary[Any, dict[float | None, _Groups]] = weakref.WeakKeyDictionary()
+
+
+def _groups(parent: Any, timeout: float | None) -> _Groups:
+    made = _made.setdefault(parent, {})
+    if timeout not in made:
+        made[timeout] = _Groups(parent, timeout)
+    return made[timeout]
+
+
+# torch 2.13 renamed these two; the old names warn there and the new ones are missing before.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

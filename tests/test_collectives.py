@@ -7,6 +7,7 @@ import socket
 import stat
 import struct
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -205,3 +206,27 @@ def buffers_once(stage: int):
 def test_buffers_travel_in_one_broadcast(ranks, stage):
     """One collective per training forward for all buffers, none for evaluation."""
     assert ranks.run(2, buffers_once, stage) == [(1, 3 * 4 + 8)] * 2
+
+
+def policies():
+    """Scheduling policies of gloo's loops: before and after a model is sharded; and of the program's own thread."""
+
+    def of_loops():
+        threads = [Path(f"/proc/self/task/{thread}") for thread in os.listdir("/proc/self/task")]
+        loops = [int(thread.name) for thread in threads if (thread / "comm").read_text() == "gloo_tcp_loop\n"]
+        return sorted(os.sched_getscheduler(thread) for thread in loops)
+
+    torch.distributed.barrier()
+    before = of_loops()
+    model = nn.Linear(2, 2)
+    zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return before, of_loops(), os.sched_getscheduler(0)
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="a policy of Linux")
+def test_gloos_loops_are_batch_work_and_nothing_else_is(ranks):
+    """Those of the engine's three process groups; the loop of the user's own group stays as it was."""
+    for before, after, own in ranks.run(2, policies):
+        assert set(before) == {os.SCHED_OTHER}
+        assert after == before + [os.SCHED_BATCH] * 3
+        assert own == os.SCHED_OTHER

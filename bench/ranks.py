@@ -18,15 +18,20 @@ import torch.distributed as dist
 class Ranks:
     """`world` processes of one thread each, joined by gloo; every one holds what `make(*args)` returned there."""
 
-    def __init__(self, world: int, make: Callable[..., Any], *args: Any) -> None:
-        """make: a function that a new process can import. Its arguments are sent by pickle. Returns before it ran."""
+    def __init__(self, world: int, make: Callable[..., Any], *args: Any, bound: bool = False) -> None:
+        """make: a function that a new process can import. Its arguments are sent by pickle. Returns before it ran.
+
+        bound: each rank has a core to itself, communication threads and all, as far as there are enough.
+        """
+        cores = sorted(os.sched_getaffinity(0))
         self._store = tempfile.TemporaryDirectory(prefix="bench-")
         context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(world):
             ours, theirs = context.Pipe()
-            given = (theirs, rank, world, f"{self._store.name}/store", make, args)
+            core = cores[rank % len(cores)] if bound else None
+            given = (theirs, rank, world, f"{self._store.name}/store", core, make, args)
             process = context.Process(target=_serve, args=given, daemon=True)
             process.start()
             theirs.close()
@@ -67,7 +72,12 @@ class Ranks:
         self._store.cleanup()
 
 
-def _serve(pipe: Connection, rank: int, world: int, store: str, make: Callable[..., Any], args: Any) -> None:
+def _serve(
+    pipe: Connection, rank: int, world: int, store: str, core: int | None, make: Callable[..., Any], args: Any
+) -> None:
+    if core is not None:
+        for thread in os.listdir("/proc/self/task"):
+            os.sched_setaffinity(int(thread), {core})
     os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{world}", "GLOO_SOCKET_IFNAME": "lo"}
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", FutureWarning)  # DeepSpeed calls what torch has since renamed

@@ -4,6 +4,8 @@ Each back-end is a set of rank processes, one thread each, that train when told 
 every back-end of a group trains a few steps in turn; a group always has the limit in it (the same work without
 communication, `backends/limit.py`), and a back-end's ratio is its median step over the limit's in the same round.
 Machines are noisy: compare ratios, not milliseconds. How many back-ends make a group is up to the memory that is free.
+Ranks are bound to cores, as torch's own launcher for CPUs does it (`torch.backends.xeon.run_cpu`), lest one rank's
+communication takes the other's core; `--free` leaves that out.
 
 CPU             processor time of a rank's step, communication threads included: what a busy machine cannot hide
 fresh MB        memory that a step touches for the first time, which costs the kernel ten times a copy
@@ -126,13 +128,13 @@ def _settled() -> int:
     return now
 
 
-def measure(names: list[str], size: str, low: bool, world: int, rounds: int, steps: int) -> list[dict[str, Any]]:
+def measure(names: list[str], size: str, low: bool, world: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     """One row per back-end, the limit first."""
     rows: dict[str, dict[str, Any]] = {}
     others = [name for name in names if name != "limit" and (low or not backends.BACKENDS[name].bf16_only)]
     together = _together(size, world)
     for first in range(0, len(others), together):
-        for row in _group(["limit", *others[first : first + together]], size, low, world, rounds, steps):
+        for row in _group(["limit", *others[first : first + together]], size, low, world, options):
             rows.setdefault(row["back-end"], row)
     return list(rows.values())
 
@@ -149,18 +151,18 @@ def _on_meta(size: str) -> GPT:
         return GPT(SIZES[size])
 
 
-def _group(names: list[str], size: str, low: bool, world: int, rounds: int, steps: int) -> list[dict[str, Any]]:
-    held = {name: Ranks(world, Held, name, size, low) for name in names}
+def _group(names: list[str], size: str, low: bool, world: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    held = {name: Ranks(world, Held, name, size, low, bound=not options.free) for name in names}
     for ranks in held.values():
         ranks("steps", 2)  # the first has optimizers make their state
     medians: dict[str, list[float]] = {name: [] for name in names}
     cpu: dict[str, list[float]] = {name: [] for name in names}
     fresh: dict[str, list[float]] = {name: [] for name in names}
     losses: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(rounds):
+    for number in range(options.rounds):
         for at in range(len(names)):
             name = names[(number + at) % len(names)]
-            done = held[name]("steps", steps + 1)
+            done = held[name]("steps", options.steps + 1)
             times = [max(step.seconds for step in ranks) for ranks in zip(*done, strict=True)]
             medians[name].append(statistics.median(times[1:]))  # the first finds another's data in the caches
             cpu[name].append(statistics.median(step.cpu for ranks in done for step in ranks[1:]))
@@ -207,6 +209,7 @@ def main() -> None:
     parser.add_argument("--backends", nargs="+", choices=backends.installed(), default=backends.installed())
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3, help="timed steps of a back-end in a round")
+    parser.add_argument("--free", action="store_true", help="ranks run on whichever cores the kernel picks")
     parser.add_argument("--out", type=Path, default=report.RESULTS)
     options = parser.parse_args()
     if options.quick:
@@ -216,16 +219,22 @@ def main() -> None:
     for size in options.sizes:
         for dtype in options.dtypes:
             for world in options.ranks:
-                case = measure(options.backends, size, dtype == "bf16", world, options.rounds, options.steps)
+                case = measure(options.backends, size, dtype == "bf16", world, options)
                 compare_losses(case)
                 rows += case
                 _report(options, rows)  # so far: an hour that is interrupted is not lost
 
 
 def _report(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
-    facts = {"rounds": options.rounds, "steps": options.steps, "sizes": {name: SIZES[name] for name in options.sizes}}
+    facts = {
+        "rounds": options.rounds,
+        "steps": options.steps,
+        "bound": not options.free,
+        "sizes": {name: SIZES[name] for name in options.sizes},
+    }
     notes = [
         f"{options.rounds} interleaved rounds of {options.steps} timed steps: medians, least and most ratio.",
+        "Every rank runs where the kernel puts it." if options.free else "Every rank is bound to one core.",
         "limit: the same work without communication: forward, backward, AdamW on 1/N of every parameter.",
         "All: fused AdamW, gloo, one thread per rank. bf16: bfloat16 parameters and reductions, fp32 masters. DDP, "
         "ZeroRedundancyOptimizer and fairscale have them from an AdamW that keeps masters (backends/masters.py), FSDP2 "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import tempfile
@@ -21,9 +22,9 @@ class Ranks:
     def __init__(self, world: int, make: Callable[..., Any], *args: Any, bound: bool = False) -> None:
         """make: a function that a new process can import. Its arguments are sent by pickle. Returns before it ran.
 
-        bound: each rank has a core to itself, communication threads and all, as far as there are enough.
+        bound: each rank has a (logical) core to itself, communication threads and all, as far as there are enough.
         """
-        cores = sorted(os.sched_getaffinity(0))
+        cores = sorted(os.sched_getaffinity(0)) if bound else []
         self._store = tempfile.TemporaryDirectory(prefix="bench-")
         context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
@@ -77,7 +78,8 @@ def _serve(
 ) -> None:
     if core is not None:
         for thread in os.listdir("/proc/self/task"):
-            os.sched_setaffinity(int(thread), {core})
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.sched_setaffinity(int(thread), {core})
     os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{world}", "GLOO_SOCKET_IFNAME": "lo"}
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", FutureWarning)  # DeepSpeed calls what torch has since renamed

@@ -20,7 +20,7 @@ import ranks
 import reference
 import zeroshard
 from zeroshard import Comm, Layout, Precision
-from zeroshard.errors import PeerError
+from zeroshard.errors import PeerError, StateError
 
 STAGES = (0, 1, 2, 3)
 BUCKETS = {"one": Layout(units=()), "units": Layout(), "many": Layout(bucket_mib=0.0005)}
@@ -737,3 +737,78 @@ def change_between(change):
         with run.zero.gathered(), fresh.zero.gathered():
             reference.assert_same(reference.weights(run.model), reference.weights(fresh.model))
     return texts
+
+
+# ------------------------------------------------------------------------------------------------- what p.grad is, held
+
+
+def given_before_backward(stage, other_first):
+    """A user's own tensor in p.grad before backward; `other_first`: another bucket holds a sum already."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False))
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(torch.arange(16.0).view(4, 4))
+    zero = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=1.0), stage=stage, layout=Layout(units=["*"]))
+    x = torch.full((1, 4), 1.0 + zero.rank)
+    if other_first:
+        model[1](x).sum().backward()
+    model[0].weight.grad = torch.full((4, 4), 8.0 * (1 + zero.rank))
+    model(x).sum().backward()
+    return model[0].weight.grad.full_tensor().tolist()
+
+
+@pytest.mark.parametrize("other_first", [False, True], ids=["", "beside-a-sum"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_users_tensor_in_p_grad_is_added_to(stage, other_first):
+    """As in plain PyTorch, on every rank to its own; the average counts all. Whatever other buckets hold."""
+    columns = torch.arange(16.0).view(4, 4).sum(0)  # d(sum of outputs) / d(inputs of the second layer)
+    want = torch.stack([8.0 * rank + columns[:, None].expand(4, 4) * rank for rank in (1.0, 2.0)]).mean(0)
+    assert ranks.run(2, given_before_backward, stage, other_first) == [want.tolist()] * 2
+
+
+def identities(stage):
+    """Whether p.grad is the same object from backward to backward: left alone, kept, and kept over autograd.grad."""
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zeroshard.shard(model, optimizer, stage=stage)
+
+    def backward():
+        optimizer.zero_grad()
+        model(torch.ones(1, 4)).sum().backward()
+        return id(model.weight.grad)
+
+    alone = backward() == backward()
+    kept = model.weight.grad
+    new = backward() != id(kept)
+    with pytest.raises(StateError, match="cleared, or another backward"):
+        kept.full_tensor()
+    kept = model.weight.grad
+    loss = model(torch.ones(1, 4)).sum()
+    (only,) = torch.autograd.grad(loss, [loss])
+    return alone, new, model.weight.grad is kept, only.item(), kept.full_tensor().tolist() == [[1.0] * 4] * 4
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_p_grad_is_made_once_unless_somebody_keeps_it(stage):
+    """A kept gradient must not speak for a later backward; one that nobody keeps need not be made again."""
+    assert ranks.run(1, identities, stage) == [(True, True, True, 1.0, True)]
+
+
+def twice_differentiable(stage):
+    """Backward with create_graph: what arrives carries a graph, what is sent and summed does not."""
+    model = models.build("mlp", sizes=(3, 5, 2))
+    zero = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
+    with zero.gathered():
+        model(torch.ones(2, 3)).square().sum().backward(create_graph=True)
+    return [param.grad.full_tensor().requires_grad for param in model.parameters()], [
+        param.grad.full_tensor().sum().item() for param in model.parameters()
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_gradients_that_carry_a_graph_land_without_it(stage):
+    model = models.build("mlp", sizes=(3, 5, 2))
+    model(torch.ones(2, 3)).square().sum().backward()
+    want = [param.grad.sum().item() for param in model.parameters()]
+    assert ranks.run(2, twice_differentiable, stage) == [([False] * len(want), want)] * 2

@@ -478,6 +478,23 @@ def test_frozen_parameters_are_unfrozen_and_added(how):
     check(unfreezing, how, state=False)
 
 
+def first_unfrozen(engine, precision=None):
+    """The first layer frozen and held: on some ranks its part stands in for the whole group."""
+    model = models.build("mlp", sizes=SIZES)
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    engine.shard(model, optimizer, precision=precision)
+    engine.train(model, optimizer, range(2))
+    model[0].requires_grad_(True)
+    engine.train(model, optimizer, range(2, 4))
+    return model
+
+
+def test_what_stands_in_for_a_group_may_be_unfrozen():
+    """It is shown gradients before and after (and in bf16 gets masters: test_precision runs the same)."""
+    check(first_unfrozen, state=False)
+
+
 def added_with_scheduler(engine):
     """A scheduler and a frozen group: the added group is scheduled from its own rate on."""
     model = models.build("mlp", sizes=SIZES)

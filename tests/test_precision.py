@@ -808,6 +808,7 @@ def test_contradictory_precisions_are_refused(options, says):
 SCENARIOS = {
     "groups": (test_optimizer.groups, ()),
     "unfrozen": (test_optimizer.unfreezing, ("held",)),
+    "first layer unfrozen": (test_optimizer.first_unfrozen, ()),
     "added": (test_optimizer.unfreezing, ("added",)),
     "hooks": (test_optimizer.hooked, ()),
     "gradients edited before": (test_optimizer.editing, ("before", "gradients")),

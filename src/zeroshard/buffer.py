@@ -477,6 +477,7 @@ class Buffer:
         return True
 
     def _views_of(self, flat: Tensor) -> list[Tensor]:
+        """The parameters in a tensor of the whole bucket, at the start of its storage."""
         laid_out = zip(self.bucket.slots, self._strides, strict=True)
         return [flat.as_strided(slot.shape, strides, slot.start) for slot, strides in laid_out]
 
@@ -502,7 +503,7 @@ class Buffer:
 
     def rebind(self) -> None:
         """A parameter whose `.data` was replaced gets the new values copied into its slot and is a view again."""
-        if self.state is State.RELEASED:
+        if self.state is State.RELEASED or simulated(self.full):
             return
         with torch._C.DisableTorchFunctionSubclass():
             for param, view, slot in zip(self.params, self.views, self.bucket.slots, strict=True):

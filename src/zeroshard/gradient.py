@@ -98,7 +98,7 @@ class Accumulator:
         return Work()
 
     @property
-    def updating(self) -> Tensor:
+    def for_step(self) -> Tensor:
         """The averaged gradient of what this rank's optimizer updates, 1-D; inside rest.here()."""
         return self.total if self.buffer.place.optimizer else self.rest.tensor
 
@@ -188,9 +188,12 @@ class Gradients:
 
         A parameter's that somebody else has kept is made anew: a kept one must not speak for a later backward.
         """
+        kept = (
+            not is_fragment and sys.getrefcount(self._shown.get(id(holder))) > 2
+        )  # by the table, and for the question
         known = self._shown.get(id(holder))
-        kept = known is not None and not is_fragment and sys.getrefcount(known) > 3  # ours: a name, a dict, a call
-        if known is None or kept or known._number != entry.number or known.shape != holder.shape:
+        kind = holder.shape, holder.dtype, holder.device
+        if known is None or kept or known._number != entry.number or (known.shape, known.dtype, known.device) != kind:
             known = self._shown[id(holder)] = ShardedGrad(self, entry, holder, is_fragment=is_fragment)
         return known
 

@@ -254,9 +254,9 @@ class Binding:
         self._updated = [buffer for buffer in self.buffers if id(buffer) in updated and not self._skips]
         shown = self._hide()
         self._drop_copies()  # of a step that an exception left
-        self._bound, self._stepping = {}, True
+        bound, self._bound, self._stepping = self._bound, {}, True
         # On any rank, and shown in the optimizer's groups: it is enough to clear one of the two.
-        given = {number for number, entry in self._entry_of.items() if number in shown and entry.number in having}
+        given = {which for which, entry in self._entry_of.items() if which in shown and entry.number in having}
         one_by_one = [buffer for buffer in self._updated if self._alone(buffer)]
         try:
             for at, buffer in enumerate(one_by_one):
@@ -265,7 +265,8 @@ class Binding:
                 self._step_alone(buffer, given)
         except TierError as error:
             self.group.report(error)  # the peers will meet this rank after the step
-        except BaseException:  # the optimizer's own: the step may be repeated
+        except BaseException:  # the optimizer's own: as with plain torch, a step that raised may be repeated
+            self._bound = bound
             for fragment in self.fragments:
                 fragment.param.grad = shown.get(id(fragment.param))
             raise
@@ -299,34 +300,32 @@ class Binding:
 
     def _hide(self) -> dict[int, Tensor]:
         """Take from the fragments what they show: that, by the fragment's id."""
-        shown: dict[int, Tensor] = {}
-        for fragment in self.fragments:
-            param = fragment.param
-            if (grad := param.grad) is None:
-                continue
-            if not isinstance(grad, ShardedGrad) and grad is not self._bound.get(id(param)):
+        grads = [fragment.param.grad for fragment in self.fragments]
+        for fragment, grad in zip(self.fragments, grads, strict=True):
+            if not (grad is None or isinstance(grad, ShardedGrad) or grad is self._bound.get(id(fragment.param))):
                 raise StateError(
                     "a gradient in optimizer.param_groups was replaced by a tensor",
                     where=f"parameter {fragment.slot.name!r}",
                     instead="edit p.grad of the model's parameter in place",
                 )
-            param.grad, shown[id(param)] = None, grad
-        return shown
+        for fragment in self.fragments:
+            fragment.param.grad = None
+        return {id(each.param): grad for each, grad in zip(self.fragments, grads, strict=True) if grad is not None}
 
     def _give(self, buffers: Sequence[Buffer], given: set[int]) -> None:
         """The fragments of these buckets get their gradients, those of them that are to have one."""
         for fragment in [fragment for buffer in buffers for fragment in self.states.of(buffer)]:
-            number = id(fragment.param)
+            which = id(fragment.param)
             # An empty fragment only stands in for a group: Muon, for one, refuses its shape.
-            if number in given and fragment.param.numel():
-                self._bound[number] = fragment.param.grad = self._average(fragment, self._entry_of[number])
+            if which in given and fragment.param.numel():
+                self._bound[which] = fragment.param.grad = self._average(fragment, self._entry_of[which])
 
     def _average(self, fragment: Fragment, entry: Entry) -> Tensor:
         """The averaged gradient of a fragment, like it: a view of the accumulator, made once, where that can be."""
         param, accumulator, known = fragment.param, entry.accumulator, self._averages.get(id(fragment.param))
         if known is not None:
             return known
-        own, part = accumulator.updating, fragment.slot.slice_of(*fragment.buffer.updated)
+        own, part = accumulator.for_step, fragment.slot.slice_of(*fragment.buffer.updated)
         if accumulator.rest.away or own.device != param.device:
             return own[part].to(param.device, param.dtype).view(param.shape)
         if own.dtype != param.dtype:

@@ -384,7 +384,7 @@ def _loops() -> set[int]:
     found = set()
     for thread in Path("/proc/self/task").glob("*"):
         with contextlib.suppress(OSError):  # it has just ended
-            if (thread / "comm").read_text() == "gloo_tcp_loop\n":
+            if (thread / "comm").read_bytes() == b"gloo_tcp_loop\n":
                 found.add(int(thread.name))
     return found
 

@@ -79,7 +79,7 @@ class Reduction:
         self._patient = True
         self._patience = PATIENCE
         self._again: list[Entry] = []
-        self.adds = False  # are there gradients that the running backward adds to?
+        self.adds = False  # are there sharded gradients that the running backward adds to?
 
     def add(self, accumulator: Accumulator, unit: Unit) -> None:
         index = accumulator.buffer.bucket.index
@@ -92,13 +92,13 @@ class Reduction:
         """Start counting. `local`: under no_sync, contributions are added up here and not sent."""
         self._local, self._next, self._patient = local, 0, True
         self._again.clear()
+        self.adds = False
         self.gradients.forget_answers()
         for flight in self.flights.values():
             flight.landed.clear()
             flight.launched = flight.hold = False
-            self._expect(flight)
             self._notice_cleared(flight.accumulator)
-        self.adds = any(each.filled or each.local is not None for each in self.gradients.accumulators)
+            self._expect(flight)
         self.finite.begin()
 
     def _expect(self, flight: Flight) -> None:
@@ -107,6 +107,7 @@ class Reduction:
             wanting = [index for index, param in enumerate(params) if param.requires_grad]
             flight.missing = {index for index in wanting if flight.accumulator.buffer.bucket.slots[index].numel}
             flight.whole = len(wanting) == len(params)
+            self.adds |= any(isinstance(param.grad, ShardedGrad) for param in params)
 
     def _notice_cleared(self, accumulator: Accumulator) -> None:
         """Gradients that the user cleared since do not count any more, singly or all together."""
@@ -131,12 +132,12 @@ class Reduction:
                 if accumulator.local is not None:
                     accumulator.local[entry.slot.start : entry.slot.stop].zero_()
 
-    def arrived(self, entry: Entry, flight: Flight, *, nested: bool) -> None:
-        """A parameter of this bucket has its gradient."""
+    def arrived(self, entry: Entry, flight: Flight, *, nested: bool) -> bool:
+        """A parameter of this bucket has its gradient. Says whether that is part of what is sent."""
         with torch._C.DisableTorchFunctionSubclass():
             grad = entry.param.grad
             if grad is None or isinstance(grad, ShardedGrad):
-                return  # the hook fires also when nothing was added
+                return False  # the hook fires also when nothing was added
             entry.param.grad = None
         if grad.layout is not torch.strided:
             raise StateError(
@@ -151,7 +152,7 @@ class Reduction:
         flight.landed[at] = before + 1
         if flight.launched:
             self._again.append(entry)
-            return
+            return False
         slot, landing = entry.slot, self._landing(flight)
         place = landing.as_strided(slot.shape, entry.strides, slot.start)
         grad = grad.detach() if grad.requires_grad else grad  # where backward's own graph is wanted
@@ -164,6 +165,7 @@ class Reduction:
             flight.hold = True
         if flight.ready and not self._local:
             self._send_ready()
+        return True
 
     def complete(self, buffer: Buffer) -> bool:
         """Have all of a bucket's parameters their gradients, with no more to come in this backward?"""

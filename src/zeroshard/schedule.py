@@ -27,7 +27,7 @@ from .buffer import Buffer
 from .comm import Comm, Group
 from .errors import PeerError, ReleasedError, StateError, TierError
 from .events import Event, ends
-from .gradient import Gradients
+from .gradient import Gradients, ShardedGrad
 from .guard import SavedTensors
 from .reduction import Reduction
 from .script import Script
@@ -367,7 +367,7 @@ class Schedule:
             return  # a custom Function answered None: nothing will be added; or there is nothing to add to
         param = self.gradients.entries[number].param
         with torch._C.DisableTorchFunctionSubclass():
-            if param.grad is not None:
+            if isinstance(param.grad, ShardedGrad):  # to a tensor of the user's it is added, as in plain torch
                 param.grad = None
                 self._hidden.append(number)
 
@@ -378,8 +378,8 @@ class Schedule:
         nested = torch._C._current_graph_task_id() != self._backward
         flight = self.reduction.flights[entry.accumulator.buffer.bucket.index]
         self._work_on(flight.unit)
-        self.reduction.arrived(entry, flight, nested=nested)
-        if flight.complete and all(self.reduction.complete(buffer) for buffer in flight.unit.buffers):
+        landed = self.reduction.arrived(entry, flight, nested=nested)
+        if landed and flight.complete and all(self.reduction.complete(buffer) for buffer in flight.unit.buffers):
             flight.unit.release()
 
     # --- what else gathers ------------------------------------------------------------------------------------------

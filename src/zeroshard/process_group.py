@@ -442,7 +442,7 @@ class _Groups:
     def apart(self) -> _Groups:
         if self._apart is None:
             self._apart = copy.copy(self)
-            self._apart.control = _new_group(backend="gloo", **self._patient)
+            self._apart.control = dist.new_group(backend="gloo", **self._patient)
         return self._apart
 
 

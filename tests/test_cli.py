@@ -401,7 +401,7 @@ def test_demo_fails_when_one_bit_differs(run, tmp_path, capsys, changed):
 @pytest.mark.row(60)
 @pytest.mark.parametrize(
     "number",
-    [signal.SIGINT, signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)],
+    [signal.SIGINT, *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGTERM, signal.SIGKILL))],
     ids=lambda number: number.name,
 )
 def test_a_signal_ends_all_ranks(tmp_path, number):

@@ -266,12 +266,11 @@ class Buffer:
     @property
     def upcast(self) -> bool:
         """Has what the optimizer updates another dtype than the gradients? A step then needs a copy of these."""
-        return self.gradients is not None and self.grad_dtype != self.target.dtype
+        return self.gradients is not None and self.grad_dtype != self._target_dtype
 
     def absent(self, numel: int) -> Tensor:
         """What stands for elements of the master's kind that are not in memory: NaN, and no memory at all."""
-        dtype = self.master_dtype if self.master is not None else self.dtype
-        return _home(self.full, self.tiers["optimizer"].device).view(dtype)[0].expand(numel)
+        return _home(self.full, self.tiers["optimizer"].device).view(self._target_dtype)[0].expand(numel)
 
     def reserve_gradients(self) -> None:
         """The accumulator of averaged gradients: full-size where gradients are replicated, else the shard."""
@@ -327,6 +326,10 @@ class Buffer:
         return self.stored if self.master is None else self.master.tensor
 
     @property
+    def _target_dtype(self) -> torch.dtype:
+        return self.dtype if self.master is None else self.master_dtype
+
+    @property
     def total(self) -> Tensor:
         """This rank's shard of the gradient accumulator, 1-D; inside here()."""
         assert self.gradients is not None
@@ -335,8 +338,7 @@ class Buffer:
     def part(self, start: int, stop: int) -> Part:
         """Bucket elements [start, stop) of what the optimizer updates here, wherever that rests."""
         first = self.updated[0] if self.master is not None else self._resting[0]
-        dtype = self.dtype if self.master is None else self.master_dtype
-        return Part(self.updating, start - first, stop - first, (stop - start,), dtype)
+        return Part(self.updating, start - first, stop - first, (stop - start,), self._target_dtype)
 
     def resting(self, start: int, stop: int) -> Part:
         """Bucket elements [start, stop) of the resting parameters, where these are more than their masters."""

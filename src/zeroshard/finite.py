@@ -95,7 +95,7 @@ class Finite:
             if at is not None:
                 rank = -1
                 if len(pieces) == self.group.ranks:
-                    theirs = [float(piece[slot.start + part.start - first + at]) for piece in pieces]
+                    theirs = [float(piece[slot.slice_of(first, last)][at]) for piece in pieces]
                     rank = next((r for r, value in enumerate(theirs) if not abs(value) < torch.inf), -1)
                 step, value = self.group.steps + 1, str(float(fragment[at]))
                 self._seen = Finding(step, self._micro_batch, rank, slot.name, part.start + at, value)

@@ -249,8 +249,7 @@ class Binding:
             work.wait()
         having = self.gradients.having(self._entries)
         # Buckets that have gradients for this optimizer on any rank.
-        filled = [each.accumulator for each in self._entries if each.number in having and each.accumulator.filled]
-        updated = {id(accumulator.buffer) for accumulator in filled}
+        updated = {id(e.accumulator.buffer) for e in self._entries if e.number in having and e.accumulator.filled}
         self._updated = [buffer for buffer in self.buffers if id(buffer) in updated and not self._skips]
         shown = self._hide()
         self._drop_copies()  # of a step that an exception left

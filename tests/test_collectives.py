@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import stat
@@ -209,24 +210,31 @@ def test_buffers_travel_in_one_broadcast(ranks, stage):
 
 
 def policies():
-    """Scheduling policies of gloo's loops: before and after a model is sharded; and of the program's own thread."""
+    """Scheduling policies: of gloo's loops that sharding a model starts; of all others, before and after; the thread's."""
 
     def of_loops():
         threads = [Path(f"/proc/self/task/{thread}") for thread in os.listdir("/proc/self/task")]
         loops = [int(thread.name) for thread in threads if (thread / "comm").read_text() == "gloo_tcp_loop\n"]
-        return sorted(os.sched_getscheduler(thread) for thread in loops)
+        return {thread: os.sched_getscheduler(thread) for thread in loops}
 
-    torch.distributed.barrier()
+    gc.collect()  # groups of earlier tests in this process: their loops may still be there, and end at any time
+    earlier = of_loops()
+    own = torch.distributed.new_group()
+    torch.distributed.barrier(own)
     before = of_loops()
     model = nn.Linear(2, 2)
     zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    return before, of_loops(), os.sched_getscheduler(0)
+    after = of_loops()
+    users = [after[thread] for thread in before.keys() - earlier.keys()]
+    unchanged = all(after.get(thread, policy) == policy for thread, policy in before.items())
+    return users, [after[thread] for thread in after.keys() - before.keys()], unchanged, os.sched_getscheduler(0)
 
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="a policy of Linux")
 def test_gloos_loops_are_batch_work_and_nothing_else_is(ranks):
-    """Those of the engine's three process groups; the loop of the user's own group stays as it was."""
-    for before, after, own in ranks.run(2, policies):
-        assert set(before) == {os.SCHED_OTHER}
-        assert after == before + [os.SCHED_BATCH] * 3
-        assert own == os.SCHED_OTHER
+    """Those of the engine's three process groups; the loop of a group of the user's stays as it was."""
+    for users, engines, unchanged, thread in ranks.run(2, policies):
+        assert users == [os.SCHED_OTHER]
+        assert engines == [os.SCHED_BATCH] * 3
+        assert unchanged
+        assert thread == os.SCHED_OTHER

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from functools import partial
 
 import pytest
@@ -102,6 +103,20 @@ def two_losses_of_different_weights(engine, model, step, rank, world):
     main = F.mse_loss(model(features), targets)
     engine.backward(sum(block.auxiliary for block in model.blocks), retain_graph=True)
     engine.backward(main)
+
+
+@scenario("auxiliary")
+def losses_that_the_model_does_not_return(engine, model, step, rank, world):
+    """Backwards that meet no output of the model first: they begin with a gradient that comes, and add to others."""
+    features, targets = models.batch("auxiliary", step, rank)
+    main = F.mse_loss(model(features), targets)
+    auxiliary = sum(block.auxiliary for block in model.blocks)
+    engine.backward(auxiliary, retain_graph=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch's, of a cycle through p.grad
+        engine.backward(0.5 * auxiliary, retain_graph=True, create_graph=True)
+    engine.backward(main, retain_graph=True)
+    engine.backward(auxiliary.square())
 
 
 @scenario("gpt", hidden=12, layers=2)

@@ -238,8 +238,7 @@ def after_a_failed_backward(stage: int, what: str, folder: str) -> None:
         out.sum().backward()
     run.twin.clear()
     if what == "norm":
-        with pytest.raises(Error, match="cleared"):
-            nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
+        assert nn.utils.clip_grad_norm_(run.model.parameters(), 1.0) == 0  # they are gone, those from before as well
     else:
         getattr(run, what)()
     run.look()

@@ -152,7 +152,10 @@ class Gradients:
         self.on_verdict: Callable[[bool], None] = lambda overflow: None  # of a GradScaler
         self._edits: list[str] = []  # by which numbers gradients were scaled, clamped, ... since the last step
         self._edited_with: Any = None
-        self._shown: dict[int, ShardedGrad] = {}  # what parameters and fragments show, by their id
+        self.early: dict[int, Tensor] = {}  # by entry number, what was set aside until the running backward is known
+        self.made: dict[
+            int, ShardedGrad
+        ] = {}  # what parameters and fragments show, by their id: while they are as then
         self._judged: Tensor | None = None  # the found_inf that already has all ranks' verdict
         self._questions = 0
         self._answers: dict[float, Tensor] = {}
@@ -188,14 +191,21 @@ class Gradients:
 
         A parameter's that somebody else has kept is made anew: a kept one must not speak for a later backward.
         """
-        kept = (
-            not is_fragment and sys.getrefcount(self._shown.get(id(holder))) > 2
-        )  # by the table, and for the question
-        known = self._shown.get(id(holder))
-        kind = holder.shape, holder.dtype, holder.device
-        if known is None or kept or known._number != entry.number or (known.shape, known.dtype, known.device) != kind:
-            known = self._shown[id(holder)] = ShardedGrad(self, entry, holder, is_fragment=is_fragment)
+        kept = not is_fragment and sys.getrefcount(self.made.get(id(holder))) > 2  # by the table, and for the question
+        known = self.made.get(id(holder))
+        if known is None or kept or known._number != entry.number:
+            known = self.made[id(holder)] = ShardedGrad(self, entry, holder, is_fragment=is_fragment)
         return known
+
+    def take(self, numbers: Iterable[int], *, plain: bool) -> dict[int, Tensor]:
+        """The gradients that these parameters have in `p.grad`, plain ones or sharded ones, which is None then."""
+        taken = {}
+        with torch._C.DisableTorchFunctionSubclass():
+            for number in numbers:
+                param = self.entries[number].param
+                if param.grad is not None and isinstance(param.grad, ShardedGrad) is not plain:
+                    taken[number], param.grad = param.grad, None
+        return taken
 
     def hide(self, entries: Iterable[Entry]) -> None:
         """Make `p.grad` None, on the optimizers' side too."""
@@ -385,6 +395,13 @@ class ShardedGrad(Tensor):
     def _entry(self) -> Entry:
         return self._book.entries[self._number]
 
+    def _grows(self, by: Any) -> bool:
+        """Is it autograd that adds to this gradient, in a backward that is not known of yet? Then it is set aside."""
+        if getattr(torch._C._current_autograd_node(), "variable", None) is not self._entry.param:
+            return False
+        self._book.early[self._number] = by
+        return True
+
     @property
     def _current(self) -> Entry:
         """The entry, if this is still its gradient: a kept handle must not speak for a later backward."""
@@ -447,6 +464,10 @@ class ShardedGrad(Tensor):
             return _norm(func, *args, **kwargs)
         if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
             return args[0][0]._book.unscale(*args)
+        if func in (aten.add_.Tensor, aten.add.Tensor) and isinstance(args[0], ShardedGrad) and args[0]._grows(args[1]):
+            # A result of its own where autograd asks for one, as it is about to give it a history.
+            same = func is aten.add_.Tensor
+            return args[0] if same else ShardedGrad(args[0]._book, args[0]._entry, args[0], is_fragment=False)
         if func in _ELEMENTWISE and isinstance(args[0], ShardedGrad):
             _edit(func, args[0], args[1:], kwargs)
             return args[0]

@@ -124,6 +124,7 @@ class Binding:
         self.fragments = [fragment for fragment in self.fragments if id(fragment.param) in held]
         self.states.follow(self.fragments)
         self._entry_of, self._averages = {}, {}
+        self.gradients.made.clear()
         for fragment in self.fragments:
             entry = self._entry(fragment)
             if entry is not None:
@@ -314,16 +315,16 @@ class Binding:
     def _give(self, buffers: Sequence[Buffer], given: set[int]) -> None:
         """The fragments of these buckets get their gradients, those of them that are to have one."""
         for fragment in [fragment for buffer in buffers for fragment in self.states.of(buffer)]:
-            which = id(fragment.param)
+            param, which = fragment.param, id(fragment.param)
             # An empty fragment only stands in for a group: Muon, for one, refuses its shape.
-            if which in given and fragment.param.numel():
-                self._bound[which] = fragment.param.grad = self._average(fragment, self._entry_of[which])
+            if which in given and param.numel():
+                known = self._averages.get(which)
+                grad = self._average(fragment, self._entry_of[which]) if known is None else known
+                self._bound[which] = param.grad = grad
 
     def _average(self, fragment: Fragment, entry: Entry) -> Tensor:
         """The averaged gradient of a fragment, like it: a view of the accumulator, made once, where that can be."""
-        param, accumulator, known = fragment.param, entry.accumulator, self._averages.get(id(fragment.param))
-        if known is not None:
-            return known
+        param, accumulator = fragment.param, entry.accumulator
         own, part = accumulator.for_step, fragment.slot.slice_of(*fragment.buffer.updated)
         if accumulator.rest.away or own.device != param.device:
             return own[part].to(param.device, param.dtype).view(param.shape)

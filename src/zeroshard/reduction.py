@@ -27,7 +27,7 @@ from .comm import Comm, Group, Work
 from .errors import StateError, TierError
 from .events import DEVICE
 from .finite import Finite
-from .gradient import Accumulator, Entry, Gradients, ShardedGrad
+from .gradient import Accumulator, Entry, Gradients
 from .numerics import divides_exactly, fold, simulated
 from .tier import DeviceTier
 from .unit import Unit, profiled
@@ -50,15 +50,18 @@ class Flight:
     hold: bool = False  # may receive again: wait for the end
     most: int | None = None  # gradients a slot received in the last backward; None before the first
 
-    @property
-    def ready(self) -> bool:
-        """Has every parameter that wants one its gradient, with no more to come in this backward?"""
-        return not (self.missing or self.hold) and bool(self.landed)
+    def expect(self) -> None:
+        """A backward begins: it waits for what wants a gradient."""
+        with torch._C.DisableTorchFunctionSubclass():
+            wanting = [param.requires_grad for param in self.accumulator.buffer.params]
+        slots = self.accumulator.buffer.bucket.slots
+        self.whole = all(wanting)
+        self.missing = {at for at, wants in enumerate(wanting) if wants and slots[at].numel}
 
     @property
     def complete(self) -> bool:
-        """And does every parameter of the bucket want one?"""
-        return self.whole and not (self.missing or self.hold)
+        """Has every parameter that wants one its gradient, with no more to come in this backward?"""
+        return not (self.missing or self.hold)
 
 
 class Reduction:
@@ -71,6 +74,7 @@ class Reduction:
         self.tier = tier
         self.settings = settings
         self.flights: dict[int, Flight] = {}  # bucket index -> flight
+        self.flight_of: list[Flight] = []  # by number of entry
         self.order: list[int] = []  # bucket indices, in the order they are sent
         self._next = 0
         self._under_way: list[tuple[Flight, Work, Tensor]] = []
@@ -79,11 +83,12 @@ class Reduction:
         self._patient = True
         self._patience = PATIENCE
         self._again: list[Entry] = []
-        self.adds = False  # are there sharded gradients that the running backward adds to?
+        self._hidden: dict[int, Tensor] = {}  # by entry number, what makes way in p.grad for the running backward
 
     def add(self, accumulator: Accumulator, unit: Unit) -> None:
         index = accumulator.buffer.bucket.index
-        self.flights[index] = Flight(accumulator, unit)
+        self.flights[index] = flight = Flight(accumulator, unit)
+        self.flight_of += [flight] * len(accumulator.buffer.params)
         self.order = sorted(self.flights, reverse=True)
 
     # --- one backward -----------------------------------------------------------------------------------------------
@@ -92,27 +97,20 @@ class Reduction:
         """Start counting. `local`: under no_sync, contributions are added up here and not sent."""
         self._local, self._next, self._patient = local, 0, True
         self._again.clear()
-        self.adds = False
         self.gradients.forget_answers()
+        kept: set[int] = set()
         for flight in self.flights.values():
             flight.landed.clear()
             flight.launched = flight.hold = False
-            self._notice_cleared(flight.accumulator)
-            self._expect(flight)
+            kept |= self._notice_cleared(flight.accumulator)
+            flight.expect()
+        self._hidden = self.gradients.take(kept, plain=False)
         self.finite.begin()
 
-    def _expect(self, flight: Flight) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            params = flight.accumulator.buffer.params
-            wanting = [index for index, param in enumerate(params) if param.requires_grad]
-            flight.missing = {index for index in wanting if flight.accumulator.buffer.bucket.slots[index].numel}
-            flight.whole = len(wanting) == len(params)
-            self.adds |= any(isinstance(param.grad, ShardedGrad) for param in params)
-
-    def _notice_cleared(self, accumulator: Accumulator) -> None:
-        """Gradients that the user cleared since do not count any more, singly or all together."""
+    def _notice_cleared(self, accumulator: Accumulator) -> set[int]:
+        """Gradients that the user cleared since do not count any more, singly or all together. Returns the others."""
         if not accumulator.filled and accumulator.local is None:
-            return
+            return set()
         first = self.gradients.first_number[accumulator.buffer.bucket.index]
         entries = self.gradients.entries[first : first + len(accumulator.buffer.params)]
         kept = self.gradients.having(entries)
@@ -121,7 +119,7 @@ class Reduction:
             accumulator.clear()
             self._give_back(accumulator.local)
             accumulator.local = None
-            return
+            return kept
         for entry in entries:
             fragments = self.gradients.fragments.get(entry.number, ())
             if entry.number in kept and fragments and all(fragment.grad is None for fragment in fragments):
@@ -131,14 +129,18 @@ class Reduction:
                 accumulator.zero(entry.position)
                 if accumulator.local is not None:
                     accumulator.local[entry.slot.start : entry.slot.stop].zero_()
+        return kept
 
     def arrived(self, entry: Entry, flight: Flight, *, nested: bool) -> bool:
         """A parameter of this bucket has its gradient. Says whether that is part of what is sent."""
+        param = entry.param
         with torch._C.DisableTorchFunctionSubclass():
-            grad = entry.param.grad
-            if grad is None or isinstance(grad, ShardedGrad):
+            grad = param.grad
+            if grad is None and self.gradients.early:
+                grad = self.gradients.early.pop(entry.number, None)
+            if grad is None:
                 return False  # the hook fires also when nothing was added
-            entry.param.grad = None
+            param.grad = None
         if grad.layout is not torch.strided:
             raise StateError(
                 "sparse gradients cannot be sharded",
@@ -153,8 +155,8 @@ class Reduction:
         if flight.launched:
             self._again.append(entry)
             return False
-        slot, landing = entry.slot, self._landing(flight)
-        place = landing.as_strided(slot.shape, entry.strides, slot.start)
+        landing = self._landing(flight) if flight.landing is None else flight.landing
+        place = landing.as_strided(entry.slot.shape, entry.strides, entry.slot.start)
         grad = grad.detach() if grad.requires_grad else grad  # where backward's own graph is wanted
         if before or landing is flight.accumulator.local:
             place.add_(grad)
@@ -163,14 +165,14 @@ class Reduction:
         flight.missing.discard(at)
         if flight.unit.calls > 1 or (nested and flight.most != 1) or (flight.most or 0) > 1:
             flight.hold = True
-        if flight.ready and not self._local:
+        if not flight.missing and not self._local:
             self._send_ready()
         return True
 
     def complete(self, buffer: Buffer) -> bool:
         """Have all of a bucket's parameters their gradients, with no more to come in this backward?"""
         flight = self.flights.get(buffer.bucket.index)
-        return flight is not None and flight.complete
+        return flight is not None and flight.whole and flight.complete
 
     def _landing(self, flight: Flight) -> Tensor:
         """Where this rank's contribution is put together: full-size, in the dtype it is sent in."""
@@ -194,7 +196,7 @@ class Reduction:
     def _send_ready(self) -> None:
         while self._next < len(self.order):
             flight = self.flights[self.order[self._next]]
-            if not flight.ready:
+            if not (flight.complete and flight.landed):
                 return
             self._next += 1
             self._send(flight)
@@ -312,6 +314,9 @@ class Reduction:
         self._trim()
         # Buckets that nobody had a gradient for go last next time, so that they do not hold the others back.
         self.order = sorted(self.flights, key=lambda index: (index not in with_gradient, -index))
+        for number, before in self._hidden.items():
+            if not got[number]:  # nothing was added to it: autograd.grad() only takes gradients, for one
+                self.gradients.entries[number].param.grad = before
         self.gradients.show(entry for entry in self.gradients.entries if got[entry.number])
 
     def settle(self) -> None:
@@ -349,6 +354,7 @@ class Reduction:
             flight.landed.clear()
             flight.accumulator.clear()
         self.gradients.hide(self.gradients.entries)
+        self.gradients.early.clear()
         self._trim()
         logging.getLogger("zeroshard").warning("a backward ended by an exception: all gradients were dropped")
 

@@ -27,7 +27,7 @@ from .buffer import Buffer
 from .comm import Comm, Group
 from .errors import PeerError, ReleasedError, StateError, TierError
 from .events import Event, ends
-from .gradient import Gradients, ShardedGrad
+from .gradient import Gradients
 from .guard import SavedTensors
 from .reduction import Reduction
 from .script import Script
@@ -84,7 +84,6 @@ class Schedule:
         self._backwards = 0
         self._backward: int | None = None  # graph task of the running backward, None outside
         self._ending: Callable[[], Callable[[], None] | None] = lambda: None  # its callback, while autograd holds it
-        self._hidden: list[int] = []  # entries whose sharded gradient made way for one that is about to come
         self._recent: list[Unit] = []  # units gathered in this backward, oldest first
         self._at: tuple[Unit, Event | None] | None = None  # the unit that backward is working on
         group.on_disagreement = _weak(self._level)
@@ -105,7 +104,6 @@ class Schedule:
         for entry in self.gradients.entries:
             if entry.param.requires_grad and entry.number not in self._hooked:
                 self._hooked.add(entry.number)
-                entry.param.register_hook(_weak(self.before_accumulation, entry.number))
                 entry.param.register_post_accumulate_grad_hook(_weak(self.after_accumulation, entry.number))
 
     # --- forward ----------------------------------------------------------------------------------------------------
@@ -270,7 +268,6 @@ class Schedule:
         self._backwards += 1
         self._backward = torch._C._current_graph_task_id()
         self._recent.clear()
-        self._hidden.clear()
         try:
             self.reduction.begin(local=self.local)
             self._own_segment = self.releases and not self.script.active
@@ -319,8 +316,6 @@ class Schedule:
             self._work_on(None)
             with self.ledger.during("reduce"):
                 self.reduction.finish()
-            # autograd.grad() takes gradients without adding them: what was there stays
-            self.gradients.show(self.gradients.entries[number] for number in self._hidden)
         finally:
             self._backward = None
             self._release_all()
@@ -360,26 +355,17 @@ class Schedule:
         self._work_on(None)
         self.ledger.end("backward")
 
-    def before_accumulation(self, number: int, grad: Tensor | None) -> None:
-        """A gradient is about to be added to `p.grad`: the sharded one must not be in its way."""
-        self._event()
-        if grad is None or not self.reduction.adds:
-            return  # a custom Function answered None: nothing will be added; or there is nothing to add to
-        param = self.gradients.entries[number].param
-        with torch._C.DisableTorchFunctionSubclass():
-            if isinstance(param.grad, ShardedGrad):  # to a tensor of the user's it is added, as in plain torch
-                param.grad = None
-                self._hidden.append(number)
-
     def after_accumulation(self, number: int, param: nn.Parameter) -> None:
         """`p.grad` is complete, for this graph at least."""
-        self._event()
-        entry = self.gradients.entries[number]
+        if self._backward is None or self._ending() is None:
+            self.gradients.early |= self.gradients.take([number], plain=True)
+            self._event()
+        flight = self.reduction.flight_of[number]
+        if self.ledger.record is not None:
+            self._work_on(flight.unit)
         nested = torch._C._current_graph_task_id() != self._backward
-        flight = self.reduction.flights[entry.accumulator.buffer.bucket.index]
-        self._work_on(flight.unit)
-        landed = self.reduction.arrived(entry, flight, nested=nested)
-        if landed and flight.complete and all(self.reduction.complete(buffer) for buffer in flight.unit.buffers):
+        landed = self.reduction.arrived(self.gradients.entries[number], flight, nested=nested)
+        if landed and not flight.missing and all(self.reduction.complete(buffer) for buffer in flight.unit.buffers):
             flight.unit.release()
 
     # --- what else gathers ------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import operator
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -77,9 +78,9 @@ class Place:
         self.buffer.on_touch(self.buffer, self.position)
 
 
-def _owned_elsewhere(param: nn.Parameter) -> int:
-    """Python references to a parameter. torch adds one of its own while C++ (a graph, say) holds the tensor too."""
-    return sys.getrefcount(param) - (_CPP_COUNTS and param._use_count() > 1)  # type: ignore[attr-defined]
+def _references(params: list[Any]) -> list[int]:
+    """Python references to parameters. torch adds one of its own while C++ (a graph, say) holds the tensor too."""
+    return [sys.getrefcount(param) - (_CPP_COUNTS and param._use_count() > 1) for param in params]
 
 
 def _cpp_counts() -> bool:
@@ -467,7 +468,8 @@ class Buffer:
         self.fresh = False
         if torch._C._storage_Use_Count(self.full.untyped_storage()._cdata) > self._uses:
             return False
-        if any(now > before for now, before in zip(self._references(), self._refs, strict=True)):
+        references = _references(self.params)
+        if references != self._refs and any(map(operator.gt, references, self._refs)):
             return False
         self._move(State.RELEASED)
         self._point(self._absent)
@@ -496,10 +498,7 @@ class Buffer:
     def _baseline(self) -> None:
         # Counted while nothing is gathered: whoever holds a parameter now did so before anybody could compute with it.
         self._uses = torch._C._storage_Use_Count(self.full.untyped_storage()._cdata)
-        self._refs = self._references()
-
-    def _references(self) -> list[int]:
-        return [_owned_elsewhere(param) for param in self.params]
+        self._refs = _references(self.params)
 
     # --- edits ------------------------------------------------------------------------------------------------------
 
@@ -582,11 +581,15 @@ class Buffer:
 
     # --- what saved notes ask ---------------------------------------------------------------------------------------
 
-    def version_at(self, element: int) -> int:
-        return self.params[slot_at(self._starts, element)]._version
+    def slot_at(self, element: int) -> int:
+        return slot_at(self._starts, element)
 
-    def name_at(self, element: int) -> str:
-        return self.bucket.slots[slot_at(self._starts, element)].name
+    def version_of(self, slot: int) -> int:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.params[slot]._version
+
+    def name_of(self, slot: int) -> str:
+        return self.bucket.slots[slot].name
 
     def fetch(self) -> None:
         """Make the data present for autograd."""

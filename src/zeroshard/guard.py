@@ -133,9 +133,11 @@ class Source(Protocol):
     full: Tensor
     generation: int
 
-    def version_at(self, element: int) -> int: ...
+    def slot_at(self, element: int) -> int: ...
 
-    def name_at(self, element: int) -> str: ...
+    def version_of(self, slot: int) -> int: ...
+
+    def name_of(self, slot: int) -> str: ...
 
     def fetch(self) -> None: ...
 
@@ -150,22 +152,18 @@ class Saved(NamedTuple):
     stride: tuple[int, ...]
     conj: bool
     neg: bool
+    slot: int
     version: int
     generation: int
 
-    @property
-    def element(self) -> int:
-        """First element, counted in the buffer's own dtype."""
-        return int(self.offset) * self.dtype.itemsize // self.source.full.itemsize
-
     def restore(self) -> Tensor:
         self.source.fetch()
-        if self.generation != self.source.generation or self.version != self.source.version_at(self.element):
+        if self.generation != self.source.generation or self.version != self.source.version_of(self.slot):
             raise StateError(
                 "a weight was changed between forward and backward by an inplace operation",
-                where=f"parameter {self.source.name_at(self.element)!r}",
+                where=f"parameter {self.source.name_of(self.slot)!r}",
                 expected=f"version {self.version} of generation {self.generation}",
-                got=f"version {self.source.version_at(self.element)} of generation {self.source.generation}",
+                got=f"version {self.source.version_of(self.slot)} of generation {self.source.generation}",
                 instead="call backward before optimizer.step() or any edit of the weights",
             )
         with torch.no_grad():
@@ -243,7 +241,7 @@ class SavedTensors:
             source = self._sources.get(tensor.untyped_storage()._cdata)
             if source is not None:
                 offset = tensor.storage_offset()
-                element = offset * tensor.itemsize // source.full.itemsize
+                slot = source.slot_at(offset * tensor.itemsize // source.full.itemsize)
                 return Saved(
                     source,
                     tensor.dtype,
@@ -252,7 +250,8 @@ class SavedTensors:
                     tensor.stride(),
                     tensor.is_conj(),
                     tensor.is_neg(),
-                    source.version_at(element),
+                    slot,
+                    source.version_of(slot),
                     source.generation,
                 )
         if below is not None:

@@ -15,7 +15,7 @@ work on the same runs of elements however many ranks there are, and give the sam
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -312,4 +312,4 @@ def _round_up(numel: int, align: int) -> int:
 
 def slot_at(starts: Sequence[int], element: int) -> int:
     """Index of the slot that holds a bucket element, or of the last one before it; of slots that begin at `starts`."""
-    return max(bisect_left(starts, element + 1) - 1, 0)
+    return max(bisect_right(starts, element) - 1, 0)

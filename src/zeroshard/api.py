@@ -178,7 +178,7 @@ class Zero:
         for binding in self._bindings:
             binding.before_step = self._before_step
         self._structure = Structure(model)
-        self._trainable = [record.param.requires_grad for record in self._managed]
+        self._known = self._traits()
         for unit in self._units:
             unit.module.__dict__["__reduce_ex__"] = _refuse_copy  # what deepcopy, pickle and torch.save ask first
         if self.placements.parameters:
@@ -220,21 +220,28 @@ class Zero:
                 where=repr(name),
                 instead="edit weights in place, inside `with zero.gathered():`, or change the model before shard(...)",
             )
+        now = self._traits()
+        if now == self._known:
+            return
+        for record, (dtype, device, trainable), (_, _, was) in zip(self._managed, now, self._known, strict=True):
+            own = record.param._zeroshard.buffer.dtype  # type: ignore[attr-defined]
+            if dtype is not own or device != self._device:
+                raise StateError(
+                    "a sharded parameter was converted or moved",
+                    where=f"parameter {record.name!r}",
+                    expected=f"{own} on {self._device}",
+                    got=f"{dtype} on {device}",
+                    instead="shard(..., precision=Precision(param_dtype=...), device=...)",
+                )
+            if trainable and not was:
+                self._unfreeze(record)
+        self._known = now
+
+    def _traits(self) -> list[tuple[torch.dtype, torch.device, bool]]:
+        """Of every parameter what may not change, and whether it is trained."""
+        params = [record.param for record in self._managed]
         with torch._C.DisableTorchFunctionSubclass():
-            for at, record in enumerate(self._managed):
-                param = record.param
-                dtype = param._zeroshard.buffer.dtype  # type: ignore[attr-defined]
-                if param.dtype is not dtype or param.device != self._device:
-                    raise StateError(
-                        "a sharded parameter was converted or moved",
-                        where=f"parameter {record.name!r}",
-                        expected=f"{dtype} on {self._device}",
-                        got=f"{param.dtype} on {param.device}",
-                        instead="shard(..., precision=Precision(param_dtype=...), device=...)",
-                    )
-                if param.requires_grad and not self._trainable[at]:
-                    self._unfreeze(record)
-                self._trainable[at] = param.requires_grad
+            return [(param.dtype, param.device, param.requires_grad) for param in params]
 
     def _unfreeze(self, record: Managed) -> None:
         """A bucket that was frozen at construction becomes trainable as a whole: see docs/decisions/unfreezing.md."""

@@ -20,7 +20,6 @@ import json
 import os
 import sys
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -188,8 +187,7 @@ class ProcessGroup(Group):
                 instead="torch.distributed.destroy_process_group() after the last use of the model",
             )
         try:
-            with warnings.catch_warnings():
-                return call(*args, async_op=True, **kwargs)
+            return call(*args, async_op=True, **kwargs)
         except (RuntimeError, ValueError) as error:
             raise self._loss(error) from error
 

@@ -782,7 +782,7 @@ def test_a_users_tensor_in_p_grad_is_added_to(stage, other_first):
 
 
 def identities(stage):
-    """Whether p.grad is the same object from backward to backward: left alone, kept, and kept over autograd.grad."""
+    """Whether p.grad is the same object from backward to backward: left alone, kept, kept over autograd.grad, added to."""
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     zeroshard.shard(model, optimizer, stage=stage)
@@ -800,13 +800,57 @@ def identities(stage):
     kept = model.weight.grad
     loss = model(torch.ones(1, 4)).sum()
     (only,) = torch.autograd.grad(loss, [loss])
-    return alone, new, model.weight.grad is kept, only.item(), kept.full_tensor().tolist() == [[1.0] * 4] * 4
+    still = model.weight.grad is kept
+    value = kept.full_tensor().tolist()
+    del kept
+    before = id(model.weight.grad)
+    model(torch.ones(1, 4)).sum().backward()
+    return alone, new, still, only.item(), value == [[1.0] * 4] * 4, id(model.weight.grad) == before
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_p_grad_is_made_once_unless_somebody_keeps_it(stage):
     """A kept gradient must not speak for a later backward; one that nobody keeps need not be made again."""
-    assert ranks.run(1, identities, stage) == [(True, True, True, 1.0, True)]
+    assert ranks.run(1, identities, stage) == [(True, True, True, 1.0, True, True)]
+
+
+def unreturned(stage, scale, fail):
+    """Gradients of two losses that the model does not return: with hooks of the user's own, after a backward that failed."""
+    model = models.build("auxiliary")
+    features, _ = models.batch("auxiliary", 0, 0)
+    model(features)
+    sum(block.auxiliary for block in model.blocks).backward()
+    want = {name: param.grad * 2 * scale for name, param in model.named_parameters() if param.grad is not None}
+    model.zero_grad()
+
+    def edit(param):
+        param.grad.mul_(scale)
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(edit)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zeroshard.shard(model, optimizer, stage=stage)
+    if fail:
+        model(features).sum().backward()  # what failed drops this too
+    out = model(features)
+    losses = [block.auxiliary for block in model.blocks]
+    if fail:
+        out.register_hook(lambda grad: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            out.sum().backward()
+    for _ in range(2):
+        sum(losses).backward(retain_graph=True)
+    got = {name: param.grad.full_tensor() for name, param in model.named_parameters() if param.grad is not None}
+    return reference.first_difference(got, want)
+
+
+@pytest.mark.row(4)
+@pytest.mark.parametrize("fail", [False, True], ids=["", "after-one-that-failed"])
+@pytest.mark.parametrize("scale", [1, 2], ids=["", "hooks-that-edit"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_backward_that_a_gradient_begins(stage, scale, fail):
+    """A hook registered before `shard` edits what comes, as in any other backward; and none of it is lost."""
+    assert ranks.run(1, unreturned, stage, scale, fail) == [""]
 
 
 def twice_differentiable(stage):

@@ -152,10 +152,8 @@ class Gradients:
         self.on_verdict: Callable[[bool], None] = lambda overflow: None  # of a GradScaler
         self._edits: list[str] = []  # by which numbers gradients were scaled, clamped, ... since the last step
         self._edited_with: Any = None
-        self.early: dict[int, Tensor] = {}  # by entry number, what was set aside until the running backward is known
-        self.made: dict[
-            int, ShardedGrad
-        ] = {}  # what parameters and fragments show, by their id: while they are as then
+        self.displaced: dict[int, ShardedGrad] = {}  # by entry number, what autograd was about to add to
+        self.made: dict[int, ShardedGrad] = {}  # what parameters and fragments show, by id: while these are the same
         self._judged: Tensor | None = None  # the found_inf that already has all ranks' verdict
         self._questions = 0
         self._answers: dict[float, Tensor] = {}
@@ -197,15 +195,29 @@ class Gradients:
             known = self.made[id(holder)] = ShardedGrad(self, entry, holder, is_fragment=is_fragment)
         return known
 
-    def take(self, numbers: Iterable[int], *, plain: bool) -> dict[int, Tensor]:
-        """The gradients that these parameters have in `p.grad`, plain ones or sharded ones, which is None then."""
-        taken = {}
+    def take(self, numbers: Iterable[int]) -> dict[int, Tensor | None]:
+        """What these parameters have in `p.grad`, which is None then."""
+        self.displaced.clear()
         with torch._C.DisableTorchFunctionSubclass():
-            for number in numbers:
-                param = self.entries[number].param
-                if param.grad is not None and isinstance(param.grad, ShardedGrad) is not plain:
-                    taken[number], param.grad = param.grad, None
+            taken = {number: self.entries[number].param.grad for number in numbers}
+            for number in taken:
+                self.entries[number].param.grad = None
         return taken
+
+    def put_back(self, taken: dict[int, Tensor | None], got: Sequence[int]) -> None:
+        """What was taken is there again, but where something was got instead; `taken` keeps none of it."""
+        while taken:
+            number, grad = taken.popitem()
+            if not got[number]:
+                self.entries[number].param.grad = grad
+
+    def set_aside(self, number: int) -> Tensor | None:
+        """A gradient came before it was known that a backward runs: that, and `p.grad` is what it was before."""
+        param, early = self.entries[number].param, None
+        with torch._C.DisableTorchFunctionSubclass():
+            if not isinstance(param.grad, ShardedGrad):
+                early, param.grad = param.grad, self.displaced.pop(number, None)
+        return early
 
     def hide(self, entries: Iterable[Entry]) -> None:
         """Make `p.grad` None, on the optimizers' side too."""
@@ -395,12 +407,16 @@ class ShardedGrad(Tensor):
     def _entry(self) -> Entry:
         return self._book.entries[self._number]
 
-    def _grows(self, by: Any) -> bool:
-        """Is it autograd that adds to this gradient, in a backward that is not known of yet? Then it is set aside."""
-        if getattr(torch._C._current_autograd_node(), "variable", None) is not self._entry.param:
-            return False
-        self._book.early[self._number] = by
-        return True
+    def _makes_way(self, func: Any, what: Tensor) -> Tensor | None:
+        """If it is autograd that adds to this, then to nothing: what comes is a gradient by itself, to be reduced."""
+        param = self._entry.param
+        if getattr(torch._C._current_autograd_node(), "variable", None) is not param:
+            return None
+        self._book.displaced[self._number], what = self, what.clone()
+        if func is aten.add_.Tensor:
+            with torch._C.DisableTorchFunctionSubclass():
+                param.grad = what
+        return what
 
     @property
     def _current(self) -> Entry:
@@ -464,10 +480,10 @@ class ShardedGrad(Tensor):
             return _norm(func, *args, **kwargs)
         if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
             return args[0][0]._book.unscale(*args)
-        if func in (aten.add_.Tensor, aten.add.Tensor) and isinstance(args[0], ShardedGrad) and args[0]._grows(args[1]):
-            # A result of its own where autograd asks for one, as it is about to give it a history.
-            same = func is aten.add_.Tensor
-            return args[0] if same else ShardedGrad(args[0]._book, args[0]._entry, args[0], is_fragment=False)
+        if func in (aten.add_.Tensor, aten.add.Tensor) and isinstance(args[0], ShardedGrad):
+            alone = args[0]._makes_way(func, args[1])
+            if alone is not None:
+                return alone
         if func in _ELEMENTWISE and isinstance(args[0], ShardedGrad):
             _edit(func, args[0], args[1:], kwargs)
             return args[0]

@@ -27,7 +27,7 @@ from .comm import Comm, Group, Work
 from .errors import StateError, TierError
 from .events import DEVICE
 from .finite import Finite
-from .gradient import Accumulator, Entry, Gradients
+from .gradient import Accumulator, Entry, Gradients, ShardedGrad
 from .numerics import divides_exactly, fold, simulated
 from .tier import DeviceTier
 from .unit import Unit, profiled
@@ -83,7 +83,7 @@ class Reduction:
         self._patient = True
         self._patience = PATIENCE
         self._again: list[Entry] = []
-        self._hidden: dict[int, Tensor] = {}  # by entry number, what makes way in p.grad for the running backward
+        self._hidden: dict[int, Tensor | None] = {}  # by entry number, what makes way in p.grad
 
     def add(self, accumulator: Accumulator, unit: Unit) -> None:
         index = accumulator.buffer.bucket.index
@@ -104,8 +104,8 @@ class Reduction:
             flight.launched = flight.hold = False
             kept |= self._notice_cleared(flight.accumulator)
             flight.expect()
-        self._hidden = self.gradients.take(kept, plain=False)
         self.finite.begin()
+        self._hidden = self.gradients.take(kept)
 
     def _notice_cleared(self, accumulator: Accumulator) -> set[int]:
         """Gradients that the user cleared since do not count any more, singly or all together. Returns the others."""
@@ -131,14 +131,12 @@ class Reduction:
                     accumulator.local[entry.slot.start : entry.slot.stop].zero_()
         return kept
 
-    def arrived(self, entry: Entry, flight: Flight, *, nested: bool) -> bool:
-        """A parameter of this bucket has its gradient. Says whether that is part of what is sent."""
+    def arrived(self, entry: Entry, flight: Flight, early: Tensor | None, *, nested: bool) -> bool:
+        """A parameter of this bucket has its gradient: `early`, or in `p.grad`. Is that part of what is sent?"""
         param = entry.param
         with torch._C.DisableTorchFunctionSubclass():
-            grad = param.grad
-            if grad is None and self.gradients.early:
-                grad = self.gradients.early.pop(entry.number, None)
-            if grad is None:
+            grad = param.grad if early is None else early
+            if grad is None or isinstance(grad, ShardedGrad):
                 return False  # the hook fires also when nothing was added
             param.grad = None
         if grad.layout is not torch.strided:
@@ -314,9 +312,7 @@ class Reduction:
         self._trim()
         # Buckets that nobody had a gradient for go last next time, so that they do not hold the others back.
         self.order = sorted(self.flights, key=lambda index: (index not in with_gradient, -index))
-        for number, before in self._hidden.items():
-            if not got[number]:  # nothing was added to it: autograd.grad() only takes gradients, for one
-                self.gradients.entries[number].param.grad = before
+        self.gradients.put_back(self._hidden, got)  # autograd.grad(), for one, takes gradients without adding them
         self.gradients.show(entry for entry in self.gradients.entries if got[entry.number])
 
     def settle(self) -> None:
@@ -354,7 +350,7 @@ class Reduction:
             flight.landed.clear()
             flight.accumulator.clear()
         self.gradients.hide(self.gradients.entries)
-        self.gradients.early.clear()
+        self._hidden.clear()
         self._trim()
         logging.getLogger("zeroshard").warning("a backward ended by an exception: all gradients were dropped")
 

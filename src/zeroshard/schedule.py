@@ -357,14 +357,15 @@ class Schedule:
 
     def after_accumulation(self, number: int, param: nn.Parameter) -> None:
         """`p.grad` is complete, for this graph at least."""
+        early = None
         if self._backward is None or self._ending() is None:
-            self.gradients.early |= self.gradients.take([number], plain=True)
+            early = self.gradients.set_aside(number)
             self._event()
         flight = self.reduction.flight_of[number]
         if self.ledger.record is not None:
             self._work_on(flight.unit)
         nested = torch._C._current_graph_task_id() != self._backward
-        landed = self.reduction.arrived(self.gradients.entries[number], flight, nested=nested)
+        landed = self.reduction.arrived(self.gradients.entries[number], flight, early, nested=nested)
         if landed and not flight.missing and all(self.reduction.complete(buffer) for buffer in flight.unit.buffers):
             flight.unit.release()
 

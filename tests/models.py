@@ -30,9 +30,14 @@ _BATCHES: dict[str, Callable[[torch.Generator, int, int], Any]] = {}
 _LOSSES: dict[str, Callable[[nn.Module, Any], Tensor]] = {}
 
 
+def reset() -> None:
+    """As if no model had been built in this process."""
+    reduction.PATIENCE = PATIENCE
+
+
 def build(name: str, seed: int = 0, **options: Any) -> nn.Module:
-    # Ranks that drop different layers wait for each other in vain, once per engine: here not for long.
-    reduction.PATIENCE = PATIENCE / 10 if name == "layerdrop" else PATIENCE
+    if name == "layerdrop":  # its ranks wait for each other in vain, once per engine: here not for long
+        reduction.PATIENCE = PATIENCE / 10
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return MODELS[name](**options)

@@ -41,7 +41,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-GROUP_TIMEOUT = 8.0  # seconds a collective waits for its peers
+GROUP_TIMEOUT = 20.0  # seconds a collective waits for its peers
 RUN_TIMEOUT = 60.0  # seconds before a run counts as hung
 PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 GRACE = 3.0  # seconds the other ranks get to end by themselves after one failed
@@ -658,6 +658,8 @@ def _close(environment: dict[str, str]) -> bytes:
 def _reset() -> None:
     """Every run starts from the same global state."""
     reset_global_state()
+    if "models" in sys.modules:
+        sys.modules["models"].reset()
     gc.collect()
     gc.freeze()  # modules that the run was the first to import
 

@@ -241,9 +241,11 @@ def test_a_rank_that_ends_alone_ends_the_others(tmp_path, how):
     """At its end a rank waits for the others, but not for ever, and not at all where an exception ends it."""
     script = tmp_path / "alone.py"
     script.write_text(ALONE.format(how=how))
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    # The launcher ends the others once it has seen that one is gone: not before they have said why.
+    launch = "-m torch.distributed.run --standalone --monitor-interval 3 --nproc-per-node 2"
+    command = [*launch.split(), str(script)]
     done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=60, check=False,
+        [sys.executable, *command], capture_output=True, text=True, timeout=150, check=False,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 1

@@ -658,7 +658,7 @@ def test_a_rank_that_stops_is_an_error_within_the_time_out(stage):
 
 
 def stop_early(stage):
-    run = Run(stage, Comm(timeout=1.0))
+    run = Run(stage, Comm(timeout=4.0))
     run.do(ONE_STEP)
     text = ""
     if ranks.rank() != 1:

@@ -164,17 +164,24 @@ def stopped(stage: int, where: str, folder: str) -> None:
     loses_a_rank(where, stage, signal.SIGSTOP, folder)
 
 
-def wake(pid_file: Path, moment: float) -> None:
-    time.sleep(moment)
+def wake(pid_file: Path, after: float) -> None:
+    """Some seconds after the rank has stopped."""
+
+    def state() -> str:
+        pid = pid_file.read_text() if pid_file.exists() else ""
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] if pid else ""
+
+    rank_processes.until(lambda: state() == "T", 40)
+    time.sleep(after)
     os.kill(int(pid_file.read_text()), signal.SIGCONT)
 
 
 @pytest.mark.parametrize(("stage", "where"), [(3, "forward"), pytest.param(1, "backward", marks=pytest.mark.slow)])
 def test_row2_a_stopped_rank_is_named_and_harms_nothing_when_it_wakes(ranks, tmp_path, stage, where):
     """Within the time-out and two seconds the others say who is silent; once awake it is told that it was lost."""
-    waker = threading.Thread(target=wake, args=(tmp_path / "pid1", 6.0))
+    waker = threading.Thread(target=wake, args=(tmp_path / "pid1", 7.0))
     waker.start()
-    outcomes = ranks.run(2, stopped, stage, where, str(tmp_path), group_timeout=2.0, timeout=30.0, expect_errors=True)
+    outcomes = ranks.run(2, stopped, stage, where, str(tmp_path), group_timeout=3.0, timeout=60.0, expect_errors=True)
     waker.join()
     check_named(outcomes, where, "is silent: it is stopped")
     assert outcomes[1].type == PeerError.__name__, outcomes[1]

@@ -607,7 +607,8 @@ def many_steps(folder, steps):
 @pytest.mark.parametrize("steps", [20, pytest.param(1000, marks=pytest.mark.slow)])
 def test_steps_grow_neither_files_nor_descriptors_nor_threads(steps, tmp_path):
     ((before, after),) = ranks.run(1, many_steps, str(tmp_path), steps, timeout=900)
-    assert before == after
+    assert after[2:] == before[2:]
+    assert after[0] <= before[0] and after[1] <= before[1]  # fewer where what an earlier test left has ended
 
 
 LIMITED = """

@@ -140,7 +140,7 @@ def count_on(model, optimizer):
 
 def slowly(write_tensors):
     def write(path, tensors):
-        time.sleep(0.15)
+        time.sleep(0.4)
         return write_tensors(path, tensors)
 
     return write

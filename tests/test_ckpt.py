@@ -15,6 +15,7 @@ import torch
 import zeroshard
 from test_checkpoint import build, step
 from test_export import Largest, contents
+from zeroshard import workplace
 from zeroshard.cli import difference
 from zeroshard.cli.main import main
 from zeroshard.integrations.export import Wanted, export_saved
@@ -94,15 +95,20 @@ def test_inspect_lists_a_folder_of_checkpoints(tmp_path, command):
         saves("gpt", tmp_path / name, 3, {}, steps=0)
     (tmp_path / "c" / "rank00000.safetensors").write_bytes(b"short")
     (tmp_path / "d" / "manifest.json").unlink()
-    (tmp_path / ".e.saving-0").mkdir()
+    mine = workplace.owner()
+    machine, _, *rest = mine.split("-")
+    dead = "-".join((machine, str(1 << 30), *rest))
+    for owner in (mine, dead):
+        workplace.place_beside(tmp_path / "e", owner).mkdir()
     (tmp_path / "notes").mkdir()
     code, out, _ = command("ckpt", "inspect", tmp_path, "--json")
     found = json.loads(out)["checkpoints"]
     assert code == 0
     assert [(row["name"], row["state"]) for row in found] == [
-        ("b", "complete"), ("a", "complete"), (".e.saving-0", "leftover"), ("c", "damaged"), ("d", "damaged"),
+        ("b", "complete"), ("a", "complete"), *sorted([(f".e.saving-{mine}", "saving"), (f".e.saving-{dead}", "leftover")]),
+        ("c", "damaged"), ("d", "damaged"),
     ]  # fmt: skip
-    assert "5 bytes" in found[3]["problem"] and "manifest.json" in found[4]["problem"]
+    assert "5 bytes" in found[4]["problem"] and "manifest.json" in found[5]["problem"]
     code, out, _ = command("ckpt", "inspect", tmp_path)
     assert code == 0 and [line.split()[:2] for line in out.splitlines() if "  complete  " in line] == [
         ["b", "complete"], ["a", "complete"],

@@ -123,20 +123,27 @@ def sync(folder: Path) -> None:
 
 
 def clean(parent: Path) -> None:
-    """Remove what dead owners have left in this folder; another machine's after so many seconds without a write."""
-    for entry in os.scandir(parent):
-        if (match := LEFTOVER.fullmatch(entry.name)) is None or not entry.is_dir(follow_symlinks=False):
-            continue
-        machine, process, started = match.groups()
-        if machine == _machine():
-            dead = _started(int(process)) != int(started)
-        else:
-            dead = time.time() - _last_write(entry.path) > ABANDONED
-        if dead:
-            _remove(Path(entry.path))
+    """Remove what dead owners have left in this folder."""
+    for folder in parent.iterdir():
+        if under_way(folder) is False:
+            _remove(folder)
 
 
-def _last_write(folder: str) -> float:
+def under_way(folder: Path) -> bool | None:
+    """Can a save still be working here? None: this is no save's place.
+
+    On another machine it can until so many seconds have passed without a write.
+    """
+    match = LEFTOVER.fullmatch(folder.name)
+    if match is None or folder.is_symlink() or not folder.is_dir():
+        return None
+    machine, process, started = match.groups()
+    if machine == _machine():
+        return _started(int(process)) == int(started)
+    return time.time() - _last_write(folder) <= ABANDONED
+
+
+def _last_write(folder: Path) -> float:
     """Seconds since 1970."""
     with contextlib.suppress(OSError):  # its save has just removed it
         return max(os.stat(each).st_mtime for each in (folder, *(inner.path for inner in os.scandir(folder))))

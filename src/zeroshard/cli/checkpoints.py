@@ -16,9 +16,9 @@ from zeroshard.errors import CheckpointError
 from zeroshard.files import BLOCK, DTYPES, FILE, MANIFEST, digest
 from zeroshard.integrations.export import by_number
 from zeroshard.manifest import VALUE, Saved, Stored, numel
+from zeroshard.workplace import under_way
 
 CONTAINERS = ("map", "list", "tuple")
-LEFTOVER = ".saving-"  # in the name of a folder that a save was killed in
 
 
 def open_checkpoint(path: str) -> Any:
@@ -186,8 +186,9 @@ def _inside(folder: Path) -> Iterator[dict[str, Any]]:
     complete, others = [], []
     for path in sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()):
         row: dict[str, Any] = {"name": path.name, "state": "complete", "problem": None}
-        if path.name.startswith(".") and LEFTOVER in path.name:
-            others.append(row | {"state": "leftover", "problem": "a save was killed here; the next removes it"})
+        if (saving := under_way(path)) is not None:
+            killed = {"state": "leftover", "problem": "a save was killed here; the next removes it"}
+            others.append(row | ({"state": "saving", "problem": "a save is under way here"} if saving else killed))
         elif (path / MANIFEST).exists() or _rank_files(path):
             try:
                 with Saved.open(path) as saved:
@@ -207,7 +208,8 @@ def _show_list(path: str, found: list[dict[str, Any]]) -> None:
             cells = (str(row["ranks"]), str(row["stage"]), f"{row['nbytes']:,}", _time(row["saved"]))
             table.add_row(escape(row["name"]), "[green]complete[/green]", *cells)
         else:
-            table.add_row(escape(row["name"]), f"[red]{row['state']}[/red]", "", "", "", escape(row["problem"]))
+            state = f"[yellow]{row['state']}[/yellow]" if row["state"] == "saving" else f"[red]{row['state']}[/red]"
+            table.add_row(escape(row["name"]), state, "", "", "", escape(row["problem"]))
     screen.wide(table)
     screen.say("  [dim]by manifests and sizes; zeroshard ckpt verify reads every byte[/dim]")
 

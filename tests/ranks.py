@@ -658,6 +658,8 @@ def _close(environment: dict[str, str]) -> bytes:
 def _reset() -> None:
     """Every run starts from the same global state."""
     reset_global_state()
+    for number in (signal.SIGTERM, signal.SIGHUP):  # under nohup a process inherits that it ignores one
+        signal.signal(number, signal.SIG_DFL)
     if "models" in sys.modules:
         sys.modules["models"].reset()
     gc.collect()

@@ -477,10 +477,11 @@ def _nursery(fd: int, files: str) -> None:
 
 
 def _fork_worker(sock: socket.socket, fds: list[int]) -> int:
-    pid = os.fork()
+    nursery, pid = os.getpid(), os.fork()
     if pid == 0:
         try:
             sock.close()
+            _lead_a_group(nursery)
             _worker(*fds)
         finally:
             os._exit(70)  # never on into the nursery's loop
@@ -492,10 +493,11 @@ def _fork_worker(sock: socket.socket, fds: list[int]) -> int:
 
 
 def _fork_command(sock: socket.socket, files: list[str]) -> int:
-    pid = os.fork()
+    nursery, pid = os.getpid(), os.fork()
     if pid == 0:
         try:
             sock.close()
+            _lead_a_group(nursery)
             _command(*files)
         finally:
             os._exit(70)
@@ -506,7 +508,6 @@ def _fork_command(sock: socket.socket, files: list[str]) -> int:
 
 def _command(call: str, out: str, error: str) -> None:
     """What Python does with `-m zeroshard`, imports apart."""
-    _lead_a_group()
     for fd, path in enumerate((os.devnull, out, error)):
         os.dup2(os.open(path, os.O_CREAT | os.O_RDWR | os.O_APPEND, 0o600), fd)
     asked = json.loads(Path(call).read_text())
@@ -528,10 +529,12 @@ def _command(call: str, out: str, error: str) -> None:
     os._exit(code or 0)
 
 
-def _lead_a_group() -> None:
+def _lead_a_group(nursery: int) -> None:
     os.setpgid(0, 0)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: go when the nursery goes
+    if os.getppid() != nursery:  # it went before that was said
+        os._exit(70)
 
 
 def _reap(pid: int, patience: float) -> int:
@@ -572,7 +575,6 @@ def world() -> int:
 
 def _worker(fd: int, log_fd: int) -> None:
     """A rank: take a call, answer it, clean up, for as long as the test's process lives."""
-    _lead_a_group()
     os.dup2(log_fd, 1)
     os.dup2(log_fd, 2)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)

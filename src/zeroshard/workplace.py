@@ -146,5 +146,5 @@ def under_way(folder: Path) -> bool | None:
 def _last_write(folder: Path) -> float:
     """Seconds since 1970."""
     with contextlib.suppress(OSError):  # its save has just removed it
-        return max(os.stat(each).st_mtime for each in (folder, *(inner.path for inner in os.scandir(folder))))
+        return max(each.stat().st_mtime for each in (folder, *folder.iterdir()))
     return math.inf

@@ -272,8 +272,9 @@ class Reduction:
 
     # --- its end ----------------------------------------------------------------------------------------------------
 
-    def finish(self) -> None:
-        """Exchange which parameters got a gradient anywhere, send the rest, wait for all of it, show the gradients."""
+    def finish(self, number: int) -> None:
+        """The backward of this number ends: exchange which parameters got a gradient anywhere, send the rest, wait for
+        all of it, show the gradients."""
         mask = bytearray(len(self.gradients.entries))
         for index, flight in self.flights.items():
             first = self.gradients.first_number[index]
@@ -283,7 +284,7 @@ class Reduction:
                 flight.most = max(flight.landed.values())
         for entry in self._again:
             mask[entry.number] = 2
-        got = self.group.flags(bytes(mask))
+        got = self._anywhere(number, bytes(mask))
         if 2 in got:
             names = [entry.slot.name for entry in self.gradients.entries if got[entry.number] == 2]
             self.abort()
@@ -314,6 +315,12 @@ class Reduction:
         self.order = sorted(self.flights, key=lambda index: (index not in with_gradient, -index))
         self.gradients.put_back(self._hidden, got)  # autograd.grad(), for one, takes gradients without adding them
         self.gradients.show(entry for entry in self.gradients.entries if got[entry.number])
+
+    def _anywhere(self, number: int, mine: bytes) -> bytes:
+        """What each parameter got on any rank. Where all of them got one gradient on every rank, one meeting tells."""
+        every = bytes([1]) * len(mine)
+        told = self.group.poll("end of backward", number, mine == every)
+        return every if all(usual for (usual,) in told) else self.group.flags(mine)
 
     def settle(self) -> None:
         """Send what no_sync left unsent, because somebody asks for gradients before another backward would."""

@@ -312,10 +312,9 @@ class Schedule:
         try:
             if self._own_segment:
                 self.script.finish()
-            self.group.meet("end of backward", self._backwards)
             self._work_on(None)
             with self.ledger.during("reduce"):
-                self.reduction.finish()
+                self.reduction.finish(self._backwards)
         finally:
             self._backward = None
             self._release_all()

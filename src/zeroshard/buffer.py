@@ -172,7 +172,7 @@ class Buffer:
         self._uses = 0
         self._first, self._last = bucket.shard(group.rank)
         self._starts = [slot.start for slot in bucket.slots]
-        self._strides = [torch.empty(slot.shape, device="meta").stride() for slot in bucket.slots]
+        self.strides = [torch.empty(slot.shape, device="meta").stride() for slot in bucket.slots]
 
     # --- construction -----------------------------------------------------------------------------------------------
 
@@ -482,7 +482,7 @@ class Buffer:
 
     def _views_of(self, flat: Tensor) -> list[Tensor]:
         """The parameters in a tensor of the whole bucket, at the start of its storage."""
-        laid_out = zip(self.bucket.slots, self._strides, strict=True)
+        laid_out = zip(self.bucket.slots, self.strides, strict=True)
         return [flat.as_strided(slot.shape, strides, slot.start) for slot, strides in laid_out]
 
     def _point(self, tensors: list[Tensor]) -> None:

@@ -133,7 +133,6 @@ class Entry(NamedTuple):
     accumulator: Accumulator
     position: int  # of its slot in the bucket
     slot: Slot
-    strides: tuple[int, ...]  # of the parameter in its slot
 
 
 class Gradients:
@@ -162,8 +161,8 @@ class Gradients:
         """Enter a bucket whose parameters receive gradients."""
         accumulator = Accumulator(buffer, self.group.ranks)
         self.first_number[buffer.bucket.index] = len(self.entries)
-        for index, (param, slot, view) in enumerate(zip(buffer.params, buffer.bucket.slots, buffer.views, strict=True)):
-            self.entries.append(Entry(len(self.entries), param, accumulator, index, slot, view.stride()))
+        for index, (param, slot) in enumerate(zip(buffer.params, buffer.bucket.slots, strict=True)):
+            self.entries.append(Entry(len(self.entries), param, accumulator, index, slot))
         self.accumulators.append(accumulator)
         return accumulator
 

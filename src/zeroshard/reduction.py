@@ -154,7 +154,7 @@ class Reduction:
             self._again.append(entry)
             return False
         landing = self._landing(flight) if flight.landing is None else flight.landing
-        place = landing.as_strided(entry.slot.shape, entry.strides, entry.slot.start)
+        place = landing.as_strided(entry.slot.shape, flight.accumulator.buffer.strides[at], entry.slot.start)
         grad = grad.detach() if grad.requires_grad else grad  # where backward's own graph is wanted
         if before or landing is flight.accumulator.local:
             place.add_(grad)
@@ -318,9 +318,8 @@ class Reduction:
 
     def _anywhere(self, number: int, mine: bytes) -> bytes:
         """What each parameter got on any rank. Where all of them got one gradient on every rank, one meeting tells."""
-        every = bytes([1]) * len(mine)
-        told = self.group.poll("end of backward", number, mine == every)
-        return every if all(usual for (usual,) in told) else self.group.flags(mine)
+        told = self.group.poll("end of backward", number, mine.count(1) == len(mine))
+        return mine if all(usual for (usual,) in told) else self.group.flags(mine)
 
     def settle(self) -> None:
         """Send what no_sync left unsent, because somebody asks for gradients before another backward would."""

@@ -161,3 +161,30 @@ describe('the closed form', () => {
     },
   );
 });
+
+/** As tests/test_planner.py has it: the first that fits while the next does not. */
+describe('the largest model', () => {
+  const recipes = tables.recipes as unknown as planner.Recipe[];
+  const fits = (numel: number, ranks: number, place: planner.Placements, recipe: planner.Recipe, limit: number) =>
+    planner.sum(planner.atRest(numel, ranks, place, recipe).device) <= limit;
+  const asked = [...placements].flatMap(([stage, place]) =>
+    [1024, 838_861, 1_000_000, 2 ** 20, 2 ** 24].flatMap((ranks) =>
+      [80, 81_920].map((gib) => [stage, ranks, gib, place] as const),
+    ),
+  );
+
+  test.each(asked)('at stage %i on %i ranks of %i GiB', (_, ranks, gib, place) => {
+    const limit = gib * 2 ** 30;
+    for (const recipe of recipes) {
+      const most = planner.largest(ranks, place, recipe, limit);
+      expect(fits(most, ranks, place, recipe, limit)).toBe(true);
+      expect(most === planner.COUNTABLE || !fits(most + 1, ranks, place, recipe, limit)).toBe(true);
+    }
+  });
+
+  test('is not written out beyond what a double counts', () => {
+    const place = placements.get(3) as planner.Placements;
+    expect(planner.largest(2 ** 24, place, recipes[0], 80 * 2 ** 30)).toBe(planner.COUNTABLE);
+    expect(planner.largest(2 ** 20, place, recipes[0], 80 * 2 ** 30)).toBe(2 ** 20 * 5 * 2 ** 30);
+  });
+});

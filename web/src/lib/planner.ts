@@ -350,7 +350,11 @@ export function plan(question: Question, stage: number, place: Placements): Stag
   };
 }
 
-/** The most parameters whose states fit into `limit` bytes of the device per rank at rest (0: none). */
+/** The most parameters a double counts one by one. */
+export const COUNTABLE = Number.MAX_SAFE_INTEGER;
+
+/** The most parameters whose states fit into `limit` bytes of the device per rank at rest (0: none). Where more than
+ * `COUNTABLE` fit, that; where any do, infinity. */
 export function largest(ranks: number, place: Placements, recipe: Recipe, limit: number, offload = ON_DEVICE): number {
   const whole = statesOf(recipe, offload).reduce(
     (bytes, { kind: of, each, millionths }) =>
@@ -359,9 +363,9 @@ export function largest(ranks: number, place: Placements, recipe: Recipe, limit:
   );
   if (!whole) return Number.POSITIVE_INFINITY;
   let low = 0;
-  let high = Math.ceil((limit * ranks) / whole) + ranks;
+  let high = Math.min(Math.ceil((limit * ranks) / whole) + ranks, COUNTABLE);
   while (low < high) {
-    const middle = Math.floor((low + high + 1) / 2);
+    const middle = low + Math.ceil((high - low) / 2); // half of low + high: that sum can be more than is countable
     if (sum(atRest(middle, ranks, place, recipe, offload).device) <= limit) low = middle;
     else high = middle - 1;
   }

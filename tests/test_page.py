@@ -424,7 +424,10 @@ def test_the_calculator_by_hand(opened):
     assert page.locator("[data-total]").get_attribute("data-total") == "26250000000"
     page.get_by_label("Parameters Ψ").fill("seven")
     page.get_by_label("Parameters Ψ").press("Enter")
-    assert "is not a whole number of parameters" in page.locator("#wrong").inner_text()
+    assert "is not a whole number of parameters" in page.locator("#parameters-wrong").inner_text()
+    assert page.locator("[data-total]").count() == 0
+    page.get_by_label("Parameters Ψ").fill("7B")
+    page.get_by_label("Parameters Ψ").press("Enter")
     page.get_by_label("1", exact=True).check()
     page.get_by_label("Copies of the optimizer K").select_option("2")
     assert page.locator("[data-total]").get_attribute("data-total") == str(7 * 10**9 * 4 + 7 * 10**9 * 12 // 4)
@@ -449,6 +452,52 @@ def test_the_calculator_by_hand(opened):
     links = zeroshard.plan(params=7e9, ranks=8, gpus_per_node=4).stages
     titles = page.locator("tr[data-row^=links] td").evaluate_all("cells => cells.map(cell => cell.title)")
     assert titles == [f"{nbytes:,} bytes" for stage in links for nbytes in stage.links]
+
+
+@pytest.mark.parametrize(
+    ("key", "label", "bad", "good", "says"),
+    [
+        ("n", "Ranks N", "2.5", "4", "whole number of ranks from 1 to 1,048,576"),
+        ("n", "Ranks N", "-3", "3", "whole number of ranks from 1 to 1,048,576"),
+        ("mem", "Memory of one GPU, GiB", "0", "23.5", "number of GiB from 0.01 to 100,000"),
+        ("mem", "Memory of one GPU, GiB", "", "23.5", "number of GiB from 0.01 to 100,000"),
+        ("a", "Micro-batches A", "0", "4", "whole number of micro-batches from 1 to 4,096"),
+        ("units", "Equal blocks", "2.5", "16", "whole number of blocks from 0 to 1,024"),
+        ("node", "GPUs per node", "0", "4", "whole number of GPUs per node from 1 to 1,048,576"),
+        ("og%", "of gradients there, %", "250", "25", "whole number of percent of gradients from 1 to 100"),
+    ],
+)
+def test_a_field_says_what_is_wrong_and_nothing_else_is_answered(opened, key, label, bad, good, says):
+    page = opened("bare", "#calculator?og=host")
+    field = page.get_by_label(label)
+    field.fill(bad)
+    field.press("Enter")
+    expected = f"“{bad}” is not a {says}." if bad else f"Write a {says}."
+    assert page.locator(".wrong", has_text=expected).is_visible()
+    assert field.input_value() == bad
+    assert page.locator("[data-total]").count() == 0 and expected in page.locator(".results").inner_text()
+    field.fill(good)
+    field.press("Enter")
+    assert field.input_value() == good
+    assert page.locator("[data-total]").count() == 1 and page.locator(".wrong:not(:empty)").count() == 0
+    page.wait_for_function("key => new URLSearchParams(location.hash.split('?')[1]).has(key)", arg=key)
+    page.reload()
+    assert page.get_by_label(label).input_value() == good
+
+
+def test_memory_of_a_gpu_has_decimals(opened):
+    page = opened("bare", "#calculator?mem=23.5&units=0&p=7e9&n=8&stage=2")
+    plan = zeroshard.plan(params=7e9, ranks=8, stage=2, gpu_mem="23.5GiB")
+    assert [plan.stages[0].fits, page.get_by_text("does not fit").count()] == [False, 1]
+    assert "--gpu-mem 23.5GiB" in page.locator("pre").inner_text()
+    assert rows(page)["largest"][3] == f"{plan.stages[0].largest / 1e9:.4g} B"
+
+
+def test_a_million_ranks_have_an_answer(opened):
+    page = opened("bare", "#calculator?n=1048576")
+    assert rows(page)["largest"][4] == "5629 T"
+    page.evaluate("location.hash = '#calculator?n=1024&mem=81920'")
+    page.wait_for_selector("text=One GPU of 81920 GiB")
 
 
 # ---------------------------------------------------------------------------------------------------------- your run

@@ -1,4 +1,5 @@
-/** Makes what is too large for its place reachable by keyboard: a tab stop where there is something to scroll. */
+/** Makes what is too large for its place reachable by keyboard: a tab stop where there is something to scroll. And
+ * seen: `data-more` while there is something to the right. */
 export function scrolls(node: HTMLElement, label = 'Scrolls') {
   const update = () => {
     const large = node.scrollWidth > node.clientWidth + 1 || node.scrollHeight > node.clientHeight + 1;
@@ -10,8 +11,14 @@ export function scrolls(node: HTMLElement, label = 'Scrolls') {
       if (large) node.setAttribute(name, value);
       else node.removeAttribute(name);
   };
+  const more = () => node.toggleAttribute('data-more', node.scrollLeft + node.clientWidth < node.scrollWidth - 1);
   update();
-  const watcher = new ResizeObserver(update);
+  more();
+  node.addEventListener('scroll', more, { passive: true });
+  const watcher = new ResizeObserver(() => {
+    update();
+    more();
+  });
   watcher.observe(node);
   for (const child of node.children) watcher.observe(child);
   return { destroy: () => watcher.disconnect() };

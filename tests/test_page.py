@@ -480,7 +480,9 @@ def test_a_field_says_what_is_wrong_and_nothing_else_is_answered(opened, key, la
     field.press("Enter")
     assert field.input_value() == good
     assert page.locator("[data-total]").count() == 1 and page.locator(".wrong:not(:empty)").count() == 0
-    page.wait_for_function("key => new URLSearchParams(location.hash.split('?')[1]).has(key)", arg=key)
+    page.wait_for_function(  # the address follows a moment later
+        "([key, good]) => new URLSearchParams(location.hash.split('?')[1]).get(key) === good", arg=[key, good]
+    )
     page.reload()
     assert page.get_by_label(label).input_value() == good
 
@@ -663,6 +665,52 @@ def test_motion_and_print(opened):
     moving.emulate_media(media="print")
     assert not moving.locator("nav").is_visible() and not moving.locator(".stepper").is_visible()
     assert moving.locator("[data-moment]").is_visible()
+
+
+OUTSIDE = """() => [...document.querySelectorAll('main table, main canvas, main svg, main math')]
+  .filter(each => each.checkVisibility() && each.getBoundingClientRect().right > innerWidth).map(each => each.outerHTML.slice(0, 80))"""
+
+
+@pytest.mark.parametrize(("name", "view"), VIEWS)
+def test_paper_is_light_and_keeps_every_column(opened, name, view):
+    page = opened(name, f"#{view}", width=794, dark=True)  # A4
+    page.emulate_media(media="print", color_scheme="dark")
+    colour = "name => getComputedStyle(document.documentElement).getPropertyValue(name)"
+    light = {"--accent": "#0b66a8", "--accent-soft": "#e3eff8", "--parameters": "#2b83c4", "--paper": "#fff"}
+    assert {name: page.evaluate(colour, name) for name in light} == light
+    page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    assert page.evaluate(OUTSIDE) == []
+
+
+def test_a_figure_is_drawn_for_the_paper(opened):
+    """Colours and width of the canvas are the paper's, before it is printed, and the screen's again after."""
+    page = opened("run", dark=True)
+    state = "[document.documentElement.dataset.theme, document.querySelector('canvas').style.width]"
+    before = page.evaluate(state)
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert page.evaluate(state) == ["light", "100%"]
+    page.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert page.evaluate(state) == before and before[0] == "dark"
+
+
+def test_on_a_phone_the_open_tab_and_step_are_in_sight(opened):
+    seen = """selector => {
+      const node = document.querySelector(selector), box = node.getBoundingClientRect();
+      const top = document.elementFromPoint(box.x + box.width / 2, box.y + box.height / 2);
+      return node === top || node.contains(top);
+    }"""
+    for view in ("transformer?stage=1&moment=4", "layers?at=1", "layers?at=7", "calculator"):
+        page = opened("walkthroughs", f"#{view}", width=390)
+        box = page.locator("nav [aria-current]").bounding_box()
+        assert box["x"] >= 0 and box["x"] + box["width"] <= 390
+        if "?" in view:
+            page.locator(".stepper").scroll_into_view_if_needed()
+            assert page.evaluate(seen, ".stepper li.on i")
+
+
+def test_the_frames_start_at_the_first(opened):
+    page = opened("walkthroughs", "#transformer")
+    assert page.get_by_text("Frame 1 of 13").is_visible()
 
 
 def test_a_view_goes_into_the_address_and_back(opened):

@@ -115,12 +115,12 @@ def test_the_global_norm_is_the_definitions(case, precision, world):
     want = {order: norms.total(gradients, order).item() for order in ORDERS}
     assert len(gradients) == len({id(gradient) for gradient in gradients})
     for per_rank in ranks.run(world, global_norms, case, precision):
-        wrong = {where: got for where, got in per_rank.items() if got != {order: [want[order]] * 4 for order in ORDERS}}
+        wrong = {where: got for where, got in per_rank.items() if got != {order: [want[order]] * 5 for order in ORDERS}}
         assert wrong == {}, want
 
 
 def global_norms(case, precision):
-    """By torch (foreach and not), by get_total_norm, and by zero; with a limit far above, so that none clips."""
+    """By torch (its choice, foreach and not), by get_total_norm, by zero; with a limit far above, so that none clips."""
     found = {}
     for where in EVERYWHERE if case == "gpt" else SOME:
         model, _, zero = sharded(case, *where, precision)
@@ -129,12 +129,36 @@ def global_norms(case, precision):
             order: [
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9, order).item(),
                 torch.nn.utils.clip_grad_norm_(list(model.parameters()), 1e9, order, foreach=False).item(),
+                torch.nn.utils.clip_grad_norm_(list(model.parameters()), 1e9, order, foreach=True).item(),
                 torch.nn.utils.get_total_norm(gradients, order).item(),
                 zero.clip_grad_norm_(1e9, order).item(),
             ]
             for order in ORDERS
         }
     return found
+
+
+def beside_ignored(stage):
+    """Clipping all parameters in one list, with and without foreach, where one is not managed."""
+    found = []
+    for foreach in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+        zeroshard.shard(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage, layout=Layout(ignore=["1.bias"])
+        )
+        model(torch.ones(4, 8)).square().sum().backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=foreach)
+        torch.nn.utils.clip_grad_value_(model.parameters(), 0.05, foreach=foreach)
+        whole = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()]
+        found.append([norm, *whole])
+    return all(torch.equal(a, b) for a, b in zip(*found, strict=True)), found[1][-1].abs().max().item()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_foreach_beside_parameters_that_are_ignored(stage):
+    """A list may hold gradients of both kinds."""
+    assert [same for same, _ in ranks.run(1, beside_ignored, stage)] == [True]
 
 
 def test_one_parameters_norm_is_its_own():

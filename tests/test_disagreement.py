@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -79,6 +80,97 @@ def test_ranks_that_differ_are_named_on_every_rank(ranks, what, stage):
     for outcome in ranks.run(2, differing, what, stage, expect_errors=True, group_timeout=20):
         assert outcome.type == PeerError.__name__, outcome
         assert "rank 0 is at" in outcome.message and "rank 1 is at" in outcome.message
+
+
+class Growing(nn.Sequential):
+    """With a cache as long as the longest batch that this rank has seen."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self.register_buffer("cache", torch.ones(3), persistent=False)
+        self.register_buffer("mine", torch.full((8,), 7.0))
+
+    def forward(self, value):
+        if len(value) > len(self.cache):
+            self.cache = torch.ones(len(value))
+        return super().forward(value) * self.cache[: len(value), None]
+
+
+def alone(what: str, stage: int, one: int):
+    """What the others cannot see, done on rank `one` in its second step; everything else is alike."""
+    rank = rank_processes.rank()
+    torch.manual_seed(0)
+    model = Growing(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16))
+    model[0].requires_grad_(what != "unfrozen")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zero = zeroshard.shard(model, optimizer, stage=stage)
+    said = ""
+
+    def run(step: int, odd: bool):
+        long = torch.ones(50, 16) if odd and what == "a longer buffer" else x(rank)
+        if odd and what == "unfrozen":
+            model[0].requires_grad_(True)
+        model(long).square().mean().backward()
+        if odd and what.startswith("cleared"):
+            optimizer.zero_grad()
+        if what == "cleared, then more":
+            model(x(rank)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for step in range(3):
+        try:
+            run(step, odd=step == 1 and rank == one)
+        except PeerError as error:
+            said = str(error)
+            model[0].requires_grad_(what != "unfrozen")
+            optimizer.zero_grad()
+            model.cache = torch.ones(3)
+    with zero.gathered():
+        return said, reference.weights(model)
+
+
+@pytest.mark.row(6)
+@pytest.mark.parametrize("one", [0, 1])
+@pytest.mark.parametrize("what", ["cleared", "cleared, then more", "unfrozen", "a longer buffer"])
+def test_what_one_rank_alone_has_done_is_named_on_both(ranks, what, stage, one):
+    """Cleared gradients, an unfrozen parameter, a buffer that has grown: an error on both ranks, and no half update.
+
+    Caught, the ranks go on alike.
+    """
+    first, second = ranks.run(2, alone, what, stage, one, group_timeout=20)
+    word = {"unfrozen": "'frozen'", "a longer buffer": "'cache': ((50,)"}.get(what, "parameters have gradients")
+    assert word in first[0] and word in second[0]
+    assert f"rank {one}: " in first[0]
+    assert reference.first_difference(first[1], second[1]) == ""
+
+
+def one_edits(stage: int, how: str):
+    """Rank 0 alone loads weights in gathered(); what the log says on this rank."""
+    model, _, zero = three(stage)
+    weights = {name: torch.ones(16, 16) if "weight" in name else torch.ones(16) for name, _ in model.named_parameters()}
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("zeroshard").addHandler(handler)
+    try:
+        with zero.gathered(write_from=0 if how == "write_from" else None):
+            if zero.rank == 0 or how == "all":
+                model.load_state_dict(weights)
+    finally:
+        logging.getLogger("zeroshard").removeHandler(handler)
+    with zero.gathered():
+        ones = sum(int((param == 1).sum()) for param in model.parameters())
+    return said, ones
+
+
+@pytest.mark.parametrize("how", ["one", "write_from", "all"])
+def test_edits_of_one_rank_alone_are_said_to_mix(ranks, stage, how):
+    """The owner's edit of every element counts: where ranks edit differently rank 0 warns, and only there."""
+    (said, ones), (other, same) = ranks.run(2, one_edits, stage, how)
+    assert ones == same and (ones == 3 * (16 * 16 + 16)) == (how != "one")
+    assert len(said) == (how == "one") and other == []
+    assert all("write_from" in line for line in said)
 
 
 # --- gradients touched in unusual ways ------------------------------------------------------------------------------------

@@ -279,6 +279,62 @@ def test_row60_a_forked_child_neither_ends_its_parents_watch_nor_outlives_it():
         asking.close()
 
 
+CROWD = """
+import json, resource, sys
+from zeroshard.watch import Watch, _ask
+resource.setrlimit(resource.RLIMIT_NOFILE, (4096, max(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1])))
+if len(sys.argv) == 1:
+    watch = Watch(0, "127.0.0.1", lambda: {"doing": "well", "waits": False, "failed": False})
+    print(json.dumps(watch.place), flush=True)
+    sys.stdin.read()
+else:
+    place = tuple(json.loads(sys.argv[1]))
+    answers = _ask({rank: place for rank in range(512)}, {}).values()
+    print(sorted({answer.silence or answer.doing for answer in answers}))
+"""
+
+
+@pytest.mark.row(2)
+def test_row2_a_rank_that_hundreds_ask_at_once_is_not_called_silent():
+    """All ranks may find at the same moment that a collective did not complete."""
+    answering = subprocess.Popen(
+        [sys.executable, "-c", CROWD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    command = [sys.executable, "-c", CROWD, answering.stdout.readline()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    answering.communicate(timeout=30)
+    assert done.stdout == "['well']\n", done
+
+
+def beside_ddp(stage: int):
+    """`shard` beside DistributedDataParallel, in every order: what is said."""
+    ddp = torch.nn.parallel.DistributedDataParallel
+
+    def attempt(order):
+        model = models.build("mlp")
+        outer = ddp(model) if order != "after" else model
+        try:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            zeroshard.shard(outer if order == "around" else model, optimizer, stage=stage)
+            outer = ddp(model) if order == "after" else outer
+            outer(models.batch("mlp", 0, 0)[0]).sum().backward()
+        except Error as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing"
+
+    return [attempt(order) for order in ("around", "inside", "after")]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_ddp_around_the_model_is_refused(ranks, stage):
+    """Both would take the gradients: without the refusal nothing trains, and nothing says so."""
+    for around, inside, after in ranks.run(2, beside_ddp, stage, timeout=30.0):
+        assert "DistributedDataParallel and zeroshard would both reduce the gradients" in around
+        assert "DistributedDataParallel and zeroshard would both reduce the gradients" in inside
+        expected = "ReleasedError" if stage == 3 else "DistributedDataParallel and zeroshard would both"
+        assert expected in after  # DDP reads the weights when it is made
+
+
 def destroyed(stage: int):
     model = models.build("mlp")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -363,6 +419,16 @@ for wrong in (
         print("nothing")
     except zeroshard.Error as error:
         print(type(error).__name__, error)
+model(torch.arange(6)).square().mean().backward()
+old = linear.weight.grad
+optimizer.step()
+optimizer.zero_grad()
+model(torch.arange(6)).square().mean().backward()
+try:
+    old.mul_(0)
+    print("nothing")
+except zeroshard.Error as error:
+    print(type(error).__name__, error)
 setattr(model, "1", torch.nn.Linear(8, 8))
 try:
     model(torch.arange(6))
@@ -380,4 +446,4 @@ def test_row65_python_o_warnings_as_errors_and_deterministic_algorithms(tmp_path
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         assert (done.returncode, done.stderr) == (0, ""), done.stderr
         said.append(done.stdout)
-    assert said[0] == said[1] and "nothing" not in said[0].splitlines() and said[0].count("Error") >= 11
+    assert said[0] == said[1] and "nothing" not in said[0].splitlines() and said[0].count("Error") >= 12

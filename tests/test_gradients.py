@@ -814,8 +814,11 @@ def test_p_grad_is_made_once_unless_somebody_keeps_it(stage):
     assert ranks.run(1, identities, stage) == [(True, True, True, 1.0, True, True)]
 
 
-def unreturned(stage, scale, fail):
-    """Gradients of two losses that the model does not return: with hooks of the user's own, after a backward that failed."""
+def unreturned(stage, scale, fail, late):
+    """Gradients of two losses that the model does not return: with hooks of the user's own, after a backward that failed.
+
+    late: the hooks are registered after `shard`.
+    """
     model = models.build("auxiliary")
     features, _ = models.batch("auxiliary", 0, 0)
     model(features)
@@ -826,10 +829,16 @@ def unreturned(stage, scale, fail):
     def edit(param):
         param.grad.mul_(scale)
 
-    for param in model.parameters():
+    params = list(model.parameters())
+    for param in params if not late else ():
         param.register_post_accumulate_grad_hook(edit)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(params, lr=0.1)
     zeroshard.shard(model, optimizer, stage=stage)
+    for param in params if late else ():
+        param.register_post_accumulate_grad_hook(edit)
+    if late:
+        model(features).sum().backward()  # one that the model returned; from then on our hooks are the last
+        model.zero_grad()
     if fail:
         model(features).sum().backward()  # what failed drops this too
     out = model(features)
@@ -846,11 +855,44 @@ def unreturned(stage, scale, fail):
 
 @pytest.mark.row(4)
 @pytest.mark.parametrize("fail", [False, True], ids=["", "after-one-that-failed"])
-@pytest.mark.parametrize("scale", [1, 2], ids=["", "hooks-that-edit"])
+@pytest.mark.parametrize(
+    ("scale", "late"), [(1, False), (2, False), (2, True)], ids=["", "hooks-that-edit", "hooks-registered-late"]
+)
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_backward_that_a_gradient_begins(stage, scale, fail):
-    """A hook registered before `shard` edits what comes, as in any other backward; and none of it is lost."""
-    assert ranks.run(1, unreturned, stage, scale, fail) == [""]
+def test_a_backward_that_a_gradient_begins(stage, scale, late, fail):
+    """A hook of the user's edits what comes, as in any other backward; and none of it is lost."""
+    assert ranks.run(1, unreturned, stage, scale, fail, late) == [""]
+
+
+def hooked_late(stage):
+    """Hooks that were registered after `shard`, and one before it: what each finds in `p.grad`, and the gradients."""
+    rank = ranks.rank()
+    model, found = models.build("mlp"), []
+    params = list(model.parameters())
+
+    def scale(by, param):
+        param.grad.mul_(by)
+
+    params[0].register_post_accumulate_grad_hook(partial(scale, 2))
+    zeroshard.shard(model, torch.optim.SGD(params, lr=0.1), stage=stage)
+    for param in params:
+        param.register_post_accumulate_grad_hook(lambda param: found.append(type(param.grad)))
+        param.register_post_accumulate_grad_hook(partial(scale, 4))
+    models.loss("mlp", model, models.batch("mlp", 0, rank)).backward()
+    got = [param.grad.full_tensor() for param in params]
+    plain = models.build("mlp")
+    for index in range(2):
+        models.loss("mlp", plain, models.batch("mlp", 0, index)).backward()
+    averages = [param.grad / 2 for param in plain.parameters()]
+    want = [averages[0] * 8, *(average * 4 for average in averages[1:])]
+    assert found == [torch.Tensor] * len(params)
+    return all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_hooks_see_the_gradient_whenever_they_were_registered(stage):
+    """Ours is always the last: gradients that hooks have multiplied, averaged over two ranks."""
+    assert ranks.run(2, hooked_late, stage) == [True, True]
 
 
 def twice_differentiable(stage):

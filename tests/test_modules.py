@@ -13,6 +13,7 @@ import models
 import reference
 import zeroshard
 from zeroshard import Comm, Layout
+from zeroshard.buffer import Buffer
 
 PLAIN = {
     "gpt": {},
@@ -513,6 +514,41 @@ def interrupted(stage: int):
 
     clean = run(False)
     return reference.first_difference(run(True), clean), reference.first_difference(clean, run(False, sharded=False))
+
+
+def interrupted_while_opening(stage: int, at: int):
+    """A KeyboardInterrupt in the `at`-th opening of a bucket, on both ranks, then two steps."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+    optimizer = adamw(model)
+    zero = zeroshard.shard(model, optimizer, stage=stage, layout=Layout(units=["*"]))
+    opened, really = [], Buffer.open
+
+    def stop(buffer):
+        opened.append(buffer)
+        if len(opened) == at:
+            raise KeyboardInterrupt
+        really(buffer)
+
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Buffer, "open", stop)
+        model(torch.ones(2, 16))
+    for _ in range(2):
+        model(torch.ones(2, 16)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert zero.ledger().phase == "between"
+    if stage == 3:
+        for layer in model:
+            with pytest.raises(zeroshard.errors.ReleasedError):
+                layer.weight.sum()
+
+
+@pytest.mark.row(4)
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_an_interrupt_while_a_unit_is_opened(ranks, stage, at):
+    """Nothing stays open: a weight that is read outside is refused, never an old one."""
+    ranks.run(2, interrupted_while_opening, stage, at)
 
 
 @pytest.mark.row(4, 23)

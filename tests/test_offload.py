@@ -490,6 +490,27 @@ def test_row_55_a_damaged_file_is_named_on_every_rank_and_nothing_stale_is_used(
         assert resumed == went_on[rank]
 
 
+def whole_gradient(folder):
+    """Rank 1's file of sums cannot be read when a whole gradient is asked for."""
+    model, _, zero = start(3, offload(folder, gradients="nvme", digests=True))
+    models.loss("gpt", model, models.batch("gpt", 0, zero.rank)).backward()
+    if zero.rank == 1:
+        corrupt(zero)
+    try:
+        for param in model.parameters():
+            param.grad.full_tensor()
+    except (TierError, PeerError) as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_row_55_a_whole_gradient_that_cannot_be_read_is_an_error_on_every_rank(tmp_path):
+    """At once, and not what the next agreement finds: the gradient may never meet another one."""
+    first, second = ranks.run(2, whole_gradient, str(tmp_path), group_timeout=20)
+    assert first[0] == "PeerError" and second[0] == "TierError"
+    assert "has digest" in first[1] and "has digest" in second[1] and "rank 1" in first[1]
+
+
 def too_large(folder, checkpoint):
     """The optimizer's states, which are made in the first step, do not fit on rank 1's disk."""
     model, optimizer, zero = start(3, offload(folder, optimizer="nvme"))

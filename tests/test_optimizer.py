@@ -517,6 +517,127 @@ def test_a_scheduler_over_an_added_group():
     check(added_with_scheduler, state=False)
 
 
+def added_wrongly(stage):
+    model = models.build("mlp", sizes=SIZES)
+    optimizer, other = (torch.optim.SGD(model[at].parameters(), lr=0.1) for at in (0, 2))
+    zeroshard.shard(model, [optimizer, other], stage=stage)
+    model(models.batch("mlp", 0, 0)[0]).sum().backward()
+    said = []
+    foreign = nn.Sequential(nn.Linear(3, 3))
+    zeroshard.shard(foreign, None, stage=0)
+    for params in (model[0], model[2], nn.Linear(3, 3), foreign):
+        optimizer.add_param_group({"params": list(params.parameters())})
+        with pytest.raises(UserError) as raised:
+            optimizer.step()
+        said.append(str(raised.value))
+        del optimizer.param_groups[1:]
+    optimizer.step()
+    return said
+
+
+@pytest.mark.parametrize("world", [1, 2], ids=lambda world: f"ranks{world}")
+def test_groups_that_are_added_later_are_checked_like_the_first(world, stage):
+    """A parameter that this or another optimizer updates already, or that is not the model's, is refused by name."""
+    for twice, others, plain, foreign in ranks.run(world, added_wrongly, stage):
+        assert "two groups or optimizers hold the same parameter" in twice and "'0.weight'" in twice
+        assert "two groups or optimizers hold the same parameter" in others and "'2.weight'" in others
+        assert "not the model's" in plain and "not the model's" in foreign
+
+
+def without_a_group(path):
+    def built(which):
+        model = models.build("mlp", sizes=SIZES)
+        linear = [model[at] for at in (0, 2, 4)]
+        groups = [{"params": linear[at].parameters(), "lr": 0.1 * (at + 1)} for at in which]
+        optimizer = torch.optim.SGD(groups, momentum=0.9)
+        return model, optimizer, zeroshard.shard(model, optimizer)
+
+    def train(model, optimizer):
+        model(models.batch("mlp", 0, 0)[0]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.zero_grad()
+
+    model, optimizer, zero = built([0, 1, 2])
+    train(model, optimizer)
+    del optimizer.param_groups[0]
+    train(model, optimizer)
+    zero.save(path)
+    model, optimizer, zero = built([1, 2])
+    for group in optimizer.param_groups:
+        group["lr"] = 5.0
+    zero.load(path)
+    return [group["lr"] for group in optimizer.param_groups]
+
+
+def test_a_group_that_was_removed_is_forgotten(tmp_path):
+    """Its parameters are updated no more, and a checkpoint gives the other groups their own options."""
+    assert ranks.run(2, without_a_group, tmp_path / "ckpt") == [[0.1 * 2, 0.1 * 3]] * 2
+
+
+def inside_backward(stage):
+    """torch's tutorial on a step in a hook of each parameter."""
+    model = models.build("mlp", sizes=SIZES)
+    optimizers = {param: torch.optim.SGD([param], lr=0.1) for param in model.parameters()}
+    zeroshard.shard(model, list(optimizers.values()), stage=stage)
+    for param, optimizer in optimizers.items():
+        param.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+    with pytest.raises(StateError, match=r"step\(\) inside backward"):
+        model(models.batch("mlp", 0, 0)[0]).sum().backward()
+
+
+def test_a_step_inside_backward_is_refused():
+    """The gradients are not summed then; it had stepped with none, and nothing trained."""
+    for stage in STAGES:
+        ranks.run(2, inside_backward, stage)
+
+
+def made_too_late(stage):
+    """An optimizer that shard() never saw."""
+    model = models.build("mlp", sizes=SIZES)
+    zeroshard.shard(model, None, stage=stage)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(models.batch("mlp", 0, 0)[0]).sum().backward()
+    with pytest.raises(StateError, match=r"shard\(model, optimizer\)"):
+        optimizer.step()
+
+
+def test_an_optimizer_made_after_shard_is_told_where_it_belongs():
+    for stage in STAGES:
+        ranks.run(2, made_too_late, stage)
+
+
+def refused_late():
+    """Adafactor's rows and columns cannot be cut."""
+    model = models.build("mlp", sizes=SIZES)
+    optimizer = torch.optim.Adafactor(model.parameters())
+    model(models.batch("mlp", 0, 0)[0]).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    kinds = [type(param) for param in model.parameters()]
+    with pytest.raises(UserError, match="state that cannot be cut"):
+        zeroshard.shard(model, optimizer, layout=Layout(bounds="tensor"))
+    assert [type(param) for param in model.parameters()] == kinds
+    zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_state_that_cannot_be_cut_is_refused_before_anything_changes():
+    """After the refusal the model is plain and can be sharded with another optimizer."""
+    ranks.run(2, refused_late)
+
+
+def with_a_function():
+    """Options that are objects have another address on every rank."""
+    model = models.build("mlp", sizes=SIZES)
+    optimizer = torch.optim.SGD([{"params": model.parameters(), "scale": lambda: object()}], lr=0.1)
+    zeroshard.shard(model, optimizer)
+
+
+def test_functions_among_the_options_are_no_disagreement():
+    """Only what ranks can compare by its words is compared."""
+    ranks.run(2, with_a_function)
+
+
 # ------------------------------------------------------------------------------------------ an optimizer that had stepped
 
 

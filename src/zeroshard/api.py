@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fnmatch
+import functools
+import logging
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
-from . import loading, saving, trace
+from . import loading, saving
 from .assembly import Assembly
 from .buffer import Buffer
 from .checkpoint import Engine, drawing
@@ -26,10 +28,10 @@ from .finite import Finding, Finite
 from .gradient import Gradients
 from .guard import Guarded, cover_constructors
 from .layout import Bucket, Layout, Slot
-from .numerics import Precision, same_bits
+from .numerics import Precision, digest, same_bits
 from .nvme import NvmeTier
 from .optim import Binding
-from .preflight import Structure, by_bucket
+from .preflight import Structure, by_bucket, check_added, refuse_wrapper
 from .process_group import connect
 from .reduction import Reduction
 from .saving import Saving
@@ -40,6 +42,8 @@ from .unit import Managed, Unit
 
 if TYPE_CHECKING:
     from .explain.document import Page
+
+log = logging.getLogger("zeroshard")
 
 
 def shard(
@@ -165,7 +169,7 @@ class Zero:
             if buffer.bucket.trainable:
                 self._reduction.add(self._gradients.add(buffer), self._units[buffer.bucket.unit])
         self._schedule = Schedule(self._units, self._gradients, self._reduction, self._group, comm)
-        self._schedule.before_forward = self._before_forward
+        self._schedule.before_forward, self._schedule.alike = self._before_forward, self._alike
         self._schedule.cast_inputs = precision.param_dtype if precision.cast_inputs else None
         self._schedule.hook_gradients()
         self._gradients.recover = self._schedule.recover
@@ -177,7 +181,10 @@ class Zero:
         ]
         for binding in self._bindings:
             binding.before_step = self._before_step
+            binding.check_added = functools.partial(check_added, model, self._buffers)
         self._structure = Structure(model)
+        self._now: dict[str, Any] = {}  # what `_alike` has found, and what of it was alike when it last met the others
+        self._found: dict[str, Any] = {}
         self._known = self._traits()
         for unit in self._units:
             unit.module.__dict__["__reduce_ex__"] = _refuse_copy  # what deepcopy, pickle and torch.save ask first
@@ -202,9 +209,28 @@ class Zero:
     # --- before each forward and step -------------------------------------------------------------------------------
 
     def _before_forward(self, training: bool) -> None:
+        around = nn.parallel.DistributedDataParallel._active_ddp_module
+        if around is not None:
+            refuse_wrapper(type(around).__name__, "around the sharded model")
+        self._found |= self._now
         self._notice_edits_of_structure()
-        if training and self._layout.buffers == "broadcast":
-            self._broadcast_buffers()
+        self._broadcast_buffers(self._sent_buffers(training))
+
+    def _alike(self, training: bool) -> tuple[int, Callable[[], str]]:
+        """A digest of what every rank must have alike in a forward; in words, what of it is not as it was."""
+        if self.world_size == 1:
+            return 0, str
+        with torch._C.DisableTorchFunctionSubclass():
+            now: dict[str, Any] = {"frozen": [each.name for each in self._managed if not each.param.requires_grad]}
+        now |= {name: (tuple(sent.shape), sent.dtype) for name, sent in self._sent_buffers(training).items()}
+        self._now, found = now, self._found
+        return zlib.crc32(repr(now).encode()), lambda: str({key: now[key] for key in now if now[key] != found.get(key)})
+
+    def _sent_buffers(self, training: bool) -> dict[str, Tensor]:
+        """What rank 0 sends to all before a forward that trains, as DDP does."""
+        sends = training and self.world_size > 1 and self._layout.buffers == "broadcast"
+        named = self.model.named_buffers() if sends else ()
+        return {name: tensor for name, tensor in named if tensor.numel() and not tensor.is_meta}
 
     def _before_step(self) -> None:
         self._notice_edits_of_structure()
@@ -256,16 +282,15 @@ class Zero:
         for binding in self._bindings:
             binding.adopt()
 
-    def _broadcast_buffers(self) -> None:
-        """Rank 0's buffers to all, as DDP does. Equal ones are not written, so autograd's versions stay."""
-        tensors = [tensor for tensor in self.model.buffers() if tensor.numel() and not tensor.is_meta]
-        if not tensors or self.world_size == 1:
+    def _broadcast_buffers(self, named: dict[str, Tensor]) -> None:
+        """Rank 0's to all. Equal ones are not written, so autograd's versions stay."""
+        if not named:
             return
         with torch.inference_mode(False), torch.no_grad():
-            raw = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors])
+            raw = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in named.values()])
             self._group.broadcast(raw)
             at = 0
-            for tensor in tensors:
+            for tensor in named.values():
                 nbytes = tensor.numel() * tensor.itemsize
                 theirs = raw[at : at + nbytes].clone().view(tensor.dtype).view(tensor.shape)
                 at += nbytes
@@ -329,7 +354,12 @@ class Zero:
 
     @torch.no_grad()
     def _leave_gathered(self, units: list[Unit], write_from: int | None) -> None:
-        self._group.meet("leaving gathered()", len(units))
+        told = self._group.poll("leaving gathered()", len(units), 0 if write_from is not None else _digest(units))
+        if self.rank == 0 and len(set(told)) > 1:
+            log.warning(
+                "the ranks leave gathered() with different weights: of each element its owner's counts, a mixture. "
+                "Make the same edits on every rank, or say whose count: zero.gathered(write_from=0)"
+            )
         for buffer in (buffer for unit in units for buffer in unit.buffers):
             buffer.rebind()
             if write_from is not None:
@@ -502,8 +532,8 @@ class Zero:
     def optimizer_members(self) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any], list[tuple[Bucket, Slot]]]]:
         """(optimizer, group, the parameters it updates on whichever rank), for every group of every optimizer."""
         for binding in self._bindings:
-            for number, group in enumerate(binding.optimizer.param_groups):
-                places = [member.place for member in binding.members if member.group == number]
+            for group in binding.optimizer.param_groups:
+                places = [member.place for member in binding.members if member.group is group]
                 yield binding.optimizer, group, [(p.buffer.bucket, p.buffer.bucket.slots[p.position]) for p in places]
 
     def ledger(self) -> Ledger:
@@ -562,15 +592,18 @@ class Zero:
 
     def trace(self, path: str | os.PathLike[str]) -> None:
         """Write what all ranks recorded as one Chrome trace, for ui.perfetto.dev. Collective; rank 0 writes."""
+        from .integrations import chrome_trace
+
         path, record = absolute(path), self._ledger.record
-        ranks = self._group.describe(None if record is None else trace.facts(record, self.events()))
+        facts = None if record is None else chrome_trace.facts(record, self.events())
+        ranks = self._group.describe(facts, "writing a trace")
         silent = [rank for rank, told in enumerate(ranks) if told is None]
         if silent:
             raise StateError(
                 "nothing was recorded", where=f"ranks {silent}", instead="zero.record() on every rank, before the steps"
             )
         if self.rank == 0:
-            trace.write(path, ranks)
+            chrome_trace.write(path, ranks)
 
     def explain(
         self, path: str | os.PathLike[str] | None = None, *, metrics: Sequence[Mapping[str, float]] | None = None
@@ -584,6 +617,11 @@ class Zero:
         from .explain import run
 
         return run.explain(self, None if path is None else absolute(path), metrics)
+
+
+def _digest(units: list[Unit]) -> int:
+    found = [digest(buffer.full) for unit in units for buffer in unit.buffers]
+    return zlib.crc32(repr(found).encode())
 
 
 def _refuse_copy(protocol: Any) -> NoReturn:

@@ -19,7 +19,7 @@ from .events import DEVICE, HOST, NVME
 from .layout import Bucket, Layout, Partition, Spec, partition
 from .numerics import Precision
 from .nvme import NvmeTier
-from .preflight import agree, check_offload, check_optimizers, check_parameters, check_settings, describe
+from .preflight import agree, check_model, check_offload, check_optimizers, check_parameters, check_settings, describe
 from .stage import placements
 from .tier import STATES, DeviceTier, HostTier, Offload, Tier
 from .unit import Managed, Unit, borrowed, check_initialisers, find_units, managed_parameters, materialise, on_meta
@@ -52,6 +52,7 @@ class Assembly:
         facts: dict[str, Any] = {}
         named: list[tuple[str, nn.Module]] = []
         try:
+            check_model(self.model)
             named = find_units(self.model, layout)
             self.managed = managed_parameters(self.model, named, layout)
             check_parameters(self.managed)

@@ -63,6 +63,7 @@ class Place:
     def __init__(self, buffer: Buffer, position: int) -> None:
         self.buffer = buffer
         self.position = position
+        self.updated = False  # by an optimizer, on whichever rank
 
     @property
     def name(self) -> str:

@@ -164,13 +164,13 @@ def persistent(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def options(engine: Engine, binding: Binding) -> dict[str, Any]:
     """An optimizer's class, and its groups by the names of their parameters."""
     groups = []
-    for number, group in enumerate(binding.optimizer.param_groups):
+    for group in binding.optimizer.param_groups:
         told = {}
         for key, value in group.items():
             if key not in ("params", "param_names"):
                 value = float(value) if isinstance(value, Tensor) else value
                 told[key] = list(value) if isinstance(value, tuple) else value
-        names = [m.place.buffer.bucket.slots[m.place.position].name for m in binding.members if m.group == number]
+        names = [m.place.buffer.bucket.slots[m.place.position].name for m in binding.members if m.group is group]
         names += [engine.alone[id(p)].bucket.slots[0].name for p in group["params"] if id(p) in engine.alone]
         groups.append({"parameters": names, "options": told})
     return {"class": type(binding.optimizer).__name__, "groups": groups}
@@ -182,10 +182,10 @@ def rng_states() -> dict[str, Any]:
     states = {
         "python": [version, list(numbers), gauss],
         "numpy": [kind, numpy.asarray(keys).tobytes().hex(), *rest],
-        "torch": bytes(torch.get_rng_state().tolist()).hex(),
+        "torch": torch.get_rng_state().numpy().tobytes().hex(),
     }
     if torch.cuda.is_available():
-        states["cuda"] = bytes(torch.cuda.get_rng_state().tolist()).hex()
+        states["cuda"] = torch.cuda.get_rng_state().numpy().tobytes().hex()
     return states
 
 

@@ -67,9 +67,12 @@ class Comm:
                 got=repr(self.prefetch),
                 instead="Comm(prefetch=1)",
             )
-        if self.timeout is not None and not (isinstance(self.timeout, (int, float)) and self.timeout > 0):
+        known = isinstance(self.timeout, (int, float)) and 0 < self.timeout <= 10**9
+        if self.timeout is not None and not known:
             raise UserError(
-                "Comm.timeout is a positive number of seconds", got=repr(self.timeout), instead="Comm(timeout=600)"
+                "Comm.timeout is a positive number of seconds, up to a billion",
+                got=repr(self.timeout),
+                instead="Comm(timeout=600)",
             )
         if self.prefetch and not self.overlap:
             # Without overlap a prefetch would only hold memory longer; the pair is not a contradiction worth an error.
@@ -126,7 +129,7 @@ _holding: set[Work] = set()
 MEETINGS = (
     "construction", "forward", "forward without grad", "backward", "backward under no_sync", "end of backward",
     "choosing what to gather", "step", "end of step", "a question about gradients", "gathered()", "leaving gathered()",
-    "saving", "loading", "exporting",
+    "saving", "loading", "exporting", "writing a trace", "explaining", "telling the others",
 )  # fmt: skip
 # engine, meeting, number, steps completed, three integers of the meeting's own, reductions launched, failed?
 HEADER = 9
@@ -259,8 +262,8 @@ class Group:
         """Elementwise sum over the ranks of a CPU tensor of integers, in place."""
         self._count_control(tensor.numel() * tensor.itemsize)
 
-    def describe(self, facts: Any) -> list[Any]:
-        """Every rank's JSON-able `facts`, in rank order."""
+    def describe(self, facts: Any, what: str = "telling the others") -> list[Any]:
+        """Every rank's JSON-able `facts`, in rank order. what: the meeting that this is."""
         return [facts]
 
     def problems(self, mine: str | None) -> list[str]:

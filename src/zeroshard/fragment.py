@@ -27,7 +27,7 @@ class Member(NamedTuple):
     """A parameter that an optimizer updates, on whichever rank, and the group it is in."""
 
     place: Place
-    group: int
+    group: dict[str, Any]
 
 
 class Fragment(NamedTuple):
@@ -71,16 +71,9 @@ class States:
         value = value.detach().to(like.device, copy=True).contiguous()
         if broadcast:
             self.group.broadcast(value.view(-1))
-        if key in SCALARS or (value.dim() == 0 and slot.shape):
+        if _is_scalar(key, value, slot.shape):
             return value if options.get("fused") or options.get("capturable") else value.to(home)
-        if tuple(value.shape) != slot.shape:
-            raise UserError(
-                "the optimizer already has state that cannot be cut",
-                where=f"{type(self.optimizer).__name__}.state of {slot.name!r}, key {key!r}",
-                expected=f"shape {slot.shape} or a scalar",
-                got=tuple(value.shape),
-                instead="shard before the first step",
-            )
+        check_cut(self.optimizer, slot.name, slot.shape, key, value)
         part = slot.within(*fragment.buffer.updated)
         value = value.reshape(-1)[part.start : part.stop].view(like.shape)
         # As load_state_dict does it: state goes along in the dtype of what is updated.
@@ -172,6 +165,22 @@ class States:
                         fragment.param.data = view(buffer, fragment.position, whole=whole)
         for rest in filter(None, (*self.moving(buffer), buffer.shard, buffer.gradients)):
             rest.behind()
+
+
+def check_cut(optimizer: Any, name: str, shape: tuple[int, ...], key: str, value: Any) -> None:
+    """Refuse state of a whole parameter that a rank cannot keep its part of."""
+    if isinstance(value, Tensor) and not _is_scalar(key, value, shape) and tuple(value.shape) != shape:
+        raise UserError(
+            "the optimizer already has state that cannot be cut",
+            where=f"{type(optimizer).__name__}.state of {name!r}, key {key!r}",
+            expected=f"shape {shape} or a scalar",
+            got=tuple(value.shape),
+            instead="shard before the first step",
+        )
+
+
+def _is_scalar(key: str, value: Tensor, shape: tuple[int, ...]) -> bool:
+    return key in SCALARS or (value.dim() == 0 and shape != ())
 
 
 def view(buffer: Buffer, position: int, *, whole: bool, inside: bool = False) -> Tensor:

@@ -331,11 +331,13 @@ class Gradients:
         accumulator, buffer = entry.accumulator, entry.accumulator.buffer
         first, last = buffer.owned
         whole = torch.zeros(buffer.bucket.numel, dtype=buffer.grad_dtype, device=buffer.full.device)
-        with accumulator.rest.here(changed=False):
+        with self.reporting(), accumulator.rest.here(changed=False):
             whole[first:last].copy_(accumulator.total)
         if not accumulator.averaged:
             average_(whole[first:last], self.group.ranks)
         self.group.gather(whole, buffer.bucket.bounds, "gradients", buffer.bucket.index).wait()
+        if accumulator.rest.away:  # on some rank it may not have come
+            self.agree()
         return whole[entry.slot.start : entry.slot.stop].view(entry.slot.shape).clone()
 
     def unscale(self, grads: Sequence[ShardedGrad], found_inf: Tensor, inv_scale: Tensor) -> None:
@@ -439,7 +441,9 @@ class ShardedGrad(Tensor):
             f"a sharded gradient cannot answer {what}",
             where=f"gradient of {self._entry.slot.name!r}",
             expected="clip_grad_norm_, clip_grad_value_, GradScaler, zero_ and elementwise edits in place",
-            instead="p.grad.full_tensor() on every rank, or p.grad.to_local() for this rank's elements",
+            instead="p.grad.full_tensor() on every rank, or p.grad.to_local() for this rank's elements"
+            if self._number in self._book.updaters
+            else "shard(model, optimizer), if this is a step: no optimizer that shard(...) was given updates it",
         )
 
     def tolist(self) -> NoReturn:  # torch refuses these two itself, but says no remedy
@@ -463,12 +467,12 @@ class ShardedGrad(Tensor):
 
     def editable(self) -> Tensor:
         """This rank's elements, averaged, to be changed in place; inside its accumulator's rest.here()."""
-        assert self._current is not None
+        entry = self._current
         self._book.settle()
         self._book.forget_answers()
-        self._entry.accumulator.average()
-        self._entry.accumulator.spread = False
-        return self._entry.accumulator.fragment(self._entry.position)
+        entry.accumulator.average()
+        entry.accumulator.spread = False
+        return entry.accumulator.fragment(entry.position)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -486,11 +490,13 @@ class ShardedGrad(Tensor):
         if func in _ELEMENTWISE and isinstance(args[0], ShardedGrad):
             _edit(func, args[0], args[1:], kwargs)
             return args[0]
-        if func in _FOREACH:
+        if func in _FOREACH:  # in a list with gradients of parameters that are not managed, perhaps
             for number, grad in enumerate(args[0]):
-                _edit(
-                    _FOREACH[func], grad, [a[number] if isinstance(a, (list, tuple)) else a for a in args[1:]], kwargs
-                )
+                others = [a[number] if isinstance(a, (list, tuple)) else a for a in args[1:]]
+                if isinstance(grad, ShardedGrad):
+                    _edit(_FOREACH[func], grad, others, kwargs)
+                else:
+                    _FOREACH[func](grad, *others, **kwargs)
             return None
         first = next(leaf for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(leaf, ShardedGrad))
         raise first._cannot(func)
@@ -499,7 +505,8 @@ class ShardedGrad(Tensor):
 def _norm(
     func: Any, what: Any, order: float = 2.0, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Any:
-    grads = what if isinstance(what, (list, tuple)) else [what]
+    several = what if isinstance(what, (list, tuple)) else [what]
+    grads = [grad for grad in several if isinstance(grad, ShardedGrad)]
     for grad in grads:
         if grad._is_fragment:
             raise StateError(
@@ -514,7 +521,12 @@ def _norm(
             got=f"dim={dim}",
             instead="p.grad.full_tensor().norm(dim=...) on every rank",
         )
-    norms = [grad._book.norm(grad._current, float(order)) for grad in grads]
+    norms = [
+        grad._book.norm(grad._current, float(order))
+        if isinstance(grad, ShardedGrad)
+        else torch.linalg.vector_norm(grad, order, dtype=dtype)
+        for grad in several
+    ]
     return norms if isinstance(what, (list, tuple)) else norms[0]
 
 

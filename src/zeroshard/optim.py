@@ -26,7 +26,7 @@ from .events import NVME, ends
 from .finite import Finite
 from .fragment import Fragment, Member, States, view
 from .gradient import Entry, Gradients, ShardedGrad
-from .schedule import Schedule, stack_depth
+from .schedule import Schedule, in_backward, stack_depth
 
 
 class Binding:
@@ -61,6 +61,7 @@ class Binding:
         self._averages: dict[int, Tensor] = {}  # by fragment's id, where its averaged gradient always lies
         self._copies: dict[int, tuple[Buffer, Tensor]] = {}  # by bucket, of its averages in the fragments' dtype
         self.before_step: Callable[[], None] = lambda: None
+        self.check_added: Callable[[list[nn.Parameter]], None] = lambda added: None
         self._steps = 0
         self._updated: list[Buffer] = []  # what the running step updates
         self._bound: dict[int, Tensor] = {}  # by fragment's id, the gradient that it was given
@@ -97,16 +98,18 @@ class Binding:
         """Adopt what was added to the groups, forget what was removed."""
         now = [param for group in self.optimizer.param_groups for param in group["params"]]
         if len(now) != len(self._held) or not all(map(operator.is_, now, self._held)):
+            held = set(map(id, self._held))
+            self.check_added([param for param in now if id(param) not in held])
             self.adopt()
 
     def adopt(self, *, broadcast_state: bool = False) -> None:
         """Replace whatever full parameters the groups hold (all at construction, later those of `add_param_group`)."""
-        for number, group in enumerate(self.optimizer.param_groups):
+        for group in self.optimizer.param_groups:
             params: list[nn.Parameter] = group["params"]
             if not any(hasattr(param, "_zeroshard") for param in params):
                 continue
             made = [
-                self._fragment(param, number, broadcast_state) if hasattr(param, "_zeroshard") else None
+                self._fragment(param, group, broadcast_state) if hasattr(param, "_zeroshard") else None
                 for param in params
             ]
             kept = [
@@ -121,6 +124,7 @@ class Binding:
             params[:] = [param for param, _ in kept]  # in place: LBFGS, for one, keeps this very list
         self._held = [param for group in self.optimizer.param_groups for param in group["params"]]
         held = set(map(id, self._held))
+        self._forget(held)
         self.fragments = [fragment for fragment in self.fragments if id(fragment.param) in held]
         self.states.follow(self.fragments)
         self._entry_of, self._averages = {}, {}
@@ -139,19 +143,30 @@ class Binding:
         if self.fragments:
             self.gradients.stand_ins[self.number] = self.fragments[0].param
 
-    def _fragment(self, param: nn.Parameter, group: int, broadcast_state: bool) -> nn.Parameter:
+    def _forget(self, held: set[int]) -> None:
+        """Groups may have been removed, and with them what was in them."""
+        gone = {id(fragment.param) for fragment in self.fragments} - held
+        for known in self.gradients.fragments.values():
+            known[:] = [param for param in known if id(param) not in gone]
+        groups = set(map(id, self.optimizer.param_groups))
+        for member in self.members:
+            member.place.updated = id(member.group) in groups
+        self.members = [member for member in self.members if member.place.updated]
+        updaters = self.gradients.updaters
+        self.gradients.updaters = {number: by for number, by in updaters.items() if by != self.number}
+
+    def _fragment(self, param: nn.Parameter, group: dict[str, Any], broadcast_state: bool) -> nn.Parameter:
         place: Place = param._zeroshard  # type: ignore[attr-defined]
         with torch._C.DisableTorchFunctionSubclass():
             fragment = nn.Parameter(self._view(place), requires_grad=param.requires_grad)
         held = Fragment(fragment, place.buffer, place.position)
         self.fragments.append(held)
         self.members.append(Member(place, group))
+        place.updated = True
         state = self.optimizer.state.pop(param, None)
         if state:
-            options = self.optimizer.param_groups[group]
             kept = {
-                key: self.states.cut(held, key, value, options, broadcast=broadcast_state)
-                for key, value in state.items()
+                key: self.states.cut(held, key, value, group, broadcast=broadcast_state) for key, value in state.items()
             }
             if fragment.numel():
                 self.optimizer.state[fragment] = kept
@@ -176,6 +191,12 @@ class Binding:
     def _before(
         self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if in_backward():
+            raise StateError(
+                "optimizer.step() inside backward: the gradients are not summed over the ranks yet",
+                where=f"optimizer {self.number}, rank {self.group.rank}",
+                instead="optimizer.step() after loss.backward(), from no hook of a parameter",
+            )
         if self._nested(stack_depth()):
             return None
         self._depth = stack_depth()
@@ -210,9 +231,12 @@ class Binding:
     def _begin(self) -> None:
         self.schedule.before_step()
         options, edits = self._options(), self.gradients.take_edits()
+        having = sorted(self.gradients.having(self._entries))
         self.group.meet(
-            "step", self._steps + 1, self.number, zlib.crc32(options.encode()), zlib.crc32(repr(edits).encode()),
-            facts=lambda: f"gradients were scaled by {edits[-3:]}, options {options}",
+            "step", self._steps + 1, self.number, zlib.crc32(options.encode()),
+            zlib.crc32(repr((edits, having)).encode()),
+            facts=lambda: f"{len(having)} of {len(self._entries)} parameters have gradients, which were scaled by "
+            f"{edits[-3:]}; options {options}",
         )  # fmt: skip
         self._steps += 1
         self.gradients.settle()
@@ -234,7 +258,7 @@ class Binding:
                     {
                         key: value.item() if isinstance(value, Tensor) else value
                         for key, value in group.items()
-                        if key not in ("params", "param_names") and _plain(value)
+                        if key not in ("params", "param_names") and plain(value)
                     }
                     for group in self.optimizer.param_groups
                 ]
@@ -397,13 +421,12 @@ class Binding:
             self.gradients.hide(self._entries)
 
 
-def _plain(value: Any) -> bool:
+def plain(value: Any) -> bool:
+    """Can ranks compare it by its words? A number, a word, or a tuple of those."""
     if isinstance(value, Tensor):
         return value.numel() == 1 and value.device.type == "cpu"  # asking a device for it would wait for the device
     return (
-        value is None
-        or isinstance(value, (bool, int, float, str))
-        or (type(value) is tuple and all(map(_plain, value)))
+        value is None or isinstance(value, (bool, int, float, str)) or (type(value) is tuple and all(map(plain, value)))
     )
 
 

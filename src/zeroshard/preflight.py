@@ -6,21 +6,41 @@ A rank that must refuse says so to the others first, so that all of them raise i
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from .buffer import Buffer
 from .comm import Comm, Group
 from .errors import PeerError, UserError
+from .fragment import check_cut
 from .layout import Layout, Partition
 from .numerics import Precision
+from .optim import plain
 from .tier import Offload
 from .unit import Managed
 
 ELEMENTWISE = {"SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "NAdam", "RAdam", "Adamax", "ASGD", "Rprop"}
 WHOLE_TENSORS = {"Adafactor", "Muon"}
 BY_TENSOR = ELEMENTWISE | WHOLE_TENSORS  # what happens to a tensor depends on no other
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse what would reduce the gradients a second time."""
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            refuse_wrapper(type(module).__name__, f"module {name!r}" if name else "the model itself")
+
+
+def refuse_wrapper(kind: str, where: str) -> NoReturn:
+    raise UserError(
+        f"{kind} and zeroshard would both reduce the gradients",
+        where=where,
+        expected="the plain model",
+        got=kind,
+        instead=f"shard(model, ...) without {kind}, which stage 0 stands for",
+    )
 
 
 def check_parameters(managed: list[Managed]) -> None:
@@ -74,6 +94,23 @@ def check_offload(optimizers: list[Any], offload: Offload) -> None:
             )
 
 
+def check_added(model: nn.Module, buffers: list[Buffer], added: list[nn.Parameter]) -> None:
+    """Refuse what `add_param_group` brought after `shard`, where it is not the model's or is updated already."""
+    ignored = {id(param) for param in model.parameters() if not hasattr(param, "_zeroshard")}
+    for param in added:
+        place = getattr(param, "_zeroshard", None)
+        if id(param) not in ignored and not (place is not None and any(place.buffer is own for own in buffers)):
+            raise UserError(_FOREIGN, where=f"a group that was added, shape {tuple(param.shape)}", instead=_TOGETHER)
+        if place is not None and place.updated:
+            raise UserError(_TWICE, where=f"a group that was added, parameter {place.name!r}", instead=_ONCE)
+
+
+_FOREIGN = "the optimizer holds a parameter that is not the model's"
+_TOGETHER = "put all trained modules under one nn.Module and shard that"
+_TWICE = "two groups or optimizers hold the same parameter"
+_ONCE = "give each parameter to one group of one optimizer"
+
+
 def check_optimizers(
     model: nn.Module, managed: list[Managed], optimizers: list[Any], partition: Partition, *, replicated: bool
 ) -> None:
@@ -86,19 +123,16 @@ def check_optimizers(
     for number, optimizer in enumerate(optimizers):
         for at, group in enumerate(optimizer.param_groups):
             for position, param in enumerate(group["params"]):
+                where = f"optimizer {number}, group {at}, parameter {position}"
                 if id(param) not in owned | ignored:
-                    raise UserError(
-                        "the optimizer holds a parameter that is not the model's",
-                        where=f"optimizer {number}, group {at}, parameter {position}",
-                        instead="put all trained modules under one nn.Module and shard that",
-                    )
+                    raise UserError(_FOREIGN, where=where, instead=_TOGETHER)
                 if id(param) in seen:
-                    raise UserError(
-                        "two optimizers hold the same parameter",
-                        where=f"optimizer {number}, group {at}, parameter {position}",
-                        instead="give each parameter to one optimizer",
-                    )
+                    raise UserError(_TWICE, where=where, instead=_ONCE)
                 seen.add(id(param))
+    for optimizer in optimizers:
+        for record in managed:
+            for key, value in optimizer.state.get(record.param, {}).items():
+                check_cut(optimizer, record.name, tuple(record.param.shape), key, value)
 
 
 def check_optimizer(optimizer: Any, partition: Partition, *, replicated: bool) -> None:
@@ -180,8 +214,11 @@ def describe(
         for at, group in enumerate(optimizer.param_groups):
             where = f"optimizer {number} ({type(optimizer).__name__}) group {at}"
             facts[f"{where} parameters"] = [names.get(id(param), "ignored") for param in group["params"]]
+            # An object's address differs from rank to rank, and says nothing.
             facts |= {
-                f"{where} {key}": repr(value) for key, value in group.items() if key not in ("params", "param_names")
+                f"{where} {key}": repr(value) if plain(value) else type(value).__name__
+                for key, value in group.items()
+                if key not in ("params", "param_names")
             }
             for param in group["params"]:
                 if state := optimizer.state.get(param):
@@ -200,7 +237,9 @@ def agree(group: Group, facts: dict[str, Any], problem: UserError | None) -> int
 
     Answers with rank 0's seed, which need not be everyone's.
     """
-    told = group.describe({"problem": None if problem is None else str(problem), "seed": torch.initial_seed(), **facts})
+    told = group.describe(
+        {"problem": None if problem is None else str(problem), "seed": torch.initial_seed(), **facts}, "construction"
+    )
     everyone, seed = [{**each, "seed": None} for each in told], int(told[0]["seed"])
     if problem is not None:
         raise problem

@@ -143,7 +143,7 @@ class ProcessGroup(Group):
     def flags(self, mine: bytes) -> bytes:
         tensor = torch.frombuffer(bytearray(mine), dtype=torch.uint8) if mine else torch.empty(0, dtype=torch.uint8)
         self.maximum(tensor)
-        return bytes(tensor.tolist())
+        return tensor.numpy().tobytes()
 
     def maximum(self, tensor: Tensor) -> None:
         self._all_reduce(tensor, dist.ReduceOp.MAX)
@@ -156,9 +156,9 @@ class ProcessGroup(Group):
         self._control(dist.all_reduce, tensor, op, at=f"what follows {self._met}")
         ends(event)
 
-    def describe(self, facts: Any) -> list[Any]:
+    def describe(self, facts: Any, what: str = "telling the others") -> list[Any]:
         text = json.dumps(facts).encode()
-        lengths = [row[0] for row in self.poll("construction", 0, len(text))]
+        lengths = [row[0] for row in self.poll(what, 0, len(text))]
         return [json.loads(told) for told in self._texts(text, lengths)]
 
     def _texts(self, mine: bytes, lengths: list[int]) -> list[bytes]:
@@ -167,7 +167,7 @@ class ProcessGroup(Group):
         everyone = torch.empty(self.ranks * padded.numel(), dtype=torch.uint8)
         self._control(_all_gather, everyone, padded, at=f"what follows {self._met}")
         rows = everyone.view(self.ranks, -1)
-        return [bytes(rows[rank, :length].tolist()) for rank, length in enumerate(lengths)]
+        return [rows[rank, :length].numpy().tobytes() for rank, length in enumerate(lengths)]
 
     def _tell(self, trouble: str) -> list[str]:
         """What each rank says for itself, once they have found that they do different things."""

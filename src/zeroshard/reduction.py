@@ -93,33 +93,39 @@ class Reduction:
 
     # --- one backward -----------------------------------------------------------------------------------------------
 
-    def begin(self, *, local: bool) -> None:
-        """Start counting. `local`: under no_sync, contributions are added up here and not sent."""
+    def kept(self) -> set[int]:
+        """The numbers of the gradients that another backward would add to: those that the user has not cleared."""
+        return self.gradients.having([entry for each in self.flights.values() for entry in self._summed(each)])
+
+    def _summed(self, flight: Flight) -> list[Entry]:
+        accumulator = flight.accumulator
+        if not accumulator.filled and accumulator.local is None:
+            return []
+        first = self.gradients.first_number[accumulator.buffer.bucket.index]
+        return self.gradients.entries[first : first + len(accumulator.buffer.params)]
+
+    def begin(self, kept: set[int], *, local: bool) -> None:
+        """Start counting. kept: as above. local: under no_sync, contributions are added up here and not sent."""
         self._local, self._next, self._patient = local, 0, True
         self._again.clear()
         self.gradients.forget_answers()
-        kept: set[int] = set()
         for flight in self.flights.values():
             flight.landed.clear()
             flight.launched = flight.hold = False
-            kept |= self._notice_cleared(flight.accumulator)
+            self._notice_cleared(flight, kept)
             flight.expect()
         self.finite.begin()
         self._hidden = self.gradients.take(kept)
 
-    def _notice_cleared(self, accumulator: Accumulator) -> set[int]:
-        """Gradients that the user cleared since do not count any more, singly or all together. Returns the others."""
-        if not accumulator.filled and accumulator.local is None:
-            return set()
-        first = self.gradients.first_number[accumulator.buffer.bucket.index]
-        entries = self.gradients.entries[first : first + len(accumulator.buffer.params)]
-        kept = self.gradients.having(entries)
-        if not kept:
+    def _notice_cleared(self, flight: Flight, kept: set[int]) -> None:
+        """Gradients that the user cleared since do not count any more, singly or all together."""
+        accumulator, entries = flight.accumulator, self._summed(flight)
+        if not any(entry.number in kept for entry in entries):
             self.gradients.hide(entries)
             accumulator.clear()
             self._give_back(accumulator.local)
             accumulator.local = None
-            return kept
+            return
         for entry in entries:
             fragments = self.gradients.fragments.get(entry.number, ())
             if entry.number in kept and fragments and all(fragment.grad is None for fragment in fragments):
@@ -129,7 +135,6 @@ class Reduction:
                 accumulator.zero(entry.position)
                 if accumulator.local is not None:
                     accumulator.local[entry.slot.start : entry.slot.stop].zero_()
-        return kept
 
     def arrived(self, entry: Entry, flight: Flight, early: Tensor | None, *, nested: bool) -> bool:
         """A parameter of this bucket has its gradient: `early`, or in `p.grad`. Is that part of what is sent?"""

@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import sys
 import weakref
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -52,10 +53,11 @@ class Frame:
     """One running forward of a unit."""
 
     unit: Unit
-    pushed: bool
     recompute: bool
-    event: Event | None
-    profiled: contextlib.AbstractContextManager[Any]
+    opened: list[Unit] = dataclasses.field(default_factory=list)
+    pushed: bool = False
+    event: Event | None = None
+    profiled: contextlib.AbstractContextManager[Any] = dataclasses.field(default_factory=contextlib.nullcontext)
 
 
 class Schedule:
@@ -75,6 +77,7 @@ class Schedule:
         self.releases = any(unit.released for unit in units)
         self.local = False  # inside no_sync()
         self.before_forward: Callable[[bool], None] = lambda training: None
+        self.alike: Callable[[bool], tuple[int, Callable[[], str]]] = lambda training: (0, str)
         self.cast_inputs: torch.dtype | None = None
         self._frames: list[Frame] = []
         self._depth = 0  # of the Python stack where the outermost of them was entered
@@ -88,7 +91,7 @@ class Schedule:
         self._at: tuple[Unit, Event | None] | None = None  # the unit that backward is working on
         group.on_disagreement = _weak(self._level)
         self._unit_of = {id(buffer): unit for unit in units for buffer in unit.buffers}
-        self._hooked: set[int] = set()
+        self._hooked: dict[int, int] = {}  # by entry number, its hook's in the parameter's table
         for unit in units:
             for buffer in unit.buffers:
                 buffer.on_touch, buffer.on_fetch = _weak(self.touch), _weak(self.fetch)
@@ -103,8 +106,16 @@ class Schedule:
         """Watch every trainable parameter's gradient. Called again after parameters were unfrozen."""
         for entry in self.gradients.entries:
             if entry.param.requires_grad and entry.number not in self._hooked:
-                self._hooked.add(entry.number)
-                entry.param.register_post_accumulate_grad_hook(_weak(self.after_accumulation, entry.number))
+                hook = _weak(self.after_accumulation, entry.number)
+                self._hooked[entry.number] = entry.param.register_post_accumulate_grad_hook(hook).id
+
+    def _stay_last(self) -> None:
+        """Hooks that the user registered since see the gradient before it is taken."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for number, ours in self._hooked.items():
+                hooks = self.gradients.entries[number].param._post_accumulate_grad_hooks
+                if next(reversed(hooks)) != ours:
+                    hooks[ours] = hooks.pop(ours)
 
     # --- forward ----------------------------------------------------------------------------------------------------
 
@@ -122,23 +133,27 @@ class Schedule:
             self._begin_forward(unit)
             if self.cast_inputs is not None:
                 args, kwargs = tree_map_only(Tensor, self._cast, (args, kwargs))
+        frame = Frame(unit, recompute)  # there before anything is opened: an interrupt may come at any moment
+        self._frames.append(frame)
         for needed in (unit, *unit.borrows):
             self.script.demand(needed)
+            frame.opened.append(needed)
             needed.open_calls += 1
             needed.open()
         unit.calls += not recompute and (torch.is_grad_enabled() or self._grad_forward)
-        pushed = self.releases and torch.is_grad_enabled()
-        if pushed:
+        if self.releases and torch.is_grad_enabled():
             self.saved.push()
+            frame.pushed = True
         verb = "recompute" if recompute else "forward"
-        frame = Frame(unit, pushed, recompute, self.ledger.note(verb, unit=unit.name), profiled(verb, unit.name))
-        frame.profiled.__enter__()
-        self._frames.append(frame)
+        frame.event = self.ledger.note(verb, unit=unit.name)
+        range_ = profiled(verb, unit.name)
+        range_.__enter__()
+        frame.profiled = range_
         return args, kwargs
 
     def leave(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
         """A unit's forward ended, normally or by an exception."""
-        if any(frame.unit is unit for frame in self._frames):  # else its pre-hook never ran to the end
+        if any(frame.unit is unit for frame in self._frames):  # else its forward was refused before it began
             # After a loss there is nothing to wait for, and the error that is under way has said so.
             with contextlib.suppress(PeerError) if self.group.lost else contextlib.nullcontext():
                 frame = self._unwind(unit)
@@ -153,7 +168,7 @@ class Schedule:
             ends(frame.event)
             if frame.pushed:
                 self.saved.pop()
-            for needed in (frame.unit, *frame.unit.borrows):
+            for needed in frame.opened:
                 needed.open_calls -= 1
                 needed.close()
                 if not frame.recompute and self.settings.release_after_forward:
@@ -171,11 +186,16 @@ class Schedule:
         training = self._grad_forward and unit.module.training
         kind = "forward" if self._grad_forward else "forward without grad"
         if self._grad_forward or self.releases:
-            self.group.meet(kind, self._forwards + 1, unit.index, training)
+            alike, words = self.alike(training)
+            self.group.meet(kind, self._forwards + 1, unit.index, training, alike, facts=words)
             self._forwards += 1
         self.ledger.begin("forward")
-        self.before_forward(training)
-        self.flush_pinned()
+        try:
+            self.before_forward(training)
+            self.flush_pinned()
+        except BaseException:
+            self.ledger.end("forward")
+            raise
         if self.releases:
             self.script.begin((kind, unit.index))
 
@@ -228,7 +248,8 @@ class Schedule:
                 "a sharded parameter was read while it is not gathered",
                 where=f"parameter {buffer.bucket.slots[index].name!r}, rank {self.group.rank}",
                 expected="the model's own forward or backward",
-                instead="with zero.gathered(): ...   (on every rank)",
+                instead="with zero.gathered(): ...   (on every rank). Call parts of the model through its forward; "
+                "move or convert it before shard(...); give its optimizer to shard(model, optimizer)",
             )
         self.script.demand(unit)
         unit.touched = True
@@ -264,12 +285,16 @@ class Schedule:
             return
         if self._backward is not None:  # autograd dropped the callback: an exception ended that backward
             self._abort_backward()
-        self.group.meet("backward under no_sync" if self.local else "backward", self._backwards + 1)
+        kept, kind = self.reduction.kept(), "backward under no_sync" if self.local else "backward"
+        which = zlib.crc32(repr(sorted(kept)).encode())
+        facts = f"{len(kept)} parameters have gradients that this backward adds to"
+        self.group.meet(kind, self._backwards + 1, which, facts=lambda: facts)
         self._backwards += 1
         self._backward = torch._C._current_graph_task_id()
         self._recent.clear()
+        self._stay_last()
         try:
-            self.reduction.begin(local=self.local)
+            self.reduction.begin(kept, local=self.local)
             self._own_segment = self.releases and not self.script.active
             if self._own_segment:
                 self.script.begin(("backward", 0))

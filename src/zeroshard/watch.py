@@ -57,7 +57,9 @@ class Watch:
         self.alarm: dict[int, str] = {}  # rank -> what it did: none of them will come to any collective
         self.peers: list[Place] = []  # by rank
         self._about = about
-        self._server = socket.create_server((host, 0), backlog=128)
+        self._server = socket.create_server(
+            (host, 0), backlog=4096
+        )  # all ranks may ask at once; the kernel takes its own most
         self.place = (host, int(self._server.getsockname()[1]), secrets.token_hex(8))
         thread = threading.Thread(target=_serve, args=(self._server, weakref.ref(self)), name="watch", daemon=True)
         thread.start()

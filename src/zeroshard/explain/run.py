@@ -48,7 +48,7 @@ def gather(zero: Zero) -> dict[str, Any]:
     """A `Run` without curves, the same on every rank. Collective."""
     record = zero._ledger.record
     span = None if record is None else last_step(zero.events())
-    silent = zero._group.describe(record is None)
+    silent = zero._group.describe(record is None, "explaining")
     if any(silent) and not all(silent):
         raise StateError(
             "some ranks have recorded and others have not",

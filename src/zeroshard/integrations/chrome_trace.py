@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from .events import Event, Record
+from ..events import Event, Record
 
 
 def facts(record: Record, events: Sequence[Event]) -> dict[str, Any]:

@@ -467,7 +467,7 @@ def another_model(path):
     with pytest.raises(CheckpointError) as error:
         zero.load(path)
     assert "has shape" in str(error.value) and "optimizer 0 is SGD, saved was AdamW" in str(error.value)
-    assert "is tied as" in str(error.value) or "head.weight" in str(error.value)
+    assert "head.weight" in str(error.value)
     assert str(error.value).count("\n    ") >= 5  # all at once
     return len(zero.load(path, strict=False).skipped) >= 5
 

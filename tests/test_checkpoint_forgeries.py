@@ -193,7 +193,6 @@ def test_row44_every_difference_is_told_at_once(ranks, tmp_path):
         "buffer 'wide' is (3,) torch.float32, saved was (4,) torch.float32",
         "optimizer 0, group 0: no saved group holds just what it does, ['same.weight', 'same.bias', 'transposed']",
     ]
-    assert sorted(skipped)[1:] == sorted(each for each in wanted if "group" not in each) or len(skipped) == 8
     assert [each for each in wanted if each not in text and not each.startswith("optimizer")] == []
     assert "no saved group holds just what it does" in text and text.count("\n    ") == len(skipped) == 8
     assert all((param == 1).all() for name, param in kept if not name.startswith("same"))

@@ -312,6 +312,7 @@ def test_resuming_a_killed_run_passes_over_a_damaged_checkpoint(run, tmp_path):
     assert "passes over a damaged checkpoint" in done.stderr
     assert f"resumed from {last.parent / f'step-{step:08d}'}, saved on 2 ranks" in done.stdout
     assert "3 micro-batches a step, 2 before: the losses are not those of a run that never stopped" in done.stdout
+    assert f"{step + 3} steps, 1000000 before: the learning rate goes on as in a run of {step + 3}" in done.stdout
     steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, step + 4))
 

@@ -7,7 +7,7 @@ shard      a rank's contiguous piece of a bucket
 fragment   the part of a slot inside a shard; what the optimizer sees
 block      128 elements from a slot's start; no cut falls inside one
 placement  for each state (parameters, gradients, optimizer): sharded or replicated
-tier       where a state rests: the device; later host memory and NVMe
+tier       where a state rests: the device, host memory, files on NVMe
 gather     make a unit's full parameters present
 reduce     sum the ranks' gradients, in rank order, at each shard's owner
 release    give a unit's full parameters' memory back

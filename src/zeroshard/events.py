@@ -2,7 +2,8 @@
 
 A *state* is what the bytes are for ("parameters", "gradients", "master", an optimizer's own names, and in passing
 "gather", "prefetch", "reduce", ...); a *verb* is what happened ("gather", "reduce", "release", ...); a *phase* is what
-the loop is doing ("init", "forward", "backward", "reduce", "step", "gather", "save", or "between" them).
+the loop is doing ("init", "forward", "backward", "reduce", "step", "gather", "save", "export", or
+"between" them).
 
 The ledger always counts. Events are recorded only when asked for, into a ring that forgets the oldest.
 """

@@ -302,7 +302,6 @@ def _flat_bounds(packed: list[_Packed], cuts: Callable[[int, list[int]], list[in
         where = cuts(total, edges)
         for i, start in zip(members, starts, strict=True):
             bounds[i] = tuple(min(max(cut - start, 0), packed[i].numel) for cut in where)
-            bounds[i] = (0, *bounds[i][1:-1], packed[i].numel)
     return [bounds[i] for i in range(len(packed))]
 
 

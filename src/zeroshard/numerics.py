@@ -7,7 +7,7 @@ the accumulator's arithmetic. It depends on neither stage, bucket size nor cut, 
 PyTorch does when one process accumulates the same micro-batches one after the other.
 
 *Norms by exact integer sums.* Squares are added per block of 128 elements in a fixed tree, in fp32; the block sums
-are then added as integers, which no order or cut can change (`Bins`).
+are then added as integers, which no order or cut can change (`empty_bins`).
 """
 
 from __future__ import annotations

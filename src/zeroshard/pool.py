@@ -52,7 +52,7 @@ class Pool:
         return tensor
 
     def give_back(self, tensor: Tensor) -> None:
-        """Nobody uses it any more. Memory that is dropped without this goes back to the kernel with its last tensor."""
+        """Nobody uses it any more. Until this is said the memory stays, tensor or not."""
         block = self._used.pop(tensor.data_ptr(), None)
         if block is not None:
             self._idle.append(block)

@@ -2,7 +2,8 @@
 
 A checkpoint of `zeroshard train` keeps its run's settings. What decides the losses stays as it was, and an option that
 says otherwise is refused: the model's size, the data, the seed, the batch, the rate, the precision. What must not
-change a bit may change: ranks, stage, device, where files go.
+change a bit may change: ranks, stage, device, where files go. So may the number of steps, which the learning rate falls
+over: that is said.
 """
 
 from __future__ import annotations

@@ -127,6 +127,10 @@ def _resume(config: RunConfig, zero: zeroshard.Zero, scheduler: LRScheduler, cor
             screen.say(
                 f"{now} micro-batches a step, {before} before: the losses are not those of a run that never stopped"
             )
+        if run["steps"] != config.steps:
+            screen.say(
+                f"{config.steps} steps, {run['steps']} before: the learning rate goes on as in a run of {config.steps}"
+            )
     return int(run["step"])
 
 

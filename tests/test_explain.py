@@ -627,6 +627,59 @@ def test_what_is_gathered_is_told_from_what_is_on_its_way():
     assert peak["flying"] == [2, 3]
 
 
+def test_what_is_being_gathered_for_use_is_full_weights():
+    """A gather that was not sent ahead is what its bytes are from their reservation on, before it has begun."""
+    held = [[0, "device", "parameters", 5], [3, "device", "gather", 4], [8, "device", "gather", 0]]
+    peak = step_of(held, [["gather", "parameters", 0, "blocks.0", 4, 2, 2, 4, 5, 0]])
+    assert (peak["at"], peak["why"]) == (3, {"gather": "full weights of blocks.0"})
+
+
+REDUCTIONS = [["reduce", "gradients", bucket, f"blocks.{bucket}", 8, 4, 4, start, end, 0]
+              for bucket, start, end in ((2, 2, 5), (1, 4, 12), (0, 6, 14))]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("bytes_of_reduce", "moves", "says"),
+    [
+        # Three, each with its own contribution (8) and room for the other rank's (4): the first is done, and still there.
+        ([12, 24, 36], 3, "gradients on their way: blocks.1, blocks.0; buffers of blocks.2, whose sums are done, kept for the next"),
+        ([12, 24], 2, "gradients on their way: blocks.2, blocks.1"),
+        ([12, 24, 30], 3, "gradients on their way: blocks.1, blocks.0; buffers of those done, kept for the next, or being filled"),
+        ([12, 20], 1, "gradients on their way: blocks.2; the next being put together"),
+        # Contributions that lie in the accumulator itself.
+        ([4, 8, 12], 3, "gradients on their way: blocks.1, blocks.0; buffers of blocks.2, whose sums are done, kept for the next"),
+        ([12], 0, "gradients being put together"),
+    ],
+)  # fmt: skip
+def test_a_reduction_that_is_done_keeps_its_buffers(bytes_of_reduce, moves, says):
+    held = [[0, "device", "parameters", 5]]
+    held += [[1 + 2 * at, "device", "reduce", nbytes] for at, nbytes in enumerate(bytes_of_reduce)]
+    peak = step_of([*held, [15, "device", "reduce", 0]], REDUCTIONS[:moves])
+    assert peak["why"] == {"reduce": says}
+
+
+def test_the_bytes_of_a_peak_are_those_of_the_units_it_names(transformer):
+    """In backward at stage 2 the five modules' 520 bytes and the other rank's 260; at stage 3 forward the widest."""
+    stages = transformer["stages"]
+    for stage in stages[:2]:  # whose contributions lie in the accumulator: the other rank's 260 alone
+        peak = next(m for m in stage["moments"] if m["key"] == "backward")["ranks"][0]["peak"]
+        assert peak["held"]["reduce"] == 260
+        assert {unit for unit in MODULES_260 if unit in peak["why"]["reduce"]} == MODULES_260
+    backward, forward = (
+        {m["key"]: m for m in stages[n]["moments"]}[key] for n, key in ((2, "backward"), (3, "forward"))
+    )
+    for rank in (0, 1):
+        peak = backward["ranks"][rank]["peak"]
+        assert peak["held"]["reduce"] == 780
+        assert peak["why"]["reduce"].startswith("gradients on their way: ")
+        assert {unit for unit in MODULES_260 if unit in peak["why"]["reduce"]} == MODULES_260
+        peak = forward["ranks"][rank]["peak"]
+        assert (peak["held"]["gather"], peak["why"]) == (148 * 2, {"gather": "full weights of feed_forward"})
+
+
+MODULES_260 = {"norm1", "attention", "norm2", "feed_forward", "head"}
+
+
 def test_the_peak_is_the_devices():
     """What rests in host memory and files counts there, whatever it comes to."""
     held = [[0, "device", "parameters", 5], [0, "host", "exp_avg", 90], [3, "device", "gather", 4], [4, "host", "staging", 50],

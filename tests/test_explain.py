@@ -333,6 +333,10 @@ def test_the_four_weights(walkthroughs):
     assert values["loss"] == [10.125, 15.125]
     assert values["forward"] == [[["h", -7.0], ["a", 0.0], ["y", 0.5]], [["h", 1.0], ["a", 1.0], ["y", 1.5]]]
     assert [stage["nbytes"] for stage in found["stages"]] == [64, 40, 36, 32]
+    assert [(way["gathered_elements"], way["reduced_elements"]) for way in found["checkpointing"]] == [
+        (6, 4), (8, 4), (8, 4)
+    ]  # fmt: skip
+    assert found["decimals"]["loss_after"] == pytest.approx([9.68, 12.35045], rel=1e-6)  # epsilon against 2.75 or more
     ways = {way["how"]: (way["gathered"], way["elements"], way["passes"]) for way in found["checkpointing"]}
     assert ways == {
         "none": (["layer1", "layer2", "layer2"], 10, 2.5),
@@ -360,6 +364,23 @@ def test_the_four_weights_say_what_their_collectives_are(walkthroughs):
         ]  # fmt: skip
         sent = [line["sent"] for line in lines if line["verb"] == "reduce"]
         assert sent == [[4, 0], [0, 4]][rank]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_four_weights_in_the_order_of_their_arithmetic(walkthroughs, stage):
+    """dL/dw3 = -4.5 a: no gradient of layer2 before a is there again, none of layer1 before its weights; then Adam."""
+    for rank, lines in enumerate(walkthroughs["four"]["stages"][stage]["story"]):
+        told = [(line["verb"], line["unit"]) for line in lines if line["verb"] not in ("gather", "reduce", "release")]
+        assert told[:3] == [("forward", ""), ("forward", "layer1"), ("forward", "layer2")]
+        assert told[3:8] == [
+            ("reach", "layer2"), ("recompute", "layer1"), ("recompute", "layer2"), ("backward", "layer2"),
+            ("backward", "layer1"),
+        ]  # fmt: skip
+        assert told[8:] == [("step", unit) for unit in ("layer1", "layer2") if not stage or unit == f"layer{rank + 1}"]
+        order = [(line["verb"], line["state"]) for line in lines if line["phase"] == "step"]
+        adam = [at for at, (verb, _) in enumerate(order) if verb == "step"]
+        assert all(at < min(adam) for at, what in enumerate(order) if what == ("gather", "gradients"))
+        assert all(at > max(adam) for at, what in enumerate(order) if what == ("gather", "parameters"))
 
 
 def test_the_flat_buffer(kernels, walkthroughs):
@@ -1024,6 +1045,7 @@ def test_the_terminal_tells_the_same(capsys):
             assert " ".join(note["right"].split()) in flat
     for value in packaged()["four"]["values"]["parameters_after"]:
         assert repr(value) in out
+    assert "stage 3 moves 2.97 passes" in flat and f"their sum, kept in bfloat16 {values['sum'][130]}" in flat
 
 
 @pytest.mark.parametrize(

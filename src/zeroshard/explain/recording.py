@@ -212,7 +212,8 @@ def _gathered(moves: Sequence[Sequence[Any]], at: int, after: int, nbytes: int) 
             found[bucket] = unit, logical
         elif verb == "release" and start <= at:
             found.pop(bucket, None)
-    here, ahead = [], []
+    here: list[str] = []
+    ahead: list[str] = []
     for unit, logical in found.values():
         (here if logical <= nbytes else ahead).append(unit)
         nbytes -= logical if logical <= nbytes else 0

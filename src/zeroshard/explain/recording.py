@@ -169,7 +169,7 @@ def peak_of(
         "prefetch": f"weights sent ahead of their use: {_names(ahead)}" if ahead else "weights sent ahead of their use",
         "reduce": _reduced(held, moves, at, after, states.get("reduce", 0), rests.get("reduce", 0)),
         "staging": "buffers between the device and where a state rests",
-        "norms": "sums of squares, for clipping",
+        "norms": "the map from elements to parameters, for the norm of gradients",
         "upcast": "gradients in the masters' dtype",
     }
     return {
@@ -241,7 +241,7 @@ def _reduced(
     words = [f"gradients on their way: {_names([*dict.fromkeys(m[3] for m in flying)])}"] if flying else []
     left = nbytes - rests - needs(flying)
     if left > 0 and left == needs(done):
-        # Named in full: the bytes are theirs, and there is room for those of few.
+        # What is left is exactly theirs.
         words.append(
             f"buffers of {_names([*dict.fromkeys(m[3] for m in done)])}, whose sums are done, kept for the next"
         )

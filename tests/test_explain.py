@@ -333,6 +333,10 @@ def test_the_four_weights(walkthroughs):
     assert values["loss"] == [10.125, 15.125]
     assert values["forward"] == [[["h", -7.0], ["a", 0.0], ["y", 0.5]], [["h", 1.0], ["a", 1.0], ["y", 1.5]]]
     assert [stage["nbytes"] for stage in found["stages"]] == [64, 40, 36, 32]
+    assert [(way["gathered_elements"], way["reduced_elements"]) for way in found["checkpointing"]] == [
+        (6, 4), (8, 4), (8, 4)
+    ]  # fmt: skip
+    assert found["decimals"]["loss_after"] == pytest.approx([9.68, 12.35045], rel=1e-6)  # epsilon against 2.75 or more
     ways = {way["how"]: (way["gathered"], way["elements"], way["passes"]) for way in found["checkpointing"]}
     assert ways == {
         "none": (["layer1", "layer2", "layer2"], 10, 2.5),
@@ -360,6 +364,23 @@ def test_the_four_weights_say_what_their_collectives_are(walkthroughs):
         ]  # fmt: skip
         sent = [line["sent"] for line in lines if line["verb"] == "reduce"]
         assert sent == [[4, 0], [0, 4]][rank]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_four_weights_in_the_order_of_their_arithmetic(walkthroughs, stage):
+    """dL/dw3 = -4.5 a: no gradient of layer2 before a is there again, none of layer1 before its weights; then Adam."""
+    for rank, lines in enumerate(walkthroughs["four"]["stages"][stage]["story"]):
+        told = [(line["verb"], line["unit"]) for line in lines if line["verb"] not in ("gather", "reduce", "release")]
+        assert told[:3] == [("forward", ""), ("forward", "layer1"), ("forward", "layer2")]
+        assert told[3:8] == [
+            ("reach", "layer2"), ("recompute", "layer1"), ("recompute", "layer2"), ("backward", "layer2"),
+            ("backward", "layer1"),
+        ]  # fmt: skip
+        assert told[8:] == [("step", unit) for unit in ("layer1", "layer2") if not stage or unit == f"layer{rank + 1}"]
+        order = [(line["verb"], line["state"]) for line in lines if line["phase"] == "step"]
+        adam = [at for at, (verb, _) in enumerate(order) if verb == "step"]
+        assert all(at < min(adam) for at, what in enumerate(order) if what == ("gather", "gradients"))
+        assert all(at > max(adam) for at, what in enumerate(order) if what == ("gather", "parameters"))
 
 
 def test_the_flat_buffer(kernels, walkthroughs):
@@ -625,6 +646,59 @@ def test_what_is_gathered_is_told_from_what_is_on_its_way():
         "gather": "full weights of blocks.1", "prefetch": "weights sent ahead of their use: blocks.2, blocks.3"
     }  # fmt: skip
     assert peak["flying"] == [2, 3]
+
+
+def test_what_is_being_gathered_for_use_is_full_weights():
+    """A gather that was not sent ahead is what its bytes are from their reservation on, before it has begun."""
+    held = [[0, "device", "parameters", 5], [3, "device", "gather", 4], [8, "device", "gather", 0]]
+    peak = step_of(held, [["gather", "parameters", 0, "blocks.0", 4, 2, 2, 4, 5, 0]])
+    assert (peak["at"], peak["why"]) == (3, {"gather": "full weights of blocks.0"})
+
+
+REDUCTIONS = [["reduce", "gradients", bucket, f"blocks.{bucket}", 8, 4, 4, start, end, 0]
+              for bucket, start, end in ((2, 2, 5), (1, 4, 12), (0, 6, 14))]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("bytes_of_reduce", "moves", "says"),
+    [
+        # Three, each with its own contribution (8) and room for the other rank's (4): the first is done, and still there.
+        ([12, 24, 36], 3, "gradients on their way: blocks.1, blocks.0; buffers of blocks.2, whose sums are done, kept for the next"),
+        ([12, 24], 2, "gradients on their way: blocks.2, blocks.1"),
+        ([12, 24, 30], 3, "gradients on their way: blocks.1, blocks.0; buffers of those done, kept for the next, or being filled"),
+        ([12, 20], 1, "gradients on their way: blocks.2; the next being put together"),
+        # Contributions that lie in the accumulator itself.
+        ([4, 8, 12], 3, "gradients on their way: blocks.1, blocks.0; buffers of blocks.2, whose sums are done, kept for the next"),
+        ([12], 0, "gradients being put together"),
+    ],
+)  # fmt: skip
+def test_a_reduction_that_is_done_keeps_its_buffers(bytes_of_reduce, moves, says):
+    held = [[0, "device", "parameters", 5]]
+    held += [[1 + 2 * at, "device", "reduce", nbytes] for at, nbytes in enumerate(bytes_of_reduce)]
+    peak = step_of([*held, [15, "device", "reduce", 0]], REDUCTIONS[:moves])
+    assert peak["why"] == {"reduce": says}
+
+
+def test_the_bytes_of_a_peak_are_those_of_the_units_it_names(transformer):
+    """In backward at stage 2 the five modules' 520 bytes and the other rank's 260; at stage 3 forward the widest."""
+    stages = transformer["stages"]
+    for stage in stages[:2]:  # whose contributions lie in the accumulator: the other rank's 260 alone
+        peak = next(m for m in stage["moments"] if m["key"] == "backward")["ranks"][0]["peak"]
+        assert peak["held"]["reduce"] == 260
+        assert {unit for unit in MODULES_260 if unit in peak["why"]["reduce"]} == MODULES_260
+    backward, forward = (
+        {m["key"]: m for m in stages[n]["moments"]}[key] for n, key in ((2, "backward"), (3, "forward"))
+    )
+    for rank in (0, 1):
+        peak = backward["ranks"][rank]["peak"]
+        assert peak["held"]["reduce"] == 780
+        assert peak["why"]["reduce"].startswith("gradients on their way: ")
+        assert {unit for unit in MODULES_260 if unit in peak["why"]["reduce"]} == MODULES_260
+        peak = forward["ranks"][rank]["peak"]
+        assert (peak["held"]["gather"], peak["why"]) == (148 * 2, {"gather": "full weights of feed_forward"})
+
+
+MODULES_260 = {"norm1", "attention", "norm2", "feed_forward", "head"}
 
 
 def test_the_peak_is_the_devices():
@@ -971,6 +1045,7 @@ def test_the_terminal_tells_the_same(capsys):
             assert " ".join(note["right"].split()) in flat
     for value in packaged()["four"]["values"]["parameters_after"]:
         assert repr(value) in out
+    assert "stage 3 moves 2.97 passes" in flat and f"their sum, kept in bfloat16 {values['sum'][130]}" in flat
 
 
 @pytest.mark.parametrize(

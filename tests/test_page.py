@@ -13,6 +13,7 @@ from decimal import Decimal
 from pathlib import Path
 
 import pytest
+import torch
 
 import zeroshard
 from zeroshard.explain.document import Page, built_in, document, template
@@ -196,7 +197,9 @@ def test_every_moment_of_every_stage(opened, walk, stage):
         values, strips = dict(scene["values"]), dict(scene["strips"])
         for rank, now in enumerate(moment["ranks"]):
             for state, value in zip(STRIPS, expected_of(data, of, at, rank, element), strict=True):
-                assert values[f"{rank} {state}"] == ("not here" if value is None else shown(value)), (at, rank, state)
+                place = state == "gradients" and (stage < 2 or rank == 1)  # of element 130, with a value or without
+                absent = "empty" if place else "not here"
+                assert values[f"{rank} {state}"] == (absent if value is None else shown(value)), (at, rank, state)
             for state in ("parameters", "gradients"):
                 drawn = [[100 * start / 260, 100 * (stop - start) / 260] for start, stop, _ in now[state]]
                 assert strips[f"{rank} {state}"] == [[pytest.approx(x, abs=1e-3) for x in piece] for piece in drawn]
@@ -232,9 +235,19 @@ def test_adam_is_traced_with_the_run_s_numbers(opened, walk, element):
     values = walk["transformer"]["runs"]["bf16"]
     found = page.locator(".trace .is").all_text_contents()
     expected = [
-        values[name][element] for name in ("average", "exp_avg", "exp_avg_sq", "master_after", "parameters_after")
+        values[name][element]
+        for name in ("sum", "average", "exp_avg", "exp_avg_sq", "master_after", "parameters_after")
     ]
     assert found == [shown(value) for value in expected]
+    # What stands there is true as it stands: the sum is rounded, and says to what.
+    own = torch.tensor([gradients[element] for gradients in values["gradients"]], dtype=torch.float64)
+    assert own.sum().bfloat16().item() == values["sum"][element]
+    assert values["average"][element] == values["sum"][element] / 2
+    written = ["".join(row.split()) for row in page.locator(".trace .row").all_text_contents()[:2]]
+    signed = "\N{MINUS SIGN}" if own[1] < 0 else "+"
+    numbers = f"{shown(values['gradients'][0][element])}{signed}{shown(abs(values['gradients'][1][element]))}"
+    assert written == [f"gA+gB={numbers}", f"sum=bfloat16(gA+gB)={shown(values['sum'][element])}"]
+    assert "their sum is rounded to it" in page.locator(".trace").text_content()
 
 
 def test_hovering_names_the_element_and_who_has_it(opened):
@@ -264,6 +277,8 @@ def test_every_frame_of_backward(opened, walk, by):
         assert found[f"frame {number}"] == [", ".join(frame["symbols"]), *map(str, numbers)]
     peaks = data["peak"]["transient"]
     assert [found["frame peak"][2], found["frame peak"][5]] == list(map(str, peaks))
+    engine = [[sum(frame["ranks"][rank]["engine"].values()) for frame in data["frames"]] for rank in (0, 1)]
+    assert [found["frame peak"][4], found["frame peak"][7]] == [f"{max(nbytes):,}" for nbytes in engine]
     for _ in data["frames"][1:]:
         page.get_by_label("Frame after").click()
     page.wait_for_url(f"**frame={len(data['frames']) - 1}*")
@@ -354,7 +369,10 @@ def test_one_parameter_through_the_whole_step(opened, walk):
         found = rows(page, "whole ")
         assert list(found) == [f"whole {moment['key']}" for moment in stage["moments"]]
         for at, cells in enumerate(found.values()):
-            here = [cell != "\N{EN DASH}" for cell in cells[1:]]
+            here = [cell not in ("\N{EN DASH}", "empty") for cell in cells[1:]]
+            empty = [cell == "empty" for cell in (cells[2], cells[5])]
+            free = stage["moments"][at]["key"] in ("start", "forward", "rest")
+            assert empty == [free and (rank == 1 or stage["stage"] < 2) for rank in range(2)]
             assert here == [
                 value is not None for rank in range(2) for value in expected_of(data, stage, at, rank, 130)[:3]
             ]
@@ -372,6 +390,10 @@ def test_the_overview(opened, walk):
             pytest.approx(at["bytes_per_parameter"], rel=1e-3) for at in stage["at"]
         ]
     assert [found[f"equal {stage}"][2] for stage in range(4)] == ["= the same"] * 4
+    counted = [stage["counted"] for stage in walk["overview"]["stages"]]
+    assert [each["logical"] for each in counted] == [1040, 1040, 1040, 1544]  # norm1's 16 bytes once, not twice
+    told = page.locator("section", has_text="What each stage saves").inner_text()
+    assert "stage 3 takes 2.97" in told and "stage 2 takes" not in told
 
 
 # --------------------------------------------------------------------------------------------------------- calculator

@@ -182,6 +182,28 @@ def test_the_slow_link_both_ways():
     assert (found.saved_per_rank, found.saved_per_node) == (Fraction(4, 7), Fraction(1, 7))
 
 
+def test_instances_change_what_is_reduced_gathered_and_on_each_link():
+    """10^9 bf16 parameters on 8 ranks in nodes of 2: what is sent in all stays, who sends it where does not."""
+    found = {}
+    for copies in (1, 2, 4, 8):
+        stage = zeroshard.plan(params=1e9, ranks=8, stage=1, instances=copies, gpus_per_node=2).stages[0]
+        found[copies] = (stage.traffic.reduce.sent, stage.traffic.gather.sent, *stage.links)
+        assert stage.traffic.total.sent == 3.5e9
+        elements = closed.instances(10**9, 8, copies, PAPER)
+        assert stage.traffic.reduce.sent == 2 * (elements.reduce_inside + elements.reduce_between)
+        assert (stage.traffic.gather.sent, stage.traffic.between.sent) == (
+            2 * elements.gather_inside, 2 * elements.reduce_between
+        )  # fmt: skip
+    # K = 4: a group is a node. The ring of its gather (1) and its exchange (1) stay inside, the all-reduce (1.5) does not.
+    # K = 8: an all-reduce of all ranks, whose crossings (3.5) two cards share.
+    assert found == {
+        1: (1.75e9, 1.75e9, 2e9, 2.375e9), 2: (2e9, 1.5e9, 2e9, 2.25e9), 4: (2.5e9, 1e9, 2e9, 1.5e9),
+        8: (3.5e9, 0, 3.5e9, 1.75e9),
+    }  # fmt: skip
+    assert zeroshard.plan(params=1e9, ranks=8, stage=1, instances=4, gpus_per_node=8).stages[0].links == (3.5e9, 0)
+    assert zeroshard.plan(params=1e9, ranks=8, stage=1, instances=4).stages[0].traffic.reduce.logical == 4e9
+
+
 # ------------------------------------------------------------------------------------------------------------ answers
 
 

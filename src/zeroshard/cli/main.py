@@ -231,7 +231,7 @@ def explain_run(
       zeroshard explain run/mine         and who held what, and waited for what, in a step of that run
       zeroshard explain run/mine --text
 
-    The page needs no network and no server. Every number on it comes from a run of the engine.
+    The page needs no network and no server. Its numbers come from runs of the engine and the planner's formulas.
     """
     from zeroshard.cli.explain import explain
 

@@ -264,15 +264,14 @@ def _traffic(found: Plan) -> None:
             table.add_row("", "recompute", *(f"{nbytes:,}" for nbytes in stage.traffic.recompute))
     _show(table)
     if any(stage.links for stage in found.stages):
-        table = screen.new_table(
-            "Of these, what one GPU sends over each link", "stage", "inside its node", "between nodes"
-        )
+        table = screen.new_table("What one GPU sends over each link", "stage", "inside its node", "between nodes")
         for stage in found.stages:
             if stage.links is not None:
                 table.add_row(str(stage.stage), *(f"{nbytes:,}" for nbytes in stage.links))
         _show(table)
         screen.say(
-            "  [dim]gathers as a ring, whose node crossings all of a node's cards share; reductions to each owner[/dim]"
+            "  [dim]gathers as a ring, whose node crossings all of a node's cards share; reductions to each owner. "
+            "A ring's bytes are on both links: together they can be more than what is sent[/dim]"
         )
 
 
@@ -291,8 +290,14 @@ def _instances(found: Plan) -> None:
         "total, the same for every K": copies.total,
     }.items():
         table.add_row(what, number(elements / ring))
-    table.add_row("less on the slow link, a card per rank", f"{float(100 * copies.saved_per_rank):.1f} %")
-    table.add_row("less on the slow link, a card per group", f"{float(100 * copies.saved_per_node):.1f} %")
+    # Beside a ring that crosses the slow link with every byte. Nodes of another size have their own table of links.
+    if found.stages[0].links is None:
+        table.add_row(
+            "less on the slow link, a node a group, a card per rank", f"{float(100 * copies.saved_per_rank):.1f} %"
+        )
+        table.add_row(
+            "less on the slow link, a node a group, a card per node", f"{float(100 * copies.saved_per_node):.1f} %"
+        )
     _show(table)
 
 

@@ -20,12 +20,20 @@ VERSIONS = {"old": (".", "dim"), "new": ("N", "green")}
 STATES = ("parameters", "gradients", "master", "exp_avg", "exp_avg_sq", "step")  # in this order, then any others
 BAR = 52  # characters at most
 UNITS_SHOWN = 24
+NORMS = (
+    "norms: the map from elements to parameters, for the norm of gradients. It is made when that norm is first asked "
+    "for and stays; the prediction does not have it."
+)
 ELEMENT = re.compile(r"(\w+)\[(\d+)(?:,\s*(\d+))?\]")
 
 
 def walkthroughs(built_in: dict[str, Any], element: str) -> None:
     """All of them, one after the other. Raises `InputError` where there is no such element."""
     chosen = find_element(built_in["transformer"], element)
+    titles = (
+        f"{letter}: {text['title'].removeprefix(f'Text {letter}: ')}" for letter, text in built_in["texts"].items()
+    )
+    _say(f"Five published texts explain ZeRO with numbers, and notes say where one of them slips. {'. '.join(titles)}.")
     _transformer(built_in["transformer"], *chosen)
     _four(built_in["four"])
     _layers(built_in["layers"])
@@ -102,7 +110,10 @@ def _matrices(of: dict[str, Any], values: dict[str, Any]) -> None:
         (f"gradient {batch['micro_batch']}", values["gradients"][batch["rank"]]) for batch in of["batches"]
     ]
     columns += [("average", values["average"]), ("master", values["master"]), ("updated", values["master_after"])]
-    _say(f"\n[bold]W_q[/bold], {w_q['numel']} elements: gradients of both micro-batches, their average, the update")
+    _say(
+        f"\n[bold]W_q[/bold], {w_q['numel']} elements as trained: bf16 gradients of both micro-batches, their average, "
+        "the fp32 master"
+    )
     for title, flat in columns:
         rows = [flat[at : at + w_q["shape"][1]] for at in range(first, last, w_q["shape"][1])]
         for number, row in enumerate(rows):
@@ -197,8 +208,8 @@ def _adam(of: dict[str, Any], values: dict[str, Any], flat: int, name: str) -> N
         ("parameter, bf16", values["parameters"][flat]),
         ("master, fp32", values["master"][flat]),
         *((f"gradient of {b['micro_batch']}, bf16", values["gradients"][b["rank"]][flat]) for b in of["batches"]),
-        ("their sum", values["sum"][flat]),
-        ("average g", values["average"][flat]),
+        (f"their sum, kept in {values['dtype']['gradients']}", values["sum"][flat]),
+        ("average g, half of that", values["average"][flat]),
         (f"m = {1 - settings['beta1']:.3g} g", m),
         (f"v = {1 - settings['beta2']:.3g} g^2", v),
         (f"m^ = m / (1 - {settings['beta1']})", f"{m_hat:.9g}"),
@@ -259,18 +270,30 @@ def _four(of: dict[str, Any]) -> None:
         _say(f"  rank {rank}: {numbers}, loss {values['loss'][rank]!r}; after the step {values['loss_after'][rank]!r}")
     _corrections(of, "values")
     for stage in of["stages"]:
-        _say(f"\n[bold]Stage {stage['stage']}[/bold], {stage['nbytes']} bytes per rank: what rank 0 does")
+        _say(
+            f"\n[bold]Stage {stage['stage']}[/bold], {stage['nbytes']} bytes per rank at rest, Adam's step counters "
+            "apart: what rank 0 does"
+        )
         for line in stage["story"][0]:
             nbytes = f"{line['logical']} bytes of {line['state']}" if line["logical"] else ""
             unit = line["unit"] or "the root"
-            _say(f"  {line['phase']:<9} {line['verb']:<10} {unit:<9} {nbytes:<22} {line['truth']}", markup=False)
+            what = _computed(of, line["verb"], line["unit"]) or f"{nbytes:<22} {line['truth']}"
+            _say(f"  {line['phase']:<9} {line['verb']:<10} {unit:<9} {what}".rstrip(), markup=False)
     _corrections(of, "stage 3", "volume")
     table = screen.new_table(
-        "Stage 3: what checkpointing gathers", "what", "gathers", "recomputed", "elements", "passes"
+        "Stage 3: what each checkpointing moves, in elements",
+        "what",
+        "gathers",
+        "recomputed",
+        "gathered",
+        "reduced",
+        "in all",
+        "passes",
     )
     for way in of["checkpointing"]:
         recomputed = ", ".join(way["recomputed"]) or "nothing"
-        table.add_row(way["how"], ", ".join(way["gathered"]), recomputed, f"{way['elements']}", f"{way['passes']}")
+        counts = (f"{way[column]}" for column in ("gathered_elements", "reduced_elements", "elements", "passes"))
+        table.add_row(way["how"], ", ".join(way["gathered"]), recomputed, *counts)
     _table(table)
     _corrections(of, "checkpointing")
     tiny = of["tiny"]
@@ -284,6 +307,19 @@ def _four(of: dict[str, Any]) -> None:
         cells = (step[key][2] for key in ("gradient", "kept", "forgotten"))
         table.add_row(f"step {step['step']}", *(f"{value:.6f}" for value in cells))
     _table(table)
+
+
+def _computed(of: dict[str, Any], verb: str, unit: str) -> str:
+    """What rank 0 has computed of each weight of a unit: its gradient, or its new master."""
+    values = of["values"]
+    own = [at for at, (name, *_) in enumerate(of["layout"]["slots"]) if name.startswith(f"{unit}.")]
+    if verb == "backward":
+        return "its gradients: " + ", ".join(f"{of['names'][at]} {values['gradients'][0][at] + 0.0!r}" for at in own)
+    if verb == "step":
+        return "Adam: " + ", ".join(
+            f"{of['names'][at]} {values['master'][at]!r} -> {values['master_after'][at]!r}" for at in own
+        )
+    return ""
 
 
 def _layers(of: dict[str, Any]) -> None:
@@ -323,7 +359,9 @@ def _overview(of: dict[str, Any]) -> None:
     for stage in of["stages"]:
         cells = (f"{one['bytes_per_parameter']:g}" for one in stage["at"])
         table.add_row(f"{stage['stage']}", stage["formula"], *cells, f"{stage['passes']}")
+    table.caption = "passes of the model per step, by formula"
     _table(table)
+    _say(_counted(of))
     equality = of["equality"]
     equal = all(stage["equal"] for stage in equality["stages"])
     verdict = "the same bits" if equal else "different bits"
@@ -338,6 +376,16 @@ def _overview(of: dict[str, Any]) -> None:
         tiers.add_row(tier["name"], *(f"{sum(tier[place].values()) / 1e9:g}" for place in ("device", "host", "nvme")))
     _table(tiers)
     _corrections(of, *dict.fromkeys(correction["at"] for correction in of["corrections"]))
+
+
+def _counted(of: dict[str, Any]) -> str:
+    """Where the step of the 260 moved other than the formula has it."""
+    less = [stage for stage in of["stages"] if stage["counted"]["passes"] != stage["passes"]]
+    return "".join(
+        f"In the step of 260 parameters stage {stage['stage']} moves {stage['counted']['passes']:.2f} passes: "
+        "backward does not need norm1's weights."
+        for stage in less
+    )
 
 
 # -------------------------------------------------------------------------------------------------- a run of yours
@@ -360,6 +408,8 @@ def run(of: dict[str, Any]) -> None:
         if set(one["tiers"]) != {"device"}:
             shares = ", ".join(f"{tier} {sum(held.values()):,}" for tier, held in one["tiers"].items())
             _say(f"  rank {one['rank']}, by tier: {shares}", markup=False)
+    if any("norms" in one["held"] for one in of["summary"]):
+        _prose(NORMS, 2)
     _units(of)
     recording = of["recording"]
     if recording is None:
@@ -396,8 +446,12 @@ def _step(recording: dict[str, Any], units: Sequence[str]) -> None:
             f"\n[bold]The recorded step on rank {rank['rank']}[/bold]: {took:.1f} ms, of which it stood still for "
             f"{waited:.1f} ms ({100 * waited / took if took else 0:.0f} %)"
         )
-        for name, start, end in rank["phases"]:
-            _say(f"  {name:<9} {(end - start) / 1e6:8.1f} ms", markup=False)
+        for at, (name, start, end) in enumerate(rank["phases"]):
+            around = [
+                other for n, (other, first, last) in enumerate(rank["phases"]) if n != at and first <= start < last
+            ]
+            inside = f", in the time of {around[-1]}" if around else ""
+            _say(f"  {name:<9} {(end - start) / 1e6:8.1f} ms{inside}", markup=False)
         for line in _peak(rank["peak"]) if rank["peak"] else ():
             _say(f"  {line}", markup=False)
         _longest(recording, rank, units)

@@ -22,7 +22,8 @@ TIERS: tuple[tuple[str, int, dict[str, str], str], ...] = (
     ("ZeRO-2", 2, {}, "Everything is on the device."),
     ("ZeRO-Offload", 2, {"gradients": "host", **dict.fromkeys(OPTIMIZER, "host")},
      "Gradients and optimizer state are in host memory, and the step runs there. Forward and backward stay on the "
-     "device; new parameters are copied back to it."),
+     "device; new parameters are copied back to it. Its authors report 13 billion parameters on one V100, and an Adam "
+     "on the CPU 5 to 7 times as fast as PyTorch's."),
     ("ZeRO-3", 3, {}, "All three states are sharded, and on the device."),
     ("ZeRO-Infinity", 3, {"parameters": "host", "gradients": "host", **dict.fromkeys(OPTIMIZER, "nvme")},
      "Every state has a tier of its own: device, host memory or NVMe. Here parameters and gradients are in host memory "

@@ -163,14 +163,13 @@ def peak_of(
     unit = next((u[1] for u in reversed(units) if u[2] <= at < u[3]), None)
     rests = {state: nbytes for state, nbytes in _least(held).items() if nbytes}
     passing = [state for state, nbytes in states.items() if nbytes > rests.get(state, 0)]
-    here, ahead = _gathered(moves, at, after)
-    reduced = list(dict.fromkeys(moves[number][3] for number in flying if moves[number][0] == "reduce"))
+    here, ahead = _gathered(moves, at, after, states.get("gather", 0) - rests.get("gather", 0))
     reasons = {
-        "gather": f"full weights of {_names(here)}" if here else "weights being published",
+        "gather": f"full weights of {_names(here)}" if here else "weights being gathered",
         "prefetch": f"weights sent ahead of their use: {_names(ahead)}" if ahead else "weights sent ahead of their use",
-        "reduce": f"gradients on their way: {_names(reduced)}" if reduced else "gradients being put together",
+        "reduce": _reduced(held, moves, at, after, states.get("reduce", 0), rests.get("reduce", 0)),
         "staging": "buffers between the device and where a state rests",
-        "norms": "sums of squares, for clipping",
+        "norms": "the map from elements to parameters, for the norm of gradients",
         "upcast": "gradients in the masters' dtype",
     }
     return {
@@ -202,16 +201,55 @@ def _least(held: Sequence[Sequence[Any]]) -> dict[str, int]:
     return least
 
 
-def _gathered(moves: Sequence[Sequence[Any]], at: int, after: int) -> tuple[list[str], list[str]]:
-    """Units whose full weights are here then, and units whose are on their way, as far as the record tells."""
-    found: dict[int, tuple[str, bool]] = {}
-    for verb, state, bucket, unit, *_, start, end, _ in moves:
+def _gathered(moves: Sequence[Sequence[Any]], at: int, after: int, nbytes: int) -> tuple[list[str], list[str]]:
+    """Units whose full weights the `nbytes` of "gather" are, and units sent ahead of their use.
+
+    What was gathered first is used first, so it is the former as far as these bytes reach.
+    """
+    found: dict[int, tuple[str, int]] = {}
+    for verb, state, bucket, unit, logical, *_, start, _, _ in moves:
         if verb in ("gather", "broadcast") and state == "parameters" and start < after:
-            found[bucket] = unit, end <= at
+            found[bucket] = unit, logical
         elif verb == "release" and start <= at:
             found.pop(bucket, None)
-    here = dict.fromkeys(unit for unit, landed in found.values() if landed)
-    return list(here), list(dict.fromkeys(unit for unit, landed in found.values() if not landed))
+    here: list[str] = []
+    ahead: list[str] = []
+    for unit, logical in found.values():
+        (here if logical <= nbytes else ahead).append(unit)
+        nbytes -= logical if logical <= nbytes else 0
+    return list(dict.fromkeys(here)), list(dict.fromkeys(ahead))
+
+
+def _reduced(
+    held: Sequence[Sequence[Any]], moves: Sequence[Sequence[Any]], at: int, after: int, nbytes: int, rests: int
+) -> str:
+    """Whose gradients the buffers of reductions hold. One that is done keeps its buffers, for a next of their size."""
+    levels = [(when, now) for when, tier, state, now in held if tier == DEVICE and state == "reduce" and when <= at]
+    since = max((when for when, now in levels if now <= rests), default=None)
+    begun = [m for m in moves if m[0] == "reduce" and (since is None or m[7] > since) and m[7] < after]
+    if not begun:
+        return "gradients being put together"
+    # A contribution lies apart from the accumulator where the first reduction had room for all of it.
+    taken = [(when, now - rests) for when, now in levels if since is None or when > since]
+    first = next((m for m in begun if taken and m[7] > taken[0][0]), begun[0])
+    apart = max((now for when, now in taken if when < first[7]), default=nbytes - rests) >= first[4]
+
+    def needs(found: Sequence[Sequence[Any]]) -> int:
+        return sum(move[6] + apart * move[4] for move in found)
+
+    flying, done = [m for m in begun if m[8] > at], [m for m in begun if m[8] <= at]
+    words = [f"gradients on their way: {_names([*dict.fromkeys(m[3] for m in flying)])}"] if flying else []
+    left = nbytes - rests - needs(flying)
+    if left > 0 and left == needs(done):
+        # What is left is exactly theirs.
+        words.append(
+            f"buffers of {_names([*dict.fromkeys(m[3] for m in done)])}, whose sums are done, kept for the next"
+        )
+    elif left > 0:
+        words.append(
+            "buffers of those done, kept for the next, or being filled" if done else "the next being put together"
+        )
+    return "; ".join(words) or "gradients being put together"
 
 
 def _names(units: Sequence[str]) -> str:

@@ -606,5 +606,11 @@ def _corrections(
              "whose price is a full-size gradient buffer."),
         note("D", "traffic", "Always use ZeRO-2: the memory savings are free", "For one micro-batch per step, yes."),
         note("A", "memory", "0.119 in BF16", f"bf16 has no 0.119; the nearest is {bf16['parameters_after'][w_q]!r}."),
+        note("A", "memory", "Master copy of parameter: FP32, 4 bytes",
+             "Its first value is the fp32 weight from before rounding. Seeded from the bf16 copy, "
+             f"{bf16['parameters'][w_q]!r}, the same update gives {bf16['parameters'][w_q] - 1e-3:.6f}."),
+        note("D", "memory", "Averaged gradients: avg_g[0:130], BF16",
+             "Adam does not see that: in the step it gets an fp32 copy, 4 bytes for each element of the bucket it "
+             "updates, which the text's bytes leave out."),
         note("A", "memory", "ZeRO-1 is the default in DeepSpeed", "Its configuration's default is stage 0: disabled."),
     ]  # fmt: skip

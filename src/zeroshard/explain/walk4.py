@@ -188,7 +188,11 @@ def _stage(stage: int, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def story(told: dict[str, Any], layout: dict[str, Any]) -> list[dict[str, Any]]:
-    """What happened on one rank, one thing after the other; agreements and copies are left out."""
+    """What happened on one rank, one thing after the other; agreements and copies are left out.
+
+    A checkpoint recomputes inside the backward that asks for it: such a unit is first reached, and computes its
+    gradients when it has run again. Adam, a line for each unit that this rank updates, is before what it makes travels.
+    """
     origin = told["span"][0]
     lines = [
         {
@@ -204,9 +208,46 @@ def story(told: dict[str, Any], layout: dict[str, Any]) -> list[dict[str, Any]]:
         }
         for verb, unit, start, _ in told["units"]
     ]  # fmt: skip
+    lines += _adam(told, layout)
     for line in lines:
         line["phase"] = next((p[0] for p in reversed(told["phases"]) if p[1] <= line["at"] < p[2]), "between")
-    return [line | {"at": line["at"] - origin} for line in sorted(lines, key=lambda line: line["at"])]
+    found = [line | {"at": line["at"] - origin} for line in sorted(lines, key=lambda line: line["at"])]
+    for line in [line for line in found if line["verb"] == "backward"]:
+        again = [
+            one
+            for one in found
+            if one["verb"] == "recompute" and one["unit"] == line["unit"] and one["at"] > line["at"]
+        ]
+        if again:
+            found.insert(found.index(again[0]) + 1, line | {"at": again[0]["at"]})
+            line["verb"] = "reach"
+    return found
+
+
+def _adam(told: dict[str, Any], layout: dict[str, Any]) -> list[dict[str, Any]]:
+    _, start, stop = next(phase for phase in told["phases"] if phase[0] == "step")
+    kept = {told["unit_names"][layout["buckets"][bucket]["unit"]] for bucket in _updated(told, layout)}
+    published = [m[7] for m in told["moves"] if m[0] == "gather" and m[1] == "parameters" and start <= m[7] < stop]
+    at = min(published, default=stop) - 1
+    return [
+        {
+            "verb": "step", "unit": unit, "state": "master", "phase": "", "logical": 0, "sent": 0, "received": 0,
+            "truth": "", "at": at,
+        }
+        for unit in told["unit_names"]
+        if unit in kept
+    ]  # fmt: skip
+
+
+def _updated(told: dict[str, Any], layout: dict[str, Any]) -> list[int]:
+    """Buckets whose masters are this rank's: all of them where the averages of gradients were sent to everybody."""
+    everything = any(move[0] == "gather" and move[1] == "gradients" for move in told["moves"])
+    rank = told["rank"]
+    return [
+        number
+        for number, bucket in enumerate(layout["buckets"])
+        if everything or bucket["bounds"][rank + 1] > bucket["bounds"][rank]
+    ]
 
 
 def _truth(verb: str, bucket: dict[str, Any], ranks: int) -> str:
@@ -221,12 +262,15 @@ def _truth(verb: str, bucket: dict[str, Any], ranks: int) -> str:
 def _way(how: Checkpointing, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     moves = [move for move in ranks[0]["told"]["moves"] if move[0] in ("gather", "reduce")]
     gathered = [move[3] for move in moves if move[0] == "gather"]
-    elements = sum(move[4] for move in moves) // 2  # fp16
+    by_verb = {verb: sum(move[4] for move in moves if move[0] == verb) // 2 for verb in ("gather", "reduce")}  # fp16
+    elements = sum(by_verb.values())
     return {
         "how": how,
         "says": WAYS[how],
         "gathered": gathered,
         "recomputed": [what for what, _ in ranks[0]["recomputed"]],
+        "gathered_elements": by_verb["gather"],
+        "reduced_elements": by_verb["reduce"],
         "elements": elements,
         "passes": elements / len(WEIGHTS),
     }

@@ -267,15 +267,26 @@ class Moved(NamedTuple):
         return Moved(*(count * nbytes for nbytes in self))
 
 
+NOTHING = Moved(0, 0, 0)
+
+
+def _added(*parts: Moved) -> Moved:
+    return Moved(*map(sum, zip(*parts, strict=True)))
+
+
 @dataclass(frozen=True)
 class Traffic:
-    """What a step moves: passes of the whole parameters, and what recomputation gathers once more, apart."""
+    """What a step moves: passes of the whole parameters, and what recomputation gathers once more, apart.
+
+    between: of `reduce` what K instances of the optimizer add up among their groups, after each has inside.
+    """
 
     reductions: float  # a job that does not use or train all of itself takes less than whole passes
     gathers: float
     reduce: Moved
     gather: Moved
     recompute: Moved
+    between: Moved = NOTHING
 
     @property
     def passes(self) -> float:
@@ -283,7 +294,7 @@ class Traffic:
 
     @property
     def total(self) -> Moved:
-        return Moved(*map(sum, zip(self.reduce, self.gather, self.recompute, strict=True)))
+        return _added(self.reduce, self.gather, self.recompute)
 
     def json(self) -> dict[str, object]:
         moved = {"reduce": self.reduce, "gather": self.gather, "recompute": self.recompute, "total": self.total}
@@ -329,21 +340,32 @@ def traffic(
     accumulate: int = 1,
     no_sync: bool = False,
     recompute: int = 0,
+    instances: int = 1,
 ) -> Traffic:
-    """Bytes moved per step and rank. `recompute`: elements that recomputation gathers once more, in the whole step."""
+    """Bytes moved per step and rank. `recompute`: elements that recomputation gathers once more, in the whole step.
+
+    Each of K instances reduces and gathers among its N/K ranks; each shard is then all-reduced, two passes, among K.
+    """
     reductions, gathers = passes(place, accumulate=accumulate, no_sync=no_sync)
     reduced, gathered = widths(place, recipe, no_sync=no_sync)
 
-    def once(elements: int, nbytes: Bytes) -> tuple[Moved, Moved]:
-        part = share(elements, ranks)
-        return moved(part * ranks, part, ranks, nbytes)
+    group = ranks // instances
 
+    def once(elements: int, nbytes: Bytes, among: int = group) -> tuple[Moved, Moved]:
+        part = share(elements, among)
+        return moved(part * among, part, among, nbytes)
+
+    inside = once(numel, reduced)[0].times(reductions)
+    between = NOTHING
+    if instances > 1:
+        between = _added(*once(share(numel, group), reduced, instances)).times(reductions)
     return Traffic(
         reductions,
         gathers,
-        once(numel, reduced)[0].times(reductions),
+        _added(inside, between),
         once(numel, gathered)[1].times(gathers),
         once(recompute, recipe.parameters)[1],
+        between,
     )
 
 
@@ -354,14 +376,25 @@ class Links(NamedTuple):
     between: int
 
 
-def links(moved: Traffic, ranks: int, gpus_per_node: int) -> Links:
+def links(moved: Traffic, ranks: int, gpus_per_node: int, instances: int = 1) -> Links:
     """A gather is a ring over all ranks, which leaves each node once and shares the node's cards; a reduction is an
-    exchange, in which each card carries whatever its own GPU sends to other nodes."""
-    near = min(ranks, gpus_per_node)
-    ring, exchange = moved.gather.logical + moved.recompute.logical, moved.reduce.logical
-    inside = Fraction(ranks - 1, ranks) * ring + Fraction(near - 1, ranks) * exchange
-    between = Fraction(ranks - 1, ranks * near) * ring + Fraction(ranks - near, ranks) * exchange
-    return Links(math.ceil(inside), math.ceil(between) if ranks > near else 0)
+    exchange, in which each card carries whatever its own GPU sends to other nodes.
+
+    Of K instances each is so among its own ranks, which follow one another: a node holds whole groups, or a group whole
+    nodes. Between groups a shard is all-reduced on a ring.
+    """
+    group, near = ranks // instances, min(ranks // instances, gpus_per_node)
+    ring, exchange = moved.gather.logical + moved.recompute.logical, moved.reduce.logical - moved.between.logical
+    inside = Fraction(group - 1, group) * ring + Fraction(near - 1, group) * exchange
+    outside = Fraction()
+    if group > near:
+        outside = Fraction(group - 1, group * near) * ring + Fraction(group - near, group) * exchange
+    groups = min(max(gpus_per_node // group, 1), instances)  # in a node
+    among = Fraction(instances - 1, instances) * moved.between.logical
+    return Links(
+        math.ceil(inside + (among if groups > 1 else 0)),
+        math.ceil(outside + (among / groups if instances > groups else 0)),
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------- instances

@@ -387,7 +387,10 @@ def _plan_params(numel: int, asked: Asked) -> Plan:
             formula.replace("/N", f"*{copies}/N" if sharing(stage, ranks) < ranks else "/N"),
             at_rest,
             0.0,
-            closed.traffic(numel, ranks, place, recipe, accumulate=asked.accumulate, no_sync=asked.no_sync),
+            closed.traffic(
+                numel, ranks, place, recipe, accumulate=asked.accumulate, no_sync=asked.no_sync,
+                instances=copies if sharing(stage, ranks) < ranks else 1,
+            ),
             found,
             peak,
             peak_at,
@@ -552,7 +555,9 @@ def finish(
             saved=float(plain(1 - closed.Bytes(found.device, whole))),
             fits=None if limit is None else found.most <= limit,
             largest=_largest(sharing(stage, ranks), STAGES[stage], asked, limit),
-            links=None if asked.gpus_per_node is None else closed.links(found.traffic, ranks, asked.gpus_per_node),
+            links=None
+            if asked.gpus_per_node is None
+            else closed.links(found.traffic, ranks, asked.gpus_per_node, ranks // sharing(stage, ranks)),
         )
         stages.append(found)
     copied = max(found.snapshot for found in stages)

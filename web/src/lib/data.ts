@@ -275,6 +275,8 @@ export interface FourWeights {
     says: string;
     gathered: string[];
     recomputed: string[];
+    gathered_elements: number;
+    reduced_elements: number;
     elements: number;
     passes: number;
   }[];
@@ -322,6 +324,7 @@ export interface Overview {
     placements: Placements;
     formula: string;
     passes: number;
+    counted: { logical: number; passes: number };
     at: { ranks: number; bytes_per_parameter: number; times: number }[];
   }[];
   equality: {

@@ -55,6 +55,8 @@ export interface Traffic {
   total: Moved;
 }
 
+const NOTHING: Moved = { logical: 0, sent: 0, sent_and_received: 0 };
+
 export interface Question {
   parameters: number;
   ranks: number;
@@ -236,30 +238,33 @@ export function traffic(
   recipe: Recipe,
   accumulate = 1,
   noSync = false,
-): Traffic {
-  const part = share(numel, ranks);
+  instances = 1,
+): Traffic & { between: Moved } {
+  // Each of K instances reduces and gathers among its N/K ranks; each shard is then all-reduced, two passes, among K.
+  const group = ranks / instances;
+  const part = share(numel, group);
   const [reductions, gathers] = passes(place, accumulate, noSync);
   const [reduced, gathered] = widths(place, recipe, noSync);
-  const once = (nbytes: number): [number, number, number] => {
-    const whole = Math.ceil(part * ranks * nbytes);
-    const own = Math.ceil(part * nbytes);
-    return [whole, whole - own, own * (ranks - 1)]; // in all, to the other owners, from this one
+  const once = (nbytes: number, own: number, among: number): [number, number, number] => {
+    const whole = Math.ceil(own * among * nbytes);
+    const each = Math.ceil(own * nbytes);
+    return [whole, whole - each, each * (among - 1)]; // in all, to the other owners, from this one
   };
-  const [reduceWhole, reduceAway, reduceOwn] = once(reduced);
-  const [gatherWhole, gatherAway, gatherOwn] = once(gathered);
-  const reduce = moved(reduceWhole, reduceAway, reduceOwn, reductions);
+  const [reduceWhole, reduceAway, reduceOwn] = once(reduced, part, group);
+  const [gatherWhole, gatherAway, gatherOwn] = once(gathered, part, group);
+  const [allWhole, allAway, allOwn] = once(reduced, share(part, instances), instances);
+  const inside = moved(reduceWhole, reduceAway, reduceOwn, reductions);
+  const between = instances > 1 ? moved(2 * allWhole, allAway + allOwn, allAway + allOwn, reductions) : NOTHING;
+  const reduce = added(inside, between);
   const gather = moved(gatherWhole, gatherOwn, gatherAway, gathers);
-  return {
-    passes: reductions + gathers,
-    reduce,
-    gather,
-    total: {
-      logical: reduce.logical + gather.logical,
-      sent: reduce.sent + gather.sent,
-      sent_and_received: reduce.sent_and_received + gather.sent_and_received,
-    },
-  };
+  return { passes: reductions + gathers, reduce, gather, total: added(reduce, gather), between };
 }
+
+const added = (one: Moved, other: Moved): Moved => ({
+  logical: one.logical + other.logical,
+  sent: one.sent + other.sent,
+  sent_and_received: one.sent_and_received + other.sent_and_received,
+});
 
 const moved = (logical: number, sent: number, received: number, times: number): Moved => ({
   logical: times * logical,
@@ -305,14 +310,27 @@ function moves(
 }
 
 /** Bytes that one GPU sends in a step inside its node of `node` GPUs, and to others: a gather is a ring, which the cards
- * of a node share; a reduction is an exchange. */
-export function links({ gather, reduce }: Traffic, ranks: number, node: number) {
-  const near = Math.min(ranks, node);
-  const up = (over: bigint, under: number) => Number((over + BigInt(under) - 1n) / BigInt(under));
-  const [ring, exchange, N, G] = [BigInt(gather.logical), BigInt(reduce.logical), BigInt(ranks), BigInt(near)];
+ * of a node share; a reduction is an exchange. Of K instances each is so among its own ranks, which follow one another:
+ * a node holds whole groups, or a group whole nodes. Between groups a shard is all-reduced on a ring. */
+export function links(
+  { gather, reduce, between }: ReturnType<typeof traffic>,
+  ranks: number,
+  node: number,
+  instances = 1,
+) {
+  const group = ranks / instances;
+  const near = Math.min(group, node);
+  const here = Math.min(Math.max(Math.floor(node / group), 1), instances); // groups in a node
+  const up = (over: bigint, under: bigint) => Number((over + under - 1n) / under);
+  const [ring, all] = [BigInt(gather.logical), BigInt(between.logical)];
+  const exchange = BigInt(reduce.logical) - all;
+  const [R, G, K, C] = [BigInt(group), BigInt(near), BigInt(instances), BigInt(here)];
+  const among = (K - 1n) * all; // of K
+  const inside = (R - 1n) * ring + (G - 1n) * exchange; // of R
+  const outside = group > near ? (R - 1n) * ring + (R - G) * G * exchange : 0n; // of R * G
   return {
-    inside: up((N - 1n) * ring + (G - 1n) * exchange, ranks),
-    between: ranks > near ? up((N - 1n) * ring + (N - G) * G * exchange, ranks * near) : 0,
+    inside: up(inside * K + (here > 1 ? among * R : 0n), R * K),
+    between: up(outside * K * C + (instances > here ? among * R * G : 0n), R * G * K * C),
   };
 }
 
@@ -326,7 +344,7 @@ export function plan(question: Question, stage: number, place: Placements): Stag
   for (const state of [...names, STAGING, PADDING])
     for (const tier of TIERS) if (state in tiers[tier]) states[state] = (states[state] ?? 0) + tiers[tier][state];
   const device = sum(tiers.device);
-  const moved = traffic(parameters, ranks, place, recipe, accumulate, noSync);
+  const { between, ...moved } = traffic(parameters, ranks, place, recipe, accumulate, noSync, ranks / among);
   const passing = question.units ? instants(question, place) : [];
   const worst = passing.reduce<Instant | null>((most, each) => (most && most.total >= each.total ? most : each), null);
   const peak = worst && device + worst.total;
@@ -345,7 +363,7 @@ export function plan(question: Question, stage: number, place: Placements): Stag
     peakAt: worst?.name ?? null,
     saved: (other) => 1 - device / (other.total - (other.states[STAGING] ?? 0)),
     most: peak ?? device,
-    links: question.node ? links(moved, ranks, question.node) : null,
+    links: question.node ? links({ ...moved, between }, ranks, question.node, ranks / among) : null,
     sharing: among,
   };
 }

@@ -98,7 +98,7 @@ def poisoned(stage: int, bounds: str, path: str):
     def take_poison(self, numel, dtype):
         return take(self, numel, dtype).fill_(torch.nan)
 
-    def poison(self, *, local):
+    def poison(self, kept, *, local):
         for flight in self.flights.values():
             buffer = flight.accumulator.buffer
             mask, (first, last) = padding(buffer), buffer.owned
@@ -109,7 +109,7 @@ def poisoned(stage: int, bounds: str, path: str):
                 (buffer.total, mask[first:last]),
             ):
                 tensor[which] = torch.nan
-        return begin(self, local=local)
+        return begin(self, kept, local=local)
 
     Reduction._take, Reduction.begin = take_poison, poison
     try:

@@ -335,6 +335,23 @@ def test_ddp_around_the_model_is_refused(ranks, stage):
         assert expected in after  # DDP reads the weights when it is made
 
 
+def beside_fully_shard():
+    from torch.distributed.fsdp import fully_shard  # takes a second to import
+
+    model = models.build("mlp")
+    fully_shard(model)
+    try:
+        zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    except Error as error:
+        return str(error)
+    return "nothing"
+
+
+def test_fully_shard_before_is_refused(ranks):
+    for said in ranks.run(2, beside_fully_shard, timeout=60.0):
+        assert "fully_shard and zeroshard would both reduce the gradients" in said and "'0.weight'" in said
+
+
 def destroyed(stage: int):
     model = models.build("mlp")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -31,6 +31,9 @@ def check_model(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
             refuse_wrapper(type(module).__name__, f"module {name!r}" if name else "the model itself")
+    for name, param in model.named_parameters():
+        if hasattr(param, "device_mesh"):  # a DTensor
+            refuse_wrapper("fully_shard", f"parameter {name!r}")
 
 
 def refuse_wrapper(kind: str, where: str) -> NoReturn:
@@ -39,7 +42,7 @@ def refuse_wrapper(kind: str, where: str) -> NoReturn:
         where=where,
         expected="the plain model",
         got=kind,
-        instead=f"shard(model, ...) without {kind}, which stage 0 stands for",
+        instead=f"shard(model, ...) without {kind}: stage 0 is for DDP, stage 3 for FSDP",
     )
 
 

@@ -96,8 +96,8 @@ class Spec(NamedTuple):
         return math.prod(self.shape)
 
 
-class Fragment(NamedTuple):
-    """Elements [start, stop) of a slot, in the slot's own flat coordinates."""
+class Elements(NamedTuple):
+    """[start, stop) of a slot, in the slot's own flat coordinates: a fragment, as arithmetic."""
 
     start: int
     stop: int
@@ -119,11 +119,11 @@ class Slot(NamedTuple):
     def stop(self) -> int:
         return self.start + self.numel
 
-    def within(self, start: int, stop: int) -> Fragment:
+    def within(self, start: int, stop: int) -> Elements:
         """The part of this slot inside bucket elements [start, stop); empty fragments have start == stop."""
         low = min(max(start, self.start), self.stop)
         high = max(low, min(stop, self.stop))
-        return Fragment(low - self.start, high - self.start)
+        return Elements(low - self.start, high - self.start)
 
     def slice_of(self, start: int, stop: int) -> slice:
         """That part again, as indices into a tensor of those bucket elements."""
@@ -154,7 +154,7 @@ class Bucket:
     def shard_numel(self, rank: int) -> int:
         return self.bounds[rank + 1] - self.bounds[rank]
 
-    def fragment(self, slot: Slot, rank: int) -> Fragment:
+    def fragment(self, slot: Slot, rank: int) -> Elements:
         """The part of `slot` that `rank` owns (possibly empty)."""
         return slot.within(*self.shard(rank))
 

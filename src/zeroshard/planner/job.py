@@ -111,7 +111,8 @@ def _load(path: Path) -> ModuleType:
         return sys.modules[name]
     if not path.is_file():
         neighbours = [str(other) for other in sorted(path.parent.glob("*.py"))]
-        raise UserError("the job's file does not exist", where=str(path), instead=nearest(path, neighbours))
+        instead = nearest(path, neighbours) if neighbours else "path/to/train.py:function"
+        raise UserError("the job's file does not exist", where=str(path), instead=instead)
     if str(path.resolve().parent) not in sys.path:
         sys.path.insert(0, str(path.resolve().parent))
     spec = importlib.util.spec_from_file_location(name, path)

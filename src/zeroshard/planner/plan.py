@@ -231,7 +231,7 @@ def plan(
         raise UserError(
             "plan takes one of params, shapes and module:function",
             got=" and ".join(named) or "none of them",
-            instead="params=7e9, or shapes='model.safetensors'",
+            instead="params=7e9, or shapes='model.safetensors' (in a terminal --params and --shapes)",
         )
     if preset is not None and bytes is not None:
         raise UserError("preset and bytes both say how many bytes a parameter takes", instead="one of the two")

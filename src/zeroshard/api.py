@@ -510,7 +510,7 @@ class Zero:
         self._schedule.recover()
         if in_backward() or self._schedule.script.active or any(unit.pinned for unit in self._units):
             raise StateError(f"{what} inside forward, backward or gathered()", instead="after step")
-        self._notice_edits_of_structure()
+        self._before_step()
         self._group.meet(what, self._checkpoints + 1)
         self._checkpoints += 1
         if self._saving is not None and not self._saving.reported:

@@ -55,7 +55,8 @@ class Binding:
         self.by_bucket = by_bucket  # it may be stepped one bucket after the other
         self.fragments: list[Fragment] = []
         self.members: list[Member] = []  # every parameter this optimizer updates, on whichever rank
-        self._held: list[nn.Parameter] = []  # what its groups held when they were last looked through
+        self._groups: list[dict[str, Any]] = []  # its groups when they were last looked through
+        self._held: list[nn.Parameter] = []  # and what they held
         self._entries: list[Entry] = []  # the gradients of its members
         self._entry_of: dict[int, Entry] = {}  # by fragment's id
         self._averages: dict[int, Tensor] = {}  # by fragment's id, where its averaged gradient always lies
@@ -96,8 +97,9 @@ class Binding:
 
     def follow_groups(self) -> None:
         """Adopt what was added to the groups, forget what was removed."""
-        now = [param for group in self.optimizer.param_groups for param in group["params"]]
-        if len(now) != len(self._held) or not all(map(operator.is_, now, self._held)):
+        groups = self.optimizer.param_groups
+        now = [param for group in groups for param in group["params"]]
+        if not (_same(now, self._held) and _same(groups, self._groups)):
             held = set(map(id, self._held))
             self.check_added([param for param in now if id(param) not in held])
             self.adopt()
@@ -148,7 +150,11 @@ class Binding:
         gone = {id(fragment.param) for fragment in self.fragments} - held
         for known in self.gradients.fragments.values():
             known[:] = [param for param in known if id(param) not in gone]
-        groups = set(map(id, self.optimizer.param_groups))
+        groups, before = set(map(id, self.optimizer.param_groups)), self._groups
+        self._groups = list(self.optimizer.param_groups)
+        if len(before) == len(self._groups) and not groups & set(map(id, before)):  # the same ones, copied
+            copies = dict(zip(map(id, before), self._groups, strict=True))
+            self.members = [Member(member.place, copies[id(member.group)]) for member in self.members]
         for member in self.members:
             member.place.updated = id(member.group) in groups
         self.members = [member for member in self.members if member.place.updated]
@@ -250,8 +256,9 @@ class Binding:
     def _options(self) -> str:
         """The numbers and words in the groups: each rank updates its own part, so they must be alike."""
         now = [value for group in self.optimizer.param_groups for value in group.values()]
-        same = len(now) == len(self._known) and all(map(operator.is_, now, self._known))
-        if not same or any(isinstance(value, Tensor) for value in now):  # a tensor may have changed in place
+        if not _same(now, self._known) or any(
+            isinstance(value, Tensor) for value in now
+        ):  # a tensor may have changed in place
             self._known = now
             self._words = repr(
                 [
@@ -421,12 +428,18 @@ class Binding:
             self.gradients.hide(self._entries)
 
 
+def _same(now: list[Any], before: list[Any]) -> bool:
+    return len(now) == len(before) and all(map(operator.is_, now, before))
+
+
 def plain(value: Any) -> bool:
-    """Can ranks compare it by its words? A number, a word, or a tuple of those."""
+    """Can ranks compare it by its words? A number, a word, or several of those."""
     if isinstance(value, Tensor):
         return value.numel() == 1 and value.device.type == "cpu"  # asking a device for it would wait for the device
     return (
-        value is None or isinstance(value, (bool, int, float, str)) or (type(value) is tuple and all(map(plain, value)))
+        value is None
+        or isinstance(value, (bool, int, float, str))
+        or (type(value) in (tuple, list) and all(map(plain, value)))
     )
 
 

@@ -12,14 +12,19 @@ export function scrolls(node: HTMLElement, label = 'Scrolls') {
       else node.removeAttribute(name);
   };
   const more = () => node.toggleAttribute('data-more', node.scrollLeft + node.clientWidth < node.scrollWidth - 1);
-  update();
-  more();
-  node.addEventListener('scroll', more, { passive: true });
-  const watcher = new ResizeObserver(() => {
+  const look = () => {
     update();
     more();
-  });
+  };
+  look();
+  node.addEventListener('scroll', more, { passive: true });
+  const watcher = new ResizeObserver(look);
   watcher.observe(node);
   for (const child of node.children) watcher.observe(child);
   return { destroy: () => watcher.disconnect() };
+}
+
+/** Scrolls a strip so that one of what lies in it is in its middle, as far as there is something to scroll. */
+export function centre(strip: HTMLElement, item: HTMLElement | null | undefined) {
+  if (item) strip.scrollLeft = item.offsetLeft - strip.offsetLeft - (strip.clientWidth - item.offsetWidth) / 2;
 }

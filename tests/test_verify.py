@@ -12,7 +12,7 @@ import torch
 
 import jobs
 import ranks
-from zeroshard.cli import compare, launch
+from zeroshard.cli import compare, launch, reference
 from zeroshard.cli.config import InputError
 from zeroshard.cli.main import app
 from zeroshard.cli.question import Difference, Question
@@ -270,11 +270,11 @@ def test_where_fewer_ranks_must_equal_more(more, most):
 def test_equal_means_bits():
     """-0.0 is not 0.0, NaN is NaN, and another dtype or shape is another tensor."""
     tensor = torch.tensor([0.0, torch.nan, 1.0])
-    assert compare._first_unequal(tensor, tensor.clone()) is None
-    assert compare._first_unequal(tensor, torch.tensor([-0.0, torch.nan, 2.0])) == (
+    assert reference.first_unequal(tensor, tensor.clone()) is None
+    assert reference.first_unequal(tensor, torch.tensor([-0.0, torch.nan, 2.0])) == (
         0, "0.0", "-0.0", "2 of 3 elements differ",
     )  # fmt: skip
-    assert compare._first_unequal(tensor.half(), tensor)[1:3] == ("torch.float16 (3,)", "torch.float32 (3,)")
+    assert reference.first_unequal(tensor.half(), tensor)[1:3] == ("torch.float16 (3,)", "torch.float32 (3,)")
 
 
 def test_the_first_difference_names_the_rank_to_look_at():

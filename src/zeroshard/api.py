@@ -180,9 +180,10 @@ class Zero:
             for number, each in enumerate(optimizers)
         ]
         for binding in self._bindings:
-            binding.before_step = self._before_step
-            binding.check_added = functools.partial(check_added, model, self._buffers)
+            binding.before_step = self._notice_edits
+            binding.check_added = functools.partial(check_added, model, self._buffers, self._bindings)
         self._structure = Structure(model)
+        self._sending: dict[str, Tensor] = {}  # buffers, before a forward that trains
         self._now: dict[str, Any] = {}  # what `_alike` has found, and what of it was alike when it last met the others
         self._found: dict[str, Any] = {}
         self._known = self._traits()
@@ -214,7 +215,8 @@ class Zero:
             refuse_wrapper(type(around).__name__, "around the sharded model")
         self._found |= self._now
         self._notice_edits_of_structure()
-        self._broadcast_buffers(self._sent_buffers(training))
+        if training:
+            self._broadcast_buffers()
 
     def _alike(self, training: bool) -> tuple[int, Callable[[], str]]:
         """A digest of what every rank must have alike in a forward; in words, what of it is not as it was."""
@@ -222,17 +224,14 @@ class Zero:
             return 0, str
         with torch._C.DisableTorchFunctionSubclass():
             now: dict[str, Any] = {"frozen": [each.name for each in self._managed if not each.param.requires_grad]}
-        now |= {name: (tuple(sent.shape), sent.dtype) for name, sent in self._sent_buffers(training).items()}
+        named = self.model.named_buffers() if training and self._layout.buffers == "broadcast" else ()
+        self._sending = {name: tensor for name, tensor in named if tensor.numel() and not tensor.is_meta}
+        now |= {name: (tuple(sent.shape), sent.dtype) for name, sent in self._sending.items()}
         self._now, found = now, self._found
         return zlib.crc32(repr(now).encode()), lambda: str({key: now[key] for key in now if now[key] != found.get(key)})
 
-    def _sent_buffers(self, training: bool) -> dict[str, Tensor]:
-        """What rank 0 sends to all before a forward that trains, as DDP does."""
-        sends = training and self.world_size > 1 and self._layout.buffers == "broadcast"
-        named = self.model.named_buffers() if sends else ()
-        return {name: tensor for name, tensor in named if tensor.numel() and not tensor.is_meta}
-
-    def _before_step(self) -> None:
+    def _notice_edits(self) -> None:
+        """Of the model, and of the optimizers' groups."""
         self._notice_edits_of_structure()
         for binding in self._bindings:
             binding.follow_groups()
@@ -282,15 +281,16 @@ class Zero:
         for binding in self._bindings:
             binding.adopt()
 
-    def _broadcast_buffers(self, named: dict[str, Tensor]) -> None:
-        """Rank 0's to all. Equal ones are not written, so autograd's versions stay."""
-        if not named:
+    def _broadcast_buffers(self) -> None:
+        """Rank 0's to all, as DDP does. Equal ones are not written, so autograd's versions stay."""
+        sending, self._sending = self._sending, {}
+        if not sending:
             return
         with torch.inference_mode(False), torch.no_grad():
-            raw = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in named.values()])
+            raw = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in sending.values()])
             self._group.broadcast(raw)
             at = 0
-            for tensor in named.values():
+            for tensor in sending.values():
                 nbytes = tensor.numel() * tensor.itemsize
                 theirs = raw[at : at + nbytes].clone().view(tensor.dtype).view(tensor.shape)
                 at += nbytes
@@ -510,7 +510,7 @@ class Zero:
         self._schedule.recover()
         if in_backward() or self._schedule.script.active or any(unit.pinned for unit in self._units):
             raise StateError(f"{what} inside forward, backward or gathered()", instead="after step")
-        self._before_step()
+        self._notice_edits()
         self._group.meet(what, self._checkpoints + 1)
         self._checkpoints += 1
         if self._saving is not None and not self._saving.reported:

@@ -63,7 +63,6 @@ class Place:
     def __init__(self, buffer: Buffer, position: int) -> None:
         self.buffer = buffer
         self.position = position
-        self.updated = False  # by an optimizer, on whichever rank
 
     @property
     def name(self) -> str:

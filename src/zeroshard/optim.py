@@ -155,9 +155,7 @@ class Binding:
         if len(before) == len(self._groups) and not groups & set(map(id, before)):  # the same ones, copied
             copies = dict(zip(map(id, before), self._groups, strict=True))
             self.members = [Member(member.place, copies[id(member.group)]) for member in self.members]
-        for member in self.members:
-            member.place.updated = id(member.group) in groups
-        self.members = [member for member in self.members if member.place.updated]
+        self.members = [member for member in self.members if id(member.group) in groups]
         updaters = self.gradients.updaters
         self.gradients.updaters = {number: by for number, by in updaters.items() if by != self.number}
 
@@ -168,7 +166,6 @@ class Binding:
         held = Fragment(fragment, place.buffer, place.position)
         self.fragments.append(held)
         self.members.append(Member(place, group))
-        place.updated = True
         state = self.optimizer.state.pop(param, None)
         if state:
             kept = {

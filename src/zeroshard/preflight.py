@@ -17,7 +17,7 @@ from .errors import PeerError, UserError
 from .fragment import check_cut
 from .layout import Layout, Partition
 from .numerics import Precision
-from .optim import plain
+from .optim import Binding, plain
 from .tier import Offload
 from .unit import Managed
 
@@ -97,14 +97,15 @@ def check_offload(optimizers: list[Any], offload: Offload) -> None:
             )
 
 
-def check_added(model: nn.Module, buffers: list[Buffer], added: list[nn.Parameter]) -> None:
+def check_added(model: nn.Module, buffers: list[Buffer], bindings: list[Binding], added: list[nn.Parameter]) -> None:
     """Refuse what `add_param_group` brought after `shard`, where it is not the model's or is updated already."""
     ignored = {id(param) for param in model.parameters() if not hasattr(param, "_zeroshard")}
+    updated = {id(member.place) for binding in bindings for member in binding.members}
     for param in added:
         place = getattr(param, "_zeroshard", None)
         if id(param) not in ignored and not (place is not None and any(place.buffer is own for own in buffers)):
             raise UserError(_FOREIGN, where=f"a group that was added, shape {tuple(param.shape)}", instead=_TOGETHER)
-        if place is not None and place.updated:
+        if place is not None and id(place) in updated:
             raise UserError(_TWICE, where=f"a group that was added, parameter {place.name!r}", instead=_ONCE)
 
 

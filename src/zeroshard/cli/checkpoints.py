@@ -129,10 +129,10 @@ def _show(facts: dict[str, Any]) -> None:
         escape(facts["path"]),
         {
             "saved": f"{_time(facts['saved'])} by {by}, torch {facts['torch']}, Python {facts['python']}, "
-            f"{_many(facts['threads'], 'thread')}, seed {facts['seed']}",
-            "holds": f"{facts['numel']:,} parameters in {_many(len(parameters), 'tensor')}, "
-            f"{_many(len(facts['buffers']), 'buffer')}",
-            "takes": f"{facts['nbytes']:,} bytes in {_many(len(facts['files']), 'file')}",
+            f"{screen.many(facts['threads'], 'thread')}, seed {facts['seed']}",
+            "holds": f"{facts['numel']:,} parameters in {screen.many(len(parameters), 'tensor')}, "
+            f"{screen.many(len(facts['buffers']), 'buffer')}",
+            "takes": f"{facts['nbytes']:,} bytes in {screen.many(len(facts['files']), 'file')}",
         },
     )
     states = list(dict.fromkeys(state for each in parameters for state in each["states"]))
@@ -171,10 +171,6 @@ def _cell(told: Any) -> str:
 
 def _shape(shape: Sequence[int]) -> str:
     return " x ".join(map(str, shape)) or "one"
-
-
-def _many(number: int, word: str) -> str:
-    return f"{number:,} {word}" + "s" * (number != 1)
 
 
 def _time(nanoseconds: int) -> str:
@@ -227,7 +223,11 @@ def verify(paths: Sequence[str], *, as_json: bool) -> int:
     else:
         for result in results:
             read = ", ".join(
-                [_many(len(result["files"]), "file"), f"{result['nbytes']:,} bytes", _many(result["blocks"], "block")]
+                [
+                    screen.many(len(result["files"]), "file"),
+                    f"{result['nbytes']:,} bytes",
+                    screen.many(result["blocks"], "block"),
+                ]
             )
             if not result["problems"]:
                 screen.say(f"{escape(result['path'])}: {read}: [bold green]every byte is as written[/bold green]")

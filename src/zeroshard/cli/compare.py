@@ -293,7 +293,7 @@ class Comparison:
 
     def _look_at_losses(self, step: int, losses: dict[int, Tensor], want: dict[str, Any]) -> None:
         for index, loss in losses.items():
-            if self.difference is None and (at := _first_unequal(loss, want["losses"][index])):
+            if self.difference is None and (at := reference.first_unequal(loss, want["losses"][index])):
                 self.difference = Difference(step + 1, index, f"loss of micro-batch {index}", self._rank, None, *at[1:])
 
     def _look_at_weights(
@@ -304,25 +304,11 @@ class Comparison:
         order = itertools.count(len(want["losses"]))
         for name, param in model.named_parameters():
             number = next(order)
-            if at := _first_unequal(param, want["weights"][name]):
+            if at := reference.first_unequal(param, want["weights"][name]):
                 self.difference = Difference(
                     step + 1, number, name, self._rank, at[0], *at[1:], owner=owner(name, at[0])
                 )
                 return
-
-
-def _first_unequal(got: Tensor, want: Tensor) -> tuple[int, str, str, str] | None:
-    """Element, both values, and how many differ; NaN equals NaN, and -0.0 is not 0.0."""
-    got, want = got.detach().cpu(), want.cpu()
-    if (got.dtype, got.shape) != (want.dtype, want.shape):
-        return 0, f"{got.dtype} {tuple(got.shape)}", f"{want.dtype} {tuple(want.shape)}", "another kind of tensor"
-    wrong = reference.bits(got) != reference.bits(want)
-    wrong &= ~((got != got) & (want != want)).reshape(-1)
-    if not wrong.any():
-        return None
-    at = int(wrong.nonzero()[0])
-    mine, theirs = (repr(tensor.reshape(-1)[at].item()) for tensor in (got, want))
-    return at, mine, theirs, f"{int(wrong.sum())} of {wrong.numel()} elements differ"
 
 
 def _owner(zero: zeroshard.Zero, name: str, element: int) -> int:

@@ -222,20 +222,28 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def first_difference(got: dict[str, Tensor], want: dict[str, Tensor]) -> str:
-    """Empty if both hold the same names, dtypes, shapes and bits, else one line on the first difference."""
+    """Empty if both hold the same names and `first_unequal` finds nothing, else one line on the first difference."""
     if got.keys() != want.keys():
         return f"names differ: {sorted(got.keys() ^ want.keys())}"
     for name, tensor in want.items():
-        mine = got[name]
-        if (mine.dtype, mine.shape) != (tensor.dtype, tensor.shape):
-            return f"{name}: {mine.dtype} {tuple(mine.shape)} instead of {tensor.dtype} {tuple(tensor.shape)}"
-        wrong = bits(mine) != bits(tensor)
-        if wrong.any():
-            at = int(wrong.nonzero()[0])
-            have, should = mine.reshape(-1)[at].item(), tensor.reshape(-1)[at].item()
-            count = f"{int(wrong.sum())} of {wrong.numel()} elements differ"
-            return f"{name}: {count}, first at {at}: {have!r} instead of {should!r}"
+        if found := first_unequal(got[name], tensor):
+            at, have, should, count = found
+            return f"{name}: {count}, first at {at}: {have} instead of {should}"
     return ""
+
+
+def first_unequal(got: Tensor, want: Tensor) -> tuple[int, str, str, str] | None:
+    """Element, both values, and how many differ; NaN equals NaN, and -0.0 is not 0.0."""
+    got, want = got.detach().cpu(), want.detach().cpu()
+    if (got.dtype, got.shape) != (want.dtype, want.shape):
+        return 0, f"{got.dtype} {tuple(got.shape)}", f"{want.dtype} {tuple(want.shape)}", "another kind of tensor"
+    wrong = bits(got) != bits(want)
+    wrong &= ~((got != got) & (want != want)).reshape(-1)
+    if not wrong.any():
+        return None
+    at = int(wrong.nonzero()[0])
+    mine, theirs = (repr(tensor.reshape(-1)[at].item()) for tensor in (got, want))
+    return at, mine, theirs, f"{int(wrong.sum())} of {wrong.numel()} elements differ"
 
 
 def norm_of_tensor(gradient: Tensor, order: float = 2.0, block: int = BLOCK) -> Tensor:

@@ -27,6 +27,10 @@ def nbytes_text(nbytes: float) -> str:
     return f"{nbytes / 1024**power:.2f} {'KMG'[power - 1]}iB"
 
 
+def many(number: int, word: str, plural: str = "s") -> str:
+    return f"{number:,} {word}{plural * (number != 1)}"
+
+
 def ranks_text(ranks: int) -> str:
     return "1 rank" if ranks == 1 else f"{ranks} ranks"
 

@@ -126,12 +126,8 @@ def notes(question: Question, cells: list[Cell], trains: bool) -> list[str]:
     return said
 
 
-def _many(count: int, what: str, plural: str = "s") -> str:
-    return f"{count} {what}{plural * (count != 1)}"
-
-
 def _show(question: Question, cells: list[Cell], said: list[str]) -> None:
-    steps, batches = _many(question.steps, "step"), _many(question.accumulate, "micro-batch", "es")
+    steps, batches = screen.many(question.steps, "step"), screen.many(question.accumulate, "micro-batch", "es")
     counted = f"{steps} of {batches} per rank, {question.precision}"
     clip = "" if question.clip is None else f", clipped at {question.clip}"
     screen.say(f"\n[bold]{escape(question.job)}[/bold]: {counted}{clip}\n")

@@ -389,7 +389,7 @@ def _plan_params(numel: int, asked: Asked) -> Plan:
             0.0,
             closed.traffic(
                 numel, ranks, place, recipe, accumulate=asked.accumulate, no_sync=asked.no_sync,
-                instances=copies if sharing(stage, ranks) < ranks else 1,
+                instances=ranks // sharing(stage, ranks),
             ),
             found,
             peak,

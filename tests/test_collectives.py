@@ -117,8 +117,15 @@ def test_calls_and_bytes_of_a_step(ranks, world, stage, backwards, no_sync, dtyp
             logical = passes * PARAMETERS * size
             sent = logical * (world - 1) // world
             assert moved[verb] == (passes * BLOCKS, logical, sent, 2 * sent), verb
-        # Agreeing: a forward 1 (2 with a script of gathers), a backward 2 (3), a step 1.
-        assert moved["control"][0] == backwards * (5 if stage == 3 else 3) + 1
+        # Agreeing: a forward 1 (2 with a script of gathers), a backward 2, a step 1; a row of nine integers each,
+        # to every other rank.
+        exchanges = backwards * (4 if stage == 3 else 3) + 1
+        assert moved["control"] == (
+            exchanges,
+            exchanges * 72,
+            exchanges * 72 * (world - 1),
+            exchanges * 144 * (world - 1),
+        )
         assert "broadcast" not in moved or moved["broadcast"][0] == 0
 
 

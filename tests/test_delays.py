@@ -17,8 +17,8 @@ import pytest
 import ranks
 import test_bits
 from zeroshard import Comm, reduction
-from zeroshard.comm import Work
-from zeroshard.process_group import ProcessGroup
+from zeroshard.process_group import ProcessGroup, ProcessTeam
+from zeroshard.transport import Work
 
 STAGES = (0, 1, 2, 3)
 LONGEST = 0.002  # seconds of a pause
@@ -30,7 +30,12 @@ def delays(seed):
     """Pauses before every collective of this rank, and late answers from every one under way."""
     draw = random.Random(f"{seed} of {ranks.rank()}")
     verbs = {
-        name: getattr(ProcessGroup, name) for name in ("_gather", "_reduce", "_broadcast", "_exchange", "_all_reduce")
+        (owner, name): getattr(owner, name)
+        for owner, names in {
+            ProcessTeam: ("_gather", "_reduce"),
+            ProcessGroup: ("_broadcast", "_exchange", "_all_reduce"),
+        }.items()
+        for name in names
     }
     done, patience = Work.done, reduction.PATIENCE
     paused = []
@@ -44,15 +49,15 @@ def delays(seed):
 
         return call
 
-    for name, verb in verbs.items():
-        setattr(ProcessGroup, name, pausing(verb))
+    for (owner, name), verb in verbs.items():
+        setattr(owner, name, pausing(verb))
     Work.done = lambda self: draw.random() < 0.2 and done(self)
     reduction.PATIENCE = 0.01 * draw.random()  # some give up on a reduction that is late
     try:
         yield paused
     finally:
-        for name, verb in verbs.items():
-            setattr(ProcessGroup, name, verb)
+        for (owner, name), verb in verbs.items():
+            setattr(owner, name, verb)
         Work.done, reduction.PATIENCE = done, patience
 
 

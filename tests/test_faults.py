@@ -22,7 +22,7 @@ import zeroshard
 from zeroshard import Comm, Layout, Precision
 from zeroshard.buffer import Buffer
 from zeroshard.errors import Error, PeerError, StateError
-from zeroshard.process_group import ProcessGroup
+from zeroshard.process_group import Link
 from zeroshard.reduction import Reduction
 from zeroshard.watch import GONE, Watch
 
@@ -138,7 +138,7 @@ def test_row17_poisoned_padding_is_never_seen(ranks, tmp_path, stage, bounds):
 def delayed(stage: int, seeds: range, comm: Comm):
     """How many of the seeds give other bits, with a random pause before every asynchronous operation."""
     wanted, norms, _ = train(stage)
-    launch, other = ProcessGroup._launch, 0
+    launch, other = Link.launch, 0
     try:
         for seed in seeds:
             noise = random.Random(1000 * seed + rank_processes.rank())
@@ -147,11 +147,11 @@ def delayed(stage: int, seeds: range, comm: Comm):
                 time.sleep(noise.random() * 0.004 * (noise.random() < 0.3))
                 return launch(self, *args, **kwargs)
 
-            ProcessGroup._launch = late
+            Link.launch = late
             got, others, _ = train(stage, layout=Layout(bucket_mib=0.002), comm=comm)
             other += reference.first_difference(got, wanted) != "" or others != norms
     finally:
-        ProcessGroup._launch = launch
+        Link.launch = launch
     return other
 
 

@@ -603,13 +603,13 @@ def buffer_operations() -> dict:
     summed(model, batch_of(0, rank)).backward()
     # get_grad_shard(param): this rank's elements of each parameter's average, end to end
     result["gradient shards"] = {name: p.grad.to_local() for name, p in zip(names, model.parameters(), strict=True)}
-    gather = zero._group.gather
+    gather = zero._group.team.gather
 
     def spy(full, *where):
         result["flat before the gather"] = full.clone()
         return gather(full, *where)
 
-    zero._group.gather = spy
+    zero._group.team.gather = spy
     optimizer.step()
     result["fragments"] = torch.cat([fragment.detach() for fragment in optimizer.param_groups[0]["params"]])
     result["master after"] = buffer.master.tensor.clone()

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .agreement import Group
 from .buffer import Buffer, Place
-from .comm import Comm, Group
+from .comm import Comm
 from .errors import Error, PeerError, TierError, UserError
 from .events import DEVICE, HOST, NVME
 from .layout import Bucket, Layout, Partition, Spec, partition
@@ -56,7 +57,7 @@ class Assembly:
             named = find_units(self.model, layout)
             self.managed = managed_parameters(self.model, named, layout)
             check_parameters(self.managed)
-            self.partition = partition(self._specs(), layout, self.group.ranks)
+            self.partition = partition(self._specs(), layout, self.group.team.size)
             check_settings(self.partition, layout, comm)
             replicated = not self.placements.optimizer
             check_optimizers(self.model, self.managed, optimizers, self.partition, replicated=replicated)
@@ -70,7 +71,7 @@ class Assembly:
         self.units = [Unit(index, name, module) for index, (name, module) in enumerate(named)]
         for unit, others in zip(self.units, borrowed(named, self.managed), strict=True):
             unit.borrows = [self.units[other] for other in others]
-        self.group.units = [named[bucket.unit][0] or "the model" for bucket in self.partition.buckets]
+        self.group.progress.units = [named[bucket.unit][0] or "the model" for bucket in self.partition.buckets]
 
     def _specs(self) -> list[Spec]:
         specs = []
@@ -90,7 +91,9 @@ class Assembly:
             dtypes = {"parameters": own, "gradients": grad, "optimizer": master}
             kept = STATES if bucket.trainable else STATES[:1]  # frozen parameters have nothing else
             for state in (state for state in kept if resting[state] == NVME):
-                numel = bucket.shard_numel(self.group.rank) if getattr(self.placements, state) else bucket.numel
+                numel = (
+                    bucket.shard_numel(self.group.team.position) if getattr(self.placements, state) else bucket.numel
+                )
                 largest[state] = max(largest[state], numel * dtypes[state].itemsize)
                 nbytes += numel * dtypes[state].itemsize
         if any(NVME in resting.values() for resting in self.resting):

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .comm import Group, Work
+from .agreement import Group
 from .errors import StateError, TierError, UserError
 from .events import DEVICE, ends
 from .guard import flip, unflip
@@ -38,6 +38,7 @@ from .layout import Bucket, slot_at
 from .numerics import Precision, digest, reseed_, simulated
 from .stage import Placements
 from .tier import STATES, DeviceTier, Part, Rest, Tier
+from .transport import Work
 
 
 class State(enum.Enum):
@@ -170,7 +171,7 @@ class Buffer:
         self._agreed: bytes | None = None  # digest of the parameters here when they were last the masters' cast
         self._refs: list[int] = []
         self._uses = 0
-        self._first, self._last = bucket.shard(group.rank)
+        self._first, self._last = bucket.shard(group.team.position)
         self._starts = [slot.start for slot in bucket.slots]
         self.strides = [torch.empty(slot.shape, device="meta").stride() for slot in bucket.slots]
 
@@ -276,7 +277,7 @@ class Buffer:
     def reserve_gradients(self) -> None:
         """The accumulator of averaged gradients: full-size where gradients are replicated, else the shard."""
         if self.gradients is None:
-            numel = self.bucket.shard_numel(self.group.rank) if self.place.gradients else self.bucket.numel
+            numel = self.bucket.shard_numel(self.group.team.position) if self.place.gradients else self.bucket.numel
             tier = self.tiers["gradients"]
             self.gradients = tier.rest("gradients", self.bucket.index, numel, self.grad_dtype)
 
@@ -385,7 +386,7 @@ class Buffer:
             self.fresh = True
             if not (self.resident or self.place.parameters):
                 return Work()  # all of them rest here
-            work = self.group.gather(
+            work = self.group.team.gather(
                 self.full if self.resident else _alias(self.full), self.bucket.bounds, "parameters", self.bucket.index
             )
             if not self.resident:
@@ -412,7 +413,7 @@ class Buffer:
         self.fresh = False
         with torch.no_grad(), self.shard.here() as whole:
             moved = whole.to(self.tier.device)  # itself, where host and device are one
-            self.group.gather(moved, self.bucket.bounds, "parameters", self.bucket.index).wait()
+            self.group.team.gather(moved, self.bucket.bounds, "parameters", self.bucket.index).wait()
             if moved is not whole:
                 whole.copy_(moved)
         self.shard.behind()

@@ -17,8 +17,8 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from .agreement import Group
 from .buffer import Buffer
-from .comm import Group
 from .errors import CheckpointError, UserError
 from .events import DEVICE
 from .files import DTYPES, digest, raw
@@ -70,7 +70,7 @@ def _alone(record: Managed, group: Group) -> Buffer:
     param, numel = record.param, record.param.numel()
     writable(f"parameter {record.name!r}", param)
     slot, kind = Slot(record.name, tuple(param.shape), 0, numel), (str(param.dtype), param.itemsize)
-    bucket = Bucket(-1, -1, *kind, param.requires_grad, (slot,), numel, (0, *[numel] * group.ranks))
+    bucket = Bucket(-1, -1, *kind, param.requires_grad, (slot,), numel, (0, *[numel] * group.team.size))
     buffer = Buffer(bucket, [param], 1, placements(0), Precision(), group, DeviceTier(param.device, group.ledger))
     buffer.full = param.detach().reshape(-1)
     buffer.shard = Rest(DEVICE, buffer.full)

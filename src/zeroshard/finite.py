@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .agreement import Group
 from .buffer import Buffer
-from .comm import Group
 from .errors import NotFiniteError
 from .gradient import Accumulator
 from .numerics import simulated
@@ -97,7 +97,7 @@ class Finite:
                 if len(pieces) == self.group.ranks:
                     theirs = [float(piece[slot.slice_of(first, last)][at]) for piece in pieces]
                     rank = next((r for r, value in enumerate(theirs) if not abs(value) < torch.inf), -1)
-                step, value = self.group.steps + 1, str(float(fragment[at]))
+                step, value = self.group.progress.steps + 1, str(float(fragment[at]))
                 self._seen = Finding(step, self._micro_batch, rank, slot.name, part.start + at, value)
                 self._lies = accumulator, index, at
                 return
@@ -119,7 +119,7 @@ class Finite:
             at = first_nonfinite(fragment) if part.numel else None
             if at is not None:
                 value = str(float(fragment[at]))
-                return Finding(self.group.steps + 1, 0, self.group.rank, slot.name, part.start + at, value)
+                return Finding(self.group.progress.steps + 1, 0, self.group.rank, slot.name, part.start + at, value)
         return None
 
     def refuses(self, buffers: Sequence[Buffer]) -> bool:
@@ -158,6 +158,6 @@ class Finite:
         self.skipped += 1
         self._in_a_row += 1
         if self.group.rank == 0:
-            log.warning("step %d was skipped: %s", self.group.steps + 1, why)
+            log.warning("step %d was skipped: %s", self.group.progress.steps + 1, why)
             if self._in_a_row % IN_A_ROW == 0:
                 log.warning("%d steps in a row were skipped: this model is not training", self._in_a_row)

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .agreement import Group
 from .buffer import Buffer, Place
-from .comm import Group
 from .errors import UserError
 from .events import DEVICE, HOST, NVME
 from .layout import Slot

@@ -21,13 +21,14 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
+from .agreement import Group
 from .buffer import Buffer
-from .comm import Group, Work
 from .errors import StateError, TierError
 from .events import DEVICE
 from .layout import Slot
 from .numerics import BLOCK, BlockMap, add_to_bins, add_to_maxima, average_, block_sums, empty_bins, sums_from_bins
 from .tier import Rest
+from .transport import Work
 
 aten = torch.ops.aten
 
@@ -89,10 +90,10 @@ class Accumulator:
         self.spread = True
         bucket, group = self.buffer.bucket, self.buffer.group
         if self.rest.tier == DEVICE:
-            return group.gather(self.rest.tensor, bucket.bounds, "gradients", bucket.index)
+            return group.team.gather(self.rest.tensor, bucket.bounds, "gradients", bucket.index)
         with self.rest.here(changed=kept) as whole:
             moved = whole.to(self.buffer.tier.device)  # itself, where host and device are one
-            group.gather(moved, bucket.bounds, "gradients", bucket.index).wait()
+            group.team.gather(moved, bucket.bounds, "gradients", bucket.index).wait()
             if moved is not whole:
                 whole.copy_(moved)
         return Work()
@@ -317,7 +318,11 @@ class Gradients:
 
     def _filled(self) -> Iterator[Accumulator]:
         """Those that hold a sum of which this rank has a part, the next one under way to memory."""
-        found = [each for each in self.accumulators if each.filled and each.buffer.bucket.shard_numel(self.group.rank)]
+        found = [
+            each
+            for each in self.accumulators
+            if each.filled and each.buffer.bucket.shard_numel(self.group.team.position)
+        ]
         for accumulator, after in zip(found, [*found[1:], None], strict=False):
             with self.reporting():
                 accumulator.rest.ahead()
@@ -335,7 +340,7 @@ class Gradients:
             whole[first:last].copy_(accumulator.total)
         if not accumulator.averaged:
             average_(whole[first:last], self.group.ranks)
-        self.group.gather(whole, buffer.bucket.bounds, "gradients", buffer.bucket.index).wait()
+        self.group.team.gather(whole, buffer.bucket.bounds, "gradients", buffer.bucket.index).wait()
         if accumulator.rest.away:  # on some rank it may not have come
             self.agree()
         return whole[entry.slot.start : entry.slot.stop].view(entry.slot.shape).clone()

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .agreement import Group
 from .checkpoint import Engine, Rng, options, parsed_rng, persistent, restore_rng
-from .comm import Group
 from .errors import CheckpointError, PeerError
 from .files import absolute, canonical, digest
 from .fragment import Fragment, per_element, rests_away

@@ -398,7 +398,7 @@ class Binding:
         )
         self._drop_copies()
         self.states.count(changed=True)
-        self.group.steps += 1
+        self.group.progress.steps += 1
         self.group.ledger.end("step")
 
     def _write_back(self, buffer: Buffer) -> None:

@@ -11,8 +11,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from .agreement import Group
 from .buffer import Buffer
-from .comm import Comm, Group
+from .comm import Comm
 from .errors import PeerError, UserError
 from .fragment import check_cut
 from .layout import Layout, Partition

@@ -1,10 +1,10 @@
-"""The verbs of `comm.py` between processes: the only caller of `torch.distributed`.
+"""The verbs of `transport.py` and `agreement.py` between processes: the only caller of `torch.distributed`.
 
 Gathers, reductions and control use process groups of their own: each is ordered in itself, and none can be
 mistaken for another. Control runs on gloo and CPU tensors even beside NCCL, so agreeing never waits for the device.
 
 Named hazard, *sizes must meet*: two ranks in collectives of different size abort the process in gloo, without an
-exception. So every control collective starts with a header of fixed size (`meet`), which says what the rank is
+exception. So every control collective starts with a row of fixed size (`meet`), which says what the rank is
 about to do; only ranks that say the same go on.
 
 Named hazard, *a wait for the dead*: gloo tells of a dead peer only the ranks that wait for that very peer, and wakes no
@@ -21,6 +21,7 @@ import os
 import sys
 import time
 import weakref
+import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import pairwise
@@ -31,61 +32,174 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .comm import HEADER, MEETINGS, Comm, Group, Simulated
+from .agreement import Group, Progress, lines
+from .comm import Comm, Simulated
 from .errors import PeerError, StateError, UserError
 from .events import Ledger, ends
+from .transport import Team
 from .watch import Watch, host_towards
 
 _CHOOSING = "choosing what to gather"
-_ALIKE, _OWN, _FAILED = 4, 7, 8  # where in a header the meeting's own integers begin and end, and the last
+_ALIKE, _OWN, _FAILED = 4, 7, 8  # where in a row the meeting's own integers begin and end, and the last
 LEAVING = 10.0  # seconds that a rank whose program ends waits for the others
 SLICE = timedelta(seconds=0.2)  # of a wait; between two, alarms and signals are seen
 
 
-class ProcessGroup(Group):
-    """The same verbs over `torch.distributed`."""
+class Link:
+    """How one engine launches collectives and waits for them, and who is to blame when one does not complete."""
 
-    def __init__(self, ledger: Ledger, device: torch.device, groups: _Groups) -> None:
-        super().__init__(ledger, device, dist.get_rank(groups.parent), dist.get_world_size(groups.parent))
-        self._groups = groups
+    def __init__(self, groups: _Groups, ledger: Ledger, progress: Progress) -> None:
+        self.groups = groups
+        self.ledger = ledger
+        self.progress = progress
+        self.rank = dist.get_rank(groups.parent)
         self.backend = str(dist.get_backend(groups.gathers))
-        self._global = dist.get_process_group_ranks(groups.parent)
-        groups.engines += 1
-        self._engine = groups.engines  # models sharded over one group are told apart by the order of their making
-        self._met = ""
-        self._waits: tuple[str, int | None] | None = None  # what for, and of which bucket
-        self._reductions = 0
+        self.reductions = 0  # launched so far
         self._weak = weakref.ref(self)
 
+    def launch(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not dist.is_initialized():
+            raise StateError(
+                "the process group is gone",
+                where=f"rank {self.rank}: {self.doing()}",
+                instead="torch.distributed.destroy_process_group() after the last use of the model",
+            )
+        try:
+            return call(*args, async_op=True, **kwargs)
+        except (RuntimeError, ValueError) as error:
+            raise self._loss(error) from error
+
+    def wait(self, verb: str, bucket: int | None, handle: Any) -> None:
+        self.groups.speaker = self._weak
+        self.progress.waits = verb, bucket
+        try:
+            if self.backend == "nccl" and bucket is not None:
+                handle.wait()  # the device's stream waits, not this thread
+            else:
+                self._wait_in_slices(handle)
+        except (RuntimeError, ValueError) as error:
+            if isinstance(error, PeerError):
+                raise
+            raise self._loss(error) from error
+        self.progress.waits = None
+
+    def _wait_in_slices(self, handle: Any) -> None:
+        while True:
+            try:
+                handle.wait(SLICE)
+                return
+            except RuntimeError as error:
+                if handle.is_completed():
+                    handle.wait()  # it failed, or ended after the slice did
+                    return
+                if self.groups.watch.alarm or self.lost:
+                    raise self._loss(error) from error
+
+    @property
+    def lost(self) -> bool:
+        return self.groups.loss is not None
+
+    def give_up(self, error: BaseException) -> None:
+        if not self.lost:
+            why = f"gave up: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            self.groups.loss = f"rank {self.rank} {why}"
+            self.groups.watch.tell({self.rank: why})
+
+    def doing(self) -> str:
+        return self.progress.words(self.ledger.phase)
+
+    def about(self) -> dict[str, Any]:
+        return {"doing": self.doing(), "waits": bool(self.progress.waits), "failed": self.lost}
+
+    def _loss(self, error: Exception) -> PeerError:
+        """The error for a collective that did not complete: who is to blame, as far as it can be found out."""
+        groups, watch = self.groups, self.groups.watch
+        if groups.loss is None:
+            groups.loss = ""  # whoever asks from now on hears that this rank has failed
+            answers = watch.ask()
+            culprits = watch.alarm or {rank: answer.silence for rank, answer in answers.items() if answer.silence}
+            if not watch.alarm and culprits:
+                watch.tell(culprits)
+            blamed = culprits or {
+                rank: "did not come" for rank, answer in answers.items() if not (answer.waits or answer.failed)
+            }
+            groups.loss = "; ".join(f"rank {rank} {what}" for rank, what in sorted(blamed.items()))
+            groups.seen = "; ".join(
+                f"rank {rank}: {answer.doing or answer.silence}" for rank, answer in sorted(answers.items())
+            )
+        return PeerError(
+            f"a collective did not complete: {groups.loss or 'a peer had an error of its own'}",
+            where=f"rank {self.rank}: {self.doing()}",
+            got=f"{groups.seen}; {str(error).splitlines()[0]}",
+            instead="read the first error among all ranks' output, end the program, and load the last checkpoint; "
+            "Comm(timeout=...) sets how long to wait for a silent rank",
+        )
+
+
+class ProcessTeam(Team):
+    """The verbs of data over `torch.distributed`."""
+
+    def __init__(self, ledger: Ledger, device: torch.device, link: Link) -> None:
+        parent = link.groups.parent
+        super().__init__(ledger, device, dist.get_rank(parent), dist.get_world_size(parent))
+        self._link = link
+        self._global = dist.get_process_group_ranks(parent)
+
     def _gather(self, full: Tensor, bounds: Sequence[int]) -> list[Any]:
-        raw = full.view(torch.uint8)
+        raw, group = full.view(torch.uint8), self._link.groups.gathers
         cuts = [bound * full.itemsize for bound in bounds]
-        if self.backend == "nccl" and len({high - low for low, high in pairwise(cuts)}) == 1:
-            own_part = raw[cuts[self.rank] : cuts[self.rank + 1]]
-            return [self._launch(_all_gather, raw, own_part, group=self._groups.gathers)]
+        if self._link.backend == "nccl" and len({high - low for low, high in pairwise(cuts)}) == 1:
+            own_part = raw[cuts[self.position] : cuts[self.position + 1]]
+            return [self._link.launch(_all_gather, raw, own_part, group=group)]
         return [
-            self._launch(dist.broadcast, raw[low:high], self._global[source], group=self._groups.gathers)
+            self._link.launch(dist.broadcast, raw[low:high], self._global[source], group=group)
             for source, (low, high) in enumerate(pairwise(cuts))
             if high > low
         ]
 
     def _reduce(self, send: Tensor, receive: Tensor, bounds: Sequence[int]) -> list[Any]:
-        own = [bounds[self.rank + 1] - bounds[self.rank]] * self.ranks
+        own = [self.own(bounds)] * self.size
         splits = [high - low for low, high in pairwise(bounds)]
-        if self.arriving < self.ranks:
-            send = send[bounds[1] :] if self.rank == 0 else send[: bounds[-2]]
-            own[self.rank] = splits[self.rank] = 0
-        self._reductions += 1
-        return [self._launch(dist.all_to_all_single, receive, send, own, splits, group=self._groups.reductions)]
+        if self.arriving < self.size:
+            send = send[bounds[1] :] if self.position == 0 else send[: bounds[-2]]
+            own[self.position] = splits[self.position] = 0
+        self._link.reductions += 1
+        group = self._link.groups.reductions
+        return [self._link.launch(dist.all_to_all_single, receive, send, own, splits, group=group)]
 
     def _reduce_native(self, send: Tensor, receive: Tensor) -> list[Any]:
-        self._reductions += 1
-        return [self._launch(_reduce_scatter, receive, send, group=self._groups.reductions)]
+        self._link.reductions += 1
+        return [self._link.launch(_reduce_scatter, receive, send, group=self._link.groups.reductions)]
+
+    def _wait(self, verb: str, bucket: int, handle: Any) -> None:
+        self._link.wait(verb, bucket, handle)
+
+
+class ProcessGroup(Group):
+    """The verbs of agreement over `torch.distributed`."""
+
+    def __init__(self, team: ProcessTeam, link: Link) -> None:
+        parent = link.groups.parent
+        super().__init__(team, dist.get_rank(parent), dist.get_world_size(parent))
+        self._link = link
+        self._groups = link.groups
+        self.progress = link.progress
+        self.backend = link.backend
+        self._global = dist.get_process_group_ranks(parent)
+        self._groups.engines += 1
+        self._engine = self._groups.engines  # models sharded over one group are told apart by the order of their making
+
+    @property
+    def lost(self) -> bool:
+        return self._link.lost
+
+    def give_up(self, error: BaseException) -> None:
+        self._link.give_up(error)
 
     def _broadcast(self, tensor: Tensor, source: int) -> None:
         group = self._groups.gathers
-        handle = self._launch(dist.broadcast, tensor.view(torch.uint8), self._global[source], group=group)
-        self._wait("a broadcast", None, handle)
+        handle = self._link.launch(dist.broadcast, tensor.view(torch.uint8), self._global[source], group=group)
+        self._link.wait("a broadcast", None, handle)
 
     def meet(self, what: str, number: int, *same: int, facts: Callable[[], str] = str) -> None:
         self._exchange(what, number, same, compared=_OWN, facts=facts)
@@ -97,37 +211,53 @@ class ProcessGroup(Group):
     def _exchange(
         self, what: str, number: int, integers: tuple[int, ...], *, compared: int, facts: Callable[[], str] = str
     ) -> list[list[int]]:
-        header = torch.zeros(HEADER, dtype=torch.int64)
-        own = (self._engine, MEETINGS.index(what), number, self.steps, *integers)
-        header[: len(own)] = torch.tensor(own)
-        header[_OWN], header[_FAILED] = self._reductions, self.failed is not None
-        everyone = torch.empty(self.ranks * HEADER, dtype=torch.int64)
-        event = self._count_control(8 * HEADER)
-        self._control(_all_gather, everyone, header, at=f"{what} {number}")
+        """Every rank's row, in rank order; where all rows are equal, the one."""
+        event = self._count_rows()
+        at = f"{what} {number}"
+        own = [self._engine, zlib.crc32(what.encode()), number, self.progress.steps, *integers]
+        own += [0] * (_OWN - len(own))
+        rows = self._rows([*own, self._link.reductions, int(self.failed is not None)], at)
         ends(event)
-        rows: list[list[int]] = everyone.view(self.ranks, HEADER).tolist()
         if any(row[_FAILED] for row in rows):
-            self._fail(max(row[_OWN] for row in rows) - self._reductions)
+            self._fail(max(row[_OWN] for row in rows) - self._link.reductions)
         if any(row[:compared] != rows[0][:compared] for row in rows):
-            self._disagree(rows, facts)
-        self._met = f"{what} {number}"
+            self._disagree(rows, at, facts)
+        self.progress.met = at
         if what != _CHOOSING:  # at which a rank whose forward raised takes part to its end
-            self.trouble = ""
+            self.progress.trouble = ""
         return rows
 
-    def _disagree(self, rows: list[list[int]], facts: Callable[[], str]) -> None:
+    def _rows(self, own: list[int], at: str) -> list[list[int]]:
+        """One exchange on each axis of the grid; all rows of all ranks only where two differ."""
+        if len(self._groups.axes) == 1:
+            return self._gathered(own, self._groups.axes[0], at)
+        differ = 0
+        for axis in self._groups.axes:
+            rows = self._gathered([*own, differ], axis, at)
+            differ = int(any(row != [*own, 0] for row in rows))
+        if not differ:
+            return [own]
+        return self._gathered(own, self._groups.control, at)
+
+    def _gathered(self, own: list[int], group: Any, at: str) -> list[list[int]]:
+        row = torch.tensor(own, dtype=torch.int64)
+        everyone = torch.empty(dist.get_world_size(group) * len(own), dtype=torch.int64)
+        self._control(_all_gather, everyone, row, at=at, group=group)
+        rows: list[list[int]] = everyone.view(-1, len(own)).tolist()
+        return rows
+
+    def _disagree(self, rows: list[list[int]], at: str, facts: Callable[[], str]) -> None:
         detail = all(row[1:_ALIKE] == rows[0][1:_ALIKE] for row in rows)
         steps = any(row[3] != rows[0][3] for row in rows)
+        told = [text.partition("\n") for text in self._tell(f"{at}\n{self.progress.trouble or detail * facts()}")]
         where = "; ".join(
-            f"rank {rank} is at {MEETINGS[row[1]]} {row[2]}"
+            f"rank {rank} is at {meeting}"
             + (f" after {row[3]} steps" if steps else "")
             + (f" of model {row[0]}, {row[_ALIKE:_OWN]}" if detail else "")
-            for rank, row in enumerate(rows)
+            for rank, (row, (meeting, _, _)) in enumerate(zip(rows, told, strict=True))
         )
-        trouble = [
-            f"rank {rank}: {said}" for rank, said in enumerate(self._tell(self.trouble or detail * facts())) if said
-        ]
-        self.on_disagreement(max(row[_OWN] for row in rows) - self._reductions)
+        trouble = [f"rank {rank}: {said}" for rank, (_, _, said) in enumerate(told) if said]
+        self.on_disagreement(max(row[_OWN] for row in rows) - self._link.reductions)
         raise PeerError(
             "the ranks are not doing the same thing",
             where=where,
@@ -153,19 +283,19 @@ class ProcessGroup(Group):
 
     def _all_reduce(self, tensor: Tensor, op: Any) -> None:
         event = self._count_control(tensor.numel() * tensor.itemsize)
-        self._control(dist.all_reduce, tensor, op, at=f"what follows {self._met}")
+        self._control(dist.all_reduce, tensor, op, at=f"what follows {self.progress.met}")
         ends(event)
 
     def describe(self, facts: Any, what: str = "telling the others") -> list[Any]:
         text = json.dumps(facts).encode()
         lengths = [row[0] for row in self.poll(what, 0, len(text))]
-        return [json.loads(told) for told in self._texts(text, lengths)]
+        return [json.loads(told) for told in self._texts(text, lengths * (self.ranks // len(lengths)))]
 
     def _texts(self, mine: bytes, lengths: list[int]) -> list[bytes]:
         padded = torch.zeros(max(*lengths, 1), dtype=torch.uint8)
         padded[: len(mine)] = torch.frombuffer(bytearray(mine or b"\0"), dtype=torch.uint8)[: len(mine)]
         everyone = torch.empty(self.ranks * padded.numel(), dtype=torch.uint8)
-        self._control(_all_gather, everyone, padded, at=f"what follows {self._met}")
+        self._control(_all_gather, everyone, padded, at=f"what follows {self.progress.met}")
         rows = everyone.view(self.ranks, -1)
         return [rows[rank, :length].numpy().tobytes() for rank, length in enumerate(lengths)]
 
@@ -174,104 +304,15 @@ class ProcessGroup(Group):
         texts = self._texts(trouble.encode()[:999], [999] * self.ranks)
         return [text.rstrip(b"\0").decode(errors="replace") for text in texts]
 
-    # --- waiting, and who is waited for -----------------------------------------------------------------------------
-
-    def _control(self, call: Callable[..., Any], *args: Any, at: str) -> None:
-        self._wait(at, None, self._launch(call, *args, group=self._groups.control))
-
-    def _launch(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not dist.is_initialized():
-            raise StateError(
-                "the process group is gone",
-                where=f"rank {self.rank}: {self.doing()}",
-                instead="torch.distributed.destroy_process_group() after the last use of the model",
-            )
-        try:
-            return call(*args, async_op=True, **kwargs)
-        except (RuntimeError, ValueError) as error:
-            raise self._loss(error) from error
-
-    def _wait(self, verb: str, bucket: int | None, handle: Any) -> None:
-        self._groups.speaker = self._weak
-        self._waits = verb, bucket
-        try:
-            if self.backend == "nccl" and bucket is not None:
-                handle.wait()  # the device's stream waits, not this thread
-            else:
-                self._wait_in_slices(handle)
-        except (RuntimeError, ValueError) as error:
-            if isinstance(error, PeerError):
-                raise
-            raise self._loss(error) from error
-        self._waits = None
-
-    def _wait_in_slices(self, handle: Any) -> None:
-        while True:
-            try:
-                handle.wait(SLICE)
-                return
-            except RuntimeError as error:
-                if handle.is_completed():
-                    handle.wait()  # it failed, or ended after the slice did
-                    return
-                if self._groups.watch.alarm or self.lost:
-                    raise self._loss(error) from error
-
-    @property
-    def lost(self) -> bool:
-        return self._groups.loss is not None
-
-    def give_up(self, error: BaseException) -> None:
-        if not self.lost:
-            why = f"gave up: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            self._groups.loss = f"rank {self.rank} {why}"
-            self._groups.watch.tell({self.rank: why})
-
-    def _unit(self, bucket: int) -> str:
-        return self.units[bucket] if bucket < len(self.units) else f"bucket {bucket}"
-
-    def doing(self) -> str:
-        """In words, for whoever wants to know."""
-        phase = self.ledger.phase if self.ledger.phase != "between" else "the loop"
-        moment = f"step {self.steps + 1}, in {phase}"
-        trouble = f"; {self.trouble}" if self.trouble else ""
-        if self._waits:
-            verb, bucket = self._waits
-            unit = "" if bucket is None else f" of unit {self._unit(bucket)!r}"
-            turn = f", turn {self.turn[0]} of {self.turn[1]} of the script" if verb == "gather" and self.turn[1] else ""
-            return f"{moment}, waiting for {verb}{unit}{turn}{trouble}"
-        return f"{moment}, not waiting for other ranks; its last meeting was {self._met}{trouble}"
-
-    def about(self) -> dict[str, Any]:
-        return {"doing": self.doing(), "waits": bool(self._waits), "failed": self.lost}
-
-    def _loss(self, error: Exception) -> PeerError:
-        """The error for a collective that did not complete: who is to blame, as far as it can be found out."""
-        groups, watch = self._groups, self._groups.watch
-        if groups.loss is None:
-            groups.loss = ""  # whoever asks from now on hears that this rank has failed
-            answers = watch.ask()
-            culprits = watch.alarm or {rank: answer.silence for rank, answer in answers.items() if answer.silence}
-            if not watch.alarm and culprits:
-                watch.tell(culprits)
-            blamed = culprits or {
-                rank: "did not come" for rank, answer in answers.items() if not (answer.waits or answer.failed)
-            }
-            groups.loss = "; ".join(f"rank {rank} {what}" for rank, what in sorted(blamed.items()))
-            groups.seen = "; ".join(
-                f"rank {rank}: {answer.doing or answer.silence}" for rank, answer in sorted(answers.items())
-            )
-        return PeerError(
-            f"a collective did not complete: {groups.loss or 'a peer had an error of its own'}",
-            where=f"rank {self.rank}: {self.doing()}",
-            got=f"{groups.seen}; {str(error).splitlines()[0]}",
-            instead="read the first error among all ranks' output, end the program, and load the last checkpoint; "
-            "Comm(timeout=...) sets how long to wait for a silent rank",
-        )
+    def _control(self, call: Callable[..., Any], *args: Any, at: str, group: Any = None) -> None:
+        self._link.wait(at, None, self._link.launch(call, *args, group=group or self._groups.control))
 
     def apart(self) -> Group:
         other = copy.copy(self)
         other._groups = self._groups.apart()
+        other._link = copy.copy(self._link)
+        other._link.groups = other._groups
+        other._link.progress = other.progress = copy.copy(self.progress)
         return other
 
 
@@ -282,7 +323,7 @@ def connect(settings: Comm, ledger: Ledger, device: torch.device) -> Group:
     """
     parent = settings.group
     if isinstance(parent, Simulated):
-        return Group(ledger, device, parent.rank, parent.ranks)
+        return Group(Team(ledger, device, parent.rank, parent.ranks), parent.rank, parent.ranks)
     if hasattr(parent, "get_group") and hasattr(parent, "ndim"):
         if parent.ndim != 1:
             raise UserError(
@@ -294,7 +335,7 @@ def connect(settings: Comm, ledger: Ledger, device: torch.device) -> Group:
         parent = parent.get_group()
     if parent is None:
         if not dist.is_available() or not (dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1):
-            return Group(ledger, device)
+            return Group(Team(ledger, device))
         if not dist.is_initialized():
             _start(settings, device)
         parent = dist.group.WORLD
@@ -312,8 +353,9 @@ def connect(settings: Comm, ledger: Ledger, device: torch.device) -> Group:
             instead="call shard(...) on members of the group only",
         )
     if dist.get_world_size(parent) == 1:
-        return Group(ledger, device)
-    return ProcessGroup(ledger, device, _groups(parent, settings.timeout))
+        return Group(Team(ledger, device))
+    link = Link(_groups(parent, settings.timeout), ledger, Progress())
+    return ProcessGroup(ProcessTeam(ledger, device, link), link)
 
 
 def _start(settings: Comm, device: torch.device) -> None:
@@ -412,10 +454,13 @@ class _Groups:
         self.gathers = _new_group(backend=backend, **options)
         self.reductions = _new_group(backend=backend, **options)
         self.control = _new_group(backend="gloo", **options)
+        lying = lines(len(ranks), dist.get_rank(parent))  # beyond a few ranks rows are exchanged along these
+        along = [{**options, "ranks": [ranks[at] for at in line]} for line in lying]
+        self.axes = [self.control] if len(along) < 2 else [_new_group(backend="gloo", **line) for line in along]
         self._patient = {**options, "timeout": max(PATIENT, options.get("timeout", PATIENT))}
         self._apart: _Groups | None = None
         self.engines = 0
-        self.speaker: Callable[[], ProcessGroup | None] = lambda: None  # the engine that waited last
+        self.speaker: Callable[[], Link | None] = lambda: None  # the engine that waited last
         self.loss: str | None = None  # why a collective did not complete
         self.seen = ""  # what the other ranks said then
         about = weakref.WeakMethod(self._about)
@@ -441,6 +486,7 @@ class _Groups:
         if self._apart is None:
             self._apart = copy.copy(self)
             self._apart.control = dist.new_group(backend="gloo", **self._patient)
+            self._apart.axes = [self._apart.control]
         return self._apart
 
 

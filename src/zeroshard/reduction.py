@@ -22,14 +22,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from .agreement import Group
 from .buffer import Buffer
-from .comm import Comm, Group, Work
+from .comm import Comm
 from .errors import StateError, TierError
 from .events import DEVICE
 from .finite import Finite
 from .gradient import Accumulator, Entry, Gradients, ShardedGrad
 from .numerics import divides_exactly, fold, simulated
 from .tier import DeviceTier
+from .transport import Work
 from .unit import Unit, profiled
 
 IN_FLIGHT = 2  # reductions under way before backward pauses for the oldest
@@ -212,14 +214,14 @@ class Reduction:
             for index, slot in enumerate(buffer.bucket.slots):
                 if index not in flight.landed:
                     landing[slot.start : slot.stop].zero_()
-        own = buffer.bucket.shard_numel(self.group.rank)
+        own = buffer.bucket.shard_numel(self.group.team.position)
         with profiled("reduce", flight.unit.name):
             if self.settings.reduce == "native":
                 receive = self._take(own, landing.dtype)
-                work = self.group.reduce_native(landing, receive, buffer.bucket.index)
+                work = self.group.team.reduce_native(landing, receive, buffer.bucket.index)
             else:
-                receive = self._take(own * self.group.room, landing.dtype)
-                work = self.group.reduce(landing, receive, buffer.bucket.bounds, buffer.bucket.index)
+                receive = self._take(own * self.group.team.room, landing.dtype)
+                work = self.group.team.reduce(landing, receive, buffer.bucket.bounds, buffer.bucket.index)
         flight.launched = True
         self._under_way.append((flight, work, receive))
 
@@ -251,7 +253,7 @@ class Reduction:
         if not (early and accumulator.averaged):
             accumulator.undo_average()
         times, over = self.group.ranks if accumulator.averaged else 1, self.group.ranks if early else 1
-        if accumulator.buffer.bucket.shard_numel(self.group.rank):
+        if accumulator.buffer.bucket.shard_numel(self.group.team.position):
             try:
                 with accumulator.rest.here(fresh=not accumulator.filled):
                     if not simulated(receive):
@@ -273,23 +275,31 @@ class Reduction:
         assert flight.landing is not None
         if self.settings.reduce == "native":
             return [receive]
-        return self.group.contributions(flight.landing, receive, flight.accumulator.buffer.bucket.bounds)
+        return self.group.team.contributions(flight.landing, receive, flight.accumulator.buffer.bucket.bounds)
 
     # --- its end ----------------------------------------------------------------------------------------------------
 
-    def finish(self, number: int) -> None:
-        """The backward of this number ends: exchange which parameters got a gradient anywhere, send the rest, wait for
-        all of it, show the gradients."""
+    def received(self) -> bytes:
+        """How many gradients each parameter got in this backward: 0, 1, or 2 for too many."""
         mask = bytearray(len(self.gradients.entries))
         for index, flight in self.flights.items():
             first = self.gradients.first_number[index]
             for slot in flight.landed:
                 mask[first + slot] = 1
-            if flight.landed:
-                flight.most = max(flight.landed.values())
         for entry in self._again:
             mask[entry.number] = 2
-        got = self._anywhere(number, bytes(mask))
+        return bytes(mask)
+
+    def finish(self, received: bytes, *, usual: bool) -> None:
+        """Backward ends: exchange which parameters got a gradient anywhere, send the rest, wait for all of it, show
+        the gradients.
+
+        usual: every parameter got one gradient on every rank, so there is nothing to exchange.
+        """
+        for flight in self.flights.values():
+            if flight.landed:
+                flight.most = max(flight.landed.values())
+        got = received if usual else self.group.flags(received)
         if 2 in got:
             names = [entry.slot.name for entry in self.gradients.entries if got[entry.number] == 2]
             self.abort()
@@ -320,11 +330,6 @@ class Reduction:
         self.order = sorted(self.flights, key=lambda index: (index not in with_gradient, -index))
         self.gradients.put_back(self._hidden, got)  # autograd.grad(), for one, takes gradients without adding them
         self.gradients.show(entry for entry in self.gradients.entries if got[entry.number])
-
-    def _anywhere(self, number: int, mine: bytes) -> bytes:
-        """What each parameter got on any rank. Where all of them got one gradient on every rank, one meeting tells."""
-        told = self.group.poll("end of backward", number, mine.count(1) == len(mine))
-        return mine if all(usual for (usual,) in told) else self.group.flags(mine)
 
     def settle(self) -> None:
         """Send what no_sync left unsent, because somebody asks for gradients before another backward would."""

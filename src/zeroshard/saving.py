@@ -21,8 +21,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from .agreement import Group
 from .checkpoint import Engine, ignored_digests, options, persistent, pieces, rng_states, values, writable
-from .comm import Group
 from .errors import CheckpointError, Error, PeerError, UserError
 from .events import HOST, Ledger
 from .files import absolute, make_room, publish, remove, write_manifest, write_tensors

@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from .agreement import Group
 from .buffer import Buffer
-from .comm import Comm, Group
+from .comm import Comm
 from .errors import PeerError, ReleasedError, StateError, TierError
 from .events import Event, ends
 from .gradient import Gradients
@@ -208,7 +209,7 @@ class Schedule:
     def _finish_forward(self, output: Any) -> None:
         error = sys.exc_info()[1]
         if error is not None and not isinstance(error, PeerError):
-            self.group.trouble = f"forward {self._forwards} raised {type(error).__name__}: {error}"
+            self.group.progress.trouble = f"forward {self._forwards} raised {type(error).__name__}: {error}"
         if self.script.active:
             if isinstance(error, (PeerError, TierError)) or self.group.lost:
                 self.script.abandon()  # asking the peers again would only wait for them again
@@ -335,11 +336,15 @@ class Schedule:
             handles.append(node.register_hook(again))
             return
         try:
+            received = self.reduction.received()
+            usual = received.count(1) == len(received)
             if self._own_segment:
-                self.script.finish()
+                usual = self.script.finish(usual=usual)
+            else:
+                usual = all(told for (told,) in self.group.poll("end of backward", self._backwards, usual))
             self._work_on(None)
             with self.ledger.during("reduce"):
-                self.reduction.finish(self._backwards)
+                self.reduction.finish(received, usual=usual)
         finally:
             self._backward = None
             self._release_all()
@@ -371,7 +376,9 @@ class Schedule:
         """
         self._backward = None
         if behind is None:
-            self.group.trouble = self.group.trouble or f"an exception ended backward {self._backwards}"
+            self.group.progress.trouble = (
+                self.group.progress.trouble or f"an exception ended backward {self._backwards}"
+            )
         if self.script.active:
             self.script.abandon()
         self.reduction.abort(behind or 0)

@@ -6,7 +6,7 @@ that unit's turn, taking part in whatever it passes. What comes after the script
 names one unit or says that it is done, and all named are gathered, until all are done.
 
 So ranks that drop layers, branch or reorder differently cost bytes, never a hang or a mix-up. The price is two small
-control collectives per segment, on the CPU.
+control collectives per segment, on the CPU; the last one of a backward also tells whether it was a usual one.
 
     rank 0 needs   a b   d        launches  a b c d | done
     rank 1 needs   a   c d e      launches  a b c d | e      (rank 0, done, takes part in e)
@@ -15,7 +15,7 @@ control collectives per segment, on the CPU.
 
 from __future__ import annotations
 
-from .comm import Group
+from .agreement import Group
 from .unit import Unit
 
 Kind = tuple[str, int]  # what the segment is, and the unit it entered through
@@ -66,16 +66,20 @@ class Script:
             while self._at < len(self._sequence) and self._ahead() < self.prefetch:
                 self._launch_next()
 
-    def finish(self) -> None:
-        """Take part in everything the other ranks still need; remember the sequence for next time."""
+    def finish(self, *, usual: bool = True) -> bool:
+        """Take part in everything the other ranks still need; remember the sequence for next time.
+
+        usual: what this rank says for the caller in the last round. Returns whether all ranks said so.
+        """
         while self._at < len(self._sequence):
             self._launch_next()
-        self._negotiate(None)
+        usual = self._negotiate(None, usual)
         kind, self.kind = self.kind, None
         assert kind is not None
         self._known[kind] = self._sequence
         for unit in self.units:
             unit.ahead = 0
+        return usual
 
     def abandon(self) -> None:
         """The segment failed here, if not on every rank: no rank may wait for this one's part of what it knew."""
@@ -100,7 +104,7 @@ class Script:
     def _launch_next(self, wanted: Unit | None = None) -> None:
         unit = self.units[self._sequence[self._at]]
         self._at += 1
-        self.group.turn = self._at, len(self._sequence)
+        self.group.progress.turn = self._at, len(self._sequence)
         unit.ahead += 1
         unit.gather(wait=not self.overlap, ahead=unit is not wanted)
 
@@ -115,23 +119,26 @@ class Script:
 
     # --- after the script -------------------------------------------------------------------------------------------
 
-    def _negotiate(self, wanted: Unit | None) -> None:
-        """Rounds of naming, until `wanted` is gathered or, with None, until every rank is done."""
+    def _negotiate(self, wanted: Unit | None, usual: bool = True) -> bool:
+        """Rounds of naming, until `wanted` is gathered or, with None, until every rank is done.
+
+        Returns whether every rank was `usual` in the last round, in which all of them are done.
+        """
         while True:
             vote = _NOBODY if wanted is None else wanted.index
             idle = int(not all(self._used))
-            votes = self.group.poll("choosing what to gather", self._number, vote, idle)
-            named = list(dict.fromkeys(vote for vote, _ in votes if vote != _NOBODY))
+            votes = self.group.poll("choosing what to gather", self._number, vote, idle, usual)
+            named = list(dict.fromkeys(vote for vote, _, _ in votes if vote != _NOBODY))
             for index in named:
                 self._sequence.append(index)
                 self._used.append(False)
                 self._launch_next(wanted)
             if wanted is not None:
-                return
+                return usual
             if not named:
-                if self._sequence and all(idle for _, idle in votes):
+                if self._sequence and all(idle for _, idle, _ in votes):
                     self._drop_unused()
-                return
+                return all(usual for _, _, usual in votes)
 
     def _drop_unused(self) -> None:
         used = self.group.flags(bytes(self._used))

@@ -67,19 +67,19 @@ class Observer:
     @contextlib.contextmanager
     def watching_gathers(self) -> Iterator[None]:
         """Inside, the first gather of parameters is preceded by a look called "stepped"."""
-        group: Any = self.zero._group
-        gather = group.gather
+        team: Any = self.zero._group.team
+        gather = team.gather
 
         def watched(full: Any, bounds: Any, state: str, bucket: int) -> Any:
             if state == "parameters" and "stepped" not in self.seen:
                 self.look("stepped")
             return gather(full, bounds, state, bucket)
 
-        group.gather = watched
+        team.gather = watched
         try:
             yield
         finally:
-            del group.gather
+            del team.gather
 
     def land(self) -> None:
         """Wait for whatever is arriving."""

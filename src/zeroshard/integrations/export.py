@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..agreement import Group
 from ..buffer import Buffer
 from ..checkpoint import Engine, persistent
-from ..comm import Group
 from ..errors import CheckpointError, Error, PeerError, UserError
 from ..files import DTYPES, absolute, publish, raw
 from ..manifest import VALUE, Saved, numel
@@ -296,7 +296,7 @@ def _gathered(buffer: Buffer, wanted: Wanted, problems: list[str]) -> Tensor:
         where = f"a parameter from {buffer.bucket.slots[0].name!r} on"
         with buffer.part(first, last).here() as own:
             flat[first:last] = wanted.cast(where, own, buffer.dtype)
-    buffer.group.gather(flat, buffer.bucket.bounds, "parameters", buffer.bucket.index).wait()
+    buffer.group.team.gather(flat, buffer.bucket.bounds, "parameters", buffer.bucket.index).wait()
     return flat
 
 

@@ -233,7 +233,7 @@ def poisoned():
                     belongs = torch.zeros(accumulator.buffer.bucket.numel, dtype=torch.bool)
                     for slot in accumulator.buffer.bucket.slots:
                         belongs[slot.start : slot.stop] = True
-                    accumulator.total[~belongs[slice(*accumulator.buffer.owned)]] = math.nan
+                    accumulator.sum.own[~belongs[slice(*accumulator.buffer.owned)]] = math.nan
             got = [zero.clip_grad_norm_(0.1, order) for order in ORDERS]
             clipped = full(model)
             optimizer.step()

@@ -105,8 +105,8 @@ def poisoned(stage: int, bounds: str, path: str):
             low, high = buffer.updated
             for tensor, which in (
                 (buffer.target, mask[low:high]),
-                (buffer.stored, mask[low:high]),
-                (buffer.total, mask[first:last]),
+                (buffer.parameters.of(low, high), mask[low:high]),
+                (flight.accumulator.sum.own, mask[first:last]),
             ):
                 tensor[which] = torch.nan
         return begin(self, kept, local=local)

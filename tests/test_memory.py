@@ -21,7 +21,7 @@ import ranks as rank_processes
 import reference
 import zeroshard
 from zeroshard import Comm, Layout, Offload, Precision
-from zeroshard.buffer import nowhere
+from zeroshard.gathered import nowhere
 from zeroshard.gradient import ShardedGrad
 from zeroshard.planner import predict_states
 

@@ -595,7 +595,8 @@ def buffer_operations() -> dict:
         "padding at rest": buffer.full[4251:].tolist(),
         "views": are_views(),
         "gaps": [b.start - a.stop for a, b in zip(bucket.slots, bucket.slots[1:], strict=False)],
-        "shard is a view": buffer.stored.data_ptr() == start + rank * 2126 * 2 and buffer.stored.numel() == 2126,
+        "shard is a view": buffer.parameters.of(*buffer.updated).data_ptr() == start + rank * 2126 * 2
+        and buffer.target.numel() == 2126,
         "flat before": buffer.full.clone(),
         "master before": buffer.master.tensor.clone(),
         "cut": zero.partition.cut_tensors(),

@@ -168,7 +168,7 @@ class Zero:
         for buffer in self._buffers:
             if buffer.bucket.trainable:
                 self._reduction.add(self._gradients.add(buffer), self._units[buffer.bucket.unit])
-        self._schedule = Schedule(self._units, self._gradients, self._reduction, self._group, comm)
+        self._schedule = Schedule(self._units, self._gradients, self._reduction, parts.saved, self._group, comm)
         self._schedule.before_forward, self._schedule.alike = self._before_forward, self._alike
         self._schedule.cast_inputs = precision.param_dtype if precision.cast_inputs else None
         self._schedule.hook_gradients()

@@ -17,6 +17,7 @@ from .buffer import Buffer, Place
 from .comm import Comm
 from .errors import Error, PeerError, TierError, UserError
 from .events import DEVICE, HOST, NVME
+from .guard import SavedTensors
 from .layout import Bucket, Layout, Partition, Spec, partition
 from .numerics import Precision
 from .nvme import NvmeTier
@@ -42,6 +43,7 @@ class Assembly:
     resting: list[dict[str, str]] = field(default_factory=list)  # for each bucket, the tier of each state
     tiers: dict[str, Tier] = field(default_factory=dict)
     buffers: list[Buffer] = field(default_factory=list)
+    saved: SavedTensors = field(default_factory=SavedTensors)
 
     def __post_init__(self) -> None:
         self.placements = placements(self.stage)
@@ -127,7 +129,7 @@ class Assembly:
                 params = [by_name[slot.name].param for slot in bucket.slots]
                 tiers = {state: self.tiers[name] for state, name in self.resting[bucket.index].items()}
                 align, place = self.partition.align, self.placements
-                buffer = Buffer(bucket, params, align, place, self.precision, self.group, self.tier, tiers)
+                buffer = Buffer(bucket, params, align, place, self.precision, self.group, self.tier, tiers, self.saved)
                 for index, param in enumerate(params):
                     param._zeroshard = Place(buffer, index)  # type: ignore[attr-defined]
                 buffer.adopt(flats.pop(bucket.index, None))

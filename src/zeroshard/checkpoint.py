@@ -22,6 +22,7 @@ from .buffer import Buffer
 from .errors import CheckpointError, UserError
 from .events import DEVICE
 from .files import DTYPES, digest, raw
+from .flat import Flat
 from .fragment import SCALARS, Fragment
 from .layout import Bucket, Slot
 from .manifest import VALUE
@@ -72,8 +73,8 @@ def _alone(record: Managed, group: Group) -> Buffer:
     slot, kind = Slot(record.name, tuple(param.shape), 0, numel), (str(param.dtype), param.itemsize)
     bucket = Bucket(-1, -1, *kind, param.requires_grad, (slot,), numel, (0, *[numel] * group.team.size))
     buffer = Buffer(bucket, [param], 1, placements(0), Precision(), group, DeviceTier(param.device, group.ledger))
-    buffer.full = param.detach().reshape(-1)
-    buffer.shard = Rest(DEVICE, buffer.full)
+    buffer.gathered.full = param.detach().reshape(-1)
+    buffer.parameters = Flat(bucket, group.team, Rest(DEVICE, buffer.full), param.dtype, sharded=False)
     return buffer
 
 
@@ -118,7 +119,7 @@ def pieces(engine: Engine) -> Iterator[Piece]:
         for slot in buffer.bucket.slots:
             own = slot.within(*buffer.owned)
             if own.numel:
-                value = buffer.part(slot.start + own.start, slot.start + own.stop)
+                value = buffer.updating.part(slot.start + own.start, slot.start + own.stop)
                 yield Piece(slot.name, VALUE, own.start, own.stop, value.plain())
     for name, key, value, part, own in _kept(engine):
         if isinstance(value, Part):

@@ -79,16 +79,16 @@ class Finite:
     def _forgive(self) -> None:
         if self._lies is not None:
             accumulator, index, at = self._lies
-            with accumulator.rest.here(changed=False):
+            with accumulator.sum.here(changed=False):
                 if accumulator.fragment(index)[at].isfinite() or not accumulator.filled:
                     self._seen = self._lies = None
 
     def look_at_gradient(self, accumulator: Accumulator, pieces: Sequence[Tensor]) -> None:
         """A reduction is landing. pieces: the contributions to this rank's shard, in rank order."""
-        own = accumulator.total
+        own = accumulator.sum.own
         if not self.on or self._seen is not None or first_nonfinite(own) is None:
             return
-        slots, (first, last) = accumulator.buffer.bucket.slots, accumulator.buffer.owned
+        slots, (first, last) = accumulator.bucket.slots, accumulator.buffer.owned
         for index, slot in enumerate(slots):
             fragment, part = accumulator.fragment(index), slot.within(first, last)
             at = first_nonfinite(fragment)

@@ -17,8 +17,9 @@ from .agreement import Group
 from .buffer import Buffer, Place
 from .errors import UserError
 from .events import DEVICE, HOST, NVME
+from .flat import Flat
 from .layout import Slot
-from .tier import Part, Rest
+from .tier import Part
 
 SCALARS = {"step", "mu_product", "eta", "mu"}  # per-parameter state that is one number, whatever the parameter's shape
 
@@ -50,7 +51,7 @@ class States:
         self.number = number
         self.group = group
         self._fragments: dict[int, list[Fragment]] = {}  # by bucket
-        self._rests: dict[int, dict[str, Rest]] = {}  # by bucket and name, a place in a file
+        self._rests: dict[int, dict[str, Flat]] = {}  # by bucket and name, a place in a file
         self._counted: dict[tuple[str, str], int] = {}  # bytes in the ledger, by tier and name
         self._stateful = 0  # parameters that had state then
 
@@ -109,13 +110,14 @@ class States:
 
     def part(self, fragment: Fragment, key: str, like: Tensor) -> Part:
         """Where one state of a fragment rests in its file, which may be new."""
-        buffer, (first, last) = fragment.buffer, fragment.buffer.updated
+        buffer, slot = fragment.buffer, fragment.slot
         rests = self._rests.setdefault(buffer.bucket.index, {})
         if key not in rests:
             name = key if not self.number else f"{key} of optimizer {self.number}"
-            rests[key] = buffer.tiers["optimizer"].rest(name, buffer.bucket.index, last - first, like.dtype)
-        start = fragment.slot.slice_of(first, last).start
-        return Part(rests[key], start, start + like.numel(), tuple(like.shape), like.dtype)
+            tier, sharded = buffer.tiers["optimizer"], buffer.place.optimizer
+            rests[key] = Flat.reserve(name, buffer.bucket, buffer.team, tier, like.dtype, sharded=sharded)
+        part = slot.within(*buffer.updated)
+        return rests[key].part(slot.start + part.start, slot.start + part.stop)._replace(shape=tuple(like.shape))
 
     def _put_away(self, fragment: Fragment, key: str, value: Any) -> Any:
         """Put one state into its file, if that is where it rests; in its place a tensor without memory."""
@@ -126,7 +128,7 @@ class States:
                 place.copy_(value)
         return torch.empty_like(value, device="meta")
 
-    def moving(self, buffer: Buffer) -> list[Rest]:
+    def moving(self, buffer: Buffer) -> list[Flat]:
         """What of a bucket is brought to memory for a step and changed there."""
         return [buffer.updating, *self._rests.get(buffer.bucket.index, {}).values()]
 
@@ -163,7 +165,7 @@ class States:
                         state.update({key: self._put_away(fragment, key, value) for key, value in state.items()})
                     if buffer.updating.away:
                         fragment.param.data = view(buffer, fragment.position, whole=whole)
-        for rest in filter(None, (*self.moving(buffer), buffer.shard, buffer.gradients)):
+        for rest in filter(None, (*self.moving(buffer), buffer.parameters, buffer.gradients)):
             rest.behind()
 
 

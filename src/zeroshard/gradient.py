@@ -1,6 +1,6 @@
 """Gradients after they are reduced: the accumulators, and `p.grad` as the user sees it.
 
-After backward every rank holds its shard of each bucket's running sum (`Accumulator.total`), at every stage alike.
+After backward every rank holds its shard of each bucket's running sum (`Accumulator.sum`), at every stage alike.
 `p.grad` is a `ShardedGrad`: a tensor of the parameter's shape without memory of its own, that knows where the sum
 lies. It answers what gradient clipping, scaling and zeroing ask, exactly and the same on every rank; whatever it
 cannot answer it refuses, with the remedy.
@@ -24,10 +24,9 @@ from torch import Tensor, nn
 from .agreement import Group
 from .buffer import Buffer
 from .errors import StateError, TierError
-from .events import DEVICE
+from .flat import Flat
 from .layout import Slot
 from .numerics import BLOCK, BlockMap, add_to_bins, add_to_maxima, average_, block_sums, empty_bins, sums_from_bins
-from .tier import Rest
 from .transport import Work
 
 aten = torch.ops.aten
@@ -37,7 +36,10 @@ class Accumulator:
     """The running sum of one bucket's gradients since they were last cleared, this rank's shard of it."""
 
     def __init__(self, buffer: Buffer, ranks: int) -> None:
+        assert buffer.gradients is not None
         self.buffer = buffer
+        self.bucket = buffer.bucket
+        self.sum: Flat = buffer.gradients
         self.ranks = ranks
         self.filled = False  # has anything been added since the gradients were cleared?
         self.averaged = False  # has the sum been divided by the number of ranks already?
@@ -46,32 +48,23 @@ class Accumulator:
         self.local: Tensor | None = None  # full-size sum of what backward under no_sync left unreduced
         self._blocks: BlockMap | None = None
 
-    @property
-    def rest(self) -> Rest:
-        assert self.buffer.gradients is not None
-        return self.buffer.gradients
-
-    @property
-    def total(self) -> Tensor:
-        return self.buffer.total
-
     def fragment(self, index: int) -> Tensor:
-        """This rank's elements of one slot of the sum, 1-D (possibly empty); inside rest.here()."""
-        return self.total[self.buffer.bucket.slots[index].slice_of(*self.buffer.owned)]
+        """This rank's elements of one slot of the sum, 1-D (possibly empty); inside sum.here()."""
+        return self.sum.fragment(self.bucket.slots[index])
 
     def zero(self, index: int) -> None:
-        with self.rest.here():
+        with self.sum.here():
             self.fragment(index).zero_()
 
     def lands(self, tensor: Tensor | None) -> bool:
         """Is this the accumulator itself, which contributions may land in while it is empty?"""
-        return self.rest.tier == DEVICE and tensor is self.rest.tensor
+        return self.sum.on_device and tensor is self.sum.tensor
 
     def average(self, *, kept: bool = True) -> None:
         """Turn the sum into the average, in place; one that is not to be `kept` ends with `forget_step`."""
         if not self.averaged:
-            with self.rest.here(changed=kept):
-                average_(self.total, self.ranks)
+            with self.sum.here(changed=kept):
+                average_(self.sum.own, self.ranks)
             self.averaged = True
 
     def forget_step(self, *, averaged: bool) -> None:
@@ -79,7 +72,7 @@ class Accumulator:
 
         averaged: does the average rest there, and not the sum that the step divided?
         """
-        self.rest.forget()
+        self.sum.rest.forget()
         self.averaged, self.spread, self.rounded = averaged, False, not averaged
 
     def spread_average(self, *, kept: bool = True) -> Work:
@@ -88,29 +81,21 @@ class Accumulator:
         if self.buffer.place.optimizer or self.spread:
             return Work()
         self.spread = True
-        bucket, group = self.buffer.bucket, self.buffer.group
-        if self.rest.tier == DEVICE:
-            return group.team.gather(self.rest.tensor, bucket.bounds, "gradients", bucket.index)
-        with self.rest.here(changed=kept) as whole:
-            moved = whole.to(self.buffer.tier.device)  # itself, where host and device are one
-            group.team.gather(moved, bucket.bounds, "gradients", bucket.index).wait()
-            if moved is not whole:
-                whole.copy_(moved)
-        return Work()
+        return self.sum.spread(self.buffer.tier.device, kept=kept)
 
     @property
     def for_step(self) -> Tensor:
-        """The averaged gradient of what this rank's optimizer updates, 1-D; inside rest.here()."""
-        return self.total if self.buffer.place.optimizer else self.rest.tensor
+        """The averaged gradient of what this rank's optimizer updates, 1-D; inside sum.here()."""
+        return self.sum.of(*self.buffer.updated)
 
     def undo_average(self) -> None:
         """Back to a sum, because more is to be added. Exact where the number of ranks is a power of two."""
         self.spread = False
         if (self.averaged or self.rounded) and self.ranks > 1:
-            with self.rest.here():
+            with self.sum.here():
                 if not self.averaged:
-                    average_(self.total, self.ranks)
-                self.total.mul_(self.ranks)
+                    average_(self.sum.own, self.ranks)
+                self.sum.own.mul_(self.ranks)
         self.averaged = self.rounded = False
 
     def clear(self) -> None:
@@ -119,9 +104,9 @@ class Accumulator:
     def blocks(self, first_number: int) -> BlockMap:
         """Which of the shard's blocks belongs to which entry of the book; `first_number` is slot 0's entry."""
         if self._blocks is None:
-            parts = [slot.slice_of(*self.buffer.owned) for slot in self.buffer.bucket.slots]
+            parts = [slot.slice_of(*self.buffer.owned) for slot in self.bucket.slots]
             spans = [(first_number + at, part.start, part.stop) for at, part in enumerate(parts) if part.stop]
-            self._blocks = BlockMap(self.total.numel(), min(BLOCK, self.buffer.align), spans, self.total.device)
+            self._blocks = BlockMap(self.sum.own.numel(), min(BLOCK, self.buffer.align), spans, self.sum.own.device)
             self.buffer.tier.ledger.hold("norms", self._blocks.nbytes)
         return self._blocks
 
@@ -291,9 +276,9 @@ class Gradients:
         bins = empty_bins(len(self.entries), device)
         maxima = torch.zeros(len(self.entries), dtype=torch.int32, device=device)
         for accumulator in self._filled():
-            with self.reporting(), accumulator.rest.here(changed=False):
-                blocks = accumulator.blocks(self.first_number[accumulator.buffer.bucket.index])
-                sums = block_sums(accumulator.total, blocks, 1 if accumulator.averaged else self.group.ranks, order)
+            with self.reporting(), accumulator.sum.here(changed=False):
+                blocks = accumulator.blocks(self.first_number[accumulator.bucket.index])
+                sums = block_sums(accumulator.sum.own, blocks, 1 if accumulator.averaged else self.group.ranks, order)
                 owner, sums = blocks.owner.to(device), sums.to(device)
                 if order == math.inf:
                     add_to_maxima(maxima, owner, sums)
@@ -319,15 +304,13 @@ class Gradients:
     def _filled(self) -> Iterator[Accumulator]:
         """Those that hold a sum of which this rank has a part, the next one under way to memory."""
         found = [
-            each
-            for each in self.accumulators
-            if each.filled and each.buffer.bucket.shard_numel(self.group.team.position)
+            each for each in self.accumulators if each.filled and each.bucket.shard_numel(self.group.team.position)
         ]
         for accumulator, after in zip(found, [*found[1:], None], strict=False):
             with self.reporting():
-                accumulator.rest.ahead()
+                accumulator.sum.ahead()
                 if after is not None:
-                    after.rest.ahead()
+                    after.sum.ahead()
             yield accumulator
 
     def full(self, entry: Entry) -> Tensor:
@@ -336,12 +319,12 @@ class Gradients:
         accumulator, buffer = entry.accumulator, entry.accumulator.buffer
         first, last = buffer.owned
         whole = torch.zeros(buffer.bucket.numel, dtype=buffer.grad_dtype, device=buffer.full.device)
-        with self.reporting(), accumulator.rest.here(changed=False):
-            whole[first:last].copy_(accumulator.total)
+        with self.reporting(), accumulator.sum.here(changed=False):
+            whole[first:last].copy_(accumulator.sum.own)
         if not accumulator.averaged:
             average_(whole[first:last], self.group.ranks)
-        self.group.team.gather(whole, buffer.bucket.bounds, "gradients", buffer.bucket.index).wait()
-        if accumulator.rest.away:  # on some rank it may not have come
+        self.group.team.gather(whole, buffer.bucket, "gradients").wait()
+        if accumulator.sum.away:  # on some rank it may not have come
             self.agree()
         return whole[entry.slot.start : entry.slot.stop].view(entry.slot.shape).clone()
 
@@ -367,14 +350,14 @@ class Gradients:
         for grad in grads:
             by_accumulator.setdefault(id(grad._entry.accumulator), []).append(grad)
         for together in by_accumulator.values():
-            with self.reporting(), together[0]._entry.accumulator.rest.here():
+            with self.reporting(), together[0]._entry.accumulator.sum.here():
                 fragments = [fragment for fragment in (grad.editable() for grad in together) if fragment.numel()]
                 for fragment in fragments[:1]:  # where the accumulator rests elsewhere, so must these
                     found, inverse = found_inf.to(fragment.device), inv_scale.to(fragment.device)
                     aten._amp_foreach_non_finite_check_and_unscale_(fragments, found, inverse)
 
     def _finite(self, entry: Entry) -> bool:
-        with self.reporting(), entry.accumulator.rest.here(changed=False):
+        with self.reporting(), entry.accumulator.sum.here(changed=False):
             return bool(entry.accumulator.fragment(entry.position).isfinite().all())
         return False
 
@@ -464,14 +447,14 @@ class ShardedGrad(Tensor):
     def to_local(self) -> Tensor:
         """This rank's elements of the averaged gradient, a 1-D copy. Collective only where no_sync left something."""
         self._book.settle()
-        with self._current.accumulator.rest.here(changed=False):
+        with self._current.accumulator.sum.here(changed=False):
             local = self._entry.accumulator.fragment(self._entry.position).clone()
         if not self._entry.accumulator.averaged:
             average_(local, self._book.group.ranks)
         return local
 
     def editable(self) -> Tensor:
-        """This rank's elements, averaged, to be changed in place; inside its accumulator's rest.here()."""
+        """This rank's elements, averaged, to be changed in place; inside its accumulator's sum.here()."""
         entry = self._current
         self._book.settle()
         self._book.forget_answers()
@@ -576,5 +559,5 @@ def _edit(func: Any, grad: ShardedGrad, others: Sequence[Any], kwargs: dict[str,
             if isinstance(other, (int, float)) or (isinstance(other, Tensor) and other.dim() == 0):
                 grad._book.note_edit(func.__name__, other)
     others = [cut(other) for other in others]
-    with grad._book.reporting(), entry.accumulator.rest.here():
+    with grad._book.reporting(), entry.accumulator.sum.here():
         func(grad.editable(), *others, **kwargs)

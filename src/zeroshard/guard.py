@@ -130,8 +130,10 @@ def _asking(original: Any) -> Any:
 class Source(Protocol):
     """What a note needs of the buffer it points into."""
 
-    full: Tensor
     generation: int
+
+    @property
+    def full(self) -> Tensor: ...
 
     def slot_at(self, element: int) -> int: ...
 

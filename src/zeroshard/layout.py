@@ -151,6 +151,10 @@ class Bucket:
         """First and last + 1 element of a rank's shard."""
         return self.bounds[rank], self.bounds[rank + 1]
 
+    def held(self, rank: int, *, sharded: bool) -> tuple[int, int]:
+        """First and last + 1 element of a state that a rank holds: its shard, or everything where it is replicated."""
+        return self.shard(rank) if sharded else (0, self.numel)
+
     def shard_numel(self, rank: int) -> int:
         return self.bounds[rank + 1] - self.bounds[rank]
 

@@ -338,7 +338,7 @@ def put(engine: Engine, name: str, value: Tensor | Cut, master: Tensor | Cut | N
         _put(buffer.resting(at, at + value.numel()), value)
     if master is not None and buffer.master is not None:
         at = slot.start + slot.within(*buffer.updated).start
-        _put(buffer.part(at, at + master.numel()), master)
+        _put(buffer.updating.part(at, at + master.numel()), master)
 
 
 def _put(place: Tensor | Part, value: Tensor | Cut) -> None:
@@ -355,7 +355,8 @@ def renew(engine: Engine) -> None:
         param.detach().copy_(buffer.full.view_as(param))  # the same memory, unless the parameter is not contiguous
         param.grad = None
     for buffer in engine.buffers:
-        buffer.fresh, buffer.edited = buffer.fresh and buffer.resident, False
+        buffer.gathered.current &= buffer.resident
+        buffer.edits.unfollowed = False
         buffer.changed()
 
 

@@ -308,12 +308,12 @@ class Binding:
         """Step one bucket by the optimizer's own `step`, the gradients of all others hidden; then write it back."""
         accumulator = next(each for each in self.gradients.accumulators if each.buffer is buffer)
         averaged = accumulator.averaged  # already, as it rests
-        accumulator.rest.behind()
+        accumulator.sum.behind()
         try:
             with self.states.present(buffer, whole=self.whole):
                 if buffer.seed_master():
                     buffer.changed()
-                accumulator.spread_average(kept=not accumulator.rest.away).wait()
+                accumulator.spread_average(kept=not accumulator.sum.away).wait()
                 self._give([buffer], given)
                 step: Any = type(self.optimizer).step
                 step = step.__wrapped__ if getattr(step, "hooked", False) else step
@@ -323,7 +323,7 @@ class Binding:
                 self._drop_copies()
                 self._write_back(buffer)
         finally:
-            if accumulator.rest.away:
+            if accumulator.sum.away:
                 accumulator.forget_step(averaged=averaged)
 
     def _hide(self) -> dict[int, Tensor]:
@@ -354,7 +354,7 @@ class Binding:
         """The averaged gradient of a fragment, like it: a view of the accumulator, made once, where that can be."""
         param, accumulator = fragment.param, entry.accumulator
         own, part = accumulator.for_step, fragment.slot.slice_of(*fragment.buffer.updated)
-        if accumulator.rest.away or own.device != param.device:
+        if accumulator.sum.away or own.device != param.device:
             return own[part].to(param.device, param.dtype).view(param.shape)
         if own.dtype != param.dtype:
             return self._copied(fragment.buffer, own, param.dtype)[part].view(param.shape)
@@ -404,8 +404,9 @@ class Binding:
     def _write_back(self, buffer: Buffer) -> None:
         """Masters become parameters again, where this step had gradients: the step itself may have cleared them."""
         if buffer.master is not None and not buffer.casts:
-            with buffer.shard.here(fresh=buffer.place.parameters):
-                nbytes = buffer.stored.numel() * buffer.dtype.itemsize
+            first, last = buffer.updated
+            with buffer.parameters.here(fresh=buffer.place.parameters):
+                nbytes = (last - first) * buffer.dtype.itemsize
                 copied = self.group.ledger.note("copy", state="master", bucket=buffer.bucket.index, logical=nbytes)
                 buffer.write_back()
                 ends(copied)

@@ -158,7 +158,7 @@ class ProcessTeam(Team):
         ]
 
     def _reduce(self, send: Tensor, receive: Tensor, bounds: Sequence[int]) -> list[Any]:
-        own = [self.own(bounds)] * self.size
+        own = [bounds[self.position + 1] - bounds[self.position]] * self.size
         splits = [high - low for low, high in pairwise(bounds)]
         if self.arriving < self.size:
             send = send[bounds[1] :] if self.position == 0 else send[: bounds[-2]]

@@ -26,7 +26,6 @@ from .agreement import Group
 from .buffer import Buffer
 from .comm import Comm
 from .errors import StateError, TierError
-from .events import DEVICE
 from .finite import Finite
 from .gradient import Accumulator, Entry, Gradients, ShardedGrad
 from .numerics import divides_exactly, fold, simulated
@@ -56,7 +55,7 @@ class Flight:
         """A backward begins: it waits for what wants a gradient."""
         with torch._C.DisableTorchFunctionSubclass():
             wanting = [param.requires_grad for param in self.accumulator.buffer.params]
-        slots = self.accumulator.buffer.bucket.slots
+        slots = self.accumulator.bucket.slots
         self.whole = all(wanting)
         self.missing = {at for at, wants in enumerate(wanting) if wants and slots[at].numel}
 
@@ -67,7 +66,7 @@ class Flight:
 
 
 class Reduction:
-    """The pipeline from `p.grad` to `Accumulator.total` for all of a model's buckets."""
+    """The pipeline from `p.grad` to `Accumulator.sum` for all of a model's buckets."""
 
     def __init__(self, gradients: Gradients, group: Group, tier: DeviceTier, settings: Comm, finite: Finite) -> None:
         self.finite = finite
@@ -88,7 +87,7 @@ class Reduction:
         self._hidden: dict[int, Tensor | None] = {}  # by entry number, what makes way in p.grad
 
     def add(self, accumulator: Accumulator, unit: Unit) -> None:
-        index = accumulator.buffer.bucket.index
+        index = accumulator.bucket.index
         self.flights[index] = flight = Flight(accumulator, unit)
         self.flight_of += [flight] * len(accumulator.buffer.params)
         self.order = sorted(self.flights, reverse=True)
@@ -103,7 +102,7 @@ class Reduction:
         accumulator = flight.accumulator
         if not accumulator.filled and accumulator.local is None:
             return []
-        first = self.gradients.first_number[accumulator.buffer.bucket.index]
+        first = self.gradients.first_number[accumulator.bucket.index]
         return self.gradients.entries[first : first + len(accumulator.buffer.params)]
 
     def begin(self, kept: set[int], *, local: bool) -> None:
@@ -161,7 +160,7 @@ class Reduction:
             self._again.append(entry)
             return False
         landing = self._landing(flight) if flight.landing is None else flight.landing
-        place = landing.as_strided(entry.slot.shape, flight.accumulator.buffer.strides[at], entry.slot.start)
+        place = landing.as_strided(entry.slot.shape, flight.accumulator.buffer.gathered.strides[at], entry.slot.start)
         grad = grad.detach() if grad.requires_grad else grad  # where backward's own graph is wanted
         if before or landing is flight.accumulator.local:
             place.add_(grad)
@@ -190,10 +189,10 @@ class Reduction:
         elif flight.landing is None:
             # Where it may be asked whose contribution spoiled a sum, the own one must outlive that.
             asked = self.finite.on and self.group.ranks > 1 and self.settings.reduce != "native"
-            apart = buffer.place.gradients or accumulator.rest.tier != DEVICE or accumulator.filled or asked
+            apart = buffer.place.gradients or not accumulator.sum.on_device or accumulator.filled or asked
             if not apart and buffer.grad_dtype == buffer.reduce_dtype:
                 # A full-size accumulator that holds nothing yet doubles as the place to put contributions.
-                flight.landing = accumulator.rest.tensor
+                flight.landing = accumulator.sum.tensor
             else:
                 flight.landing = self._take(buffer.bucket.numel, buffer.reduce_dtype)
         return flight.landing
@@ -218,10 +217,10 @@ class Reduction:
         with profiled("reduce", flight.unit.name):
             if self.settings.reduce == "native":
                 receive = self._take(own, landing.dtype)
-                work = self.group.team.reduce_native(landing, receive, buffer.bucket.index)
+                work = self.group.team.reduce_native(landing, receive, buffer.bucket)
             else:
                 receive = self._take(own * self.group.team.room, landing.dtype)
-                work = self.group.team.reduce(landing, receive, buffer.bucket.bounds, buffer.bucket.index)
+                work = self.group.team.reduce(landing, receive, buffer.bucket)
         flight.launched = True
         self._under_way.append((flight, work, receive))
 
@@ -253,15 +252,15 @@ class Reduction:
         if not (early and accumulator.averaged):
             accumulator.undo_average()
         times, over = self.group.ranks if accumulator.averaged else 1, self.group.ranks if early else 1
-        if accumulator.buffer.bucket.shard_numel(self.group.team.position):
+        if accumulator.bucket.shard_numel(self.group.team.position):
             try:
-                with accumulator.rest.here(fresh=not accumulator.filled):
+                with accumulator.sum.here(fresh=not accumulator.filled):
                     if not simulated(receive):
-                        total, pieces = accumulator.total, self._pieces(flight, receive)
+                        total, pieces = accumulator.sum.own, self._pieces(flight, receive)
                         pieces = [piece.to(total.device) for piece in pieces]
                         fold(total, pieces, fresh=not accumulator.filled, times=times, over=over)
                         self.finite.look_at_gradient(accumulator, pieces)
-                accumulator.rest.behind()
+                accumulator.sum.behind()
             except TierError as error:
                 self.group.report(error)  # the peers have further reductions to get through
         accumulator.filled, accumulator.averaged, accumulator.spread = True, early, False
@@ -275,7 +274,7 @@ class Reduction:
         assert flight.landing is not None
         if self.settings.reduce == "native":
             return [receive]
-        return self.group.team.contributions(flight.landing, receive, flight.accumulator.buffer.bucket.bounds)
+        return self.group.team.contributions(flight.landing, receive, flight.accumulator.bucket)
 
     # --- its end ----------------------------------------------------------------------------------------------------
 

@@ -65,7 +65,13 @@ class Schedule:
     """The hooks of one sharded model on one rank."""
 
     def __init__(
-        self, units: list[Unit], gradients: Gradients, reduction: Reduction, group: Group, settings: Comm
+        self,
+        units: list[Unit],
+        gradients: Gradients,
+        reduction: Reduction,
+        saved: SavedTensors,
+        group: Group,
+        settings: Comm,
     ) -> None:
         self.units = units
         self.gradients = gradients
@@ -74,7 +80,7 @@ class Schedule:
         self.ledger = group.ledger
         self.settings = settings
         self.script = Script(units, group, prefetch=settings.prefetch, overlap=settings.overlap)
-        self.saved = SavedTensors()
+        self.saved = saved
         self.releases = any(unit.released for unit in units)
         self.local = False  # inside no_sync()
         self.before_forward: Callable[[bool], None] = lambda training: None
@@ -93,11 +99,10 @@ class Schedule:
         group.on_disagreement = _weak(self._level)
         self._unit_of = {id(buffer): unit for unit in units for buffer in unit.buffers}
         self._hooked: dict[int, int] = {}  # by entry number, its hook's in the parameter's table
+        reader = _Reader(self)
         for unit in units:
             for buffer in unit.buffers:
-                buffer.on_touch, buffer.on_fetch = _weak(self.touch), _weak(self.fetch)
-                if not buffer.resident:
-                    buffer.on_storage, buffer.on_no_storage = self.saved.watch, self.saved.forget
+                buffer.reader = reader
             # Not to be compiled: what a hook finds differs from call to call, what it opens is what a graph may hold.
             enter, leave = (torch.compiler.disable(_weak(hook, unit)) for hook in (self.enter, self.leave))
             unit.module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
@@ -420,7 +425,7 @@ class Schedule:
             unit.calls = 0
             unit.touched = False
             for buffer in unit.released:
-                buffer.fresh = False
+                buffer.gathered.current = False
             if unit.pinned:
                 unit.gather(wait=True)
             unit.release()
@@ -447,6 +452,23 @@ class Schedule:
                 self.saved.pop()
             for unit in units:
                 unit.pinned -= 1
+
+
+class _Reader:
+    """What buffers hold of the schedule: parameters refer to buffers, and must not keep the engine alive."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = weakref.ref(schedule)
+
+    def touch(self, buffer: Buffer, position: int) -> None:
+        schedule = self._schedule()
+        if schedule is not None:
+            schedule.touch(buffer, position)
+
+    def fetch(self, buffer: Buffer) -> None:
+        schedule = self._schedule()
+        if schedule is not None:
+            schedule.fetch(buffer)
 
 
 def _weak(method: Callable[..., Any], *args: Any) -> Callable[..., Any]:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from .events import Event, Ledger, ends
+from .layout import Bucket
 
 
 class Work:
@@ -74,16 +75,12 @@ class Team:
         self.position = position
         self.size = size
 
-    def gather(self, full: Tensor, bounds: Sequence[int], state: str, bucket: int) -> Work:
-        """full[bounds[r]:bounds[r+1]] becomes that of position r, on every rank, in place."""
-        nbytes = full.numel() * full.itemsize
-        own = self.own(bounds) * full.itemsize
-        event = count(self.ledger, self.size, "gather", nbytes, own * (self.size - 1), nbytes - own, state, bucket)
-        return Work(self._gather(full, bounds), event, lambda handle: self._wait("gather", bucket, handle))
-
-    def own(self, bounds: Sequence[int]) -> int:
-        """The number of elements in this rank's own shard."""
-        return bounds[self.position + 1] - bounds[self.position]
+    def gather(self, full: Tensor, bucket: Bucket, state: str) -> Work:
+        """Each shard of `full`, a whole bucket, becomes that of its owner, on every rank, in place."""
+        nbytes, own = full.numel() * full.itemsize, bucket.shard_numel(self.position) * full.itemsize
+        sent, received = own * (self.size - 1), nbytes - own
+        event = count(self.ledger, self.size, "gather", nbytes, sent, received, state, bucket.index)
+        return Work(self._gather(full, bucket.bounds), event, lambda handle: self._wait("gather", bucket.index, handle))
 
     @property
     def arriving(self) -> int:
@@ -99,30 +96,33 @@ class Team:
         """For how many contributions to the own shard there is room: on all ranks the same, and what a bucket takes."""
         return self.size if self.size > 2 else self.arriving
 
-    def contributions(self, send: Tensor, receive: Tensor, bounds: Sequence[int]) -> list[Tensor]:
+    def contributions(self, send: Tensor, receive: Tensor, bucket: Bucket) -> list[Tensor]:
         """Each rank's contribution to the own shard, in rank order, once a reduction is through."""
-        own = self.own(bounds)
-        pieces = list(receive[: self.arriving * own].view(self.arriving, own).unbind(0)) if self.arriving else []
+        first, last = bucket.shard(self.position)
+        arrived = receive[: self.arriving * (last - first)]
+        pieces = list(arrived.view(self.arriving, last - first).unbind(0)) if self.arriving else []
         if self.arriving < self.size:
-            pieces.insert(self.position, send[bounds[self.position] : bounds[self.position + 1]])
+            pieces.insert(self.position, send[first:last])
         return pieces
 
-    def reduce(self, send: Tensor, receive: Tensor, bounds: Sequence[int], bucket: int) -> Work:
+    def reduce(self, send: Tensor, receive: Tensor, bucket: Bucket) -> Work:
         """receive (`room` x own shard, 1-D) gets `arriving` contributions to the own shard, in rank order."""
-        own = self.own(bounds)
-        event = self._count_reduce(send, own, bucket)
-        handles = self._reduce(send, receive[: self.arriving * own], bounds)
-        return Work(handles, event, lambda handle: self._wait("reduce", bucket, handle))
+        event = self._count_reduce(send, bucket)
+        receive = receive[: self.arriving * bucket.shard_numel(self.position)]
+        return self._reduction(self._reduce(send, receive, bucket.bounds), event, bucket)
 
-    def reduce_native(self, send: Tensor, receive: Tensor, bucket: int) -> Work:
+    def reduce_native(self, send: Tensor, receive: Tensor, bucket: Bucket) -> Work:
         """receive (own shard) gets the backend's sum of all contributions."""
-        event = self._count_reduce(send, receive.numel(), bucket)
-        return Work(self._reduce_native(send, receive), event, lambda handle: self._wait("reduce", bucket, handle))
+        event = self._count_reduce(send, bucket)
+        return self._reduction(self._reduce_native(send, receive), event, bucket)
 
-    def _count_reduce(self, send: Tensor, own: int, bucket: int) -> Event | None:
-        nbytes, own = send.numel() * send.itemsize, own * send.itemsize
-        received = own * (self.size - 1)
-        return count(self.ledger, self.size, "reduce", nbytes, nbytes - own, received, "gradients", bucket)
+    def _count_reduce(self, send: Tensor, bucket: Bucket) -> Event | None:
+        nbytes, own = send.numel() * send.itemsize, bucket.shard_numel(self.position) * send.itemsize
+        sent, received = nbytes - own, own * (self.size - 1)
+        return count(self.ledger, self.size, "reduce", nbytes, sent, received, "gradients", bucket.index)
+
+    def _reduction(self, handles: list[Any], event: Event | None, bucket: Bucket) -> Work:
+        return Work(handles, event, lambda handle: self._wait("reduce", bucket.index, handle))
 
     def _gather(self, full: Tensor, bounds: Sequence[int]) -> list[Any]:
         return []

@@ -57,7 +57,7 @@ class Observer:
         self.zero.ledger()  # counts what the optimizer has made since
         self.moments.append((name, tick()))
         buffers = self.zero._buffers
-        resting = [buffer.shard.tensor.to(buffer.dtype) for buffer in buffers]
+        resting = [buffer.parameters.tensor.to(buffer.dtype) for buffer in buffers]
         held = [buffer.gradients.tensor for buffer in buffers if buffer.gradients is not None]
         self.seen[name] = {
             "parameters": [value for tensor in resting for value in numbers(tensor)],

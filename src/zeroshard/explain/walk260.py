@@ -77,12 +77,12 @@ def observed_step(stage: int, precision: Precision, dtype: torch.dtype, layout: 
         observer.look("forward")
         loss.backward()
         observer.look("backward")
-        sums = [numbers(accumulator.total) for accumulator in zero._gradients.accumulators]
+        sums = [numbers(accumulator.sum.own) for accumulator in zero._gradients.accumulators]
         with observer.watching_gathers():
             optimizer.step()
         observer.land()
         observer.look("gathered parameters" if "stepped" in observer.seen else "stepped")
-        averages = [numbers(accumulator.total) for accumulator in zero._gradients.accumulators]
+        averages = [numbers(accumulator.sum.own) for accumulator in zero._gradients.accumulators]
         optimizer.zero_grad()
         observer.look("rest")
 

@@ -67,7 +67,7 @@ def observed_step(stage: int, dtype: torch.dtype, precision: Precision, checkpoi
         recomputed = list(model.seen)
         optimizer.step()
         observer.land()
-        averages = [numbers(accumulator.total) for accumulator in zero._gradients.accumulators]
+        averages = [numbers(accumulator.sum.own) for accumulator in zero._gradients.accumulators]
         optimizer.zero_grad()
         observer.look("rest")
 

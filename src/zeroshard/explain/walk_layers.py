@@ -62,6 +62,7 @@ def observed_step() -> dict[str, Any]:
         first, last = middle - AROUND, middle + AROUND
         mine = slice(max(first, low) - low, min(last, high) - low)
         found: dict[str, Any] = {"start": max(first, low), "parameters": numbers(buffer.full[first:last])}
+        gradients = zero._gradients.accumulators[0].sum
         assert buffer.master is not None
         found["master"] = numbers(buffer.master.tensor[mine])
         observer = Observer(zero)
@@ -70,11 +71,11 @@ def observed_step() -> dict[str, Any]:
         flat = torch.cat([local[slot.name].reshape(-1) for slot in bucket.slots])
         found["local"] = numbers(flat[first:last])
         # The engine has divided it as it landed, which loses nothing at two ranks.
-        found["sum"] = numbers(buffer.total[mine] * zero.world_size)
+        found["sum"] = numbers(gradients.own[mine] * zero.world_size)
         # `look` notes the whole buffer; what is wanted of it is around the cut.
         with observer.watching_gathers():
             optimizer.step()
-        found["average"] = numbers(buffer.total[mine])
+        found["average"] = numbers(gradients.own[mine])
         found["new master"] = numbers(buffer.master.tensor[mine])
         found["stepped"] = observer.seen["stepped"]["parameters"][first:last]
         observer.land()

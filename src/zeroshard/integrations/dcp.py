@@ -105,7 +105,7 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
 @torch.inference_mode(False)  # of its tensors some become the optimizer's
 def state_dict(engine: Engine) -> dict[str, Any]:
     """This rank's part of the model and its optimizers, by reference."""
-    if any(rest.away for buffer in engine.buffers for rest in (buffer.shard, buffer.updating)) or any(
+    if any(rest.away for buffer in engine.buffers for rest in (buffer.parameters, buffer.updating)) or any(
         rests_away(buffer) for binding in engine.bindings for buffer in engine.buffers
     ):
         raise UserError(

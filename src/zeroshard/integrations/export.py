@@ -294,9 +294,9 @@ def _gathered(buffer: Buffer, wanted: Wanted, problems: list[str]) -> Tensor:
     first, last = buffer.owned
     with _noting(problems):
         where = f"a parameter from {buffer.bucket.slots[0].name!r} on"
-        with buffer.part(first, last).here() as own:
+        with buffer.updating.part(first, last).here() as own:
             flat[first:last] = wanted.cast(where, own, buffer.dtype)
-    buffer.group.team.gather(flat, buffer.bucket.bounds, "parameters", buffer.bucket.index).wait()
+    buffer.team.gather(flat, buffer.bucket, "parameters").wait()
     return flat
 
 

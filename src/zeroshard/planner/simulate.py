@@ -293,8 +293,9 @@ class Counter(TorchDispatchMode):
         self.activations = self.working = self._since = self._made_since = self._alive = 0
         self.tokens = 0
         self._made: dict[int, Any] = {}
-        rests = [rest for b in zero._buffers for rest in (b.shard, b.master, b.gradients) if rest and not rest.away]
-        engine = [*(b.full for b in zero._buffers), *(rest.tensor for rest in rests)]
+        states = [flat for b in zero._buffers for flat in (b.parameters, b.master, b.gradients)]
+        resting = [flat.tensor for flat in states if flat is not None and not flat.away]
+        engine = [*(b.full for b in zero._buffers), *resting]
         self._known = {tensor.untyped_storage()._cdata for tensor in (*engine, *zero.model.buffers())}
         self._leave_out(zero._tier)
 

@@ -20,8 +20,9 @@ import models
 import ranks
 import reference
 import zeroshard
-from zeroshard import Comm, Layout, Precision
+from zeroshard import Comm, Layout, Precision, reduction
 from zeroshard.errors import PeerError, StateError
+from zeroshard.transport import Work
 
 STAGES = (0, 1, 2, 3)
 BUCKETS = {"one": Layout(units=()), "units": Layout(), "many": Layout(bucket_mib=0.0005)}
@@ -913,3 +914,34 @@ def test_gradients_that_carry_a_graph_land_without_it(stage):
     model(torch.ones(2, 3)).square().sum().backward()
     want = [param.grad.sum().item() for param in model.parameters()]
     assert ranks.run(2, twice_differentiable, stage) == [([False] * len(want), want)] * 2
+
+
+class Chain(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(5))
+
+    def forward(self, x, skip):
+        for block in self.blocks[skip:]:
+            x = block(x)
+        return x
+
+
+def patience_after(differ):
+    """How long backward would wait for a reduction, after one in which every reduction was late."""
+    usual, done = reduction.PATIENCE, Work.done
+    reduction.PATIENCE = 0.016
+    try:
+        torch.manual_seed(0)
+        model = Chain()
+        zero = zeroshard.shard(model, None, stage=2, layout=Layout(bucket_mib=0.0001))
+        Work.done = lambda self: False
+        model(torch.ones(1, 8), skip=1 if differ and ranks.rank() else 0).sum().backward()
+        return zero._reduction._patience
+    finally:
+        reduction.PATIENCE, Work.done = usual, done
+
+
+@pytest.mark.parametrize(("differ", "want"), [(False, 0.016), (True, 0.002)], ids=["only slow", "ranks differ"])
+def test_who_was_only_slow_is_waited_for_as_long_again(ranks, differ, want):
+    assert ranks.run(2, patience_after, differ) == [want, want]

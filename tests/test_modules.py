@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 
 import pytest
@@ -555,3 +556,40 @@ def test_an_interrupt_while_a_unit_is_opened(ranks, stage, at):
 def test_recursion_and_an_interrupt(ranks, stage):
     """A model that calls itself equals plain PyTorch, and a Ctrl-C inside its forward leaves nothing behind."""
     assert ranks.run(2, interrupted, stage) == [("", "")] * 2
+
+
+class OnAThread(nn.Module):
+    """A forward that has a part of itself computed by another thread, and waits for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            found = []
+            thread = threading.Thread(target=lambda block=block, x=x, found=found: found.append(block(x)))
+            thread.start()
+            thread.join()
+            x = torch.tanh(found[0])
+        return x
+
+
+def on_a_thread(stage):
+    torch.manual_seed(0)
+    plain, model = OnAThread(), OnAThread()
+    model.load_state_dict(plain.state_dict())
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+    zero = zeroshard.shard(model, optimizers[1], stage=stage)
+    for _ in range(2):
+        for each, optimizer in zip((plain, model), optimizers, strict=True):
+            each(torch.ones(2, 8)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    with zero.gathered():
+        return reference.first_difference(reference.weights(model), reference.weights(plain))
+
+
+def test_a_part_of_a_forward_on_another_thread(ranks, stage):
+    """The outer forward is not taken for one that an interrupt left."""
+    assert ranks.run(2, on_a_thread, stage) == ["", ""]

@@ -21,12 +21,15 @@ import torch
 from torch import Tensor, nn
 
 from .buffer import Buffer, Place
+from .calls import Call
 from .errors import StateError, TierError
 from .events import NVME, ends
 from .finite import Finite
 from .fragment import Fragment, Member, States, view
 from .gradient import Entry, Gradients, ShardedGrad
-from .schedule import Schedule, in_backward, stack_depth
+from .schedule import Schedule, in_backward
+
+_STEP = torch.optim.Optimizer.profile_hook_step  # calls the hooks and, between them, the optimizer's own step
 
 
 class Binding:
@@ -66,11 +69,10 @@ class Binding:
         self._steps = 0
         self._updated: list[Buffer] = []  # what the running step updates
         self._bound: dict[int, Tensor] = {}  # by fragment's id, the gradient that it was given
-        self._stepping = False  # between a step's gradients and its end
         self._known: list[Any] = []  # what is in the groups
         self._words = ""  # and in words
         self._skips = False  # does the running step pass over its update?
-        self._depth = 0  # of the Python stack at the running step
+        self._call: Call | None = None  # the running step, until its end
         self.states = States(optimizer, number, finite.group)
         self.adopt(broadcast_state=True)
         self._stay_last(optimizer, optimizer.register_step_pre_hook(self._before).id)
@@ -200,9 +202,9 @@ class Binding:
                 where=f"optimizer {self.number}, rank {self.group.rank}",
                 instead="optimizer.step() after loss.backward(), from no hook of a parameter",
             )
-        if self._nested(stack_depth()):
+        if self._nested():
             return None
-        self._depth = stack_depth()
+        self._call = Call(_STEP)
         self.group.ledger.end("step")  # of a step that an exception left
         self.group.ledger.begin("step")
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -225,11 +227,9 @@ class Binding:
 
         return ((args[0], bound, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": bound})
 
-    def _nested(self, depth: int) -> bool:
+    def _nested(self) -> bool:
         """Is this a step that a running step of the same optimizer calls? (`super().step()`: torch hooks both.)"""
-        # What an exception left running ends with the next backward, which shows gradients.
-        running = self._stepping and not any(isinstance(each.param.grad, ShardedGrad) for each in self.fragments)
-        return running and depth > self._depth
+        return self._call is not None and Call(_STEP) != self._call and self._call.running()
 
     def _begin(self) -> None:
         self.schedule.before_step()
@@ -282,7 +282,7 @@ class Binding:
         self._updated = [buffer for buffer in self.buffers if id(buffer) in updated and not self._skips]
         shown = self._hide()
         self._drop_copies()  # of a step that an exception left
-        bound, self._bound, self._stepping = self._bound, {}, True
+        bound, self._bound = self._bound, {}
         # On any rank, and shown in the optimizer's groups: it is enough to clear one of the two.
         given = {which for which, entry in self._entry_of.items() if which in shown and entry.number in having}
         one_by_one = [buffer for buffer in self._updated if self._alone(buffer)]
@@ -377,8 +377,9 @@ class Binding:
 
     @torch.no_grad()
     def _after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self._nested(stack_depth()):
+        if self._nested():
             return
+        self._call = None
         for buffer in self._updated:
             if not self._alone(buffer):
                 self._write_back(buffer)
@@ -392,7 +393,7 @@ class Binding:
                     work.wait()
                     buffer.open()
         self.schedule.after_step()
-        bound, self._bound, self._stepping = self._bound, {}, False
+        bound, self._bound = self._bound, {}
         self._show(
             [each for each in self.fragments if self._skips or id(each.param) in bound or not each.param.numel()]
         )

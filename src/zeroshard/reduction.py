@@ -9,8 +9,9 @@ Named hazard, *a second gradient*: inside a re-entrant checkpoint a parameter ca
 in one backward (three segments that share a weight, say). Such a bucket waits for the end of the outermost backward.
 
 Named hazard, *never wait before the end*: a rank that waits for a reduction, while a peer waits for it to take part
-in a gather, waits for ever. So until backward ends, waiting here is bounded, given up for the rest of the backward once
-it did not help, and much shorter from then on: a model whose ranks differ once will differ again.
+in a gather, waits for ever. So until backward ends, waiting here is bounded, and given up for the rest of the backward
+once it did not help. If the ranks differed in that backward it is an eighth from then on, since they will differ again.
+If they did not, somebody was only slow, and the next backward waits as long as the first did.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from .transport import Work
 from .unit import Unit, profiled
 
 IN_FLIGHT = 2  # reductions under way before backward pauses for the oldest
-PATIENCE = 0.5  # seconds that pause lasts at most; an eighth of it after each time it was in vain
+PATIENCE = 0.5  # seconds that pause lasts at most
 
 
 @dataclass
@@ -237,7 +238,7 @@ class Reduction:
             elif not self._patient:
                 return
             elif time.monotonic() > deadline:
-                self._patient, self._patience = False, self._patience / 8
+                self._patient = False
             else:
                 since = time.perf_counter_ns()
                 time.sleep(0.0001)
@@ -299,6 +300,10 @@ class Reduction:
             if flight.landed:
                 flight.most = max(flight.landed.values())
         got = received if usual else self.group.flags(received)
+        if usual:
+            self._patience = PATIENCE
+        elif not self._patient:
+            self._patience /= 8
         if 2 in got:
             names = [entry.slot.name for entry in self.gradients.entries if got[entry.number] == 2]
             self.abort()

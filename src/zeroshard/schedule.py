@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .agreement import Group
 from .buffer import Buffer
+from .calls import Call
 from .comm import Comm
 from .errors import PeerError, ReleasedError, StateError, TierError
 from .events import Event, ends
@@ -39,14 +40,6 @@ from .unit import Unit, profiled
 def in_backward() -> bool:
     """Is this thread inside the autograd engine?"""
     return torch._C._current_graph_task_id() != -1
-
-
-def stack_depth() -> int:
-    """Of Python's stack. A call that is still running stands higher up in it than everything it calls."""
-    frame, depth = sys._getframe(), 0
-    while frame.f_back is not None:
-        frame, depth = frame.f_back, depth + 1
-    return depth
 
 
 @dataclasses.dataclass
@@ -87,7 +80,7 @@ class Schedule:
         self.alike: Callable[[bool], tuple[int, Callable[[], str]]] = lambda training: (0, str)
         self.cast_inputs: torch.dtype | None = None
         self._frames: list[Frame] = []
-        self._depth = 0  # of the Python stack where the outermost of them was entered
+        self._outermost: Call | None = None  # of a module, whose forward is the first of them
         self._grad_forward = False  # was the running root forward called in grad mode?
         self._own_segment = False  # did the running backward begin a segment of gathers? (not inside a forward)
         self._forwards = 0
@@ -130,12 +123,12 @@ class Schedule:
         recompute = in_backward()
         if recompute:
             self._event()
-        elif not self._frames or stack_depth() <= self._depth:
+        elif self._outermost is None or not self._outermost.running():
             if self._frames:  # an interrupt went through the last forward, past every hook
                 self._unwind(None)
                 self.script.abandon()
                 self.ledger.end("forward")
-            self._depth = stack_depth()
+            self._outermost = Call(nn.Module._call_impl)
             self._begin_forward(unit)
             if self.cast_inputs is not None:
                 args, kwargs = tree_map_only(Tensor, self._cast, (args, kwargs))
@@ -181,6 +174,8 @@ class Schedule:
                     needed.release()
             if frame.unit is unit:
                 break
+        if not self._frames:
+            self._outermost = None
         return frame
 
     def _cast(self, tensor: Tensor) -> Tensor:

@@ -1,0 +1,38 @@
+"""Which call of torch's a hook of ours was called by, and whether that call still runs.
+
+A forward or a step that an interrupt left never calls the hook at its end. Then the next one finds what it left behind,
+and must tell that from a call that runs inside it, perhaps on another thread.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+
+class Call:
+    """The innermost running call of a file of torch's, `made_by` one of its functions, seen from a hook."""
+
+    def __init__(self, made_by: Callable[..., Any]) -> None:
+        file = made_by.__code__.co_filename
+        frame = sys._getframe(1)
+        while frame.f_code.co_filename != file and frame.f_back is not None:
+            frame = frame.f_back
+        self._frame = frame  # held, so that no other frame can be taken for it
+        self._thread = threading.get_ident()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Call) and other._frame is self._frame
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def running(self) -> bool:
+        """Is it still on its thread's stack?"""
+        own = threading.get_ident() == self._thread
+        frame: FrameType | None = sys._getframe() if own else sys._current_frames().get(self._thread)
+        while frame is not None and frame is not self._frame:
+            frame = frame.f_back
+        return frame is not None

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import zeroshard
-from zeroshard import Layout, Offload
-from zeroshard.planner import closed, instants, states
+from zeroshard import Layout, Offload, headroom
+from zeroshard.planner import closed, states
 from zeroshard.planner.machines import MACHINES
 from zeroshard.stage import STAGES
 
@@ -129,10 +129,10 @@ def tables() -> dict[str, Any]:
         "constants": {
             "message": int(Layout().bucket_mib * 2**20),
             "align": Layout().align,
-            "page": states.pages(1),
-            "buffers": states.BUFFERS,
-            "in_flight": instants.IN_FLIGHT,
-            "prefetch": instants.PREFETCH,
+            "page": headroom.aligned(1),
+            "buffers": headroom.BUFFERS,
+            "in_flight": headroom.IN_FLIGHT,
+            "prefetch": headroom.PREFETCH,
         },
         "machines": [
             {"name": machine.name, "memory": machine.memory, "gpus": machine.gpus, "source": machine.source}

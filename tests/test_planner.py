@@ -27,8 +27,7 @@ from zeroshard.errors import UserError
 from zeroshard.explain.transformer260 import TENSORS
 from zeroshard.layout import Spec, partition
 from zeroshard.planner import closed, predict_states, shapes, states, texts
-from zeroshard.planner.instants import IN_FLIGHT, ItemSizes, instants, item_sizes, peak
-from zeroshard.reduction import IN_FLIGHT as ENGINE_IN_FLIGHT
+from zeroshard.planner.instants import ItemSizes, instants, item_sizes, peak
 from zeroshard.stage import STAGES
 from zeroshard.unit import find_units
 
@@ -778,7 +777,6 @@ def test_the_peak_is_the_worst_instant():
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_one_rank_of_the_engine_passes_as_much(stage, no_sync):
     """The ledger's own peaks of gathered weights and gradients under way."""
-    assert IN_FLIGHT == ENGINE_IN_FLIGHT
     model = nn.Sequential(*(nn.Sequential(nn.Linear(96, 96, bias=False), nn.Tanh()) for _ in range(6)))
     zero = zeroshard.shard(model, torch.optim.SGD(model.parameters()), stage=stage, comm=Comm(prefetch=1))
     zero.record()

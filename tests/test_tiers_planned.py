@@ -144,11 +144,6 @@ def test_a_frozen_bucket_has_no_room_in_buffers_until_it_is_unfrozen(tmp_path):
     assert all(map(torch.equal, weights, frozen_first(None)[1]))
 
 
-def test_the_planner_knows_the_engines_constants():
-    assert (states.BUFFERS, states.STAGING) == (nvme.BUFFERS, "staging")
-    assert [states.pages(nbytes) for nbytes in (0, 1, 5000)] == [nvme.aligned(nbytes) for nbytes in (0, 1, 5000)]
-
-
 # ------------------------------------------------------------------------------------------------------------- plans
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 from .errors import UserError, nearest
+from .headroom import PREFETCH
 
 Reduce = Literal["ordered", "native"]
 
@@ -30,7 +31,7 @@ class Comm:
     timeout: float | None = None
     reduce: Reduce = "ordered"
     overlap: bool = True
-    prefetch: int = 1
+    prefetch: int = PREFETCH
     release_after_forward: bool = True
 
     def __post_init__(self) -> None:

@@ -19,7 +19,6 @@ import contextlib
 import errno
 import fcntl
 import logging
-import mmap
 import os
 import tempfile
 import weakref
@@ -34,17 +33,12 @@ from torch import Tensor
 from .errors import TierError
 from .events import HOST, NVME, Ledger, ends
 from .files import digest, raw
+from .headroom import BUFFERS, aligned
 from .numerics import same_bits, simulated
 from .tier import Offload, Rest, pages
 
-BUFFERS = 3  # per state: one to compute with, one coming, one going
 BLOCK = 4 << 20  # bytes that one system call moves
 THREADS = 4  # reads and writes of a step are under way at once, and a disk likes a queue
-
-
-def aligned(nbytes: int) -> int:
-    """What direct I/O moves for `nbytes`: whole pages."""
-    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 class NvmeTier:

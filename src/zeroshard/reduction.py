@@ -29,12 +29,12 @@ from .comm import Comm
 from .errors import StateError, TierError
 from .finite import Finite
 from .gradient import Accumulator, Entry, Gradients, ShardedGrad
+from .headroom import IN_FLIGHT, POOLED
 from .numerics import divides_exactly, fold, simulated
 from .tier import DeviceTier
 from .transport import Work
 from .unit import Unit, profiled
 
-IN_FLIGHT = 2  # reductions under way before backward pauses for the oldest
 PATIENCE = 0.5  # seconds that pause lasts at most
 
 
@@ -386,8 +386,8 @@ class Reduction:
     def _give_back(self, tensor: Tensor | None) -> None:
         if tensor is not None and tensor.numel():
             self._pool.append(tensor)
-            # Enough for the reductions under way; more would pile up where no two buckets are of one size.
-            self._trim(2 * IN_FLIGHT)
+            # More would pile up where no two buckets are of one size.
+            self._trim(POOLED)
 
     def _trim(self, keep: int = 0) -> None:
         while len(self._pool) > keep:

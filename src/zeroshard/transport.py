@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from .events import Event, Ledger, ends
+from .headroom import room
 from .layout import Bucket
 
 
@@ -94,7 +95,7 @@ class Team:
     @property
     def room(self) -> int:
         """For how many contributions to the own shard there is room: on all ranks the same, and what a bucket takes."""
-        return self.size if self.size > 2 else self.arriving
+        return room(self.size)
 
     def contributions(self, send: Tensor, receive: Tensor, bucket: Bucket) -> list[Tensor]:
         """Each rank's contribution to the own shard, in rank order, once a reduction is through."""

@@ -31,6 +31,7 @@ from zeroshard.cli import screen
 from zeroshard.cli.config import InputError, one_line
 from zeroshard.errors import TierError, UserError
 from zeroshard.events import Ledger
+from zeroshard.headroom import BUFFERS
 from zeroshard.planner.closed import count
 from zeroshard.planner.disk import FORMAT, Disk
 from zeroshard.planner.plan import Plan, plan
@@ -142,7 +143,7 @@ class _Raw:
         flags = os.O_RDWR | (os.O_DIRECT if self.direct else 0)
         self.descriptor = os.open(self.file.name, flags)
         os.posix_fallocate(self.descriptor, 0, self.setup.slot * self.setup.slots)
-        self.buffers = [memoryview(mmap.mmap(-1, self.setup.slot)) for _ in range(nvme.BUFFERS)]
+        self.buffers = [memoryview(mmap.mmap(-1, self.setup.slot)) for _ in range(BUFFERS)]
         self.threads = ThreadPoolExecutor(self.setup.depth)
         return self
 

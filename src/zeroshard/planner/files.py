@@ -17,10 +17,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..events import DEVICE
+from ..headroom import BUFFERS
 from ..layout import Bucket, Partition
 from ..stage import Placements
 from .closed import Recipe
-from .states import BUFFERS, File, Resting, elsewhere, predict_files, recipe_files
+from .states import File, Resting, elsewhere, predict_files, recipe_files
 
 if TYPE_CHECKING:
     from ..api import Zero

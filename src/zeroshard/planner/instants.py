@@ -22,16 +22,13 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from ..events import DEVICE
+from ..headroom import IN_FLIGHT, POOLED, PREFETCH, room
 from ..layout import Bucket, Partition
 from ..stage import Placements
 from .closed import Recipe
 from .states import Resting
 
 GATHER, REDUCE, UPCAST, BUILD = "gather", "reduce", "upcast", "build"
-
-PREFETCH = 1  # as `Comm.prefetch`
-IN_FLIGHT = 2  # as `reduction.IN_FLIGHT`
-POOL = 2 * IN_FLIGHT  # used buffers kept for the next bucket of that size, as in `reduction`
 
 
 class ItemSizes(NamedTuple):
@@ -174,7 +171,7 @@ def _reductions(
     """{bucket: bytes of contributions and of what arrives for them when it has been sent}, last bucket first.
 
     The engine's bookkeeping of buffers with every reduction as late as allowed: a landing of the bucket's size and a
-    buffer for what arrives (`Group.room` own shards); done, both wait in a pool for the next bucket of their size.
+    buffer for what arrives (`headroom.room`); done, both wait in a pool for the next bucket of their size.
     The landings of the unit's other buckets may have begun, and count too. Under `no_sync` all landings exist already,
     full-size, in the gradients' dtype. Replicated gradients of the dtype that is sent are their own landing in the
     first backward (`fresh`).
@@ -186,10 +183,8 @@ def _reductions(
     def landing(bucket: Bucket) -> list[int]:
         return [] if in_place and _on_device(resting, bucket, "gradients") else [_nbytes(bucket.numel, itemsize)]
 
-    room = partition.ranks if partition.ranks > 2 else partition.ranks - 1
-
     def receive(bucket: Bucket) -> list[int]:
-        return [_nbytes(bucket.shard_numel(rank) * room, itemsize)]
+        return [_nbytes(bucket.shard_numel(rank) * room(partition.ranks), itemsize)]
 
     pool: list[int] = []
 
@@ -217,5 +212,5 @@ def _reductions(
         most[bucket.index] = sum(waiting.values()) + sum(map(sum, alive)) + sum(pool)
         while len(alive) > in_flight:
             for nbytes in filter(None, reversed(alive.pop(0))):
-                pool = [*pool, nbytes][-POOL:]
+                pool = [*pool, nbytes][-POOLED:]
     return most

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from ..errors import UserError, nearest
 from ..events import DEVICE, HOST, NVME
+from ..headroom import BUFFERS, PREFETCH, aligned
 from ..layout import Bounds, Layout, Partition, Spec, partition
 from ..stage import STAGES, Placements
 from . import closed, disk, files, instants, shapes, states
@@ -197,7 +198,7 @@ def plan(
     align: int | None = None,
     bounds: str | None = None,
     bucket_mib: float | None = None,
-    prefetch: int = 1,
+    prefetch: int = PREFETCH,
     gpus_per_node: int | None = None,
     precision: Literal["fp32", "bf16"] | None = None,
     checkpoint: bool = False,
@@ -439,8 +440,8 @@ def _shared_out(numel: int, ranks: int, place: Placements, recipe: Recipe, asked
     message = int(Layout().bucket_mib * 2**20 / recipe.parameters)
     buffers = 0
     for state, itemsize, sharded in replace(whole, cast=Fraction()).states(place):  # in files nothing is cast
-        slot = states.pages(math.ceil(closed.share(min(message, numel), ranks if sharded else 1) * itemsize))
-        buffers += min(states.BUFFERS * slot, states.pages(tiers[NVME].get(state, 0)))
+        slot = aligned(math.ceil(closed.share(min(message, numel), ranks if sharded else 1) * itemsize))
+        buffers += min(BUFFERS * slot, aligned(tiers[NVME].get(state, 0)))
     if buffers:
         tiers[HOST][states.STAGING] = buffers
     held = {tier: {state: n for state, n in found.items() if n} for tier, found in tiers.items()}

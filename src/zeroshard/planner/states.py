@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import collections
 import math
-import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import UserError
 from ..events import DEVICE, HOST, NVME
+from ..headroom import BUFFERS, aligned
 from ..layout import Bucket, Partition, Slot
 from ..stage import Placements
 from .closed import PADDING, Moved, Recipe, Traffic, moved, passes, widths
@@ -36,7 +36,6 @@ Kept = Mapping[str, tuple[Fraction | int, bool]]
 Resting = Sequence[Mapping[str, str]]  # for each bucket the tier of "parameters", "gradients" and "optimizer"
 Tiers = dict[str, dict[str, int]]  # {tier: {state: bytes}}
 
-BUFFERS = 3  # of a file of states, as `nvme.BUFFERS`
 KINDS = ("parameters", "gradients", "optimizer")
 STAGING = "staging"
 DEVICE_ALONE = dict.fromkeys(KINDS, DEVICE)
@@ -142,11 +141,6 @@ def together(tiers: Tiers) -> dict[str, int]:
     return {state: sum(held.get(state, 0) for held in tiers.values()) for state in states}
 
 
-def pages(nbytes: int) -> int:
-    """Bytes in whole pages, which direct I/O moves and pinned memory takes."""
-    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-
-
 class File(NamedTuple):
     """One file of states. slots: {bucket: bytes}, those that are not empty. largest: bytes of each of its buffers."""
 
@@ -157,7 +151,7 @@ class File(NamedTuple):
     @property
     def nbytes(self) -> int:
         """On the disk."""
-        return sum(map(pages, self.slots.values()))
+        return sum(map(aligned, self.slots.values()))
 
     @property
     def buffers(self) -> int:
@@ -187,7 +181,7 @@ def files_of(
             if each.tier == NVME and each.nbytes:
                 slots.setdefault(each.state, (each.kind, {}))[1][bucket.index] = each.nbytes
     return {
-        state: File(kind, sizes, pages(max(largest[kind], *sizes.values()))) for state, (kind, sizes) in slots.items()
+        state: File(kind, sizes, aligned(max(largest[kind], *sizes.values()))) for state, (kind, sizes) in slots.items()
     }
 
 
@@ -239,7 +233,7 @@ def recipe_rounding(partition: Partition, place: Placements, rank: int, recipe: 
     """Bytes by which whole pages of pinned memory exceed what rests there; what an optimizer makes is not pinned."""
     stored, kept = _of_recipe(recipe, resting)
     return sum(
-        pages(each.nbytes) - each.nbytes
+        aligned(each.nbytes) - each.nbytes
         for bucket in partition.buckets
         for each in reserved(bucket, place, rank, stored(bucket), kept, resting[bucket.index])
         if each.tier == HOST and each.state in ("parameters", "gradients", "master")

@@ -1,0 +1,27 @@
+"""How much a rank holds beside its states: messages under way, memory kept for the next one, buffers of files.
+
+The engine keeps to these numbers, and the planner counts with them. Imports neither torch nor anything distributed.
+"""
+
+from __future__ import annotations
+
+import mmap
+
+PREFETCH = 1  # units gathered ahead of use, unless `Comm.prefetch` says otherwise
+IN_FLIGHT = 2  # reductions under way before backward pauses for the oldest
+POOLED = 2 * IN_FLIGHT  # used messages kept for the next of their size: enough for those under way
+BUFFERS = 3  # of a file of states: one to compute with, one coming, one going
+
+
+def room(ranks: int) -> int:
+    """Own shards that the memory for what arrives in a reduction holds. The same on every rank.
+
+    Among more than two ranks a rank in the middle also receives a copy of its own contribution (`Team.arriving`), and
+    all reserve as much as it does.
+    """
+    return ranks if ranks > 2 else ranks - 1
+
+
+def aligned(nbytes: int) -> int:
+    """Bytes in whole pages: what direct I/O moves, and what pinned memory takes."""
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -13,7 +13,7 @@ from typing import Any
 
 import zeroshard
 from zeroshard import Layout, Offload, headroom
-from zeroshard.planner import closed, states
+from zeroshard.planner import quantities, recipes, states
 from zeroshard.planner.machines import MACHINES
 from zeroshard.stage import STAGES
 
@@ -39,9 +39,9 @@ def questions() -> list[dict[str, Any]]:
         if kind < 0.15:
             question["bytes"] = draw.choice(CUSTOM)
         elif kind < 0.85:
-            question["preset"] = draw.choice(list(closed.PRESETS))
+            question["preset"] = draw.choice(list(recipes.PRESETS))
         if "bytes" not in question and draw.random() < 0.5:
-            question["optimizer"] = draw.choice(list(closed.OPTIMIZERS))
+            question["optimizer"] = draw.choice(list(recipes.OPTIMIZERS))
         if draw.random() < 0.4:
             question["accumulate"] = draw.choice([2, 3, 4, 8, 32])
         if draw.random() < 0.3:
@@ -64,9 +64,9 @@ def _offloaded(draw: random.Random) -> dict[str, Any]:
     if draw.random() < 0.2:
         question["bytes"] = draw.choice(CUSTOM)
     else:
-        question["preset"] = draw.choice(list(closed.PRESETS))
+        question["preset"] = draw.choice(list(recipes.PRESETS))
         if draw.random() < 0.5:
-            question["optimizer"] = draw.choice(list(closed.OPTIMIZERS))
+            question["optimizer"] = draw.choice(list(recipes.OPTIMIZERS))
     if draw.random() < 0.8:
         question["offload"] = {kind: _resting(draw) for kind in states.KINDS}
     if "offload" not in question or draw.random() < 0.6:
@@ -120,11 +120,11 @@ def tables() -> dict[str, Any]:
         "stages": [{"stage": stage, "placements": place._asdict()} for stage, place in STAGES.items()],
         "recipes": [
             {**recipe.json(), "says": recipe.says, "per_tensor": dict(recipe.per_tensor)}
-            for recipe in closed.PRESETS.values()
+            for recipe in recipes.PRESETS.values()
         ],
         "optimizers": {
-            name: {state: closed.plain(nbytes) for state, nbytes in kept.items()}
-            for name, kept in closed.OPTIMIZERS.items()
+            name: {state: quantities.plain(nbytes) for state, nbytes in kept.items()}
+            for name, kept in recipes.OPTIMIZERS.items()
         },
         "constants": {
             "message": int(Layout().bucket_mib * 2**20),

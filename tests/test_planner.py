@@ -26,13 +26,13 @@ from zeroshard.cli.plan import one_line, show_plan, show_text
 from zeroshard.errors import UserError
 from zeroshard.explain.transformer260 import TENSORS
 from zeroshard.layout import Spec, partition
-from zeroshard.planner import closed, predict_states, shapes, states, texts
+from zeroshard.planner import closed, predict_states, quantities, recipes, shapes, states, texts, traffic
 from zeroshard.planner.instants import ItemSizes, instants, item_sizes, peak
 from zeroshard.stage import STAGES
 from zeroshard.unit import find_units
 
 GB, GIB = 10**9, 2**30
-PAPER = closed.PRESETS["paper"]
+PAPER = recipes.PRESETS["paper"]
 
 
 def totals(numel, ranks, recipe="paper"):
@@ -66,10 +66,10 @@ FORMULAS = {
 }
 
 
-@pytest.mark.parametrize("preset", closed.PRESETS)
+@pytest.mark.parametrize("preset", recipes.PRESETS)
 def test_presets(preset):
     """Every preset by its total and its formula at every stage."""
-    found = closed.PRESETS[preset]
+    found = recipes.PRESETS[preset]
     assert (found.total, [found.formula(place) for place in STAGES.values()]) == FORMULAS[preset]
 
 
@@ -82,8 +82,8 @@ def test_presets(preset):
 )  # fmt: skip
 def test_optimizers(optimizer, kept):
     """Bytes per parameter of optimizer state, the master among them."""
-    assert sum(closed.recipe("paper", optimizer=optimizer).optimizer.values()) == kept
-    assert "master" not in closed.recipe("fp32", optimizer=optimizer).optimizer
+    assert sum(recipes.recipe("paper", optimizer=optimizer).optimizer.values()) == kept
+    assert "master" not in recipes.recipe("fp32", optimizer=optimizer).optimizer
 
 
 def test_a_formula_of_ones_own():
@@ -105,11 +105,11 @@ def test_padding_is_a_row_of_its_own():
     numel=st.integers(1, 10**13),
     ranks=st.integers(1, 5000),
     stage=st.sampled_from([0, 1, 2, 3]),
-    preset=st.sampled_from(list(closed.PRESETS)),
+    preset=st.sampled_from(list(recipes.PRESETS)),
 )
 def test_every_byte_is_reserved_once(numel, ranks, stage, preset):
     """Over the ranks, a sharded state takes its bytes per parameter times the padded vector, and no rank another sum."""
-    recipe, place = closed.PRESETS[preset], STAGES[stage]
+    recipe, place = recipes.PRESETS[preset], STAGES[stage]
     reserved = math.ceil(numel / Fraction(ranks))
     want = sum(nbytes * (reserved if sharded else numel) for _, nbytes, sharded in recipe.states(place))
     assert closed.total(numel, ranks, place, recipe) == want
@@ -125,7 +125,7 @@ def test_every_byte_is_reserved_once(numel, ranks, stage, preset):
 @example(limit=80 << 40, ranks=1 << 24, stage=3)
 def test_the_largest_that_fits_is_the_largest(limit, ranks, stage):
     """Also where the answer is more than a double counts, which the page's own search may not pass."""
-    recipe = closed.recipe("paper", optimizer="adam-8bit")
+    recipe = recipes.recipe("paper", optimizer="adam-8bit")
     most = closed.largest(ranks, STAGES[stage], recipe, limit)
     assert closed.total(most, ranks, STAGES[stage], recipe) <= limit or most == 0
     assert closed.total(most + 1, ranks, STAGES[stage], recipe) > limit
@@ -157,7 +157,7 @@ def test_what_travels_is_in_its_own_dtype():
 
 def test_recomputation_is_counted_apart():
     """Four weights, layer 1 gathered once more: 10 gathered + 4 reduced elements, 3.5 times the parameters."""
-    moved = closed.traffic(4, 2, STAGES[3], PAPER, recompute=2)
+    moved = traffic.per_step(4, 2, STAGES[3], PAPER, recompute=2)
     assert (moved.gather.logical, moved.recompute.logical, moved.reduce.logical) == (16, 4, 8)
     assert moved.total.logical == 3.5 * 4 * 2
     assert moved.total.sent == moved.total.logical // 2
@@ -167,7 +167,7 @@ def test_recomputation_is_counted_apart():
 def test_instances_move_the_bytes_to_another_place(ranks, data):
     """The total is 2(N-1)/N P for every K; the optimizer's memory is 12K/N."""
     count = data.draw(st.sampled_from([k for k in range(1, ranks + 1) if ranks % k == 0]))
-    found = closed.instances(1000, ranks, count, PAPER)
+    found = traffic.instances(1000, ranks, count, PAPER)
     assert found.total == Fraction(2 * (ranks - 1), ranks) * 1000
     assert found.optimizer == Fraction(12 * count, ranks)
     assert found.reduce_inside + found.reduce_between == 1000 * (
@@ -188,7 +188,7 @@ def test_instances_change_what_is_reduced_gathered_and_on_each_link():
         stage = zeroshard.plan(params=1e9, ranks=8, stage=1, instances=copies, gpus_per_node=2).stages[0]
         found[copies] = (stage.traffic.reduce.sent, stage.traffic.gather.sent, *stage.links)
         assert stage.traffic.total.sent == 3.5e9
-        elements = closed.instances(10**9, 8, copies, PAPER)
+        elements = traffic.instances(10**9, 8, copies, PAPER)
         assert stage.traffic.reduce.sent == 2 * (elements.reduce_inside + elements.reduce_between)
         assert (stage.traffic.gather.sent, stage.traffic.between.sent) == (
             2 * elements.gather_inside, 2 * elements.reduce_between
@@ -211,7 +211,7 @@ def test_instances_change_what_is_reduced_gathered_and_on_each_link():
     [("80GiB", 80 * GIB), ("80GB", 80 * GB), ("24576MiB", 24 * GIB), ("0.5 TB", 500 * GB), ("1KiB", 1024)],
 )
 def test_budgets(text, nbytes):
-    assert closed.budget(text) == nbytes
+    assert quantities.budget(text) == nbytes
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_budgets(text, nbytes):
 )  # fmt: skip
 def test_a_budget_without_a_unit_is_refused(text, nearest):
     with pytest.raises(UserError, match=f"(?s)budget of memory.*{re.escape(nearest)}") as caught:
-        closed.budget(text)
+        quantities.budget(text)
     assert repr(text) in str(caught.value)
 
 
@@ -243,7 +243,7 @@ def test_a_count_is_a_positive_whole_number(text, nearest):
 
 
 def test_a_count_may_be_a_float():
-    assert closed.count(7e9) == closed.count("7e9") == closed.count("7_000_000_000") == 7 * 10**9
+    assert quantities.count(7e9) == quantities.count("7e9") == quantities.count("7_000_000_000") == 7 * 10**9
 
 
 @pytest.mark.row(58)
@@ -605,7 +605,7 @@ def cuts(draw, *, divides=False):
 @settings(deadline=None)
 def test_over_the_ranks_shards_are_the_model_and_named_padding(cut, stage, preset):
     """Sum over ranks of each state == parameters x bytes, and of all rows == buckets x bytes + optimizer's fragments."""
-    recipe, place = closed.PRESETS[preset], STAGES[stage]
+    recipe, place = recipes.PRESETS[preset], STAGES[stage]
     numel = sum(slot.numel for bucket in cut.buckets for slot in bucket.slots)
     padding = sum(bucket.padding for bucket in cut.buckets)
     held = [states.recipe_states(cut, place, rank, recipe) for rank in range(cut.ranks)]
@@ -632,7 +632,7 @@ def test_the_closed_form_is_the_layout_where_sizes_divide(cut, stage):
             numel, cut.ranks, STAGES[stage], PAPER
         )
         moved = states.recipe_traffic(cut, STAGES[stage], rank, PAPER)
-        want = closed.traffic(numel, cut.ranks, STAGES[stage], PAPER)
+        want = traffic.per_step(numel, cut.ranks, STAGES[stage], PAPER)
         assert (moved.total == want.total) if even else (moved.total.logical == want.total.logical)
 
 
@@ -653,7 +653,7 @@ def test_planned_from_shapes_is_what_the_engine_holds(ranks, tmp_path, stage, bo
     names = {"m": "exp_avg", "v": "exp_avg_sq"}
     seen = ranks.run(3, held_by_the_engine, stage, bounds)
     for rank, (held, buckets) in enumerate(seen):
-        planned = states.recipe_states(cut, STAGES[stage], rank, closed.PRESETS["zeroshard"], apart=False)
+        planned = states.recipe_states(cut, STAGES[stage], rank, recipes.PRESETS["zeroshard"], apart=False)
         assert {names.get(state, state): nbytes for state, nbytes in planned.items()} == held
         assert [(bucket.unit, bucket.slots, bucket.bounds) for bucket in cut.buckets] == buckets
     plan = zeroshard.plan(shapes=path, ranks=3, stage=stage, bounds=bounds)
@@ -690,7 +690,7 @@ def moved_by_the_engine(stage, accumulate, no_sync):
 def test_planned_traffic_is_what_the_engine_moves(ranks, stage, accumulate, no_sync):
     """Logical, sent, sent + received, of reductions and of gathers, on both ranks."""
     for rank, (moved, cut) in enumerate(ranks.run(2, moved_by_the_engine, stage, accumulate, no_sync)):
-        recipe = closed.PRESETS["zeroshard"]
+        recipe = recipes.PRESETS["zeroshard"]
         want = states.recipe_traffic(cut, STAGES[stage], rank, recipe, accumulate=accumulate, no_sync=no_sync)
         assert moved == {"reduce": want.reduce, "gather": want.gather}
 
@@ -698,7 +698,7 @@ def test_planned_traffic_is_what_the_engine_moves(ranks, stage, accumulate, no_s
 @given(cut=cuts(), stage=st.sampled_from([0, 1, 2, 3]))
 @settings(deadline=None)
 def test_the_rank_shown_holds_most(cut, stage):
-    recipe, place = closed.PRESETS["zeroshard"], STAGES[stage]
+    recipe, place = recipes.PRESETS["zeroshard"], STAGES[stage]
     held = [sum(states.recipe_states(cut, place, rank, recipe).values()) for rank in range(cut.ranks)]
     owned = states.owned(cut)
     assert held[states.fullest_rank(owned, place, recipe)] == max(held)
@@ -732,7 +732,7 @@ def wide(layers=8, numel=1024, ranks=2):
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 def test_gathered_at_each_instant(prefetch):
     """Forward: root, unit and prefetched; backward also the one just left. Ends are shorter."""
-    found = instants(wide(), STAGES[3], item_sizes(closed.PRESETS["zeroshard"]), 0, prefetch=prefetch)
+    found = instants(wide(), STAGES[3], item_sizes(recipes.PRESETS["zeroshard"]), 0, prefetch=prefetch)
     gathered = {instant.name: instant.nbytes.get("gather") for instant in found}
     assert gathered["forward of unit 3"] == 2 * (256 + 1024 * (1 + prefetch))
     assert gathered["forward of unit 8"] == 2 * (256 + 1024)
@@ -746,28 +746,28 @@ def test_gathered_at_each_instant(prefetch):
 
 def test_reductions_under_way():
     """A contribution, and the other rank's to the own shard, for the bucket and two before it, as they are sent."""
-    found = {i.name: i.nbytes for i in instants(wide(), STAGES[2], item_sizes(closed.PRESETS["zeroshard"]), 0)}
+    found = {i.name: i.nbytes for i in instants(wide(), STAGES[2], item_sizes(recipes.PRESETS["zeroshard"]), 0)}
     assert found["reduce of bucket 8"] == {"reduce": 2 * (1024 + 512)}
     assert found["reduce of bucket 4"] == {"reduce": 3 * 2 * (1024 + 512)}
     for rank in range(4):  # only the first and last leave their own contribution where it is; all have the same room
-        among = instants(wide(ranks=4), STAGES[2], item_sizes(closed.PRESETS["zeroshard"]), rank)
+        among = instants(wide(ranks=4), STAGES[2], item_sizes(recipes.PRESETS["zeroshard"]), rank)
         assert {i.name: i.nbytes for i in among}["reduce of bucket 8"] == {"reduce": 2 * (1024 + 1024)}
     assert "upcast" not in found["step"]  # fp32 gradients meet fp32 masters
-    thin = instants(wide(), STAGES[2], item_sizes(closed.PRESETS["zeroshard-bf16-grads"]), 0)
+    thin = instants(wide(), STAGES[2], item_sizes(recipes.PRESETS["zeroshard-bf16-grads"]), 0)
     assert thin[-2].nbytes == {"upcast": 4 * 512}  # bucket by bucket
 
 
 def test_no_sync_holds_all_gradients_full_size():
     cut = wide()
-    found = instants(cut, STAGES[2], item_sizes(closed.PRESETS["zeroshard"]), 0, no_sync=True)
+    found = instants(cut, STAGES[2], item_sizes(recipes.PRESETS["zeroshard"]), 0, no_sync=True)
     numel = sum(bucket.numel for bucket in cut.buckets)
     assert {i.name: i.nbytes for i in found}["reduce of bucket 8"] == {"reduce": 4 * (numel + 512)}
 
 
 def test_the_peak_is_the_worst_instant():
     cut = wide()
-    rest = states.recipe_states(cut, STAGES[3], 0, closed.PRESETS["zeroshard"])
-    found = instants(cut, STAGES[3], item_sizes(closed.PRESETS["zeroshard"]), 0)
+    rest = states.recipe_states(cut, STAGES[3], 0, recipes.PRESETS["zeroshard"])
+    found = instants(cut, STAGES[3], item_sizes(recipes.PRESETS["zeroshard"]), 0)
     nbytes, name = peak(rest, found)
     assert nbytes == sum(rest.values()) + max(instant.total for instant in found)
     assert name.startswith("backward of unit")

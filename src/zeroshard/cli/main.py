@@ -515,7 +515,7 @@ def io_bench(
     """
     from zeroshard.cli.iobench import Model, Setup
     from zeroshard.cli.iobench import io_bench as run
-    from zeroshard.planner.closed import budget, count
+    from zeroshard.planner.quantities import budget, count
 
     model = None
     given = {"parameters": offload_parameters, "gradients": offload_gradients, "optimizer": offload_optimizer}
@@ -600,7 +600,7 @@ def export_checkpoint(
     --dtype casts from the fp32 masters where there are any. The same files as zero.export(OUT) on the running model.
     """
     from zeroshard.cli.checkpoints import export
-    from zeroshard.planner.closed import budget
+    from zeroshard.planner.quantities import budget
 
     try:
         file_nbytes = budget(file_size)

@@ -14,9 +14,11 @@ from zeroshard.cli import screen
 from zeroshard.cli.config import STATES, InputError, one_line, places, planned_offload
 from zeroshard.errors import UserError
 from zeroshard.events import HOST, NVME
-from zeroshard.planner.closed import PADDING, Moved, number
 from zeroshard.planner.plan import Plan, StagePlan, plan
+from zeroshard.planner.quantities import number
+from zeroshard.planner.recipes import PADDING
 from zeroshard.planner.texts import Line, text
+from zeroshard.planner.traffic import Moved
 from zeroshard.stage import STAGES
 
 BAR = 24  # characters of the longest bar

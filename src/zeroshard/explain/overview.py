@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-from ..planner import closed
-from ..planner.closed import PRESETS
+from ..planner import closed, traffic
+from ..planner.quantities import number, plain
+from ..planner.recipes import PRESETS
 from ..stage import STAGES
 from .walk260 import STEPS, by_stage, digest, plain_weights
 
@@ -60,13 +61,13 @@ def _stage(stage: int, transformer: dict[str, Any]) -> dict[str, Any]:
         "stage": stage,
         "placements": place._asdict(),
         "formula": PAPER.formula(place),
-        "passes": sum(closed.passes(place)),
+        "passes": sum(traffic.passes(place)),
         "counted": {"logical": logical, "passes": logical / (2 * transformer["numel"])},
         "at": [
             {
                 "ranks": ranks,
-                "bytes_per_parameter": closed.plain(_per_parameter(stage, ranks)),
-                "times": closed.plain(_per_parameter(0, ranks) / _per_parameter(stage, ranks)),
+                "bytes_per_parameter": plain(_per_parameter(stage, ranks)),
+                "times": plain(_per_parameter(0, ranks) / _per_parameter(stage, ranks)),
             }
             for ranks in RANKS_SHOWN
         ],
@@ -89,7 +90,7 @@ def _corrections() -> list[dict[str, str]]:
         return {"text": "E", "at": at, "says": says, "right": right}
 
     def times(stage: int, ranks: int) -> str:
-        return closed.number(round(_per_parameter(0, ranks) / _per_parameter(stage, ranks), 2))
+        return number(round(_per_parameter(0, ranks) / _per_parameter(stage, ranks), 2))
 
     limits = {stage: 16 / sum(n for _, n, cut in PAPER.states(STAGES[stage]) if not cut) for stage in (1, 2)}
     return [
@@ -97,8 +98,8 @@ def _corrections() -> list[dict[str, str]]:
              f"{times(1, 64)}x and {times(2, 64)}x at 64. {limits[1]}x and {limits[2]}x are what they tend to; only "
              f"stage 3's {times(3, 64)}x is exact."),
         note("traffic", "2\N{GREEK CAPITAL LETTER PSI} per GPU; 3\N{GREEK CAPITAL LETTER PSI} at stage 3",
-             f"Every pass sends (N-1)/N of it per rank: {closed.number(Fraction(2 * 63, 64))} and "
-             f"{closed.number(Fraction(3 * 63, 64))} at N = 64."),
+             f"Every pass sends (N-1)/N of it per rank: {number(Fraction(2 * 63, 64))} and "
+             f"{number(Fraction(3 * 63, 64))} at N = 64."),
         note("flat", "Flat partitioning gives perfect load balance",
              "Where N does not divide the number of parameters the vector is padded, and the last rank has less."),
         note("infinity", "On a single DGX-2 node, models with tens of trillions of parameters",

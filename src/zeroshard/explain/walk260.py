@@ -17,8 +17,8 @@ import zeroshard
 from ..cli.reference import accumulate
 from ..layout import Layout
 from ..numerics import Precision
-from ..planner import closed, predict_states
-from ..planner.closed import PRESETS
+from ..planner import predict_states, traffic
+from ..planner.recipes import PRESETS
 from ..stage import STAGES
 from . import transformer260
 from .document import matrix, numbers, plain
@@ -584,7 +584,7 @@ def _corrections(
     def note(text: str, at: str, says: str, right: str) -> dict[str, str]:
         return {"text": text, "at": at, "says": says, "right": right}
 
-    passes = [sum(closed.passes(STAGES[stage], accumulate=4)) for stage in (1, 2)]
+    passes = [sum(traffic.passes(STAGES[stage], accumulate=4)) for stage in (1, 2)]
     return [
         note("A", "ownership", "GPU-0: W₁ (first 2 rows), 32 elements; GPU-1: W₁ (rows 3\N{EN DASH}4), 32 elements",
              f"The cut is at {cuts[1]}, inside W1 at its element {first}: {first} elements (three rows and "

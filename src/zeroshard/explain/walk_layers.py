@@ -16,8 +16,9 @@ import zeroshard
 
 from ..layout import Layout
 from ..numerics import Precision
-from ..planner import closed
-from ..planner.closed import PRESETS
+from ..planner import closed, traffic
+from ..planner.quantities import number
+from ..planner.recipes import PRESETS
 from .document import numbers
 from .observe import Observer, ticking
 from .recording import Told, layout_json, one_step, together
@@ -127,7 +128,7 @@ def assemble(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     overlap = [rank["overlap"] for rank in ranks]
     sizes = one_of([one["numel"] for one in overlap[0]["layout"]["buckets"]], "buckets")
     count = len(overlap[0]["layout"]["buckets"])
-    instances = [closed.instances(1, RANKS, count, PAPER).json() for count in REPLICAS]
+    instances = [traffic.instances(1, RANKS, count, PAPER).json() for count in REPLICAS]
     return {
         "title": "Buffer, buckets, shards and masters",
         "ranks": len(ranks),
@@ -217,7 +218,7 @@ def _corrections(numel: int) -> list[dict[str, str]]:
     def note(at: str, says: str, right: str) -> dict[str, str]:
         return {"text": "B", "at": at, "says": says, "right": right}
 
-    one, four = (closed.instances(1, RANKS, count, PAPER) for count in (1, 4))
+    one, four = (traffic.instances(1, RANKS, count, PAPER) for count in (1, 4))
     large = 10 * (8 * 4096**2 + 5 * 4096)
     gib = Fraction(large, 2**30)
     base = 14 * gib  # parameters and optimizer state, without gradients, as the text's column has it
@@ -227,7 +228,6 @@ def _corrections(numel: int) -> list[dict[str, str]]:
     def percent(now: Fraction, before: Fraction) -> str:
         return f"{float(100 * (1 - now / before)):.4g} %"
 
-    number = closed.number
     padded = closed.share(numel, 2) * 2
     return [
         note("buffer", "Direct operations on uniform slices without padding",

@@ -20,7 +20,7 @@ from ..events import DEVICE
 from ..headroom import BUFFERS
 from ..layout import Bucket, Partition
 from ..stage import Placements
-from .closed import Recipe
+from .recipes import Recipe
 from .states import File, Resting, elsewhere, predict_files, recipe_files
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from ..events import DEVICE
 from ..headroom import IN_FLIGHT, POOLED, PREFETCH, room
 from ..layout import Bucket, Partition
 from ..stage import Placements
-from .closed import Recipe
+from .recipes import Recipe
 from .states import Resting
 
 GATHER, REDUCE, UPCAST, BUILD = "gather", "reduce", "upcast", "build"

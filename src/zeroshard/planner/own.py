@@ -14,7 +14,7 @@ from ..events import DEVICE
 from ..layout import Layout
 from ..numerics import Precision
 from ..stage import STAGES
-from . import closed, states
+from . import advice, recipes, states, traffic
 from .files import Moves
 from .instants import Instant
 from .simulate import RECORDED, Simulation, moments, simulate
@@ -84,7 +84,7 @@ def _fullest(run: Simulation) -> int:
     return 0 if owned[0] == owned[fullest] else fullest
 
 
-def _recipe(run: Simulation) -> closed.Recipe:
+def _recipe(run: Simulation) -> recipes.Recipe:
     """Bytes per parameter of the job's states, averaged over its parameters. What is frozen has parameters only."""
     zero = run.zero
     buckets = zero.partition.buckets
@@ -124,10 +124,10 @@ def _recipe(run: Simulation) -> closed.Recipe:
     share = Fraction(cast, sums["parameters"] or 1) if cast else Fraction()
     parameters, gradients = (Fraction(sums.pop(state, 0), total) for state in ("parameters", "gradients"))
     optimizer_states = {state: Fraction(nbytes, total) for state, nbytes in sums.items()}
-    return closed.Recipe("the job's own", parameters, gradients, optimizer_states, None, per_tensor, cast=share)
+    return recipes.Recipe("the job's own", parameters, gradients, optimizer_states, None, per_tensor, cast=share)
 
 
-def _stage(run: Simulation, recipe: closed.Recipe) -> StagePlan:
+def _stage(run: Simulation, recipe: recipes.Recipe) -> StagePlan:
     from .plan import StagePlan
 
     place = STAGES[run.stage]
@@ -157,37 +157,37 @@ def _stage(run: Simulation, recipe: closed.Recipe) -> StagePlan:
     )  # fmt: skip
 
 
-def _traffic(run: Simulation) -> closed.Traffic:
+def _traffic(run: Simulation) -> traffic.Traffic:
     moved = {verb: [e for e in run.events if e.verb == verb and e.logical] for verb in ("reduce", "gather")}
     reduced, gathered = (
-        closed.Moved(
+        traffic.Moved(
             *(
                 sum(column) // RECORDED
                 for column in zip(*((e.logical, e.sent, e.sent + e.received) for e in events), strict=True)
             )
         )
         if events
-        else closed.Moved(0, 0, 0)
+        else traffic.Moved(0, 0, 0)
         for events in moved.values()
     )
     model = sum(bucket.numel * run.zero.dtypes(bucket).param.itemsize for bucket in run.zero.partition.buckets)
     passes = round(gathered.logical / model, 2) if model else 0.0
     trained = sum(b.numel * run.zero.dtypes(b).param.itemsize for b in run.zero.partition.buckets if b.trainable)
-    return closed.Traffic(
-        round(reduced.logical / trained, 2) if trained else 0.0, passes, reduced, gathered, closed.Moved(0, 0, 0)
+    return traffic.Traffic(
+        round(reduced.logical / trained, 2) if trained else 0.0, passes, reduced, gathered, traffic.Moved(0, 0, 0)
     )
 
 
-def _advice(run: Callable[..., Simulation], asked: Asked, layout: Layout, limit: int) -> list[closed.Change]:
+def _advice(run: Callable[..., Simulation], asked: Asked, layout: Layout, limit: int) -> list[advice.Change]:
     """Changes in the order of what they cost, each with what the rank would then hold; up to the first that fits."""
     stage = max(asked.stages)
-    tried: list[closed.Change] = []
+    tried: list[advice.Change] = []
     changes: dict[str, Any] = {}
 
     def attempt(what: str, at: int, **more: Any) -> bool:
         simulated = run(at, None, **more)
         nbytes = max(most.total for most in simulated.ledger.phases.values()) + simulated.working
-        tried.append(closed.Change(what, nbytes, nbytes <= limit))
+        tried.append(advice.Change(what, nbytes, nbytes <= limit))
         return tried[-1].fits
 
     for higher in range(stage + 1, max(STAGES) + 1):

@@ -19,10 +19,13 @@ from ..events import DEVICE, HOST, NVME
 from ..headroom import BUFFERS, PREFETCH, aligned
 from ..layout import Bounds, Layout, Partition, Spec, partition
 from ..stage import STAGES, Placements
-from . import closed, disk, files, instants, shapes, states
-from .closed import Change, Instances, Recipe, Traffic, plain
+from . import advice, closed, disk, files, instants, quantities, recipes, shapes, states, traffic
+from .advice import Change
 from .disk import Disk, load
 from .files import STILL, Moves
+from .quantities import plain
+from .recipes import Recipe
+from .traffic import Instances, Links, Traffic
 
 if TYPE_CHECKING:
     from ..tier import Offload
@@ -60,7 +63,7 @@ class StagePlan:
     largest: int | None = None
     activations: int = 0
     working: int = 0
-    links: closed.Links | None = None
+    links: Links | None = None
     snapshot: int = 0
     tiers: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     rounding: int = 0
@@ -269,10 +272,10 @@ def plan(
     asked = Asked(
         ranks=ranks,
         stages=(1,) if (instances or 1) > 1 else tuple(STAGES) if stage is None else (stage,),
-        recipe=closed.recipe(
+        recipe=recipes.recipe(
             preset or ("paper" if params is not None else "zeroshard"), optimizer=optimizer, custom=bytes
         ),
-        gpu_mem=None if gpu_mem is None else closed.budget(gpu_mem),
+        gpu_mem=None if gpu_mem is None else quantities.budget(gpu_mem),
         accumulate=accumulate,
         no_sync=bool(no_sync),
         instances=instances,
@@ -282,16 +285,16 @@ def plan(
         precision=precision or "fp32",
         checkpoint=bool(checkpoint),
         offload=offload,
-        host_mem=None if host_mem is None else closed.budget(host_mem),
+        host_mem=None if host_mem is None else quantities.budget(host_mem),
         disk=None if disk is None else load(disk),
         step_time=step_time,
-        tokens=None if tokens is None else closed.count(tokens, "tokens"),
+        tokens=None if tokens is None else quantities.count(tokens, "tokens"),
     )
     of_layout = {"align": align, "bounds": bounds, "bucket_mib": bucket_mib}
     of_layout = {name: value for name, value in of_layout.items() if value is not None}
     if job is not None:
-        recipes = {"preset": preset, "bytes": bytes, "optimizer": optimizer, "instances": instances}
-        if told := [name for name, value in recipes.items() if value is not None]:
+        closed_form = {"preset": preset, "bytes": bytes, "optimizer": optimizer, "instances": instances}
+        if told := [name for name, value in closed_form.items() if value is not None]:
             raise UserError(f"{' and '.join(told)}: a job says itself what it holds", instead="leave it out")
         return _plan_job(job, asked, _layout(of_layout))
     if precision is not None or checkpoint:
@@ -301,7 +304,7 @@ def plan(
             raise UserError(
                 f"{' and '.join(of_layout)}: a number of parameters has no layout", instead="shapes, or leave it out"
             )
-        return _plan_params(closed.count(params), asked)
+        return _plan_params(quantities.count(params), asked)
     assert shapes is not None
     if instances is not None:
         raise UserError("instances are answered in the closed form", got="shapes", instead="params=...")
@@ -368,7 +371,7 @@ def _layout(settings: dict[str, Any]) -> Layout:
 def _plan_params(numel: int, asked: Asked) -> Plan:
     ranks, recipe, copies = asked.ranks, asked.recipe, asked.instances or 1
     if ranks % copies:
-        closed.instances(numel, ranks, copies, recipe)  # says which numbers divide
+        traffic.instances(numel, ranks, copies, recipe)  # says which numbers divide
 
     def sharing(stage: int, among: int) -> int:
         """Ranks among which a state is cut: each of K instances of the optimizer is cut among N/K of them."""
@@ -381,14 +384,14 @@ def _plan_params(numel: int, asked: Asked) -> Plan:
         found = tuple(_of_equal_units(numel, asked, place))
         peak, peak_at = instants.peak(tiers.get(DEVICE, {}), found) if found else (None, None)
         on_disk = tiers.get(NVME, {})
-        formula = closed.cast_here(recipe, asked.shares(DEVICE)).formula(place)
+        formula = recipes.cast_here(recipe, asked.shares(DEVICE)).formula(place)
         return StagePlan(
             stage,
             ranks - 1,
             formula.replace("/N", f"*{copies}/N" if sharing(stage, ranks) < ranks else "/N"),
             at_rest,
             0.0,
-            closed.traffic(
+            traffic.per_step(
                 numel, ranks, place, recipe, accumulate=asked.accumulate, no_sync=asked.no_sync,
                 instances=ranks // sharing(stage, ranks),
             ),
@@ -405,7 +408,7 @@ def _plan_params(numel: int, asked: Asked) -> Plan:
         )  # fmt: skip
 
     def nbytes_of(stage: int, more_ranks: int, other: Recipe) -> int:
-        mine = closed.part(_with_copies(other, asked), asked.shares(DEVICE), device=True)
+        mine = recipes.part(_with_copies(other, asked), asked.shares(DEVICE), device=True)
         return closed.total(numel, sharing(stage, more_ranks), STAGES[stage], mine)
 
     notes = []
@@ -417,7 +420,7 @@ def _plan_params(numel: int, asked: Asked) -> Plan:
         notes.append("tiers approximate: in full buckets, without rounding to pages; shapes and jobs are exact")
 
     def advise(limit: int) -> list[Change]:
-        return closed.advice(max(asked.stages), ranks, recipe, limit, nbytes_of, RANKS_LIMIT)
+        return advice.changes(max(asked.stages), ranks, recipe, limit, nbytes_of, RANKS_LIMIT)
 
     return finish("parameters", numel, asked, None, of, advise, notes, sharing)
 
@@ -435,7 +438,7 @@ def _with_copies(recipe: Recipe, asked: Asked) -> Recipe:
 def _shared_out(numel: int, ranks: int, place: Placements, recipe: Recipe, asked: Asked) -> states.Tiers:
     """The closed form, tier by tier; files have buffers of one message."""
     whole = _with_copies(recipe, asked)
-    parts = {tier: closed.part(whole, asked.shares(tier), device=tier == DEVICE) for tier in (DEVICE, HOST, NVME)}
+    parts = {tier: recipes.part(whole, asked.shares(tier), device=tier == DEVICE) for tier in (DEVICE, HOST, NVME)}
     tiers = {tier: closed.at_rest(numel, ranks, place, mine) for tier, mine in parts.items()}
     message = int(Layout().bucket_mib * 2**20 / recipe.parameters)
     buffers = 0
@@ -499,7 +502,7 @@ def _plan_shapes(path: str | os.PathLike[str], asked: Asked, layout: Layout) -> 
             resting=resting,
         )  # fmt: skip
         peak, peak_at = instants.peak(tiers.get(DEVICE, {}), found)
-        formula = closed.cast_here(other, asked.shares(DEVICE)).formula(place)
+        formula = recipes.cast_here(other, asked.shares(DEVICE)).formula(place)
         beside: dict[str, Any] = {}
         if resting is not None:
             filed = states.recipe_files(cut, place, rank, other, resting)
@@ -526,7 +529,7 @@ def _plan_shapes(path: str | os.PathLike[str], asked: Asked, layout: Layout) -> 
     notes += [f"{name} left out: {why}" for name, why in model.left_out.items()]
 
     def advise(limit: int) -> list[Change]:
-        return closed.advice(max(asked.stages), asked.ranks, recipe, limit, nbytes_of, ADVISED_RANKS_LIMIT)
+        return advice.changes(max(asked.stages), asked.ranks, recipe, limit, nbytes_of, ADVISED_RANKS_LIMIT)
 
     return finish(model.source, model.numel, asked, layout, of, advise, notes)
 
@@ -553,12 +556,12 @@ def finish(
         found = of(stage)
         found = replace(
             found,
-            saved=float(plain(1 - closed.Bytes(found.device, whole))),
+            saved=float(plain(1 - recipes.Bytes(found.device, whole))),
             fits=None if limit is None else found.most <= limit,
             largest=_largest(sharing(stage, ranks), STAGES[stage], asked, limit),
             links=None
             if asked.gpus_per_node is None
-            else closed.links(found.traffic, ranks, asked.gpus_per_node, ranks // sharing(stage, ranks)),
+            else traffic.links(found.traffic, ranks, asked.gpus_per_node, ranks // sharing(stage, ranks)),
         )
         stages.append(found)
     copied = max(found.snapshot for found in stages)
@@ -579,7 +582,7 @@ def finish(
         asked.no_sync,
         tuple(stages),
         layout,
-        None if asked.instances is None else closed.instances(numel, ranks, asked.instances, recipe),
+        None if asked.instances is None else traffic.instances(numel, ranks, asked.instances, recipe),
         limit,
         tuple(advice),
         tuple(notes),
@@ -606,5 +609,5 @@ def _of_files(asked: Asked) -> list[str]:
 
 def _largest(ranks: int, place: Placements, asked: Asked, limit: int | None) -> int | None:
     """The most parameters whose states alone fit the device; None where none of them rest there, or nobody asked."""
-    mine = closed.part(_with_copies(asked.recipe, asked), asked.shares(DEVICE), device=True)
+    mine = recipes.part(_with_copies(asked.recipe, asked), asked.shares(DEVICE), device=True)
     return None if limit is None or not mine.total else closed.largest(ranks, place, mine, limit)

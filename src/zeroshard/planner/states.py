@@ -13,7 +13,8 @@ from ..events import DEVICE, HOST, NVME
 from ..headroom import BUFFERS, aligned
 from ..layout import Bucket, Partition, Slot
 from ..stage import Placements
-from .closed import PADDING, Moved, Recipe, Traffic, moved, passes, widths
+from .recipes import PADDING, Recipe
+from .traffic import Moved, Traffic, moved, passes, widths
 
 if TYPE_CHECKING:
     from ..api import Zero

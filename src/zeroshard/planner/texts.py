@@ -22,8 +22,10 @@ from ..errors import UserError, nearest
 from ..explain.frames import backward_frames
 from ..layout import Layout, Partition, Spec, partition
 from ..stage import STAGES
-from . import closed
-from .closed import PRESETS, Moved, number, plain
+from . import closed, traffic
+from .quantities import number, plain
+from .recipes import PRESETS
+from .traffic import Moved
 
 PAPER = PRESETS["paper"]
 GB, GIB = 10**9, 2**30
@@ -144,7 +146,7 @@ def _own(cut: Partition, rank: int, *names: str) -> Fraction:
 
 
 def _logical(stage: int, numel: int, ranks: int) -> tuple[Moved, Moved]:
-    moved = closed.traffic(numel, ranks, STAGES[stage], PAPER)
+    moved = traffic.per_step(numel, ranks, STAGES[stage], PAPER)
     return moved.reduce, moved.gather
 
 
@@ -243,7 +245,7 @@ def _b() -> Text:
     in_step = cut["total"] + 4 * unit / 4
     copied = cut["total"] + 2 * unit
     with_grads = base["total"]
-    by_k = {count: closed.instances(1, 8, count, PAPER) for count in (1, 2, 4, 8)}
+    by_k = {count: traffic.instances(1, 8, count, PAPER) for count in (1, 2, 4, 8)}
     one, four = by_k[1], by_k[4]
 
     def saved(now: Fraction, before: Fraction) -> Fraction:
@@ -336,7 +338,7 @@ def _c() -> Text:
     specs = [Spec(name, (1,), "float32", 4, 0, True) for name in ("w1", "w2", "w3", "w4")]
     cut = partition(specs, Layout(bounds="tensor", align=1), 2)
     # Layer 1 is gathered for forward, for recomputation and for backward; layer 2 for forward and backward.
-    moved = closed.traffic(4, 2, STAGES[3], PAPER, recompute=2)
+    moved = traffic.per_step(4, 2, STAGES[3], PAPER, recompute=2)
     width = PAPER.parameters
     gathered = (moved.gather.logical + moved.recompute.logical) / width
     return Text(
@@ -385,7 +387,7 @@ def _d() -> Text:
         for how, groups in (("tensor by tensor", None), ("module by module", MODULES_260))
     }
     end = {"parameters": "520", "gradients": "260", "master": "520", "m": "520", "v": "520", "total": "2340"}
-    stages_1_2 = {1: closed.passes(STAGES[1], accumulate=4), 2: closed.passes(STAGES[2], accumulate=4)}
+    stages_1_2 = {1: traffic.passes(STAGES[1], accumulate=4), 2: traffic.passes(STAGES[2], accumulate=4)}
     return Text(
         "D",
         "ZeRO-2: A Concrete Walkthrough with Actual Numbers",
@@ -425,7 +427,7 @@ def _d() -> Text:
                     _line(f"stage {stage}, 4 micro-batches: passes", None, sum(both))
                     for stage, both in stages_1_2.items()
                 ],
-                _line("the same under no_sync", None, sum(closed.passes(STAGES[2], accumulate=4, no_sync=True))),
+                _line("the same under no_sync", None, sum(traffic.passes(STAGES[2], accumulate=4, no_sync=True))),
             ),
             _table(
                 "7B parameters on 8 GPUs",
@@ -458,7 +460,7 @@ def _d() -> Text:
 
 def _e() -> Text:
     per_parameter = {stage: _held(stage, 64, 64, 64)["total"] for stage in STAGES}
-    sends = {stage: closed.traffic(64, 64, STAGES[stage], PAPER) for stage in STAGES}
+    sends = {stage: traffic.per_step(64, 64, STAGES[stage], PAPER) for stage in STAGES}
     return Text(
         "E",
         "ZeRO: Zero Redundancy Optimizer, an overview",

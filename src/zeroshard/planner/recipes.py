@@ -1,0 +1,214 @@
+"""Bytes per parameter of each state: *recipes*.
+
+Texts and tools disagree on how many bytes a parameter takes, so a recipe has a name, and the name is always printed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from types import MappingProxyType
+
+from ..errors import UserError, nearest
+from ..stage import Placements
+from .quantities import number, plain
+
+PADDING = "padding"
+Bytes = Fraction  # per parameter; 8-bit optimizers keep scales per block, so it need not be whole
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Bytes per parameter of each state.
+
+    sent: bytes of one gradient element on its way to the reduction (None: the parameters').
+    cast: fraction of the parameters that, where they are sharded, are cast from masters and not kept beside them.
+    per_tensor: bytes per parameter tensor and rank, whatever its size: step counters. Only a layout knows how many.
+    """
+
+    name: str
+    parameters: Bytes
+    gradients: Bytes
+    optimizer: Mapping[str, Bytes]
+    sent: Bytes | None = None
+    per_tensor: Mapping[str, int] = field(default_factory=dict)
+    says: str = ""
+    cast: Fraction = Fraction()
+
+    @property
+    def total(self) -> Bytes:
+        return self.parameters + self.gradients + sum(self.optimizer.values(), Fraction())
+
+    @property
+    def reduced(self) -> Bytes:
+        """Bytes of one gradient element in a reduction."""
+        return self.parameters if self.sent is None else self.sent
+
+    @property
+    def updated(self) -> Bytes:
+        """Bytes of one element of what the optimizer updates: the master, or the parameter itself."""
+        return self.optimizer.get("master", self.parameters)
+
+    @property
+    def saved(self) -> Bytes:
+        """Bytes of one element in a checkpoint: its value and what the optimizer keeps of it."""
+        return self.updated + sum((n for state, n in self.optimizer.items() if state != "master"), Fraction())
+
+    def states(self, place: Placements) -> Iterator[tuple[str, Bytes, bool]]:
+        """(state, bytes per parameter, sharded?), in the order they are shown."""
+        yield "parameters", self.parameters * (1 - self.cast * place.parameters), place.parameters
+        yield "gradients", self.gradients, place.gradients
+        for state, nbytes in self.optimizer.items():
+            yield state, nbytes, place.optimizer
+
+    def formula(self, place: Placements) -> str:
+        """`6 + 12/N`: bytes per parameter and rank."""
+        whole, cut = (sum((n for _, n, cut in self.states(place) if cut == of), Fraction()) for of in (False, True))
+        return " + ".join(part for part in (number(whole) if whole else "", f"{number(cut)}/N" if cut else "") if part)
+
+    def json(self) -> dict[str, object]:
+        states = {"parameters": self.parameters, "gradients": self.gradients, **self.optimizer}
+        return {
+            "name": self.name,
+            "bytes_per_parameter": {state: plain(nbytes) for state, nbytes in states.items()},
+            "total": plain(self.total),
+            "sent": plain(self.reduced),
+            "cast": plain(self.cast),
+        }
+
+
+def _recipe(
+    name: str, says: str, *, p: int, g: int, sent: int | None = None, own: bool = False, step: bool = False,
+    **optimizer: int | Fraction,
+) -> Recipe:  # fmt: skip
+    per_tensor = {"step": 4} if step else {}
+    kept = MappingProxyType({state: Fraction(nbytes) for state, nbytes in optimizer.items()})
+    reduced = None if sent is None else Fraction(sent)
+    return Recipe(name, Fraction(p), Fraction(g), kept, reduced, per_tensor, says, Fraction(own))
+
+
+PRESETS: Mapping[str, Recipe] = {
+    recipe.name: recipe
+    for recipe in (
+        _recipe("paper", "16-bit parameters and gradients, fp32 master, m and v", p=2, g=2, master=4, m=4, v=4),
+        _recipe("zeroshard", "this engine: bf16 parameters, cast from masters where sharded, fp32 gradients",
+                p=2, g=4, sent=2, own=True, step=True, master=4, m=4, v=4),
+        _recipe("zeroshard-bf16-grads", "this engine with Precision(grad_dtype=torch.bfloat16)",
+                p=2, g=2, sent=2, own=True, step=True, master=4, m=4, v=4),
+        _recipe("fp32", "everything in fp32, no master", p=4, g=4, m=4, v=4, step=True),
+        _recipe("deepspeed", "its stage-3 estimate: fp32 gradients at the step (its stage 2 adds 2 of 16-bit ones)",
+                p=2, g=4, sent=2, master=4, m=4, v=4),
+        _recipe("megatron-bf16", "bf16 parameters, fp32 gradients, reduced in fp32", p=2, g=4, sent=4,
+                master=4, m=4, v=4),
+        _recipe("megatron-fp16", "fp16 parameters and gradients, fp32 gradients beside the optimizer", p=2, g=2,
+                fp32_gradients=4, master=4, m=4, v=4),
+    )
+}  # fmt: skip
+
+# Beside a master of `master` bytes; pure bf16 and the recipes without a master have none.
+OPTIMIZERS: Mapping[str, Mapping[str, Bytes]] = {
+    "adamw": {"m": Fraction(4), "v": Fraction(4)},
+    "sgd": {},
+    "sgd-momentum": {"momentum": Fraction(4)},
+    "muon": {"momentum": Fraction(4)},
+    # One byte per element and one fp32 scale per 256 of them, for each of the two moments.
+    "adam-8bit": {"m": Fraction(1), "v": Fraction(1), "scales": Fraction(2 * 4, 256)},
+    # The bf16 parameter and one more byte make a 24-bit master; moments of 8 bits, their scales not counted.
+    "adamw-24bit-master": {"master": Fraction(1), "m": Fraction(1), "v": Fraction(1)},
+    "pure-bf16": {"master": Fraction(0), "m": Fraction(2), "v": Fraction(2)},
+}
+
+
+def recipe(preset: str = "paper", *, optimizer: str | None = None, custom: str | None = None) -> Recipe:
+    """A preset, with another optimizer's states if one is named; or the bytes that `custom` lists.
+
+    custom: "parameters=2,gradients=2,master=4,m=4,v=4", numbers or fractions; any other name is optimizer state.
+    """
+    if preset not in PRESETS:
+        raise UserError("no such preset of bytes per parameter", got=repr(preset), instead=nearest(preset, PRESETS))
+    if custom is not None:
+        if optimizer is not None:
+            raise UserError("bytes and optimizer both say what the optimizer keeps", instead="one of the two")
+        return _custom(custom)
+    chosen = PRESETS[preset]
+    if optimizer is None:
+        return chosen
+    if optimizer not in OPTIMIZERS:
+        return _of_torch(chosen, optimizer)
+    beside = {key: chosen.optimizer[key] for key in ("fp32_gradients", "master") if key in chosen.optimizer}
+    kept = {**beside, **OPTIMIZERS[optimizer]}
+    if "master" not in beside:  # what is fp32 already needs none
+        kept.pop("master", None)
+    kept = {state: nbytes for state, nbytes in kept.items() if nbytes}
+    return _keeping(chosen, optimizer, kept)
+
+
+def _keeping(chosen: Recipe, optimizer: str, kept: Mapping[str, Bytes]) -> Recipe:
+    """The recipe with those states; only masters that hold all of a parameter can stand for it."""
+    cast = chosen.cast if kept.get("master", 0) > chosen.parameters else Fraction()
+    name = f"{chosen.name}, {optimizer}"
+    return replace(chosen, name=name, optimizer=MappingProxyType(dict(kept)), cast=cast, says="")
+
+
+def _of_torch(chosen: Recipe, optimizer: str) -> Recipe:
+    """The states of a class of torch.optim, which is asked itself: the one question of a recipe that needs torch."""
+    from .states import of_torch
+
+    found = of_torch(optimizer)
+    if found is None:
+        raise UserError(
+            "no such optimizer, neither a preset nor one of torch.optim",
+            got=repr(optimizer),
+            instead=nearest(optimizer, OPTIMIZERS),
+        )
+    beside = {key: chosen.optimizer[key] for key in ("fp32_gradients", "master") if key in chosen.optimizer}
+    kept = {**beside, **{state: Fraction(nbytes) for state, nbytes in found[0].items()}}
+    return replace(_keeping(chosen, optimizer, kept), per_tensor=found[1])
+
+
+def _custom(text: str) -> Recipe:
+    states: dict[str, Bytes] = {}
+    for word in text.split(","):
+        state, equals, amount = (part.strip() for part in word.partition("="))
+        try:
+            nbytes = Fraction(amount)
+        except (ValueError, ZeroDivisionError):
+            nbytes = Fraction(-1)
+        if not equals or not state.isidentifier() or nbytes < 0 or state in states or state == PADDING:
+            raise UserError(
+                "bytes lists state=number once each, in bytes per parameter",
+                got=repr(word.strip()),
+                instead="parameters=2,gradients=2,master=4,m=4,v=4",
+            )
+        states[state] = nbytes
+    for needed in ("parameters", "gradients"):
+        if needed not in states:
+            raise UserError(
+                f"bytes does not say how many the {needed} take", got=repr(text), instead=f"{needed}=2,{text}"
+            )
+    parameters, gradients = states.pop("parameters"), states.pop("gradients")
+    if not parameters:
+        raise UserError("a parameter takes more than no bytes", got=repr(text), instead="parameters=2")
+    return Recipe(f"custom ({text})", parameters, gradients, MappingProxyType(states))
+
+
+def cast_here(recipe: Recipe, shares: Mapping[str, Bytes]) -> Recipe:
+    """Off the device a copy is kept beside the masters. shares: what of each state rests on the device.
+
+    Of which buckets both do, only a layout knows: so many at least.
+    """
+    return replace(recipe, cast=recipe.cast * max(shares["parameters"] + shares["optimizer"] - 1, Fraction()))
+
+
+def part(recipe: Recipe, shares: Mapping[str, Bytes], *, device: bool) -> Recipe:
+    """The bytes of a recipe that rest in one tier. shares: fraction of "parameters", "gradients" and "optimizer"."""
+    kept = {state: nbytes * shares["optimizer"] for state, nbytes in recipe.optimizer.items()}
+    whole = shares["parameters"]
+    return replace(
+        recipe,
+        cast=cast_here(recipe, shares).cast / whole if device and whole else Fraction(),
+        parameters=recipe.parameters * whole,
+        gradients=recipe.gradients * shares["gradients"],
+        optimizer=MappingProxyType(kept),
+    )

@@ -228,22 +228,28 @@ def test_a_budget_without_a_unit_is_refused(text, nearest):
 @pytest.mark.parametrize(
     ("text", "nearest"),
     [
-        ("7B", "7e9"),
-        ("350M", "350e6"),
-        ("-3", "7e9"),
-        ("2.5", "7e9"),
-        ("0", "7e9"),
-        ("nan", "7e9"),
-        ("1e999999999", "7e9"),
+        ("7G", "7B"), ("7BB", "7B"), ("seven", "7B"), ("-3", "7B"), ("2.5", "7B"), ("0B", "7B"), ("1.2345678901B", "7B"),
+        ("nan", "7e9"), ("inf", "7e9"), ("1e999999999", "7e9"), ("1e999", "7e9"), ("1e24", "7e9"), ("", "7e9"),
     ],
-)
+)  # fmt: skip
 def test_a_count_is_a_positive_whole_number(text, nearest):
-    with pytest.raises(UserError, match=f"params must be a positive whole number(.|\n)*{nearest}"):
+    with pytest.raises(
+        UserError, match=f"params, --params: a positive whole number is wanted(.|\n)*{nearest}"
+    ) as caught:
         zeroshard.plan(params=text)
+    assert repr(text) in str(caught.value)
+    with pytest.raises(UserError, match="tokens, --tokens: a positive"):
+        quantities.count(text, "tokens")
 
 
-def test_a_count_may_be_a_float():
-    assert quantities.count(7e9) == quantities.count("7e9") == quantities.count("7_000_000_000") == 7 * 10**9
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [(7e9, 7 * GB), ("7e9", 7 * GB), ("7_000_000_000", 7 * GB), (260, 260), ("7B", 7 * GB), (" 7 b ", 7 * GB),
+     ("1.34B", 1_340_000_000), ("350M", 350_000_000), ("0.5K", 500), ("2.5E3", 2500), ("1T", 1000 * GB)],
+)  # fmt: skip
+def test_counts(text, count):
+    """As people write them; K, M, B and T are powers of a thousand."""
+    assert quantities.count(text) == count == zeroshard.plan(params=text).parameters
 
 
 @pytest.mark.row(58)
@@ -907,7 +913,8 @@ def test_what_is_refused(given, says):
     [
         ("", "plan takes one of"),
         ("train:job", "No module named 'train'"),
-        ("--params 7B", "instead: 7e9"),
+        ("--params 7G", "params, --params: a positive whole number is wanted; got: '7G'; instead: 7B"),
+        ("--params 7B --host-mem 80", "host_mem, --host-mem: a budget of memory is a number and a unit"),
         ("--params -3", "got: '-3'"),
         ("--shapes none.json", "no such file or folder of shapes; where: none.json"),
         ("--text F", "got: 'F'"),

@@ -242,7 +242,7 @@ def explain_run(
 def plan(
     context: typer.Context,
     job: Annotated[str | None, typer.Argument(metavar="MODULE:FUNCTION", show_default=False)] = None,
-    params: Annotated[str | None, _option(WHAT, "How many parameters: 7e9, 6738415616.", show_default=False)] = None,
+    params: Annotated[str | None, _option(WHAT, "How many parameters: 7B, 350M, 7e9.", show_default=False)] = None,
     shapes: Annotated[
         str | None,
         _option(
@@ -341,7 +341,7 @@ def plan(
 ) -> None:
     """What each rank holds and sends at every stage, before anything is built.
 
-      zeroshard plan --params 7e9 --ranks 8 --gpu-mem 80GiB
+      zeroshard plan --params 7B --ranks 8 --gpu-mem 80GiB
       zeroshard plan --shapes path/to/Llama-3-8B --ranks 64
       zeroshard plan train:job --ranks 8 --gpu-mem 80GiB
       zeroshard plan train:job --ranks 2 --check
@@ -487,7 +487,7 @@ def io_bench(
         bool, _option(GRID, "Past the page cache (O_DIRECT), or through it.", "--direct/--buffered")
     ] = True,
     rounds: Annotated[int, _option(GRID, "Of each pattern, in turn; the median counts.")] = 3,
-    params: Annotated[str | None, _option(WHAT, "A model's parameters: 7e9.", show_default=False)] = None,
+    params: Annotated[str | None, _option(WHAT, "A model's parameters: 7B, 7e9.", show_default=False)] = None,
     ranks: Annotated[int, _option(RUN, "Over which its states are sharded.")] = 1,
     stage: Stage = 3,
     sharing: Annotated[int, _option(RUN, "Ranks that use this disk at once.")] = 1,
@@ -520,7 +520,7 @@ def io_bench(
     model = None
     given = {"parameters": offload_parameters, "gradients": offload_gradients, "optimizer": offload_optimizer}
     try:
-        setup = Setup(folder, budget(size), budget(block), depth, direct, rounds)
+        setup = Setup(folder, budget(size, "size"), budget(block, "block"), depth, direct, rounds)
         if params is not None:
             asked = places(offload, **given) or {"gradients": "cpu", "optimizer": "nvme"}
             if "nvme" not in asked.values():
@@ -603,9 +603,9 @@ def export_checkpoint(
     from zeroshard.planner.quantities import budget
 
     try:
-        file_nbytes = budget(file_size)
+        file_nbytes = budget(file_size, "file_size")
     except UserError as error:
-        raise InputError(f"--file-size: {one_line(error)}") from error
+        raise InputError(one_line(error)) from error
     export(path, out, dtype=dtype, file_nbytes=file_nbytes, overwrite=overwrite, as_json=as_json)
 
 

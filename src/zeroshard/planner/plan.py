@@ -214,7 +214,7 @@ def plan(
     """Bytes per rank of a model's states, at rest and at the worst instant, at one stage or all four.
 
     One of: job, "module:function" or the function (see `planner.job`), run as it is on tensors without memory; params,
-    how many parameters (7e9); shapes, a JSON, safetensors or Hugging Face file or folder.
+    how many parameters (7e9, "7B"); shapes, a JSON, safetensors or Hugging Face file or folder.
 
     ranks: over which states are sharded. stage: 0 to 3 (None: all). preset: bytes per parameter by name ("paper" for
     params, "zeroshard" for shapes); optimizer: another optimizer's states in it, by a preset's name or as a class of
@@ -275,7 +275,7 @@ def plan(
         recipe=recipes.recipe(
             preset or ("paper" if params is not None else "zeroshard"), optimizer=optimizer, custom=bytes
         ),
-        gpu_mem=None if gpu_mem is None else quantities.budget(gpu_mem),
+        gpu_mem=None if gpu_mem is None else quantities.budget(gpu_mem, "gpu_mem"),
         accumulate=accumulate,
         no_sync=bool(no_sync),
         instances=instances,
@@ -285,7 +285,7 @@ def plan(
         precision=precision or "fp32",
         checkpoint=bool(checkpoint),
         offload=offload,
-        host_mem=None if host_mem is None else quantities.budget(host_mem),
+        host_mem=None if host_mem is None else quantities.budget(host_mem, "host_mem"),
         disk=None if disk is None else load(disk),
         step_time=step_time,
         tokens=None if tokens is None else quantities.count(tokens, "tokens"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from fractions import Fraction
 
 from ..errors import UserError
@@ -14,13 +14,17 @@ UNITS = {
 }
 
 
-def budget(text: str) -> int:
-    """`80GiB` -> 85899345920. Units are KiB, MiB, GiB, TiB (powers of 1024) and KB, MB, GB, TB (powers of 1000)."""
+def budget(text: str, name: str = "gpu_mem") -> int:
+    """`80GiB` -> 85899345920. Units are KiB, MiB, GiB, TiB (powers of 1024) and KB, MB, GB, TB (powers of 1000).
+
+    name: of the argument, for the error.
+    """
+    what = f"{_option(name)}: a budget of memory is a number and a unit"
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(text))
     amount, unit = match.groups() if match else ("80", "")
     if match and unit in ("", "B"):
         raise UserError(
-            "a budget of memory is a number and a unit", got=repr(text),
+            what, got=repr(text),
             instead=f"{float(amount) / 2**30:.6g}GiB" if float(amount) >= 2**20 else f"{amount}GiB, or {amount}GB",
         )  # fmt: skip
     if not match or unit not in UNITS:
@@ -30,33 +34,42 @@ def budget(text: str) -> int:
         if len(unit) == 2:
             meant.reverse()
         raise UserError(
-            "a budget of memory is a number and a unit",
+            what,
             got=repr(text),
             instead=f"{meant[0]}, or {meant[1]} ({letter}iB = 1024^{'KMGT'.index(letter) + 1} bytes, "
             f"{letter}B = 1000^{'KMGT'.index(letter) + 1})",
         )
     nbytes = int(Fraction(amount) * UNITS[unit])
     if nbytes < 1:
-        raise UserError("a budget of memory must be at least one byte", got=repr(text), instead="80GiB")
+        raise UserError(f"{_option(name)}: a budget of memory is at least one byte", got=repr(text), instead="80GiB")
     return nbytes
 
 
+POWERS = {"": 0, "k": 3, "m": 6, "b": 9, "t": 12}
+COUNT = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:e[+-]?[0-9]{1,3})?)\s*([kmbt]?)\s*", re.IGNORECASE)
+
+
 def count(text: str | float, name: str = "params") -> int:
-    """A number of parameters: `7e9`, `6738415616`, 7_000_000. Raises `UserError` unless positive and whole."""
-    try:
-        amount = Decimal(str(text).strip())
-    except InvalidOperation:
-        amount = Decimal("NaN")
-    # A limit far beyond any model: `1e999999999` would otherwise be written out digit by digit.
-    if not amount.is_finite() or not 0 < amount < Decimal("1e24") or amount != amount.to_integral_value():
-        raise UserError(f"{name} must be a positive whole number", got=repr(text), instead=_meant(str(text)))
+    """`7B`, `1.34B`, `350M`, `7e9`, `7_000_000_000` -> 7000000000. Raises `UserError` unless positive and whole.
+
+    K, M, B and T are 10^3, 10^6, 10^9 and 10^12, in either case. name: of the argument, for the error.
+    """
+    match = COUNT.fullmatch(str(text))
+    amount = Decimal(match[1]).scaleb(POWERS[match[2].lower()]) if match else Decimal()
+    # A limit far beyond any model: it also keeps what is shown to a line.
+    if not 0 < amount < Decimal("1e24") or amount != amount.to_integral_value():
+        giga = re.fullmatch(r"\s*([0-9.]*[0-9])\s*[gG]\w*\s*", str(text))
+        raise UserError(
+            f"{_option(name)}: a positive whole number is wanted",
+            got=repr(text),
+            instead=f"{giga[1]}B" if giga else "7B, 350M, 7e9 or 7_000_000_000",
+        )
     return int(amount)
 
 
-def _meant(text: str) -> str:
-    match = re.fullmatch(r"\s*([0-9.]*[0-9])\s*([kKmMbBgGtT])\w*\s*", text)
-    powers = {"k": 3, "m": 6, "b": 9, "g": 9, "t": 12}
-    return f"{match[1]}e{powers[match[2].lower()]}" if match else "7e9"
+def _option(name: str) -> str:
+    """The argument of the call, and the option of the command."""
+    return f"{name}, --{name.replace('_', '-')}"
 
 
 def plain(value: Fraction | int) -> int | float:

@@ -135,9 +135,9 @@ def test_the_options_are_these():
         "train": "accumulate batch data device help keep lr no-report offload offload-gradients offload-optimizer "
         "offload-parameters offload-path out precision ranks report resume save-every seed size stage steps",
         "demo": "help out ranks seed steps",
-        "plan": "accumulate align bounds bucket-mib bytes check checkpoint disk gpu-mem gpus-per-node help host-mem instances "
+        "plan": "accumulate align bounds bucket-mib bytes check checkpoint disk gpu-mem gpus-per-node help host-mem "
         "json no-sync offload offload-gradients offload-optimizer offload-parameters optimizer params precision prefetch "
-        "preset ranks shapes stage step-time text tokens units",
+        "preset ranks replicas shapes stage step-time text tokens units",
         "simulate": "accumulate bucket-mib checkpoint help json machine offload offload-gradients offload-optimizer "
         "offload-parameters precision prefetch rank ranks reduce stage trace",
         "ckpt inspect": "help json",

@@ -164,10 +164,10 @@ def test_recomputation_is_counted_apart():
 
 
 @given(ranks=st.integers(1, 512), data=st.data())
-def test_instances_move_the_bytes_to_another_place(ranks, data):
+def test_replicas_move_the_bytes_to_another_place(ranks, data):
     """The total is 2(N-1)/N P for every K; the optimizer's memory is 12K/N."""
     count = data.draw(st.sampled_from([k for k in range(1, ranks + 1) if ranks % k == 0]))
-    found = traffic.instances(1000, ranks, count, PAPER)
+    found = traffic.replicas(1000, ranks, count, PAPER)
     assert found.total == Fraction(2 * (ranks - 1), ranks) * 1000
     assert found.optimizer == Fraction(12 * count, ranks)
     assert found.reduce_inside + found.reduce_between == 1000 * (
@@ -176,19 +176,55 @@ def test_instances_move_the_bytes_to_another_place(ranks, data):
 
 
 def test_the_slow_link_both_ways():
-    found = zeroshard.plan(params=8000, ranks=8, instances=4).instances
+    found = zeroshard.plan(params=8000, ranks=8, replicas=4).replicas
     assert (found.reduce_between, found.gather_inside, found.optimizer) == (6000, 4000, 6)
     assert (found.saved_per_rank, found.saved_per_node) == (Fraction(4, 7), Fraction(1, 7))
 
 
-def test_instances_change_what_is_reduced_gathered_and_on_each_link():
+@pytest.mark.parametrize(
+    ("copies", "node", "sent", "with_one"),
+    [(4, None, 12e9, 19e9), (4, 2, 12e9, 19e9), (4, 4, 6e9, 11.5e9), (4, 8, 0, 0), (2, None, 4e9, 11.5e9), (8, 2, 14e9, 19e9),
+     (1, 2, 19e9, 19e9), (1, 8, 0, 0)],
+)  # fmt: skip
+def test_one_answer_about_the_slow_link(copies, node, sent, with_one):
+    """What one GPU sends between nodes, as the engine sends it, beside one replica: nothing saved where nothing changes."""
+    plan = zeroshard.plan(params=8e9, ranks=8, stage=1, replicas=copies, gpus_per_node=node)
+    link = plan.slow_link
+    assert link == (node or 8 // copies, sent, with_one)
+    assert link.saved == (1 - Fraction(int(sent), int(with_one)) if with_one else 0)
+    assert plan.json()["slow_link"]["saved"] == float(link.saved)
+    if node:
+        assert plan.stages[0].links.between == sent
+
+
+def test_one_replica_saves_nothing():
+    """Whatever a link is assumed to be; without nodes there is no link between them to ask about."""
+    plan = zeroshard.plan(params=8e9, ranks=8, stage=1, replicas=1)
+    assert (plan.replicas.saved_per_rank, plan.replicas.saved_per_node, plan.slow_link) == (0, 0, None)
+    assert not any(key.startswith("saved") for key in plan.json()["instances"])
+
+
+def test_replicas_may_be_called_instances():
+    """The older name, in Python and on the command line; not both."""
+    settings = {"params": 8e9, "ranks": 8, "stage": 1}
+    assert zeroshard.plan(**settings, instances=4) == zeroshard.plan(**settings, replicas=4)
+    with pytest.raises(UserError, match="two names of one thing"):
+        zeroshard.plan(**settings, instances=4, replicas=4)
+    shown = [
+        run(*["--params", "8B", "--ranks", "8", "--stage", "1"], option, 4).stdout for option in ("--replicas", "--instances")
+    ]
+    assert shown[0] == shown[1]
+    assert re.search(r"less on the slow link +36\.8 %", shown[0])
+
+
+def test_replicas_change_what_is_reduced_gathered_and_on_each_link():
     """10^9 bf16 parameters on 8 ranks in nodes of 2: what is sent in all stays, who sends it where does not."""
     found = {}
     for copies in (1, 2, 4, 8):
-        stage = zeroshard.plan(params=1e9, ranks=8, stage=1, instances=copies, gpus_per_node=2).stages[0]
+        stage = zeroshard.plan(params=1e9, ranks=8, stage=1, replicas=copies, gpus_per_node=2).stages[0]
         found[copies] = (stage.traffic.reduce.sent, stage.traffic.gather.sent, *stage.links)
         assert stage.traffic.total.sent == 3.5e9
-        elements = traffic.instances(10**9, 8, copies, PAPER)
+        elements = traffic.replicas(10**9, 8, copies, PAPER)
         assert stage.traffic.reduce.sent == 2 * (elements.reduce_inside + elements.reduce_between)
         assert (stage.traffic.gather.sent, stage.traffic.between.sent) == (
             2 * elements.gather_inside, 2 * elements.reduce_between
@@ -199,8 +235,8 @@ def test_instances_change_what_is_reduced_gathered_and_on_each_link():
         1: (1.75e9, 1.75e9, 2e9, 2.375e9), 2: (2e9, 1.5e9, 2e9, 2.25e9), 4: (2.5e9, 1e9, 2e9, 1.5e9),
         8: (3.5e9, 0, 3.5e9, 1.75e9),
     }  # fmt: skip
-    assert zeroshard.plan(params=1e9, ranks=8, stage=1, instances=4, gpus_per_node=8).stages[0].links == (3.5e9, 0)
-    assert zeroshard.plan(params=1e9, ranks=8, stage=1, instances=4).stages[0].traffic.reduce.logical == 4e9
+    assert zeroshard.plan(params=1e9, ranks=8, stage=1, replicas=4, gpus_per_node=8).stages[0].links == (3.5e9, 0)
+    assert zeroshard.plan(params=1e9, ranks=8, stage=1, replicas=4).stages[0].traffic.reduce.logical == 4e9
 
 
 # ------------------------------------------------------------------------------------------------------------ answers
@@ -892,7 +928,7 @@ def test_no_torch_in_it(tmp_path):
         ({"params": 7, "stage": True}, "got: True"),
         ({"params": 7, "accumulate": 0}, "accumulate must be"),
         ({"params": 7, "gpu_mem": "80"}, "instead: 80GiB, or 80GB"),
-        ({"params": 7, "ranks": 8, "instances": 3}, "instead: one of 1, 2, 4, 8"),
+        ({"params": 7, "ranks": 8, "replicas": 3}, "instead: one of 1, 2, 4, 8"),
         ({"params": 7, "align": 1}, "align: a number of parameters has no layout"),
         ({"shapes": "/", "bounds": "modle"}, "did you mean 'model'?"),
         ({"shapes": "/", "bucket_mib": 0.0}, "bucket_mib must be a positive number"),
@@ -969,15 +1005,15 @@ def test_peaks_of_equal_units():
         zeroshard.plan(shapes="x.json", units=3)
 
 
-def test_instances_cost_memory():
+def test_replicas_cost_memory():
     """K copies of the optimizer: each is cut among N/K ranks, and that is what has to fit. Stage 1 only, closed form only."""
     for copies, total in ((1, 38.5e9), (2, 49e9), (4, 70e9), (8, 112e9)):
-        found = zeroshard.plan(params=7e9, ranks=8, stage=1, instances=copies, gpu_mem="50GB").stages[0]
+        found = zeroshard.plan(params=7e9, ranks=8, stage=1, replicas=copies, gpu_mem="50GB").stages[0]
         assert found.total == total
         assert found.fits is (total <= 50e9)
-    assert [stage.stage for stage in zeroshard.plan(params=7e9, ranks=8, instances=2).stages] == [1]
+    assert [stage.stage for stage in zeroshard.plan(params=7e9, ranks=8, replicas=2).stages] == [1]
     with pytest.raises(UserError, match="stage 1"):
-        zeroshard.plan(params=7e9, ranks=8, stage=3, instances=2)
+        zeroshard.plan(params=7e9, ranks=8, stage=3, replicas=2)
 
 
 def test_a_bare_number_of_bytes_is_answered_in_gib():

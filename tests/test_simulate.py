@@ -488,7 +488,7 @@ def test_prefetch_is_planned():
 def test_a_plan_of_a_job_refuses_what_it_cannot_use():
     for settings, word in (
         ({"preset": "paper"}, "preset"),
-        ({"instances": 1}, "instances"),
+        ({"replicas": 1}, "replicas"),
         ({"precision": "fp8"}, "fp"),
         ({"params": 7}, "one of"),
     ):

@@ -264,8 +264,15 @@ def plan(
     ] = None,
     accumulate: Annotated[int, _option(RUN, "Backwards per step.")] = 1,
     no_sync: Annotated[bool, _option(RUN, "Added up on the rank first, reduced once.", "--no-sync")] = False,
-    instances: Annotated[
-        int | None, _option(RUN, "K copies of the sharded optimizer, each over 1/K of the ranks.", show_default=False)
+    replicas: Annotated[
+        int | None,
+        _option(
+            RUN,
+            "K copies of the sharded optimizer, each over 1/K of the ranks.",
+            "--replicas",
+            "--instances",
+            show_default=False,
+        ),
     ] = None,
     units: Annotated[
         int | None, _option(RUN, "With --params: how many equal blocks, for the peaks of a step.", show_default=False)

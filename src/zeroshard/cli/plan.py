@@ -49,8 +49,8 @@ def show_plan(*, as_json: bool, **settings: Any) -> None:
     if any(stage.instants for stage in found.stages):
         _peaks(found)
     _traffic(found)
-    if found.instances is not None:
-        _instances(found)
+    if found.replicas is not None:
+        _replicas(found)
     if found.gpu_mem is not None:
         _answers(found, found.gpu_mem)
     for note in found.notes[:8]:
@@ -277,13 +277,11 @@ def _traffic(found: Plan) -> None:
         )
 
 
-def _instances(found: Plan) -> None:
-    copies = found.instances
+def _replicas(found: Plan) -> None:
+    copies, link = found.replicas, found.slow_link
     assert copies is not None
-    ring = found.parameters
-    table = screen.new_table(
-        f"{copies.replicas} optimizer instances on {found.ranks} ranks (stage 1)", "what", "amount"
-    )
+    named = "1 replica" if copies.replicas == 1 else f"{copies.replicas} replicas"
+    table = screen.new_table(f"{named} of the optimizer on {found.ranks} ranks (stage 1)", "what", "amount")
     table.add_row("optimizer, bytes per parameter and rank", number(copies.optimizer))
     for what, elements in {
         "reduced inside a group, P sent per rank": copies.reduce_inside,
@@ -291,16 +289,17 @@ def _instances(found: Plan) -> None:
         "gathered inside a group": copies.gather_inside,
         "total, the same for every K": copies.total,
     }.items():
-        table.add_row(what, number(elements / ring))
-    # Beside a ring that crosses the slow link with every byte. Nodes of another size have their own table of links.
-    if found.stages[0].links is None:
-        table.add_row(
-            "less on the slow link, a node a group, a card per rank", f"{float(100 * copies.saved_per_rank):.1f} %"
-        )
-        table.add_row(
-            "less on the slow link, a node a group, a card per node", f"{float(100 * copies.saved_per_node):.1f} %"
-        )
+        table.add_row(what, number(elements / found.parameters))
+    if link is not None:
+        table.add_row(f"sent between nodes of {link.gpus_per_node}, bytes of one GPU", f"{link.sent:,}")
+        table.add_row("with one replica", f"{link.with_one:,}")
+        table.add_row("less on the slow link", f"{float(100 * link.saved):.1f} %")
     _show(table)
+    screen.say(
+        "  [dim]P per rank: every collective a ring. Between nodes: as this engine sends, each GPU with a network card "
+        "of its own; gathers are rings whose crossings a node's cards share, reductions go straight to each owner. "
+        "--text B has the answers of other assumptions[/dim]"
+    )
 
 
 def _answers(found: Plan, limit: int) -> None:

@@ -17,7 +17,7 @@ import zeroshard
 from ..layout import Layout
 from ..numerics import Precision
 from ..planner import closed, traffic
-from ..planner.quantities import number
+from ..planner.quantities import number, plain
 from ..planner.recipes import PRESETS
 from .document import numbers
 from .observe import Observer, ticking
@@ -128,7 +128,7 @@ def assemble(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     overlap = [rank["overlap"] for rank in ranks]
     sizes = one_of([one["numel"] for one in overlap[0]["layout"]["buckets"]], "buckets")
     count = len(overlap[0]["layout"]["buckets"])
-    instances = [traffic.instances(1, RANKS, count, PAPER).json() for count in REPLICAS]
+    copies = [traffic.replicas(1, RANKS, count, PAPER) for count in REPLICAS]
     return {
         "title": "Buffer, buckets, shards and masters",
         "ranks": len(ranks),
@@ -153,7 +153,7 @@ def assemble(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
             f"bytes of bf16 parameters, and {4 * count * sizes:,} of gradients, which backward makes in bf16 and the "
             "rank adds up in fp32.",
         },
-        "instances": {"ranks": RANKS, "rows": instances},
+        "instances": {"ranks": RANKS, "rows": [_row(each) for each in copies]},
         "corrections": _corrections(whole),
     }  # fmt: skip
 
@@ -205,6 +205,11 @@ def _path(found: Sequence[dict[str, Any]], first: int) -> list[dict[str, Any]]:
     return steps
 
 
+def _row(copies: traffic.Replicas) -> dict[str, Any]:
+    saved = {key: plain(getattr(copies, key)) for key in ("saved_per_rank", "saved_per_node")}
+    return {**copies.json(), **saved}
+
+
 def _changed(ranks: int) -> int:
     """Of bf16's values from 1 to 2 those that a bf16 sum of `ranks` equal parts does not give back."""
     g = (1 + torch.arange(128) / 128).bfloat16()
@@ -218,7 +223,7 @@ def _corrections(numel: int) -> list[dict[str, str]]:
     def note(at: str, says: str, right: str) -> dict[str, str]:
         return {"text": "B", "at": at, "says": says, "right": right}
 
-    one, four = (traffic.instances(1, RANKS, count, PAPER) for count in (1, 4))
+    one, four = (traffic.replicas(1, RANKS, count, PAPER) for count in (1, 4))
     large = 10 * (8 * 4096**2 + 5 * 4096)
     gib = Fraction(large, 2**30)
     base = 14 * gib  # parameters and optimizer state, without gradients, as the text's column has it

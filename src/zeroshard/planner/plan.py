@@ -25,7 +25,7 @@ from .disk import Disk, load
 from .files import STILL, Moves
 from .quantities import plain
 from .recipes import Recipe
-from .traffic import Instances, Links, Traffic
+from .traffic import Links, Replicas, SlowLink, Traffic
 
 if TYPE_CHECKING:
     from ..tier import Offload
@@ -127,7 +127,8 @@ class Plan:
     no_sync: bool
     stages: tuple[StagePlan, ...]
     layout: Layout | None = None
-    instances: Instances | None = None
+    replicas: Replicas | None = None
+    slow_link: SlowLink | None = None
     gpu_mem: int | None = None
     advice: tuple[Change, ...] = ()
     notes: tuple[str, ...] = ()
@@ -164,7 +165,8 @@ class Plan:
             "layout": layout,
             "gpu_mem": self.gpu_mem,
             "stages": [stage.json() for stage in self.stages],
-            "instances": None if self.instances is None else self.instances.json(),
+            "instances": self.replicas and self.replicas.json(),
+            "slow_link": self.slow_link and self.slow_link.json(),
             "advice": [change.json() for change in self.advice],
             "notes": list(self.notes),
             "offload": self.offload and {kind: self.offload.tiers(kind) for kind in states.KINDS},
@@ -196,6 +198,7 @@ def plan(
     gpu_mem: str | None = None,
     accumulate: int = 1,
     no_sync: bool = False,
+    replicas: int | None = None,
     instances: int | None = None,
     units: int | None = None,
     align: int | None = None,
@@ -219,13 +222,14 @@ def plan(
     ranks: over which states are sharded. stage: 0 to 3 (None: all). preset: bytes per parameter by name ("paper" for
     params, "zeroshard" for shapes); optimizer: another optimizer's states in it, by a preset's name or as a class of
     torch.optim; bytes: a formula instead, "parameters=2,gradients=2,master=4,m=4,v=4". gpu_mem: "80GiB". accumulate:
-    backwards per step. no_sync: added up on the rank before one reduction. instances: K copies of the sharded
-    optimizer. units: params in that many equal blocks, for the peaks of a step. align, bounds, bucket_mib: as
-    `Layout`'s, for shapes and jobs; prefetch: units gathered ahead of use, as `Comm`'s. gpus_per_node: what one GPU's
-    links inside and between nodes of that size carry. precision: "fp32", a job's own dtypes, or "bf16" with fp32
-    masters. checkpoint: every unit of a job recomputes in backward. offload: where states rest, as `shard`'s; gpu_mem
-    is then about what stays on the device, host_mem ("200GiB") about one rank's share of host memory. disk: a file that
-    `zeroshard io-bench` wrote; tokens: of one rank's step, for what that disk allows; step_time: seconds, for its wear.
+    backwards per step. no_sync: added up on the rank before one reduction. replicas: K copies of the sharded optimizer
+    (instances: an older name for it). units: params in that many equal blocks, for the peaks of a step. align, bounds,
+    bucket_mib: as `Layout`'s, for shapes and jobs; prefetch: units gathered ahead of use, as `Comm`'s. gpus_per_node:
+    what one GPU's links inside and between nodes of that size carry. precision: "fp32", a job's own dtypes, or "bf16"
+    with fp32 masters. checkpoint: every unit of a job recomputes in backward. offload: where states rest, as `shard`'s;
+    gpu_mem is then about what stays on the device, host_mem ("200GiB") about one rank's share of host memory. disk: a
+    file that `zeroshard io-bench` wrote; tokens: of one rank's step, for what that disk allows; step_time: seconds, for
+    its wear.
 
     Raises `UserError` for whatever cannot be answered.
     """
@@ -247,14 +251,17 @@ def plan(
         raise UserError("prefetch counts units", expected="0, 1, 2, ...", got=repr(prefetch), instead="prefetch=1")
     if gpus_per_node is not None:
         _whole("gpus_per_node", gpus_per_node, RANKS_LIMIT)
-    if instances is not None:
-        _whole("instances", instances, ranks)
+    if instances is not None and replicas is not None:
+        raise UserError("replicas and instances are two names of one thing", instead=f"replicas={replicas!r}")
+    replicas = instances if replicas is None else replicas
+    if replicas is not None:
+        _whole("replicas", replicas, ranks)
     if units is not None:
         _whole("units", units, UNITS_LIMIT)
         if params is None:
             raise UserError("units stand for shapes that are not known", got="a job or shapes", instead="leave it out")
-    if instances is not None and instances > 1 and stage not in (None, 1):
-        raise UserError("instances of the optimizer are a matter of stage 1", got=f"stage={stage}", instead="stage=1")
+    if replicas is not None and replicas > 1 and stage not in (None, 1):
+        raise UserError("replicas of the optimizer are a matter of stage 1", got=f"stage={stage}", instead="stage=1")
     if stage is not None and (type(stage) is not int or stage not in STAGES):
         raise UserError("no such ZeRO stage", expected="0, 1, 2 or 3", got=repr(stage), instead="stage=3")
     if step_time is not None and not (isinstance(step_time, (int, float)) and 0 < step_time < math.inf):
@@ -267,18 +274,18 @@ def plan(
             raise UserError(f"{name} is about files, and nothing rests in any", instead='offload="nvme"')
     if tokens is not None and disk is None:
         raise UserError("tokens per second need what the disk moves", instead="disk=, from zeroshard io-bench DIR")
-    if offload is not None and instances is not None:
-        raise UserError("instances are planned on the device", got="offload", instead="one of the two")
+    if offload is not None and replicas is not None:
+        raise UserError("replicas are planned on the device", got="offload", instead="one of the two")
     asked = Asked(
         ranks=ranks,
-        stages=(1,) if (instances or 1) > 1 else tuple(STAGES) if stage is None else (stage,),
+        stages=(1,) if (replicas or 1) > 1 else tuple(STAGES) if stage is None else (stage,),
         recipe=recipes.recipe(
             preset or ("paper" if params is not None else "zeroshard"), optimizer=optimizer, custom=bytes
         ),
         gpu_mem=None if gpu_mem is None else quantities.budget(gpu_mem, "gpu_mem"),
         accumulate=accumulate,
         no_sync=bool(no_sync),
-        instances=instances,
+        replicas=replicas,
         units=units,
         prefetch=prefetch,
         gpus_per_node=gpus_per_node,
@@ -293,7 +300,7 @@ def plan(
     of_layout = {"align": align, "bounds": bounds, "bucket_mib": bucket_mib}
     of_layout = {name: value for name, value in of_layout.items() if value is not None}
     if job is not None:
-        closed_form = {"preset": preset, "bytes": bytes, "optimizer": optimizer, "instances": instances}
+        closed_form = {"preset": preset, "bytes": bytes, "optimizer": optimizer, "replicas": replicas}
         if told := [name for name, value in closed_form.items() if value is not None]:
             raise UserError(f"{' and '.join(told)}: a job says itself what it holds", instead="leave it out")
         return _plan_job(job, asked, _layout(of_layout))
@@ -306,8 +313,8 @@ def plan(
             )
         return _plan_params(quantities.count(params), asked)
     assert shapes is not None
-    if instances is not None:
-        raise UserError("instances are answered in the closed form", got="shapes", instead="params=...")
+    if replicas is not None:
+        raise UserError("replicas are answered in the closed form", got="shapes", instead="params=...")
     return _plan_shapes(shapes, asked, _layout(of_layout))
 
 
@@ -320,7 +327,7 @@ class Asked(NamedTuple):
     gpu_mem: int | None
     accumulate: int
     no_sync: bool
-    instances: int | None
+    replicas: int | None
     units: int | None
     prefetch: int
     gpus_per_node: int | None
@@ -369,12 +376,12 @@ def _layout(settings: dict[str, Any]) -> Layout:
 
 
 def _plan_params(numel: int, asked: Asked) -> Plan:
-    ranks, recipe, copies = asked.ranks, asked.recipe, asked.instances or 1
+    ranks, recipe, copies = asked.ranks, asked.recipe, asked.replicas or 1
     if ranks % copies:
-        traffic.instances(numel, ranks, copies, recipe)  # says which numbers divide
+        traffic.replicas(numel, ranks, copies, recipe)  # says which numbers divide
 
     def sharing(stage: int, among: int) -> int:
-        """Ranks among which a state is cut: each of K instances of the optimizer is cut among N/K of them."""
+        """Ranks among which a state is cut: each of K replicas of the optimizer is cut among N/K of them."""
         return among // copies if stage == 1 and among % copies == 0 else among
 
     def of(stage: int) -> StagePlan:
@@ -393,7 +400,7 @@ def _plan_params(numel: int, asked: Asked) -> Plan:
             0.0,
             traffic.per_step(
                 numel, ranks, place, recipe, accumulate=asked.accumulate, no_sync=asked.no_sync,
-                instances=ranks // sharing(stage, ranks),
+                replicas=ranks // sharing(stage, ranks),
             ),
             found,
             peak,
@@ -582,7 +589,8 @@ def finish(
         asked.no_sync,
         tuple(stages),
         layout,
-        None if asked.instances is None else traffic.instances(numel, ranks, asked.instances, recipe),
+        None if asked.replicas is None else traffic.replicas(numel, ranks, asked.replicas, recipe),
+        None if asked.replicas is None else _slow_link(numel, asked),
         limit,
         tuple(advice),
         tuple(notes),
@@ -592,6 +600,18 @@ def finish(
         asked.step_time,
         asked.tokens,
     )
+
+
+def _slow_link(numel: int, asked: Asked) -> SlowLink | None:
+    """Of nodes as large as was said, else as a group of ranks that shards: one replica then has no link between."""
+    replicas = asked.replicas or 1
+    node = asked.gpus_per_node or asked.ranks // replicas
+    if replicas == 1 and asked.gpus_per_node is None:
+        return None
+    return traffic.slow_link(
+        numel, asked.ranks, replicas, STAGES[1], asked.recipe, gpus_per_node=node, accumulate=asked.accumulate,
+        no_sync=asked.no_sync,
+    )  # fmt: skip
 
 
 def _of_files(asked: Asked) -> list[str]:

@@ -245,7 +245,7 @@ def _b() -> Text:
     in_step = cut["total"] + 4 * unit / 4
     copied = cut["total"] + 2 * unit
     with_grads = base["total"]
-    by_k = {count: traffic.instances(1, 8, count, PAPER) for count in (1, 2, 4, 8)}
+    by_k = {count: traffic.replicas(1, 8, count, PAPER) for count in (1, 2, 4, 8)}
     one, four = by_k[1], by_k[4]
 
     def saved(now: Fraction, before: Fraction) -> Fraction:

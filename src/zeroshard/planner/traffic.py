@@ -40,7 +40,7 @@ def _added(*parts: Moved) -> Moved:
 class Traffic:
     """What a step moves: passes of the whole parameters, and what recomputation gathers once more, apart.
 
-    between: of `reduce` what K instances of the optimizer add up among their groups, after each has inside.
+    between: of `reduce` what K replicas of the optimizer add up among their groups, after each has inside.
     """
 
     reductions: float  # a job that does not use or train all of itself takes less than whole passes
@@ -102,16 +102,16 @@ def per_step(
     accumulate: int = 1,
     no_sync: bool = False,
     recompute: int = 0,
-    instances: int = 1,
+    replicas: int = 1,
 ) -> Traffic:
     """Bytes moved per step and rank. `recompute`: elements that recomputation gathers once more, in the whole step.
 
-    Each of K instances reduces and gathers among its N/K ranks; each shard is then all-reduced, two passes, among K.
+    Each of K replicas reduces and gathers among its N/K ranks; each shard is then all-reduced, two passes, among K.
     """
     reductions, gathers = passes(place, accumulate=accumulate, no_sync=no_sync)
     reduced, gathered = widths(place, recipe, no_sync=no_sync)
 
-    group = ranks // instances
+    group = ranks // replicas
 
     def once(elements: int, nbytes: Bytes, among: int = group) -> tuple[Moved, Moved]:
         part = share(elements, among)
@@ -119,8 +119,8 @@ def per_step(
 
     inside = once(numel, reduced)[0].times(reductions)
     between = NOTHING
-    if instances > 1:
-        between = _added(*once(share(numel, group), reduced, instances)).times(reductions)
+    if replicas > 1:
+        between = _added(*once(share(numel, group), reduced, replicas)).times(reductions)
     return Traffic(
         reductions,
         gathers,
@@ -138,51 +138,69 @@ class Links(NamedTuple):
     between: int
 
 
-def links(moved: Traffic, ranks: int, gpus_per_node: int, instances: int = 1) -> Links:
+def links(moved: Traffic, ranks: int, gpus_per_node: int, replicas: int = 1) -> Links:
     """A gather is a ring over all ranks, which leaves each node once and shares the node's cards; a reduction is an
     exchange, in which each card carries whatever its own GPU sends to other nodes.
 
-    Of K instances each is so among its own ranks, which follow one another: a node holds whole groups, or a group whole
+    Of K replicas each is so among its own ranks, which follow one another: a node holds whole groups, or a group whole
     nodes. Between groups a shard is all-reduced on a ring.
     """
-    group, near = ranks // instances, min(ranks // instances, gpus_per_node)
+    group, near = ranks // replicas, min(ranks // replicas, gpus_per_node)
     ring, exchange = moved.gather.logical + moved.recompute.logical, moved.reduce.logical - moved.between.logical
     inside = Fraction(group - 1, group) * ring + Fraction(near - 1, group) * exchange
     outside = Fraction()
     if group > near:
         outside = Fraction(group - 1, group * near) * ring + Fraction(group - near, group) * exchange
-    groups = min(max(gpus_per_node // group, 1), instances)  # in a node
-    among = Fraction(instances - 1, instances) * moved.between.logical
+    groups = min(max(gpus_per_node // group, 1), replicas)  # in a node
+    among = Fraction(replicas - 1, replicas) * moved.between.logical
     return Links(
         math.ceil(inside + (among if groups > 1 else 0)),
-        math.ceil(outside + (among / groups if instances > groups else 0)),
+        math.ceil(outside + (among / groups if replicas > groups else 0)),
     )
 
 
-class Instances(NamedTuple):
-    """K copies of the sharded optimizer in N ranks: groups of N/K ranks shard, and reduce among the K groups.
+class Replicas(NamedTuple):
+    """K replicas of the sharded optimizer in N ranks: groups of N/K ranks shard, and reduce among the K groups.
 
-    Elements each rank sends per step, and how much less crosses the slow link than with one instance.
+    In elements that each rank sends per step, if every collective is a ring. The total is 2(N-1)/N P for every K.
     """
 
     replicas: int  # K
+    ranks: int  # N
     optimizer: Bytes  # bytes per parameter and rank: K/N of the recipe's
     reduce_inside: Fraction
     reduce_between: Fraction
     gather_inside: Fraction
-    saved_per_rank: Fraction  # of the slow link, where every rank has a network card of its own
-    saved_per_node: Fraction  # where a group is a node with one card, and one ring over all ranks enters it once
 
     @property
     def total(self) -> Fraction:
         return self.reduce_inside + self.reduce_between + self.gather_inside
 
+    @property
+    def saved_per_rank(self) -> Fraction:
+        """How much less than with one replica a rank sends over a slow link between groups.
+
+        Assumes that every collective is a ring, that every rank has a network card of its own, and that with one
+        replica all that a rank sends crosses the slow link.
+        """
+        return self._saved(1)
+
+    @property
+    def saved_per_node(self) -> Fraction:
+        """The same for a node that is a group and has one card: with one replica the ring enters it once."""
+        return self._saved(self.ranks // self.replicas)
+
+    def _saved(self, cards_worth: int) -> Fraction:
+        if self.replicas == 1 or not self.total:
+            return Fraction()  # as much as with one replica, for that is what it is
+        return 1 - cards_worth * self.reduce_between / self.total
+
     def json(self) -> dict[str, object]:
-        named = {key: plain(value) for key, value in self._asdict().items()}
-        return {**named, "total": plain(self.total)}
+        each = ("optimizer", "reduce_inside", "reduce_between", "gather_inside", "total")
+        return {"replicas": self.replicas, **{key: plain(getattr(self, key)) for key in each}}
 
 
-def instances(numel: int, ranks: int, count: int, recipe: Recipe) -> Instances:
+def replicas(numel: int, ranks: int, count: int, recipe: Recipe) -> Replicas:
     """Reduce-scatter inside, all-reduce between, all-gather inside: P[(1-K/N) + 2(K-1)/N] + P(1-K/N).
 
     That is 2(N-1)/N P for every K from 1 to N: only the place of the bytes changes, and the memory.
@@ -190,19 +208,49 @@ def instances(numel: int, ranks: int, count: int, recipe: Recipe) -> Instances:
     if count < 1 or ranks % count:
         divisors = [str(k) for k in range(1, ranks + 1) if ranks % k == 0]
         raise UserError(
-            "instances must divide the ranks", got=f"instances={count}, ranks={ranks}",
+            "replicas must divide the ranks", got=f"replicas={count}, ranks={ranks}",
             instead=f"one of {', '.join(divisors[:12])}",
         )  # fmt: skip
     inside = numel * (1 - Fraction(count, ranks))
     between = numel * Fraction(2 * (count - 1), ranks)
-    ring = Fraction(2 * (ranks - 1), ranks) * numel  # one instance: every element of it may cross the slow link
-    group = ranks // count
-    return Instances(
-        count,
-        sum(recipe.optimizer.values(), Fraction()) * Fraction(count, ranks),
-        inside,
-        between,
-        inside,
-        1 - between / ring if ring else Fraction(),
-        1 - group * between / ring if ring else Fraction(),
-    )
+    optimizer = sum(recipe.optimizer.values(), Fraction()) * Fraction(count, ranks)
+    return Replicas(count, ranks, optimizer, inside, between, inside)
+
+
+class SlowLink(NamedTuple):
+    """What one GPU sends between nodes in a step, with K replicas of the optimizer and with one.
+
+    As this engine sends, where every GPU has a network card of its own: a gather is a ring, whose crossings all of a
+    node's cards share; a reduction goes from each rank straight to each owner. See `links`.
+    """
+
+    gpus_per_node: int
+    sent: int
+    with_one: int
+
+    @property
+    def saved(self) -> Fraction:
+        return 1 - Fraction(self.sent, self.with_one) if self.with_one else Fraction()
+
+    def json(self) -> dict[str, object]:
+        return {**self._asdict(), "saved": plain(self.saved)}
+
+
+def slow_link(
+    numel: int,
+    ranks: int,
+    count: int,
+    place: Placements,
+    recipe: Recipe,
+    *,
+    gpus_per_node: int,
+    accumulate: int = 1,
+    no_sync: bool = False,
+) -> SlowLink:
+    """For `count` replicas. gpus_per_node: ranks of a node, which follow one another."""
+
+    def between(replicas: int) -> int:
+        moved = per_step(numel, ranks, place, recipe, accumulate=accumulate, no_sync=no_sync, replicas=replicas)
+        return links(moved, ranks, gpus_per_node, replicas).between
+
+    return SlowLink(gpus_per_node, between(count), between(1))

@@ -17,6 +17,7 @@ import atexit
 import contextlib
 import copy
 import json
+import logging
 import os
 import sys
 import time
@@ -36,9 +37,11 @@ from .agreement import Group, Progress, lines
 from .comm import Comm, Simulated
 from .errors import PeerError, StateError, UserError
 from .events import Ledger, ends
+from .launcher import could_not_meet, find_master, ranks_to_join, unused_tasks
 from .transport import Team
 from .watch import Watch, host_towards
 
+log = logging.getLogger("zeroshard")
 _CHOOSING = "choosing what to gather"
 _ALIKE, _OWN, _FAILED = 4, 7, 8  # where in a row the meeting's own integers begin and end, and the last
 LEAVING = 10.0  # seconds that a rank whose program ends waits for the others
@@ -334,9 +337,11 @@ def connect(settings: Comm, ledger: Ledger, device: torch.device) -> Group:
             )
         parent = parent.get_group()
     if parent is None:
-        if not dist.is_available() or not (dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1):
-            return Group(Team(ledger, device))
-        if not dist.is_initialized():
+        if not (dist.is_available() and dist.is_initialized()):
+            if ranks_to_join(os.environ) == 1:
+                if (tasks := unused_tasks(os.environ)) and "WORLD_SIZE" not in os.environ:
+                    log.warning("SLURM_NTASKS=%s, and srun did not start this program: it trains alone", tasks)
+                return Group(Team(ledger, device))
             _start(settings, device)
         parent = dist.group.WORLD
     if parent != dist.GroupMember.NON_GROUP_MEMBER and not isinstance(parent, dist.ProcessGroup):
@@ -360,7 +365,11 @@ def connect(settings: Comm, ledger: Ledger, device: torch.device) -> Group:
 
 def _start(settings: Comm, device: torch.device) -> None:
     timeout = None if settings.timeout is None else timedelta(seconds=settings.timeout)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+    find_master(os.environ)
+    try:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+    except (RuntimeError, ValueError, OSError) as error:
+        raise could_not_meet(os.environ, error) from error
     process = os.getpid()
 
     def finish() -> None:

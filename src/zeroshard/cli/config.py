@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, NamedTuple
 
 from zeroshard.errors import UserError
+from zeroshard.launcher import ranks_to_join
 
 
 class InputError(UserError):
@@ -157,7 +158,9 @@ class Launch(NamedTuple):
 
     @classmethod
     def from_environment(cls) -> Launch | None:
-        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        """None without a launcher. Raises `UserError` where the environment says only a part of it."""
+        ranks = ranks_to_join(os.environ)
+        if not (os.environ.get("RANK") and os.environ.get("WORLD_SIZE")):
             return None
-        rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        rank = int(os.environ["RANK"])
         return cls(rank, ranks, int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))

@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 failed, 2 the input cannot be used, 130 interrupted.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -661,7 +662,9 @@ def run_training(config: RunConfig, place: Launch | None) -> int:
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # alike, and also where a shell's `&` has turned SIGINT off
         signal.signal(number, signal.default_int_handler)
-    place = Launch.from_environment()
+    place = None
+    with contextlib.suppress(UserError):  # which a command says that needs to know
+        place = Launch.from_environment()
     try:
         code = app(standalone_mode=False)
     except InputError as error:

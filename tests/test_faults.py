@@ -267,7 +267,7 @@ def test_row60_a_forked_child_neither_ends_its_parents_watch_nor_outlives_it():
     parent = subprocess.Popen([sys.executable, "-c", WATCHED], stdout=subprocess.PIPE)
     place, child = json.loads(parent.stdout.readline())
     try:
-        asking.peers = [tuple(place), asking.place]
+        asking.peers = dict(enumerate([tuple(place), asking.place]))
         assert asking.ask()[0].doing == "well"
         parent.kill()
         parent.wait()

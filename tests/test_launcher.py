@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
+import signal
 import socket
+import time
 
 import pytest
 import torch
@@ -12,8 +15,8 @@ from torch import nn
 
 import ranks as rank_processes
 import zeroshard
-from zeroshard import launcher
-from zeroshard.errors import UserError
+from zeroshard import Comm, launcher, process_group
+from zeroshard.errors import PeerError, UserError
 from zeroshard.launcher import ranks_to_join, unused_tasks
 
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -157,3 +160,84 @@ def test_commands_say_what_is_missing_too(tmp_path):
     run = rank_processes.command("train", "--out", tmp_path / "run", RANK="1")
     assert run.returncode == 2
     assert run.stderr.startswith("zeroshard: the environment says RANK=1, but not WORLD_SIZE"), run.stderr
+
+
+# --- ranks that never come ------------------------------------------------------------------------------------------------
+
+
+def left_alone(how: str) -> int:
+    """The last rank does not come to `shard`, or not through it."""
+    last = rank_processes.rank() == rank_processes.world() - 1
+    if last and how == "dies before":
+        os._exit(1)
+    if last and how == "dies later":
+        time.sleep(1.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if last and how == "dies inside":
+        process_group._new_group = lambda **_: os._exit(1)
+    if last and how == "raises inside":
+
+        def fail(**_):
+            raise RuntimeError("Too many open files")
+
+        process_group._new_group = fail
+    return sharded().world_size
+
+
+@pytest.mark.row(77)
+@pytest.mark.parametrize("world", [2, 3], ids=lambda world: f"ranks{world}")
+@pytest.mark.parametrize("how", ["dies before", "dies later", "dies inside", "raises inside"])
+def test_a_rank_lost_on_its_way_through_shard_is_named(ranks, how, world):
+    """By all others, long before the time-out: by those too that wait for somebody alive."""
+    outcomes = ranks.run(world, left_alone, how, group_timeout=100.0, timeout=30.0, expect_errors=True)
+    said = "gave up: Too many open files" if how == "raises inside" else "is gone: its process has ended"
+    for outcome in outcomes[:-1]:
+        assert outcome.type == "PeerError", outcome
+        assert f"the ranks could not come together: rank {world - 1} {said}" in outcome.message, outcome.message
+
+
+def late(seconds: float):
+    if rank_processes.rank() == 1:
+        time.sleep(seconds)
+        return
+    torch.manual_seed(0)
+    zeroshard.shard(nn.Linear(4, 4), None, comm=Comm(timeout=1.0))
+
+
+@pytest.mark.row(77)
+def test_a_rank_that_does_not_come_in_time_is_named(ranks):
+    """It may live: then all that can be said is that it did not come."""
+    outcomes = ranks.run(2, late, 4.0, timeout=30.0, expect_errors=True)
+    assert outcomes[0].type == "PeerError" and outcomes[1] is None
+    assert "the ranks could not come together: rank 1 has not come to shard(...)" in outcomes[0].message
+
+
+def with_descriptors(spare: int) -> str:
+    """`shard` where rank 0 is left so many descriptors more than needed, and once more with as many as it likes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = process_group.DESCRIPTORS + 3 * (rank_processes.world() + 3)
+    if rank_processes.rank() == 0:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/dev/fd")) + needed + spare, hard))
+    try:
+        zero = sharded()
+        zero.model(torch.ones(2, 4)).sum().backward()
+        return "trained"
+    except (UserError, PeerError) as error:
+        said = error
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert sharded().world_size == rank_processes.world()
+    return f"{type(said).__name__}: {said}"
+
+
+@pytest.mark.row(77)
+@pytest.mark.parametrize("world", [2, 3], ids=lambda world: f"ranks{world}")
+def test_too_few_descriptors_are_counted_before_any_is_taken(ranks, world):
+    """One fewer than needed is an error on every rank, with the remedy; as many as needed are enough."""
+    assert ranks.run(world, with_descriptors, 0, group_timeout=100.0, timeout=30.0) == ["trained"] * world
+    own, *others = ranks.run(world, with_descriptors, -1, group_timeout=100.0, timeout=30.0)
+    assert own.startswith("UserError: too few file descriptors") and "ulimit -n" in own
+    for told in others:
+        assert told.startswith(
+            "PeerError: another rank cannot shard its model\n  got: rank 0: too few file descriptors"
+        )

@@ -19,6 +19,7 @@ import copy
 import json
 import logging
 import os
+import resource
 import sys
 import time
 import weakref
@@ -33,13 +34,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .agreement import Group, Progress, lines
+from .agreement import Group, Progress, axes, lines
 from .comm import Comm, Simulated
-from .errors import PeerError, StateError, UserError
+from .errors import Error, PeerError, StateError, UserError
 from .events import Ledger, ends
 from .launcher import could_not_meet, find_master, ranks_to_join, unused_tasks
 from .transport import Team
-from .watch import Watch, host_towards
+from .watch import Watch, attend, cannot_come, come_together, host_towards
 
 log = logging.getLogger("zeroshard")
 _CHOOSING = "choosing what to gather"
@@ -393,7 +394,36 @@ def _leave_together() -> None:
 
 
 PATIENT = timedelta(minutes=30)
-_PLACE = 128  # bytes for a watch's host, port and token
+DESCRIPTORS = 16  # that stay free beside what the groups take
+
+
+def _touch_all(parent: Any, ranks: int) -> Any:
+    """A collective in which each rank waits for each: by gloo's connections a rank that has ended shows at once.
+
+    Where the group has no gloo there are no connections before the first real collective, and nothing to tell by.
+    """
+    with contextlib.suppress(RuntimeError, AttributeError):
+        if isinstance(parent._get_backend(torch.device("cpu")), dist.ProcessGroupGloo):
+            there, back = (torch.zeros(ranks, dtype=torch.uint8) for _ in range(2))
+            return dist.all_to_all_single(back, there, group=parent, async_op=True)
+    return None
+
+
+def _broken(connections: Any) -> bool:
+    if connections is not None and connections.is_completed():
+        try:
+            connections.wait()
+        except RuntimeError:
+            return True
+    return False
+
+
+def _descriptors() -> int:
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def _free_descriptors() -> int:
+    return _descriptors() - len(os.listdir("/dev/fd"))
 
 
 def _nothing() -> dict[str, Any]:
@@ -460,12 +490,9 @@ class _Groups:
             options["timeout"] = limit
         backend = dist.get_backend(parent)
         self._parent = weakref.ref(parent)
-        self.gathers = _new_group(backend=backend, **options)
-        self.reductions = _new_group(backend=backend, **options)
-        self.control = _new_group(backend="gloo", **options)
-        lying = lines(len(ranks), dist.get_rank(parent))  # beyond a few ranks rows are exchanged along these
-        along = [{**options, "ranks": [ranks[at] for at in line]} for line in lying]
-        self.axes = [self.control] if len(along) < 2 else [_new_group(backend="gloo", **line) for line in along]
+        # Beyond a few ranks rows are exchanged along the axes of a grid.
+        lying = lines(len(ranks), dist.get_rank(parent))
+        along = [{**options, "ranks": [ranks[at] for at in line]} for line in lying if len(lying) > 1]
         self._patient = {**options, "timeout": max(PATIENT, options.get("timeout", PATIENT))}
         self._apart: _Groups | None = None
         self.engines = 0
@@ -473,15 +500,43 @@ class _Groups:
         self.loss: str | None = None  # why a collective did not complete
         self.seen = ""  # what the other ranks said then
         about = weakref.WeakMethod(self._about)
-        self.watch = Watch(dist.get_rank(parent), host_towards(_store()), lambda: (about() or _nothing)())
-        place = torch.zeros(_PLACE, dtype=torch.uint8)
-        text = json.dumps(self.watch.place).encode()
-        place[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        places = torch.empty(len(ranks) * _PLACE, dtype=torch.uint8)
-        _all_gather(places, place, group=self.control)
-        rows = places.view(len(ranks), _PLACE)
-        self.watch.peers = [tuple(json.loads(bytes(row.tolist()).rstrip(b"\0"))) for row in rows]
-        atexit.register(_last_words, weakref.ref(self))
+        try:
+            self.watch = self._come_together(parent, limit or PATIENT, lambda: (about() or _nothing)())
+            atexit.register(_last_words, weakref.ref(self))
+            wanted = [(backend, options), (backend, options), ("gloo", options), *(("gloo", line) for line in along)]
+            made = attend(self.watch, lambda: [_new_group(backend=each, **of) for each, of in wanted])
+        except (RuntimeError, OSError) as error:
+            if isinstance(error, Error):
+                raise
+            where = f"rank {dist.get_rank(parent)}"
+            raise PeerError("the ranks could not come together", where=where, got=error) from error
+        self.gathers, self.reductions, self.control, *grid = made
+        self.axes = grid or [self.control]
+
+    @staticmethod
+    def _come_together(parent: Any, limit: timedelta, about: Callable[[], dict[str, Any]]) -> Watch:
+        """Wait until every rank is here and knows where to ask the others: making groups, none could be asked."""
+        rank, ranks, name = dist.get_rank(parent), dist.get_world_size(parent), str(parent.group_name)
+        store = dist.distributed_c10d._get_default_store()
+        # The store may outlive a process group, and its ranks come together once for each time-out.
+        at = f"zeroshard/{name}/{store.add(f'zeroshard/{name}/came/{rank}', 1)}"
+        connections = _touch_all(parent, ranks)
+        free, needed = _free_descriptors(), DESCRIPTORS + 3 * (ranks + 3) + sum(length + 3 for length in axes(ranks))
+        if free < needed:
+            few = UserError(
+                "too few file descriptors are left for the connections to the other ranks",
+                where=f"rank {rank}",
+                expected=f"{needed}, as every rank holds connections to each of {ranks} ranks",
+                got=f"{free} of {_descriptors()}",
+                instead="ulimit -n 65536 before the program starts",
+            )
+            cannot_come(store, at, rank, str(few))
+            raise few
+        watch = Watch(rank, host_towards(_store()), about)
+        come_together(watch, store, at, ranks, lambda: _broken(connections), limit.total_seconds())
+        if connections is not None:
+            attend(watch, connections.wait)
+        return watch
 
     def _about(self) -> dict[str, Any]:
         speaker = self.speaker()
@@ -499,13 +554,14 @@ class _Groups:
         return self._apart
 
 
-# The three groups of a parent are made once: making them anew for every engine would leak sockets.
+# The three groups of a parent are made once: making them anew for every engine would leak sockets. Those in which a
+# collective was lost serve nobody any more.
 _made: weakref.WeakKeyDictionary[Any, dict[float | None, _Groups]] = weakref.WeakKeyDictionary()
 
 
 def _groups(parent: Any, timeout: float | None) -> _Groups:
     made = _made.setdefault(parent, {})
-    if timeout not in made:
+    if timeout not in made or made[timeout].loss is not None:
         made[timeout] = _Groups(parent, timeout)
     return made[timeout]
 

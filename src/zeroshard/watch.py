@@ -8,7 +8,8 @@ once and beside the collectives, what they are doing:
     an answer              what it waits for, or that it waits for nobody; and the error it had, if it had one
 
 Whoever finds a culprit tells the others, who may be waiting for somebody alive; they look at `alarm` while they wait.
-While nothing is wrong nobody asks, so it costs a sleeping thread.
+While nothing is wrong nobody asks, so it costs a sleeping thread. The ranks learn of each other's sockets through the
+store in which they met, before anything else: so whoever ends from then on is named, also while they make connections.
 
 A question carries the token that the asked rank gave out when the group was made: what else comes to that port is not
 answered.
@@ -27,7 +28,9 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, NoReturn, cast
+
+from .errors import PeerError
 
 PATIENCE = 1.0  # seconds that a peer has to answer
 _LONGEST = 1 << 16  # bytes of a question or an answer
@@ -55,7 +58,7 @@ class Watch:
         """about: what this rank is doing, as the fields of `Answer`; called on the watch's own thread."""
         self.rank = rank
         self.alarm: dict[int, str] = {}  # rank -> what it did: none of them will come to any collective
-        self.peers: list[Place] = []  # by rank
+        self.peers: dict[int, Place] = {}  # by rank: those that have come so far
         self._about = about
         self._server = socket.create_server(
             (host, 0), backlog=4096
@@ -77,8 +80,12 @@ class Watch:
         self._send({"alarm": culprits})
 
     def _send(self, message: dict[str, Any]) -> dict[int, Answer]:
-        others = {rank: place for rank, place in enumerate(self.peers) if rank != self.rank}
+        others = {rank: place for rank, place in self.peers.items() if rank != self.rank}
         return _ask(others, message)
+
+    def blame(self) -> dict[int, str]:
+        """Which ranks will not come any more, as far as the others can be asked."""
+        return self.alarm or {rank: answer.silence for rank, answer in self.ask().items() if answer.silence}
 
     def hear(self, message: dict[str, Any]) -> dict[str, Any]:
         """The answer to a peer."""
@@ -95,11 +102,86 @@ _watches: weakref.WeakSet[Watch] = weakref.WeakSet()
 def _forked() -> None:
     """A child is no rank: it does not speak for its parent, and a port that it kept open would outlive it."""
     for watch in _watches:
-        watch.peers = []
+        watch.peers = {}
         watch._server.close()  # its own descriptor; to shut the socket down would end the parent's
 
 
 os.register_at_fork(after_in_child=_forked)
+
+
+# --- before there are groups of their own -----------------------------------------------------------------------------
+
+
+def come_together(watch: Watch, store: Any, at: str, ranks: int, cut_off: Callable[[], bool], limit: float) -> None:
+    """Learn every rank's place. Raises `PeerError` where one has ended before it came, or cannot go on.
+
+    at: a name in the store that nobody has used yet. cut_off: has a connection to any rank ended? One that died before
+    it came has left nothing else to tell by.
+    """
+    keys, trouble = [f"{at}/{rank}" for rank in range(ranks)], f"{at}/trouble"
+    store.set(keys[watch.rank], json.dumps(watch.place))
+    deadline, pause, ended = time.monotonic() + limit, 0.001, False
+    while not (complete := store.check(keys)):
+        ended = cut_off()
+        if ended or watch.alarm or store.check([trouble]) or time.monotonic() > deadline:
+            break
+        time.sleep(pause)
+        pause = min(2 * pause, 0.1)
+    here = [rank for rank in range(ranks) if complete or store.check([keys[rank]])]
+    watch.peers = {rank: tuple(json.loads(store.get(keys[rank]))) for rank in here}
+    if store.check([trouble]):
+        raise PeerError("another rank cannot shard its model", got=store.get(trouble).decode())
+    if not complete:
+        absent = [rank for rank in range(ranks) if rank not in here]
+        late = "has not come to shard(...)" + (", and one that has not has ended" if ended else "")
+        lose(watch, watch.blame() or dict.fromkeys(absent, GONE if ended and len(absent) == 1 else late))
+
+
+def cannot_come(store: Any, at: str, rank: int, why: str) -> None:
+    """Tell those who come together that this rank does not."""
+    store.set(f"{at}/trouble", f"rank {rank}: {why}")
+
+
+def attend(watch: Watch, call: Callable[[], Any]) -> Any:
+    """What `call()` returns, which waits for the other ranks where nothing else could end it: given up, with a
+    `PeerError`, when one of them has ended."""
+    ended: list[Any] = []
+
+    def work() -> None:
+        try:
+            ended.append((call(), None))
+        except BaseException as error:
+            ended.append((None, error))
+
+    thread, patience = threading.Thread(target=work, name="groups", daemon=True), PATIENCE
+    thread.start()
+    asked = time.monotonic()
+    while thread.is_alive() and not watch.alarm:
+        thread.join(0.1)
+        if time.monotonic() > asked + patience:
+            if lost := watch.blame():
+                lose(watch, lost)
+            asked, patience = time.monotonic(), 2 * patience
+    value, error = ended[0] if ended else (None, None)
+    if ended and error is None:
+        return value
+    if (lost := watch.blame()) or error is None:
+        lose(watch, lost, error)
+    watch.tell({watch.rank: f"gave up: {error}"})
+    raise error
+
+
+def lose(watch: Watch, lost: dict[int, str], error: BaseException | None = None) -> NoReturn:
+    """Say to all who came that these will not, and raise."""
+    if not watch.alarm:
+        watch.tell(lost)
+    raise PeerError(
+        "the ranks could not come together: " + "; ".join(f"rank {rank} {what}" for rank, what in sorted(lost.items())),
+        where=f"rank {watch.rank}: in shard(...), with ranks {sorted(watch.peers)} there",
+        got=error,
+        instead="read the first error among all ranks' output; every rank calls shard(...), and Comm(timeout=...) sets "
+        "how long they wait for each other",
+    ) from error
 
 
 def _ask(places: dict[int, Place], message: dict[str, Any]) -> dict[int, Answer]:

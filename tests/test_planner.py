@@ -211,7 +211,8 @@ def test_replicas_may_be_called_instances():
     with pytest.raises(UserError, match="two names of one thing"):
         zeroshard.plan(**settings, instances=4, replicas=4)
     shown = [
-        run(*["--params", "8B", "--ranks", "8", "--stage", "1"], option, 4).stdout for option in ("--replicas", "--instances")
+        run(*["--params", "8B", "--ranks", "8", "--stage", "1"], option, 4).stdout
+        for option in ("--replicas", "--instances")
     ]
     assert shown[0] == shown[1]
     assert re.search(r"less on the slow link +36\.8 %", shown[0])

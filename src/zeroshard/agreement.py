@@ -31,7 +31,7 @@ from .events import Event, Ledger, ends
 from .transport import Team, count
 
 LONGEST_AXIS = 8  # ranks that exchange rows directly
-# engine, meeting, number, steps completed, three integers of the meeting's own, reductions launched, failed?
+# engine, meeting, number, steps completed, three integers of the meeting's own, reductions launched, failed and news
 ROW = 9
 
 
@@ -112,6 +112,8 @@ class Group:
         self.ranks = ranks
         self.progress = Progress()
         self.failed: Error | None = None  # what the other ranks are to hear at the next agreement
+        self.news = False  # were fragments written to here? The others hear of it at the next meeting
+        self.heard = False  # was there such news on any rank at the last meeting?
         # Told how many reductions this rank is behind the others, before it hears that they do different things.
         self.on_disagreement: Callable[[int], None] = lambda behind: None
 
@@ -151,6 +153,7 @@ class Group:
         Where all of them are equal it gets them once.
         """
         ends(self._count_rows())
+        self.heard = self.news
         if self.failed is not None:
             self._fail(behind=0)
         return [mine]

@@ -8,6 +8,7 @@ import fnmatch
 import functools
 import logging
 import os
+import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -170,6 +171,7 @@ class Zero:
                 self._reduction.add(self._gradients.add(buffer), self._units[buffer.bucket.unit])
         self._schedule = Schedule(self._units, self._gradients, self._reduction, parts.saved, self._group, comm)
         self._schedule.before_forward, self._schedule.alike = self._before_forward, self._alike
+        self._schedule.notice, self._schedule.publish = self._notice_fragments, self._publish
         self._schedule.cast_inputs = precision.param_dtype if precision.cast_inputs else None
         self._schedule.hook_gradients()
         self._gradients.recover = self._schedule.recover
@@ -194,6 +196,10 @@ class Zero:
             for unit in self._units:
                 unit.module.register_state_dict_pre_hook(_refuse_state_dict)
                 unit.module.register_load_state_dict_pre_hook(_refuse_load)
+        elif self.placements.optimizer:
+            refuse = weakref.WeakMethod(self._refuse_mixture)
+            for unit in self._units:
+                unit.module.register_state_dict_pre_hook(functools.partial(_call_if_alive, refuse))
         for binding in self._bindings:
             binding.states.count()
         self._ledger.end("init")
@@ -261,6 +267,35 @@ class Zero:
             if trainable and not was:
                 self._unfreeze(record)
         self._known = now
+
+    def _notice_fragments(self, *, replaced: bool = False) -> bool:
+        noticed = [binding.notice(replaced=replaced) for binding in self._bindings]  # all of them look
+        return any(noticed)
+
+    def _publish(self) -> None:
+        """What fragments were edited to, on any rank, becomes the weights of every rank, as after a step."""
+        mine = set().union(*(binding.edited for binding in self._bindings))
+        edited = self._group.flags(bytes(buffer.bucket.index in mine for buffer in self._buffers))
+        if any(unit.pinned for unit in self._units):
+            raise StateError(
+                "an optimizer's part of the parameters was edited inside gathered(), where the parameters are edited",
+                instead="edit it before or after gathered(): optimizer.eval() and the like too",
+            )
+        for buffer in (buffer for buffer, flag in zip(self._buffers, edited, strict=True) if flag):
+            buffer.changed()
+            buffer.gathered.current &= buffer.resident
+            buffer.spread(overlap=self._comm.overlap)
+        for binding in self._bindings:
+            binding.edited.clear()
+
+    def _refuse_mixture(self, module: nn.Module, *_: Any) -> None:
+        """Before a state_dict, which asks no other rank."""
+        if self._notice_fragments(replaced=True):
+            raise StateError(
+                "an optimizer's part of the weights was edited: state_dict() would hold edited and older weights",
+                where=f"module {type(module).__name__}, rank {self.rank}",
+                instead="with zero.gathered(): model.state_dict()   (on every rank)",
+            )
 
     def _traits(self) -> list[tuple[torch.dtype, torch.device, bool]]:
         """Of every parameter what may not change, and whether it is trained."""
@@ -336,7 +371,7 @@ class Zero:
         units = self._units_of(what)
         self._schedule.recover()
         which = zlib.crc32(repr([unit.index for unit in units]).encode())
-        self._group.meet("gathered()", len(units), which, -1 if write_from is None else write_from)
+        self._schedule.meet("gathered()", len(units), which, -1 if write_from is None else write_from)
         self._ledger.begin("gather")
         for unit in units:
             unit.land()
@@ -354,7 +389,9 @@ class Zero:
 
     @torch.no_grad()
     def _leave_gathered(self, units: list[Unit], write_from: int | None) -> None:
-        told = self._group.poll("leaving gathered()", len(units), 0 if write_from is not None else _digest(units))
+        self._notice_fragments(replaced=True)
+        with self._schedule.telling():
+            told = self._group.poll("leaving gathered()", len(units), 0 if write_from is not None else _digest(units))
         if self.rank == 0 and len(set(told)) > 1:
             log.warning(
                 "the ranks leave gathered() with different weights: of each element its owner's counts, a mixture. "
@@ -511,7 +548,7 @@ class Zero:
         if in_backward() or self._schedule.script.active or any(unit.pinned for unit in self._units):
             raise StateError(f"{what} inside forward, backward or gathered()", instead="after step")
         self._notice_edits()
-        self._group.meet(what, self._checkpoints + 1)
+        self._schedule.meet(what, self._checkpoints + 1)
         self._checkpoints += 1
         if self._saving is not None and not self._saving.reported:
             self._saving.wait()
@@ -629,6 +666,12 @@ def _refuse_copy(protocol: Any) -> NoReturn:
         "a sharded model cannot be copied or pickled",
         instead="copy it before shard(...), or, for its weights alone, with zero.gathered(): model.state_dict()",
     )
+
+
+def _call_if_alive(method: weakref.WeakMethod[Callable[..., None]], *args: Any) -> None:
+    call = method()
+    if call is not None:
+        call(*args)
 
 
 def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:

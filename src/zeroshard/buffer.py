@@ -310,6 +310,15 @@ class Buffer:
         self.parameters.behind()
         return Work()
 
+    def spread(self, *, overlap: bool) -> None:
+        """What the owners updated of replicated parameters goes to every rank, behind the program if it may."""
+        if self.place.optimizer and not self.place.parameters:
+            self.expect()
+            work = self.publish()
+            if not overlap:
+                work.wait()
+                self.open()
+
     def claim(self) -> None:
         """What was prefetched is used."""
         self.gathered.claim()

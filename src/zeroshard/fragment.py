@@ -19,6 +19,7 @@ from .errors import UserError
 from .events import DEVICE, HOST, NVME
 from .flat import Flat
 from .layout import Slot
+from .numerics import simulated
 from .tier import Part
 
 SCALARS = {"step", "mu_product", "eta", "mu"}  # per-parameter state that is one number, whatever the parameter's shape
@@ -52,6 +53,9 @@ class States:
         self.group = group
         self._fragments: dict[int, list[Fragment]] = {}  # by bucket
         self._rests: dict[int, dict[str, Flat]] = {}  # by bucket and name, a place in a file
+        self._counters: dict[int, Tensor] = {}  # by bucket, a tensor that has its fragments' version counter
+        self._versions: dict[int, int] = {}  # by bucket, what that counted when it was last known who wrote
+        self._addresses: dict[int, int] = {}  # by fragment's id, where its memory is
         self._counted: dict[tuple[str, str], int] = {}  # bytes in the ledger, by tier and name
         self._stateful = 0  # parameters that had state then
 
@@ -63,6 +67,70 @@ class States:
 
     def of(self, buffer: Buffer) -> list[Fragment]:
         return self._fragments.get(buffer.bucket.index, [])
+
+    # --- what is written to fragments outside a step ----------------------------------------------------------------
+
+    def fragment(self, place: Place, *, whole: bool, requires_grad: bool) -> Fragment:
+        """A parameter for the optimizer to update. All of a bucket share one version counter, which is theirs alone."""
+        buffer = place.buffer
+        if buffer.bucket.index not in self._counters:
+            first, last = buffer.updated
+            flat = buffer.absent(last - first) if buffer.updating.away else buffer.target
+            self._counters[buffer.bucket.index] = flat.data
+            self._versions[buffer.bucket.index] = 0
+        flat = self._counters[buffer.bucket.index]
+        param = nn.Parameter(view(buffer, place.position, whole=whole, flat=flat), requires_grad=requires_grad)
+        fragment = Fragment(param, buffer, place.position)
+        self._addresses[id(param)] = _address(param)
+        return fragment
+
+    def point(self, fragment: Fragment, *, whole: bool, inside: bool = False) -> None:
+        """The memory of a fragment is where the elements are now."""
+        fragment.param.data = view(fragment.buffer, fragment.position, whole=whole, inside=inside)
+        self._addresses[id(fragment.param)] = _address(fragment.param)
+
+    def retarget(self, buffer: Buffer, *, whole: bool) -> None:
+        """A bucket got masters: its fragments become views of them."""
+        if buffer.bucket.index in self._counters:
+            self._counters[buffer.bucket.index].data = buffer.absent(0) if buffer.updating.away else buffer.target
+        for fragment in self.of(buffer):
+            self.point(fragment, whole=whole)
+
+    def written(self) -> list[Buffer]:
+        """Buckets whose fragments somebody has written to since `followed`."""
+        return [
+            fragments[0].buffer
+            for index, fragments in self._fragments.items()
+            if self._counters[index]._version != self._versions[index]
+        ]
+
+    def followed(self) -> None:
+        """What was written to fragments so far is known."""
+        self._versions = {index: counter._version for index, counter in self._counters.items()}
+
+    def replaced(self, fragments: Sequence[Fragment], *, whole: bool, inside: bool = False) -> list[Buffer]:
+        """Buckets of which a fragment's `.data` was replaced: it has the new values and is a view again."""
+        found: dict[int, Buffer] = {}
+        for fragment in fragments:
+            param, buffer = fragment.param, fragment.buffer
+            if _address(param) == self._addresses[id(param)]:
+                continue
+            data, mine = param.data, view(buffer, fragment.position, whole=whole, inside=inside)
+            self.point(fragment, whole=whole, inside=inside)
+            if (data.shape, data.dtype, data.device) != (mine.shape, mine.dtype, mine.device):
+                raise UserError(
+                    "the data of what an optimizer holds of a parameter was replaced by something of another kind",
+                    where=f"optimizer {self.number}, parameter {fragment.slot.name!r}, rank {self.group.rank}",
+                    expected=f"{tuple(mine.shape)} {mine.dtype} on {mine.device}",
+                    got=f"{tuple(data.shape)} {data.dtype} on {data.device}",
+                    instead="edit it in place",
+                )
+            if inside or not buffer.updating.away:
+                mine.copy_(data)
+            found[buffer.bucket.index] = buffer
+        return list(found.values())
+
+    # --- what optimizers keep ---------------------------------------------------------------------------------------
 
     def cut(self, fragment: Fragment, key: str, value: Any, options: dict[str, Any], *, broadcast: bool) -> Any:
         """Of the state of a whole parameter, what this rank keeps of it, where it rests."""
@@ -151,7 +219,7 @@ class States:
                 here.enter_context(buffer.gradients.here(changed=False))
             for fragment in fragments:
                 if buffer.updating.away:
-                    fragment.param.data = view(buffer, fragment.position, whole=whole, inside=True)
+                    self.point(fragment, whole=whole, inside=True)
                 for key, part in self.kept(fragment).items():
                     if isinstance(part, Part):
                         tensor = part.rest.tensor[part.start : part.stop].view(part.shape)
@@ -164,7 +232,7 @@ class States:
                         state = self.optimizer.state.get(fragment.param, {})
                         state.update({key: self._put_away(fragment, key, value) for key, value in state.items()})
                     if buffer.updating.away:
-                        fragment.param.data = view(buffer, fragment.position, whole=whole)
+                        self.point(fragment, whole=whole)
         for rest in filter(None, (*self.moving(buffer), buffer.parameters, buffer.gradients)):
             rest.behind()
 
@@ -185,16 +253,24 @@ def _is_scalar(key: str, value: Tensor, shape: tuple[int, ...]) -> bool:
     return key in SCALARS or (value.dim() == 0 and shape != ())
 
 
-def view(buffer: Buffer, position: int, *, whole: bool, inside: bool = False) -> Tensor:
+def view(buffer: Buffer, position: int, *, whole: bool, inside: bool = False, flat: Tensor | None = None) -> Tensor:
     """What an optimizer updates of one slot, 1-D; `whole`: in the parameter's shape, as nothing is cut.
 
-    inside: here() of a state that rests in a file; else such elements are NaN.
+    inside: here() of a state that rests in a file; else such elements are NaN. flat: of this, and not of the bucket.
     """
     slot = buffer.bucket.slots[position]
     part = slot.slice_of(*buffer.updated)
-    absent = buffer.updating.away and not inside
-    flat = buffer.absent(part.stop - part.start) if absent else buffer.target[part]
+    if flat is not None:
+        flat = flat[part]
+    elif buffer.updating.away and not inside:
+        flat = buffer.absent(part.stop - part.start)
+    else:
+        flat = buffer.target[part]
     return flat.view(slot.shape) if whole and flat.numel() == slot.numel else flat
+
+
+def _address(param: Tensor) -> int:
+    return 0 if simulated(param) else param.data_ptr()
 
 
 def rests_away(buffer: Buffer) -> bool:

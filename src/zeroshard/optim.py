@@ -25,7 +25,7 @@ from .calls import Call
 from .errors import StateError, TierError
 from .events import NVME, ends
 from .finite import Finite
-from .fragment import Fragment, Member, States, view
+from .fragment import Fragment, Member, States
 from .gradient import Entry, Gradients, ShardedGrad
 from .schedule import Schedule, in_backward
 
@@ -71,6 +71,9 @@ class Binding:
         self._bound: dict[int, Tensor] = {}  # by fragment's id, the gradient that it was given
         self._known: list[Any] = []  # what is in the groups
         self._words = ""  # and in words
+        self.edited: set[int] = (
+            set()
+        )  # buckets whose fragments were written to outside a step, which the others must hear
         self._skips = False  # does the running step pass over its update?
         self._call: Call | None = None  # the running step, until its end
         self.states = States(optimizer, number, finite.group)
@@ -164,8 +167,8 @@ class Binding:
     def _fragment(self, param: nn.Parameter, group: dict[str, Any], broadcast_state: bool) -> nn.Parameter:
         place: Place = param._zeroshard  # type: ignore[attr-defined]
         with torch._C.DisableTorchFunctionSubclass():
-            fragment = nn.Parameter(self._view(place), requires_grad=param.requires_grad)
-        held = Fragment(fragment, place.buffer, place.position)
+            held = self.states.fragment(place, whole=self.whole, requires_grad=param.requires_grad)
+        fragment = held.param
         self.fragments.append(held)
         self.members.append(Member(place, group))
         state = self.optimizer.state.pop(param, None)
@@ -179,11 +182,35 @@ class Binding:
 
     def retarget(self, buffer: Buffer) -> None:
         """A bucket got masters: its fragments become views of them."""
-        for fragment in self.states.of(buffer):
-            fragment.param.data = self._view(fragment)
+        self.states.retarget(buffer, whole=self.whole)
 
-    def _view(self, of: Fragment | Place) -> Tensor:
-        return view(of.buffer, of.position, whole=self.whole)
+    @torch.no_grad()
+    def notice(self, *, replaced: bool = False) -> bool:
+        """Was anything written to fragments outside a step that the other ranks do not know of?
+
+        What rests on this rank follows at once. replaced: look also for fragments whose `.data` was replaced.
+        """
+        written = self.states.written()
+        if replaced:
+            written += self.states.replaced(self.fragments, whole=self.whole)
+        self.states.followed()
+        for buffer in written:
+            self.edited.add(buffer.bucket.index)
+            if buffer.updating.away:
+                buffer.absent(1).fill_(torch.nan)  # torch lets `fill_` through, to what all that is absent shares
+                self.group.report(
+                    StateError(
+                        "an optimizer's part of the parameters was edited while it rests in a file",
+                        where=f"optimizer {self.number}, unit {self.group.progress.units[buffer.bucket.index]!r}",
+                        instead="edit the model's parameters inside `with zero.gathered():`, or keep optimizer states "
+                        'in memory: Offload(optimizer="cpu")',
+                    )
+                )
+                continue
+            with self.gradients.reporting():
+                self._write_back(buffer)
+            buffer.gathered.current &= buffer.resident
+        return bool(self.edited)
 
     def _entry(self, of: Fragment | Place) -> Entry | None:
         """The gradient of a parameter; None while its bucket is frozen."""
@@ -235,7 +262,7 @@ class Binding:
         self.schedule.before_step()
         options, edits = self._options(), self.gradients.take_edits()
         having = sorted(self.gradients.having(self._entries))
-        self.group.meet(
+        self.schedule.meet(
             "step", self._steps + 1, self.number, zlib.crc32(options.encode()),
             zlib.crc32(repr((edits, having)).encode()),
             facts=lambda: f"{len(having)} of {len(self._entries)} parameters have gradients, which were scaled by "
@@ -318,6 +345,7 @@ class Binding:
                 step: Any = type(self.optimizer).step
                 step = step.__wrapped__ if getattr(step, "hooked", False) else step
                 step(self.optimizer)
+                self.states.replaced(self.states.of(buffer), whole=self.whole, inside=True)
                 for fragment in self.states.of(buffer):
                     fragment.param.grad = None
                 self._drop_copies()
@@ -380,18 +408,16 @@ class Binding:
         if self._nested():
             return
         self._call = None
+        replaced = {buffer.bucket.index for buffer in self.states.replaced(self.fragments, whole=self.whole)}
+        self.edited |= replaced - {buffer.bucket.index for buffer in self._updated}
+        self.states.followed()
         for buffer in self._updated:
             if not self._alone(buffer):
                 self._write_back(buffer)
         if any(tier.name == NVME for buffer in self._updated for tier in buffer.tiers.values()):
             self.group.meet("end of step", self._steps, self.number)
         for buffer in self._updated:
-            if not buffer.place.parameters and buffer.place.optimizer:
-                buffer.expect()
-                work = buffer.publish()
-                if not self.schedule.settings.overlap:
-                    work.wait()
-                    buffer.open()
+            buffer.spread(overlap=self.schedule.settings.overlap)
         self.schedule.after_step()
         bound, self._bound = self._bound, {}
         self._show(

@@ -44,7 +44,8 @@ from .watch import Watch, attend, cannot_come, come_together, host_towards
 
 log = logging.getLogger("zeroshard")
 _CHOOSING = "choosing what to gather"
-_ALIKE, _OWN, _FAILED = 4, 7, 8  # where in a row the meeting's own integers begin and end, and the last
+_ALIKE, _OWN, _FLAGS = 4, 7, 8  # where in a row the meeting's own integers begin and end, and the last
+_FAILED, _NEWS = 1, 2
 LEAVING = 10.0  # seconds that a rank whose program ends waits for the others
 SLICE = timedelta(seconds=0.2)  # of a wait; between two, alarms and signals are seen
 
@@ -220,9 +221,11 @@ class ProcessGroup(Group):
         at = f"{what} {number}"
         own = [self._engine, zlib.crc32(what.encode()), number, self.progress.steps, *integers]
         own += [0] * (_OWN - len(own))
-        rows = self._rows([*own, self._link.reductions, int(self.failed is not None)], at)
+        flags = _FAILED * (self.failed is not None) + _NEWS * self.news
+        rows = self._rows([*own, self._link.reductions, flags], at)
         ends(event)
-        if any(row[_FAILED] for row in rows):
+        self.heard = any(row[_FLAGS] & _NEWS for row in rows)
+        if any(row[_FLAGS] & _FAILED for row in rows):
             self._fail(max(row[_OWN] for row in rows) - self._link.reductions)
         if any(row[:compared] != rows[0][:compared] for row in rows):
             self._disagree(rows, at, facts)

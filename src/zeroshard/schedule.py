@@ -78,6 +78,9 @@ class Schedule:
         self.local = False  # inside no_sync()
         self.before_forward: Callable[[bool], None] = lambda training: None
         self.alike: Callable[[bool], tuple[int, Callable[[], str]]] = lambda training: (0, str)
+        # Did anybody write to optimizers' fragments outside a step? Or replace their memory: that takes longer to see.
+        self.notice: Callable[..., bool] = lambda *, replaced=False: False
+        self.publish: Callable[[], None] = lambda: None  # makes of that every rank's weights, together
         self.cast_inputs: torch.dtype | None = None
         self._frames: list[Frame] = []
         self._outermost: Call | None = None  # of a module, whose forward is the first of them
@@ -107,6 +110,21 @@ class Schedule:
             if entry.param.requires_grad and entry.number not in self._hooked:
                 hook = _weak(self.after_accumulation, entry.number)
                 self._hooked[entry.number] = entry.param.register_post_accumulate_grad_hook(hook).id
+
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        """Around a meeting: what was written to fragments before it, on any rank, counts after it on every rank."""
+        self.group.news = self.notice()
+        try:
+            yield
+        finally:
+            self.group.news = False
+        if self.group.heard:
+            self.publish()
+
+    def meet(self, what: str, number: int, *same: int, facts: Callable[[], str] = str) -> None:
+        with self.telling():
+            self.group.meet(what, number, *same, facts=facts)
 
     def _stay_last(self) -> None:
         """Hooks that the user registered since see the gradient before it is taken."""
@@ -188,8 +206,12 @@ class Schedule:
         kind = "forward" if self._grad_forward else "forward without grad"
         if self._grad_forward or self.releases:
             alike, words = self.alike(training)
-            self.group.meet(kind, self._forwards + 1, unit.index, training, alike, facts=words)
+            self.meet(kind, self._forwards + 1, unit.index, training, alike, facts=words)
             self._forwards += 1
+        elif self.notice() and (
+            self.group.failed or any(buffer.place.optimizer for each in self.units for buffer in each.buffers)
+        ):
+            self.meet("publishing edits", self._forwards)  # a rank may evaluate alone, but not what others hold
         self.ledger.begin("forward")
         try:
             self.before_forward(training)
@@ -289,7 +311,7 @@ class Schedule:
         kept, kind = self.reduction.kept(), "backward under no_sync" if self.local else "backward"
         which = zlib.crc32(repr(sorted(kept)).encode())
         facts = f"{len(kept)} parameters have gradients that this backward adds to"
-        self.group.meet(kind, self._backwards + 1, which, facts=lambda: facts)
+        self.meet(kind, self._backwards + 1, which, facts=lambda: facts)
         self._backwards += 1
         self._backward = torch._C._current_graph_task_id()
         self._recent.clear()
@@ -404,6 +426,7 @@ class Schedule:
 
     def recover(self) -> None:
         """If an exception went through the last forward or backward, what it left under way ends."""
+        self.notice(replaced=True)  # before anything is released: that would undo what was written
         if self._backward is not None and not in_backward():
             self._abort_backward()
         elif self.script.active and not self._frames and self._backward is None:

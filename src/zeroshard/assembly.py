@@ -21,7 +21,16 @@ from .guard import SavedTensors
 from .layout import Bucket, Layout, Partition, Spec, partition
 from .numerics import Precision
 from .nvme import NvmeTier
-from .preflight import agree, check_model, check_offload, check_optimizers, check_parameters, check_settings, describe
+from .preflight import (
+    agree,
+    check_memory,
+    check_model,
+    check_offload,
+    check_optimizers,
+    check_parameters,
+    check_settings,
+    describe,
+)  # fmt: skip
 from .stage import placements
 from .tier import STATES, DeviceTier, HostTier, Offload, Tier
 from .unit import Managed, Unit, borrowed, check_initialisers, find_units, managed_parameters, materialise, on_meta
@@ -59,6 +68,7 @@ class Assembly:
             named = find_units(self.model, layout)
             self.managed = managed_parameters(self.model, named, layout)
             check_parameters(self.managed)
+            check_memory(self.model, self.managed)
             self.partition = partition(self._specs(), layout, self.group.team.size)
             check_settings(self.partition, layout, comm)
             replicated = not self.placements.optimizer
@@ -136,6 +146,9 @@ class Assembly:
                 unit.buffers.append(buffer)
                 self.buffers.append(buffer)
         self.buffers.sort(key=lambda buffer: buffer.bucket.index)
+        gathered = [buffer.gathered for buffer in self.buffers]
+        for buffer in self.buffers:
+            buffer.gathered.of_model = gathered
 
     def _memory_for_meta(
         self, buckets: list[Bucket], by_name: dict[str, Managed]

@@ -24,6 +24,7 @@ import enum
 import functools
 import operator
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -106,6 +107,7 @@ class Gathered:
         self.params = params
         self.dtype = dtype
         self.tier = tier
+        self.of_model: Sequence[Gathered] = (self,)  # those of all buckets
         self.state = State.OPEN
         self.current = True  # are these the weights that a gather would bring?
         self.full: Tensor
@@ -221,9 +223,18 @@ class Gathered:
             return
         with torch._C.DisableTorchFunctionSubclass():
             for param, view, slot in zip(self.params, self.views, self.bucket.slots, strict=True):
-                if param.data_ptr() == view.data_ptr():
+                if param.data_ptr() == view.data_ptr() and param.is_contiguous():
                     continue
                 data = param.data
+                memory = data.untyped_storage().data_ptr()
+                if any(memory == each.full.untyped_storage().data_ptr() for each in self.of_model):
+                    raise UserError(
+                        "a sharded parameter's data was replaced by the memory of the model's own weights",
+                        where=f"parameter {slot.name!r}",
+                        expected="memory of its own",
+                        got=f"a view of {tuple(data.shape)} elements of a sharded parameter",
+                        instead="param.copy_(...) under torch.no_grad(), or tie the parameters before shard(...)",
+                    )
                 if data.shape != slot.shape or data.dtype != self.dtype or data.device != self.full.device:
                     raise UserError(
                         "a sharded parameter's data was replaced by something of another kind",

@@ -6,7 +6,7 @@ A rank that must refuse says so to the others first, so that all of them raise i
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from .comm import Comm
 from .errors import PeerError, UserError
 from .fragment import check_cut
 from .layout import Layout, Partition
-from .numerics import Precision
+from .numerics import Precision, simulated
 from .optim import Binding, plain
 from .tier import Offload
 from .unit import Managed
@@ -58,6 +58,7 @@ def check_parameters(managed: list[Managed]) -> None:
             )
         if (
             isinstance(record.param, nn.parameter.UninitializedParameter)
+            or dispatches(record.param)
             or record.param.is_complex()
             or record.param.layout is not torch.strided
         ):
@@ -66,8 +67,73 @@ def check_parameters(managed: list[Managed]) -> None:
                 where=f"parameter {record.name!r}",
                 expected="a dense real tensor",
                 got=f"{type(record.param).__name__} {record.param.dtype} {record.param.layout}",
-                instead=f"Layout(ignore=[{record.name!r}]), or store it as real numbers",
+                instead=f"Layout(ignore=[{record.name!r}]), or store it as real numbers in a plain tensor",
             )
+
+
+def dispatches(tensor: Tensor) -> bool:
+    """Does its class answer torch's operations by itself? Then its numbers are elsewhere, in whatever form."""
+    own = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    return own and not simulated(tensor)
+
+
+class Held(NamedTuple):
+    """A tensor of the model's, and where in memory it is: bytes [start, stop) of a device."""
+
+    device: str
+    start: int
+    stop: int
+    order: int  # of registration, parameters before buffers
+    kind: str
+    name: str
+    tensor: Tensor
+
+
+def check_memory(model: nn.Module, managed: list[Managed]) -> None:
+    """Refuse, by name, parameters and buffers that lie in one memory: sharded, each would get memory of its own."""
+    moved = {id(record.param) for record in managed}
+    named: list[tuple[str, str, Tensor]] = [("parameter", *each) for each in model.named_parameters()]
+    named += [("buffer", *each) for each in model.named_buffers()]
+    held = [
+        Held(str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + _reach(tensor), order, kind, name, tensor)
+        for order, (kind, name, tensor) in enumerate(named)
+        if not isinstance(tensor, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer))
+        if tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_meta)
+        if tensor.numel() and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+    ]
+    near: list[Held] = []
+    for each in sorted(held, key=lambda each: each[:2]):
+        near = [other for other in near if other.device == each.device and other.stop > each.start]
+        for other in near:
+            if ({id(each.tensor), id(other.tensor)} & moved) and _share(other.tensor, each.tensor):
+                first, second = sorted((each, other), key=lambda each: each.order)
+                tie = (
+                    f"{second.name} = {first.name}, one nn.Parameter, ties them; " if second.kind == first.kind else ""
+                )
+                raise UserError(
+                    f"a {second.kind} lies in a parameter's memory, but sharded each gets memory of its own",
+                    where=f"{second.kind} {second.name!r} and parameter {first.name!r}",
+                    instead=f"{tie}{first.name}.detach().clone() is a copy",
+                )
+        near.append(each)
+
+
+def _reach(tensor: Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its last."""
+    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (steps + 1) * tensor.itemsize
+
+
+def _share(a: Tensor, b: Tensor) -> bool:
+    """Is there an element of both? Views may alternate, as the columns of one matrix."""
+    first = min(a.data_ptr(), b.data_ptr())
+    if a.itemsize != b.itemsize or (a.data_ptr() - b.data_ptr()) % a.itemsize:
+        return True
+    starts = [(tensor.data_ptr() - first) // tensor.itemsize for tensor in (a, b)]
+    room = max(start + _reach(tensor) // tensor.itemsize for start, tensor in zip(starts, (a, b), strict=True))
+    seen = torch.zeros(room, dtype=torch.bool, device="cpu")
+    seen.as_strided(a.shape, a.stride(), starts[0]).fill_(True)
+    return bool(seen.as_strided(b.shape, b.stride(), starts[1]).any())
 
 
 def check_settings(partition: Partition, layout: Layout, comm: Comm) -> None:

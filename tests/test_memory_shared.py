@@ -1,0 +1,170 @@
+"""Parameters and buffers that lie in one memory, or whose numbers lie elsewhere: exactly plain PyTorch's, or refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import ranks as rank_processes
+import reference
+import zeroshard
+from zeroshard import Layout
+from zeroshard.errors import UserError
+
+
+class Wrapped(torch.Tensor):
+    """Holds its numbers in another tensor, as quantized weights do."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        args, kwargs = torch.utils._pytree.tree_map_only(Wrapped, lambda each: each.inner, (args, kwargs or {}))
+        return torch.utils._pytree.tree_map_only(torch.Tensor, Wrapped, func(*args, **kwargs))
+
+
+def two():
+    return nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)})
+
+
+def with_parameter(model, make):
+    model["b"].weight = nn.Parameter(make(model["a"].weight.data))
+    return model
+
+
+def with_data(model, make):
+    model["b"].weight.data = make(model["a"].weight.data)
+    return model
+
+
+def with_buffer(model, make):
+    model["b"].register_buffer("view", make(model["a"].weight.data))
+    return model
+
+
+def columns(model):
+    whole = torch.randn(8, 16)
+    model["a"].weight, model["b"].weight = nn.Parameter(whole[:, :8]), nn.Parameter(whole[:, 8:])
+    return model
+
+
+def flat(model):
+    whole = torch.randn(144)
+    for layer, start in (("a", 0), ("b", 72)):
+        model[layer].weight.data = whole[start : start + 64].view(8, 8)
+        model[layer].bias.data = whole[start + 64 : start + 72]
+    return model
+
+
+REFUSED = {
+    "a parameter made of another's data": (lambda: with_parameter(two(), lambda data: data), "b.weight' and parameter 'a.weight"),
+    "data assigned": (lambda: with_data(two(), lambda data: data), "b.weight' and parameter 'a.weight"),
+    "a transposed view": (lambda: with_data(two(), lambda data: data.t()), "b.weight' and parameter 'a.weight"),
+    "a part": (lambda: with_parameter(two(), lambda data: data[2:4]), "b.weight' and parameter 'a.weight"),
+    "every other column": (lambda: with_parameter(two(), lambda data: data[:, ::2]), "b.weight' and parameter 'a.weight"),
+    "another dtype": (lambda: with_parameter(two(), lambda data: data.view(torch.bfloat16)), "b.weight' and parameter 'a.weight"),
+    "a NumPy array": (lambda: with_data(two(), lambda data: torch.from_numpy(data.numpy())), "b.weight' and parameter 'a.weight"),
+    "a buffer": (lambda: with_buffer(two(), lambda data: data), "buffer 'b.view' and parameter 'a.weight'"),
+    "a buffer that is a row": (lambda: with_buffer(two(), lambda data: data[3]), "buffer 'b.view' and parameter 'a.weight'"),
+}  # fmt: skip
+
+
+def refused(make, match, stage):
+    model = make()
+    before = reference.weights(model)
+    with pytest.raises(UserError, match=match) as caught:
+        zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
+    reference.assert_same(reference.weights(model), before)
+    return str(caught.value)
+
+
+@pytest.mark.row(67)
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_lies_in_a_parameters_memory_is_refused_by_name(stage, what):
+    """Two parameters over one memory have two gradients and two states, so they are not tied either."""
+    said = refused(*REFUSED[what], stage)
+    assert "clone()" in said and (("ties them" in said) is not what.startswith("a buffer"))
+
+
+def refused_on_one(stage):
+    model = two()
+    if rank_processes.rank() == 1:
+        with_data(model, lambda data: data)
+    with pytest.raises(zeroshard.Error, match=r"b.weight' and parameter 'a.weight"):
+        zeroshard.shard(model, None, stage=stage)
+
+
+@pytest.mark.row(67)
+def test_a_memory_shared_on_one_rank_is_refused_on_all(ranks, stage):
+    ranks.run(2, refused_on_one, stage)
+
+
+HARMLESS = {
+    "columns of one matrix": columns,
+    "parts of one flat tensor": flat,
+    "an LSTM": lambda model: nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8), "c": nn.LSTM(8, 8)}),
+    "nothing in it": lambda model: with_parameter(model, lambda data: data[:0]),
+    "a copy": lambda model: with_parameter(model, torch.clone),
+    "two buffers in one memory": lambda model: with_buffer(
+        with_buffer(model, torch.clone), lambda data: model["b"].view
+    ),
+}
+
+
+def harmless(what, stage):
+    torch.manual_seed(0)
+    model = HARMLESS[what](two())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    zero = zeroshard.shard(model, optimizer, stage=stage) if stage is not None else None
+    for step in range(2):
+        x = torch.randn(3, 8, generator=torch.Generator().manual_seed(step))
+        model["a"](x).square().sum().backward() if zero is None else _call(zero, model, x)
+        optimizer.step()
+        optimizer.zero_grad()
+    if zero is None:
+        return reference.weights(model)
+    with zero.gathered():
+        return reference.weights(model)
+
+
+def _call(zero, model, x):
+    with zero.gathered():
+        model["a"](x).square().sum().backward()
+
+
+@pytest.mark.row(67)
+@pytest.mark.parametrize("what", HARMLESS)
+def test_disjoint_views_of_one_memory_train_with_plain_pytorchs_bits(stage, what):
+    reference.assert_same(harmless(what, stage), harmless(what, None))
+
+
+@pytest.mark.row(67)
+def test_a_wrapped_parameter_is_refused_by_name_unless_it_is_ignored(stage):
+    """Its numbers lie in another tensor, which would neither be sharded nor follow."""
+    model = two()
+    model["b"].weight = nn.Parameter(Wrapped(torch.randn(8, 8)))
+    assert "Wrapped" in refused(lambda: model, r"this kind of parameter.*(?s:.)*'b.weight'", stage)
+    zeroshard.shard(
+        model, torch.optim.SGD(model["a"].parameters(), lr=0.1), stage=stage, layout=Layout(ignore=["b.weight"])
+    )
+
+
+def replaced_later(stage, how):
+    model = two()
+    zero = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
+    with pytest.raises(UserError, match=r"model's own weights(?s:.)*b.weight"), zero.gathered():
+        weight = model["b"].weight
+        weight.data = model["a"].weight.data if how == "another's" else weight.data.t()
+
+
+@pytest.mark.row(67)
+@pytest.mark.parametrize("how", ["another's", "its own, transposed"])
+def test_data_replaced_by_a_view_of_the_model_is_refused(ranks, stage, how):
+    """After shard(...) it could not be tied, and would be a copy without a word."""
+    ranks.run(2, replaced_later, stage, how)

@@ -35,6 +35,7 @@ from .optim import Binding
 from .preflight import Structure, by_bucket, check_added, refuse_wrapper
 from .process_group import connect
 from .reduction import Reduction
+from .replicas import check_replicas
 from .saving import Saving
 from .schedule import Schedule, in_backward
 from .stage import Placements, placements
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
     from .explain.document import Page
 
 log = logging.getLogger("zeroshard")
+
+COMPARING = "comparing replicas"  # a meeting
 
 
 def shard(
@@ -281,12 +284,14 @@ class Zero:
                 "an optimizer's part of the parameters was edited inside gathered(), where the parameters are edited",
                 instead="edit it before or after gathered(): optimizer.eval() and the like too",
             )
-        for buffer in (buffer for buffer, flag in zip(self._buffers, edited, strict=True) if flag):
+        for binding in self._bindings:
+            binding.edited.clear()
+        published = [buffer for buffer, flag in zip(self._buffers, edited, strict=True) if flag]
+        for buffer in published:
             buffer.changed()
             buffer.gathered.current &= buffer.resident
             buffer.spread(overlap=self._comm.overlap)
-        for binding in self._bindings:
-            binding.edited.clear()
+        self._compare([buffer for buffer in published if not buffer.place.optimizer])
 
     def _refuse_mixture(self, module: nn.Module, *_: Any) -> None:
         """Before a state_dict, which asks no other rank."""
@@ -402,6 +407,11 @@ class Zero:
             if write_from is not None:
                 self._group.broadcast(buffer.full, write_from)
             buffer.follow_edits()
+            if write_from is not None and buffer.master is not None and not buffer.place.optimizer:
+                with buffer.master.here() as master:  # casts of it may agree where masters do not
+                    sent = master.to(self._device)
+                    self._group.broadcast(sent, write_from)
+                    master.copy_(sent)
             if not buffer.place.parameters and write_from is None:
                 # Whatever each rank did to its copy, the owner's edit of every element is the one that counts.
                 buffer.publish().wait()
@@ -525,6 +535,15 @@ class Zero:
         with self._ledger.during("export"):
             export.export(self._engine(), folder, wanted)
 
+    def check_replicas(self) -> None:
+        """Raise `PeerError`, on every rank, if ranks hold different copies of what each of them holds whole.
+
+        Parameters at stages 0-2, masters and optimizer states at stage 0: it names the parameter, the ranks, and the
+        first element. Costs a pass over these bytes and a small message. `save` and `export` do it in any case. After a
+        step. Collective.
+        """
+        self._meet_for_checkpoint(COMPARING)
+
     def latest(self, folder: str | os.PathLike[str]) -> Path | None:
         """The newest complete checkpoint in `folder`, for `load`; None if there is none.
 
@@ -550,13 +569,19 @@ class Zero:
         self._notice_edits()
         self._schedule.meet(what, self._checkpoints + 1)
         self._checkpoints += 1
-        if self._saving is not None and not self._saving.reported:
+        if self._saving is not None and not self._saving.reported and what != COMPARING:
             self._saving.wait()
         for buffer in self._buffers:
             buffer.land()
             buffer.rebind()
             if buffer.resident or buffer.ready:
                 buffer.follow_edits()
+        if what != "loading":
+            self._compare(self._buffers)
+
+    def _compare(self, buffers: list[Buffer]) -> None:
+        with self._ledger.during("compare"):
+            check_replicas(self._engine(), buffers, self._checkpoints)
 
     def _engine(self) -> Engine:
         return Engine(self.model, self._managed, self._buffers, self._bindings, self._group, self.stage, self.seed)

@@ -30,7 +30,7 @@ from .preflight import (
     check_parameters,
     check_settings,
     describe,
-)  # fmt: skip
+)
 from .stage import placements
 from .tier import STATES, DeviceTier, HostTier, Offload, Tier
 from .unit import Managed, Unit, borrowed, check_initialisers, find_units, managed_parameters, materialise, on_meta

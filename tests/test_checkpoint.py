@@ -2,10 +2,13 @@
 
 import itertools
 import json
+import math
 import random
+import re
 import shutil
 from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 import numpy
 import pytest
@@ -537,3 +540,209 @@ def test_where_a_checkpoint_is_refused():
     with pytest.raises(CheckpointError, match="no complete checkpoint here"):
         zero.load("no/such/folder")
     assert issubclass(CheckpointError, zeroshard.Error) and not issubclass(CheckpointError, UserError)
+
+
+class Named(torch.optim.Optimizer):
+    """Momentum whose states have other optimizers' names for numbers, and a count in a tensor of one element."""
+
+    elementwise = True
+
+    def __init__(self, params, names=("mu", "value", "step", "a/b"), count="eta", lr=0.1):
+        self.names, self.count = names, count
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in (param for param in group["params"] if param.grad is not None):
+                state = self.state[param]
+                if not state:
+                    state.update({name: torch.zeros_like(param) for name in self.names}, **{self.count: torch.zeros(1)})
+                state[self.count] += 1
+                for number, name in enumerate(self.names, start=1):
+                    state[name].mul_(0.5).add_(param.grad, alpha=number)
+                    param.sub_(state[name], alpha=group["lr"] * state[self.count].item())
+
+
+class Odd(torch.nn.Module):
+    """Parameters without dimensions and of one element beside larger ones, some with names of two meanings."""
+
+    SIZES: ClassVar = {
+        "none": (),
+        "one": (1,),
+        "b/c": (3,),
+        "c": (130,),
+        "matrix": (40, 5),
+        "empty": (0,),
+        "ignored": (),
+    }
+
+    def __init__(self, *names):
+        super().__init__()
+        for at, name in enumerate(names or self.SIZES, start=1):
+            size = self.SIZES[name]
+            self.register_parameter(name, torch.nn.Parameter(torch.arange(1.0, math.prod(size) + 1).view(size) / at))
+
+    def forward(self, scale):
+        return sum((param * param).sum() * scale for param in self.parameters())
+
+
+def named(stage, layout, names=(), optimizer=Named, offload=None):
+    model = Odd(*names)
+    made = optimizer(list(model.parameters()))
+    zero = zeroshard.shard(model, made, stage=stage, layout=Layout(**layout), offload=offload)
+    return model, made, zero
+
+
+def named_steps(model, made, numbers):
+    for number in numbers:
+        model(torch.tensor(0.01 * (number + 1))).backward()
+        made.step()
+        made.zero_grad()
+
+
+def named_job(path, stage, layout, names=(), *, load=False, save=True, offload=None):
+    """Two steps and a checkpoint, or the two steps that follow one."""
+    if "ignore" in layout and not names:
+        layout = {**layout, "ignore": ["ignored"]}
+    model, made, zero = named(stage, layout, names, offload=offload)
+    if load == "over":
+        named_steps(model, made, [7])
+    if load:
+        zero.load(path)
+    named_steps(model, made, [2, 3] if load else [0, 1])
+    if save:
+        zero.save(path)
+    with zero.gathered():
+        return reference.weights(model)
+
+
+def named_plainly(names=()):
+    model = Odd(*names)
+    made = Named(list(model.parameters()))
+    named_steps(model, made, range(4))
+    return reference.weights(model)
+
+
+LAYOUTS = {
+    "unit": {}, "align 1": {"align": 1}, "model": {"bounds": "model", "align": 1}, "tensor": {"bounds": "tensor"},
+    "ignored": {"ignore": ["ignored"]},
+}  # fmt: skip
+
+
+@pytest.mark.row(71)
+@pytest.mark.parametrize("load", [True, "over"], ids=["fresh", "over"])
+@pytest.mark.parametrize(("one", "other"), list(itertools.pairwise([*LAYOUTS, "unit"])))
+def test_states_are_known_by_their_shapes_whatever_their_names(ranks, tmp_path, one, other, load):
+    """Also of parameters of one element or none: saved and loaded at other ranks, stages and layouts, to the bit."""
+    plain = named_plainly()
+    for world, there, stage, next_stage in ((2, 4, 3, 1), (4, 1, 1, 2), (1, 2, 0, 3)):
+        path = tmp_path / f"{world}"
+        ranks.run(world, named_job, path, stage, LAYOUTS[one])
+        for found in ranks.run(there, named_job, path, next_stage, LAYOUTS[other], load=load, save=False):
+            assert reference.first_difference(found, plain) == "", (world, there)
+
+
+@pytest.mark.row(71)
+@pytest.mark.parametrize("names", [("none",), ("one",), ("none", "one"), ("c",)], ids=str)
+def test_states_where_nothing_but_one_shape_is_there(ranks, tmp_path, names):
+    plain = named_plainly(names)
+    ranks.run(2, named_job, tmp_path / "a", 3, {"align": 1}, names)
+    for layout in ({"bounds": "tensor"}, {"align": 1}):
+        for found in ranks.run(4, named_job, tmp_path / "a", 2, layout, names, load=True, save=False):
+            assert reference.first_difference(found, plain) == ""
+
+
+@pytest.mark.row(71)
+def test_states_of_any_name_rest_in_files_too(ranks, tmp_path):
+    plain = named_plainly()
+    disk = zeroshard.Offload(optimizer="nvme", path=tmp_path)
+    ranks.run(2, named_job, tmp_path / "a", 2, {"align": 1}, offload=disk)
+    for found in ranks.run(1, named_job, tmp_path / "a", 0, {}, load="over", save=False, offload=disk):
+        assert reference.first_difference(found, plain) == ""
+
+
+class PerPart(Named):
+    """Keeps one number for whatever part of a parameter it is given, or has a state for some of them alone."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                if self.count == "part":
+                    self.state[param] = {"part": param.sum()}
+                elif param[0] == 1:
+                    self.state[param] = {"first": 1}
+
+
+def per_part(path, count):
+    model, made, zero = named(1, {}, ("matrix",), lambda params: PerPart(params, count=count))
+    named_steps(model, made, [0])
+    zero.save(path)
+
+
+@pytest.mark.row(71)
+@pytest.mark.parametrize(("count", "what"), [("part", r"'part' of parameter 'matrix'"), ("first", "1; nothing")])
+def test_what_differs_between_the_parts_of_a_parameter_is_refused_at_save(ranks, tmp_path, count, what):
+    with pytest.raises(ranks.RankFailure) as failure:
+        ranks.run(2, per_part, tmp_path / "a", count)
+    assert [raised.type for raised in failure.value.outcomes] == ["CheckpointError"] * 2
+    assert all(re.search(what, raised.message) for raised in failure.value.outcomes)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.row(71)
+@pytest.mark.parametrize(
+    ("key", "value", "what"),
+    [
+        (3, torch.ones(()), "got: 3"),
+        ("best", math.inf, "inf"),
+        ("deep", {"a": 1}, "dict"),
+        ("c", torch.ones(2) * 1j, ""),
+    ],
+    ids=["number", "infinite", "nested", "complex"],
+)
+def test_a_state_that_no_load_would_take_is_refused_at_save(tmp_path, key, value, what):
+    _, made, zero = named(1, {}, ("matrix",))
+    made.state[made.param_groups[0]["params"][0]] = {key: value.to(torch.complex128) if key == "c" else value}
+    with pytest.raises(CheckpointError, match=f"matrix[^$]*{what}"):
+        zero.save(tmp_path / "a")
+    assert list(tmp_path.iterdir()) == []
+
+
+ANY_NAMES = [
+    "..",
+    "gradients",
+    "a/../b",
+    "a\0b",
+    "\x1b[31m",
+    "für",
+    "\ud800",
+    "value",
+    "optimizer:value",
+    "n" * 5000,
+    "__metadata__",
+]
+
+
+@pytest.mark.row(71)
+def test_names_of_any_kind_are_kept_apart(tmp_path):
+    """Of parameters and of states: what is saved under them is what is loaded."""
+
+    def make():
+        model = torch.nn.Module()
+        for at, name in enumerate(name for name in ANY_NAMES if "." not in name):
+            model.register_parameter(name, torch.nn.Parameter(torch.full((2,), float(at))))
+        model.forward = lambda scale: sum((param * param).sum() * scale for param in model.parameters())
+        made = Named(list(model.parameters()), ANY_NAMES)
+        return model, made, zeroshard.shard(model, made, stage=1)
+
+    model, made, zero = make()
+    named_steps(model, made, [0, 1])
+    zero.save(tmp_path / "a")
+    other, others, another = make()
+    another.load(tmp_path / "a")
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    for a, b in zip(made.param_groups[0]["params"], others.param_groups[0]["params"], strict=True):
+        assert made.state[a].keys() == others.state[b].keys() == {*ANY_NAMES, "eta"}
+        assert all(torch.equal(made.state[a][key], others.state[b][key]) for key in made.state[a])

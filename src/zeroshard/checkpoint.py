@@ -7,8 +7,9 @@ else the parameter) and each optimizer state. What is replicated is split the sa
 from __future__ import annotations
 
 import contextlib
+import math
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -23,9 +24,9 @@ from .errors import CheckpointError, UserError
 from .events import DEVICE
 from .files import DTYPES, digest, raw
 from .flat import Flat
-from .fragment import SCALARS, Fragment
+from .fragment import Fragment, fixed_shapes, is_like, per_element
 from .layout import Bucket, Slot
-from .manifest import VALUE
+from .manifest import VALUE, own_name, state_name
 from .numerics import Precision
 from .optim import Binding
 from .stage import placements
@@ -59,6 +60,8 @@ class Engine:
         for buffer in (*self.buffers, *self.alone.values()):
             for slot in buffer.bucket.slots:
                 self.places[slot.name] = buffer, slot
+
+    kinds: list[Kinds] | None = None  # what all ranks have agreed upon, while they save
 
     def fragments(self, binding: Binding) -> list[Fragment]:
         """What an optimizer updates on this rank; ignored parameters whole."""
@@ -109,9 +112,76 @@ class Piece(NamedTuple):
     stop: int | None
     tensor: Tensor | Part
 
-    @property
-    def key(self) -> str:
-        return f"{self.state}/{self.parameter}"
+
+@dataclass
+class Kinds:
+    """Which of an optimizer's states have an element for each of a parameter's: by shape, as all ranks see it.
+
+    A rank alone cannot always tell. It may hold one element of a parameter, whose states are all of one element there;
+    or 10 of 138, where each parameter has a history of 10 numbers.
+    """
+
+    fixed: dict[str, set[tuple[int, ...]]]  # see `fixed_shapes`
+    parts: dict[str, dict[str, Any]]  # of each parameter that is cut its states: as `_told` says, or `_agreed`
+
+    def like(self, fragment: Fragment, key: str, value: Any) -> bool:
+        agreed = self.parts.get(fragment.slot.name, {}).get(key)
+        return per_element(fragment, key, value, self.fixed) if agreed is None else bool(agreed)
+
+
+def told_kinds(engine: Engine) -> list[Any]:
+    """What this rank has to tell the others, by optimizer, JSON-able."""
+    found = []
+    for binding in engine.bindings:
+        parts = {}
+        for fragment in engine.fragments(binding):
+            if 0 < fragment.param.numel() < fragment.slot.numel:
+                kept, name = binding.states.kept(fragment), fragment.slot.name
+                parts[name] = {state_name(name, key): _told(fragment, key, value) for key, value in kept.items()}
+        fixed = {f"{key}": sorted(shapes) for key, shapes in fixed_shapes(binding.optimizer).items()}
+        found.append([fixed, parts])
+    return found
+
+
+def _told(fragment: Fragment, key: str, value: Any) -> list[Any]:
+    """[is it as large as what it is of?, its shape, else its content]."""
+    if isinstance(value, Part) or is_like(key, value, fragment.param.shape, {}):
+        return [True, list(value.shape), ""]
+    if isinstance(value, Tensor):
+        return [False, list(value.shape), digest(raw(value.detach().cpu().contiguous()))]
+    return [False, None, repr(value)]
+
+
+def agreed_kinds(everyone: Sequence[list[Any]]) -> list[Kinds]:
+    """From what every rank has told, what counts. Raises `CheckpointError` for what could not be loaded again."""
+    found = []
+    for ranks in zip(*everyone, strict=True):
+        kinds = Kinds({}, {})
+        for fixed, _ in ranks:
+            for key, shapes in fixed.items():
+                kinds.fixed.setdefault(key, set()).update(map(tuple, shapes))
+        for name in dict.fromkeys(name for _, parts in ranks for name in parts):
+            there = [parts[name] for _, parts in ranks if name in parts]
+            for state in dict.fromkeys(state for each in there for state in each):
+                like = _agreed(name, own_name(state), [each.get(state) for each in there], kinds)
+                kinds.parts.setdefault(name, {})[own_name(state)] = like
+        found.append(kinds)
+    return found
+
+
+def _agreed(name: str, key: str, told: Sequence[Any], kinds: Kinds) -> bool:
+    """Of a parameter that is cut: has this state an element for each? By what each rank tells of its part; or None."""
+    shapes = {tuple(each[1]) for each in told if each is not None and each[1] is not None}
+    if all(each is not None and each[0] for each in told):
+        return len(shapes) > 1 or not shapes & kinds.fixed.get(key, set())
+    if len({str(each and each[1:]) for each in told if each is None or not each[0]}) > 1 or len(shapes) > 1:
+        raise CheckpointError(
+            "an optimizer keeps something else of each rank's part of a parameter, and other parts could not get it",
+            where=f"state {key!r} of parameter {name!r}", expected="an element for each of the part's, or all the same",
+            got="; ".join("nothing" if each is None else f"{each[2]} {each[1] or ''}".strip() for each in told),
+            instead='Layout(bounds="tensor"), which cuts no parameter',
+        )  # fmt: skip
+    return False
 
 
 def pieces(engine: Engine) -> Iterator[Piece]:
@@ -121,10 +191,10 @@ def pieces(engine: Engine) -> Iterator[Piece]:
             if own.numel:
                 value = buffer.updating.part(slot.start + own.start, slot.start + own.stop)
                 yield Piece(slot.name, VALUE, own.start, own.stop, value.plain())
-    for name, key, value, part, own in _kept(engine):
+    for name, key, value, part, own, like in _kept(engine):
         if isinstance(value, Part):
             yield Piece(name, key, own.start, own.stop, value.cut(own.start - part.start, own.stop - part.start))
-        elif isinstance(value, Tensor) and value.numel() == part.numel and key not in SCALARS:
+        elif like:
             flat = value.detach().reshape(-1)[own.start - part.start : own.stop - part.start]
             yield Piece(name, key, own.start, own.stop, flat)
         elif (
@@ -135,24 +205,29 @@ def pieces(engine: Engine) -> Iterator[Piece]:
 
 def values(engine: Engine) -> Iterator[list[Any]]:
     """[parameter, state, number]: what optimizers keep beside tensors."""
-    for name, key, value, _part, own in _kept(engine):
+    for name, key, value, _part, own, _like in _kept(engine):
         if not isinstance(value, (Tensor, Part)) and own.start == 0:
-            if not isinstance(value, (int, float, str, bool, type(None))):
+            finite = not isinstance(value, float) or math.isfinite(value)
+            if not isinstance(value, (int, float, str, bool, type(None))) or not finite:
                 raise CheckpointError(
                     "an optimizer keeps something that is neither a tensor nor a number",
-                    where=f"state {key!r} of parameter {name!r}", got=type(value).__name__,
+                    where=f"state {key!r} of parameter {name!r}",
+                    got=type(value).__name__ if finite else repr(value), instead="a tensor of one element",
                 )  # fmt: skip
             yield [name, key, value]
 
 
-def _kept(engine: Engine) -> Iterator[tuple[str, str, Any, Any, Any]]:
-    """(parameter, state, what this rank's optimizer keeps, the elements it is of, those of them this rank writes)."""
-    for binding in engine.bindings:
+def _kept(engine: Engine) -> Iterator[tuple[str, str, Any, Any, Any, bool]]:
+    """(parameter, state, what this rank's optimizer keeps, the elements it is of, those of them this rank writes, and
+    whether it has an element for each of them)."""
+    local = [Kinds(fixed_shapes(binding.optimizer), {}) for binding in engine.bindings]
+    for binding, kinds in zip(engine.bindings, engine.kinds or local, strict=True):
         for fragment in engine.fragments(binding):
             part, own = fragment.slot.within(*fragment.buffer.updated), fragment.slot.within(*fragment.buffer.owned)
             if part.numel and own.numel:
                 for key, value in binding.states.kept(fragment).items():
-                    yield fragment.slot.name, key, value, part, own
+                    like = isinstance(value, Part) or kinds.like(fragment, key, value)
+                    yield fragment.slot.name, state_name(fragment.slot.name, key), value, part, own, like
 
 
 def persistent(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

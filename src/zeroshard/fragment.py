@@ -7,7 +7,7 @@ without memory (on meta) until its bucket is present for a step.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +20,9 @@ from .events import DEVICE, HOST, NVME
 from .flat import Flat
 from .layout import Slot
 from .numerics import simulated
-from .tier import Part
+from .tier import STATES, Part
 
-SCALARS = {"step", "mu_product", "eta", "mu"}  # per-parameter state that is one number, whatever the parameter's shape
+Shapes = Mapping[str, set[tuple[int, ...]]]  # by an optimizer's own name of a state
 
 
 class Member(NamedTuple):
@@ -132,22 +132,24 @@ class States:
 
     # --- what optimizers keep ---------------------------------------------------------------------------------------
 
-    def cut(self, fragment: Fragment, key: str, value: Any, options: dict[str, Any], *, broadcast: bool) -> Any:
-        """Of the state of a whole parameter, what this rank keeps of it, where it rests."""
+    def cut(
+        self, fragment: Fragment, key: str, value: Any, options: dict[str, Any], *, fixed: Shapes, broadcast: bool
+    ) -> Any:
+        """Of the state of a whole parameter, what this rank keeps of it, where it rests. fixed: see `fixed_shapes`."""
         if not isinstance(value, Tensor):
             return value
         slot, home, like = fragment.slot, value.device, fragment.param
         value = value.detach().to(like.device, copy=True).contiguous()
         if broadcast:
             self.group.broadcast(value.view(-1))
-        if _is_scalar(key, value, slot.shape):
-            return value if options.get("fused") or options.get("capturable") else value.to(home)
         check_cut(self.optimizer, slot.name, slot.shape, key, value)
+        if not is_like(key, value, slot.shape, fixed):
+            return value if options.get("fused") or options.get("capturable") else value.to(home)
         part = slot.within(*fragment.buffer.updated)
         value = value.reshape(-1)[part.start : part.stop].view(like.shape)
         # As load_state_dict does it: state goes along in the dtype of what is updated.
         value = value.to(like.dtype if value.is_floating_point() else value.dtype, copy=True)
-        return self._put_away(fragment, key, value) if rests_away(fragment.buffer) else value
+        return self._put_away(fragment, key, value, fixed) if rests_away(fragment.buffer) else value
 
     def count(self, *, changed: bool = False) -> None:
         """Tell the ledger what there is; `changed`: only if there is state of more or fewer parameters than before."""
@@ -181,15 +183,15 @@ class States:
         buffer, slot = fragment.buffer, fragment.slot
         rests = self._rests.setdefault(buffer.bucket.index, {})
         if key not in rests:
-            name = key if not self.number else f"{key} of optimizer {self.number}"
+            name = file_name(key, self.number)
             tier, sharded = buffer.tiers["optimizer"], buffer.place.optimizer
             rests[key] = Flat.reserve(name, buffer.bucket, buffer.team, tier, like.dtype, sharded=sharded)
         part = slot.within(*buffer.updated)
         return rests[key].part(slot.start + part.start, slot.start + part.stop)._replace(shape=tuple(like.shape))
 
-    def _put_away(self, fragment: Fragment, key: str, value: Any) -> Any:
+    def _put_away(self, fragment: Fragment, key: str, value: Any, fixed: Shapes) -> Any:
         """Put one state into its file, if that is where it rests; in its place a tensor without memory."""
-        if not per_element(fragment, key, value) or value.is_meta:
+        if not per_element(fragment, key, value, fixed) or value.is_meta:
             return value
         with self.part(fragment, key, value).here(changed=True) as place:
             if place.untyped_storage()._cdata != value.untyped_storage()._cdata:
@@ -227,19 +229,26 @@ class States:
             try:
                 yield
             finally:
+                tiny = rests_away(buffer) and any(fragment.param.numel() == 1 for fragment in fragments)
+                fixed = fixed_shapes(self.optimizer) if tiny else {}  # of more elements their own shapes say it
                 for fragment in fragments:
                     if rests_away(buffer) and fragment.param.numel():
                         state = self.optimizer.state.get(fragment.param, {})
-                        state.update({key: self._put_away(fragment, key, value) for key, value in state.items()})
+                        state.update({key: self._put_away(fragment, key, value, fixed) for key, value in state.items()})
                     if buffer.updating.away:
                         self.point(fragment, whole=whole)
         for rest in filter(None, (*self.moving(buffer), buffer.parameters, buffer.gradients)):
             rest.behind()
 
 
+def file_name(key: str, number: int) -> str:
+    """What the file of an optimizer's state is called: each optimizer has files of its own, and none the engine's."""
+    return f"{key} of optimizer {number}" if number or key in (*STATES, "master") else key
+
+
 def check_cut(optimizer: Any, name: str, shape: tuple[int, ...], key: str, value: Any) -> None:
     """Refuse state of a whole parameter that a rank cannot keep its part of."""
-    if isinstance(value, Tensor) and not _is_scalar(key, value, shape) and tuple(value.shape) != shape:
+    if isinstance(value, Tensor) and value.numel() != 1 and tuple(value.shape) != shape:
         raise UserError(
             "the optimizer already has state that cannot be cut",
             where=f"{type(optimizer).__name__}.state of {name!r}, key {key!r}",
@@ -249,13 +258,10 @@ def check_cut(optimizer: Any, name: str, shape: tuple[int, ...], key: str, value
         )
 
 
-def _is_scalar(key: str, value: Tensor, shape: tuple[int, ...]) -> bool:
-    return key in SCALARS or (value.dim() == 0 and shape != ())
-
-
 def view(buffer: Buffer, position: int, *, whole: bool, inside: bool = False, flat: Tensor | None = None) -> Tensor:
     """What an optimizer updates of one slot, 1-D; `whole`: in the parameter's shape, as nothing is cut.
 
+    Of a parameter without dimensions it has one nevertheless: so a count of steps, which has none, differs from it.
     inside: here() of a state that rests in a file; else such elements are NaN. flat: of this, and not of the bucket.
     """
     slot = buffer.bucket.slots[position]
@@ -266,7 +272,7 @@ def view(buffer: Buffer, position: int, *, whole: bool, inside: bool = False, fl
         flat = buffer.absent(part.stop - part.start)
     else:
         flat = buffer.target[part]
-    return flat.view(slot.shape) if whole and flat.numel() == slot.numel else flat
+    return flat.view(slot.shape) if whole and slot.shape and flat.numel() == slot.numel else flat
 
 
 def _address(param: Tensor) -> int:
@@ -278,6 +284,26 @@ def rests_away(buffer: Buffer) -> bool:
     return buffer.tiers["optimizer"].name == NVME
 
 
-def per_element(fragment: Fragment, key: str, value: Any) -> bool:
-    """Is this state as large as what it is of? (Not so a step count, or Adafactor's rows and columns.)"""
-    return isinstance(value, Tensor) and value.numel() == fragment.param.numel() and key not in SCALARS
+def fixed_shapes(optimizer: Any) -> dict[str, set[tuple[int, ...]]]:
+    """Of each state the shapes it has beside tensors of another shape: a count of steps has (), whatever it counts.
+
+    A tensor may happen to have that very shape, as one of one element does: the state is no more like it for that.
+    """
+    found: dict[str, set[tuple[int, ...]]] = {}
+    for param, state in optimizer.state.items():
+        for key, value in state.items() if isinstance(param, Tensor) and isinstance(state, Mapping) else ():
+            if isinstance(value, Tensor) and value.shape != param.shape:
+                found.setdefault(key, set()).add(tuple(value.shape))
+    return found
+
+
+def is_like(key: str, value: Any, shape: Sequence[int], fixed: Shapes) -> bool:
+    """Has this state an element for each of what it is of? Not so a step count, or Adafactor's rows and columns."""
+    found = tuple(value.shape) if isinstance(value, Tensor) else None
+    return found == tuple(shape) and found not in fixed.get(key, ())
+
+
+def per_element(fragment: Fragment, key: str, value: Any, fixed: Shapes) -> bool:
+    """As `is_like`, of what this rank holds of a parameter. Of a part of one the shape is no accident."""
+    held = fragment.param
+    return is_like(key, value, held.shape, {} if 1 < held.numel() < fragment.slot.numel else fixed)

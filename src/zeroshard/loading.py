@@ -17,8 +17,8 @@ from .agreement import Group
 from .checkpoint import Engine, Rng, options, parsed_rng, persistent, restore_rng
 from .errors import CheckpointError, PeerError
 from .files import absolute, canonical, digest
-from .fragment import Fragment, per_element, rests_away
-from .manifest import VALUE, Saved, Stored, siblings, unplain
+from .fragment import Fragment, rests_away
+from .manifest import VALUE, Saved, Stored, numel, own_name, siblings, unplain
 from .optim import Binding
 from .tier import Part, present
 
@@ -204,12 +204,15 @@ def _state_differences(binding: Binding, fragment: Fragment, match: Match, saved
     """Where the optimizer, which keeps state of a parameter already, would get another kind of it."""
     name = fragment.slot.name
     mine, theirs = {}, {}
+    states = {own_name(state): (name, state) for state in saved.states.get(name, ())}
     for key, value in binding.optimizer.state.get(fragment.param, {}).items():
-        like = per_element(fragment, key, value)
+        like = states.get(key) in saved.cut and isinstance(value, Tensor) and value.shape == fragment.param.shape
         mine[key] = _kind(value.dtype, None if like else value.shape) if isinstance(value, Tensor) else "a number"
-    for at in ((name, state) for state in saved.states.get(name, ())):
+    for key, at in states.items():
         stored = saved.cut[at][0] if at in saved.cut else saved.whole.get(at)
-        theirs[at[1]] = _kind(stored.dtype, None if at in saved.cut else stored.shape) if stored else "a number"
+        theirs[key] = _kind(stored.dtype, None if at in saved.cut else stored.shape) if stored else "a number"
+        if at in saved.whole and 1 < fragment.slot.numel == numel(saved.whole[at].shape) > fragment.param.numel() > 0:
+            mine.setdefault(key, "an element for each of a part's")  # which nobody knows how to cut
     keys = mine.keys() | theirs.keys()
     if match.saved is None or any(bool(match.mine.get(key)) != bool(value) for key, value in match.saved.items()):
         keys = mine.keys() & theirs.keys()  # amsgrad or not, momentum or none: which states there are is an option's
@@ -245,7 +248,7 @@ def _stage(engine: Engine, saved: Saved) -> Staged:
                 fits = name in fitting and not _state_differences(binding, fragment, match, saved)
                 if fits and fragment.param.numel():
                     states = {
-                        state: _state(staged, saved, state, binding, fragment, match)
+                        own_name(state): _state(staged, saved, state, binding, fragment, match)
                         for state in saved.states.get(name, ())
                     }
                     staged.states.append((binding, fragment.param, states))
@@ -273,8 +276,8 @@ def _wanted(saved: Saved, key: tuple[str, str], start: int, stop: int) -> Cut:
     return Cut(saved, key, start, stop)
 
 
-def _state(staged: Staged, saved: Saved, state: str, binding: Binding, fragment: Fragment, match: Match) -> Any:
-    key, like, group = (fragment.slot.name, state), fragment.param, match.group
+def _state(staged: Staged, saved: Saved, stored: str, binding: Binding, fragment: Fragment, match: Match) -> Any:
+    key, state, like, group = (fragment.slot.name, stored), own_name(stored), fragment.param, match.group
     if key in saved.values:
         return saved.values[key]
     if key in saved.cut:
@@ -285,7 +288,7 @@ def _state(staged: Staged, saved: Saved, state: str, binding: Binding, fragment:
         if rests_away(fragment.buffer):
             blank = torch.empty(like.shape, dtype=dtype, device="meta")
             rest = binding.states.part(fragment, state, blank)
-            staged.fills.append((rest, _wanted(saved, key, part.start, part.stop)))
+            staged.fills.append((rest.cut(0, rest.numel()), _wanted(saved, key, part.start, part.stop)))
             return blank
         wanted = like.shape, dtype, like.device
         if not (

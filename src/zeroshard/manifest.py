@@ -6,8 +6,10 @@ A saved tensor is a flat interval of a parameter, and reading intersects interva
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,11 +21,12 @@ import torch
 from torch import Tensor
 
 from .errors import CheckpointError, UserError
-from .files import BLOCK, MANIFEST, TORCH_DTYPES, Reader, damaged, opened, raw, read_manifest, replaced
+from .files import BLOCK, MANIFEST, TORCH_DTYPES, Reader, canonical, damaged, opened, raw, read_manifest, replaced
 
 FORMAT, VERSION = "zeroshard checkpoint", 1
 CHUNK = 1 << 20  # elements converted at a time
 VALUE = "value"  # of a parameter: its master, or itself
+APART = re.compile(r"(optimizer:)*value")  # an optimizer's own states of these names are written with one prefix more
 DIMENSIONS = 64  # more than any tensor has: a shape of millions is an attack
 
 
@@ -62,7 +65,8 @@ class Saved:
     def __post_init__(self) -> None:
         try:
             self._check()
-            self.reader = Reader(self.folder, self.descriptor, self.manifest["files"])
+            if self.descriptor >= 0:
+                self.reader = Reader(self.folder, self.descriptor, self.manifest["files"])
         except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise self.damage("a manifest as zeroshard writes it", f"{type(error).__name__}: {error}") from error
 
@@ -247,6 +251,30 @@ class Saved:
             yield saved
         finally:
             saved.reader.close()
+
+
+def check_loads(folder: Path, manifest: dict[str, Any]) -> None:
+    """Raise `CheckpointError` for what no load would take, while it can still be kept from being written."""
+    try:
+        Saved(folder, -1, json.loads(canonical(manifest)))
+    except CheckpointError as error:
+        raise CheckpointError(
+            "this could be saved and not loaded again", where=str(folder), got=error, instead="other names or numbers"
+        ) from error
+
+
+def state_name(parameter: str, key: Any) -> str:
+    """How the manifest calls what an optimizer calls `key`: no state may pass for the parameter's value."""
+    if not isinstance(key, str):
+        raise CheckpointError(
+            "an optimizer's state has a name that is no text", where=f"parameter {parameter!r}", got=repr(key)
+        )
+    return f"optimizer:{key}" if APART.fullmatch(key) else key
+
+
+def own_name(state: str) -> str:
+    """What the optimizer calls a state that is not the parameter's value."""
+    return state.removeprefix("optimizer:") if APART.fullmatch(state) else state
 
 
 def numel(shape: tuple[int, ...]) -> int:

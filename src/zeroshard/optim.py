@@ -25,7 +25,7 @@ from .calls import Call
 from .errors import StateError, TierError
 from .events import NVME, ends
 from .finite import Finite
-from .fragment import Fragment, Member, States
+from .fragment import Fragment, Member, Shapes, States, fixed_shapes
 from .gradient import Entry, Gradients, ShardedGrad
 from .schedule import Schedule, in_backward
 
@@ -111,12 +111,13 @@ class Binding:
 
     def adopt(self, *, broadcast_state: bool = False) -> None:
         """Replace whatever full parameters the groups hold (all at construction, later those of `add_param_group`)."""
+        fixed = fixed_shapes(self.optimizer)
         for group in self.optimizer.param_groups:
             params: list[nn.Parameter] = group["params"]
             if not any(hasattr(param, "_zeroshard") for param in params):
                 continue
             made = [
-                self._fragment(param, group, broadcast_state) if hasattr(param, "_zeroshard") else None
+                self._fragment(param, group, fixed, broadcast=broadcast_state) if hasattr(param, "_zeroshard") else None
                 for param in params
             ]
             kept = [
@@ -164,7 +165,7 @@ class Binding:
         updaters = self.gradients.updaters
         self.gradients.updaters = {number: by for number, by in updaters.items() if by != self.number}
 
-    def _fragment(self, param: nn.Parameter, group: dict[str, Any], broadcast_state: bool) -> nn.Parameter:
+    def _fragment(self, param: nn.Parameter, group: dict[str, Any], fixed: Shapes, *, broadcast: bool) -> nn.Parameter:
         place: Place = param._zeroshard  # type: ignore[attr-defined]
         with torch._C.DisableTorchFunctionSubclass():
             held = self.states.fragment(place, whole=self.whole, requires_grad=param.requires_grad)
@@ -174,7 +175,8 @@ class Binding:
         state = self.optimizer.state.pop(param, None)
         if state:
             kept = {
-                key: self.states.cut(held, key, value, group, broadcast=broadcast_state) for key, value in state.items()
+                key: self.states.cut(held, key, value, group, fixed=fixed, broadcast=broadcast)
+                for key, value in state.items()
             }
             if fragment.numel():
                 self.optimizer.state[fragment] = kept

@@ -22,11 +22,22 @@ import torch
 from torch import Tensor
 
 from .agreement import Group
-from .checkpoint import Engine, ignored_digests, options, persistent, pieces, rng_states, values, writable
+from .checkpoint import (
+    Engine,
+    agreed_kinds,
+    ignored_digests,
+    options,
+    persistent,
+    pieces,
+    rng_states,
+    told_kinds,
+    values,
+    writable,
+)
 from .errors import CheckpointError, Error, PeerError, UserError
 from .events import HOST, Ledger
 from .files import absolute, make_room, publish, remove, write_manifest, write_tensors
-from .manifest import FORMAT, VERSION, plain, siblings
+from .manifest import FORMAT, VERSION, check_loads, plain, siblings
 from .tier import Part, present
 from .workplace import discard, owner, place_beside, release_signals, temporary
 
@@ -100,7 +111,14 @@ def save(
     target, group = absolute(path), engine.group
     if Saving.running is not None:
         Saving.running.join()
-    apart, snapshot, problem, digests = group.apart(), None, None, {}
+    apart, snapshot, problem, digests, kinds = group.apart(), None, None, {}, []
+    try:
+        kinds = told_kinds(engine)
+    except Exception as error:  # the other ranks must hear of it
+        problem = f"{error}" if isinstance(error, Error) else f"{type(error).__name__}: {error}"
+    told = group.describe({"kinds": kinds, "problem": problem})
+    _raise(target, [each["problem"] for each in told])
+    engine.kinds = agreed_kinds([each["kinds"] for each in told])
     try:
         if keep is not None and not (type(keep) is int and keep >= 1):
             raise UserError("keep= counts checkpoints, the new one too", got=repr(keep), instead="keep=3")
@@ -151,23 +169,34 @@ def _snapshot(engine: Engine, extra: Mapping[str, Any] | None, *, copied: bool) 
     tensors: dict[str, Tensor | Part] = {}
     fragments = []
     for piece in pieces(engine):
-        tensors[piece.key] = piece.tensor
         dtype = writable(f"{piece.state} of parameter {piece.parameter!r}", piece.tensor)
-        fragments.append([*piece[:4], dtype, list(piece.tensor.shape), piece.key])
+        key = _add(tensors, f"{piece.state}/{piece.parameter}", piece.tensor)
+        fragments.append([*piece[:4], dtype, list(piece.tensor.shape), key])
     saved_along: dict[str, Tensor] = {}
     told = plain("extra", dict(extra or {}), saved_along)
     buffers, extras = {}, []
     if engine.group.rank == 0:
         for name, tensor in persistent(engine.model):
-            tensors[f"buffer/{name}"] = tensor.detach()
-            buffers[name] = [list(tensor.shape), writable(f"buffer {name!r}", tensor), f"buffer/{name}"]
+            dtype, key = writable(f"buffer {name!r}", tensor), _add(tensors, f"buffer/{name}", tensor.detach())
+            buffers[name] = [list(tensor.shape), dtype, key]
         for name, tensor in saved_along.items():
-            tensors[f"extra/{name}"] = tensor
-            extras.append([name, list(tensor.shape), writable(name, tensor), f"extra/{name}"])
+            dtype, key = writable(name, tensor), _add(tensors, f"extra/{name}", tensor)
+            extras.append([name, list(tensor.shape), dtype, key])
     if copied:
         tensors = {key: _copy(tensor) for key, tensor in tensors.items()}
     own = {"fragments": fragments, "values": list(values(engine)), "buffers": buffers, "extras": extras}
     return Snapshot(tensors, own | {"rng": rng_states()}, _head(engine, told))
+
+
+def _add(tensors: dict[str, Tensor | Part], key: str, tensor: Tensor | Part) -> str:
+    """Under a name that nothing else has: states and parameters may be called anything, "a/b" of "c" and "a" of "b/c".
+
+    These names are for whoever looks into the file; the manifest says by place what is what.
+    """
+    while key in tensors:
+        key += "'"
+    tensors[key] = tensor
+    return key
 
 
 def _copy(tensor: Tensor | Part) -> Tensor:
@@ -272,6 +301,7 @@ def _publish(head: dict[str, Any], everyone: Sequence[dict[str, Any]], beside: P
         "extra_file": everyone[0]["file"],
         "rng": [own["rng"] for own in everyone],
     }
+    check_loads(target, manifest)
     write_manifest(beside, manifest)
     publish(beside, target)
 

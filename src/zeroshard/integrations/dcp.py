@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from ..buffer import Buffer
 from ..checkpoint import Engine, options, persistent
 from ..errors import CheckpointError, UserError
-from ..fragment import Fragment, per_element, rests_away
+from ..fragment import Fragment, Shapes, fixed_shapes, per_element, rests_away
 from ..layout import Slot
 from ..loading import Staged, commit, renew
 from ..optim import Binding
@@ -122,8 +122,9 @@ def state_dict(engine: Engine) -> dict[str, Any]:
     states: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
     for binding in engine.bindings:
+        fixed = fixed_shapes(binding.optimizer)
         for fragment, kept in _states(engine, binding):
-            states[fragment.slot.name] = {key: _state(fragment, key, value) for key, value in kept.items()}
+            states[fragment.slot.name] = {key: _state(fragment, key, value, fixed) for key, value in kept.items()}
         groups += [{"params": group["parameters"], **group["options"]} for group in options(engine, binding)["groups"]]
     return {"model": model, "optim": {"state": states, "param_groups": groups}}
 
@@ -166,7 +167,7 @@ def _states(engine: Engine, binding: Binding) -> Iterator[tuple[Fragment, Mappin
             key = number, param.dtype, len(slot.shape) if whole else 1
             if key not in asked:
                 asked[key] = probe(binding.optimizer, binding.optimizer.param_groups[number], key[1], key[2])
-            shape = tuple(slot.shape) if whole else (param.numel(),)
+            shape = tuple(param.shape)
             kept = {
                 state: torch.zeros(
                     like.shape(shape), dtype=like.dtype, device=param.device if like.sides is None else None
@@ -176,11 +177,11 @@ def _states(engine: Engine, binding: Binding) -> Iterator[tuple[Fragment, Mappin
         yield fragment, kept
 
 
-def _state(fragment: Fragment, key: str, value: Any) -> Any:
+def _state(fragment: Fragment, key: str, value: Any, fixed: Shapes) -> Any:
     if not isinstance(value, Tensor):
         return value
     part, own = fragment.slot.within(*fragment.buffer.updated), fragment.slot.within(*fragment.buffer.owned)
-    if not per_element(fragment, key, value):
+    if not per_element(fragment, key, value, fixed):
         return value.detach().clone()  # loaded in place, but not before every rank could
     flat = value.detach().reshape(-1)[own.start - part.start : own.stop - part.start]
     return Sharded(fragment.slot.shape, flat, (own.start, own.stop), (part.start, part.stop))

@@ -354,6 +354,8 @@ def predict_snapshot(zero: Zero) -> int:
 
 
 def _of_run(zero: Zero) -> tuple[Callable[[Bucket], Stored], Callable[[Bucket, Slot], Kept]]:
+    from ..fragment import file_name
+
     def stored(bucket: Bucket) -> Stored:
         dtypes = zero.dtypes(bucket)
         copied = zero._device.type != "cpu" and elsewhere(zero._resting[bucket.index])
@@ -379,8 +381,8 @@ def _of_run(zero: Zero) -> tuple[Callable[[Bucket], Stored], Callable[[Bucket, S
             probed[key] = probe(optimizer, group, key[1], key[2])
         found = {state: each.kept(slot.shape) for state, each in probed[key].items()}
         number = numbers[id(optimizer)]
-        if number and zero._resting[bucket.index]["optimizer"] == NVME:  # each optimizer has files of its own
-            return {f"{state} of optimizer {number}" if each[1] else state: each for state, each in found.items()}
+        if zero._resting[bucket.index]["optimizer"] == NVME:
+            return {file_name(state, number) if each[1] else state: each for state, each in found.items()}
         return found
 
     return stored, kept
@@ -394,7 +396,8 @@ class Asked(NamedTuple):
     sides: tuple[int, ...] | None
 
     def shape(self, of: tuple[int, ...]) -> tuple[int, ...]:
-        return of if self.sides is None else tuple(of[-1 - side] if side < 0 else side for side in self.sides)
+        sized = of or (1,)
+        return of if self.sides is None else tuple(sized[-1 - side] if side < 0 else side for side in self.sides)
 
     def kept(self, of: tuple[int, ...]) -> tuple[int, bool]:
         """(bytes, per element?) for a parameter of that shape."""
@@ -418,7 +421,7 @@ def probe(optimizer: Any, group: dict[str, Any], dtype: Any, dimensions: int = 1
     """
     import torch
 
-    shape = PRIMES[:dimensions]
+    shape = PRIMES[: max(dimensions, 1)]  # as fragments have at least one
     with torch._subclasses.fake_tensor.unset_fake_temporarily():
         param = torch.nn.Parameter(torch.zeros(shape, dtype=dtype))
         param.grad = torch.ones_like(param)
@@ -440,7 +443,7 @@ def probe(optimizer: Any, group: dict[str, Any], dtype: Any, dimensions: int = 1
     found = {}
     for key, value in twin.state[param].items():
         if isinstance(value, torch.Tensor):
-            like = tuple(value.shape) == shape and key != "step"
+            like = tuple(value.shape) == shape
             sides = tuple(-1 - shape.index(side) if side in shape else side for side in value.shape)
             found[key] = Asked(value.dtype, None if like else sides)
     return found

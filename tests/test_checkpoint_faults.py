@@ -375,7 +375,7 @@ def test_row47_what_is_no_checkpoint_is_not_replaced(tmp_path):
     _, _, zero = job(0)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.tex").write_text("years")
-    with pytest.raises(CheckpointError, match="would remove what is no checkpoint's"):
+    with pytest.raises(CheckpointError, match="would remove what zeroshard did not write"):
         zero.save(tmp_path / "run")
     zero.save(tmp_path / "run" / "a")
     with pytest.raises(CheckpointError, match=r"'a', 'thesis.tex'"):
@@ -384,6 +384,53 @@ def test_row47_what_is_no_checkpoint_is_not_replaced(tmp_path):
     with pytest.raises(CheckpointError, match="not saved"):
         zero.save(tmp_path / "file")
     assert names(tmp_path / "run") == ["a", "thesis.tex"] and names(tmp_path) == ["file", "run"]
+
+
+@pytest.mark.row(72)
+@pytest.mark.parametrize("when", ["before", "meanwhile", "last moment"])
+def test_what_a_user_put_into_a_checkpoint_stays(tmp_path, monkeypatch, when):
+    """keep= leaves that checkpoint whole and says so; a save over it is refused."""
+    _, _, zero = job(0)
+    old, notes = tmp_path / "a", tmp_path / "a" / "notes.txt"
+    for name in "ab":
+        zero.save(tmp_path / name)
+    if when == "before":
+        notes.write_text("years")
+    elif when == "meanwhile":
+        write = files.write_manifest
+        monkeypatch.setattr("zeroshard.saving.write_manifest", lambda *a: (notes.write_text("years"), write(*a)))
+    else:
+        rename, exchange = os.rename, files._exchange
+
+        def late(call, one, other):
+            notes.exists() or notes.write_text("years")
+            call(one, other)
+
+        monkeypatch.setattr("zeroshard.files._exchange", lambda one, other: late(exchange, one, other))
+        monkeypatch.setattr("os.rename", lambda one, other: late(rename, one, other))
+    with pytest.warns(UserWarning, match=r"leaves the older checkpoint .*/a: it holds \['notes.txt'\]"):
+        zero.save(tmp_path / "c", keep=1)
+    assert names(tmp_path) == ["a", "c"] and notes.read_text() == "years"
+    notes.unlink()
+    if when == "before":
+        notes.write_text("years")
+    with pytest.raises(CheckpointError, match=r"would remove what zeroshard did not write[^$]*notes.txt"):
+        zero.save(old)
+    assert names(tmp_path) == ["a", "c"] and notes.read_text() == "years"
+    monkeypatch.undo()
+    zero.load(old)
+
+
+@pytest.mark.row(72)
+def test_a_folder_or_link_that_has_a_checkpoints_file_name_stays(tmp_path):
+    _, _, zero = job(0)
+    (tmp_path / "a" / "rank00001.safetensors").mkdir(parents=True)
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "rank00001.safetensors").symlink_to(tmp_path)
+    for name in "ab":
+        with pytest.raises(CheckpointError, match="would remove what zeroshard did not write"):
+            zero.save(tmp_path / name)
+        assert names(tmp_path / name) == ["rank00001.safetensors"]
 
 
 # ------------------------------------------------------------------------------------------------- errors of the disk

@@ -1,5 +1,6 @@
 """Runs that stop and go on: elsewhere, from the right checkpoint, or without stopping for the save at all."""
 
+import json
 import os
 import subprocess
 import sys
@@ -19,6 +20,8 @@ from zeroshard import Layout, checkpoint
 from zeroshard import saving as saving_module
 from zeroshard.errors import CheckpointError, UserError
 from zeroshard.events import HOST
+from zeroshard.files import canonical, digest
+from zeroshard.manifest import siblings
 
 ROOT = Path(__file__).parents[1]
 MICRO_BATCHES = 4
@@ -277,6 +280,34 @@ def test_the_latest_is_the_last_saved_and_so_many_are_kept(ranks, tmp_path):
     for wrong in (0, -1, 1.5, True):
         with pytest.raises(CheckpointError, match="keep= counts checkpoints"):
             zero.save(tmp_path / "x", keep=wrong)
+
+
+@pytest.mark.row(73)
+def test_the_latest_is_the_last_saved_whatever_the_clock_says(tmp_path, monkeypatch):
+    """Set back by a year for each save; checkpoints without a number, as earlier versions wrote them, are older."""
+    _, _, zero = counted()
+    for name, saved in (("old-1", 5 << 60), ("old-2", 6 << 60)):
+        monkeypatch.setattr("zeroshard.saving.time.time_ns", lambda saved=saved: saved)
+        zero.save(tmp_path / name)
+        told = json.loads((tmp_path / name / "manifest.json").read_text())["manifest"]
+        del told["number"]
+        (tmp_path / name / "manifest.json").write_text(
+            f'{{"digest":"{digest(canonical(told))}","manifest":{canonical(told)}}}'
+        )
+    found = []
+    for at, name in enumerate("cbad"):
+        monkeypatch.setattr("zeroshard.saving.time.time_ns", lambda at=at: (40 - at) * 365 * 86400 * 10**9)
+        zero.save(tmp_path / name)
+        found.append(zero.latest(tmp_path).name)
+    assert found == ["c", "b", "a", "d"]
+    assert [path.name for path in siblings(tmp_path)] == ["d", "a", "b", "c", "old-2", "old-1"]
+    numbers = {
+        path.name: json.loads((path / "manifest.json").read_text())["manifest"].get("number")
+        for path in tmp_path.iterdir()
+    }
+    assert numbers == {"old-1": None, "old-2": None, "c": 1, "b": 2, "a": 3, "d": 4}
+    zero.save(tmp_path / "e", keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["d", "e"]
 
 
 def passes_over(folder):

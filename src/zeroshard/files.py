@@ -173,17 +173,36 @@ def make_room(beside: Path, path: Path) -> None:
     """Remove dead saves' leftovers, and make the folder `beside`. Raises where `path` holds what is the user's."""
     path.parent.mkdir(parents=True, exist_ok=True)
     clean(path.parent)
-    found = os.listdir(path) if path.exists() else []
-    if others := [name for name in found if name != MANIFEST and not FILE.fullmatch(name)]:
-        raise CheckpointError(
-            "saving here would remove what is no checkpoint's", where=str(path), expected="a checkpoint, or nothing",
-            got=f"{sorted(others)[:5]} too", instead="a folder of its own for each checkpoint",
-        )  # fmt: skip
+    if path.exists():
+        _check_ours(path, path, foreign)
     beside.mkdir()
 
 
-def publish(beside: Path, path: Path) -> None:
-    """Make `beside` appear at `path` by one rename, in place of what was there; or raise, with all as it was."""
+def foreign(folder: Path) -> list[str]:
+    """What is in a folder that no save wrote."""
+    with os.scandir(folder) as entries:
+        others = [
+            entry.name
+            for entry in entries
+            if not (entry.name == MANIFEST or FILE.fullmatch(entry.name)) or not entry.is_file(follow_symlinks=False)
+        ]
+    return sorted(others)
+
+
+def _check_ours(folder: Path, path: Path, others: Callable[[Path], list[str]]) -> None:
+    """folder: what is at `path`, or has been."""
+    if found := others(folder):
+        raise CheckpointError(
+            "writing here would remove what zeroshard did not write", where=str(path),
+            expected="what it wrote, or nothing", got=f"{found[:5]} too", instead="a folder of its own",
+        )  # fmt: skip
+
+
+def publish(beside: Path, path: Path, others: Callable[[Path], list[str]] = foreign) -> None:
+    """Make `beside` appear at `path` by one rename, in place of what was there; or raise, with all as it was.
+
+    others: what of a folder's content is not to be removed. It may have come since the save began.
+    """
     exchange = False
     try:
         os.rename(beside, path)
@@ -191,7 +210,13 @@ def publish(beside: Path, path: Path) -> None:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
         exchange = True
+        _check_ours(path, path, others)
         _exchange(beside, path)
+        try:
+            _check_ours(beside, path, others)  # what came in the last moment
+        except BaseException:
+            _exchange(beside, path)
+            raise
     try:
         sync(path.parent)
     except OSError:
@@ -201,13 +226,20 @@ def publish(beside: Path, path: Path) -> None:
     discard(beside)
 
 
-def remove(path: Path) -> None:
-    """Remove a published folder: all of it leaves its name at once, so a crash leaves nothing half-removed there."""
-    aside = temporary(place_beside(path, owner()))
-    try:
-        os.rename(path, aside)
-    finally:
-        discard(aside)
+def remove(path: Path) -> list[str]:
+    """Remove a published checkpoint: all of it leaves its name at once, so a crash leaves nothing half-removed there.
+
+    It stays where something is in it that no save wrote: that is the answer.
+    """
+    if found := foreign(path):
+        return found
+    aside = place_beside(path, owner())
+    os.rename(path, aside)
+    if found := foreign(aside):  # what came in the last moment
+        os.rename(aside, path)
+        return found
+    discard(temporary(aside))
+    return []
 
 
 def _exchange(one: Path, other: Path) -> None:

@@ -130,6 +130,7 @@ class Saved:
             if state != VALUE:
                 self.states.setdefault(name, []).append(state)
         self._count(manifest["saved"], 1 << 63)
+        self._count(manifest.get("number", 0), 1 << 63)
         self._count(manifest["seed"], 1 << 64)
         if len(self._list(manifest["rng"])) != self._count(manifest["ranks"]):
             raise self.damage("random states of every rank", len(manifest["rng"]))
@@ -285,10 +286,14 @@ def nbytes(stored: Stored) -> int:
     return numel(stored.shape) * stored.dtype.itemsize
 
 
-def siblings(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, the last saved first, by their manifests; what has none, or links away, is none.
+_known: dict[str, tuple[tuple[int, ...], int, int]] = {}  # of each manifest seen: which file that was, its order
 
-    Says by a warning which ones have a damaged manifest.
+
+def orders(folder: Path, *, say: bool) -> list[tuple[int, int, str]]:
+    """(number, time, name) of the checkpoints in a folder, by their manifests; what has none, or links away, is none.
+
+    A save has the number after the largest beside it: clocks are set back, numbers are not. Those of earlier versions
+    have none, which counts as 0, and of equal numbers the time decides. say: warn of damaged manifests.
     """
     found = []
     for entry in os.scandir(folder):
@@ -297,10 +302,26 @@ def siblings(folder: Path) -> list[Path]:
             continue
         try:
             with opened(path) as descriptor:
-                found.append((int(read_manifest(path, descriptor)["saved"]), path.name))
-        except (CheckpointError, LookupError, TypeError, ValueError) as error:
-            warnings.warn(f"zeroshard passes over a damaged checkpoint. {error}", stacklevel=2)
-    return [folder / name for _, name in sorted(found, reverse=True)]
+                facts = os.stat(MANIFEST, dir_fd=descriptor)
+                which = facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns
+                if _known.get(entry.path, ((),))[0] != which:  # a manifest is some megabytes to read
+                    _known[entry.path] = which, *order(read_manifest(path, descriptor))
+                _, number, saved = _known[entry.path]
+                found.append((number, saved, path.name))
+        except (CheckpointError, OSError, LookupError, TypeError, ValueError) as error:
+            if say:
+                warnings.warn(f"zeroshard passes over a damaged checkpoint. {error}", stacklevel=3)
+    return found
+
+
+def order(manifest: Mapping[str, Any]) -> tuple[int, int]:
+    """By which checkpoints are earlier or later: (number, time)."""
+    return int(manifest.get("number", 0)), int(manifest["saved"])
+
+
+def siblings(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, the last saved first. Says by a warning which ones have a damaged manifest."""
+    return [folder / name for *_, name in sorted(orders(folder, say=True), reverse=True)]
 
 
 def plain(where: str, value: Any, tensors: dict[str, Tensor]) -> Any:

@@ -37,7 +37,7 @@ from .checkpoint import (
 from .errors import CheckpointError, Error, PeerError, UserError
 from .events import HOST, Ledger
 from .files import absolute, make_room, publish, remove, write_manifest, write_tensors
-from .manifest import FORMAT, VERSION, check_loads, plain, siblings
+from .manifest import FORMAT, VERSION, check_loads, orders, plain, siblings
 from .tier import Part, present
 from .workplace import discard, owner, place_beside, release_signals, temporary
 
@@ -293,6 +293,7 @@ def _write_own(group: Group, snapshot: Snapshot, beside: Path) -> dict[str, Any]
 def _publish(head: dict[str, Any], everyone: Sequence[dict[str, Any]], beside: Path, target: Path) -> None:
     manifest = {
         **head,
+        "number": 1 + max((number for number, *_ in orders(target.parent, say=False)), default=0),
         "fragments": [fragment for own in everyone for fragment in own["fragments"]],
         "values": [value for own in everyone for value in own["values"]],
         "files": {own["file"]: own["facts"] for own in everyone},
@@ -310,6 +311,10 @@ def _forget(target: Path, keep: int) -> None:
     """Remove the oldest complete checkpoints beside this one until `keep` are left, this one among them."""
     try:
         for path in [path for path in siblings(target.parent) if path != target][max(0, keep - 1) :]:
-            remove(path)
+            if found := remove(path):
+                warnings.warn(
+                    f"zeroshard leaves the older checkpoint {path}: it holds {found[:5]}, which no save wrote",
+                    stacklevel=2,
+                )
     except OSError as error:
         warnings.warn(f"zeroshard saved {target}, but could not remove an older checkpoint: {error}", stacklevel=2)

@@ -15,7 +15,7 @@ from zeroshard.cli.config import InputError, one_line
 from zeroshard.errors import CheckpointError
 from zeroshard.files import BLOCK, DTYPES, FILE, MANIFEST, digest
 from zeroshard.integrations.export import by_number
-from zeroshard.manifest import VALUE, Saved, Stored, numel
+from zeroshard.manifest import VALUE, Saved, Stored, numel, order
 from zeroshard.workplace import under_way
 
 CONTAINERS = ("map", "list", "tuple")
@@ -190,10 +190,11 @@ def _inside(folder: Path) -> Iterator[dict[str, Any]]:
                 with Saved.open(path) as saved:
                     nbytes = sum(file["nbytes"] for file in saved.manifest["files"].values())
                     told = {key: saved.manifest[key] for key in ("saved", "ranks", "stage")}
-                complete.append(row | told | {"nbytes": nbytes})
+                    at = order(saved.manifest)
+                complete.append((at, row | told | {"nbytes": nbytes}))
             except CheckpointError as error:
                 others.append(row | {"state": "damaged", "problem": one_line(error)})
-    yield from sorted(complete, key=lambda row: int(row["saved"]))
+    yield from (row for _, row in sorted(complete, key=lambda each: each[0]))
     yield from others
 
 

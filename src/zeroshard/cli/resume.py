@@ -45,15 +45,15 @@ def read(resume: str) -> dict[str, Any]:
     readable = [settings for each in found if (settings := _settings(each)) is not None]
     if not readable:
         raise InputError(f"--resume {resume}: no checkpoint of zeroshard train in it that can be read")
-    return max(readable, key=lambda settings: int(settings["step"]))
+    return max(readable, key=lambda each: each[0])[1]
 
 
-def _settings(folder: Path) -> dict[str, Any] | None:
-    """What train saved along. The ranks check every byte when they load it."""
+def _settings(folder: Path) -> tuple[tuple[int, int], dict[str, Any]] | None:
+    """What train saved along, and which checkpoint is later. The ranks check every byte when they load it."""
     try:
-        extra = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["manifest"]["extra"]
-        settings: dict[str, Any] = _unplain(dict(extra["map"])["run"])
-        return settings if int(settings["step"]) else None
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["manifest"]
+        settings: dict[str, Any] = _unplain(dict(manifest["extra"]["map"])["run"])
+        return ((int(manifest.get("number", 0)), int(manifest["saved"])), settings) if int(settings["step"]) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -13,6 +13,7 @@ block of a checkpoint, a gathered bucket of a running model. Both give the same 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -163,9 +164,12 @@ class Folder:
     def __init__(self, target: Path, owner: str) -> None:
         self.target = target
         self.beside = place_beside(target, owner)
+        self._others: Callable[[Path], list[str]] = lambda folder: []  # what must not be replaced
 
     def begin(self, wanted: Wanted, tensors: Mapping[str, Kind], *, config: bool) -> Weights:
-        foreign = _foreign(self.target, config=config) if self.target.is_dir() and not wanted.overwrite else []
+        if not wanted.overwrite:
+            self._others = functools.partial(_foreign, config=config)
+        foreign = self._others(self.target) if self.target.is_dir() else []
         if foreign or (self.target.exists() and not self.target.is_dir()):
             raise UserError(
                 "an export would replace what is no export", where=str(self.target), got=foreign[:3] or "a file",
@@ -184,7 +188,7 @@ class Folder:
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
-        publish(self.beside, self.target)
+        publish(self.beside, self.target, self._others)
 
     def drop(self) -> None:
         discard(self.beside)
@@ -193,9 +197,10 @@ class Folder:
 def _foreign(folder: Path, *, config: bool) -> list[str]:
     """What of a folder's content no export wrote, or this one would not write anew."""
     names = sorted(os.listdir(folder))
+    plain = {name for name in names if (folder / name).is_file() and not (folder / name).is_symlink()}
     weights = [name for name in names if WEIGHTS.fullmatch(name) and _made_here(folder / name)]
     mine = {*weights, INDEX, *([CONFIG] if config else [])} if weights else set()
-    return [name for name in names if name not in mine]
+    return [name for name in names if name not in mine & plain]
 
 
 def _made_here(path: Path) -> bool:

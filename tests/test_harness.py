@@ -312,7 +312,7 @@ def test_an_interruption_while_workers_start_leaves_no_confusion(monkeypatch):
 @pytest.mark.parametrize("idle", [True, False])
 def test_a_nursery_that_dies_is_replaced(idle):
     """Its workers die with it, in the middle of a run or between runs; the next run starts afresh."""
-    before, nursery = ranks.pids(2), ranks._pool._nursery.pid
+    before, nursery = ranks.pids(2), ranks.pool._pool._nursery.pid
     if idle:
         os.kill(nursery, signal.SIGKILL)
         until(lambda: not any(alive(pid) for pid in before))
@@ -367,7 +367,7 @@ def test_workers_end_with_the_process_that_started_them(sig, tmp_path):
         import sys
         sys.path[:0] = [{os.path.dirname(os.path.abspath(__file__))!r}, {str(tmp_path)!r}]
         import napping, ranks
-        print(*ranks.pids(2), ranks._pool._nursery.pid, flush=True)
+        print(*ranks.pids(2), ranks.pool._pool._nursery.pid, flush=True)
         ranks.run(2, napping.nap, {str(tmp_path / "started")!r})
     """)
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)

@@ -1,102 +1,30 @@
-"""Warm rank processes: `ranks.run(world, fn, *args)` calls `fn` on every rank and returns what each returned.
-
-    pytest --socket--> nursery (torch imported, one thread) --fork--> worker 0, worker 1, ...   (one per rank)
-                                                            --fork--> python -m zeroshard ...   (`ranks.command`)
-
-The nursery pays for the imports once; a fork takes some milliseconds. Workers are forked when first needed, and the next
-run reuses them, whatever its world size. A run that fails in any way costs its workers: they are killed and forked
-anew, so nothing of a broken run can leak into the next test. The nursery ends when its socket to pytest does (however pytest
-ended) and kills its workers by pid; each worker also asks the kernel to die with the nursery.
-
-Rejected: `torch.multiprocessing.spawn` per test and restarting workers from scratch after a failure (4 s each); one
-process group kept per world size (a test's subgroups would pile up; a fresh group costs some twenty milliseconds).
-"""
+"""In pytest's process: calls of functions on ranks, and the nursery and workers that serve them."""
 
 from __future__ import annotations
 
 import atexit
-import ctypes
-import faulthandler
 import functools
-import gc
 import json
 import os
 import pickle
-import random
-import resource
-import runpy
-import select
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+from .failures import Raised, RankFailure
 
 GROUP_TIMEOUT = 20.0  # seconds a collective waits for its peers
 RUN_TIMEOUT = 60.0  # seconds before a run counts as hung
 PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 GRACE = 3.0  # seconds the other ranks get to end by themselves after one failed
-
-
-class Raised(NamedTuple):
-    """How one rank failed. `type` is the exception's class name, or Died (the process ended) or Hung (it never did)."""
-
-    type: str
-    message: str
-    traceback: str = ""
-    bases: tuple[str, ...] = ()  # the class names of the exception's whole tree, itself included
-
-    def isa(self, name: str) -> bool:
-        return name in self.bases
-
-
-class RankFailure(AssertionError):
-    """Raised in the test when any rank failed; `.outcomes[rank]` is a `Raised` or the value that the rank returned."""
-
-    def __init__(self, headline: str, outcomes: list[Any]) -> None:
-        super().__init__(headline)
-        self.outcomes = outcomes
-
-    @property
-    def failures(self) -> dict[int, Raised]:
-        return {rank: outcome for rank, outcome in enumerate(self.outcomes) if isinstance(outcome, Raised)}
-
-    def __str__(self) -> str:
-        parts = [self.args[0]]
-        for rank, outcome in enumerate(self.outcomes):
-            if isinstance(outcome, Raised):
-                parts.append(f"---- rank {rank}: {outcome.type}: {outcome.message}\n{outcome.traceback}".rstrip())
-            else:
-                parts.append(f"---- rank {rank}: returned")
-        return "\n".join(parts)
-
-
-def alive(pid: int) -> bool:
-    """Whether the process runs; one that ended but was not waited for yet does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
-def until(condition: Callable[[], bool], seconds: float = 20) -> None:
-    """Wait for it. Raises AssertionError where it does not come about in time."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "not in time: something hangs"
-        time.sleep(0.02)
-
-
-# ---------------------------------------------------------------------------------------------- in the test's process
 
 
 def run(
@@ -188,6 +116,22 @@ def pids(world: int) -> list[int]:
 def shutdown() -> None:
     """End all workers and the nursery. The next run starts new ones."""
     _pool.close()
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs; one that ended but was not waited for yet does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def until(condition: Callable[[], bool], seconds: float = 20) -> None:
+    """Wait for it. Raises AssertionError where it does not come about in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "not in time: something hangs"
+        time.sleep(0.02)
 
 
 def _innermost(fn: Any) -> Any:
@@ -392,14 +336,12 @@ class _Pool:
             "GLOO_SOCKET_IFNAME": "lo",
             "RES_OPTIONS": "timeout:1",
         }
-        here = os.path.dirname(os.path.abspath(__file__))
+        here = str(Path(__file__).resolve().parents[1])  # where tests import each other from
         path = [here, *(entry for entry in sys.path if entry != here)]
-        code = (
-            f"import sys; sys.path[:] = {path!r}; import ranks; ranks._nursery({theirs.fileno()}, {self._files.name!r})"
-        )
+        serve = f"from ranks import nursery; nursery.serve({theirs.fileno()}, {self._files.name!r})"
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         self._nursery = subprocess.Popen(
-            [sys.executable, *flags, "-c", code],
+            [sys.executable, *flags, "-c", f"import sys; sys.path[:] = {path!r}; {serve}"],
             pass_fds=[theirs.fileno()],
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -425,263 +367,3 @@ class _Pool:
 
 _pool = _Pool()
 atexit.register(_pool.close)
-
-
-# ---------------------------------------------------------------------------------------------------- in the nursery
-
-
-def _nursery(fd: int, files: str) -> None:
-    """Import what every rank needs, then fork and reap workers on request until the socket to pytest closes."""
-    parent = os.getppid()
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    import hypothesis  # noqa: F401
-    import numpy  # noqa: F401
-    import torch
-    import torch._dynamo  # the first optimizer step imports it
-    import torch.distributed
-    import torch.utils.checkpoint
-
-    import models  # noqa: F401
-    import zeroshard
-
-    for name in zeroshard.__all__:  # each imports its module
-        getattr(zeroshard, name)
-    torch.set_num_threads(1)
-    _rewrite_asserts()
-    gc.collect()
-    gc.freeze()  # collecting in a worker then walks only what its test made
-    sock = socket.socket(fileno=fd)
-    children: set[int] = set()
-    with suppress(OSError):  # pytest went away between a question and its answer
-        while os.getppid() == parent:
-            if not select.select([sock], [], [], 1.0)[0]:
-                continue
-            message, fds, _, _ = socket.recv_fds(sock, 4096, 2)
-            if not message:
-                break
-            request = json.loads(message)
-            if request["verb"] == "fork":
-                answer = _fork_worker(sock, fds)
-                children.add(answer)
-            elif request["verb"] == "command":
-                answer = _fork_command(sock, request["files"])
-                children.add(answer)
-            else:
-                answer = _reap(request["pid"], request["patience"])
-                children.discard(request["pid"])
-            sock.send(str(answer).encode())
-    for pid in children:
-        _reap(pid, 0.0)
-    shutil.rmtree(files, ignore_errors=True)  # pytest does it too, unless it was killed
-    os._exit(0)
-
-
-def _fork_worker(sock: socket.socket, fds: list[int]) -> int:
-    nursery, pid = os.getpid(), os.fork()
-    if pid == 0:
-        try:
-            sock.close()
-            _lead_a_group(nursery)
-            _worker(*fds)
-        finally:
-            os._exit(70)  # never on into the nursery's loop
-    with suppress(OSError):
-        os.setpgid(pid, pid)
-    for passed in fds:
-        os.close(passed)
-    return pid
-
-
-def _fork_command(sock: socket.socket, files: list[str]) -> int:
-    nursery, pid = os.getpid(), os.fork()
-    if pid == 0:
-        try:
-            sock.close()
-            _lead_a_group(nursery)
-            _command(*files)
-        finally:
-            os._exit(70)
-    with suppress(OSError):
-        os.setpgid(pid, pid)
-    return pid
-
-
-def _command(call: str, out: str, error: str) -> None:
-    """What Python does with `-m zeroshard`, imports apart."""
-    for fd, path in enumerate((os.devnull, out, error)):
-        os.dup2(os.open(path, os.O_CREAT | os.O_RDWR | os.O_APPEND, 0o600), fd)
-    asked = json.loads(Path(call).read_text())
-    os.environ.clear()
-    os.environ.update(asked["environment"])
-    os.chdir(asked["cwd"])
-    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", buffering=1, closefd=False)
-    sys.path[0] = asked["cwd"]  # in place of the tests' folder
-    sys.argv = ["zeroshard", *asked["words"]]
-    code: Any = 1
-    try:
-        runpy.run_module("zeroshard", run_name="__main__", alter_sys=True)
-    except SystemExit as end:
-        code = end.code
-    except BaseException:
-        traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code or 0)
-
-
-def _lead_a_group(nursery: int) -> None:
-    os.setpgid(0, 0)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: go when the nursery goes
-    if os.getppid() != nursery:  # it went before that was said
-        os._exit(70)
-
-
-def _reap(pid: int, patience: float) -> int:
-    deadline = time.monotonic() + patience
-    while time.monotonic() < deadline:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.005)
-    with suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)  # a worker leads a group of its own, so its children go too
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def _rewrite_asserts() -> None:
-    """Let a plain `assert a == b` inside a rank's function show a and b, as it does in the test itself."""
-    with suppress(Exception):  # private parts of pytest; without them a bare AssertionError is all one sees
-        from _pytest.assertion import install_importhook
-        from _pytest.config import get_config
-
-        install_importhook(get_config())
-
-
-# ----------------------------------------------------------------------------------------------------- in the workers
-
-_place = (0, 1)
-
-
-def rank() -> int:
-    """The rank this function runs on, with or without a process group."""
-    return _place[0]
-
-
-def world() -> int:
-    """The number of ranks of the current run."""
-    return _place[1]
-
-
-def _worker(fd: int, log_fd: int) -> None:
-    """A rank: take a call, answer it, clean up, for as long as the test's process lives."""
-    os.dup2(log_fd, 1)
-    os.dup2(log_fd, 2)
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-    faulthandler.enable(2)  # a segmentation fault leaves its stack in the log
-    faulthandler.register(signal.SIGUSR1, 2, all_threads=True)  # works while the interpreter is stuck in C++
-    connection = Connection(fd)
-    environment = dict(os.environ)
-    _reset()
-    try:
-        while True:
-            job, call = pickle.loads(connection.recv_bytes()), connection.recv_bytes()
-            answer = _answer(job, call)
-            connection.send_bytes(answer)
-            if connection.recv_bytes() == b"close":
-                connection.send_bytes(_close(environment))
-    except (EOFError, OSError):
-        os._exit(0)
-
-
-def _report(error: BaseException) -> dict[str, Any]:
-    return {
-        "type": type(error).__name__,
-        "message": str(error),
-        "traceback": traceback.format_exc(),
-        "bases": tuple(cls.__name__ for cls in type(error).__mro__),
-    }
-
-
-def _answer(job: dict[str, Any], call: bytes) -> bytes:
-    global _place
-    _place = (job["rank"], job["world"])
-    try:
-        os.chdir(job["cwd"])
-        sys.path[:] = job["path"]
-        for hook in sys.meta_path:
-            if hasattr(hook, "_must_rewrite"):  # pytest's; mark_rewrite() would warn about what is imported already
-                hook._must_rewrite.add(job["module"])
-                hook._marked_for_rewrite_cache.clear()
-        _open(job)
-        fn, args, kwargs = pickle.loads(call)
-        return pickle.dumps(("value", pickle.dumps(fn(*args, **kwargs))))
-    except BaseException as error:  # SystemExit and pytest's outcomes are answers too
-        return pickle.dumps(("error", _report(error)))
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-
-
-def _open(job: dict[str, Any]) -> None:
-    import torch.distributed as dist
-
-    rank, world, (path, port) = job["rank"], job["world"], job["store"]
-    if job["group"] == "env":  # as torchrun does, its agent's store included
-        os.environ.update(
-            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), GROUP_RANK="0",
-            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="ranks",
-            TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0",
-        )  # fmt: skip
-    elif job["group"]:
-        limit = timedelta(seconds=job["group_timeout"])
-        store = dist.FileStore(path, world)  # the last rank to drop it deletes the file
-        dist.init_process_group(job["backend"], store=store, rank=rank, world_size=world, timeout=limit)
-
-
-def _close(environment: dict[str, str]) -> bytes:
-    """End the run's process group (all ranks have returned) and forget what the run left behind."""
-    import torch.distributed as dist
-
-    try:
-        gc.collect()  # an engine that owns subgroups goes before the default group does
-        if dist.is_initialized():
-            dist.barrier()  # the slowest rank's last bytes are through: leaving a gloo group early aborts the others
-            dist.destroy_process_group()
-        os.environ.clear()
-        os.environ.update(environment)
-        _reset()
-        return pickle.dumps(("value", b""))
-    except BaseException as error:
-        return pickle.dumps(("error", _report(error)))
-
-
-def _reset() -> None:
-    """Every run starts from the same global state."""
-    reset_global_state()
-    for number in (signal.SIGTERM, signal.SIGHUP):  # under nohup a process inherits that it ignores one
-        signal.signal(number, signal.SIG_DFL)
-    if "models" in sys.modules:
-        sys.modules["models"].reset()
-    gc.collect()
-    gc.freeze()  # modules that the run was the first to import
-
-
-def reset_global_state(seed: int = 0) -> None:
-    """Seeds, default dtype and device, determinism, threads, grad mode: as a fresh process with one thread has them."""
-    import numpy
-    import torch
-
-    random.seed(seed)
-    numpy.random.seed(seed)
-    torch.manual_seed(seed)
-    torch.set_default_dtype(torch.float32)
-    torch.set_default_device(None)
-    torch.set_num_threads(1)
-    torch.set_grad_enabled(True)
-    torch.set_anomaly_enabled(False)
-    torch.set_flush_denormal(False)
-    torch.set_float32_matmul_precision("highest")
-    torch.use_deterministic_algorithms(False)
-    torch.set_deterministic_debug_mode(0)

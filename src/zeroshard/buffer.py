@@ -276,7 +276,8 @@ class Buffer:
                     self.gathered.take_memory(ahead=ahead)
                     self.saved.watch(self)
                 self.land()
-                self._bring(self._mine)
+                # Not a write that autograd should see: who holds a view of weights that are still these may use it.
+                self._bring(self._mine.data)
                 self.edits.came(self.full, self._mine if self.casts else None, kept=kept)
             self.gathered.arriving()
             if not (self.resident or self.place.parameters):
@@ -418,8 +419,11 @@ class Buffer:
     def changed(self) -> None:
         """New weights: saved tensors of older ones must not be used."""
         self.generation += 1
-        if self.resident:
+        if not self.gathered.released:
             increment_versions(self.params)
+            if not self.resident:  # views of what was gathered, which somebody may hold
+                torch.autograd.graph.increment_version(self.full)
+                self.edits.not_an_edit()
 
     # --- what saved notes ask ---------------------------------------------------------------------------------------
 

@@ -38,6 +38,10 @@ class Edits:
         """Somebody may have written into the guarded copy past the guard: then its version has changed."""
         self.reachable |= full._version != self._version
 
+    def not_an_edit(self) -> None:
+        """The version of the gathered copy was just raised by us, to tell autograd of new weights."""
+        self._version += 1
+
     def agree(self, params: Tensor | None) -> None:
         """These parameters are what the masters cast to. None: nothing is known of them."""
         self._agreed = None if params is None else digest(params)

@@ -147,6 +147,7 @@ class Source(Protocol):
 class Saved(NamedTuple):
     """Instead of a parameter (or a view of one): where it was. A tensor again once its unit is gathered."""
 
+    keeper: SavedTensors
     source: Source
     dtype: torch.dtype
     offset: Any
@@ -160,6 +161,10 @@ class Saved(NamedTuple):
 
     def restore(self) -> Tensor:
         self.source.fetch()
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
+            # A graph of the backward itself is wanted (create_graph=True): what the running node saves of a weight is
+            # a note too. Autograd gives each node a stack of hooks of its own, so nobody has to pop this one.
+            self.keeper.push()
         if self.generation != self.source.generation or self.version != self.source.version_of(self.slot):
             raise StateError(
                 "a weight was changed between forward and backward by an inplace operation",
@@ -245,6 +250,7 @@ class SavedTensors:
                 offset = tensor.storage_offset()
                 slot = source.slot_at(offset * tensor.itemsize // source.full.itemsize)
                 return Saved(
+                    self,
                     source,
                     tensor.dtype,
                     offset,

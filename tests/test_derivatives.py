@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
-from torch import nn
+from torch import func, nn
+from torch.autograd import forward_ad
+from torch.distributed._composable import checkpoint as composable
 from torch.utils.checkpoint import checkpoint
 
 import reference
@@ -39,7 +43,8 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def points(index: int, *, wanted: bool = True) -> torch.Tensor:
-    return torch.randn(3, 7, generator=torch.Generator().manual_seed(index)).requires_grad_(wanted)
+    x = torch.randn(3, 7, generator=torch.Generator().manual_seed(index))
+    return x.requires_grad_() if wanted else x
 
 
 def slope(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -182,3 +187,265 @@ def stashed(stage: int) -> str:
 def test_gathering_weights_again_is_no_edit_of_them(ranks, stage):
     """A view of a weight that outlives its forward may be used, and differentiated through, beside other forwards."""
     assert ranks.run(2, stashed, stage) == ["", ""]
+
+
+# --- torch.func -------------------------------------------------------------------------------------------------------
+
+
+def own_weights() -> dict[str, torch.Tensor]:
+    return {name: 1.5 * param.detach() for name, param in build().named_parameters()}
+
+
+def along(model, x):
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(model(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+
+
+def energy(model):
+    return lambda x: model(x).square().sum()
+
+
+TRANSFORMS = {
+    "grad": lambda model, x: func.grad(energy(model))(x),
+    "grad of grad": lambda model, x: func.grad(lambda x: func.grad(energy(model))(x).square().sum())(x),
+    "vjp": lambda model, x: func.vjp(model, x)[1](torch.ones(3, 1))[0],
+    "jvp": lambda model, x: func.jvp(model, (x,), (torch.ones_like(x),))[1],
+    "dual numbers": along,
+    "jacrev": lambda model, x: func.jacrev(model)(x),
+    "jacfwd": lambda model, x: func.jacfwd(model)(x),
+    "hessian": lambda model, x: func.hessian(energy(model))(x),
+    "vmap": lambda model, x: func.vmap(model)(x),
+    "vmap of grad": lambda model, x: func.vmap(func.grad(energy(model)))(x),
+    "functional call": lambda model, x: func.functional_call(model, own_weights(), x),
+    "grad of functional call": lambda model, x: func.grad(
+        lambda weights: func.functional_call(model, weights, x).square().sum()
+    )(own_weights())["blocks.1.0.weight"],
+}
+
+
+def transformed(stage: int) -> list[str]:
+    """Each transform of a sharded model, what comes of its result's backward, and of the steps after it."""
+    rank, world = rank_and_world()
+    wrong = []
+    for name, transform in TRANSFORMS.items():
+        want, want_optimizer = build(), None
+        want_optimizer = sgd(want)
+        model = build()
+        optimizer = sgd(model)
+        zero = zeroshard.shard(model, optimizer, stage=stage, layout=Layout(bucket_mib=1e-3))
+        for step in range(2):
+            for index in range(world):
+                result = transform(want, points(10 * step + index, wanted=False))
+                if index == rank:
+                    expected = result.detach()
+                (result.square().sum() + energy(want)(points(index))).backward()
+            for param in want.parameters():
+                param.grad.div_(world)
+            want_optimizer.step()
+            want_optimizer.zero_grad()
+            got = transform(model, points(10 * step + rank, wanted=False))
+            if not (torch.equal(got, expected) and got.requires_grad == result.requires_grad):
+                wrong.append(f"{name}: the result")
+            (got.square().sum() + energy(model)(points(rank))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            got = result = None
+        with torch.no_grad():
+            model(points(0))
+        if zero.ledger().held.get("gather", 0):
+            wrong.append(f"{name}: {zero.ledger().held}")
+        with zero.gathered():
+            differs = reference.first_difference(reference.weights(model), reference.weights(want))
+        wrong += [f"{name}: {differs}"] if differs else []
+    return wrong
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_row81_transforms_of_the_model_are_plain_pytorchs(ranks, world, stage):
+    """Their results, the gradients through these, and the weights after two steps; then nothing is gathered."""
+    assert ranks.run(world, transformed, stage) == [[]] * world
+
+
+def kept_over_a_step(stage: int) -> None:
+    """`vjp` gives a function that may be called later: before a step it is right, after one it raises."""
+    model, want = build(), build()
+    optimizer = sgd(model)
+    zero = zeroshard.shard(model, optimizer, stage=stage)
+    x = points(0, wanted=False)
+    ones = torch.ones(3, 1)
+    out, pull = func.vjp(model, x)
+    model(points(1)).sum().backward()  # gathers again
+    assert torch.equal(pull(ones)[0], func.vjp(want, x)[1](ones)[0])
+    through = func.grad(energy(model))(x)
+    model(points(1)).sum().backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        through.sum().backward()
+    del out, pull, through
+    gc.collect()
+    with torch.no_grad():
+        model(x)
+    assert zero.ledger().held.get("gather", 0) == 0
+
+
+def test_row81_what_a_transform_keeps_is_right_until_the_weights_change(ranks, stage):
+    """As in plain PyTorch; and the memory that it kept is given back with it."""
+    ranks.run(2, kept_over_a_step, stage)
+
+
+class Force(nn.Module):
+    """Differentiates by `torch.func` inside its own forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.field = build()
+
+    def forward(self, x):
+        return func.grad(energy(self.field))(x)
+
+
+def forces(stage: int) -> str:
+    rank, world = rank_and_world()
+    want, model = Force(), Force()
+    wants, optimizer = sgd(want), sgd(model)
+    zero = zeroshard.shard(model, optimizer, stage=stage, layout=Layout(bucket_mib=1e-3))
+    for step in range(2):
+        for index in range(world):
+            want(points(10 * step + index, wanted=False)).square().sum().backward()
+        for param in want.parameters():
+            if param.grad is not None:
+                param.grad.div_(world)
+        model(points(10 * step + rank, wanted=False)).square().sum().backward()
+        for each in (wants, optimizer):
+            each.step()
+            each.zero_grad()
+    assert zero.ledger().held.get("gather", 0) == 0
+    with zero.gathered():
+        return reference.first_difference(reference.weights(model), reference.weights(want))
+
+
+@pytest.mark.row(81)
+def test_a_transform_inside_forward(ranks, stage):
+    """`torch.func` refuses to run among hooks on saved tensors; those of a sharded model step aside for it."""
+    assert ranks.run(2, forces, stage) == ["", ""]
+
+
+OF_WEIGHTS = {
+    "grad": lambda model: func.grad(lambda weight: weight.square().sum())(model.head.weight),
+    "vjp": lambda model: func.vjp(torch.exp, model.head.weight)[0],
+    "jvp": lambda model: func.jvp(torch.exp, (model.head.weight,), (torch.ones(1, 5),))[1],
+    "tangent": lambda model: func.jvp(torch.exp, (torch.ones(1, 5),), (model.head.weight,))[1],
+    "jacfwd": lambda model: func.jacfwd(torch.exp)(model.head.weight),
+    "vmap": lambda model: func.vmap(torch.exp)(model.head.weight),
+    "functionalize": lambda model: func.functionalize(torch.exp)(model.head.weight),
+    "closed over": lambda model: func.grad(lambda x: (x * model.head.weight).sum())(torch.ones(1, 5)),
+    "all of them": lambda model: func.grad(
+        lambda weights: func.functional_call(model, weights, points(0, wanted=False)).square().sum()
+    )(dict(model.named_parameters()))["head.weight"],
+    "linearize": lambda model: func.linearize(model, points(0, wanted=False))[1](torch.ones(3, 7)),
+}
+
+
+def refused(what: str) -> tuple[str, str]:
+    """A transform of weights that are not there; the remedy; and the steps after both."""
+    transform = OF_WEIGHTS[what]
+    weights = []
+    for refuse in (False, True):
+        model = build()
+        optimizer = sgd(model)
+        zero = zeroshard.shard(model, optimizer, stage=3)
+        said = ""
+        if refuse:
+            with pytest.raises(zeroshard.Error, match=r"(?s)parameter '.*rank \d.*with zero\.gathered\(\)") as raised:
+                transform(model)
+            said = type(raised.value).__name__
+            with zero.gathered():
+                assert torch.equal(transform(model), transform(build()))
+        for index in range(2):
+            energy(model)(points(index)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with zero.gathered():
+            weights.append(reference.weights(model))
+    return said, reference.first_difference(*weights)
+
+
+@pytest.mark.parametrize("what", OF_WEIGHTS)
+def test_row81_transforms_of_weights_that_are_not_there_are_refused_and_the_remedy_works(ranks, what):
+    """By the parameter's name, before any memory is touched: the steps after it have the bits of a run without it."""
+    assert ranks.run(2, refused, what) == [("ReleasedError", "")] * 2
+
+
+def calls_inside(stage: int) -> list[str]:
+    model = build()
+    optimizer = sgd(model)
+    zero = zeroshard.shard(model, optimizer, stage=stage)
+    energy(model)(points(0)).backward()
+    said = []
+
+    def gathered(x):
+        with zero.gathered():
+            return x.sum()
+
+    def stepped(x):
+        optimizer.step()
+        return x.sum()
+
+    def sharded(x):
+        zeroshard.shard(build(), None)
+        return x.sum()
+
+    for call in (gathered, stepped, sharded):
+        with pytest.raises(zeroshard.Error) as raised:
+            func.grad(call)(torch.ones(3))
+        said.append(str(raised.value))
+    optimizer.step()
+    energy(model)(points(0)).backward()
+    return said
+
+
+@pytest.mark.row(81)
+def test_what_moves_memory_between_ranks_is_refused_inside_a_transform(ranks, stage):
+    """gathered(), a step, shard(): an error that says to call it around the transform."""
+    for said in ranks.run(2, calls_inside, stage):
+        assert all("inside a transform of torch.func" in each and "around the transform" in each for each in said), said
+
+
+# --- checkpointing by a module's own hooks ----------------------------------------------------------------------------
+
+
+def composed(when: str, stage: int, early_stop: bool) -> str:
+    """`torch.distributed._composable.checkpoint` on some blocks, before or after `shard`."""
+    rank, world = rank_and_world()
+
+    def recompute(model):
+        for block in model.blocks[:2]:
+            composable(block, early_stop=early_stop)
+
+    want, model = build(), build()
+    wants, optimizer = sgd(want), sgd(model)
+    if when == "before":
+        recompute(model)
+    zero = zeroshard.shard(model, optimizer, stage=stage, layout=Layout(bucket_mib=1e-3))
+    if when == "after":
+        recompute(model)
+    for step in range(2):
+        for index in range(world):
+            energy(want)(points(10 * step + index)).backward()
+        for param in want.parameters():
+            param.grad.div_(world)
+        energy(model)(points(10 * step + rank)).backward()
+        for each in (wants, optimizer):
+            each.step()
+            each.zero_grad()
+    assert zero.ledger().held.get("gather", 0) == 0
+    with zero.gathered():
+        return reference.first_difference(reference.weights(model), reference.weights(want))
+
+
+@pytest.mark.row(24)
+@pytest.mark.parametrize("early_stop", [True, False], ids=["early stop", "whole"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_checkpointing_by_a_modules_hooks(ranks, stage, when, early_stop):
+    """Its hooks lie above ours in forward and below them when it recomputes: the same bits, everything released."""
+    assert ranks.run(2, composed, when, stage, early_stop) == ["", ""]

@@ -27,7 +27,7 @@ from .events import Event, Ledger, Record
 from .files import absolute
 from .finite import Finding, Finite
 from .gradient import Gradients
-from .guard import Guarded, cover_constructors
+from .guard import Guarded, cover_constructors, refuse_inside
 from .layout import Bucket, Layout, Slot
 from .numerics import Precision, digest, same_bits
 from .nvme import NvmeTier
@@ -76,6 +76,7 @@ def shard(
     Raises `UserError` (a ValueError) for what cannot work, `PeerError` where the ranks do not agree. With `torchrun`
     (or any process group) every rank calls it; without a launcher it runs as one rank.
     """
+    refuse_inside("shard(...)")
     precision = _policy("precision", precision, Precision)
     offload = _policy("offload", offload, Offload)
     layout, comm = _policy("layout", layout, Layout), _policy("comm", comm, Comm)
@@ -172,10 +173,11 @@ class Zero:
         for buffer in self._buffers:
             if buffer.bucket.trainable:
                 self._reduction.add(self._gradients.add(buffer), self._units[buffer.bucket.unit])
-        self._schedule = Schedule(self._units, self._gradients, self._reduction, parts.saved, self._group, comm)
+        self._schedule = Schedule(
+            self._units, self._gradients, self._reduction, parts.saved, self._group, comm, precision
+        )
         self._schedule.before_forward, self._schedule.alike = self._before_forward, self._alike
         self._schedule.notice, self._schedule.publish = self._notice_fragments, self._publish
-        self._schedule.cast_inputs = precision.param_dtype if precision.cast_inputs else None
         self._schedule.hook_gradients()
         self._gradients.recover = self._schedule.recover
         whole = not self.placements.optimizer or not self.partition.cut_tensors()
@@ -194,8 +196,9 @@ class Zero:
         self._known = self._traits()
         for unit in self._units:
             unit.module.__dict__["__reduce_ex__"] = _refuse_copy  # what deepcopy, pickle and torch.save ask first
-        if self.placements.parameters:
+        if self._schedule.releases:
             cover_constructors()
+        if self.placements.parameters:
             for unit in self._units:
                 unit.module.register_state_dict_pre_hook(_refuse_state_dict)
                 unit.module.register_load_state_dict_pre_hook(_refuse_load)
@@ -223,7 +226,7 @@ class Zero:
         if around is not None:
             refuse_wrapper(type(around).__name__, "around the sharded model")
         self._found |= self._now
-        self._notice_edits_of_structure()
+        self._notice_edits_of_structure(called=True)
         if training:
             self._broadcast_buffers()
 
@@ -245,14 +248,18 @@ class Zero:
         for binding in self._bindings:
             binding.follow_groups()
 
-    def _notice_edits_of_structure(self) -> None:
-        """Modules and parameters replaced or converted since `shard` are refused; frozen and unfrozen ones followed."""
-        name = self._structure.difference()
+    def _notice_edits_of_structure(self, *, called: bool = False) -> None:
+        """Modules and parameters replaced or converted since `shard` are refused; frozen and unfrozen ones followed.
+
+        called: by a forward.
+        """
+        name = self._structure.difference(called=called)
         if name is not None:
             raise StateError(
                 "a parameter or module of a sharded model was replaced, removed or added",
                 where=repr(name),
-                instead="edit weights in place, inside `with zero.gathered():`, or change the model before shard(...)",
+                instead="edit weights in place, inside `with zero.gathered():`, or change the model before shard(...); "
+                "torch.func.functional_call takes tensors that are no nn.Parameter",
             )
         now = self._traits()
         if now == self._known:

@@ -96,6 +96,7 @@ class Buffer:
         self.reduce_dtype = precision.reduce(self.dtype)
         self.master_dtype = precision.master(self.dtype)
         self.generation = 0  # of the weights: a saved tensor of an older one must not be used
+        self.unnoted = False  # may graphs hold parameters themselves, instead of notes?
         self.gathered = Gathered(bucket, params, self.dtype, tier)
         self.edits = Edits()
         # Off the device a copy stays beside the masters: fewer bytes to bring for every gather count more than room.
@@ -355,7 +356,7 @@ class Buffer:
         self.edits.look_at(self.full)
         self.keep_edits()
         self.gathered.current = False
-        if self.gathered.held():
+        if self.gathered.held() or (self.unnoted and self.gathered.in_graphs()):
             return False
         self.saved.forget(self)
         self.gathered.give_back_memory()

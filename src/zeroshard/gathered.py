@@ -11,8 +11,9 @@ arriving. All others, sharded or resting in another tier, are gathered for use a
 
 Note *memory is given back when nobody holds it*: gathering takes memory from the tier and makes the parameters views of
 it, releasing gives it back for others to write to. Hence only when nothing but our own views holds the storage (its use
-count is the baseline) and nobody holds a parameter that did not before (reference counts). Memory kept for that reason
-counts as not gathered: the next use gathers again, into the same place.
+count is the baseline) and nobody holds a parameter that did not before (reference counts; where autograd may have saved
+one by itself, also those in C++, where every graph holds its leaves). Memory kept for that reason counts as not
+gathered: the next use gathers again, into the same place.
 
 Note *no way leads to memory that is gone*: some of torch's C++ asks no Python class first. So the parameters themselves
 point at `nowhere` while released; the guard answers for their strides.
@@ -206,6 +207,11 @@ class Gathered:
             return True
         references = _references(self.params)
         return references != self._references and any(map(operator.gt, references, self._references))
+
+    def in_graphs(self) -> bool:
+        """Does C++ hold a parameter, beside Python?"""
+        params: list[Any] = list(self.params)
+        return any(param._use_count() > 1 for param in params)
 
     def give_back_memory(self) -> None:
         """The parameters point nowhere from now on."""

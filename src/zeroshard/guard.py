@@ -11,19 +11,26 @@ what torch's own `UninitializedParameter` does. An open parameter is a plain `nn
 note gathers the unit. Three hazards, each met below:
 
 - Only the topmost pair of hooks runs, so whatever is not ours goes to the pair below; activation checkpointing is
-  such a pair, and without this every activation would be kept.
+  such a pair, and without this every activation would be kept. (It is told of what is ours too: it counts.)
 - Hooks switch autograd's own version check off, so versions are compared here.
 - A step between forward and backward would silently use new weights, so notes carry the weights' generation.
+
+`torch.func` allows no hooks: ours step aside for it (`_without_ours`). What autograd saves then is the parameter
+itself, so its memory stays until no graph holds it (`Source.unnoted`). And whatever is done for a transform's sake is
+done `outside` of it: memory made inside would be one of its own wrappers, and gone with it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.utils._pytree import tree_leaves
 
 from .errors import StateError
@@ -106,11 +113,16 @@ def cover_constructors() -> None:
         (torch, "tensor"),
         (torch.Tensor, "new_tensor"),
         (torch.Tensor, "as_subclass"),
+        (torch._functorch.eager_transforms, "_wrap_for_grad"),
+        (torch._functorch.eager_transforms, "_wrap_functional_tensor"),
+        (torch._functorch.vmap, "_add_batch_dim"),
     )
     for owner, name in places:
         original = getattr(owner, name, None)
         if original is not None:
             setattr(owner, name, _asking(original))
+    graph = torch.autograd.graph
+    graph.disable_saved_tensors_hooks = _without_ours(graph.disable_saved_tensors_hooks)
 
 
 def _asking(original: Any) -> Any:
@@ -124,6 +136,36 @@ def _asking(original: Any) -> Any:
     return function
 
 
+_PROXY = torch._C._TorchDispatchModeKey.PROXY
+
+
+def outside(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, run outside of all transforms of `torch.func` that are under way."""
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        if not transformed():
+            return function(*args)
+        with temporarily_clear_interpreter_stack(), disable_proxy_modes_tracing():
+            return function(*args)
+
+    return call
+
+
+def transformed() -> bool:
+    """Does a transform of `torch.func` (grad, vmap, jvp, ...) run, or one that records operations (linearize)?"""
+    return torch._C._functorch.peek_interpreter_stack() is not None or torch._C._get_dispatch_mode(_PROXY) is not None
+
+
+def refuse_inside(what: str) -> None:
+    """What the user calls, and moves memory between ranks, is not for a transform to differentiate or to batch."""
+    if transformed():
+        raise StateError(
+            f"{what} inside a transform of torch.func",
+            instead="call it around the transform, as with zero.gathered(): ...",
+        )
+
+
 # --- what autograd saves --------------------------------------------------------------------------------------------
 
 
@@ -131,6 +173,7 @@ class Source(Protocol):
     """What a note needs of the buffer it points into."""
 
     generation: int
+    unnoted: bool  # may autograd have saved a parameter itself?
 
     @property
     def full(self) -> Tensor: ...
@@ -159,6 +202,7 @@ class Saved(NamedTuple):
     version: int
     generation: int
 
+    @outside
     def restore(self) -> Tensor:
         self.source.fetch()
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
@@ -214,34 +258,54 @@ def _unpack(note: Saved | Kept | Below) -> Tensor:
     return note.restore()
 
 
+class _Packing(functools.partial[Any]):
+    """The first of a pair of hooks that is ours."""
+
+    keeper: SavedTensors
+
+
 class SavedTensors:
     """The pairs of hooks, and the stack discipline of pushing and popping them."""
 
     def __init__(self) -> None:
         self._sources: dict[int, Source] = {}
         self._pack = torch.compiler.disable(self._pack)  # type: ignore[method-assign]  # a graph calls it with its own
-        self._alone = (functools.partial(self._pack, None), _unpack)
+        self._alone = self._pair(None)
+
+    def _pair(self, below: Any) -> tuple[Any, Any]:
+        packing = _Packing(self._pack, below)
+        packing.keeper = self
+        return packing, _unpack
 
     def watch(self, source: Source) -> None:
         """From now on, tensors that live in this buffer's storage are kept as notes."""
         self._sources[source.full.untyped_storage()._cdata] = source
+        source.unnoted = not _allowed()
 
     def forget(self, source: Source) -> None:
         """The buffer is about to give its storage up: another may soon be at that address."""
         self._sources.pop(source.full.untyped_storage()._cdata, None)
 
-    def push(self) -> None:
-        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if top is not None and getattr(top[0], "func", None) == self._pack:
-            pair = top
-        elif top is None:
+    def push(self) -> bool:
+        """Keep notes from now on. Says whether that is so: hooks may be forbidden."""
+        if not _allowed():
+            self.stop_noting()
+            return False
+        top = _top()
+        if top is None:
             pair = self._alone
         else:
-            pair = (functools.partial(self._pack, top), _unpack)
+            pair = top if isinstance(top[0], _Packing) and top[0].keeper is self else self._pair(top)
         torch._C._autograd._push_saved_tensors_default_hooks(*pair)
+        return True
 
     def pop(self) -> None:
         torch._C._autograd._pop_saved_tensors_default_hooks()
+
+    def stop_noting(self) -> None:
+        """Graphs will hold parameters themselves, of whatever is gathered."""
+        for source in self._sources.values():
+            source.unnoted = True
 
     def _pack(self, below: Any, tensor: Tensor) -> Saved | Kept | Below:
         if tensor.layout is torch.strided:
@@ -249,6 +313,10 @@ class SavedTensors:
             if source is not None:
                 offset = tensor.storage_offset()
                 slot = source.slot_at(offset * tensor.itemsize // source.full.itemsize)
+                if below is not None and getattr(below[0], "__module__", "") == "torch.utils.checkpoint":
+                    # It counts what is saved, and must count the same in forward and when it recomputes: where it was
+                    # registered as a module's hook, it is above our pair in one and below in the other.
+                    below[0](tensor)
                 return Saved(
                     self,
                     source,
@@ -266,3 +334,35 @@ class SavedTensors:
             return Below(below[0](tensor), below[1])
         # detach, because returning an op's own output would tie a reference cycle through its graph.
         return Kept(tensor.detach(), tensor._version)
+
+
+def _top() -> tuple[Any, Any] | None:
+    """The pair of hooks that runs."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def _allowed() -> bool:
+    """May hooks be pushed?"""
+    return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]
+
+
+def _without_ours(forbid: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.autograd.graph.disable_saved_tensors_hooks`, which refuses where there are any, without those of ours."""
+
+    @functools.wraps(forbid)
+    @contextlib.contextmanager
+    def without_ours(message: str) -> Iterator[None]:
+        pairs = []
+        while (top := _top()) is not None and isinstance(top[0], _Packing):
+            pairs.append(top)
+            top[0].keeper.pop()
+        for packing, _ in pairs:
+            packing.keeper.stop_noting()
+        try:
+            with forbid(message):
+                yield
+        finally:
+            for pair in reversed(pairs):
+                torch._C._autograd._push_saved_tensors_default_hooks(*pair)
+
+    return without_ours

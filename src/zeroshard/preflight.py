@@ -354,10 +354,15 @@ class Structure:
         self._entries = [(table, key, value, prefix + key) for prefix, table in tables for key, value in table.items()]
         self._lengths = [(table, len(table), prefix) for prefix, table in tables]
 
-    def difference(self) -> str | None:
-        """The name of the first parameter or module that is not what it was, or None."""
+    def difference(self, *, called: bool = False) -> str | None:
+        """The name of the first parameter or module that is not what it was, or None.
+
+        called: in a forward, tensors may stand in for parameters: that is `torch.func.functional_call`.
+        """
         for table, key, value, name in self._entries:
-            if table.get(key) is not value:
+            now = table.get(key)
+            stands_in = called and isinstance(now, Tensor) and not isinstance(now, nn.Parameter)
+            if now is not value and not stands_in:
                 return name
         for table, length, prefix in self._lengths:
             if len(table) != length:

@@ -31,7 +31,8 @@ from .comm import Comm
 from .errors import PeerError, ReleasedError, StateError, TierError
 from .events import Event, ends
 from .gradient import Gradients
-from .guard import SavedTensors
+from .guard import SavedTensors, outside, refuse_inside
+from .numerics import Precision
 from .reduction import Reduction
 from .script import Script
 from .unit import Unit, profiled
@@ -65,6 +66,7 @@ class Schedule:
         saved: SavedTensors,
         group: Group,
         settings: Comm,
+        precision: Precision,
     ) -> None:
         self.units = units
         self.gradients = gradients
@@ -81,7 +83,8 @@ class Schedule:
         # Did anybody write to optimizers' fragments outside a step? Or replace their memory: that takes longer to see.
         self.notice: Callable[..., bool] = lambda *, replaced=False: False
         self.publish: Callable[[], None] = lambda: None  # makes of that every rank's weights, together
-        self.cast_inputs: torch.dtype | None = None
+        self._cast_to = precision.param_dtype
+        self._cast_everywhere = precision.cast_inputs == "units"  # and not only where a forward of the model begins
         self._frames: list[Frame] = []
         self._outermost: Call | None = None  # of a module, whose forward is the first of them
         self._grad_forward = False  # was the running root forward called in grad mode?
@@ -101,6 +104,9 @@ class Schedule:
                 buffer.reader = reader
             # Not to be compiled: what a hook finds differs from call to call, what it opens is what a graph may hold.
             enter, leave = (torch.compiler.disable(_weak(hook, unit)) for hook in (self.enter, self.leave))
+            if precision.cast_inputs:
+                cast = torch.compiler.disable(_weak(self.cast_inputs, inside=True))
+                unit.module.register_forward_pre_hook(cast, prepend=True, with_kwargs=True)
             unit.module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
             unit.module.register_forward_hook(leave, always_call=True)
 
@@ -136,7 +142,7 @@ class Schedule:
 
     # --- forward ----------------------------------------------------------------------------------------------------
 
-    def enter(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def enter(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
         """A unit's forward begins."""
         recompute = in_backward()
         if recompute:
@@ -148,8 +154,6 @@ class Schedule:
                 self.ledger.end("forward")
             self._outermost = Call(nn.Module._call_impl)
             self._begin_forward(unit)
-            if self.cast_inputs is not None:
-                args, kwargs = tree_map_only(Tensor, self._cast, (args, kwargs))
         frame = Frame(unit, recompute)  # there before anything is opened: an interrupt may come at any moment
         self._frames.append(frame)
         for needed in (unit, *unit.borrows):
@@ -159,14 +163,18 @@ class Schedule:
             needed.open()
         unit.calls += not recompute and (torch.is_grad_enabled() or self._grad_forward)
         if self.releases and torch.is_grad_enabled():
-            self.saved.push()
-            frame.pushed = True
+            frame.pushed = self.saved.push()
         verb = "recompute" if recompute else "forward"
         frame.event = self.ledger.note(verb, unit=unit.name)
         range_ = profiled(verb, unit.name)
         range_.__enter__()
         frame.profiled = range_
-        return args, kwargs
+
+    def cast_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Right after `enter`: floating inputs in the parameters' dtype."""
+        if self._cast_everywhere or (len(self._frames) == 1 and not self._frames[0].recompute):
+            return tree_map_only(Tensor, self._cast, (args, kwargs))  # type: ignore[no-any-return]
+        return None
 
     def leave(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
         """A unit's forward ended, normally or by an exception."""
@@ -197,7 +205,7 @@ class Schedule:
         return frame
 
     def _cast(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.cast_inputs) if tensor.is_floating_point() else tensor
+        return tensor.to(self._cast_to) if tensor.is_floating_point() else tensor
 
     def _begin_forward(self, unit: Unit) -> None:
         self.recover()
@@ -426,6 +434,7 @@ class Schedule:
 
     def recover(self) -> None:
         """If an exception went through the last forward or backward, what it left under way ends."""
+        refuse_inside("a call of zeroshard's, or a step,")
         self.notice(replaced=True)  # before anything is released: that would undo what was written
         if self._backward is not None and not in_backward():
             self._abort_backward()
@@ -460,9 +469,7 @@ class Schedule:
         for unit in units:
             unit.open()
         # What is computed with the weights here, a penalty say, saves them for a backward that may come later.
-        pushed = self.releases and torch.is_grad_enabled() and not in_backward()
-        if pushed:
-            self.saved.push()
+        pushed = self.releases and torch.is_grad_enabled() and not in_backward() and self.saved.push()
         try:
             yield
         finally:
@@ -478,19 +485,21 @@ class _Reader:
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = weakref.ref(schedule)
 
+    @outside
     def touch(self, buffer: Buffer, position: int) -> None:
         schedule = self._schedule()
         if schedule is not None:
             schedule.touch(buffer, position)
 
+    @outside
     def fetch(self, buffer: Buffer) -> None:
         schedule = self._schedule()
         if schedule is not None:
             schedule.fetch(buffer)
 
 
-def _weak(method: Callable[..., Any], *args: Any) -> Callable[..., Any]:
-    """A hook that calls the method for as long as its object lives.
+def _weak(method: Callable[..., Any], *args: Any, inside: bool = False) -> Callable[..., Any]:
+    """A hook that calls the method for as long as its object lives, outside of transforms unless it is to be `inside`.
 
     Hooks of tensors live in C++, where the garbage collector sees no cycles: they must not keep the engine alive.
     """
@@ -500,4 +509,4 @@ def _weak(method: Callable[..., Any], *args: Any) -> Callable[..., Any]:
         owner = reference()
         return None if owner is None else function(owner, *args, *given)
 
-    return hook
+    return hook if inside else outside(hook)

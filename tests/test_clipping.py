@@ -31,7 +31,7 @@ BUCKETS = {
 }
 EVERYWHERE = [(stage, buckets) for stage in STAGES for buckets in BUCKETS]
 SOME = [(0, "one"), (0, "model"), (1, "units"), (1, "tensor"), (2, "many"), (3, "one"), (3, "many"), (3, "model")]
-ORDERS = (1.0, 2.0, math.inf)
+ORDERS = (1.0, 2.0, 3.0, 0.7, math.inf)
 PRECISIONS = {"fp32": Precision(), "bf16": Precision(param_dtype=torch.bfloat16)}
 MODELS = {
     "gpt": {"hidden": 12, "layers": 2},  # no size is a multiple of 128: padding everywhere
@@ -107,7 +107,7 @@ def full(model):
 @pytest.mark.parametrize(("case", "precision"), NORMED)
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow), 3], ids="ranks{}".format)
 def test_the_global_norm_is_the_definitions(case, precision, world):
-    """L1, L2 and Linf, by torch and by zero, at every stage, bucketing and bounds: the norm of the plain gradients.
+    """L1, L2, L3, L0.7 and Linf, by torch and by zero, at every stage, bucketing and bounds: the norm of the plain gradients.
 
     Padding does not count and ties count once, because the definition never sees either.
     """
@@ -427,7 +427,7 @@ REFUSED = {
     "cat": lambda g: torch.cat([g, g]),
     "clone": lambda g: g.clone(),
     "norm-of-rows": lambda g: g.norm(dim=1),
-    "norm-of-order-3": lambda g: torch.linalg.vector_norm(g, 3.0),
+    "norm-of-order-minus-1": lambda g: torch.linalg.vector_norm(g, -1.0),
     "norm-of-order-0": lambda g: g.norm(0),
     "wrong-shape": lambda g: g.mul_(torch.ones(g.shape[1])),
     "write-one-element": lambda g: g[0].zero_(),

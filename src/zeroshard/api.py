@@ -360,7 +360,7 @@ class Zero:
             self._schedule.local = before
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
-        """Clip all gradients by their global norm (order 1, 2 or inf); returns the norm, the same on every rank.
+        """Clip all gradients by their global norm (any order above 0, or inf); returns it, the same on every rank.
 
         Exactly `torch.nn.utils.clip_grad_norm_(model.parameters(), ...)`, which works as well.
         """

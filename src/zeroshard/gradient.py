@@ -26,7 +26,18 @@ from .buffer import Buffer
 from .errors import StateError, TierError
 from .flat import Flat
 from .layout import Slot
-from .numerics import BLOCK, BlockMap, add_to_bins, add_to_maxima, average_, block_sums, empty_bins, sums_from_bins
+from .numerics import (
+    BLOCK,
+    BlockMap,
+    add_to_bins,
+    add_to_maxima,
+    average_,
+    block_sums,
+    empty_bins,
+    roots_from_bins,
+    sums_from_bins,
+    sums_in,
+)
 from .transport import Work
 
 aten = torch.ops.aten
@@ -259,11 +270,11 @@ class Gradients:
     def norm(self, entry: Entry, order: float) -> Tensor:
         """0-d fp32 tensor: the norm of one parameter's whole gradient, the same on every rank."""
         if order not in self._answers:
-            if order not in (1.0, 2.0, math.inf):
+            if not order > 0.0:
                 raise StateError(
                     "this norm of a sharded gradient is not defined",
                     where=f"gradient of {entry.slot.name!r}",
-                    expected="L1, L2 or Linf",
+                    expected="an order above 0, or inf",
                     got=f"order {order}",
                     instead="norm_type=2.0, 1.0 or float('inf')",
                 )
@@ -273,7 +284,7 @@ class Gradients:
     def _norms(self, order: float) -> Tensor:
         self.ask()
         device = self.entries[0].param.device
-        bins = empty_bins(len(self.entries), device)
+        bins = empty_bins(len(self.entries), device, sums_in(order))
         maxima = torch.zeros(len(self.entries), dtype=torch.int32, device=device)
         for accumulator in self._filled():
             with self.reporting(), accumulator.sum.here(changed=False):
@@ -290,6 +301,8 @@ class Gradients:
             return agreed.view(torch.float32).to(device)
         agreed = bins.cpu()
         self.group.total(agreed)
+        if sums_in(order) is torch.float64:
+            return roots_from_bins(agreed, order).to(torch.float32).to(device)
         sums = sums_from_bins(agreed)
         return (sums.sqrt() if order == 2.0 else sums).to(torch.float32).to(device)
 

@@ -7,12 +7,14 @@ the accumulator's arithmetic. It depends on neither stage, bucket size nor cut, 
 PyTorch does when one process accumulates the same micro-batches one after the other.
 
 *Norms by exact integer sums.* Squares are added per block of 128 elements in a fixed tree, in fp32; the block sums
-are then added as integers, which no order or cut can change (`empty_bins`).
+are then added as integers, which no order or cut can change (`empty_bins`). Powers other than the first and second are
+taken and added in fp64.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -195,7 +197,8 @@ def reseed_(master: Tensor, param: Tensor) -> bool:
 # --- norms ----------------------------------------------------------------------------------------------------------
 
 BLOCK = 128
-_BINS = 34  # 32 of eight exponents each, one for inf, one for NaN
+_BINS = {torch.float32: 32, torch.float64: 264}  # of eight exponents each; then one for inf, one for NaN
+_LOWEST = 1104  # a fp64 bin's unit is 2^(8 * bin - this)
 
 
 class BlockMap:
@@ -228,11 +231,12 @@ class BlockMap:
 
 
 def block_sums(shard: Tensor, blocks: BlockMap, ranks: int, order: float) -> Tensor:
-    """fp32 [blocks in use]: each block's sum of |x|^order (its maximum for order inf) of x = shard / ranks.
+    """[blocks in use]: each block's sum of |x|^order (its maximum for order inf) of x = shard / ranks, as fp32.
 
-    The sum inside a block is a fixed tree of halvings, whatever the number of blocks handled at a time.
+    The sum inside a block is a fixed tree of halvings, whatever the number of blocks handled at a time. It is in fp32
+    for the orders 1, 2 and inf, in fp64 for others.
     """
-    out = torch.empty(blocks.count, dtype=torch.float32, device=shard.device)
+    out = torch.empty(blocks.count, dtype=sums_in(order), device=shard.device)
     step = max(CHUNK // blocks.size, 1)
     for at in range(0, blocks.count, step):
         part = shard[at * blocks.size : (at + step) * blocks.size].to(torch.float32, copy=True).view(-1, blocks.size)
@@ -241,7 +245,7 @@ def block_sums(shard: Tensor, blocks: BlockMap, ranks: int, order: float) -> Ten
             inside = (blocks.partial >= at) & (blocks.partial < at + part.shape[0])
             rows = blocks.partial[inside] - at
             part[rows] = part[rows].masked_fill(blocks.hidden[inside], 0.0)
-        part = part.square_() if order == 2.0 else part.abs_()
+        part = part.square_() if order == 2.0 else _power(part.abs_(), order)
         while part.shape[1] > 1:
             half = part.shape[1] // 2
             low, high = part[:, :half], part[:, half:]
@@ -250,35 +254,88 @@ def block_sums(shard: Tensor, blocks: BlockMap, ranks: int, order: float) -> Ten
     return out if blocks.dense else out[blocks.used]
 
 
-def empty_bins(slots: int, device: torch.device) -> Tensor:
-    """int64 [slots, 34]: an exact sum of non-negative fp32 numbers per slot. Bins of several ranks simply add."""
-    return torch.zeros(slots, _BINS, dtype=torch.int64, device=device)
+def sums_in(order: float) -> torch.dtype:
+    """What sums of |x|^order are taken in."""
+    return torch.float32 if order in (1.0, 2.0, torch.inf) else torch.float64
+
+
+def _power(x: Tensor, order: float) -> Tensor:
+    """x^order of non-negative numbers, in fp64 unless it is x itself.
+
+    By products and square roots alone, which processors round correctly: `pow` gives other bits at the end of a vector
+    than inside it, and where that is depends on cuts. Any float is a sum of powers of two, so these suffice.
+    """
+    if sums_in(order) is torch.float32:
+        return x
+    whole, fraction = int(order), order % 1.0
+    result, factor = None, x.to(torch.float64)
+    root = factor
+    while whole:
+        if whole & 1:
+            result = factor if result is None else result * factor
+        whole >>= 1
+        factor = factor * factor if whole else factor
+    while fraction:
+        root, fraction = root.sqrt(), fraction * 2
+        if fraction >= 1:
+            result, fraction = root if result is None else result * root, fraction - 1
+    assert result is not None, order
+    return result
+
+
+def empty_bins(slots: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    """int64 [slots, bins]: an exact sum of non-negative numbers per slot. Bins of several ranks simply add."""
+    return torch.zeros(slots, _BINS[dtype] + 2, dtype=torch.int64, device=device)
 
 
 def add_to_bins(bins: Tensor, owner: Tensor, sums: Tensor) -> None:
-    """Add fp32 block sums to their slots' bins.
+    """Add block sums to their slots' bins.
 
-    A float is m * 2^(max(e, 1) - 150); with e = 8 * bin + shift it adds m << shift to its bin, exactly.
+    A float is m * 2^(max(e, 1) - 150); with e = 8 * bin + shift it adds m << shift to its bin, exactly. A double is
+    rounded to as many bits first.
     """
-    bits = _magnitude(sums).to(torch.int64)
-    exponent = bits >> 23
-    mantissa = bits & 0x7FFFFF
-    subnormal = exponent == 0
-    shift = torch.where(subnormal, 1, exponent % 8)
-    value = torch.where(subnormal, mantissa, mantissa | 0x800000) << shift
-    special = exponent == 255
-    value = torch.where(special, 1, value)
-    column = torch.where(special, torch.where(mantissa == 0, 32, 33), exponent // 8)
-    bins.view(-1).index_add_(0, owner * _BINS + column, value)
+    if sums.dtype == torch.float32:
+        bits = _magnitude(sums).to(torch.int64)
+        exponent = bits >> 23
+        mantissa = bits & 0x7FFFFF
+        subnormal = exponent == 0
+        value = torch.where(subnormal, mantissa, mantissa | 0x800000)
+        exponent = torch.where(subnormal, 1, exponent)
+    else:
+        fraction, power = torch.frexp(sums)
+        value = (fraction * 2.0**24).round().nan_to_num(0.0, 0.0).to(torch.int64)
+        exponent = power.to(torch.int64) + (_LOWEST - 24)
+    special = ~sums.isfinite()
+    value = torch.where(special, 1, value << exponent % 8)
+    last = bins.shape[1] - 2
+    column = torch.where(special, torch.where(sums.isnan(), last + 1, last), exponent // 8)
+    bins.view(-1).index_add_(0, owner * bins.shape[1] + column, value)
 
 
 def sums_from_bins(bins: Tensor) -> Tensor:
-    """fp64 [slots]: the sums themselves, inf and NaN where one went in."""
+    """fp64 [slots]: the sums of floats themselves, inf and NaN where one went in."""
     scale = torch.tensor([2.0 ** (8 * b - 150) for b in range(32)], dtype=torch.float64, device=bins.device)
     total = (bins[:, :32].to(torch.float64) * scale).sum(dim=1)
     total[bins[:, 32] > 0] = torch.inf
     total[bins[:, 33] > 0] = torch.nan
     return total
+
+
+def roots_from_bins(bins: Tensor, order: float) -> Tensor:
+    """fp64 [slots], on the CPU: the norms that sums of doubles stand for."""
+    return torch.tensor([_root(row, order) for row in bins.tolist()], dtype=torch.float64)
+
+
+def _root(row: list[int], order: float) -> float:
+    """Of one slot's sum, by Python alone: a vector's `pow` would depend on the slot's place."""
+    *parts, infinite, undefined = row
+    if infinite or undefined:
+        return math.nan if undefined else math.inf
+    total = sum(part << 8 * at for at, part in enumerate(parts) if part)
+    try:
+        return float((total / (1 << _LOWEST)) ** (1.0 / order))
+    except OverflowError:
+        return math.inf
 
 
 def add_to_maxima(maxima: Tensor, owner: Tensor, sums: Tensor) -> None:

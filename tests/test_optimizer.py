@@ -8,6 +8,7 @@ micro-batches and averages. Weights, optimizer state and whatever else the scena
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 from functools import partial
 from typing import Any
@@ -627,16 +628,97 @@ def test_state_that_cannot_be_cut_is_refused_before_anything_changes():
     ranks.run(2, refused_late)
 
 
-def with_a_function():
-    """Options that are objects have another address on every rank."""
+ODD = {
+    "a function": lambda: object(),
+    "infinity": math.inf,
+    "a set": {1, 2},
+    "a dict with numbers as keys": {"scales": {1: 2.0}},
+    "a list of tensors": [torch.ones(3)],
+    "an object in a tuple": (1, (2, object())),
+}
+
+
+def with_an_odd_option(kind, stage):
     model = models.build("mlp", sizes=SIZES)
-    optimizer = torch.optim.SGD([{"params": model.parameters(), "scale": lambda: object()}], lr=0.1)
-    zeroshard.shard(model, optimizer)
+    optimizer = torch.optim.SGD([{"params": model.parameters(), "scale": ODD[kind]}], lr=0.1)
+    with pytest.raises(UserError, match=r"(?s)could not be saved.*optimizer 0, group 0, option 'scale'"):
+        zeroshard.shard(model, optimizer, stage=stage)
+    del optimizer.param_groups[0]["scale"]
+    zeroshard.shard(model, optimizer, stage=stage)
 
 
-def test_functions_among_the_options_are_no_disagreement():
-    """Only what ranks can compare by its words is compared."""
-    ranks.run(2, with_a_function)
+@pytest.mark.row(69)
+@pytest.mark.parametrize("kind", ODD)
+def test_options_that_no_checkpoint_could_hold_are_refused_at_once(kind):
+    """And not at the first save, hours later."""
+    for stage in STAGES:
+        ranks.run(2, with_an_odd_option, kind, stage)
+
+
+def nested():
+    return {"pairs": ((1, 2.5), [3, (4, None)]), "named": {"beta": (0.5, "x"), "on": True}, "scale": torch.tensor(2.0)}
+
+
+def kept_options(folder, changed):
+    model = models.build("mlp", sizes=SIZES)
+    optimizer = torch.optim.SGD([{"params": model.parameters(), **nested()}], lr=0.1)
+    zero = zeroshard.shard(model, optimizer, stage=2)
+    group = optimizer.param_groups[0]
+    if not changed:
+        group["pairs"], group["named"] = ((9, 9.5), [9, (9, None)]), {"beta": (0.25, "y"), "on": False}
+        group["scale"].fill_(9.0)
+        zero.load(folder)
+    else:
+        zero.save(folder)
+    return {key: group[key] for key in nested()}
+
+
+@pytest.mark.row(69)
+def test_nested_tuples_lists_and_dicts_load_as_they_were_saved(tmp_path):
+    for got in ranks.run(2, kept_options, tmp_path / "ckpt", True) + ranks.run(
+        1, kept_options, tmp_path / "ckpt", False
+    ):
+        assert got == nested()
+
+
+IN_PLACE = {
+    "a list": lambda group: group["betas"].__setitem__(0, 0.5),
+    "a dict": lambda group: group["named"].update(beta=3.0),
+    "a list in a tuple": lambda group: group["pair"][1].append(2),
+    "a tensor": lambda group: group["scale"].fill_(3.0),
+    "a tensor in a list": lambda group: group["scales"][0].fill_(3.0),
+}
+
+
+def edited_in_place(kind, stage):
+    model = models.build("mlp", sizes=SIZES)
+    options = {"betas": [0.9, 0.99], "named": {"beta": 1.0}, "pair": (1, [1])}
+    options |= {"scale": torch.tensor(1.0), "scales": [torch.tensor(1.0)]}
+    optimizer = torch.optim.SGD([{"params": model.parameters(), **options}], lr=0.1)
+    zero = zeroshard.shard(model, optimizer, stage=stage)
+    for _ in range(2):  # alike on all ranks it is nothing
+        IN_PLACE[kind](optimizer.param_groups[0])
+        models.loss("mlp", model, models.batch("mlp", 0, 0)).backward()
+        optimizer.step()
+    if zero.rank == 1:
+        optimizer.param_groups[0]["betas"][1] = 0.5
+        options["named"]["beta"] = 7.0
+        options["scales"][0].fill_(7.0)
+    models.loss("mlp", model, models.batch("mlp", 0, 0)).backward()
+    with zero.gathered():
+        before = reference.weights(model)
+    with pytest.raises(zeroshard.Error, match="not doing the same thing"):
+        optimizer.step()
+    with zero.gathered():
+        reference.assert_same(reference.weights(model), before)
+
+
+@pytest.mark.row(70)
+@pytest.mark.parametrize("kind", IN_PLACE)
+def test_options_edited_in_place_on_one_rank_are_named_before_anything_changes(kind):
+    """Compared by content at each step: lists, dicts and tensors as well."""
+    for stage in STAGES:
+        ranks.run(2, edited_in_place, kind, stage)
 
 
 # ------------------------------------------------------------------------------------------ an optimizer that had stepped

@@ -244,12 +244,20 @@ def options(engine: Engine, binding: Binding) -> dict[str, Any]:
         told = {}
         for key, value in group.items():
             if key not in ("params", "param_names"):
-                value = float(value) if isinstance(value, Tensor) else value
-                told[key] = list(value) if isinstance(value, tuple) else value
+                told[key] = _option(value)
         names = [m.place.buffer.bucket.slots[m.place.position].name for m in binding.members if m.group is group]
         names += [engine.alone[id(p)].bucket.slots[0].name for p in group["params"] if id(p) in engine.alone]
         groups.append({"parameters": names, "options": told})
     return {"class": type(binding.optimizer).__name__, "groups": groups}
+
+
+def _option(value: Any) -> Any:
+    """As JSON has it: a tensor's number, and lists for tuples."""
+    if isinstance(value, (list, tuple)):
+        return [_option(each) for each in value]
+    if isinstance(value, dict):
+        return {key: _option(each) for key, each in value.items()}
+    return float(value) if isinstance(value, Tensor) else value
 
 
 def rng_states() -> dict[str, Any]:

@@ -165,7 +165,7 @@ def _group_differences(engine: Engine, saved: Saved) -> list[str]:
                 found.append(f"{where}: options {other} are only on one side")
             for key in match.mine.keys() & match.saved.keys():
                 mine, theirs = match.mine[key], match.saved[key]
-                if not _alike(mine, theirs):
+                if not alike(mine, theirs):
                     found.append(f"{where}: option {key!r} is {mine!r}, saved was {theirs!r:.100}")
             for fragment in match.fragments:
                 found += [f"{where}: {each}" for each in _state_differences(binding, fragment, match, saved)]
@@ -190,10 +190,12 @@ def _matches(engine: Engine, binding: Binding, told: Mapping[str, Any]) -> Itera
         yield Match(group, names, mine["options"], by_names.get(tuple(sorted(names))), here)
 
 
-def _alike(mine: Any, theirs: Any) -> bool:
+def alike(mine: Any, theirs: Any) -> bool:
     """Can an option that is `mine` become `theirs`? None stands for a bool or a text that was not chosen."""
     if isinstance(mine, list) and isinstance(theirs, list):
-        return len(mine) == len(theirs) and all(map(_alike, mine, theirs))
+        return len(mine) == len(theirs) and all(map(alike, mine, theirs))
+    if isinstance(mine, dict) and isinstance(theirs, dict):
+        return mine.keys() == theirs.keys() and all(alike(mine[key], theirs[key]) for key in mine)
     if type(theirs) is int and not -(1 << 63) <= theirs < 1 << 63:
         return False
     kinds = {float if type(each) is int else type(each) for each in (mine, theirs)}
@@ -241,7 +243,7 @@ def _stage(engine: Engine, saved: Saved) -> Staged:
     for binding, told in zip(engine.bindings, manifest["optimizers"] if paired else [], strict=False):
         for match in _matches(engine, binding, told) if told["class"] == type(binding.optimizer).__name__ else ():
             theirs = (match.saved or {}).items()
-            fit = {key: value for key, value in theirs if key in match.mine and _alike(match.mine[key], value)}
+            fit = {key: value for key, value in theirs if key in match.mine and alike(match.mine[key], value)}
             staged.groups.append((match.group, fit))
             for fragment in match.fragments:
                 name = fragment.slot.name
@@ -316,13 +318,22 @@ def commit(engine: Engine, staged: Staged) -> None:
             binding.optimizer.state.pop(param, None)
     for group, told in staged.groups:
         for key, value in told.items():
-            if isinstance(group.get(key), Tensor):
-                group[key].fill_(value)
-            else:
-                group[key] = tuple(value) if isinstance(value, list) and isinstance(group.get(key), tuple) else value
+            group[key] = _as_it_was(group.get(key), value)
     for name, tensor in persistent(engine.model):
         if name in staged.buffers:
             tensor.copy_(staged.buffers[name])
+
+
+def _as_it_was(mine: Any, saved: Any) -> Any:
+    """A saved option in the containers that it has now: JSON knows no tuples and no tensors."""
+    if isinstance(mine, Tensor):
+        return mine.fill_(saved)
+    if isinstance(mine, (list, tuple)) and isinstance(saved, list):
+        found = [_as_it_was(own, each) for own, each in zip(mine, saved, strict=True)]
+        return tuple(found) if isinstance(mine, tuple) else found
+    if isinstance(mine, dict) and isinstance(saved, dict):
+        return {key: _as_it_was(mine[key], each) for key, each in saved.items()}
+    return saved
 
 
 def resting(engine: Engine, name: str) -> tuple[int, int]:

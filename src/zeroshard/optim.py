@@ -27,6 +27,7 @@ from .events import NVME, ends
 from .finite import Finite
 from .fragment import Fragment, Member, Shapes, States, fixed_shapes
 from .gradient import Entry, Gradients, ShardedGrad
+from .numerics import simulated
 from .schedule import Schedule, in_backward
 
 _STEP = torch.optim.Optimizer.profile_hook_step  # calls the hooks and, between them, the optimizer's own step
@@ -281,21 +282,15 @@ class Binding:
 
     def _options(self) -> str:
         """The numbers and words in the groups: each rank updates its own part, so they must be alike."""
-        now = [value for group in self.optimizer.param_groups for value in group.values()]
-        if not _same(now, self._known) or any(
-            isinstance(value, Tensor) for value in now
-        ):  # a tensor may have changed in place
+        groups = self.optimizer.param_groups
+        now = [value for group in groups for key, value in group.items() if key not in ("params", "param_names")]
+        if not _same(now, self._known) or not all(map(_fixed, now)):  # the others may have changed in place
             self._known = now
-            self._words = repr(
-                [
-                    {
-                        key: value.item() if isinstance(value, Tensor) else value
-                        for key, value in group.items()
-                        if key not in ("params", "param_names") and plain(value)
-                    }
-                    for group in self.optimizer.param_groups
-                ]
-            )
+            told = [
+                {key: words(value) for key, value in group.items() if key not in ("params", "param_names")}
+                for group in groups
+            ]
+            self._words = repr(told)
         return self._words
 
     def _bind(self) -> None:
@@ -459,15 +454,21 @@ def _same(now: list[Any], before: list[Any]) -> bool:
     return len(now) == len(before) and all(map(operator.is_, now, before))
 
 
-def plain(value: Any) -> bool:
-    """Can ranks compare it by its words? A number, a word, or several of those."""
-    if isinstance(value, Tensor):
-        return value.numel() == 1 and value.device.type == "cpu"  # asking a device for it would wait for the device
-    return (
-        value is None
-        or isinstance(value, (bool, int, float, str))
-        or (type(value) in (tuple, list) and all(map(plain, value)))
-    )
+def _fixed(value: Any) -> bool:
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def words(value: Any) -> Any:
+    """What of an option ranks can compare: its content, and only the kind of what an address stands for."""
+    if _fixed(value):
+        return value
+    if isinstance(value, Tensor):  # asking a device for it would wait for the device
+        return value.tolist() if value.device.type == "cpu" and not simulated(value) else f"{value.dtype} {value.shape}"
+    if isinstance(value, (list, tuple)):
+        return type(value).__name__, [words(each) for each in value]
+    if isinstance(value, dict):
+        return {repr(key): words(each) for key, each in value.items()}
+    return type(value).__name__
 
 
 def _refuse(what: str, *_: Any) -> None:

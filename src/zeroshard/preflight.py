@@ -6,6 +6,7 @@ A rank that must refuse says so to the others first, so that all of them raise i
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -18,7 +19,7 @@ from .errors import PeerError, UserError
 from .fragment import check_cut
 from .layout import Layout, Partition
 from .numerics import Precision, simulated
-from .optim import Binding, plain
+from .optim import Binding, words
 from .tier import Offload
 from .unit import Managed
 
@@ -186,8 +187,12 @@ def check_optimizers(
     model: nn.Module, managed: list[Managed], optimizers: list[Any], partition: Partition, *, replicated: bool
 ) -> None:
     """Refuse optimizers of the wrong kind, parameters that are not the model's, and parameters held twice."""
-    for optimizer in optimizers:
+    for number, optimizer in enumerate(optimizers):
         check_optimizer(optimizer, partition, replicated=replicated)
+        for at, group in enumerate(optimizer.param_groups):
+            for key, value in group.items():
+                if key not in ("params", "param_names"):
+                    check_option(f"optimizer {number}, group {at}, option {key!r}", value)
     owned = {id(record.param) for record in managed}
     ignored = {id(param) for param in model.parameters()} - owned
     seen: set[int] = set()
@@ -204,6 +209,28 @@ def check_optimizers(
         for record in managed:
             for key, value in optimizer.state.get(record.param, {}).items():
                 check_cut(optimizer, record.name, tuple(record.param.shape), key, value)
+
+
+def check_option(where: str, value: Any) -> None:
+    """Refuse options that a checkpoint could not hold: its manifest is JSON."""
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        for each in value:
+            check_option(where, each)
+    elif not (
+        value is None
+        or isinstance(value, (bool, int, str))
+        or (isinstance(value, float) and math.isfinite(value))
+        or (isinstance(value, Tensor) and value.numel() == 1)
+    ):
+        raise UserError(
+            "an optimizer's option could not be saved",
+            where=where,
+            expected="a finite number, text, True, False, None, a tensor of one number, or lists and dicts of these",
+            got=f"{type(value).__name__} {value!r:.60}",
+            instead="keep it in an attribute of the optimizer, which is not saved",
+        )
 
 
 def check_optimizer(optimizer: Any, partition: Partition, *, replicated: bool) -> None:
@@ -287,7 +314,7 @@ def describe(
             facts[f"{where} parameters"] = [names.get(id(param), "ignored") for param in group["params"]]
             # An object's address differs from rank to rank, and says nothing.
             facts |= {
-                f"{where} {key}": repr(value) if plain(value) else type(value).__name__
+                f"{where} {key}": repr(words(value))
                 for key, value in group.items()
                 if key not in ("params", "param_names")
             }

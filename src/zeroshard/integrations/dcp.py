@@ -30,7 +30,7 @@ from ..checkpoint import Engine, options, persistent
 from ..errors import CheckpointError, UserError
 from ..fragment import Fragment, Shapes, fixed_shapes, per_element, rests_away
 from ..layout import Slot
-from ..loading import Staged, commit, renew
+from ..loading import Staged, alike, commit, renew
 from ..optim import Binding
 from ..planner.states import Asked, probe, takes_whole_tensors
 from .boxes import Box, boxes
@@ -84,7 +84,7 @@ class Sharded(Tensor):
 
     @torch.inference_mode(False)
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        self.loaded = torch.empty(self.reads[1] - self.reads[0], dtype=self.dtype)
+        self.loaded = torch.empty(self.reads[1] - self.reads[0], dtype=self.dtype, device="cpu")
         return [_chunk(box) for box in self._read()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
@@ -143,7 +143,7 @@ def _value(buffer: Buffer, slot: Slot) -> Any:
     at = slot.start + own.start - buffer.updated[0]
     resting = own if buffer.place.parameters else slot.within(0, buffer.bucket.numel)
     if not slot.numel:
-        return torch.empty(slot.shape, dtype=buffer.target.dtype)
+        return torch.empty(slot.shape, dtype=buffer.target.dtype, device="cpu")
     return Sharded(
         slot.shape, buffer.target[at : at + own.numel].detach(), (own.start, own.stop), (resting.start, resting.stop)
     )
@@ -225,7 +225,12 @@ def _stage(engine: Engine, state: Mapping[str, Any], staged: Staged) -> None:
             match = next((theirs for names, theirs in saved if names == sorted(mine["parameters"])), None)
             if match is None:
                 raise CheckpointError("no saved group holds just these parameters", got=mine["parameters"][:5])
-            staged.groups.append((group, {key: match[key] for key in mine["options"] if key in match}))
+            theirs = {key: match[key] for key in mine["options"] if key in match}
+            if odd := [key for key, value in theirs.items() if not alike(mine["options"][key], value)]:
+                raise CheckpointError(
+                    "options are of another kind", where=str(odd), got=str([match[k] for k in odd])[:100]
+                )
+            staged.groups.append((group, theirs))
         for fragment, _ in _states(engine, binding):
             name = fragment.slot.name
             found = state["optim"]["state"][name]

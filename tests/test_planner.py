@@ -24,10 +24,11 @@ from zeroshard import Comm, Layout
 from zeroshard.cli.config import InputError
 from zeroshard.cli.plan import one_line, show_plan, show_text
 from zeroshard.errors import UserError
-from zeroshard.explain.transformer260 import TENSORS
+from zeroshard.explain.transformer260 import TENSORS, TEXT, W_Q_GRADIENTS
 from zeroshard.layout import Spec, partition
 from zeroshard.planner import closed, predict_states, quantities, recipes, shapes, states, texts, traffic
 from zeroshard.planner.instants import ItemSizes, instants, item_sizes, peak
+from zeroshard.planner.texts import arithmetic, tiny
 from zeroshard.stage import STAGES
 from zeroshard.unit import find_units
 
@@ -337,14 +338,20 @@ def lines(letter):
 
 
 DIFFER = {
-    "A": ["GPU-0: W1", "GPU-0: sum of these rows", "GPU-1: W1", "GPU-1: sum of these rows"],
-    "B": ["all-reduce", "reduce-scatter + all-gather", "K = 1: reduction", "K = 2: reduction", "K = 4: reduction", "K = 8: reduction",
-          "K = 1", "less, a card per rank", "less, a card per node", "saved in the step", "saved at that peak"],
-    "C": ["all-gather, sent per rank"],
+    "A": ["GPU-0: W1", "GPU-0: sum of these rows", "GPU-1: W1", "GPU-1: sum of these rows", "sigma", "x1[0]", "Q[0]"],
+    "B": [*(f"K = {k}: reduction" for k in (1, 2, 4, 8)), "K = 1: all-gather", *(f"K = {k}: total" for k in (1, 2, 4, 8)),
+          "K = 2: total of its own formulas", "K = 1, ring", "less: this engine, a card per rank",
+          "less: rings alone, a card per rank", "less: rings alone, a card per node", "N = 3", "N = 8", "saved in the step",
+          "saved at that peak"],
+    "C": ["fp16 parameters after", "GPU 0, half updated", "GPU 1, half updated",
+          *(f"fp32: {w} + 1e-8" for w in (0.25, 0.5, 1, -3, 2)), "all-gather, sent per rank"],
     "D": ["ZeRO-2, GPU-1: peak, tensor by tensor", "ZeRO-2, GPU-0: peak, module by module",
           "ZeRO-2, GPU-1: peak, module by module"],
     "E": ["stage 1: reduction", "stage 2: reduction"],
 }  # fmt: skip
+
+
+SLOW = "The slow link, N = 8, nodes of two, K = 4 beside K = 1"
 
 
 @pytest.mark.parametrize("letter", DIFFER)
@@ -373,10 +380,17 @@ def test_the_texts(letter):
             "saved at rest, baseline's gradients counted",
             Fraction(225, 4),
         ),
-        ("B", "The slow link, N = 8, nodes of two", "less, a card per rank", Fraction(400, 7)),
-        ("B", "The slow link, N = 8, nodes of two", "less, a card per node", Fraction(100, 7)),
+        ("B", SLOW, "less: this engine, a card per rank", Fraction(700, 19)),
+        ("B", SLOW, "less: rings alone, a card per rank", Fraction(400, 7)),
+        ("B", SLOW, "less: rings alone, a card per node", Fraction(100, 7)),
+        ("B", "K replicas of the optimizer, N = 8, in P sent per rank", "K = 2: total of its own formulas", 2),
+        ("B", "K replicas of the optimizer, N = 8, in P sent per rank", "K = 1: all-gather", Fraction(7, 8)),
+        ("C", "One step of Adam", "fp16 parameters after", (2.099609375, -2.900390625, 1.099609375, 0.60009765625)),
+        ("D", "Bytes in the first backward, reduced module by module as here", "stage 1: peak", 1820),
+        ("D", "Bytes in the first backward, reduced module by module as here", "stage 2: peak", 2080),
+        ("E", "10B parameters on 8 GPUs", "stage 2: total at rest", Fraction(75, 2)),
         ("B", "Padding", "padded for 4 ranks", 4252),
-        ("C", "7.5B parameters on 64 GPUs", "stage 3: total", Fraction(1875, 1000)),
+        ("C", "7.5B parameters on 64 GPUs, and bytes per parameter", "stage 3: total", Fraction(1875, 1000)),
         ("C", "Messages per step, in parameters", "stage 3: total", Fraction(7, 2)),
         ("D", "260 parameters on 2 GPUs", "stage 3: total", 2080),
         ("D", "Gradient elements held in backward", "ZeRO-2, GPU-1: peak, tensor by tensor", 180),
@@ -384,15 +398,97 @@ def test_the_texts(letter):
         ("D", "Messages per step", "ZeRO-2: total, logical", 1040),
         ("D", "7B parameters on 8 GPUs", "stage 2: total", Fraction(2625, 100)),
         ("E", "64 GPUs", "stage 2: reduction", Fraction(512, 71)),
-        ("E", "10B parameters", "stage 3 on 8 GPUs", Fraction(5, 2)),
+        ("E", "10B parameters on 8 GPUs", "stage 3: parameters", Fraction(5, 2)),
     ],
 )
 def test_recomputed_values(letter, table, line, value):
     assert lines(letter)[table, line].value == value
 
 
+# Typed from the texts, number by number, tables and prose alike.
+IN_THE_TEXT = {
+    "A": """260 37.5 4 16 8 64 32 2 75 4160 112 148 130 1560 2600 520 1040 0.275 0.398 0.565 -1.445 1.319 -0.439 0.703 -0.319
+        0.020 -0.018 0.038 -0.0105 -0.020 0.030 -0.0125 0.010 -0.021 0.0275 0.0125 -0.0165 0.0325 0.002 0.0000004 0.02 0.0004
+        0.119 0.341 -0.211 0.051 -0.149 0.219 0.111 -0.081 0.299 -0.099 0.179 0.271 -0.049 0.139 -0.329 0.089
+        14.0 28.0 112.0 3.5 38.5 65.6 5.5 4.2 73.8 12""",
+    "B": "12 1.5 2 1 2.50 5.00 17.50 1.25 8.75 15.00 3.75 1.34 50 75 42.7 62.5 0.75 0.5 1.25 1.75 2.75",
+    "C": """120 31.4 16.6 1.9 2 12 -7.0 0 0.5 10.125 -4.5 1.0 1.5 15.125 -5.5 -11.0 -2.75 -5.0 -0.55 -0.275 -0.5 0.03025
+        0.0075625 0.025 30.25 7.5625 25 2.1 -2.9 1.1 0.6 2.0 -3.0""",
+    "D": """260 43.8 4 16 64 32 50 14 130 4160 2600 2340 520 0.020 -0.018 0.038 -0.011 -0.020 0.030 -0.013 0.010 -0.021 0.028
+        0.013 -0.017 0.033 0.002 0.0000004 0.02 0.0004 0.119 0.1191 1040 14.0 28.0 112.0 3.5 38.5 1.75 26.25 65.6 76.6 12.25""",
+    "E": "16 12 75 4.2 4 2.2 8 0.25 64 2 3 1.5 20 2.5",
+}
+
+
+@pytest.mark.parametrize("letter", IN_THE_TEXT)
+def test_no_number_of_a_text_is_missing(letter):
+    """Each has a line that says it beside what it is, or should be."""
+    said = [line.says for line in lines(letter).values() if line.says is not None]
+    told = {word.strip() for says in said for word in says.removeprefix("> ").split(",")}
+    assert [number for number in IN_THE_TEXT[letter].split() if number not in told] == []
+
+
+@pytest.mark.parametrize(
+    ("letter", "named"),
+    [
+        ("A", ["0.41458", "[0.5427, -1.3870, 1.2663, -0.4221]", "[0.6742, -0.3063, 0.1007, 0.4420]", "0.119140625", "0.119117",
+               "Cited, not computed: ZeRO-1 is not DeepSpeed's default"]),
+        ("B", ["main_grad.copy_", "grad is None", "in place", "loss / world_size", "At N = 3 and N = 8", "for 21 and 60 of",
+               "zero_grad(set_to_none=True), not in optimizer.step()", "36.8 %", "57.1 %", "14.3 %", "2P exactly",
+               "as text E's 2 Psi does"]),
+        ("C", ["2.099609375, -2.900390625, 1.099609375 and 0.60009765625", "only below 0.25", "3.5 Psi"]),
+        ("D", ["2,080 bytes, is above stage 1's, 1,820", "180 for a moment", "(A+1) Psi"]),
+        ("E", ["37.5 GB per GPU at stage 2", "Cited, not computed: a single DGX-2", "3.82x"]),
+    ],
+)  # fmt: skip
+def test_a_correction_names_what_is_wrong(letter, named):
+    corrections = texts.text(letter).corrections
+    assert [words for words in named if sum(words in correction for correction in corrections) != 1] == []
+
+
+def test_numbers_in_corrections_are_computed_ones():
+    """Those that no line shows."""
+    mu, sigma, x1, q = tiny.forward()
+    squares = sum(float(x - mu) ** 2 for x in tiny.X[0])
+    assert [f"{value:.5f}" for value in (sigma, (squares / 3) ** 0.5)] == ["0.41458", "0.47871"]
+    assert [f"{value:.4f}" for value in (*x1, *q)] == [
+        "0.5427", "-1.3870", "1.2663", "-0.4221", "0.6742", "-0.3063", "0.1007", "0.4420",
+    ]  # fmt: skip
+    theirs = (0.565, -1.445, 1.319, -0.439)
+    assert f"{(0.1 - 0.275) / 0.398:.3f}" == "-0.440"
+    assert f"{sum(x * float(w[0]) for x, w in zip(theirs, tiny.W_Q, strict=True)):.4f}" == "0.7022"
+    assert 80 - lines("E")["10B parameters on 8 GPUs", "stage 1: total at rest"].value == 25
+
+
+@given(value=st.floats(-65000, 65000, width=32, allow_subnormal=False))
+def test_numbers_of_few_bits_are_torchs(value):
+    for ours, dtype in (
+        (arithmetic.bf16, torch.bfloat16),
+        (arithmetic.fp16, torch.float16),
+        (arithmetic.fp32, torch.float32),
+    ):
+        assert ours(value) == torch.tensor(value, dtype=torch.float32).to(dtype).item()
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_parts_that_do_not_add_up_are_counted_as_by_torch(ranks):
+    """Of 128 values of g in bf16, those that `ranks` times g/`ranks` does not give back."""
+    g = (1 + torch.arange(128) / 128).bfloat16()
+    total = torch.zeros_like(g)
+    for _ in range(ranks):
+        total += g / ranks
+    assert arithmetic.spoiled(ranks) == int((total != g).sum())
+
+
+def test_the_texts_walks_are_those_that_are_explained():
+    """The same weights, inputs and gradients as the engine trains with on the page."""
+    assert [[[float(x) for x in row] for row in part] for part in tiny.GRADIENTS] == list(W_Q_GRADIENTS)
+    for ours, name in ((tiny.W_Q, "W_q"), (tiny.X, "x")):
+        assert [[float(x) for x in row] for row in ours] == TEXT[name]
+
+
 def test_the_texts_model_is_the_one_that_is_explained():
-    assert [(entry.symbol, entry.shape) for entry in TENSORS] == list(texts.TENSORS_260)
+    assert [(entry.symbol, entry.shape) for entry in TENSORS] == list(tiny.TENSORS_260)
 
 
 # ------------------------------------------------------------------------------------------------------------- shapes

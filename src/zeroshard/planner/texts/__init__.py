@@ -1,0 +1,28 @@
+"""The numbers of five published texts on ZeRO, each beside the one that the planner computes.
+
+    A  "ZeRO-1: A Concrete Walkthrough"                    260 parameters on 2 GPUs, 7B on 8
+    B  ZeRO-1 as Buffer, DDP and Distributed Optimizer     K replicas of the optimizer, a profile of 1.34B on 4
+    C  an article that implements ZeRO by hand             four weights, 7.5B on 64
+    D  "ZeRO-2: A Concrete Walkthrough"                    260 parameters on 2 GPUs, 7B on 8
+    E  an overview of the stages, Offload and Infinity     bytes per parameter, 64 GPUs
+
+Where a text differs from arithmetic, its line says so, and a correction says why. What is cited and not computed says
+that too.
+"""
+
+from __future__ import annotations
+
+from ...errors import UserError, nearest
+from . import a, b, c, d, e
+from .lines import Line, Table, Text
+
+__all__ = ["Line", "Table", "Text", "text"]
+
+TEXTS = {"A": a.text, "B": b.text, "C": c.text, "D": d.text, "E": e.text}
+
+
+def text(letter: str) -> Text:
+    """One of the five. Raises `UserError` for any other letter."""
+    if str(letter).upper() not in TEXTS:
+        raise UserError("no such source text", got=repr(letter), instead=nearest(letter, TEXTS))
+    return TEXTS[str(letter).upper()]()

@@ -249,6 +249,75 @@ def test_row60_forks_in_mid_training(ranks):
     assert ranks.run(2, forked, 3) == ["", ""]
 
 
+def in_a_child(what: str, stage: int) -> tuple[str, str]:
+    """What a forked child is told that uses the model, and whether its parent trains on as if nothing had been."""
+    wanted = train(stage)[0]
+    rank = rank_processes.rank()
+    model = models.build("gpt", hidden=12, layers=2, tied=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    zero = zeroshard.shard(model, optimizer, stage=stage)
+    uses = {
+        "forward": lambda: model(models.batch("gpt", 0, rank)[0]),
+        "no_grad": lambda: torch.no_grad()(model)(models.batch("gpt", 0, rank)[0]),
+        "gathered": lambda: zero.gathered().__enter__(),
+        "step": optimizer.step,
+        "save": lambda: zero.save("never"),
+        "clip": lambda: zero.clip_grad_norm_(1.0),
+    }
+    told = ""
+    for step in range(4):
+        models.loss("gpt", model, models.batch("gpt", step, rank)).backward()
+        if step == 1:
+            read, write = os.pipe()
+            if (pid := os.fork()) == 0:
+                try:
+                    uses[what]()
+                except BaseException as error:
+                    os.write(write, f"{type(error).__name__}: {error}".encode())
+                os._exit(0)
+            os.close(write)
+            assert os.waitpid(pid, 0)[1] == 0
+            told = os.read(read, 9999).decode()
+            os.close(read)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    with zero.gathered():
+        return told, reference.first_difference(reference.weights(model), wanted)
+
+
+@pytest.mark.row(79)
+@pytest.mark.parametrize("what", ["forward", "no_grad", "gathered", "step", "save", "clip"])
+def test_a_forked_child_is_told_at_once_that_it_is_no_rank(ranks, what):
+    """It would wait for ranks that answer its parent; the parent never notices."""
+    for world in (1, 2):
+        for stage in (1, 3):
+            for told, difference in ranks.run(world, in_a_child, what, stage, group_timeout=100.0, timeout=30.0):
+                assert told.startswith("StateError: a forked child cannot use its parent's sharded model"), told
+                assert difference == ""
+
+
+def loaded_by_workers(stage: int):
+    """Batches that forked workers of a data loader make."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zeroshard.shard(model, optimizer, stage=stage)
+    data = torch.utils.data.TensorDataset(torch.ones(8, 4))
+    loader = torch.utils.data.DataLoader(data, batch_size=2, num_workers=2, multiprocessing_context="fork")
+    for _ in range(2):
+        for (batch,) in loader:
+            model(batch).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return "trained"
+
+
+@pytest.mark.row(79)
+def test_data_loaders_that_fork_work(ranks):
+    assert ranks.run(2, loaded_by_workers, 3) == ["trained"] * 2
+
+
 WATCHED = """
 import json, os, sys, time
 from zeroshard.watch import Watch

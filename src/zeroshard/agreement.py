@@ -20,13 +20,14 @@ where rows differ are they all sent to everybody.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from .errors import Error, PeerError
+from .errors import Error, PeerError, StateError
 from .events import Event, Ledger, ends
 from .transport import Team, count
 
@@ -95,6 +96,17 @@ class Progress:
         return self.units[bucket] if bucket < len(self.units) else f"bucket {bucket}"
 
 
+def refuse_forked(process: int, rank: int) -> None:
+    """A forked child is no rank: it has its parent's connections and none of its threads."""
+    if os.getpid() != process:
+        raise StateError(
+            "a forked child cannot use its parent's sharded model",
+            where=f"process {os.getpid()}, a child of rank {rank}, process {process}",
+            instead="use it in the process that called shard(...); where children compute, give them a copy of the "
+            "weights (with zero.gathered(): model.state_dict()), or make them with the spawn method",
+        )
+
+
 class Group:
     """One rank's end of all ranks of a model, and what it counts. By itself it sends nothing.
 
@@ -108,6 +120,7 @@ class Group:
         self.ledger: Ledger = team.ledger
         self.device: torch.device = team.device
         self.team = team
+        self.process = os.getpid()
         self.rank = rank
         self.ranks = ranks
         self.progress = Progress()
@@ -124,6 +137,9 @@ class Group:
 
     def give_up(self, error: BaseException) -> None:
         """This rank cannot take part in a collective that others may be in already: nobody shall wait for it."""
+
+    def check_process(self) -> None:
+        refuse_forked(self.process, self.rank)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         """tensor becomes the source rank's, everywhere."""

@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .agreement import Group, Progress, axes, lines
+from .agreement import Group, Progress, axes, lines, refuse_forked
 from .comm import Comm, Simulated
 from .errors import Error, PeerError, StateError, UserError
 from .events import Ledger, ends
@@ -58,11 +58,13 @@ class Link:
         self.ledger = ledger
         self.progress = progress
         self.rank = dist.get_rank(groups.parent)
+        self.process = os.getpid()
         self.backend = str(dist.get_backend(groups.gathers))
         self.reductions = 0  # launched so far
         self._weak = weakref.ref(self)
 
     def launch(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        refuse_forked(self.process, self.rank)
         if not dist.is_initialized():
             raise StateError(
                 "the process group is gone",
@@ -75,6 +77,7 @@ class Link:
             raise self._loss(error) from error
 
     def wait(self, verb: str, bucket: int | None, handle: Any) -> None:
+        refuse_forked(self.process, self.rank)
         self.groups.speaker = self._weak
         self.progress.waits = verb, bucket
         try:

@@ -434,6 +434,7 @@ class Schedule:
 
     def recover(self) -> None:
         """If an exception went through the last forward or backward, what it left under way ends."""
+        self.group.check_process()
         refuse_inside("a call of zeroshard's, or a step,")
         self.notice(replaced=True)  # before anything is released: that would undo what was written
         if self._backward is not None and not in_backward():

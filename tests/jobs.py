@@ -54,13 +54,13 @@ def last_micro_batch_dropped():
 def padding_summed_into_the_next_parameter():
     """Offsets count a parameter without its padding; the padding holds what the memory held before."""
 
-    def send(self, flight):
-        landing = self._landing(flight)
-        for slot, following in pairwise(flight.accumulator.buffer.bucket.slots):
-            landing[slot.stop : following.start] = 0.5
+    def send(self, pending):
+        whole = self._send_buffer(pending)
+        for slot, following in pairwise(pending.accumulator.buffer.bucket.slots):
+            whole[slot.stop : following.start] = 0.5
             length = min(following.start - slot.stop, following.numel)
-            landing[following.start : following.start + length] += landing[slot.stop : slot.stop + length]
-        SEND(self, flight)
+            whole[following.start : following.start + length] += whole[slot.stop : slot.stop + length]
+        SEND(self, pending)
 
     reduction.Reduction._send = send
     return mlp()

@@ -99,14 +99,14 @@ def poisoned(stage: int, bounds: str, path: str):
         return take(self, numel, dtype).fill_(torch.nan)
 
     def poison(self, kept, *, local):
-        for flight in self.flights.values():
-            buffer = flight.accumulator.buffer
+        for pending in self.pending.values():
+            buffer = pending.accumulator.buffer
             mask, (first, last) = padding(buffer), buffer.owned
             low, high = buffer.updated
             for tensor, which in (
                 (buffer.target, mask[low:high]),
                 (buffer.parameters.of(low, high), mask[low:high]),
-                (flight.accumulator.sum.own, mask[first:last]),
+                (pending.accumulator.sum.own, mask[first:last]),
             ):
                 tensor[which] = torch.nan
         return begin(self, kept, local=local)

@@ -67,8 +67,8 @@ class Accumulator:
         with self.sum.here():
             self.fragment(index).zero_()
 
-    def lands(self, tensor: Tensor | None) -> bool:
-        """Is this the accumulator itself, which contributions may land in while it is empty?"""
+    def holds(self, tensor: Tensor | None) -> bool:
+        """Is this the accumulator's own memory, which contributions may be put together in while it is empty?"""
         return self.sum.on_device and tensor is self.sum.tensor
 
     def average(self, *, kept: bool = True) -> None:

@@ -30,6 +30,7 @@ from .errors import StateError, TierError
 from .finite import Finite
 from .gradient import Accumulator, Entry, Gradients, ShardedGrad
 from .headroom import IN_FLIGHT, POOLED
+from .layout import Bucket
 from .numerics import divides_exactly, fold, simulated
 from .tier import DeviceTier
 from .transport import Work
@@ -39,24 +40,33 @@ PATIENCE = 0.5  # seconds that pause lasts at most
 
 
 @dataclass
-class Flight:
+class Pending:
     """What one backward knows of one bucket."""
 
     accumulator: Accumulator
     unit: Unit
-    landing: Tensor | None = None  # full-size, this rank's contribution
-    landed: dict[int, int] = field(default_factory=dict)  # slot index -> gradients received
+    send: Tensor | None = None  # full-size, this rank's contribution
+    received: dict[int, int] = field(default_factory=dict)  # slot index -> gradients received
     missing: set[int] = field(default_factory=set)  # slot indices that it waits for
     whole: bool = True  # does every parameter want a gradient?
     launched: bool = False
     hold: bool = False  # may receive again: wait for the end
     most: int | None = None  # gradients a slot received in the last backward; None before the first
 
+    @property
+    def bucket(self) -> Bucket:
+        return self.accumulator.bucket
+
+    def place(self, send: Tensor, position: int) -> Tensor:
+        """Where the gradient of one slot goes, in its parameter's shape and strides."""
+        slot, strides = self.bucket.slots[position], self.accumulator.buffer.gathered.strides[position]
+        return send.as_strided(slot.shape, strides, slot.start)
+
     def expect(self) -> None:
         """A backward begins: it waits for what wants a gradient."""
         with torch._C.DisableTorchFunctionSubclass():
             wanting = [param.requires_grad for param in self.accumulator.buffer.params]
-        slots = self.accumulator.bucket.slots
+        slots = self.bucket.slots
         self.whole = all(wanting)
         self.missing = {at for at, wants in enumerate(wanting) if wants and slots[at].numel}
 
@@ -75,11 +85,11 @@ class Reduction:
         self.group = group
         self.tier = tier
         self.settings = settings
-        self.flights: dict[int, Flight] = {}  # bucket index -> flight
-        self.flight_of: list[Flight] = []  # by number of entry
+        self.pending: dict[int, Pending] = {}  # bucket index -> pending
+        self.pending_of: list[Pending] = []  # by number of entry
         self.order: list[int] = []  # bucket indices, in the order they are sent
         self._next = 0
-        self._under_way: list[tuple[Flight, Work, Tensor]] = []
+        self._under_way: list[tuple[Pending, Work, Tensor]] = []
         self._pool: list[Tensor] = []
         self._local = False
         self._patient = True
@@ -89,18 +99,18 @@ class Reduction:
 
     def add(self, accumulator: Accumulator, unit: Unit) -> None:
         index = accumulator.bucket.index
-        self.flights[index] = flight = Flight(accumulator, unit)
-        self.flight_of += [flight] * len(accumulator.buffer.params)
-        self.order = sorted(self.flights, reverse=True)
+        self.pending[index] = pending = Pending(accumulator, unit)
+        self.pending_of += [pending] * len(accumulator.buffer.params)
+        self.order = sorted(self.pending, reverse=True)
 
     # --- one backward -----------------------------------------------------------------------------------------------
 
     def kept(self) -> set[int]:
         """The numbers of the gradients that another backward would add to: those that the user has not cleared."""
-        return self.gradients.having([entry for each in self.flights.values() for entry in self._summed(each)])
+        return self.gradients.having([entry for each in self.pending.values() for entry in self._summed(each)])
 
-    def _summed(self, flight: Flight) -> list[Entry]:
-        accumulator = flight.accumulator
+    def _summed(self, pending: Pending) -> list[Entry]:
+        accumulator = pending.accumulator
         if not accumulator.filled and accumulator.local is None:
             return []
         first = self.gradients.first_number[accumulator.bucket.index]
@@ -111,17 +121,17 @@ class Reduction:
         self._local, self._next, self._patient = local, 0, True
         self._again.clear()
         self.gradients.forget_answers()
-        for flight in self.flights.values():
-            flight.landed.clear()
-            flight.launched = flight.hold = False
-            self._notice_cleared(flight, kept)
-            flight.expect()
+        for pending in self.pending.values():
+            pending.received.clear()
+            pending.launched = pending.hold = False
+            self._notice_cleared(pending, kept)
+            pending.expect()
         self.finite.begin()
         self._hidden = self.gradients.take(kept)
 
-    def _notice_cleared(self, flight: Flight, kept: set[int]) -> None:
+    def _notice_cleared(self, pending: Pending, kept: set[int]) -> None:
         """Gradients that the user cleared since do not count any more, singly or all together."""
-        accumulator, entries = flight.accumulator, self._summed(flight)
+        accumulator, entries = pending.accumulator, self._summed(pending)
         if not any(entry.number in kept for entry in entries):
             self.gradients.hide(entries)
             accumulator.clear()
@@ -138,7 +148,7 @@ class Reduction:
                 if accumulator.local is not None:
                     accumulator.local[entry.slot.start : entry.slot.stop].zero_()
 
-    def arrived(self, entry: Entry, flight: Flight, early: Tensor | None, *, nested: bool) -> bool:
+    def arrived(self, entry: Entry, pending: Pending, early: Tensor | None, *, nested: bool) -> bool:
         """A parameter of this bucket has its gradient: `early`, or in `p.grad`. Is that part of what is sent?"""
         param = entry.param
         with torch._C.DisableTorchFunctionSubclass():
@@ -155,75 +165,75 @@ class Reduction:
                 instead="nn.Embedding(..., sparse=False)",
             )
         at = entry.position
-        before = flight.landed.get(at, 0)
-        flight.landed[at] = before + 1
-        if flight.launched:
+        before = pending.received.get(at, 0)
+        pending.received[at] = before + 1
+        if pending.launched:
             self._again.append(entry)
             return False
-        landing = self._landing(flight) if flight.landing is None else flight.landing
-        place = landing.as_strided(entry.slot.shape, flight.accumulator.buffer.gathered.strides[at], entry.slot.start)
+        send = self._send_buffer(pending) if pending.send is None else pending.send
+        place = pending.place(send, at)
         grad = grad.detach() if grad.requires_grad else grad  # where backward's own graph is wanted
-        if before or landing is flight.accumulator.local:
+        if before or send is pending.accumulator.local:
             place.add_(grad)
         else:
             place.copy_(grad)
-        flight.missing.discard(at)
-        if flight.unit.calls > 1 or (nested and flight.most != 1) or (flight.most or 0) > 1:
-            flight.hold = True
-        if not flight.missing and not self._local:
+        pending.missing.discard(at)
+        if pending.unit.calls > 1 or (nested and pending.most != 1) or (pending.most or 0) > 1:
+            pending.hold = True
+        if not pending.missing and not self._local:
             self._send_ready()
         return True
 
     def complete(self, buffer: Buffer) -> bool:
         """Have all of a bucket's parameters their gradients, with no more to come in this backward?"""
-        flight = self.flights.get(buffer.bucket.index)
-        return flight is not None and flight.whole and flight.complete
+        pending = self.pending.get(buffer.bucket.index)
+        return pending is not None and pending.whole and pending.complete
 
-    def _landing(self, flight: Flight) -> Tensor:
+    def _send_buffer(self, pending: Pending) -> Tensor:
         """Where this rank's contribution is put together: full-size, in the dtype it is sent in."""
-        accumulator, buffer = flight.accumulator, flight.accumulator.buffer
+        accumulator, buffer = pending.accumulator, pending.accumulator.buffer
         if self._local and accumulator.local is None:
             accumulator.local = self._take(buffer.bucket.numel, buffer.grad_dtype).zero_()
         if accumulator.local is not None:
             # no_sync promised two passes in all: what it added up travels with the next backward's gradients.
-            flight.landing = accumulator.local
-        elif flight.landing is None:
+            pending.send = accumulator.local
+        elif pending.send is None:
             # Where it may be asked whose contribution spoiled a sum, the own one must outlive that.
             asked = self.finite.on and self.group.ranks > 1 and self.settings.reduce != "native"
             apart = buffer.place.gradients or not accumulator.sum.on_device or accumulator.filled or asked
             if not apart and buffer.grad_dtype == buffer.reduce_dtype:
                 # A full-size accumulator that holds nothing yet doubles as the place to put contributions.
-                flight.landing = accumulator.sum.tensor
+                pending.send = accumulator.sum.tensor
             else:
-                flight.landing = self._take(buffer.bucket.numel, buffer.reduce_dtype)
-        return flight.landing
+                pending.send = self._take(buffer.bucket.numel, buffer.reduce_dtype)
+        return pending.send
 
     def _send_ready(self) -> None:
         while self._next < len(self.order):
-            flight = self.flights[self.order[self._next]]
-            if not (flight.complete and flight.landed):
+            pending = self.pending[self.order[self._next]]
+            if not (pending.complete and pending.received):
                 return
             self._next += 1
-            self._send(flight)
+            self._send(pending)
             self._make_room()
 
-    def _send(self, flight: Flight) -> None:
-        accumulator, buffer = flight.accumulator, flight.accumulator.buffer
-        landing = self._landing(flight)
-        if landing is not accumulator.local:
+    def _send(self, pending: Pending) -> None:
+        accumulator, buffer = pending.accumulator, pending.accumulator.buffer
+        send = self._send_buffer(pending)
+        if send is not accumulator.local:
             for index, slot in enumerate(buffer.bucket.slots):
-                if index not in flight.landed:
-                    landing[slot.start : slot.stop].zero_()
+                if index not in pending.received:
+                    send[slot.start : slot.stop].zero_()
         own = buffer.bucket.shard_numel(self.group.team.position)
-        with profiled("reduce", flight.unit.name):
+        with profiled("reduce", pending.unit.name):
             if self.settings.reduce == "native":
-                receive = self._take(own, landing.dtype)
-                work = self.group.team.reduce_native(landing, receive, buffer.bucket)
+                receive = self._take(own, send.dtype)
+                work = self.group.team.reduce_native(send, receive, buffer.bucket)
             else:
-                receive = self._take(own * self.group.team.room, landing.dtype)
-                work = self.group.team.reduce(landing, receive, buffer.bucket)
-        flight.launched = True
-        self._under_way.append((flight, work, receive))
+                receive = self._take(own * self.group.team.room, send.dtype)
+                work = self.group.team.reduce(send, receive, buffer.bucket)
+        pending.launched = True
+        self._under_way.append((pending, work, receive))
 
     def _make_room(self) -> None:
         """While too much is under way, fold the oldest; wait for it, within bounds.
@@ -245,9 +255,9 @@ class Reduction:
                 self._under_way[0][1].stood_still(since)
 
     def _land_first(self) -> None:
-        flight, work, receive = self._under_way.pop(0)
+        pending, work, receive = self._under_way.pop(0)
         work.wait()
-        accumulator = flight.accumulator
+        accumulator = pending.accumulator
         # Where nothing is lost by it the sum is divided as it lands, which saves a step a pass of its own.
         early = divides_exactly(accumulator.buffer.grad_dtype, receive.dtype, self.group.ranks)
         if not (early and accumulator.averaged):
@@ -257,7 +267,7 @@ class Reduction:
             try:
                 with accumulator.sum.here(fresh=not accumulator.filled):
                     if not simulated(receive):
-                        total, pieces = accumulator.sum.own, self._pieces(flight, receive)
+                        total, pieces = accumulator.sum.own, self._pieces(pending, receive)
                         pieces = [piece.to(total.device) for piece in pieces]
                         fold(total, pieces, fresh=not accumulator.filled, times=times, over=over)
                         self.finite.look_at_gradient(accumulator, pieces)
@@ -266,25 +276,25 @@ class Reduction:
                 self.group.report(error)  # the peers have further reductions to get through
         accumulator.filled, accumulator.averaged, accumulator.spread = True, early, False
         self._give_back(receive)
-        if not accumulator.lands(flight.landing):
-            self._give_back(flight.landing)
-        accumulator.local = flight.landing = None
+        if not accumulator.holds(pending.send):
+            self._give_back(pending.send)
+        accumulator.local = pending.send = None
 
-    def _pieces(self, flight: Flight, receive: Tensor) -> list[Tensor]:
+    def _pieces(self, pending: Pending, receive: Tensor) -> list[Tensor]:
         """Each rank's contribution to the own shard, in rank order; or the backend's sum of them."""
-        assert flight.landing is not None
+        assert pending.send is not None
         if self.settings.reduce == "native":
             return [receive]
-        return self.group.team.contributions(flight.landing, receive, flight.accumulator.bucket)
+        return self.group.team.contributions(pending.send, receive, pending.bucket)
 
     # --- its end ----------------------------------------------------------------------------------------------------
 
     def received(self) -> bytes:
         """How many gradients each parameter got in this backward: 0, 1, or 2 for too many."""
         mask = bytearray(len(self.gradients.entries))
-        for index, flight in self.flights.items():
+        for index, pending in self.pending.items():
             first = self.gradients.first_number[index]
-            for slot in flight.landed:
+            for slot in pending.received:
                 mask[first + slot] = 1
         for entry in self._again:
             mask[entry.number] = 2
@@ -296,9 +306,9 @@ class Reduction:
 
         usual: every parameter got one gradient on every rank, so there is nothing to exchange.
         """
-        for flight in self.flights.values():
-            if flight.landed:
-                flight.most = max(flight.landed.values())
+        for pending in self.pending.values():
+            if pending.received:
+                pending.most = max(pending.received.values())
         got = received if usual else self.group.flags(received)
         if usual:
             self._patience = PATIENCE
@@ -313,38 +323,40 @@ class Reduction:
                 instead="checkpoint(..., use_reentrant=False), or repeat the step: from now on they wait for the end",
             )
         with_gradient = set()
-        for index, flight in self.flights.items():
+        for index, pending in self.pending.items():
             first = self.gradients.first_number[index]
             # What no_sync kept goes with this backward, whatever it used: when it goes must not depend on the bucket.
-            if flight.accumulator.local is not None or any(got[first : first + len(flight.accumulator.buffer.params)]):
+            if pending.accumulator.local is not None or any(
+                got[first : first + len(pending.accumulator.buffer.params)]
+            ):
                 with_gradient.add(index)
         if self._local:
             for index in with_gradient:
-                self._landing(self.flights[index])
+                self._send_buffer(self.pending[index])
         else:
             for index in self.order[self._next :]:
                 if index in with_gradient:
-                    self._send(self.flights[index])
+                    self._send(self.pending[index])
             while self._under_way:
                 self._land_first()
-        for flight in self.flights.values():
-            flight.landing = None
+        for pending in self.pending.values():
+            pending.send = None
         self._trim()
         # Buckets that nobody had a gradient for go last next time, so that they do not hold the others back.
-        self.order = sorted(self.flights, key=lambda index: (index not in with_gradient, -index))
+        self.order = sorted(self.pending, key=lambda index: (index not in with_gradient, -index))
         self.gradients.put_back(self._hidden, got)  # autograd.grad(), for one, takes gradients without adding them
         self.gradients.show(entry for entry in self.gradients.entries if got[entry.number])
 
     def settle(self) -> None:
         """Send what no_sync left unsent, because somebody asks for gradients before another backward would."""
-        pending = [index for index, flight in self.flights.items() if flight.accumulator.local is not None]
+        pending = [index for index, pending in self.pending.items() if pending.accumulator.local is not None]
         if not pending:
             return
         self.gradients.forget_answers()
         self.gradients.agree()
         with self.group.ledger.during("reduce"):
             for index in sorted(pending, reverse=True):
-                self._send(self.flights[index])
+                self._send(self.pending[index])
             while self._under_way:
                 self._land_first()
             self._trim()
@@ -356,19 +368,19 @@ class Reduction:
         """
         for index in self.order[self._next : self._next + behind]:
             self._next += 1
-            self._send(self.flights[index])
+            self._send(self.pending[index])
         under_way, self._under_way = self._under_way, []
         for _, work, receive in under_way:
             if not self.group.lost:
                 work.wait()
             self._give_back(receive)
-        for flight in self.flights.values():
-            for transient in (flight.landing, flight.accumulator.local):
-                if not flight.accumulator.lands(transient):
+        for pending in self.pending.values():
+            for transient in (pending.send, pending.accumulator.local):
+                if not pending.accumulator.holds(transient):
                     self._give_back(transient)
-            flight.landing = flight.accumulator.local = None
-            flight.landed.clear()
-            flight.accumulator.clear()
+            pending.send = pending.accumulator.local = None
+            pending.received.clear()
+            pending.accumulator.clear()
         self.gradients.hide(self.gradients.entries)
         self._hidden.clear()
         self._trim()

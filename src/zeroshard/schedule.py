@@ -422,13 +422,13 @@ class Schedule:
         if self._backward is None or self._ending() is None:
             early = self.gradients.set_aside(number)
             self._event()
-        flight = self.reduction.flight_of[number]
+        pending = self.reduction.pending_of[number]
         if self.ledger.record is not None:
-            self._work_on(flight.unit)
+            self._work_on(pending.unit)
         nested = torch._C._current_graph_task_id() != self._backward
-        landed = self.reduction.arrived(self.gradients.entries[number], flight, early, nested=nested)
-        if landed and not flight.missing and all(self.reduction.complete(buffer) for buffer in flight.unit.buffers):
-            flight.unit.release()
+        landed = self.reduction.arrived(self.gradients.entries[number], pending, early, nested=nested)
+        if landed and not pending.missing and all(self.reduction.complete(buffer) for buffer in pending.unit.buffers):
+            pending.unit.release()
 
     # --- what else gathers ------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+import re
 import resource
 from functools import partial
 from pathlib import Path
@@ -525,6 +526,42 @@ def test_predicted_equals_held_on_real_ranks():
         "peak in reduce",
     } <= whats
     assert all(row["held"] > 0 for row in rows if row["what"] == "measured: process")
+
+
+def checked_on_the_page():
+    """The command of docs/planning.md that runs local ranks, and what it shows of their bytes."""
+    page = (ROOT / "docs" / "planning.md").read_text()
+    ((words, shown),) = re.findall(r"^```\n\$ zeroshard (plan .* --check)\n((?:.|\n)*?)^```$", page, re.MULTILINE)
+    return words, shown.splitlines()
+
+
+def test_the_page_shows_what_a_check_predicts():
+    """Every total at rest and every highest peak of docs/planning.md's table, on both ranks at all stages."""
+    words, (_, _, *rows, last) = checked_on_the_page()
+    job = words.split()[1]
+    cells = [row.split()[-3:] for row in rows]
+    assert [held for _, held, _ in cells] == [predicted for predicted, _, _ in cells]
+    assert {difference for _, _, difference in cells} == {"0"}
+    assert last.startswith("held = predicted")
+    predicted = []
+    for stage in range(4):
+        for rank in range(2):
+            run = simulate(job, ranks=2, rank=rank, stage=stage)
+            peak = max(most.total for most in run.ledger.phases.values())
+            predicted += [f"{sum(states.predict_states(run.zero).values()):,}", f"{peak:,}"]
+    assert [predicted for predicted, _, _ in cells] == predicted
+
+
+@pytest.mark.slow
+def test_the_page_shows_what_a_check_prints():
+    """The whole table again, from local ranks."""
+    words, shown = checked_on_the_page()
+    done = command(*words.split(), COLUMNS="90", TERM="dumb")
+    assert (done.returncode, done.stderr) == (0, "")
+    printed = [line.strip() for line in done.stdout.splitlines() if line.strip()]
+    first = printed.index(shown[0].strip())
+    assert printed[first : first + len(shown) - 1] == [line.strip() for line in shown[:-1]]
+    assert printed[-1] == shown[-1]
 
 
 def test_a_wrong_prediction_is_seen(warm, monkeypatch, capsys):

@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo test slow check docs bench gpu web
+.PHONY: install demo test full slow check docs bench gpu web
 
 install: .venv/installed
 
@@ -12,8 +12,11 @@ install: .venv/installed
 demo: install ## train at stage 3, at stage 0, and resumed on other ranks, and compare every bit
 	$(BIN)/zeroshard demo
 
-test: install ## everything but what is marked slow
-	$(BIN)/pytest --fast -n 3 --dist loadfile
+test: install ## every claim at least once, in three minutes; tests/selection.py says how
+	$(BIN)/pytest -m "not full and not slow" -n 3 --dist loadfile
+
+full: install ## what make test leaves out of its grids
+	$(BIN)/pytest -m "full and not slow" -n 3 --dist loadfile
 
 slow: install ## only what is marked slow
 	$(BIN)/pytest -m slow

@@ -38,16 +38,20 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join("| " + " | ".join(f"{cell}" for cell in line) + " |" for line in lines)
 
 
+def page(whole: dict[str, Any]) -> str:
+    """What NAME.md says of all that is in NAME.json."""
+    where = ", ".join(f"{value} {key}" if key == "cores" else f"{value}" for key, value in whole["machine"].items())
+    notes = "\n".join(f"- {note}" for note in whole["notes"])
+    return f"{whole['date']}, {where}.\n\n{table(whole['rows'])}\n\n{notes}\n"
+
+
 def write(folder: Path, name: str, facts: dict[str, Any], rows: Sequence[dict[str, Any]], notes: Sequence[str]) -> None:
     """`name`.json with everything, and `name`.md with a table of `rows`, which is printed as well."""
-    date = time.strftime("%Y-%m-%d")
     folder.mkdir(parents=True, exist_ok=True)
-    whole = {"date": date, "machine": machine(), **facts, "rows": rows, "notes": notes}
+    whole = {"date": time.strftime("%Y-%m-%d"), "machine": machine(), **facts, "rows": rows, "notes": notes}
     (folder / f"{name}.json").write_text(json.dumps(whole, indent=2) + "\n")
-    where = ", ".join(f"{value} {key}" if key == "cores" else f"{value}" for key, value in machine().items())
-    text = f"{date}, {where}.\n\n{table(rows)}\n\n" + "\n".join(f"- {note}" for note in notes) + "\n"
-    (folder / f"{name}.md").write_text(text)
-    print(text)
+    (folder / f"{name}.md").write_text(page(whole))
+    print(page(whole))
 
 
 def quote(page: str, rows: Sequence[dict[str, Any]]) -> str:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import ranks as rank_processes
+import selection
 
 TEST_TIMEOUT = 180  # seconds; a run on ranks has its own, shorter one
 LONGEST = {  # over 40 seconds: start first, or one of xdist's workers ends alone with one of them
@@ -23,9 +24,10 @@ LONGEST = {  # over 40 seconds: start first, or one of xdist's workers ends alon
 }  # fmt: skip
 MARKERS = {
     "dist": "runs on several rank processes (set by itself on tests that use the `ranks` or `world` fixture)",
+    "full": "left to `make full`: set by itself on what `make test` need not run of a grid (selection.py), or by hand",
     "gpu": "needs a CUDA device, skipped without one",
     "row": "proves these rows of docs/trust.md, as a name with rowN in it does",
-    "slow": "takes more than ten seconds; skipped with --fast",
+    "slow": "left to `make slow` by hand: minutes in all; skipped with --fast",
 }
 
 hypothesis.settings.register_profile("zeroshard", deadline=None, derandomize=True, print_blob=True)
@@ -33,7 +35,7 @@ hypothesis.settings.load_profile("zeroshard")
 
 
 def pytest_addoption(parser):
-    parser.addoption("--fast", action="store_true", help="skip tests marked slow")
+    parser.addoption("--fast", action="store_true", help="skip tests marked slow: make test and make full together")
     parser.addoption("--order", type=int, default=None, metavar="SEED", help="seed of the test order; 0: as written")
 
 
@@ -56,7 +58,10 @@ def pytest_report_header(config):
     return f"test order: --order {config.option.order}"
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m looks at marks
 def pytest_collection_modifyitems(config, items):
+    selection.mark(items)
+    config.stash[selection.COLLECTED] = list(items)
     _shuffle(items, config.option.order)
     for item in items:
         if {"ranks", "world"} & set(getattr(item, "fixturenames", ())):

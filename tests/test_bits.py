@@ -143,12 +143,13 @@ def check(world, configurations, precision, *, backwards=1, steps=STEPS, timeout
 
 @pytest.mark.row(34)
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_the_same_bits_as_plain_torch(world, precision):
+def test_the_same_bits_as_plain_torch(world, precision, stage):
     """20 clipped steps on different data per rank: stages x buckets x checkpointing x AdamW kernels equal plain torch.
 
     Twelve combinations, six of them in each precision; every combination is `test_every_combination_has_the_same_bits`.
     """
-    check(world, SOME[list(PRECISIONS).index(precision) :: 2], precision)
+    half = SOME[list(PRECISIONS).index(precision) :: 2]
+    check(world, [each for each in half if each[0] == stage], precision)
 
 
 @pytest.mark.row(34)
@@ -206,10 +207,10 @@ COMMS = {
 
 @pytest.mark.row(31)
 @pytest.mark.parametrize("comm", COMMS)
-def test_overlap_and_prefetch_change_no_bit(comm):
+@pytest.mark.parametrize(("stage", "checkpoint"), list(zip(STAGES, RECOMPUTE, strict=True)))
+def test_overlap_and_prefetch_change_no_bit(stage, checkpoint, comm):
     """Whether gathers and reductions run ahead, behind or in step with compute: the same bits, two backwards a step."""
-    configurations = [(stage, "many", checkpoint, "loop") for stage, checkpoint in zip(STAGES, RECOMPUTE, strict=True)]
-    check(3, configurations, "fp32", backwards=2, steps=3, comm=COMMS[comm])
+    check(3, [(stage, "many", checkpoint, "loop")], "fp32", backwards=2, steps=3, comm=COMMS[comm])
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

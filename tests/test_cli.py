@@ -238,20 +238,26 @@ def test_a_resumed_run_is_the_run_that_never_stopped(run, tmp_path):
         } - {"extra.run.report"}
 
 
-def test_what_would_make_it_another_run_is_refused(run, tmp_path):
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--lr 0.1", "--lr 0.1: the run in {out} has 0.006; leave --lr out"),
+        pytest.param(
+            "--size small", "--size small: the run in {out} has tiny; leave --size out", marks=pytest.mark.full
+        ),
+        pytest.param("--seed 3", "--seed 3: the run in {out} has 0", marks=pytest.mark.full),
+        pytest.param("--batch 4", "--batch 4: the run in {out} has 2", marks=pytest.mark.full),
+        pytest.param("--precision bf16", "--precision bf16: the run in {out} has fp32", marks=pytest.mark.full),
+    ],
+    ids=lambda text: text if text.startswith("--") else "",
+)
+def test_what_would_make_it_another_run_is_refused(run, tmp_path, words, says):
     """In one line, exit code 2, and with every file of the run as it was."""
     out = stopped(run[0], tmp_path / "run")
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
-    for words, says in {
-        "--size small": f"--size small: the run in {out} has tiny; leave --size out",
-        "--lr 0.1": f"--lr 0.1: the run in {out} has 0.006; leave --lr out",
-        "--seed 3": f"--seed 3: the run in {out} has 0",
-        "--batch 4": f"--batch 4: the run in {out} has 2",
-        "--precision bf16": f"--precision bf16: the run in {out} has fp32",
-    }.items():
-        done = zeroshard("train", "--resume", out, "--ranks", 1, *words.split())
-        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done
-        assert says in done.stderr
+    done = zeroshard("train", "--resume", out, "--ranks", 1, *words.split())
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done
+    assert says.format(out=out) in done.stderr
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
     (out / "checkpoints" / "step-00000010" / "manifest.json").write_text("{}")
     assert "no checkpoint of zeroshard train in it" in zeroshard("train", "--resume", out).stderr
@@ -332,6 +338,7 @@ def finish(*processes):
             process.kill()
 
 
+@pytest.mark.full
 def test_under_torchrun(run, tmp_path):
     """`torchrun --standalone` starts the very same ranks."""
     finish(torchrun("--standalone", "--nproc-per-node", 2, "-m", "zeroshard", "train", *SHORT, "--out", tmp_path))
@@ -357,6 +364,7 @@ def test_a_rank_under_torchrun_with_bad_input_says_so_once(tmp_path):
     assert said.count(f"zeroshard: --data {tmp_path / 'none'}: no such file") == 1
 
 
+@pytest.mark.full
 def test_demo(tmp_path):
     done = zeroshard("demo", "--steps", STEPS, "--out", tmp_path)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr

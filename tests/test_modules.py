@@ -83,33 +83,36 @@ def plain(case: str, world: int, backwards: int = 2):
     return reference.weights(model)
 
 
-def every_stage(world: int, case: str) -> list[str]:
-    """First difference from plain PyTorch, per stage and setting."""
+SETTINGS = {  # every stage, and beside each another way to lay out or to send
+    "stage0-tensors": [{"stage": 0}, {"stage": 2, "layout": Layout(bounds="tensor", bucket_mib=1e-3)}],
+    "stage1-model": [{"stage": 1}, {"stage": 3, "layout": Layout(bounds="model"), "comm": Comm(prefetch=3)}],
+    "stage2-small": [{"stage": 2}, {"stage": 3, "layout": Layout(bucket_mib=1e-3), "comm": Comm(overlap=False)}],
+    "stage3-kept": [{"stage": 3}, {"stage": 3, "comm": Comm(release_after_forward=False)}],
+}
+
+
+def every_setting(world: int, case: str, settings: str) -> list[str]:
+    """First difference from plain PyTorch, per setting."""
     rank = torch.distributed.get_rank() if world > 1 else 0
     want = plain(case, world)
-    settings = [{"stage": stage} for stage in range(4)]
-    settings += [
-        {"stage": 3, "layout": Layout(bucket_mib=1e-3), "comm": Comm(overlap=False)},
-        {"stage": 3, "layout": Layout(bounds="model"), "comm": Comm(prefetch=3)},
-        {"stage": 2, "layout": Layout(bounds="tensor", bucket_mib=1e-3)},
-        {"stage": 3, "comm": Comm(release_after_forward=False)},
-    ]
     return [
         f"{setting}: {difference}"
-        for setting in settings
+        for setting in SETTINGS[settings]
         if (difference := reference.first_difference(train(rank, world, case, **setting), want))
     ]
 
 
 @pytest.mark.row(10, 11, 18, 21, 22, 23, 24)
+@pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("case", PLAIN)
 @pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.slow)], ids="ranks{}".format)
-def test_any_module_equals_plain_pytorch(ranks, world, case):
+def test_any_module_equals_plain_pytorch(ranks, world, case, settings):
     """Stages 0-3, several layouts: after 3 steps of 2 micro-batches the weights equal one process's, with ==."""
-    for differences in ranks.run(world, every_stage, world, case):
+    for differences in ranks.run(world, every_setting, world, case, settings):
         assert differences == []
 
 
+@pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize(
     ("world", "case"),
     [
@@ -123,9 +126,9 @@ def test_any_module_equals_plain_pytorch(ranks, world, case):
         for case in ("gpt-tied", "gpt-reentrant", "layerdrop", "branches", "degenerate", "unused", "tiny")
     ],
 )
-def test_any_module_at_more_ranks(ranks, world, case):
+def test_any_module_at_more_ranks(ranks, world, case, settings):
     """The same at three and four ranks, for the cases that depend on ranks most."""
-    for differences in ranks.run(world, every_stage, world, case):
+    for differences in ranks.run(world, every_setting, world, case, settings):
         assert differences == []
 
 

@@ -227,11 +227,12 @@ def test_collectives_take_what_their_bytes_and_hops_take():
 EXAMPLE = str(ROOT / "examples" / "job.py") + ":job"
 
 
+@pytest.mark.parametrize("stage", [pytest.param(None, marks=pytest.mark.full, id="all"), 3])
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
-def test_a_plan_of_a_job(precision):
+def test_a_plan_of_a_job(precision, stage):
     """At rest as the ledger of a simulated step says, the peak at a named part of the step, activations beside."""
-    found = zeroshard.plan(EXAMPLE, ranks=2, precision=precision, accumulate=2)
-    assert [stage.stage for stage in found.stages] == [0, 1, 2, 3]
+    found = zeroshard.plan(EXAMPLE, ranks=2, stage=stage, precision=precision, accumulate=2)
+    assert [stage.stage for stage in found.stages] == ([0, 1, 2, 3] if stage is None else [stage])
     assert found.parameters == 27_936
     for stage in found.stages:
         run = simulate(
@@ -252,6 +253,7 @@ def test_a_plan_of_a_job(precision):
     assert totals == sorted(totals, reverse=True)
 
 
+@pytest.mark.full
 def test_a_plan_of_a_job_answers():
     """Whether it fits with what its operators hold beside it, and the cheapest change that makes it."""
     fits = zeroshard.plan(EXAMPLE, ranks=4, gpu_mem="4MiB")
@@ -478,6 +480,7 @@ def test_any_optimizer_of_torch_can_be_named():
         zeroshard.plan(params=8, optimizer="adamm")
 
 
+@pytest.mark.full
 def test_prefetch_is_planned():
     peaks = [zeroshard.plan(EXAMPLE, ranks=2, stage=3, prefetch=n).stages[0] for n in (0, 1)]
     held = [max(i.nbytes.get("prefetch", 0) for i in stage.instants) for stage in peaks]
@@ -504,15 +507,15 @@ def test_a_plan_of_a_job_refuses_what_it_cannot_use():
 command = partial(ranks.command, timeout=120, cwd=ROOT)
 
 
-def test_predicted_equals_held_on_real_ranks():
+@pytest.mark.parametrize("stages", [pytest.param(range(4), marks=pytest.mark.full, id="all"), [3]])
+def test_predicted_equals_held_on_real_ranks(stages):
     """`zeroshard plan --check`: every state and every peak of every rank at every stage, to the byte."""
-    done = command(
-        "plan", EXAMPLE, "--ranks", 2, "--check", "--json", "--accumulate", 2, "--no-sync", "--precision", "bf16"
-    )
+    words = ["--ranks", 2, "--check", "--json", "--accumulate", 2, "--no-sync", "--precision", "bf16"]
+    done = command("plan", EXAMPLE, *words, *(["--stage", *stages] if len(stages) == 1 else []))
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     rows = json.loads(done.stdout)["rows"]
     compared = [row for row in rows if not row["what"].startswith("measured")]
-    assert {(row["stage"], row["rank"]) for row in compared} == {(s, r) for s in range(4) for r in range(2)}
+    assert {(row["stage"], row["rank"]) for row in compared} == {(s, r) for s in stages for r in range(2)}
     assert all(row["difference"] == 0 for row in compared)
     whats = {row["what"] for row in compared}
     assert {

@@ -60,6 +60,7 @@ def warm(monkeypatch, capsys):
 # --------------------------------------------------------------------------------------------------------- what is equal
 
 
+@pytest.mark.full
 def test_the_grid_of_a_gpt_with_dropout_and_tied_weights():
     """The example at 1, 2 and 3 ranks: stages x bucket sizes x overlap, and 1 rank with twice the micro-batches."""
     (command, *shown) = re.findall(r"^\$ zeroshard (.*?)^```", PAGE.read_text(), re.M | re.S)[0].rstrip().splitlines()

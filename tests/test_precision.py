@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import models
 import norms
@@ -784,6 +785,47 @@ def test_casting_inputs_is_casting_by_hand():
     assert ranks.run(2, cast_by_hand) == [[""] * 4] * 2
 
 
+class Widening(nn.Module):
+    """Computes in fp32 between its blocks, as a norm or a position in fp32 would."""
+
+    def __init__(self, by_hand: bool, recomputed: bool) -> None:
+        super().__init__()
+        self.by_hand, self.recomputed = by_hand, recomputed
+        self.blocks = nn.ModuleList(nn.Linear(7, 7) for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x.bfloat16() if self.by_hand else x
+            x = checkpoint(block, x, use_reentrant=False) if self.recomputed else block(x)
+            x = torch.tanh(x.float())
+        return x
+
+
+def cast_at_units(recomputed):
+    found = []
+    for stage in STAGES:
+        for by_hand in (True, False):
+            torch.manual_seed(0)
+            model = Widening(by_hand, recomputed)
+            optimizer = OPTIMIZERS["adamw"](model.parameters())
+            precision = Precision(param_dtype=torch.bfloat16, cast_inputs=False if by_hand else "units")
+            zero = zeroshard.shard(model, optimizer, stage=stage, precision=precision)
+            for step in range(2):
+                x = torch.randn(3, 7, generator=torch.Generator().manual_seed(10 * step + ranks.rank()))
+                model(x).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            with zero.gathered():
+                found.append(reference.weights(model))
+    return [reference.first_difference(each, found[0]) for each in found]
+
+
+@pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "checkpointed"])
+def test_casting_inputs_of_units_is_casting_each_by_hand(recomputed):
+    """`cast_inputs="units"` gives the bits of `block(x.to(param_dtype))`, at every stage, also when recomputed."""
+    assert ranks.run(2, cast_at_units, recomputed) == [[""] * 8] * 2
+
+
 @pytest.mark.row(64)
 @pytest.mark.parametrize(
     ("options", "says"),
@@ -794,6 +836,8 @@ def test_casting_inputs_is_casting_by_hand():
         ({"reduce_dtype": torch.complex64}, "reduce_dtype"),
         ({"cast_inputs": True}, "param_dtype"),
         ({"param_dtype": torch.bfloat16, "cast_inputs": "no"}, "cast_inputs"),
+        ({"param_dtype": torch.bfloat16, "cast_inputs": "unit"}, "(?s)cast_inputs.*did you mean 'units'"),
+        ({"cast_inputs": "units"}, "param_dtype"),
         ({"store_params": 1}, "store_params"),
     ],
 )

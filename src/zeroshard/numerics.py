@@ -43,7 +43,8 @@ class Precision:
     store_params: keep sharded parameters (stage 3) in their own dtype beside their masters, as the ZeRO paper counts
         them: 2 bytes per owned parameter more. Else, where both rest on the device and masters are the wider ones,
         gathers cast the masters.
-    cast_inputs: convert the root module's floating inputs to `param_dtype` (needs `param_dtype`).
+    cast_inputs: convert floating inputs to `param_dtype` (needs `param_dtype`): the root module's (True), or those of
+        every unit ("units"), where something between two of them may have computed in a wider dtype.
     nonfinite: what a NaN or infinity among the gradients does to a step. "ignore" is plain PyTorch; "raise" ends it in
         a `NotFiniteError`, on every rank and before any weight changes, that names rank, step, micro-batch, parameter
         and element; "skip" passes over the step on every rank, counts it in `zero.skipped`, and logs the same. Where a
@@ -57,7 +58,7 @@ class Precision:
     grad_dtype: torch.dtype | None = None
     master_dtype: torch.dtype | None = None
     store_params: bool = False
-    cast_inputs: bool = False
+    cast_inputs: bool | Literal["units"] = False
     nonfinite: Nonfinite = "ignore"
 
     def __post_init__(self) -> None:
@@ -77,11 +78,18 @@ class Precision:
                 got=repr(self.nonfinite),
                 instead=nearest(self.nonfinite, get_args(Nonfinite)),
             )
-        for name in ("cast_inputs", "store_params"):
-            if type(getattr(self, name)) is not bool:
-                raise UserError(
-                    f"Precision.{name} is a yes or a no", expected="True or False", got=repr(getattr(self, name))
-                )
+        if type(self.store_params) is not bool:
+            raise UserError(
+                "Precision.store_params is a yes or a no", expected="True or False", got=repr(self.store_params)
+            )
+        word = self.cast_inputs if isinstance(self.cast_inputs, str) else None
+        if type(self.cast_inputs) is not bool and word != "units":
+            raise UserError(
+                "Precision.cast_inputs is a yes, a no, or a word",
+                expected='True, False or "units"',
+                got=repr(self.cast_inputs),
+                instead=None if word is None else nearest(word, ["units"]),
+            )
         if self.cast_inputs and self.param_dtype is None:
             raise UserError(
                 "Precision.cast_inputs needs to know what to cast to",

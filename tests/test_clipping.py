@@ -6,10 +6,13 @@ process. What is asked of `p.grad` and cannot be answered raises, and says what 
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import math
+import pickle
 
+import numpy as np
 import pytest
 import torch
 
@@ -596,3 +599,46 @@ def clip_local():
                 backward("gpt", model, 2 * ranks.rank() + a)
         found.append(zero.clip_grad_norm_(1.0).item())
     return found
+
+
+WRITES = {
+    "in place": lambda local: local.mul_(2.0),
+    "an element": lambda local: local.__setitem__(0, 1.0),
+    "a view": lambda local: local[:2].zero_(),
+    "a view of a view": lambda local: local.view(-1, 1).flatten().zero_(),
+    "detached": lambda local: local.detach().fill_(1.0),
+    "out": lambda local: torch.add(local, 1.0, out=local),
+    "foreach": lambda local: torch._foreach_mul_([local], 2.0),
+    "numpy": lambda local: local.numpy().__setitem__(0, 1.0),
+    "asarray": lambda local: np.asarray(local).__setitem__(0, 1.0),
+}
+
+
+def local_written(stage):
+    model = models.build("mlp")
+    zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
+    models.loss("mlp", model, models.batch("mlp", 0, ranks.rank())).backward()
+    grad = next(p.grad for p in model.parameters() if p.grad.to_local().numel() > 1)
+    before = grad.to_local().tolist()
+    said = []
+    for write in WRITES.values():
+        local = grad.to_local()
+        with pytest.raises((Error, ValueError)) as raised:
+            write(local)
+        said.append(str(raised.value))
+        assert local.tolist() == grad.to_local().tolist() == before
+    local = grad.to_local()
+    assert type(local + 1.0) is type(local.clone()) is torch.Tensor
+    assert pickle.loads(pickle.dumps(local)).tolist() == copy.deepcopy(local).tolist() == before
+    grad.mul_(2.0)
+    assert grad.to_local().tolist() == [2.0 * each for each in before] and local.tolist() == before
+    return said
+
+
+@pytest.mark.row(29, 83)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_local_part_of_a_gradient_is_read_only(stage):
+    """A write that would be lost raises, however it is tried; what is computed from the copy is a plain tensor."""
+    for said in ranks.run(2, local_written, stage):
+        for how, each in zip(WRITES, said, strict=True):
+            assert "read-only" in each if how in ("numpy", "asarray") else "p.grad in place" in each, (how, each)

@@ -1104,3 +1104,128 @@ def test_without_an_optimizer(world):
     Engine(world).backward(model, 0, "gpt")
     want["gradients"] = {name: parameter.grad for name, parameter in model.named_parameters()}
     assert ranks.run(world, without_optimizer, want) == [([(True, "")] * 3 + [(0, 0)]) * 4] * world
+
+
+# --- what else a step may take -----------------------------------------------------------------------------------------
+
+
+class TakesMore(torch.optim.SGD):
+    """Has something else in the closure's place, and passes nothing on."""
+
+    elementwise = True
+
+    def step(self, closure=None, kept=None):
+        super().step()
+        kept.append(closure)
+
+
+class TakesFirst(torch.optim.SGD):
+    """Takes its closure in another place."""
+
+    elementwise = True
+
+    def step(self, scale, closure=None, *, kept=None):
+        kept.append(scale)
+        return super().step(closure)
+
+
+class TakesLoss(torch.optim.SGD):
+    """Calls its closure something else."""
+
+    elementwise = True
+
+    def step(self, compute, kept=None):
+        return super().step(compute)
+
+
+class Ignores(torch.optim.SGD):
+    """Takes a closure and never calls it."""
+
+    elementwise = True
+
+    def step(self, closure=None, kept=None):
+        return super().step()
+
+
+class Reads(torch.optim.Optimizer):
+    """Reads gradients itself, before it calls its closure."""
+
+    elementwise = True
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.add_(param.grad, alpha=-group["lr"])
+        return closure and closure()
+
+
+STEPS = {
+    "a number in its place": (TakesMore, lambda optimizer, closure, kept: optimizer.step(0, kept=kept)),
+    "no closure": (TakesFirst, lambda optimizer, closure, kept: optimizer.step(2.0, kept=kept)),
+    "second": (TakesFirst, lambda optimizer, closure, kept: optimizer.step(2.0, closure, kept=kept)),
+    "by name": (TakesFirst, lambda optimizer, closure, kept: optimizer.step(2.0, closure=closure, kept=kept)),
+    "one that it ignores": (Ignores, lambda optimizer, closure, kept: optimizer.step(closure)),
+    "another name": (TakesLoss, lambda optimizer, closure, kept: optimizer.step(closure)),
+    "by another name": (TakesLoss, lambda optimizer, closure, kept: optimizer.step(compute=closure)),
+}
+
+
+def stepped_with(which, stage):
+    kind, step = STEPS[which]
+
+    def train(model, indices, zero=None):
+        optimizer = kind(model.parameters(), lr=0.1)
+        if zero is not None:
+            zero = zeroshard.shard(model, optimizer, stage=stage)
+        kept = []
+
+        def closure():
+            optimizer.zero_grad()
+            for index in indices:
+                models.loss("mlp", model, models.batch("mlp", 0, index)).backward()
+            if zero is None:
+                for param in model.parameters():
+                    param.grad.div_(len(indices))
+
+        for _ in range(2):
+            closure()
+            step(optimizer, closure, kept)
+        if zero is None:
+            return reference.weights(model), kept
+        with zero.gathered():
+            return reference.weights(model), kept
+
+    want, told = train(models.build("mlp"), range(2))
+    got, kept = train(models.build("mlp"), [torch.distributed.get_rank()], zero=True)
+    assert kept == told
+    return reference.first_difference(got, want)
+
+
+@pytest.mark.row(84)
+@pytest.mark.parametrize("which", STEPS)
+def test_a_step_may_take_other_things_than_a_closure(ranks, which, stage):
+    """The closure is what the optimizer's own step calls so, or what can be called; anything else is handed on."""
+    assert ranks.run(2, stepped_with, which, stage) == ["", ""]
+
+
+def read_too_early(stage):
+    model = models.build("mlp")
+    optimizer = Reads(model.parameters(), lr=0.1)
+    zeroshard.shard(model, optimizer, stage=stage)
+    models.loss("mlp", model, models.batch("mlp", 0, 0)).backward()
+    with pytest.raises(zeroshard.Error) as raised:
+        optimizer.step(lambda: None)
+    optimizer.step()  # the remedy
+    return str(raised.value)
+
+
+@pytest.mark.row(84)
+def test_an_optimizer_that_reads_gradients_before_its_closure_is_named(ranks, stage):
+    """What it reads are gradients that nothing was done to; the error says what to call instead."""
+    for said in ranks.run(2, read_too_early, stage):
+        assert "closure" in said and "then optimizer.step()" in said and "gradient of '0." in said, said

@@ -655,3 +655,51 @@ def gathering():
 def test_gathered(ranks):
     """By module, name or pattern; nested; refused for what does not exist; closed after an exception."""
     assert ranks.run(2, gathering) == [0, 0]
+
+
+# --- conversions that change nothing -----------------------------------------------------------------------------------
+
+SAME = {
+    "to(device)": lambda model: model.to("cpu"),
+    "to(dtype)": lambda model: model.to(torch.float32),
+    "to(device, dtype)": lambda model: model.to(torch.device("cpu"), torch.float32, non_blocking=True),
+    "to(tensor)": lambda model: model.to(torch.zeros(1)),
+    "cpu": lambda model: model.cpu(),
+    "float": lambda model: model.float(),
+    "type": lambda model: model.type(torch.float32),
+}
+OTHER = {
+    "half": lambda model: model.half(),
+    "to(dtype)": lambda model: model.to(torch.float64),
+    "to(device)": lambda model: model.to("meta"),
+}
+
+
+def converted(stage: int):
+    """A run with conversions to what is there already, before and after backward; and what is refused after it."""
+    runs = []
+    for convert in (False, True):
+        model, optimizer, zero = two(stage)
+        params = list(model.parameters())
+        for step in range(2):
+            for change in SAME.values() if convert else ():
+                assert change(model) is model
+            model(torch.full((2, 7), 1.0 + step)).square().sum().backward()
+            for change in SAME.values() if convert else ():
+                change(model)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert all(param is own for param, own in zip(model.parameters(), params, strict=True))
+        assert zero.ledger().held.get("gather", 0) == 0
+        with zero.gathered():
+            runs.append(reference.weights(model))
+    for change in OTHER.values() if stage == 3 else ():
+        with pytest.raises(zeroshard.Error, match=r"parameter 'blocks\.0\.weight'"):
+            change(model)
+    return reference.first_difference(*runs)
+
+
+@pytest.mark.row(82)
+def test_conversions_that_change_nothing_do_nothing(ranks, stage):
+    """`model.to(...)` to the device and dtype it has: no gather, no error, the same bits. Others keep their error."""
+    assert ranks.run(2, converted, stage) == ["", ""]

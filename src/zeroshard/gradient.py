@@ -143,6 +143,7 @@ class Gradients:
         self.fragments: dict[int, list[nn.Parameter]] = {}  # entry number -> what optimizers on this rank hold of it
         self.updaters: dict[int, int] = {}  # entry number -> number of the optimizer that updates it, on some rank
         self.stand_ins: dict[int, nn.Parameter] = {}  # optimizer number -> its first fragment on this rank
+        self.uncalled: set[int] = set()  # numbers of the optimizers in a step whose closure was not called yet
         self.recover: Callable[[], None] = lambda: None  # ends a backward that an exception ended
         self.settle: Callable[[], None] = lambda: None  # reduces what no_sync left, before a question
         self.on_verdict: Callable[[bool], None] = lambda overflow: None  # of a GradScaler
@@ -438,6 +439,14 @@ class ShardedGrad(Tensor):
         return f"ShardedGrad({self._entry.slot.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def _cannot(self, what: object) -> StateError:
+        if self._book.updaters.get(self._number) in self._book.uncalled:
+            return StateError(
+                "the optimizer reads gradients before it calls the closure that its step was given",
+                where=f"gradient of {self._entry.slot.name!r}",
+                expected="closure() first: gradients are divided and bound when it returns",
+                got=f"{what}",
+                instead="call closure() yourself, then optimizer.step() without it",
+            )
         return StateError(
             f"a sharded gradient cannot answer {what}",
             where=f"gradient of {self._entry.slot.name!r}",
@@ -458,13 +467,16 @@ class ShardedGrad(Tensor):
         return self._book.full(self._current)
 
     def to_local(self) -> Tensor:
-        """This rank's elements of the averaged gradient, a 1-D copy. Collective only where no_sync left something."""
+        """This rank's elements of the averaged gradient, a 1-D copy that cannot be written to.
+
+        Collective only where no_sync left something.
+        """
         self._book.settle()
         with self._current.accumulator.sum.here(changed=False):
             local = self._entry.accumulator.fragment(self._entry.position).clone()
         if not self._entry.accumulator.averaged:
             average_(local, self._book.group.ranks)
-        return local
+        return ReadOnly.of(local, self._entry.slot.name)
 
     def editable(self) -> Tensor:
         """This rank's elements, averaged, to be changed in place; inside its accumulator's sum.here()."""
@@ -501,6 +513,64 @@ class ShardedGrad(Tensor):
             return None
         first = next(leaf for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(leaf, ShardedGrad))
         raise first._cannot(func)
+
+
+class ReadOnly(Tensor):
+    """A copy of a gradient, to which nobody may write: it would change nothing. What is computed from it is plain."""
+
+    _name: str
+
+    @staticmethod
+    def of(tensor: Tensor, name: str) -> ReadOnly:
+        made = torch.Tensor._make_subclass(ReadOnly, tensor)
+        made._name = name
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        declared = func._schema.arguments
+        given = [*zip(declared, args, strict=False), *((a, kwargs[a.name]) for a in declared if a.name in kwargs)]
+        for argument, value in given:
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for leaf in torch.utils._pytree.tree_leaves(value):
+                    if isinstance(leaf, ReadOnly):
+                        raise leaf._refusal(func)
+        with torch._C._DisableTorchDispatch():
+            made = func(*args, **kwargs)
+        source = next(leaf for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(leaf, ReadOnly))
+        aliases = [each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns]
+        if any(aliases):  # a view
+            made = torch.utils._pytree.tree_map_only(Tensor, lambda view: cls.of(view, source._name), made)
+        return made
+
+    def _refusal(self, func: Any) -> StateError:
+        return StateError(
+            f"to_local() gives a copy of a gradient, and {func} would change nothing but the copy",
+            where=f"gradient of {self._name!r}",
+            instead="edit p.grad in place, or write to p.grad.to_local().clone()",
+        )
+
+    def tolist(self) -> Any:
+        return self.clone().tolist()  # torch refuses this of a subclass
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Read-only as well."""
+        array = self.clone().numpy(force=force)
+        array.flags.writeable = False
+        return array
+
+    def __array__(self, dtype: Any = None) -> Any:
+        array = self.numpy()
+        return array if dtype is None else array.astype(dtype)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.clone().__reduce_ex__(protocol)
 
 
 def _norm(

@@ -52,8 +52,13 @@ _METADATA = frozenset(
     + [getattr(torch.Tensor, name).__set__ for name in _SETTERS if hasattr(torch.Tensor, name)]
     + [getattr(torch.Tensor, name).__delete__ for name in ("grad",)]
     + [getattr(torch.Tensor, name) for name in _METHODS if hasattr(torch.Tensor, name)]
-    + [torch.numel, torch.is_floating_point, torch.is_complex]
+    + [torch.numel, torch.is_floating_point, torch.is_complex, torch._has_compatible_shallow_copy_type]
 )
+_CONVERSIONS = {
+    torch.Tensor.cpu: "cpu", torch.Tensor.cuda: "cuda", torch.Tensor.float: torch.float32,
+    torch.Tensor.double: torch.float64, torch.Tensor.half: torch.float16, torch.Tensor.bfloat16: torch.bfloat16,
+}  # fmt: skip
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _STRIDES = frozenset({torch.Tensor.stride, torch.Tensor.storage_offset, torch.Tensor.is_contiguous})
 
 
@@ -70,10 +75,33 @@ class Guarded:
             return func(args[0]._zeroshard.view, *args[1:], **kwargs)
         if func is torch.Tensor.__repr__:
             return _describe(args[0])
+        if _changes_nothing(func, args, kwargs):
+            return args[0]
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Guarded):
                 leaf._zeroshard.touch(leaf)  # type: ignore[attr-defined]
         return func(*args, **kwargs)
+
+
+def _changes_nothing(func: Any, args: Any, kwargs: Any) -> bool:
+    """Is this what `module.to(...)` does to a parameter, and is the parameter such already?"""
+    if func == _SET_DATA:
+        return args[0] is args[1]
+    if func in _CONVERSIONS and len(args) == 1 and not kwargs:
+        args = *args, _CONVERSIONS[func]
+    elif func is not torch.Tensor.to and not (func is torch.Tensor.type and isinstance(args[-1], torch.dtype)):
+        return False
+    try:
+        device, dtype, _, memory_format = torch._C._nn._parse_to(*args[1:], **kwargs)
+    except (TypeError, RuntimeError):  # copy=True, say
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        own_device, own_dtype = args[0].device, args[0].dtype
+    stays = device is None or device.type == own_device.type
+    if device is not None and own_device.index is not None and stays:
+        index = torch.accelerator.current_device_index() if device.index is None else device.index
+        stays = index == own_device.index
+    return stays and dtype in (None, own_dtype) and memory_format in (None, torch.preserve_format)
 
 
 def _describe(param: Any) -> str:

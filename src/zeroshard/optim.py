@@ -12,6 +12,7 @@ user's class (schedulers and scalers hold the object they were given).
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
 import zlib
 from collections.abc import Callable, Sequence
@@ -79,6 +80,7 @@ class Binding:
         self._call: Call | None = None  # the running step, until its end
         self.states = States(optimizer, number, finite.group)
         self.adopt(broadcast_state=True)
+        _hook_steps(type(optimizer))
         self._stay_last(optimizer, optimizer.register_step_pre_hook(self._before).id)
         handle = optimizer.register_step_post_hook(self._after)
         # The user's post hooks, also earlier ones, see the updated parameters.
@@ -237,13 +239,16 @@ class Binding:
         self._call = Call(_STEP)
         self.group.ledger.end("step")  # of a step that an exception left
         self.group.ledger.begin("step")
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        self.gradients.uncalled.discard(self.number)
+        at = self._closure_at(args, kwargs)
         self._begin()
-        if closure is None:
+        if at is None:
             self._bind()
             return None
+        closure = args[at] if isinstance(at, int) else kwargs[at]
 
         def bound(*inner: Any, **options: Any) -> Any:
+            self.gradients.uncalled.discard(self.number)
             with torch.no_grad():
                 for buffer in self._updated:
                     if not self._alone(buffer):
@@ -255,7 +260,26 @@ class Binding:
                 self._bind()
             return loss
 
-        return ((args[0], bound, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": bound})
+        self.gradients.uncalled.add(self.number)
+        if isinstance(at, int):
+            return (*args[:at], bound, *args[at + 1 :]), kwargs
+        return args, {**kwargs, at: bound}
+
+    def _closure_at(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str | None:
+        """Which argument of this step is a closure: what the optimizer's own `step` calls so, else what can be called.
+
+        Other optimizers' steps take other things, and a closure's place may hold something that is none.
+        """
+        if len(args) == 1 and not kwargs:
+            return None
+        names = list(inspect.signature(type(self.optimizer).step).parameters)
+        if "closure" in kwargs:
+            where: list[int | str] = ["closure"]
+        elif "closure" in names:
+            where = [at for at in [names.index("closure")] if at < len(args)]
+        else:
+            where = [*range(1, len(args)), *kwargs]
+        return next((at for at in where if callable(args[at] if isinstance(at, int) else kwargs[at])), None)
 
     def _nested(self) -> bool:
         """Is this a step that a running step of the same optimizer calls? (`super().step()`: torch hooks both.)"""
@@ -408,6 +432,7 @@ class Binding:
         replaced = {buffer.bucket.index for buffer in self.states.replaced(self.fragments, whole=self.whole)}
         self.edited |= replaced - {buffer.bucket.index for buffer in self._updated}
         self.states.followed()
+        self.gradients.uncalled.discard(self.number)
         for buffer in self._updated:
             if not self._alone(buffer):
                 self._write_back(buffer)
@@ -448,6 +473,15 @@ class Binding:
         original(set_to_none=set_to_none)
         if set_to_none:
             self.gradients.hide(self._entries)
+
+
+def _hook_steps(kind: Any) -> None:
+    """As torch does once an optimizer of a class was made: so `super().step()` runs the hooks in any case."""
+    for each in kind.__mro__:
+        step = vars(each).get("step")
+        if each is not torch.optim.Optimizer and step is not None and not getattr(step, "hooked", False):
+            each.step = torch.optim.Optimizer.profile_hook_step(step)
+            each.step.hooked = True
 
 
 def _same(now: list[Any], before: list[Any]) -> bool:

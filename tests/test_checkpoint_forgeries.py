@@ -63,6 +63,46 @@ def copy(checkpoint, tmp_path):
     return Path(shutil.copytree(checkpoint, tmp_path / "a"))
 
 
+def zeros_in(path, nbytes):
+    """A manifest and digests that are right for a file of so many bytes, of which the disk holds none."""
+    manifest = manifest_of(path)
+    facts = manifest["files"]["rank00001.safetensors"]
+    blocks = nbytes // files.BLOCK
+    facts |= {"nbytes": nbytes, "digests": facts["digests"] + [digest(bytes(files.BLOCK))] * (blocks - 1)}
+    os.truncate(path / "rank00001.safetensors", nbytes)
+    forge(path, manifest)
+
+
+@pytest.mark.row(52)
+def test_a_file_much_larger_than_its_tensors_is_refused_before_it_is_read(copy, monkeypatch):
+    zeros_in(copy, 4 << 30)
+    monkeypatch.setattr(files.Reader, "_check_block", lambda *_: pytest.fail("it was read"))
+    _, _, zero = job(1)
+    assert "at most" in refuses(zero, copy, match=r"rank00001.safetensors with at most [0-9,]+ bytes, for its tensors")
+
+
+def nested_index(folder):
+    with torch.device("meta"):
+        model = torch.nn.Linear(3, 3)
+    if torch.distributed.get_rank() == 0:
+        time.sleep(0.5)
+    try:
+        zeroshard.load(model, folder, stage=3)
+    except CheckpointError as error:
+        return f"{error}"
+
+
+@pytest.mark.row(53)
+@pytest.mark.parametrize(
+    "content", ["[" * 100_000, "{", '{"weight_map": {"a": ["b"]}}', None], ids=["deep", "cut", "list", "pipe"]
+)
+def test_an_index_that_is_none_is_refused_on_every_rank(ranks, tmp_path, content):
+    path = tmp_path / "model.safetensors.index.json"
+    os.mkfifo(path) if content is None else path.write_text(content)
+    for said in ranks.run(2, nested_index, tmp_path):
+        assert "the model was not loaded" in said and "index" in said
+
+
 # ------------------------------------------------------------------------------------------------------- damaged files
 
 

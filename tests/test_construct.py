@@ -89,7 +89,7 @@ def test_public_names_are_locked():
             ("gradients", "device"),
             ("optimizer", "device"),
             ("path", None),
-            ("digests", False),
+            ("digests", True),
         ],
         Layout: [
             ("bounds", "unit"),

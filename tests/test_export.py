@@ -343,3 +343,33 @@ def test_transformers_takes_it(tmp_path):
         found = loaded.state_dict()
         assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
         assert loaded.lm_head.weight is loaded.transformer.wte.weight
+
+
+@pytest.mark.row(71)
+@pytest.mark.parametrize("name", ["__metadata__", "half \ud800"])
+@pytest.mark.parametrize("buffer", [False, True], ids=["parameter", "buffer"])
+def test_a_name_that_safetensors_cannot_hold_is_refused_before_anything_is_written(tmp_path, name, buffer):
+    """By an export of a model and of its checkpoint; a checkpoint holds any name."""
+    model = torch.nn.Linear(2, 2)
+    model.register_buffer(name, torch.ones(2)) if buffer else model.register_parameter(
+        name, torch.nn.Parameter(torch.ones(2))
+    )
+    zero = zeroshard.shard(model, None, stage=1)
+    zero.save(tmp_path / "saved")
+    with pytest.raises(CheckpointError, match="cannot hold a tensor of this name"):
+        zero.export(tmp_path / "out")
+    with Saved.open(tmp_path / "saved") as saved, pytest.raises(UserError, match="cannot hold a tensor of this name"):
+        export_saved(saved, tmp_path / "out", Wanted(1 << 30, None, overwrite=False))
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+    zero.load(tmp_path / "saved")
+
+
+@pytest.mark.row(71)
+def test_a_tie_whose_name_is_that_of_an_exports_own_mark_is_refused(tmp_path):
+    model, tied = torch.nn.Module(), torch.nn.Parameter(torch.ones(2))
+    model.register_parameter("a", tied)
+    model.register_parameter("made_by", tied)
+    zero = zeroshard.shard(model, None, stage=1)
+    with pytest.raises(CheckpointError, match="cannot hold a tensor of this name"):
+        zero.export(tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []

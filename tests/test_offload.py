@@ -36,7 +36,7 @@ SOME = [
     {"optimizer": "nvme"},
     {"parameters": "nvme"},
     {"gradients": "nvme", "optimizer": "cpu"},
-    {"parameters": "nvme", "gradients": "nvme", "optimizer": "nvme", "digests": True},
+    {"parameters": "nvme", "gradients": "nvme", "optimizer": "nvme", "digests": False},
     {"parameters": 0.5, "gradients": {"nvme": 0.5}, "optimizer": {"nvme": 0.4, "cpu": 0.3}},
 ]
 ON_DISK = {"parameters": "nvme", "gradients": "nvme", "optimizer": "nvme"}
@@ -467,7 +467,7 @@ FAULTS = {
     "truncated": (truncate, {}, "the file ends at 0"),
     "read-error": (partial(failing, "preadv"), {}, "Input/output error"),
     "write-error": (partial(failing, "pwritev"), {}, "Input/output error"),
-    "corrupted": (corrupt, {"digests": True}, "has digest"),
+    "corrupted": (corrupt, {}, "has digest"),
 }
 
 
@@ -492,7 +492,7 @@ def test_row_55_a_damaged_file_is_named_on_every_rank_and_nothing_stale_is_used(
 
 def whole_gradient(folder):
     """Rank 1's file of sums cannot be read when a whole gradient is asked for."""
-    model, _, zero = start(3, offload(folder, gradients="nvme", digests=True))
+    model, _, zero = start(3, offload(folder, gradients="nvme"))
     models.loss("gpt", model, models.batch("gpt", 0, zero.rank)).backward()
     if zero.rank == 1:
         corrupt(zero)
@@ -694,7 +694,7 @@ def test_a_model_trains_in_a_quarter_of_the_memory_of_its_states(tmp_path):
 REFUSED = {
     "no path": (lambda: Offload(optimizer="nvme"), "path"),
     "path for nothing": (lambda: Offload(optimizer="cpu", path="/scratch"), "path"),
-    "digests for nothing": (lambda: Offload(digests=True), "digests"),
+    "digests for nothing": (lambda: Offload(digests=False), "digests"),
     "unknown tier": (lambda: Offload(optimizer="gpu"), "cpu"),
     "above one": (lambda: Offload(optimizer=1.5), "add up"),
     "below zero": (lambda: Offload(optimizer={"cpu": -0.5}), "add up"),

@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from .errors import Error, PeerError, StateError
+from .errors import Error, PeerError, StateError, UserError
 from .events import Event, Ledger, ends
 from .transport import Team, count
 
@@ -194,6 +194,17 @@ class Group:
     def problems(self, mine: str | None) -> list[str]:
         """What every rank that has a problem says of it, so that all of them can raise."""
         return [f"rank {rank}: {problem}" for rank, problem in enumerate(self.describe(mine)) if problem]
+
+    def first_writes(self, path: object, write: Callable[[], None]) -> None:
+        """Rank 0 writes a file; what keeps it from that is an error on every rank."""
+        problem = None
+        try:
+            if self.rank == 0:
+                write()
+        except (Error, OSError) as error:
+            problem = f"{error}"
+        if told := self.problems(problem):
+            raise UserError("the file was not written", where=f"{path}", got=told[0])
 
     def report(self, error: Error) -> None:
         """Something failed here while peers go on to wait for this rank: raise at the next agreement, on every rank."""

@@ -671,8 +671,7 @@ class Zero:
             raise StateError(
                 "nothing was recorded", where=f"ranks {silent}", instead="zero.record() on every rank, before the steps"
             )
-        if self.rank == 0:
-            chrome_trace.write(path, ranks)
+        self._group.first_writes(path, lambda: chrome_trace.write(path, ranks))
 
     def explain(
         self, path: str | os.PathLike[str] | None = None, *, metrics: Sequence[Mapping[str, float]] | None = None

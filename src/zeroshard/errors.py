@@ -15,6 +15,8 @@ Every one of them says what failed, where, what was expected, what was found, an
 from __future__ import annotations
 
 import difflib
+import os
+import re
 from collections.abc import Iterable
 
 
@@ -28,7 +30,8 @@ class Error(Exception):
         self, what: str, *, where: object = None, expected: object = None, got: object = None, instead: object = None
     ) -> None:
         facts = {"where": where, "expected": expected, "got": got, "instead": instead}
-        super().__init__("\n".join([what, *(f"  {key}: {fact}" for key, fact in facts.items() if fact is not None)]))
+        lines = [what, *(f"  {key}: {fact}" for key, fact in facts.items() if fact is not None)]
+        super().__init__(visible("\n".join(lines)))
 
 
 class UserError(Error, ValueError):
@@ -57,6 +60,25 @@ class NotFiniteError(Error, ArithmeticError):
 
 class PeerError(Error, RuntimeError):
     """The ranks disagree about what they are doing, or one of them is gone."""
+
+
+def visible(text: str) -> str:
+    """Every character that does not print, line ends aside, as an escape: a file's names must not steer a terminal."""
+    if text.isascii() and text.replace("\n", "").isprintable():
+        return text
+    return "".join(c if c == "\n" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def check_local(path: str | os.PathLike[str]) -> None:
+    """Refuse an address where a file or folder of this machine is meant: it would become a folder called `s3:`."""
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", os.fspath(path)):
+        raise UserError(
+            "this is an address, and not a path of this machine",
+            got=os.fspath(path),
+            expected="a local or mounted folder",
+            instead='dcp.save({"app": zero}, storage_writer=FsspecWriter("s3://...")), FsspecReader to load, both of '
+            "torch.distributed.checkpoint._fsspec_filesystem; or write to a folder, and copy that",
+        )
 
 
 def nearest(word: object, choices: Iterable[str]) -> str:

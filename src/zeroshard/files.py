@@ -31,7 +31,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from .errors import CheckpointError, UserError
+from .errors import CheckpointError, UserError, check_local
 from .tier import Part, present
 from .workplace import clean, discard, owner, place_beside, sync, temporary
 
@@ -71,6 +71,7 @@ def absolute(path: object) -> Path:
     name = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
     if not isinstance(name, str) or not name or "\0" in name:
         raise UserError("this is no path", expected="a str or a Path", got=repr(path), instead='"ckpt/step-100"')
+    check_local(name)
     return Path(name).absolute()
 
 

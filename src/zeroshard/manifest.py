@@ -123,6 +123,7 @@ class Saved:
                 raise self.damage(f"one tensor {name!r} in extra", "several")
             self.extra[name] = self._stored(shape, dtype, manifest["extra_file"], offset)
         self._check_apart()
+        self._check_files()
         self._check_optimizers()
         for name, state in (*self.cut, *self.whole, *self.values):
             if state == VALUE and (name, state) not in self.cut:
@@ -132,6 +133,8 @@ class Saved:
         self._count(manifest["saved"], 1 << 63)
         self._count(manifest.get("number", 0), 1 << 63)
         self._count(manifest["seed"], 1 << 64)
+        self._count(manifest["stage"]), self._count(manifest["threads"])
+        self._text(manifest["torch"]), self._text(manifest["python"])
         if len(self._list(manifest["rng"])) != self._count(manifest["ranks"]):
             raise self.damage("random states of every rank", len(manifest["rng"]))
         if not isinstance(unplain(manifest["extra"], dict.fromkeys(self.extra)), dict):
@@ -145,6 +148,18 @@ class Saved:
         for (file, _, stop), (other, start, _) in pairwise(spans):
             if file == other and start < stop:
                 raise self.damage("tensors one after the other", f"two at byte {start} of {file}")
+
+    def _check_files(self) -> None:
+        """A file holds its tensors and their names: else one without content, in a few bytes of disk, takes hours."""
+        room = dict.fromkeys(self.manifest["files"], 64)
+        named = [(*key, part) for key, parts in self.cut.items() for part in parts]
+        named += [(*key, stored) for key, stored in self.whole.items()]
+        named += [("", name, stored) for name, stored in (*self.buffers.items(), *self.extra.items())]
+        for first, second, stored in named:  # 12: the most that JSON makes of a character
+            room[stored.file] += nbytes(stored) + 256 + 12 * (len(first) + len(second)) + 20 * len(stored.shape)
+        for each, facts in self.manifest["files"].items():
+            if facts["nbytes"] > room[each]:
+                raise self.damage(f"{each} with at most {room[each]:,} bytes, for its tensors", f"{facts['nbytes']:,}")
 
     def _check_optimizers(self) -> None:
         for told in self._list(self.manifest["optimizers"]):

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from .errors import UserError, nearest
+from .errors import UserError, check_local, nearest
 from .events import DEVICE, HOST, NVME, Ledger
 from .layout import Bucket
 from .numerics import same_bits, simulated
@@ -46,7 +46,8 @@ class Offload:
         fractions by tier: `optimizer={"nvme": 0.5, "cpu": 0.3}`. Buckets are not split, so fractions are approximate.
     path: where files go (needed for "nvme"): a folder on a local disk, not on tmpfs. Each rank makes a folder of its
         own in it, and removes it at the end; what killed runs have left goes at the next start.
-    digests: check every block of every file that is read against a digest kept in memory (16 bytes per 4 MiB).
+    digests: check every block of every file that is read against a digest kept in memory (16 bytes per 4 MiB), so that
+        what another program has written there is an error and not a state.
 
     Costs nothing in bits: any choice gives the same ones. What it costs in time `zeroshard plan` says.
     """
@@ -55,7 +56,7 @@ class Offload:
     gradients: Where = "device"
     optimizer: Where = "device"
     path: str | os.PathLike[str] | None = None
-    digests: bool = False
+    digests: bool = True
 
     def __post_init__(self) -> None:
         for state in STATES:
@@ -68,9 +69,11 @@ class Offload:
             )  # fmt: skip
         if self.path is not None and not isinstance(self.path, (str, os.PathLike)):
             raise UserError("Offload.path is a folder", got=repr(self.path), instead='Offload(..., path="/scratch")')
+        if self.path is not None:
+            check_local(self.path)
         if type(self.digests) is not bool:
             raise UserError("Offload.digests is a yes or a no", expected="True or False", got=repr(self.digests))
-        if not on_disk and (self.path is not None or self.digests):
+        if not on_disk and (self.path is not None or not self.digests):
             given = "path" if self.path is not None else "digests"
             raise UserError(
                 f'Offload.{given} is for files, and nothing rests in "nvme"', got=repr(getattr(self, given)),

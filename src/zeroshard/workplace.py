@@ -23,6 +23,8 @@ from typing import Any
 
 import xxhash
 
+from .errors import UserError, check_local
+
 LEFTOVER = re.compile(r"\..+\.saving-([0-9a-f]{16})-([0-9]+)-([0-9]+)-[0-9a-f]{8}")
 ABANDONED = 86400.0  # seconds without a write, after which what another machine has left counts as left
 ENDINGS = (signal.SIGTERM, signal.SIGHUP)  # Ctrl-C unwinds by itself, and nothing can be done about SIGKILL
@@ -111,6 +113,26 @@ def _end(number: int, frame: FrameType | None) -> None:
 def _remove(folder: Path) -> None:
     with contextlib.suppress(OSError):  # which it raises nevertheless where a folder cannot be looked into
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def put(path: str | os.PathLike[str], text: str, ours: str) -> None:
+    """Write a file beside `path` and put it there by one rename.
+
+    Only a file that has `ours` in it is replaced. Raises `UserError` where anything else is there.
+    """
+    check_local(path)
+    place = Path(path)
+    if os.path.lexists(place) and (
+        place.is_symlink() or not place.is_file() or ours.encode() not in place.read_bytes()
+    ):
+        raise UserError(
+                "writing here would replace what zeroshard did not write", where=str(path),
+                instead="another name, or remove it yourself",
+            )  # fmt: skip
+    beside = place.with_name(f"{place.name}.{os.getpid()}.tmp")
+    with open(beside, "x", encoding="utf-8") as file:
+        file.write(text)
+    os.replace(beside, place)
 
 
 def sync(folder: Path) -> None:

@@ -12,7 +12,7 @@ from rich.markup import escape
 
 from zeroshard.cli import launch, screen
 from zeroshard.cli.config import InputError, one_line
-from zeroshard.errors import CheckpointError
+from zeroshard.errors import CheckpointError, check_local
 from zeroshard.files import BLOCK, DTYPES, FILE, MANIFEST, digest
 from zeroshard.integrations.export import by_number
 from zeroshard.manifest import VALUE, Saved, Stored, numel, order
@@ -23,6 +23,7 @@ CONTAINERS = ("map", "list", "tuple")
 
 def open_checkpoint(path: str) -> Any:
     """`Saved.open`; what is no checkpoint at all is bad input, a damaged one is a failure."""
+    check_local(path)
     folder = Path(path)
     if not folder.is_dir():
         raise InputError(f"{path}: no such folder; expected one that zero.save(...) was given")
@@ -122,13 +123,15 @@ def leaves(saved: Saved) -> Iterator[tuple[str, Any]]:
     yield from walk("extra", saved.manifest["extra"])
 
 
-def _show(facts: dict[str, Any]) -> None:
+def _show(told: dict[str, Any]) -> None:
+    facts = screen.shown(told)
     by = f"{screen.ranks_text(facts['ranks'])} at stage {facts['stage']}"
     parameters = facts["parameters"]
     screen.opening(
         escape(facts["path"]),
         {
-            "saved": f"{_time(facts['saved'])} by {by}, torch {facts['torch']}, Python {facts['python']}, "
+            "saved": f"{_time(facts['saved'])} by {by}, torch {escape(facts['torch'])}, "
+            f"Python {escape(facts['python'])}, "
             f"{screen.many(facts['threads'], 'thread')}, seed {facts['seed']}",
             "holds": f"{facts['numel']:,} parameters in {screen.many(len(parameters), 'tensor')}, "
             f"{screen.many(len(facts['buffers']), 'buffer')}",
@@ -136,7 +139,9 @@ def _show(facts: dict[str, Any]) -> None:
         },
     )
     states = list(dict.fromkeys(state for each in parameters for state in each["states"]))
-    table = screen.new_table("Parameters and what the optimizer keeps", "name", "shape", "dtype", *states, "bytes")
+    table = screen.new_table(
+        "Parameters and what the optimizer keeps", "name", "shape", "dtype", *map(escape, states), "bytes"
+    )
     for each in parameters:
         cells = [_cell(each["states"][state]) if state in each["states"] else "" for state in states]
         nbytes = sum(told["nbytes"] for told in each["states"].values() if isinstance(told, dict))
@@ -199,8 +204,10 @@ def _inside(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _show_list(path: str, found: list[dict[str, Any]]) -> None:
-    table = screen.new_table(f"Checkpoints in {path}", "name", "state", "ranks", "stage", "bytes", "saved")
-    for row in found:
+    table = screen.new_table(
+        f"Checkpoints in {screen.shown(path)}", "name", "state", "ranks", "stage", "bytes", "saved"
+    )
+    for row in map(screen.shown, found):
         if row["state"] == "complete":
             cells = (str(row["ranks"]), str(row["stage"]), f"{row['nbytes']:,}", _time(row["saved"]))
             table.add_row(escape(row["name"]), "[green]complete[/green]", *cells)
@@ -222,7 +229,7 @@ def verify(paths: Sequence[str], *, as_json: bool) -> int:
     if as_json:
         print(json.dumps({"complete": complete, "checkpoints": results}, indent=2))
     else:
-        for result in results:
+        for result in map(screen.shown, results):
             read = ", ".join(
                 [
                     screen.many(len(result["files"]), "file"),

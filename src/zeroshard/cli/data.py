@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import os
+import stat
 import sysconfig
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -13,7 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from zeroshard.cli.config import InputError
+from zeroshard.cli.config import InputError, one_line
+from zeroshard.errors import UserError, check_local
 
 # Installed packages differ from one machine to the next, and tests hold deliberately broken text.
 NOT_THE_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
@@ -58,8 +62,32 @@ def read_corpus(paths: Sequence[str], *, context: int) -> Corpus:
     return Corpus(text, len(files), _digest(zip(files, contents, strict=True)))
 
 
+# What a run leaves in its folder. Its settings are moved last: until then what is left there is known for a run's.
+RUN_FILES = ("metrics.jsonl", "ledger.json", "explain.json", "model.safetensors", "checkpoints", "run.json")
+
+
+def holds_run(out: str | Path) -> bool:
+    """Is this a folder that `zeroshard train` wrote to?"""
+    try:
+        found = json.loads((Path(out) / "run.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and {"config", "zeroshard"} <= found.keys()
+
+
 def make_writable(out: str) -> None:
-    """Makes the run directory, and tries whether it takes a file: permissions alone do not tell (full, read-only)."""
+    """Makes the run directory, and tries whether it takes a file: permissions alone do not tell (full, read-only).
+
+    Refuses a folder that has files of a run's names and never was a run: they would be replaced.
+    """
+    try:
+        check_local(out)
+    except UserError as error:
+        raise InputError(f"--out {out}: {one_line(error)}") from None
+    if not holds_run(out) and (found := [name for name in RUN_FILES if os.path.lexists(Path(out) / name)]):
+        raise InputError(
+            f"--out {out}: holds {', '.join(found)}, which no run of zeroshard train wrote; name another folder"
+        )
     try:
         Path(out).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):
@@ -70,6 +98,8 @@ def make_writable(out: str) -> None:
 
 def _read_text(path: Path) -> bytes:
     try:
+        if not stat.S_ISREG(mode := path.stat().st_mode) and not stat.S_ISDIR(mode):  # a pipe may never end
+            raise InputError(f"--data {path}: no regular file; copy what it gives into one")
         content = path.read_bytes()
     except FileNotFoundError:
         raise InputError(f"--data {path}: no such file") from None

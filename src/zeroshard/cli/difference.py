@@ -170,9 +170,11 @@ def _show(path: str, other: str, rows: list[Row]) -> None:
         cells = [
             "" if number is None else f"{number:,}" if type(number) is int else f"{number:.6g}" for number in numbers
         ]
-        table.add_row(row.what, escape(row.name), *(escape(_side(side)) for side in (row.a, row.b)), *cells)
+        name, *sides = (escape(screen.shown(each)) for each in (row.name, _side(row.a), _side(row.b)))
+        table.add_row(row.what, name, *sides, *cells)
     screen.opening(
-        f"[red]{len(rows)} difference{'s' * (len(rows) != 1)}[/red]", {"a": escape(path), "b": escape(other)}
+        f"[red]{len(rows)} difference{'s' * (len(rows) != 1)}[/red]",
+        {"a": escape(screen.shown(path)), "b": escape(screen.shown(other))},
     )
     screen.wide(table)
     if len(rows) > SHOWN:

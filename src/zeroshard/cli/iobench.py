@@ -36,6 +36,7 @@ from zeroshard.planner.disk import FORMAT, Disk
 from zeroshard.planner.plan import Plan, plan
 from zeroshard.planner.quantities import count
 from zeroshard.tier import Offload
+from zeroshard.workplace import put
 
 PATTERNS = ("read", "write", "both")
 SLOT = 24 << 20  # bytes of one bucket's state, of the default layout
@@ -248,7 +249,7 @@ def io_bench(setup: Setup, model: Model | None, *, out: str | None, as_json: boo
         found["model"] = [{"what": what, "seconds": seconds, "tokens_per_second": rate} for what, seconds, rate in rows]
     if out is not None:
         try:
-            Path(out).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+            put(out, json.dumps(found, indent=2) + "\n", '"format": "zeroshard io-bench ')
         except OSError as error:
             raise InputError(f"cannot write {out}: {error.strerror}") from error
     if as_json:

@@ -5,7 +5,9 @@ Exit codes: 0 done, 1 failed, 2 the input cannot be used, 130 interrupted.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
+import io
 import os
 import signal
 import sys
@@ -29,7 +31,7 @@ from zeroshard.cli.config import (
     places,
     planned_offload,
 )
-from zeroshard.errors import Error, UserError
+from zeroshard.errors import Error, UserError, visible
 
 app = typer.Typer(
     help="ZeRO stages 0-3 for PyTorch from one line, with the same bits in every configuration.",
@@ -39,6 +41,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+# What tables and bars are drawn with, where a terminal or a pipe knows no more than ASCII; the rest becomes escapes.
+PLAIN = {"█": "@", "▓": "%", "▒": "+", "░": "-", "━": "=", "─": "-", "…": "...", "µ": "u"}
 SPEAKER = 5.0  # seconds that one rank gets to say for all of them what is wrong
 DATA, RUN, MODEL = "Data", "Sharding and run", "Model and training"
 WHAT, BYTES, ANSWER = "What is planned", "Bytes and messages", "The answer"
@@ -51,7 +55,9 @@ def _option(panel: str, text: str, *names: str, **more: Any) -> Any:
 
 Steps = Annotated[int, _option(MODEL, "Optimizer steps.")]
 Seed = Annotated[int, _option(MODEL, "Of the weights and of the micro-batches.")]
-Out = Annotated[str, _option(RUN, "Where the run's files go; an earlier run's there are replaced.", metavar="RUN_DIR")]
+Out = Annotated[
+    str, _option(RUN, "Where the run's files go; an earlier run's there move to earlier-1 in it.", metavar="RUN_DIR")
+]
 # What follows the first file of `--data *.txt` arrives as arguments: an option of a command line takes one value.
 Data = Annotated[
     list[str] | None,
@@ -662,6 +668,10 @@ def run_training(config: RunConfig, place: Launch | None) -> int:
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # alike, and also where a shell's `&` has turned SIGINT off
         signal.signal(number, signal.default_int_handler)
+    codecs.register_error("zeroshard", _plain)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # which may know no more than ASCII
+            stream.reconfigure(errors="zeroshard")
     place = None
     with contextlib.suppress(UserError):  # which a command says that needs to know
         place = Launch.from_environment()
@@ -683,7 +693,13 @@ def main() -> None:
     sys.exit(code or 0)
 
 
+def _plain(error: UnicodeError) -> tuple[str | bytes, int]:
+    if isinstance(error, UnicodeEncodeError) and error.object[error.start] in PLAIN:
+        return PLAIN[error.object[error.start]], error.start + 1
+    return codecs.backslashreplace_errors(error)
+
+
 def _say(what: object, code: int) -> int:
     if str(what):  # empty where the help has been shown instead
-        print(f"zeroshard: {one_line(what)}", file=sys.stderr)
+        print(f"zeroshard: {visible(one_line(what))}", file=sys.stderr)
     return code

@@ -54,7 +54,7 @@ def _settings(folder: Path) -> tuple[tuple[int, int], dict[str, Any]] | None:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["manifest"]
         settings: dict[str, Any] = _unplain(dict(manifest["extra"]["map"])["run"])
         return ((int(manifest.get("number", 0)), int(manifest["saved"])), settings) if int(settings["step"]) else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

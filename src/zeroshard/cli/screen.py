@@ -12,6 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from zeroshard.errors import visible
+
 RANKS_SHOWN = 4
 LOG_LINES = 10  # progress lines of a whole run where there is no terminal to draw a bar on
 
@@ -25,6 +27,15 @@ def nbytes_text(nbytes: float) -> str:
         return f"{nbytes:.0f} B"
     power = min(int(math.log2(nbytes)) // 10, 3)
     return f"{nbytes / 1024**power:.2f} {'KMG'[power - 1]}iB"
+
+
+def shown(told: Any) -> Any:
+    """What came out of a file, in whatever containers, as it may be printed: no character of it steers the terminal."""
+    if isinstance(told, str):
+        return visible(told).replace("\n", "\\n")
+    if isinstance(told, Mapping):
+        return {shown(key): shown(value) for key, value in told.items()}
+    return [shown(each) for each in told] if isinstance(told, (list, tuple)) else told
 
 
 def many(number: int, word: str, plural: str = "s") -> str:

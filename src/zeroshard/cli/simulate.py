@@ -16,11 +16,13 @@ from zeroshard.cli import screen
 from zeroshard.comm import Comm
 from zeroshard.errors import UserError
 from zeroshard.events import DEVICE, HOST, NVME, Ledger
+from zeroshard.integrations.chrome_trace import MADE_BY
 from zeroshard.layout import Layout
 from zeroshard.planner import own, states, timeline
 from zeroshard.planner.machines import Machine, machine
 from zeroshard.planner.simulate import PASSING, RECORDED, Simulation, simulate
 from zeroshard.tier import Offload
+from zeroshard.workplace import put
 
 
 def show_simulation(
@@ -65,7 +67,7 @@ def show_simulation(
             found[-1]["files"] = moved(run)
         if trace is not None:
             name = trace if len(rank) == 1 else f"{trace}.rank{one}"
-            Path(name).write_text(json.dumps(timeline.chrome(line, one)), encoding="utf-8")
+            put(name, json.dumps(timeline.chrome(line, one)), MADE_BY)
     if as_json:
         print(json.dumps({"job": job, "ranks": ranks, "stage": stage, "machine": on, "simulated": found}, indent=2))
         return

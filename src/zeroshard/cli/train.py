@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
 import platform
-import shutil
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 import zeroshard
 from zeroshard.cli import screen
 from zeroshard.cli.config import Device, InputError, Launch, RunConfig, one_line
-from zeroshard.cli.data import Corpus
+from zeroshard.cli.data import RUN_FILES, Corpus, holds_run
 from zeroshard.cli.model import GPT
 from zeroshard.cli.resume import CHECKPOINTS, MANIFEST, run_of
 from zeroshard.errors import CheckpointError
@@ -254,12 +254,14 @@ def _open_run(config: RunConfig, corpus: Corpus, model: GPT, device: torch.devic
     }
     record = {"config": config.record(), "data": corpus.record(), **facts}
     out, curve = Path(config.out), _curve(config, start)
-    for name in ("metrics.jsonl", "ledger.json", "explain.json", "model.safetensors"):
-        (out / name).unlink(missing_ok=True)  # of an earlier run: not to be taken for this one's
-    if not config.resume:
-        shutil.rmtree(out / CHECKPOINTS, ignore_errors=True)
-    (out / "metrics.jsonl").write_text(curve, encoding="utf-8")
+    run = run_of(config.resume) if config.resume else None
+    if run is not None and run.exists() and out.exists() and run.samefile(out):
+        for name in ("ledger.json", "explain.json", "model.safetensors"):
+            (out / name).unlink(missing_ok=True)  # of the part before: not to be taken for the whole run's
+    elif holds_run(out):
+        screen.say(f"\nthe earlier run in {out} is now in {_set_aside(out)}")
     (out / "run.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    (out / "metrics.jsonl").write_text(curve, encoding="utf-8")
     shape = config.shape
     numel = sum(param.numel() for param in model.parameters())
     tokens = config.batch * config.accumulate * config.ranks * shape.context
@@ -272,6 +274,16 @@ def _open_run(config: RunConfig, corpus: Corpus, model: GPT, device: torch.devic
             "out": config.out,
         },
     )
+
+
+def _set_aside(out: Path) -> Path:
+    """Move an earlier run's files, so that they are neither lost nor taken for this one's."""
+    aside = next(path for number in itertools.count(1) if not os.path.lexists(path := out / f"earlier-{number}"))
+    aside.mkdir()
+    for name in RUN_FILES:
+        if os.path.lexists(out / name):
+            os.rename(out / name, aside / name)
+    return aside
 
 
 def _curve(config: RunConfig, start: int) -> str:

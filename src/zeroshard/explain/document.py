@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import zeroshard
 
 from ..errors import StateError
+from ..workplace import put
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,11 +38,8 @@ class Page:
         return template().replace(PLACE, PLACE.replace("null", embedded(self.document)))
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write the file beside `path` and put it there by one rename."""
-        beside = f"{os.fspath(path)}.{os.getpid()}.tmp"
-        with open(beside, "w", encoding="utf-8") as file:
-            file.write(self.html())
-        os.replace(beside, path)
+        """Write the file beside `path` and put it there by one rename. Only an earlier page is replaced."""
+        put(path, self.html(), f'"format":"{FORMAT}"')
 
     def _repr_html_(self) -> str:
         inside = html.escape(self.html(), quote=True)

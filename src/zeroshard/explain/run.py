@@ -39,8 +39,8 @@ def explain(
     run = gather(zero)
     run["curves"] = None if metrics is None else curves(metrics)
     page = Page(document(walkthroughs=built_in(), run=run))
-    if path is not None and zero.rank == 0:
-        page.write(path)
+    if path is not None:
+        zero._group.first_writes(path, lambda: page.write(path))
     return page
 
 
@@ -114,7 +114,7 @@ def read(folder: Path) -> dict[str, Any]:
             got=error.strerror,
             instead='a folder that `zeroshard train --out` wrote; in a program of yours zero.explain("page.html")',
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError("this is not a recorded step", where=str(path), got=str(error)) from error
     check(found, str(path), FORMAT, VERSION)
     run: dict[str, Any] = found["run"]

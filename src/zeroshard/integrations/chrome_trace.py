@@ -14,6 +14,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..events import Event, Record
+from ..workplace import put
+
+MADE_BY = '"made_by": "zeroshard"'  # how a trace that may be replaced is told
 
 
 def facts(record: Record, events: Sequence[Event]) -> dict[str, Any]:
@@ -56,12 +59,9 @@ def chrome(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
             if at >= origin:
                 counter = {"ph": "C", "name": f"bytes held, {tier}", "pid": rank, "ts": (at - origin) / 1000}
                 out.append(counter | {"args": dict(held[tier])})
-    return {"traceEvents": out, "displayTimeUnit": "ms"}
+    return {"otherData": {"made_by": "zeroshard"}, "traceEvents": out, "displayTimeUnit": "ms"}
 
 
 def write(path: str | os.PathLike[str], ranks: Sequence[dict[str, Any]]) -> None:
-    """Write the trace beside `path` and put it there by one rename."""
-    beside = f"{os.fspath(path)}.{os.getpid()}.tmp"
-    with open(beside, "w", encoding="utf-8") as file:
-        json.dump(chrome(ranks), file)
-    os.replace(beside, path)
+    """Write the trace beside `path` and put it there by one rename. Only an earlier trace is replaced."""
+    put(path, json.dumps(chrome(ranks)), MADE_BY)

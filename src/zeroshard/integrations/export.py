@@ -90,6 +90,8 @@ class Weights:
     """The files of an export, laid out and reserved, to be filled in any order."""
 
     def __init__(self, folder: Path, tensors: Mapping[str, Kind], file_nbytes: int) -> None:
+        for name, kind in tensors.items():
+            _check_names(name, kind.names)
         self.folder = folder
         self.kinds = tensors
         files: list[list[str]] = [[]]
@@ -146,6 +148,18 @@ class Weights:
         self._open.clear()
 
 
+def _check_names(name: str, ties: Sequence[str]) -> None:
+    """Refuse what the format keeps for itself, and what its other programs cannot read."""
+    kept = [each for each in (name, *ties) if each == "__metadata__" or (each != name and each in METADATA)]
+    broken = [each for each in (name, *ties) if any("\ud800" <= character <= "\udfff" for character in each)]
+    if kept or broken:
+        raise UserError(
+            "safetensors files cannot hold a tensor of this name", where=repr((kept or broken)[0]),
+            got="a name that the format keeps for itself" if kept else "half of a character",
+            instead="another name for the parameter or buffer; zero.save takes any",
+        )  # fmt: skip
+
+
 def by_number(name: str) -> list[tuple[int, str]]:
     """blocks.2 before blocks.10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
@@ -198,7 +212,7 @@ def _foreign(folder: Path, *, config: bool) -> list[str]:
     """What of a folder's content no export wrote, or this one would not write anew."""
     names = sorted(os.listdir(folder))
     plain = {name for name in names if (folder / name).is_file() and not (folder / name).is_symlink()}
-    weights = [name for name in names if WEIGHTS.fullmatch(name) and _made_here(folder / name)]
+    weights = [name for name in names if name in plain and WEIGHTS.fullmatch(name) and _made_here(folder / name)]
     mine = {*weights, INDEX, *([CONFIG] if config else [])} if weights else set()
     return [name for name in names if name not in mine & plain]
 
@@ -208,7 +222,7 @@ def _made_here(path: Path) -> bool:
         with open(path, "rb") as file:
             header = json.loads(file.read(min(int.from_bytes(file.read(8), "little"), HEADER_LIMIT)))
         return bool(header["__metadata__"]["made_by"] == METADATA["made_by"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
 
 
@@ -217,7 +231,7 @@ def _made_here(path: Path) -> bool:
 
 def export_saved(saved: Saved, target: Path, wanted: Wanted) -> list[tuple[str, int]]:
     """Write the weights of a checkpoint, block by block in the order of its files. Returns (file, bytes)."""
-    folder = Folder(target.absolute(), owner())
+    folder = Folder(absolute(target), owner())
     tensors = {name: Kind(each.shape, wanted.of(each.dtype), each.names) for name, each in saved.parameters.items()}
     tensors |= {name: Kind(stored.shape, wanted.of(stored.dtype), [name]) for name, stored in saved.buffers.items()}
     parts = [(name, part) for (name, state), cut in saved.cut.items() if state == VALUE for part in cut]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..api import Zero, shard
 from ..checkpoint import persistent
 from ..comm import Comm
-from ..errors import CheckpointError, UserError
+from ..errors import CheckpointError, Error, UserError
 from ..events import Ledger
 from ..files import MANIFEST, absolute
 from ..layout import Layout
@@ -30,7 +30,7 @@ from ..process_group import connect
 from ..tier import Offload
 from .boxes import boxes
 
-INDEX = "model.safetensors.index.json"
+INDEX, INDEX_LIMIT = "model.safetensors.index.json", 64 << 20  # bytes
 
 
 def load(
@@ -67,8 +67,8 @@ def load(
         tensors = _shapes(path)
         problem = "".join(f"\n    {each}" for each in _differences(model, tensors)) if strict else None
         _check_initialisers(model, tensors, init)
-    except (CheckpointError, UserError, OSError) as error:
-        problem = f"{error}"
+    except Exception as error:  # the other ranks must hear of it, whatever it is
+        problem = f"{error}" if isinstance(error, Error) else f"{type(error).__name__}: {error}"
     told = group.problems(problem)
     if told:
         raise CheckpointError("the model was not loaded", where=str(path), got=told[0])
@@ -79,8 +79,8 @@ def load(
         return zero
     try:
         _read(zero, Weights(path), tensors)
-    except (CheckpointError, OSError, RuntimeError) as error:
-        problem = f"{error}"
+    except Exception as error:  # as above
+        problem = f"{error}" if isinstance(error, Error) else f"{type(error).__name__}: {error}"
     told = group.problems(problem)
     if told:
         raise CheckpointError("the model was not loaded, and holds nothing of use", where=str(path), got=told[0])
@@ -115,9 +115,11 @@ class Weights:
             return [self.path]
         if (self.path / INDEX).exists():
             try:
-                listed = json.loads((self.path / INDEX).read_text())["weight_map"]
+                if not (self.path / INDEX).is_file() or (self.path / INDEX).stat().st_size > INDEX_LIMIT:
+                    raise ValueError(f"expected a regular file of at most {INDEX_LIMIT:,} bytes")
+                listed = json.loads((self.path / INDEX).read_text(encoding="utf-8"))["weight_map"]
                 self._promised, names = set(listed), sorted(set(listed.values()))
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+            except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise CheckpointError(
                     "the index of a folder of weights is damaged", where=str(self.path / INDEX), got=f"{error}"
                 ) from error

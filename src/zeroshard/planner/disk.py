@@ -41,7 +41,7 @@ def load(path: str | os.PathLike[str]) -> Disk:
     where, instead = str(path), "zeroshard io-bench DIR --out disk.json"
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError("what a disk moves cannot be read", where=where, got=str(error), instead=instead) from error
     rates = found.get("disk") if isinstance(found, dict) and found.get("format") == FORMAT else None
     if not isinstance(rates, dict) or set(rates) != {"read", "write", "both"}:

@@ -104,7 +104,7 @@ def chrome(line: Timeline, rank: int) -> dict[str, Any]:
                 name = piece.verb if piece.unit is None else f"{piece.verb} {piece.unit or 'root'}"
                 times = {"ts": 1e6 * piece.start, "dur": 1e6 * (piece.end - piece.start)}
                 out.append({"ph": "X", "name": name, "cat": piece.verb, "pid": rank, "tid": tid, **times})
-    return {"traceEvents": out, "displayTimeUnit": "ms"}
+    return {"otherData": {"made_by": "zeroshard"}, "traceEvents": out, "displayTimeUnit": "ms"}
 
 
 class _Clock:

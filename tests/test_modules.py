@@ -176,6 +176,34 @@ def test_buffers_are_rank_0s_before_each_training_forward(ranks, stage):
     assert not torch.equal(before_0, before_1)
 
 
+def buffers_evaluated(buffers: str, stage: int):
+    """What an evaluation after a training step sees, without gradients and in eval mode with them."""
+    rank = torch.distributed.get_rank()
+    model = models.build("batchnorm")
+    optimizer = adamw(model)
+    zeroshard.shard(model, optimizer, stage=stage, layout=Layout(buffers=buffers))
+    x, y = models.batch("batchnorm", 0, rank)
+    F.mse_loss(model(x), y).backward()
+    optimizer.step()
+    seen = []
+    model.eval()
+    for grad in (False, True):
+        model.layers[1].running_mean += rank
+        with torch.set_grad_enabled(grad):
+            model(x)
+        seen.append(model.layers[1].running_mean.clone())
+    return seen
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_buffers_sent_always_are_rank_0s_in_evaluations_too(ranks, stage):
+    """So with DDP, whose first forward after a training step sends them; by default each rank evaluates with its own."""
+    first, second = ranks.run(2, buffers_evaluated, "always", stage)
+    assert all(map(torch.equal, first, second))
+    first, second = ranks.run(2, buffers_evaluated, "broadcast", stage)
+    assert not any(map(torch.equal, first, second))
+
+
 def rotary_twice(stage: int):
     """Two forwards before one backward, with a constant buffer that autograd saves."""
 
@@ -596,3 +624,39 @@ def on_a_thread(stage):
 def test_a_part_of_a_forward_on_another_thread(ranks, stage):
     """The outer forward is not taken for one that an interrupt left."""
     assert ranks.run(2, on_a_thread, stage) == ["", ""]
+
+
+def heads() -> nn.ModuleDict:
+    return nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), "c": nn.Tanh()})
+
+
+CONTAINERS = {
+    "the model itself": (heads, ["", "a", "b"]),
+    "a child of the model": (lambda: nn.Sequential(heads()), ["", "0"]),
+    "beside a list": (
+        lambda: _of(heads=heads(), blocks=nn.ModuleList([nn.Linear(3, 3)])),
+        ["", "heads.a", "heads.b", "blocks.0"],
+    ),
+    "around a list": (
+        lambda: nn.ModuleDict({"h": nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)]), "last": nn.Linear(3, 3)}),
+        ["", "h.0", "h.1"],
+    ),
+}
+
+
+def _of(**children):
+    module = nn.Module()
+    for name, child in children.items():
+        module.add_module(name, child)
+    return module
+
+
+@pytest.mark.parametrize("case", CONTAINERS)
+def test_units_are_found_in_dictionaries_of_modules_too(case):
+    """Unless there is a list of blocks inside, as in nanoGPT's; parts of the model may be called from the loop then."""
+    build, wanted = CONTAINERS[case]
+    model = build()
+    zero = zeroshard.shard(model, None, stage=3)
+    assert [unit.name for unit in zero._units] == wanted
+    if case == "the model itself":
+        assert model["b"](model["a"](torch.ones(1, 3))).shape == (1, 3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import json
 import pickle
 from functools import partial
 
@@ -703,3 +704,36 @@ def converted(stage: int):
 def test_conversions_that_change_nothing_do_nothing(ranks, stage):
     """`model.to(...)` to the device and dtype it has: no gather, no error, the same bits. Others keep their error."""
     assert ranks.run(2, converted, stage) == ["", ""]
+
+
+class Headed(nn.Module):
+    def __init__(self, blocks: int):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(blocks))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x, skip_head: bool = False):
+        for block in self.blocks:
+            x = block(x)
+        return x if skip_head else self.head(x)
+
+
+@pytest.mark.parametrize(("blocks", "units"), [(0, '["head"]'), (2, '["blocks.*", "head"]')])
+def test_a_part_of_the_root_called_by_itself_says_which_units_allow_it(blocks, units):
+    """What the message says to write works."""
+    torch.manual_seed(0)
+    model = Headed(blocks)
+    x = torch.ones(1, 4)
+    wanted = model(x)
+    zeroshard.shard(model, None, stage=3)
+    with pytest.raises(ReleasedError) as caught:
+        model.head(model(x, skip_head=True))
+    assert f"Layout(units={units})" in str(caught.value)
+
+    torch.manual_seed(0)
+    model = Headed(blocks)
+    zeroshard.shard(model, None, stage=3, layout=Layout(units=json.loads(units)))
+    got = model.head(model(x, skip_head=True))
+    got.sum().backward()
+    assert torch.equal(got, wanted)
+    assert model.head.weight.grad is not None

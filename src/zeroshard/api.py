@@ -10,9 +10,9 @@ import logging
 import os
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from .explain.document import Page
 
 log = logging.getLogger("zeroshard")
+Batch = TypeVar("Batch")
 
 COMPARING = "comparing replicas"  # a meeting
 
@@ -178,6 +179,7 @@ class Zero:
         )
         self._schedule.before_forward, self._schedule.alike = self._before_forward, self._alike
         self._schedule.notice, self._schedule.publish = self._notice_fragments, self._publish
+        self._schedule.sends_always = self._layout.buffers == "always"
         self._schedule.hook_gradients()
         self._gradients.recover = self._schedule.recover
         whole = not self.placements.optimizer or not self.partition.cut_tensors()
@@ -191,6 +193,8 @@ class Zero:
             binding.check_added = functools.partial(check_added, model, self._buffers, self._bindings)
         self._structure = Structure(model)
         self._sending: dict[str, Tensor] = {}  # buffers, before a forward that trains
+        self._source = 0  # the rank whose buffers count
+        self._joined = 0  # batches that `join` has given
         self._now: dict[str, Any] = {}  # what `_alike` has found, and what of it was alike when it last met the others
         self._found: dict[str, Any] = {}
         self._known = self._traits()
@@ -236,7 +240,7 @@ class Zero:
             return 0, str
         with torch._C.DisableTorchFunctionSubclass():
             now: dict[str, Any] = {"frozen": [each.name for each in self._managed if not each.param.requires_grad]}
-        named = self.model.named_buffers() if training and self._layout.buffers == "broadcast" else ()
+        named = self.model.named_buffers() if training and self._layout.buffers != "local" else ()
         self._sending = {name: tensor for name, tensor in named if tensor.numel() and not tensor.is_meta}
         now |= {name: (tuple(sent.shape), sent.dtype) for name, sent in self._sending.items()}
         self._now, found = now, self._found
@@ -329,13 +333,14 @@ class Zero:
             binding.adopt()
 
     def _broadcast_buffers(self) -> None:
-        """Rank 0's to all, as DDP does. Equal ones are not written, so autograd's versions stay."""
+        """Rank 0's to all (in `join` those of a rank that has a batch). Equal ones are not written, so autograd's
+        versions stay."""
         sending, self._sending = self._sending, {}
         if not sending:
             return
         with torch.inference_mode(False), torch.no_grad():
             raw = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in sending.values()])
-            self._group.broadcast(raw)
+            self._group.broadcast(raw, self._source)
             at = 0
             for tensor in sending.values():
                 nbytes = tensor.numel() * tensor.itemsize
@@ -358,6 +363,43 @@ class Zero:
             yield
         finally:
             self._schedule.local = before
+
+    def join(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """This rank's batches, then the last of them again until no rank has one left: for loaders of uneven length.
+
+        for batch in zero.join(loader): forward, backward, clip, step and schedule as always, on all ranks alike.
+
+        A batch that is given again counts for nothing. What its backward leaves of gradients is dropped, so that this
+        rank's part is zero; gradients are still divided by `world_size`, as by default in DDP's `join`. Its loss is the
+        program's to leave out. Buffers are those of the first rank that still has a batch. At least one batch on every
+        rank. Collective, a small message per batch.
+        """
+        none: Any = object()
+        last, iterator = none, iter(batches)
+        try:
+            while True:
+                batch = next(iterator, none)
+                last = last if batch is none else batch
+                self._joined += 1
+                self._schedule.recover()
+                told = self._group.poll("joining", self._joined, batch is not none, last is not none)
+                having = [rank for rank, (has, _) in enumerate(told) if has]
+                if not having:
+                    self._alike(True)
+                    self._broadcast_buffers()
+                    return
+                if empty := [f"rank {rank}" for rank, (_, had) in enumerate(told) if not had]:
+                    raise StateError(
+                        "a rank has no batch at all, so it cannot take part in what the others do with theirs",
+                        where=", ".join(empty),
+                        expected="one batch or more on every rank",
+                        instead="divide the data so that every rank has some",
+                    )
+                self._source, self._reduction.silent = having[0], batch is none
+                yield last
+                self._reduction.silent = False
+        finally:
+            self._source, self._reduction.silent = 0, False
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
         """Clip all gradients by their global norm (any order above 0, or inf); returns it, the same on every rank.

@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple, get_args
 from .errors import UserError, nearest
 
 Bounds = Literal["unit", "model", "tensor"]
-Buffers = Literal["broadcast", "local"]
+Buffers = Literal["broadcast", "always", "local"]
 
 LARGE = 1 << 16  # elements from which a module outside any list of blocks is worth a unit of its own
 
@@ -39,9 +39,11 @@ class Layout:
     bucket_mib: the most parameter bytes (MiB) one collective moves; a larger single tensor gets a bucket of its own.
     align: elements per block. 128 keeps fused kernels bit-exact under any cut; 1 cuts anywhere.
     units: which submodules are gathered together: module names, name patterns ("blocks.*") or module classes.
-        None finds them: the children of the outermost `ModuleList`s and `Sequential`s, and large leaves.
+        None finds them: the children of the outermost `ModuleList`s, and of a `Sequential` or `ModuleDict` that has no
+        `ModuleList` inside, and large leaves.
     ignore: parameter names or patterns that zeroshard leaves entirely alone (not sharded, not averaged).
-    buffers: "broadcast" sends rank 0's buffers to all before each training forward, as DDP does; "local" does not.
+    buffers: "broadcast" sends rank 0's buffers to all before each training forward; "always" before every forward, so
+        that ranks that evaluate have the same ones, as with DDP (every rank calls every forward then); "local" never.
     """
 
     bounds: Bounds = "unit"

@@ -92,6 +92,7 @@ class Reduction:
         self._under_way: list[tuple[Pending, Work, Tensor]] = []
         self._pool: list[Tensor] = []
         self._local = False
+        self.silent = False  # does this rank's part of all gradients count as zero? (`Zero.join`)
         self._patient = True
         self._patience = PATIENCE
         self._again: list[Entry] = []
@@ -164,6 +165,8 @@ class Reduction:
                 got=str(grad.layout),
                 instead="nn.Embedding(..., sparse=False)",
             )
+        if self.silent:
+            return False
         at = entry.position
         before = pending.received.get(at, 0)
         pending.received[at] = before + 1

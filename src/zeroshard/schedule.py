@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
+import re
 import sys
 import weakref
 import zlib
@@ -85,6 +87,7 @@ class Schedule:
         self.publish: Callable[[], None] = lambda: None  # makes of that every rank's weights, together
         self._cast_to = precision.param_dtype
         self._cast_everywhere = precision.cast_inputs == "units"  # and not only where a forward of the model begins
+        self.sends_always = False  # are buffers sent before forwards that do not train, too?
         self._frames: list[Frame] = []
         self._outermost: Call | None = None  # of a module, whose forward is the first of them
         self._grad_forward = False  # was the running root forward called in grad mode?
@@ -210,9 +213,9 @@ class Schedule:
     def _begin_forward(self, unit: Unit) -> None:
         self.recover()
         self._grad_forward = torch.is_grad_enabled()
-        training = self._grad_forward and unit.module.training
+        training = self.sends_always or (self._grad_forward and unit.module.training)
         kind = "forward" if self._grad_forward else "forward without grad"
-        if self._grad_forward or self.releases:
+        if self._grad_forward or self.releases or self.sends_always:
             alike, words = self.alike(training)
             self.meet(kind, self._forwards + 1, unit.index, training, alike, facts=words)
             self._forwards += 1
@@ -275,16 +278,28 @@ class Schedule:
         if in_backward():
             self._event()
         elif not self._frames:
+            name = buffer.bucket.slots[index].name
             raise ReleasedError(
                 "a sharded parameter was read while it is not gathered",
-                where=f"parameter {buffer.bucket.slots[index].name!r}, rank {self.group.rank}",
+                where=f"parameter {name!r}, rank {self.group.rank}",
                 expected="the model's own forward or backward",
-                instead="with zero.gathered(): ...   (on every rank). Call parts of the model through its forward; "
+                instead="with zero.gathered(): ...   (on every rank). Call parts of the model through its forward"
+                f"{self._own_unit(unit, name)}; "
                 "move or convert it before shard(...); give its optimizer to shard(model, optimizer)",
             )
         self.script.demand(unit)
         unit.touched = True
         unit.open()
+
+    def _own_unit(self, unit: Unit, name: str) -> str:
+        """How a module of the root's could be called by itself."""
+        module = name.rpartition(".")[0]
+        if unit.name or not module:
+            return ""
+        units = dict.fromkeys(re.sub(r"\.\d+$", ".*", other.name) for other in self.units if other.name)
+        return (
+            f", or make {module!r} a unit, which can be called by itself: Layout(units={json.dumps([*units, module])})"
+        )
 
     def fetch(self, buffer: Buffer) -> None:
         """Autograd needs a saved weight."""

@@ -20,6 +20,8 @@ from .buffer import Buffer
 from .errors import UserError, nearest
 from .layout import LARGE, Layout
 
+CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
 
 @dataclass
 class Managed:
@@ -184,10 +186,10 @@ def _chosen(model: nn.Module, layout: Layout) -> list[tuple[str, nn.Module]]:
 
 
 def _automatic(path: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Children of the outermost lists of blocks; outside those, subtrees that are large."""
+    """Children of the outermost containers of blocks; outside those, subtrees that are large."""
     result: list[tuple[str, nn.Module]] = []
     holds_blocks = isinstance(module, nn.ModuleList) or (
-        isinstance(module, nn.Sequential) and not _contains(module, nn.ModuleList)
+        isinstance(module, CONTAINERS) and not _contains(module, nn.ModuleList)
     )
     for name, child in module.named_children():
         full = f"{path}.{name}" if path else name
@@ -195,7 +197,7 @@ def _automatic(path: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
             continue
         if holds_blocks:
             result.append((full, child))
-        elif isinstance(child, (nn.ModuleList, nn.Sequential)) or _contains(child, (nn.ModuleList, nn.Sequential)):
+        elif isinstance(child, CONTAINERS) or _contains(child, CONTAINERS):
             result += _automatic(full, child)
         elif sum(param.numel() for param in child.parameters()) >= LARGE:
             result.append((full, child))

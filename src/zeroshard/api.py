@@ -29,10 +29,10 @@ from .finite import Finding, Finite
 from .gradient import Gradients
 from .guard import Guarded, cover_constructors, refuse_inside
 from .layout import Bucket, Layout, Slot
-from .numerics import Precision, digest, same_bits
+from .numerics import Precision, as_bytes, dense, digest, write_bytes
 from .nvme import NvmeTier
 from .optim import Binding
-from .preflight import Structure, by_bucket, check_added, refuse_wrapper
+from .preflight import Contents, Structure, by_bucket, check_added, refuse_wrapper
 from .process_group import connect
 from .reduction import Reduction
 from .replicas import check_replicas
@@ -195,6 +195,7 @@ class Zero:
         self._sending: dict[str, Tensor] = {}  # buffers, before a forward that trains
         self._source = 0  # the rank whose buffers count
         self._joined = 0  # batches that `join` has given
+        self._content = Contents()  # of buffers that are made of several tensors
         self._now: dict[str, Any] = {}  # what `_alike` has found, and what of it was alike when it last met the others
         self._found: dict[str, Any] = {}
         self._known = self._traits()
@@ -241,8 +242,13 @@ class Zero:
         with torch._C.DisableTorchFunctionSubclass():
             now: dict[str, Any] = {"frozen": [each.name for each in self._managed if not each.param.requires_grad]}
         named = self.model.named_buffers() if training and self._layout.buffers != "local" else ()
-        self._sending = {name: tensor for name, tensor in named if tensor.numel() and not tensor.is_meta}
-        now |= {name: (tuple(sent.shape), sent.dtype) for name, sent in self._sending.items()}
+        self._sending = {}
+        for name, tensor in named:
+            if not dense(tensor):
+                now[name] = self._content.of(tensor)
+            elif tensor.numel() and not tensor.is_meta:
+                self._sending[name] = tensor
+                now[name] = tuple(tensor.shape), tensor.dtype
         self._now, found = now, self._found
         return zlib.crc32(repr(now).encode()), lambda: str({key: now[key] for key in now if now[key] != found.get(key)})
 
@@ -339,15 +345,11 @@ class Zero:
         if not sending:
             return
         with torch.inference_mode(False), torch.no_grad():
-            raw = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in sending.values()])
+            own = [as_bytes(tensor) for tensor in sending.values()]
+            raw = torch.cat(own)
             self._group.broadcast(raw, self._source)
-            at = 0
-            for tensor in sending.values():
-                nbytes = tensor.numel() * tensor.itemsize
-                theirs = raw[at : at + nbytes].clone().view(tensor.dtype).view(tensor.shape)
-                at += nbytes
-                if not same_bits(theirs, tensor):
-                    tensor.copy_(theirs)
+            for tensor, theirs in zip(sending.values(), raw.split([each.numel() for each in own]), strict=True):
+                write_bytes(tensor, theirs)
 
     # --- what users call --------------------------------------------------------------------------------------------
 

@@ -19,10 +19,11 @@ from .errors import Error, PeerError, TierError, UserError
 from .events import DEVICE, HOST, NVME
 from .guard import SavedTensors
 from .layout import Bucket, Layout, Partition, Spec, partition
-from .numerics import Precision
+from .numerics import Precision, as_bytes, dense, write_bytes
 from .nvme import NvmeTier
 from .preflight import (
     agree,
+    check_buffers,
     check_memory,
     check_model,
     check_offload,
@@ -69,6 +70,7 @@ class Assembly:
             self.managed = managed_parameters(self.model, named, layout)
             check_parameters(self.managed)
             check_memory(self.model, self.managed)
+            check_buffers(self.model)
             self.partition = partition(self._specs(), layout, self.group.team.size)
             check_settings(self.partition, layout, comm)
             replicated = not self.placements.optimizer
@@ -171,11 +173,12 @@ class Assembly:
         for name, tensor in module._buffers.items():
             if tensor is not None:
                 module._buffers[name] = tensor = tensor.to(self.group.device)
-                if tensor.numel():
-                    sent = tensor.contiguous()
-                    self.group.broadcast(sent.view(-1) if sent.dim() else sent.view(1))
-                    if sent.data_ptr() != tensor.data_ptr():
-                        tensor.copy_(sent)
+                if (
+                    dense(tensor) and tensor.numel()
+                ):  # the others are alike on all ranks: `describe` tells them by content
+                    sent = as_bytes(tensor)
+                    self.group.broadcast(sent)
+                    write_bytes(tensor, sent)
 
 
 def _own_modules(units: list[Unit]) -> dict[int, list[tuple[str, nn.Module]]]:

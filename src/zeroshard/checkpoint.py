@@ -27,7 +27,7 @@ from .flat import Flat
 from .fragment import Fragment, fixed_shapes, is_like, per_element
 from .layout import Bucket, Slot
 from .manifest import VALUE, own_name, state_name
-from .numerics import Precision
+from .numerics import Precision, dense
 from .optim import Binding
 from .stage import placements
 from .tier import DeviceTier, Part, Rest
@@ -84,7 +84,7 @@ def _alone(record: Managed, group: Group) -> Buffer:
 def writable(where: str, tensor: Tensor | Part) -> str:
     """How safetensors spells its dtype. Raises `CheckpointError` for what has no place in a file."""
     layout = tensor.layout if isinstance(tensor, Tensor) else torch.strided
-    if tensor.dtype not in DTYPES or layout is not torch.strided:
+    if tensor.dtype not in DTYPES or layout is not torch.strided or (isinstance(tensor, Tensor) and not dense(tensor)):
         raise CheckpointError(
             "this kind of tensor cannot be saved", where=where, got=f"{tensor.dtype}, {layout}",
             expected="a dense tensor of real numbers", instead="real numbers, or a buffer with persistent=False",

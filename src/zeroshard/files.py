@@ -62,6 +62,7 @@ def digest(data: Any) -> str:
 
 def raw(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, without a copy."""
+    tensor = tensor.resolve_conj().resolve_neg()  # itself, but where it is a view that shows other numbers
     array: Any = tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else numpy.empty(0, numpy.uint8)
     return memoryview(array)
 

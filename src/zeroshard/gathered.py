@@ -61,7 +61,7 @@ def _references(params: list[Any]) -> list[int]:
 
 
 def _cpp_counts() -> bool:
-    probe = nn.Parameter(torch.zeros(1))
+    probe = nn.Parameter(torch.zeros(1, device="cpu"))
     alone = sys.getrefcount(probe)
     graph = probe * 2
     counted = sys.getrefcount(probe) > alone

@@ -355,7 +355,7 @@ class Gradients:
             mine = [entry for entry in self.entries if self.updaters.get(entry.number) == updater]
             having = self.having(mine)
             finite = all(self._finite(entry) for entry in mine if entry.number in having)
-            agreed = torch.tensor([0 if finite else 1], dtype=torch.uint8)
+            agreed = torch.tensor([0 if finite else 1], dtype=torch.uint8, device="cpu")
             self.group.maximum(agreed)
             found_inf.fill_(max(float(agreed), float(found_inf)))
             self.on_verdict(bool(agreed))
@@ -617,16 +617,30 @@ _FOREACH = {
 }
 
 
+def _pieces(entry: Entry, ranks: int) -> list[Any]:
+    """Which elements of a parameter each rank owns."""
+    bucket = entry.accumulator.buffer.bucket
+    return [bucket.fragment(entry.slot, rank) for rank in range(ranks)]
+
+
 def _edit(func: Any, grad: ShardedGrad, others: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """Apply an elementwise op in place to this rank's elements; tensors of the gradient's shape are cut alike."""
     entry = grad._entry
-    part = entry.slot.within(*entry.accumulator.buffer.owned)
+    part, ranks = entry.slot.within(*entry.accumulator.buffer.owned), grad._book.group.ranks
 
     def cut(other: Any) -> Any:
         if not isinstance(other, Tensor) or (other.numel() == 1 and other.dim() == 0):
             return other
-        if isinstance(other, ShardedGrad):
-            return other.to_local()
+        if isinstance(other, ShardedGrad) and other._is_fragment == grad._is_fragment:
+            if _pieces(other._entry, ranks) == _pieces(entry, ranks) and other.shape == grad.shape:
+                return other.to_local()
+            raise StateError(
+                "two sharded gradients that are not cut alike cannot be combined",
+                where=f"gradients of {entry.slot.name!r} and {other._entry.slot.name!r}",
+                expected=f"{tuple(grad.shape)}, of the same elements on each rank",
+                got=f"{tuple(other.shape)}",
+                instead="p.grad.add_(q.grad.full_tensor()), or the like, on every rank",
+            )
         if tuple(other.shape) != entry.slot.shape or grad._is_fragment:
             raise StateError(
                 "a sharded gradient can be edited by scalars and by tensors of its own shape",

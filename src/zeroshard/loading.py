@@ -19,6 +19,7 @@ from .errors import CheckpointError, PeerError
 from .files import absolute, canonical, digest
 from .fragment import Fragment, rests_away
 from .manifest import VALUE, Saved, Stored, numel, own_name, siblings, unplain
+from .numerics import unrepeated
 from .optim import Binding
 from .tier import Part, present
 
@@ -321,7 +322,7 @@ def commit(engine: Engine, staged: Staged) -> None:
             group[key] = _as_it_was(group.get(key), value)
     for name, tensor in persistent(engine.model):
         if name in staged.buffers:
-            tensor.copy_(staged.buffers[name])
+            unrepeated(tensor).copy_(unrepeated(staged.buffers[name], tensor))
 
 
 def _as_it_was(mine: Any, saved: Any) -> Any:

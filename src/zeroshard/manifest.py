@@ -210,7 +210,7 @@ class Saved:
 
     def interval(self, key: tuple[str, str], start: int, stop: int) -> Tensor:
         """Elements [start, stop) of a parameter's state, as saved. 1-D, on the CPU."""
-        out = torch.empty(stop - start, dtype=self.cut[key][0].dtype)
+        out = torch.empty(stop - start, dtype=self.cut[key][0].dtype, device="cpu")
         self.fill(key, start, out)
         return out
 
@@ -225,7 +225,7 @@ class Saved:
             if place.device.type == "cpu" and place.dtype == part.dtype and place.is_contiguous():
                 self.reader.read(part.file, offset, raw(place), later=later)
                 continue
-            scratch = torch.empty(min(place.numel(), CHUNK), dtype=part.dtype)
+            scratch = torch.empty(min(place.numel(), CHUNK), dtype=part.dtype, device="cpu")
             for piece in place.split(CHUNK):
                 self.reader.read(part.file, offset, raw(scratch[: piece.numel()]))
                 piece.copy_(scratch[: piece.numel()])
@@ -239,7 +239,7 @@ class Saved:
 
     def read(self, stored: Stored) -> Tensor:
         """A tensor that was saved whole."""
-        out = torch.empty(stored.shape, dtype=stored.dtype)
+        out = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
         self.reader.read(stored.file, stored.offset, raw(out))
         return out
 
@@ -247,7 +247,7 @@ class Saved:
         """What one file holds of a tensor, 1-D, a block at a time: (its first element, counted flat; elements)."""
         numel_each, last = BLOCK // stored.dtype.itemsize, numel(stored.shape)
         for first in range(0, last, numel_each):
-            out = torch.empty(min(numel_each, last - first), dtype=stored.dtype)
+            out = torch.empty(min(numel_each, last - first), dtype=stored.dtype, device="cpu")
             self.reader.read(stored.file, stored.offset + first * stored.dtype.itemsize, raw(out))
             yield stored.start + first, out
 

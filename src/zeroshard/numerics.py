@@ -171,6 +171,58 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a[:wide].view(torch.int64), b[:wide].view(torch.int64)) and torch.equal(a[wide:], b[wide:])
 
 
+def unrepeated(tensor: Tensor, like: Tensor | None = None) -> Tensor:
+    """A view of each element in memory once; of a tensor of the same shape, the elements at those places.
+
+    An expanded tensor shows one element at many places, and torch refuses to write to it as it is.
+    """
+    like = tensor if like is None else like
+    return tensor[tuple(slice(None) if stride else slice(1) for stride in like.stride())]
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """1-D uint8: what a dense tensor has in memory, conjugated and negated as it shows."""
+    flat = unrepeated(tensor).resolve_conj().resolve_neg().contiguous().view(-1)
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)  # a single element may have any stride
+
+
+def write_bytes(tensor: Tensor, content: Tensor) -> None:
+    """Make a dense tensor what `as_bytes` gave of another. Not where it is that already: autograd counts writes."""
+    content = content.clone()
+    if not same_bits(content, as_bytes(tensor)):
+        place = unrepeated(tensor)
+        place.copy_(content.view(tensor.dtype).view(place.shape))
+
+
+def dense(tensor: Tensor) -> bool:
+    """Is it one run of numbers in memory, and not made of several tensors?"""
+    own = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ or simulated(tensor)
+    return own and tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
+
+
+_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+
+
+def parts(tensor: Tensor) -> list[Tensor] | None:
+    """The dense tensors that another kind is made of, as far as torch says; None where it does not."""
+    if dense(tensor):
+        return [tensor]
+    if hasattr(tensor, "__tensor_flatten__"):
+        inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    elif tensor.is_nested:
+        inner = [tensor.values(), tensor._nested_tensor_size()]
+    else:
+        inner = [getattr(tensor, name)() for name in _PARTS.get(tensor.layout, ())]
+    found = [parts(each) for each in inner]
+    return [each for several in found for each in several or ()] if found and None not in found else None
+
+
 def digest(tensor: Tensor) -> bytes | None:
     """16 bytes that tell a contiguous tensor's content from any other; None where no processor's memory holds it.
 
@@ -219,7 +271,7 @@ class BlockMap:
         """spans: (slot number, start, stop) of each fragment, in shard elements."""
         self.size = size
         self.count = numel // size
-        owner = torch.full((self.count,), -1, dtype=torch.int64)
+        owner = torch.full((self.count,), -1, dtype=torch.int64, device="cpu")
         partial: list[int] = []
         lengths: list[int] = []
         for slot, start, stop in spans:
@@ -228,10 +280,16 @@ class BlockMap:
                 partial.append(stop // size)
                 lengths.append(stop % size)
         self.dense = bool((owner >= 0).all())
-        self.used = torch.empty(0, dtype=torch.int64) if self.dense else torch.nonzero(owner >= 0).flatten().to(device)
+        self.used = (
+            torch.empty(0, dtype=torch.int64, device="cpu")
+            if self.dense
+            else torch.nonzero(owner >= 0).flatten().to(device)
+        )
         self.owner = owner[owner >= 0].to(device)
         self.partial = torch.tensor(partial, dtype=torch.int64, device=device)
-        self.hidden = (torch.arange(size)[None, :] >= torch.tensor(lengths, dtype=torch.int64)[:, None]).to(device)
+        self.hidden = (
+            torch.arange(size, device="cpu")[None, :] >= torch.tensor(lengths, dtype=torch.int64, device="cpu")[:, None]
+        ).to(device)
 
     @property
     def nbytes(self) -> int:

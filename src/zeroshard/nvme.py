@@ -62,7 +62,7 @@ class NvmeTier:
         self._files: dict[str, StateFile] = {}
         self.threads: ThreadPoolExecutor | None = None
         self.folder: Path | None = None
-        if not simulated(torch.empty(0)):
+        if not simulated(torch.empty(0, device="cpu")):
             assert offload.path is not None
             self.folder = self._folder(Path(offload.path).absolute(), nbytes)
             self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="zeroshard nvme")
@@ -122,7 +122,7 @@ class _Room:
     """A buffer of a file, and whose bytes it has."""
 
     def __init__(self) -> None:
-        self.memory = torch.empty(0, dtype=torch.uint8)
+        self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.view: Any = None
         self.holder: FileRest | None = None
         self.work: list[Future[None]] = []
@@ -215,7 +215,9 @@ class StateFile:
     def _make(self, room: _Room) -> None:
         size, simulation = self._largest, self._descriptor < 0
         self.tier.ledger.hold("staging", size - room.memory.numel(), HOST)
-        room.memory = torch.empty(size, dtype=torch.uint8) if simulation else pages(size, self.tier.compute)
+        room.memory = (
+            torch.empty(size, dtype=torch.uint8, device="cpu") if simulation else pages(size, self.tier.compute)
+        )
         room.view = None if simulation else raw(room.memory)
 
     def write(self, rest: FileRest) -> None:
@@ -318,7 +320,7 @@ class FileRest(Rest):
     @property
     def tensor(self) -> Tensor:  # type: ignore[override]
         if not self.nbytes:
-            return torch.empty(0, dtype=self.dtype)
+            return torch.empty(0, dtype=self.dtype, device="cpu")
         assert self.depth and self.room is not None, f"{self.file.state} of bucket {self.bucket} is not here"
         return self.room.memory[: self.nbytes].view(self.dtype)
 
@@ -329,7 +331,7 @@ class FileRest(Rest):
     @contextlib.contextmanager
     def here(self, *, changed: bool = True, fresh: bool = False) -> Iterator[Tensor]:
         if not self.nbytes:
-            yield torch.empty(0, dtype=self.dtype)
+            yield torch.empty(0, dtype=self.dtype, device="cpu")
             return
         if self.room is None:
             self.file.fetch(self, fresh=fresh)

@@ -20,7 +20,7 @@ def zeros(numel: int, dtype: torch.dtype) -> Tensor:
     """1-D tensor on the CPU that takes memory only where it is written: at stage 1 that is a part of the gradients."""
     nbytes = numel * dtype.itemsize
     if nbytes < SMALLEST:
-        return torch.zeros(numel, dtype=dtype)
+        return torch.zeros(numel, dtype=dtype, device="cpu")
     return torch.frombuffer(_block(nbytes), dtype=dtype, count=numel)
 
 
@@ -39,7 +39,7 @@ class Pool:
         """1-D tensor on the CPU of whatever was there."""
         nbytes = numel * dtype.itemsize
         if nbytes < SMALLEST:
-            return torch.empty(numel, dtype=dtype)
+            return torch.empty(numel, dtype=dtype, device="cpu")
         # A larger block serves too, if not much of it goes to waste.
         fitting = [block for block in self._idle if nbytes <= len(block) <= nbytes + nbytes // 4]
         if fitting:

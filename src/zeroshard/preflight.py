@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import weakref
 from typing import Any, NamedTuple, NoReturn
 
 import torch
+import xxhash
 from torch import Tensor, nn
 
 from .agreement import Group
@@ -18,7 +20,7 @@ from .comm import Comm
 from .errors import PeerError, UserError
 from .fragment import check_cut
 from .layout import Layout, Partition
-from .numerics import Precision, simulated
+from .numerics import Precision, as_bytes, dense, parts, simulated
 from .optim import Binding, words
 from .tier import Offload
 from .unit import Managed
@@ -117,6 +119,43 @@ def check_memory(model: nn.Module, managed: list[Managed]) -> None:
                     instead=f"{tie}{first.name}.detach().clone() is a copy",
                 )
         near.append(each)
+
+
+def check_buffers(model: nn.Module) -> None:
+    """Refuse, by name, buffers of a kind whose content cannot be told."""
+    for name, tensor in model.named_buffers():
+        if not isinstance(tensor, nn.parameter.UninitializedBuffer) and parts(tensor) is None:
+            raise UserError(
+                "this kind of buffer can neither be sent to the other ranks nor compared",
+                where=f"buffer {name!r}",
+                expected="a dense, sparse or nested tensor, or a subclass with __tensor_flatten__",
+                got=f"{type(tensor).__name__} {tensor.dtype} {tensor.layout}",
+                instead="an attribute that is not registered as a buffer, alike on all ranks",
+            )
+
+
+class Contents:
+    """What buffers hold that are made of several tensors, sparse ones say: nobody sends these, so all must be alike."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[Tensor], list[int], str]] = {}  # by id
+
+    def of(self, tensor: Tensor) -> str:
+        """Kind and digest. Looked at again where a version counter has moved."""
+        found = parts(tensor) or []
+        versions = [tensor._version, *(part._version for part in found)]
+        known = self._known.get(id(tensor))
+        if known is not None and known[0]() is tensor and known[1] == versions:
+            return known[2]
+        hashed = xxhash.xxh3_128()
+        for part in found:
+            hashed.update(f"{tuple(part.shape)} {part.dtype}".encode())
+            if part.numel() and not (part.is_meta or simulated(part)):
+                content: Any = as_bytes(part.detach()).cpu().numpy()
+                hashed.update(content)
+        said = f"{type(tensor).__name__} {tensor.dtype} {tensor.layout} of content {hashed.hexdigest()}"
+        self._known[id(tensor)] = weakref.ref(tensor), versions, said
+        return said
 
 
 def _reach(tensor: Tensor) -> int:
@@ -306,7 +345,8 @@ def describe(
         kind = f"{tuple(param.shape)} {param.dtype} requires_grad={param.requires_grad} names={record.names}"
         facts[f"parameter {record.name!r}"] = kind
     for name, tensor in model.named_buffers():
-        facts[f"buffer {name!r}"] = f"{tuple(tensor.shape)} {tensor.dtype}"
+        kind = f"{tuple(tensor.shape)} {tensor.dtype}" if dense(tensor) else Contents().of(tensor)
+        facts[f"buffer {name!r}"] = kind
     facts["units"] = units
     for number, optimizer in enumerate(optimizers):
         for at, group in enumerate(optimizer.param_groups):

@@ -250,8 +250,8 @@ class ProcessGroup(Group):
         return self._gathered(own, self._groups.control, at)
 
     def _gathered(self, own: list[int], group: Any, at: str) -> list[list[int]]:
-        row = torch.tensor(own, dtype=torch.int64)
-        everyone = torch.empty(dist.get_world_size(group) * len(own), dtype=torch.int64)
+        row = torch.tensor(own, dtype=torch.int64, device="cpu")
+        everyone = torch.empty(dist.get_world_size(group) * len(own), dtype=torch.int64, device="cpu")
         self._control(_all_gather, everyone, row, at=at, group=group)
         rows: list[list[int]] = everyone.view(-1, len(own)).tolist()
         return rows
@@ -281,7 +281,11 @@ class ProcessGroup(Group):
         )
 
     def flags(self, mine: bytes) -> bytes:
-        tensor = torch.frombuffer(bytearray(mine), dtype=torch.uint8) if mine else torch.empty(0, dtype=torch.uint8)
+        tensor = (
+            torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+            if mine
+            else torch.empty(0, dtype=torch.uint8, device="cpu")
+        )
         self.maximum(tensor)
         return tensor.numpy().tobytes()
 
@@ -302,9 +306,9 @@ class ProcessGroup(Group):
         return [json.loads(told) for told in self._texts(text, lengths * (self.ranks // len(lengths)))]
 
     def _texts(self, mine: bytes, lengths: list[int]) -> list[bytes]:
-        padded = torch.zeros(max(*lengths, 1), dtype=torch.uint8)
+        padded = torch.zeros(max(*lengths, 1), dtype=torch.uint8, device="cpu")
         padded[: len(mine)] = torch.frombuffer(bytearray(mine or b"\0"), dtype=torch.uint8)[: len(mine)]
-        everyone = torch.empty(self.ranks * padded.numel(), dtype=torch.uint8)
+        everyone = torch.empty(self.ranks * padded.numel(), dtype=torch.uint8, device="cpu")
         self._control(_all_gather, everyone, padded, at=f"what follows {self.progress.met}")
         rows = everyone.view(self.ranks, -1)
         return [rows[rank, :length].numpy().tobytes() for rank, length in enumerate(lengths)]
@@ -410,7 +414,7 @@ def _touch_all(parent: Any, ranks: int) -> Any:
     """
     with contextlib.suppress(RuntimeError, AttributeError):
         if isinstance(parent._get_backend(torch.device("cpu")), dist.ProcessGroupGloo):
-            there, back = (torch.zeros(ranks, dtype=torch.uint8) for _ in range(2))
+            there, back = (torch.zeros(ranks, dtype=torch.uint8, device="cpu") for _ in range(2))
             return dist.all_to_all_single(back, there, group=parent, async_op=True)
     return None
 

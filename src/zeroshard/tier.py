@@ -240,7 +240,9 @@ class DeviceTier:
             keep_freed_memory()
         self.device = device
         self.ledger = ledger
-        own = device.type == "cpu" and not simulated(torch.empty(0))  # elsewhere torch's own allocator keeps memory
+        own = device.type == "cpu" and not simulated(
+            torch.empty(0, device="cpu")
+        )  # elsewhere torch's own allocator keeps memory
         self._pool = Pool() if own else None
 
     def reserve(self, state: str, numel: int, dtype: torch.dtype, *, zeroed: bool = True) -> Tensor:
@@ -273,7 +275,7 @@ class HostTier:
     def rest(self, state: str, bucket: int, numel: int, dtype: torch.dtype) -> Rest:
         self.ledger.hold(state, numel * dtype.itemsize, HOST)
         if self.compute.type == "cpu":  # which is host memory already
-            return Rest(self.name, torch.zeros(numel, dtype=dtype))
+            return Rest(self.name, torch.zeros(numel, dtype=dtype, device="cpu"))
         return Rest(self.name, pages(numel * dtype.itemsize, self.compute)[: numel * dtype.itemsize].view(dtype))
 
 

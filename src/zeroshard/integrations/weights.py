@@ -145,7 +145,7 @@ class Weights:
         for box in boxes(self.shapes[name], start, stop):
             part = tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))
             parts.append((tensor[part] if part else tensor[...]).reshape(-1))
-        return torch.cat(parts) if parts else torch.empty(0)
+        return torch.cat(parts) if parts else torch.empty(0, device="cpu")
 
 
 def _shapes(path: Path) -> dict[str, tuple[int, ...]]:

@@ -1,0 +1,265 @@
+"""Buffers of unusual kinds, gradients edited by what does not fit, and a default device that is not the model's."""
+
+from __future__ import annotations
+
+import ast
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import ranks as rank_processes
+import reference
+import zeroshard
+from test_memory_shared import Wrapped
+from zeroshard import Layout
+from zeroshard.errors import PeerError, StateError, UserError
+
+
+def dense_of(kind, value):
+    return {
+        "expanded": lambda: torch.full((1,), value).expand(8),
+        "expanded rows": lambda: (torch.arange(8.0) * value)[:, None].expand(8, 3),
+        "conjugated": lambda: torch.full((8,), complex(value, 1)).conj(),
+        "negated": lambda: torch.full((8,), complex(1, value)).conj().imag,
+        "transposed": lambda: (torch.arange(64.0) * value).view(8, 8).t(),
+        "strided": lambda: (torch.arange(16.0) * value)[::2],
+        "bools": lambda: torch.arange(8) > value,
+        "one number": lambda: torch.tensor(value),
+    }[kind]()
+
+
+DENSE = ["expanded", "expanded rows", "conjugated", "negated", "transposed", "strided", "bools", "one number"]
+
+
+class With(nn.Module):
+    def __init__(self, buffer, persistent=False):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("odd", buffer, persistent=persistent)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def sent(kind, stage):
+    """Rank 0's count: at construction, and before a forward that trains."""
+    rank = rank_processes.rank()
+    model = With(dense_of(kind, 2.0 + rank))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zero = zeroshard.shard(model, optimizer, stage=stage)
+    first = torch.equal(model.odd, dense_of(kind, 2.0))
+    model.odd = dense_of(kind, 5.0 + rank)
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    zero.check_replicas()
+    return first, torch.equal(model.odd, dense_of(kind, 5.0))
+
+
+@pytest.mark.row(69)
+@pytest.mark.parametrize("kind", DENSE)
+def test_dense_buffers_of_any_form_are_rank_0s(ranks, kind):
+    """Expanded ones, which torch refuses to write to as they are, conjugated and negated ones among them."""
+    for stage in (0, 3):
+        assert ranks.run(2, sent, kind, stage) == [(True, True)] * 2
+
+
+def saved_and_loaded(kind, folder):
+    model = With(dense_of(kind, 2.0), persistent=True)
+    zero = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3)
+    zero.save(folder)
+    model.odd = dense_of(kind, 5.0)
+    zero.load(folder)
+    return torch.equal(model.odd, dense_of(kind, 2.0))
+
+
+@pytest.mark.row(69)
+@pytest.mark.parametrize("kind", DENSE)
+def test_dense_buffers_of_any_form_are_saved_and_loaded(ranks, tmp_path, kind):
+    assert ranks.run(2, saved_and_loaded, kind, tmp_path / "ckpt") == [True, True]
+
+
+def made_of(kind, value=1.0):
+    warnings.simplefilter("ignore", UserWarning)  # torch's, that these are young
+    square = torch.eye(8) * value
+    return {
+        "sparse": square.to_sparse,
+        "uncoalesced": lambda: torch.sparse_coo_tensor([[0, 0], [1, 1]], [value, value], (8, 8)),
+        "CSR": square.to_sparse_csr,
+        "CSC": square.to_sparse_csc,
+        "BSR": lambda: square.to_sparse_bsr((2, 2)),
+        "nested": lambda: torch.nested.nested_tensor([torch.full((2,), value), torch.ones(3)]),
+        "jagged": lambda: torch.nested.nested_tensor([torch.full((2,), value), torch.ones(3)], layout=torch.jagged),
+    }[kind]()
+
+
+PARTS = ["sparse", "uncoalesced", "CSR", "CSC", "BSR", "nested", "jagged"]
+
+
+class Graph(With):
+    def forward(self, x):
+        return self.layer(torch.sparse.mm(self.odd, x)) if self.odd.layout is not torch.strided else self.layer(x)
+
+
+def of_parts(kind, stage, folder):
+    torch.manual_seed(0)
+    model = (With if kind in ("nested", "jagged") else Graph)(made_of(kind))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    zero = None if stage is None else zeroshard.shard(model, optimizer, stage=stage)
+    for step in range(2):
+        x = torch.randn(8, 8, generator=torch.Generator().manual_seed(step))
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if zero is None:
+        return reference.weights(model)
+    zero.save(folder)  # the buffer is not persistent
+    with zero.gathered():
+        return reference.weights(model)
+
+
+@pytest.mark.row(69)
+@pytest.mark.parametrize("kind", PARTS)
+def test_sparse_and_nested_buffers_train_with_plain_pytorchs_bits(ranks, tmp_path, kind):
+    """As graph networks have them: nobody sends them, since they must be alike on all ranks."""
+    want = of_parts(kind, None, None)
+    for stage in (0, 3):
+        for got in ranks.run(2, of_parts, kind, stage, tmp_path / str(stage)):
+            reference.assert_same(got, want)
+
+
+def of_other_parts(kind, when):
+    rank = rank_processes.rank()
+    model = With(made_of(kind, 1.0 + rank * (when == "at first")))
+    if when == "at first":
+        with pytest.raises(PeerError, match=r"(?s)build different things.*buffer 'odd'"):
+            zeroshard.shard(model, None, stage=1)
+        return
+    zeroshard.shard(model, None, stage=1)
+    model(torch.ones(2, 8)).sum().backward()
+    if rank == 1:
+        if when == "replaced":
+            model.odd = made_of(kind, 3.0)
+        else:
+            model.odd.mul_(3.0)
+    with pytest.raises(PeerError, match=r"(?s)not doing the same thing.*'odd'"):
+        model(torch.ones(2, 8))
+
+
+@pytest.mark.row(69)
+@pytest.mark.parametrize("when", ["at first", "replaced", "in place"])
+@pytest.mark.parametrize("kind", ["sparse", "CSR", "nested", "jagged"])
+def test_sparse_and_nested_buffers_that_differ_are_named(ranks, kind, when):
+    """At construction, and at the next forward that trains."""
+    ranks.run(2, of_other_parts, kind, when)
+
+
+def refused_buffers(folder):
+    warnings.simplefilter("ignore", UserWarning)  # torch's, that quantized tensors are old
+    for odd in (Wrapped(torch.ones(8)), torch.quantize_per_tensor(torch.ones(8), 0.1, 0, torch.qint8)):
+        with pytest.raises(UserError, match=r"(?s)this kind of buffer.*'odd'"):
+            zeroshard.shard(With(odd), None)
+    for kind in ("sparse", "CSR", "nested", "jagged"):
+        model = With(made_of(kind), persistent=True)
+        zero = zeroshard.shard(model, None)
+        with pytest.raises(zeroshard.Error, match=r"(?s)'odd'.*persistent=False"):
+            zero.save(folder / kind)
+
+
+@pytest.mark.row(69)
+def test_buffers_that_cannot_be_told_or_saved_are_refused_by_name(ranks, tmp_path):
+    ranks.run(2, refused_buffers, tmp_path)
+
+
+def edited_gradient(stage, shape):
+    model = nn.Linear(8, 8)
+    zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
+    model(torch.ones(2, 8)).sum().backward()
+    before = model.weight.grad.full_tensor()
+    for edit in (torch.Tensor.add_, torch.Tensor.mul_, torch.Tensor.copy_, torch.Tensor.sub_, torch.Tensor.div_):
+        with pytest.raises(StateError, match=r"(?s)tensors of its own shape.*'weight'.*broadcast"):
+            edit(model.weight.grad, torch.ones(shape))
+    model.weight.grad.add_(torch.ones(8, 8))
+    return torch.equal(model.weight.grad.full_tensor(), before + 1)
+
+
+@pytest.mark.row(69)
+@pytest.mark.parametrize("shape", [(8,), (1, 8), (8, 1), (3, 3), (2, 8, 8), (64,), (0,), (1,), (1, 1)], ids=str)
+def test_a_gradient_edited_by_a_tensor_of_another_shape_is_refused(ranks, shape):
+    for stage in (0, 3):
+        assert ranks.run(2, edited_gradient, stage, shape) == [True, True]
+
+
+def combined(stage):
+    """Gradients of two layers of one size, which are cut in different places, and of another size."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 20), nn.Linear(20, 3))
+    zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage, layout=Layout(bounds="model"))
+    model(torch.randn(2, 20)).sum().backward()
+    first, second, third = (layer.weight.grad for layer in model)
+    before = [grad.full_tensor() for grad in (first, second)]
+    for other in (second, third):
+        with pytest.raises(StateError, match=r"(?s)not cut alike.*'0.weight' and .*full_tensor"):
+            first.add_(other)
+    first.add_(first)
+    second.add_(before[0])
+    return torch.equal(first.full_tensor(), 2 * before[0]), torch.equal(second.full_tensor(), before[1] + before[0])
+
+
+@pytest.mark.row(69)
+def test_gradients_that_are_cut_elsewhere_are_not_combined(ranks):
+    """Each rank would add elements of one to others of the other, without an error where their numbers agree."""
+    for stage in (0, 3):
+        assert ranks.run(2, combined, stage) == [(True, True)] * 2
+
+
+def on_another_device(stage, world, folder):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    batches = [torch.randn(4, 8) for _ in range(3)]
+    torch.set_default_device("meta")
+    try:
+        zero = zeroshard.shard(model, optimizer, stage=stage) if world else None
+        for x in batches:
+            model(x).square().mean().backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        if zero is None:
+            return reference.weights(model)
+        zero.save(folder)
+        zero.load(folder)
+        zero.export(folder.with_suffix(".weights"))
+        zero.check_replicas()
+        with zero.gathered():
+            return {name: param.detach().clone() for name, param in model.named_parameters()}
+    finally:
+        torch.set_default_device(None)
+
+
+@pytest.mark.row(69)
+def test_a_default_device_that_is_not_the_models_changes_nothing(ranks, stage, tmp_path):
+    """Whatever the engine makes is where the model is, or on the CPU."""
+    want = ranks.run(1, on_another_device, stage, 1, tmp_path / "first")[0]
+    for world in (1, 2):
+        for got in ranks.run(world, on_another_device, stage, world, tmp_path / str(world)):
+            assert set(got) == set(want) and all(param.device.type == "cpu" for param in got.values())
+            if world == 1:
+                reference.assert_same(got, want)
+
+
+def test_every_tensor_the_engine_makes_says_its_device():
+    """Else a default device that the user has set would decide."""
+    package = Path(zeroshard.__file__).parent
+    makers = {"zeros", "empty", "ones", "tensor", "full", "arange", "as_tensor", "rand", "randn", "eye", "linspace"}
+    found = [
+        f"{path.name}:{node.lineno}"
+        for path in [*package.glob("*.py"), *package.glob("integrations/*.py")]
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).removeprefix("torch.") in makers
+        if ast.unparse(node.func).startswith("torch.") and "device" not in {word.arg for word in node.keywords}
+    ]
+    assert found == []

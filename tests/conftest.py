@@ -18,9 +18,9 @@ import ranks as rank_processes
 import selection
 
 TEST_TIMEOUT = 180  # seconds; a run on ranks has its own, shorter one
-LONGEST = {  # over 40 seconds: start first, or one of xdist's workers ends alone with one of them
-    "test_bits", "test_checkpoint", "test_cli", "test_clipping", "test_gradients", "test_harness", "test_modules",
-    "test_offload", "test_optimizer", "test_precision", "test_simulate", "test_verify",
+LONGEST = {  # the longest files start first, or one of xdist's workers ends alone with one of them
+    "test_bits", "test_checkpoint", "test_cli", "test_clipping", "test_gradients", "test_harness", "test_inputs", "test_modules",
+    "test_offload", "test_optimizer", "test_page", "test_precision", "test_resume", "test_simulate", "test_verify",
 }  # fmt: skip
 MARKERS = {
     "dist": "runs on several rank processes (set by itself on tests that use the `ranks` or `world` fixture)",

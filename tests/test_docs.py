@@ -86,6 +86,7 @@ def test_the_file_tree_is_the_one_on_disk():
     assert package - named == set()
 
 
+@pytest.mark.full
 def test_the_example_is_short_and_runs(tmp_path):
     """Under 60 lines; the same program alone and on two ranks."""
     example = ROOT / "examples" / "train_gpt.py"

@@ -323,13 +323,9 @@ def defined(case, world):
     return history
 
 
-def differences(case, want):
-    """On this rank: {(stage, buckets): the first thing that differs}."""
-    found = {each: _difference(case, each[0], BUCKETS[each[1]], want) for each in WHERE[ranks.world()]}
-    return {each: text for each, text in found.items() if text}
-
-
-def _difference(case, stage, layout, want):
+def difference(case, where, want):
+    """On this rank: the first thing that differs."""
+    stage, layout = where[0], BUCKETS[where[1]]
     name, options, run = SCENARIOS[case]
     model = models.build(name, **options)
     optimizer = optimizer_of(model)
@@ -354,16 +350,26 @@ def _difference(case, stage, layout, want):
 
 @pytest.mark.row(10, 11, 24, 30)
 @pytest.mark.parametrize("case", SCENARIOS)
-@pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.slow)], ids=lambda world: f"ranks{world}")
-def test_gradients_are_what_the_definition_says(case, world):
+@pytest.mark.parametrize(
+    ("world", "where"),
+    [
+        pytest.param(
+            world, where, id=f"ranks{world}-stage{where[0]}-{where[1]}", marks=[pytest.mark.slow] * (world == 3)
+        )
+        for world in (1, 2, 3)
+        for where in WHERE[world]
+    ],
+)
+def test_gradients_are_what_the_definition_says(case, world, where):
     """At stages 0-3 with one, some and many buckets: equal gradients, equal absences, equal weights, three steps."""
-    assert ranks.run(world, differences, case, defined(case, world)) == [{}] * world
+    assert ranks.run(world, difference, case, where, defined(case, world)) == [""] * world
 
 
 @pytest.mark.parametrize("case", ["three_backwards", "branches", "layerdrop_reentrant", "no_sync_then_sync"])
-def test_gradients_on_four_ranks(case):
+@pytest.mark.parametrize("where", WHERE[4], ids=lambda where: f"stage{where[0]}-{where[1]}")
+def test_gradients_on_four_ranks(case, where):
     """The same on four ranks, for the cases in which ranks differ most."""
-    assert ranks.run(4, differences, case, defined(case, 4)) == [{}] * 4
+    assert ranks.run(4, difference, case, where, defined(case, 4)) == [""] * 4
 
 
 PLAIN_TORCH = ("three_backwards", "a_shorter_last_batch", "layerdrop", "branches", "no_gradient_on_any_rank")

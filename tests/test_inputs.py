@@ -12,7 +12,7 @@ import sys
 import pytest
 import torch
 import typer
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 import zeroshard
@@ -163,10 +163,12 @@ def nothing_runs(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("words", BASES)
-def test_row64_any_word_for_any_option_of_any_command(nothing_runs, words):
+@pytest.mark.parametrize("part", range(4))
+def test_row64_any_word_for_any_option_of_any_command(nothing_runs, words, part):
     """Understood, or exit code 2 with one line on stderr that starts with `zeroshard:` and nothing on stdout."""
 
-    @settings(max_examples=8 * len(options(words)), suppress_health_check=list(HealthCheck))
+    @seed(part)
+    @settings(max_examples=2 * len(options(words)), suppress_health_check=list(HealthCheck))
     @given(option=st.sampled_from(options(words)), value=WORDS, typo=st.booleans())
     def check(option, value, typo):
         code, out, error = said([*words.split(), *BASES[words], option[:-1] if typo else option, value])

@@ -1074,6 +1074,7 @@ def test_a_text_is_shown_beside_its_recomputation(letter):
     assert "text says" in done.stdout
 
 
+@pytest.mark.full
 def test_the_page_shows_what_the_commands_print():
     """docs/planning.md and its neighbours, block by block."""
     pages = (Path(__file__).parents[1] / "docs" / name for name in ("planning.md", "texts.md", "offload.md"))

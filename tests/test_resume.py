@@ -63,7 +63,14 @@ def part_of_a_run(case, start, stop, stage, bucket_mib, options, load=None, save
 OPTIONS = {"plain": {}, "dropout": {"dropout": 0.1}, "dropout-recomputed": {"dropout": 0.1, "checkpoint": "reentrant"}}
 
 
-@pytest.mark.parametrize("case", ["plain", "dropout", pytest.param("dropout-recomputed", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param("plain", marks=pytest.mark.full),
+        "dropout",
+        pytest.param("dropout-recomputed", marks=pytest.mark.slow),
+    ],
+)
 def test_forty_steps_with_stops_at_13_and_27(ranks, tmp_path, case):
     """Ranks, stage and bucket size change at each stop; every loss and every weight is the unstopped run's."""
     a, b, options = tmp_path / "a", tmp_path / "b", OPTIONS[case]

@@ -223,8 +223,8 @@ def test_bad_input_is_one_line_and_exit_code_2(words, says):
 
 
 def test_ranks_are_its_own(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.setenv(name, "1")
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1")):
+        monkeypatch.setenv(name, value)
     with pytest.raises(InputError, match="^verify starts its own ranks; run it without torchrun$"):
         app(["verify", "jobs:mlp"], standalone_mode=False)
 

@@ -328,7 +328,7 @@ class Zero:
     def _unfreeze(self, record: Managed) -> None:
         """A bucket that was frozen at construction becomes trainable as a whole: see docs/decisions/unfreezing.md."""
         buffer: Buffer = record.param._zeroshard.buffer  # type: ignore[attr-defined]
-        if buffer.bucket.index not in self._gradients.first_number:
+        if self._gradients.of_bucket(buffer.bucket.index) is None:
             buffer.reserve_gradients()
             buffer.reserve_master()
             self._reduction.add(self._gradients.add(buffer), self._units[buffer.bucket.unit])
@@ -668,7 +668,7 @@ class Zero:
         if state not in Placements._fields:
             raise UserError("no such state", got=repr(state), instead=nearest(state, Placements._fields))
         bucket, slot = self.partition.find(record.name)
-        if state != "parameters" and bucket.index not in self._gradients.first_number:
+        if state != "parameters" and self._gradients.of_bucket(bucket.index) is None:
             return []
         tier = self._resting[bucket.index][state]
         if not getattr(self.placements, state):

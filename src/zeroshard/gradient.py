@@ -16,7 +16,8 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, NoReturn
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +52,7 @@ class Accumulator:
         self.buffer = buffer
         self.bucket = buffer.bucket
         self.sum: Flat = buffer.gradients
+        self.entries: list[Entry] = []  # of the bucket's parameters
         self.ranks = ranks
         self.filled = False  # has anything been added since the gradients were cleared?
         self.averaged = False  # has the sum been divided by the number of ranks already?
@@ -112,17 +114,19 @@ class Accumulator:
     def clear(self) -> None:
         self.filled = self.averaged = self.spread = self.rounded = False
 
-    def blocks(self, first_number: int) -> BlockMap:
-        """Which of the shard's blocks belongs to which entry of the book; `first_number` is slot 0's entry."""
+    def blocks(self) -> BlockMap:
+        """Which of the shard's blocks belongs to which entry of the book."""
         if self._blocks is None:
             parts = [slot.slice_of(*self.buffer.owned) for slot in self.bucket.slots]
-            spans = [(first_number + at, part.start, part.stop) for at, part in enumerate(parts) if part.stop]
+            parts_of = zip(self.entries, parts, strict=True)
+            spans = [(entry.number, part.start, part.stop) for entry, part in parts_of if part.stop]
             self._blocks = BlockMap(self.sum.own.numel(), min(BLOCK, self.buffer.align), spans, self.sum.own.device)
             self.buffer.tier.ledger.hold("norms", self._blocks.nbytes)
         return self._blocks
 
 
-class Entry(NamedTuple):
+@dataclass(eq=False)
+class Entry:
     """One trainable parameter in the book of gradients."""
 
     number: int
@@ -130,6 +134,9 @@ class Entry(NamedTuple):
     accumulator: Accumulator
     position: int  # of its slot in the bucket
     slot: Slot
+    updater: int | None = None  # the number of the optimizer that updates it, on some rank
+    fragments: list[nn.Parameter] = field(default_factory=list)  # what that optimizer holds of it on this rank
+    displaced: ShardedGrad | None = None  # what `p.grad` was when autograd was about to add to it
 
 
 class Gradients:
@@ -138,10 +145,8 @@ class Gradients:
     def __init__(self, group: Group) -> None:
         self.group = group
         self.accumulators: list[Accumulator] = []
+        self._of_bucket: dict[int, Accumulator] = {}  # by the bucket's index
         self.entries: list[Entry] = []
-        self.first_number: dict[int, int] = {}  # bucket index -> number of its first entry
-        self.fragments: dict[int, list[nn.Parameter]] = {}  # entry number -> what optimizers on this rank hold of it
-        self.updaters: dict[int, int] = {}  # entry number -> number of the optimizer that updates it, on some rank
         self.stand_ins: dict[int, nn.Parameter] = {}  # optimizer number -> its first fragment on this rank
         self.uncalled: set[int] = set()  # numbers of the optimizers in a step whose closure was not called yet
         self.recover: Callable[[], None] = lambda: None  # ends a backward that an exception ended
@@ -149,7 +154,7 @@ class Gradients:
         self.on_verdict: Callable[[bool], None] = lambda overflow: None  # of a GradScaler
         self._edits: list[str] = []  # by which numbers gradients were scaled, clamped, ... since the last step
         self._edited_with: Any = None
-        self.displaced: dict[int, ShardedGrad] = {}  # by entry number, what autograd was about to add to
+        self._displaced: list[Entry] = []  # those with something in `displaced`
         self.made: dict[int, ShardedGrad] = {}  # what parameters and fragments show, by id: while these are the same
         self._judged: Tensor | None = None  # the found_inf that already has all ranks' verdict
         self._questions = 0
@@ -157,12 +162,17 @@ class Gradients:
 
     def add(self, buffer: Buffer) -> Accumulator:
         """Enter a bucket whose parameters receive gradients."""
-        accumulator = Accumulator(buffer, self.group.ranks)
-        self.first_number[buffer.bucket.index] = len(self.entries)
-        for index, (param, slot) in enumerate(zip(buffer.params, buffer.bucket.slots, strict=True)):
-            self.entries.append(Entry(len(self.entries), param, accumulator, index, slot))
+        accumulator, slots = Accumulator(buffer, self.group.ranks), buffer.bucket.slots
+        for index, (param, slot) in enumerate(zip(buffer.params, slots, strict=True)):
+            accumulator.entries.append(Entry(len(self.entries) + index, param, accumulator, index, slot))
+        self.entries += accumulator.entries
         self.accumulators.append(accumulator)
+        self._of_bucket[buffer.bucket.index] = accumulator
         return accumulator
+
+    def of_bucket(self, index: int) -> Accumulator | None:
+        """The accumulator of a bucket; None while the bucket is frozen."""
+        return self._of_bucket.get(index)
 
     def forget_answers(self) -> None:
         self._answers.clear()
@@ -173,13 +183,13 @@ class Gradients:
             for entry in entries:
                 if not isinstance(entry.param.grad, ShardedGrad):
                     entry.param.grad = self.shown(entry, entry.param, is_fragment=False)
-                fragments = self.fragments.get(entry.number, ())
-                for fragment in fragments:
+                for fragment in entry.fragments:
                     fragment.grad = self.shown(entry, fragment, is_fragment=True)
                 # GradScaler wants to see a gradient in each optimizer, also on a rank that owns nothing of any.
-                stand_in = None if fragments else self.stand_ins.get(self.updaters.get(entry.number, -1))
-                if stand_in is not None and stand_in.grad is None:
-                    stand_in.grad = self.shown(entry, stand_in, is_fragment=True)
+                if not entry.fragments and entry.updater in self.stand_ins:
+                    stand_in = self.stand_ins[entry.updater]
+                    if stand_in.grad is None:
+                        stand_in.grad = self.shown(entry, stand_in, is_fragment=True)
 
     def shown(self, entry: Entry, holder: nn.Parameter, *, is_fragment: bool) -> ShardedGrad:
         """What a parameter or a fragment shows as its gradient, made once: making it takes longer than all else here.
@@ -194,7 +204,8 @@ class Gradients:
 
     def take(self, numbers: Iterable[int]) -> dict[int, Tensor | None]:
         """What these parameters have in `p.grad`, which is None then."""
-        self.displaced.clear()
+        while self._displaced:
+            self._displaced.pop().displaced = None
         with torch._C.DisableTorchFunctionSubclass():
             taken = {number: self.entries[number].param.grad for number in numbers}
             for number in taken:
@@ -210,18 +221,23 @@ class Gradients:
 
     def set_aside(self, number: int) -> Tensor | None:
         """A gradient came before it was known that a backward runs: that, and `p.grad` is what it was before."""
-        param, early = self.entries[number].param, None
+        entry, early = self.entries[number], None
         with torch._C.DisableTorchFunctionSubclass():
-            if not isinstance(param.grad, ShardedGrad):
-                early, param.grad = param.grad, self.displaced.pop(number, None)
+            if not isinstance(entry.param.grad, ShardedGrad):
+                early, entry.param.grad, entry.displaced = entry.param.grad, entry.displaced, None
         return early
+
+    def displace(self, entry: Entry, grad: ShardedGrad) -> None:
+        """Autograd is about to add to what `p.grad` shows: see `set_aside`."""
+        entry.displaced = grad
+        self._displaced.append(entry)
 
     def hide(self, entries: Iterable[Entry]) -> None:
         """Make `p.grad` None, on the optimizers' side too."""
         with torch._C.DisableTorchFunctionSubclass():
             for entry in entries:
                 entry.param.grad = None
-                for fragment in self.fragments.get(entry.number, ()):
+                for fragment in entry.fragments:
                     fragment.grad = None
 
     def having(self, entries: Sequence[Entry]) -> set[int]:
@@ -289,7 +305,7 @@ class Gradients:
         maxima = torch.zeros(len(self.entries), dtype=torch.int32, device=device)
         for accumulator in self._filled():
             with self.reporting(), accumulator.sum.here(changed=False):
-                blocks = accumulator.blocks(self.first_number[accumulator.bucket.index])
+                blocks = accumulator.blocks()
                 sums = block_sums(accumulator.sum.own, blocks, 1 if accumulator.averaged else self.group.ranks, order)
                 owner, sums = blocks.owner.to(device), sums.to(device)
                 if order == math.inf:
@@ -351,8 +367,7 @@ class Gradients:
         if found_inf is not self._judged:
             self.ask()
             self._judged = found_inf
-            updater = self.updaters.get(grads[0]._entry.number)
-            mine = [entry for entry in self.entries if self.updaters.get(entry.number) == updater]
+            mine = [entry for entry in self.entries if entry.updater == grads[0]._entry.updater]
             having = self.having(mine)
             finite = all(self._finite(entry) for entry in mine if entry.number in having)
             agreed = torch.tensor([0 if finite else 1], dtype=torch.uint8, device="cpu")
@@ -415,7 +430,8 @@ class ShardedGrad(Tensor):
         param = self._entry.param
         if getattr(torch._C._current_autograd_node(), "variable", None) is not param:
             return None
-        self._book.displaced[self._number], what = self, what.clone()
+        self._book.displace(self._entry, self)
+        what = what.clone()
         if func is aten.add_.Tensor:
             with torch._C.DisableTorchFunctionSubclass():
                 param.grad = what
@@ -426,7 +442,7 @@ class ShardedGrad(Tensor):
         """The entry, if this is still its gradient: a kept handle must not speak for a later backward."""
         entry = self._entry
         with torch._C.DisableTorchFunctionSubclass():
-            holders = [entry.param.grad, *(fragment.grad for fragment in self._book.fragments.get(self._number, ()))]
+            holders = [entry.param.grad, *(fragment.grad for fragment in entry.fragments)]
         if not any(holder is self for holder in holders) and not self._is_fragment:
             raise StateError(
                 "this gradient was cleared, or another backward has added to it since",
@@ -439,7 +455,7 @@ class ShardedGrad(Tensor):
         return f"ShardedGrad({self._entry.slot.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def _cannot(self, what: object) -> StateError:
-        if self._book.updaters.get(self._number) in self._book.uncalled:
+        if self._entry.updater in self._book.uncalled:
             return StateError(
                 "the optimizer reads gradients before it calls the closure that its step was given",
                 where=f"gradient of {self._entry.slot.name!r}",
@@ -452,7 +468,7 @@ class ShardedGrad(Tensor):
             where=f"gradient of {self._entry.slot.name!r}",
             expected="clip_grad_norm_, clip_grad_value_, GradScaler, zero_ and elementwise edits in place",
             instead="p.grad.full_tensor() on every rank, or p.grad.to_local() for this rank's elements"
-            if self._number in self._book.updaters
+            if self._entry.updater is not None
             else "shard(model, optimizer), if this is a step: no optimizer that shard(...) was given updates it",
         )
 

@@ -144,29 +144,30 @@ class Binding:
             entry = self._entry(fragment)
             if entry is not None:
                 self._entry_of[id(fragment.param)] = entry
-                known = self.gradients.fragments.setdefault(entry.number, [])
-                if not any(param is fragment.param for param in known):
-                    known.append(fragment.param)
+                if not any(param is fragment.param for param in entry.fragments):
+                    entry.fragments.append(fragment.param)
                     if self.gradients.having([entry]):
                         self.gradients.show([entry])
         self._entries = [entry for entry in (self._entry(member.place) for member in self.members) if entry is not None]
-        self.gradients.updaters |= {entry.number: self.number for entry in self._entries}
+        for entry in self._entries:
+            entry.updater = self.number
         if self.fragments:
             self.gradients.stand_ins[self.number] = self.fragments[0].param
 
     def _forget(self, held: set[int]) -> None:
         """Groups may have been removed, and with them what was in them."""
         gone = {id(fragment.param) for fragment in self.fragments} - held
-        for known in self.gradients.fragments.values():
-            known[:] = [param for param in known if id(param) not in gone]
+        for entry in self.gradients.entries:
+            if entry.updater == self.number:
+                entry.updater = None
+            if gone:
+                entry.fragments[:] = [param for param in entry.fragments if id(param) not in gone]
         groups, before = set(map(id, self.optimizer.param_groups)), self._groups
         self._groups = list(self.optimizer.param_groups)
         if len(before) == len(self._groups) and not groups & set(map(id, before)):  # the same ones, copied
             copies = dict(zip(map(id, before), self._groups, strict=True))
             self.members = [Member(member.place, copies[id(member.group)]) for member in self.members]
         self.members = [member for member in self.members if id(member.group) in groups]
-        updaters = self.gradients.updaters
-        self.gradients.updaters = {number: by for number, by in updaters.items() if by != self.number}
 
     def _fragment(self, param: nn.Parameter, group: dict[str, Any], fixed: Shapes, *, broadcast: bool) -> nn.Parameter:
         place: Place = param._zeroshard  # type: ignore[attr-defined]
@@ -219,8 +220,8 @@ class Binding:
 
     def _entry(self, of: Fragment | Place) -> Entry | None:
         """The gradient of a parameter; None while its bucket is frozen."""
-        first = self.gradients.first_number.get(of.buffer.bucket.index)
-        return None if first is None else self.gradients.entries[first + of.position]
+        accumulator = self.gradients.of_bucket(of.buffer.bucket.index)
+        return None if accumulator is None else accumulator.entries[of.position]
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
@@ -354,7 +355,8 @@ class Binding:
 
     def _step_alone(self, buffer: Buffer, given: set[int]) -> None:
         """Step one bucket by the optimizer's own `step`, the gradients of all others hidden; then write it back."""
-        accumulator = next(each for each in self.gradients.accumulators if each.buffer is buffer)
+        accumulator = self.gradients.of_bucket(buffer.bucket.index)
+        assert accumulator is not None
         averaged = accumulator.averaged  # already, as it rests
         accumulator.sum.behind()
         try:

@@ -531,7 +531,8 @@ class _Groups:
         # The store may outlive a process group, and its ranks come together once for each time-out.
         at = f"zeroshard/{name}/{store.add(f'zeroshard/{name}/came/{rank}', 1)}"
         connections = _touch_all(parent, ranks)
-        free, needed = _free_descriptors(), DESCRIPTORS + 3 * (ranks + 3) + sum(length + 3 for length in axes(ranks))
+        lengths = [ranks] * 3 + (list(axes(ranks)) if len(axes(ranks)) > 1 else [])
+        free, needed = _free_descriptors(), DESCRIPTORS + sum(length + 3 for length in lengths)
         if free < needed:
             few = UserError(
                 "too few file descriptors are left for the connections to the other ranks",

@@ -114,8 +114,7 @@ class Reduction:
         accumulator = pending.accumulator
         if not accumulator.filled and accumulator.local is None:
             return []
-        first = self.gradients.first_number[accumulator.bucket.index]
-        return self.gradients.entries[first : first + len(accumulator.buffer.params)]
+        return accumulator.entries
 
     def begin(self, kept: set[int], *, local: bool) -> None:
         """Start counting. kept: as above. local: under no_sync, contributions are added up here and not sent."""
@@ -140,8 +139,8 @@ class Reduction:
             accumulator.local = None
             return
         for entry in entries:
-            fragments = self.gradients.fragments.get(entry.number, ())
-            if entry.number in kept and fragments and all(fragment.grad is None for fragment in fragments):
+            cleared = entry.fragments and all(fragment.grad is None for fragment in entry.fragments)
+            if entry.number in kept and cleared:
                 accumulator.zero(entry.position)  # each owner of a part sees its own fragment cleared
             if entry.number not in kept:
                 self.gradients.hide([entry])
@@ -295,10 +294,9 @@ class Reduction:
     def received(self) -> bytes:
         """How many gradients each parameter got in this backward: 0, 1, or 2 for too many."""
         mask = bytearray(len(self.gradients.entries))
-        for index, pending in self.pending.items():
-            first = self.gradients.first_number[index]
-            for slot in pending.received:
-                mask[first + slot] = 1
+        for pending in self.pending.values():
+            for position in pending.received:
+                mask[pending.accumulator.entries[position].number] = 1
         for entry in self._again:
             mask[entry.number] = 2
         return bytes(mask)
@@ -327,11 +325,8 @@ class Reduction:
             )
         with_gradient = set()
         for index, pending in self.pending.items():
-            first = self.gradients.first_number[index]
             # What no_sync kept goes with this backward, whatever it used: when it goes must not depend on the bucket.
-            if pending.accumulator.local is not None or any(
-                got[first : first + len(pending.accumulator.buffer.params)]
-            ):
+            if pending.accumulator.local is not None or any(got[e.number] for e in pending.accumulator.entries):
                 with_gradient.add(index)
         if self._local:
             for index in with_gradient:

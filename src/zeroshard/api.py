@@ -40,6 +40,7 @@ from .saving import Saving
 from .schedule import Schedule, in_backward
 from .stage import Placements, placements
 from .tier import Offload
+from .undo import Before
 from .unit import Managed, Unit
 
 if TYPE_CHECKING:
@@ -158,9 +159,31 @@ class Zero:
         self._group = connect(comm, self._ledger, device)
         self.rank, self.world_size = self._group.rank, self._group.ranks
         parts = Assembly(model, stage, precision, offload, self._group)
-        parts.plan(optimizers, layout, comm)
+        before: Before | None = None
+        try:
+            parts.plan(optimizers, layout, comm)
+            before = Before(model, optimizers)
+            self._assemble(parts, before, optimizers, init)
+            self._ledger.end("init")
+            self._group.meet("construction", 1)  # all or none
+        except BaseException as error:
+            if not parts.told:
+                self._group.give_up(error)
+            if before is not None:
+                before.restore()
+            raise
+
+    def _assemble(
+        self,
+        parts: Assembly,
+        before: Before,
+        optimizers: list[torch.optim.Optimizer],
+        init: Callable[[nn.Module], None] | None,
+    ) -> None:
+        """Change the model and the optimizers; what fails in here is undone."""
+        model, comm, precision = self.model, self._comm, self._precision
         parts.reserve()
-        parts.build(init)
+        parts.build(init, before)
         self.partition, self.seed = parts.partition, parts.seed
         self._managed, self._units, self._buffers = parts.managed, parts.units, parts.buffers
         self._tier, self._tiers, self._resting = parts.tier, parts.tiers, parts.resting
@@ -213,7 +236,6 @@ class Zero:
                 unit.module.register_state_dict_pre_hook(functools.partial(_call_if_alive, refuse))
         for binding in self._bindings:
             binding.states.count()
-        self._ledger.end("init")
         # The hooks hold the engine weakly; the model keeps it alive.
         object.__setattr__(model, "_zeroshard_engine", self)
 

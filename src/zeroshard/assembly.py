@@ -15,14 +15,15 @@ from torch import Tensor, nn
 from .agreement import Group
 from .buffer import Buffer, Place
 from .comm import Comm
-from .errors import Error, PeerError, TierError, UserError
+from .errors import Error, PeerError, TierError
 from .events import DEVICE, HOST, NVME
 from .guard import SavedTensors
 from .layout import Bucket, Layout, Partition, Spec, partition
-from .numerics import Precision, as_bytes, dense, write_bytes
+from .numerics import Precision, as_bytes, dense, same_bits, write_bytes
 from .nvme import NvmeTier
 from .preflight import (
     agree,
+    ask_all,
     check_buffers,
     check_memory,
     check_model,
@@ -34,6 +35,7 @@ from .preflight import (
 )
 from .stage import placements
 from .tier import STATES, DeviceTier, HostTier, Offload, Tier
+from .undo import Before
 from .unit import Managed, Unit, borrowed, check_initialisers, find_units, managed_parameters, materialise, on_meta
 
 
@@ -54,6 +56,7 @@ class Assembly:
     tiers: dict[str, Tier] = field(default_factory=dict)
     buffers: list[Buffer] = field(default_factory=list)
     saved: SavedTensors = field(default_factory=SavedTensors)
+    told: bool = False  # have all ranks been told of what is raised now?
 
     def __post_init__(self) -> None:
         self.placements = placements(self.stage)
@@ -61,7 +64,7 @@ class Assembly:
 
     def plan(self, optimizers: list[torch.optim.Optimizer], layout: Layout, comm: Comm) -> None:
         """Find units and parameters, lay them out, and make sure that every rank can and will do the same."""
-        problem: UserError | None = None
+        problem: Exception | None = None
         facts: dict[str, Any] = {}
         named: list[tuple[str, nn.Module]] = []
         try:
@@ -79,9 +82,12 @@ class Assembly:
             names, policies = [name for name, _ in named], (self.precision, layout, comm, self.offload)
             facts = describe(self.model, self.managed, names, optimizers, policies, self.group.device)
             facts["stage"] = self.stage
-        except UserError as error:
+        except Exception as error:
             problem = error
-        self.seed = agree(self.group, facts, problem)
+        told = ask_all(self.group, facts, problem)
+        self.told = True
+        self.seed = agree(told, problem)
+        self.told = False
         self.units = [Unit(index, name, module) for index, (name, module) in enumerate(named)]
         for unit, others in zip(self.units, borrowed(named, self.managed), strict=True):
             unit.borrows = [self.units[other] for other in others]
@@ -119,10 +125,14 @@ class Assembly:
             except TierError as failed:
                 error = failed
             if told := self.group.problems(None if error is None else str(error)):
+                self.told = True
                 raise error or PeerError("another rank cannot use its Offload.path", got="; ".join(told))
 
-    def build(self, init: Callable[[nn.Module], None] | None) -> None:
-        """Unit by unit, so that a model on meta never takes more than its shards and one unit."""
+    def build(self, init: Callable[[nn.Module], None] | None, before: Before) -> None:
+        """Unit by unit, so that a model on meta never takes more than its shards and one unit.
+
+        before: learns what is written to, and what no longer needs to be held.
+        """
         by_name = {record.name: record for record in self.managed}
         modules = _own_modules(self.units)
         buckets = {unit.index: [b for b in self.partition.buckets if b.unit == unit.index] for unit in self.units}
@@ -136,7 +146,7 @@ class Assembly:
             flats, memory = self._memory_for_meta(buckets[unit.index], by_name)
             materialise(modules[unit.index], self.group.device, init, memory)
             for module in (module for _, module in modules[unit.index]):
-                self._place_buffers(module)
+                self._place_buffers(module, before)
             for bucket in buckets[unit.index]:
                 params = [by_name[slot.name].param for slot in bucket.slots]
                 tiers = {state: self.tiers[name] for state, name in self.resting[bucket.index].items()}
@@ -145,6 +155,9 @@ class Assembly:
                 for index, param in enumerate(params):
                     param._zeroshard = Place(buffer, index)  # type: ignore[attr-defined]
                 buffer.adopt(flats.pop(bucket.index, None))
+                if buffer.resident:
+                    for param in params:
+                        before.replaced(param)
                 unit.buffers.append(buffer)
                 self.buffers.append(buffer)
         self.buffers.sort(key=lambda buffer: buffer.bucket.index)
@@ -169,16 +182,16 @@ class Assembly:
                     memory[id(param)] = flat[slot.start : slot.stop].view(slot.shape)
         return flats, memory
 
-    def _place_buffers(self, module: nn.Module) -> None:
+    def _place_buffers(self, module: nn.Module, before: Before) -> None:
         for name, tensor in module._buffers.items():
             if tensor is not None:
                 module._buffers[name] = tensor = tensor.to(self.group.device)
-                if (
-                    dense(tensor) and tensor.numel()
-                ):  # the others are alike on all ranks: `describe` tells them by content
-                    sent = as_bytes(tensor)
+                if dense(tensor) and tensor.numel():  # the others are alike on all ranks: `describe` compares them
+                    sent = as_bytes(tensor).clone()
                     self.group.broadcast(sent)
-                    write_bytes(tensor, sent)
+                    if not same_bits(sent, as_bytes(tensor)):
+                        before.keep(tensor)
+                        write_bytes(tensor, sent)
 
 
 def _own_modules(units: list[Unit]) -> dict[int, list[tuple[str, nn.Module]]]:

@@ -370,14 +370,18 @@ def describe(
     return facts
 
 
-def agree(group: Group, facts: dict[str, Any], problem: UserError | None) -> int:
+def ask_all(group: Group, facts: dict[str, Any], problem: Exception | None) -> list[dict[str, Any]]:
+    """Every rank's facts, and what keeps it from sharding its model."""
+    kind = "" if problem is None or isinstance(problem, UserError) else f"{type(problem).__name__}: "
+    said = None if problem is None else f"{kind}{problem}"
+    return group.describe({"problem": said, "seed": torch.initial_seed(), **facts}, "construction")
+
+
+def agree(told: list[dict[str, Any]], problem: Exception | None) -> int:
     """Raise on every rank if one must refuse or is about to build something else; name the first difference.
 
     Answers with rank 0's seed, which need not be everyone's.
     """
-    told = group.describe(
-        {"problem": None if problem is None else str(problem), "seed": torch.initial_seed(), **facts}, "construction"
-    )
     everyone, seed = [{**each, "seed": None} for each in told], int(told[0]["seed"])
     if problem is not None:
         raise problem

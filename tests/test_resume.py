@@ -346,7 +346,7 @@ def test_what_is_not_whole_is_passed_over_and_said(ranks, tmp_path):
 
 def predicted_and_copied(case, stage, dtype, bounds):
     from zeroshard import Precision
-    from zeroshard.planner.states import predict_snapshot
+    from zeroshard.planner.built import holding
 
     model = models.build(case)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -355,7 +355,7 @@ def predicted_and_copied(case, stage, dtype, bounds):
     models.loss(case, model, models.batch(case, 0, 0)).backward()
     optimizer.step()
     own = checkpoint.pieces(zero._engine())
-    return predict_snapshot(zero), sum(piece.tensor.numel() * piece.tensor.itemsize for piece in own)
+    return holding(zero).snapshot(), sum(piece.tensor.numel() * piece.tensor.itemsize for piece in own)
 
 
 @pytest.mark.parametrize(("stage", "bounds"), [(0, "unit"), (1, "tensor"), (3, "model")])

@@ -20,7 +20,7 @@ from zeroshard import Comm, Layout, Precision, shard
 from zeroshard.cli import check, launch
 from zeroshard.cli.config import Launch
 from zeroshard.errors import UserError
-from zeroshard.planner import own, states
+from zeroshard.planner import built, from_job, predict_states
 from zeroshard.planner.machines import MACHINES, machine
 from zeroshard.planner.simulate import PASSING, moments, simulate
 from zeroshard.planner.timeline import replay
@@ -236,7 +236,7 @@ def test_a_plan_of_a_job(precision, stage):
     assert found.parameters == 27_936
     for stage in found.stages:
         run = simulate(
-            EXAMPLE, ranks=2, rank=stage.rank, stage=stage.stage, accumulate=2, precision=own.precision(precision)
+            EXAMPLE, ranks=2, rank=stage.rank, stage=stage.stage, accumulate=2, precision=from_job.precision(precision)
         )
         held = {state: n for state, n in run.ledger.held.items() if n and state not in PASSING}
         assert dict(stage.states) == held
@@ -551,7 +551,7 @@ def test_the_page_shows_what_a_check_predicts():
         for rank in range(2):
             run = simulate(job, ranks=2, rank=rank, stage=stage)
             peak = max(most.total for most in run.ledger.phases.values())
-            predicted += [f"{sum(states.predict_states(run.zero).values()):,}", f"{peak:,}"]
+            predicted += [f"{sum(predict_states(run.zero).values()):,}", f"{peak:,}"]
     assert [predicted for predicted, _, _ in cells] == predicted
 
 
@@ -572,13 +572,13 @@ def test_a_wrong_prediction_is_seen(warm, monkeypatch, capsys):
     asked = check.Check(job=EXAMPLE, ranks=1, stages=(2,))
     rows = check.compare(asked)
     assert all(row["difference"] == 0 for row in rows if row["what"] not in check.MEASURED)
-    right = states.predict_tiers
+    right = built.predict_tiers
 
     def wrong(zero):
         (device,) = (tiers := right(zero)).values()
         return tiers | {"device": device | {"gradients": device["gradients"] + 1}}
 
-    monkeypatch.setattr(states, "predict_tiers", wrong)
+    monkeypatch.setattr(built, "predict_tiers", wrong)
     assert check.check(asked) == 1
     assert "the first: stage 2, rank 0, gradients" in capsys.readouterr().out
 
@@ -645,7 +645,7 @@ def test_a_model_of_seven_billion_on_1024_ranks():
         published.job(32_000, 2048, 1, width=4096, blocks=32, inner=11_008, heads=32, shared=32, gated=True), ranks=1024
     )
     assert sum(param.numel() for param in run.zero.model.parameters()) == 6_738_411_520
-    assert states.predict_states(run.zero) == {s: n for s, n in run.ledger.held.items() if n and s not in PASSING}
+    assert predict_states(run.zero) == {s: n for s, n in run.ledger.held.items() if n and s not in PASSING}
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 4 * 2**20  # KiB
 
 

@@ -44,7 +44,7 @@ class Check:
         """The policies of `shard` and `simulate`; files go to `folder`."""
         from zeroshard.comm import Comm
         from zeroshard.layout import Layout
-        from zeroshard.planner.own import precision
+        from zeroshard.planner.from_job import precision
 
         layout = Layout(bounds=self.bounds, align=self.align, bucket_mib=self.bucket_mib)
         return {
@@ -71,7 +71,7 @@ def check(asked: Check, *, as_json: bool = False) -> int:
 
 def compare(asked: Check) -> list[dict[str, Any]] | int:
     """Rows of predicted, held and difference, for every stage and rank; or the exit code of ranks that failed."""
-    from zeroshard.planner import states
+    from zeroshard.planner import built
     from zeroshard.planner.simulate import STEPS, simulate
 
     with tempfile.TemporaryDirectory(prefix="zeroshard-check-") as name:
@@ -87,7 +87,7 @@ def compare(asked: Check) -> list[dict[str, Any]] | int:
                 accumulate=asked.accumulate, no_sync=asked.no_sync, **asked.settings("."),
             )  # fmt: skip
             found = held[rank][str(stage)]
-            tiers = states.predict_tiers(run.zero)
+            tiers = built.predict_tiers(run.zero)
             for tier in dict.fromkeys([*tiers, *found["tiers"]]):
                 rest, there = tiers.get(tier, {}), found["tiers"].get(tier, {})
                 where = "" if tier == DEVICE else f" in {tier}"

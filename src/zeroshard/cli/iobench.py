@@ -32,8 +32,9 @@ from zeroshard.cli.config import InputError, one_line
 from zeroshard.errors import TierError, UserError
 from zeroshard.events import Ledger
 from zeroshard.headroom import BUFFERS
+from zeroshard.planner.answer import Plan
 from zeroshard.planner.disk import FORMAT, Disk
-from zeroshard.planner.plan import Plan, plan
+from zeroshard.planner.plan import plan
 from zeroshard.planner.quantities import count
 from zeroshard.tier import Offload
 from zeroshard.workplace import put

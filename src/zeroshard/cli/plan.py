@@ -14,7 +14,8 @@ from zeroshard.cli import screen
 from zeroshard.cli.config import STATES, InputError, one_line, places, planned_offload
 from zeroshard.errors import UserError
 from zeroshard.events import HOST, NVME
-from zeroshard.planner.plan import Plan, StagePlan, plan
+from zeroshard.planner.answer import Plan, StagePlan
+from zeroshard.planner.plan import plan
 from zeroshard.planner.quantities import number
 from zeroshard.planner.recipes import PADDING
 from zeroshard.planner.texts import Line, text

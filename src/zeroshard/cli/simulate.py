@@ -18,7 +18,7 @@ from zeroshard.errors import UserError
 from zeroshard.events import DEVICE, HOST, NVME, Ledger
 from zeroshard.integrations.chrome_trace import MADE_BY
 from zeroshard.layout import Layout
-from zeroshard.planner import own, states, timeline
+from zeroshard.planner import from_job, predict_states, timeline
 from zeroshard.planner.machines import Machine, machine
 from zeroshard.planner.simulate import PASSING, RECORDED, Simulation, simulate
 from zeroshard.tier import Offload
@@ -54,7 +54,7 @@ def show_simulation(
             rank=one,
             stage=stage,
             accumulate=accumulate,
-            precision=own.precision(precision),
+            precision=from_job.precision(precision),
             layout=Layout(bucket_mib=bucket_mib),
             comm=Comm(prefetch=prefetch, reduce=reduce),  # type: ignore[arg-type]
             offload=offload,
@@ -98,7 +98,7 @@ def report(run: Simulation, cluster: Machine, line: timeline.Timeline) -> dict[s
     moved = [event for event in run.events if event.verb in timeline.TRAVELS and event.logical]
     return {
         "rank": run.rank,
-        "predicted": states.predict_states(zero),
+        "predicted": predict_states(zero),
         "held": held,
         "peak": {"phase": peak_phase, "total": peak.total, "held": peak.held},
         "activations": run.activations,

@@ -32,7 +32,7 @@ from ..fragment import Fragment, Shapes, fixed_shapes, per_element, rests_away
 from ..layout import Slot
 from ..loading import Staged, alike, commit, renew
 from ..optim import Binding
-from ..planner.states import Asked, probe, takes_whole_tensors
+from ..planner.optimizers import Shown, probe, takes_whole_tensors
 from .boxes import Box, boxes
 
 
@@ -154,7 +154,7 @@ def _states(engine: Engine, binding: Binding) -> Iterator[tuple[Fragment, Mappin
 
     DCP loads in place, so that there must be a place.
     """
-    asked: dict[tuple[int, torch.dtype, int], dict[str, Asked]] = {}
+    asked: dict[tuple[int, torch.dtype, int], dict[str, Shown]] = {}
     numbers = {id(p): number for number, group in enumerate(binding.optimizer.param_groups) for p in group["params"]}
     whole = takes_whole_tensors(binding.optimizer)
     for fragment in engine.fragments(binding):

@@ -2,31 +2,37 @@
 
 The question and its answer:
 
-    plan         the question, checked; the answer for each stage
+    plan         the question, checked: from here to one of from_number, from_shapes and from_job
+    asked        the question, once it is checked
+    answer       the answer for each stage
     quantities   numbers as people write them and as they are shown
     recipes      bytes per parameter of each state, by name
     advice       what would make it fit
 
 Three numbers, and no layout:
 
+    from_number  the plan of a number of parameters
     closed       bytes at rest
     traffic      bytes sent in a step, over which links, and replicas of the optimizer
 
 A layout, from shapes in a file or from a model:
 
+    from_shapes  the plan of shapes
     shapes       names and shapes from a file
-    states       bytes at rest; and what a built engine will hold
+    states       bytes at rest
     instants     what passes through beside the states, and when it is most
     files        what a step reads from files and writes to them
     disk         how long that takes on a disk that was measured
 
 A job of the user's, through the engine itself on tensors without memory:
 
+    from_job     the plan of a job
+    built        what a built engine will hold
+    optimizers   what an optimizer keeps of a parameter, by asking it
     job          the user's own model, optimizer, batch and loss, by name
     simulate     one rank of any number
     machines     what a cluster can do, in a few numbers
     timeline     a simulated step on a clock
-    own          the plan of a job
 
 And `texts`: the numbers of five published texts, recomputed.
 
@@ -35,6 +41,6 @@ Only a job, and what is asked of a built engine, need torch.
 
 from __future__ import annotations
 
-from .states import predict_states, predict_tiers
+from .built import predict_states, predict_tiers
 
 __all__ = ["predict_states", "predict_tiers"]

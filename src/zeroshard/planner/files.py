@@ -20,8 +20,9 @@ from ..events import DEVICE
 from ..headroom import BUFFERS
 from ..layout import Bucket, Partition
 from ..stage import Placements
+from .built import holding
 from .recipes import Recipe
-from .states import File, Resting, elsewhere, predict_files, recipe_files
+from .states import File, Resting, elsewhere, of_recipe
 
 if TYPE_CHECKING:
     from ..api import Zero
@@ -133,7 +134,7 @@ def recipe_moves(
     no_sync: bool = False,
 ) -> Moves:
     """`moves` with the bytes of a recipe."""
-    files = recipe_files(partition, place, rank, recipe, resting)
+    files = of_recipe(partition, place, rank, recipe, resting).files()
     mastered = ["master" in recipe.optimizer or elsewhere(at) for at in resting]
     return moves(partition, place, resting, files, mastered, accumulate=accumulate, no_sync=no_sync)
 
@@ -160,6 +161,6 @@ def predict_moves(zero: Zero, *, accumulate: int = 1, no_sync: bool = False) -> 
         return dtypes.master != dtypes.param or copied
 
     return moves(
-        zero.partition, zero.placements, zero._resting, predict_files(zero),
+        zero.partition, zero.placements, zero._resting, holding(zero).files(),
         [mastered(bucket) for bucket in zero.partition.buckets], accumulate=accumulate, no_sync=no_sync,
     )  # fmt: skip

@@ -153,7 +153,7 @@ def _keeping(chosen: Recipe, optimizer: str, kept: Mapping[str, Bytes]) -> Recip
 
 def _of_torch(chosen: Recipe, optimizer: str) -> Recipe:
     """The states of a class of torch.optim, which is asked itself: the one question of a recipe that needs torch."""
-    from .states import of_torch
+    from .optimizers import of_torch
 
     found = of_torch(optimizer)
     if found is None:

@@ -31,7 +31,7 @@ from ..layout import Layout
 from ..numerics import Precision
 from ..tier import Offload
 from .job import Job, build
-from .states import probe, takes_whole_tensors
+from .optimizers import probe, takes_whole_tensors
 
 STEPS, RECORDED = 3, 2  # the first negotiates its gathers; a timeline needs a step with one before it
 

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import collections
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
-from ..errors import UserError
 from ..events import DEVICE, HOST, NVME
 from ..headroom import BUFFERS, aligned
 from ..layout import Bucket, Partition, Slot
 from ..stage import Placements
 from .recipes import PADDING, Recipe
 from .traffic import Moved, Traffic, moved, passes, widths
-
-if TYPE_CHECKING:
-    from ..api import Zero
 
 
 class Stored(NamedTuple):
@@ -99,41 +94,6 @@ def reserved(
         yield store("optimizer", state, itemsize)
 
 
-def states_of(
-    partition: Partition,
-    place: Placements,
-    rank: int,
-    stored: Callable[[Bucket], Stored],
-    kept: Callable[[Bucket, Slot], Kept],
-    *,
-    resting: Resting | None = None,
-    apart: bool = False,
-) -> Tiers:
-    """{tier: {state: bytes}} of one rank at rest: the only place where the bytes of a partition are added up.
-
-    What rests in files is counted without the rounding to pages; their buffers are "staging", in host memory. `apart`:
-    the padding's bytes are not in their states but in a row of their own, "padding".
-    """
-    held: Tiers = {DEVICE: {}, HOST: {}, NVME: {}}
-
-    def add(tier: str, state: str, nbytes: Fraction | int) -> None:
-        if nbytes:
-            held[tier][state] = held[tier].get(state, 0) + math.ceil(nbytes)
-
-    for bucket in partition.buckets:
-        at = resting[bucket.index] if resting else DEVICE_ALONE
-        for each in reserved(bucket, place, rank, stored(bucket), kept, at):
-            add(each.tier, each.state, (each.numel - each.padding * apart) * each.itemsize)
-            add(each.tier, PADDING, each.padding * apart * each.itemsize)
-    if resting:
-        files = files_of(partition, place, rank, stored, kept, resting)
-        add(HOST, STAGING, sum(file.buffers for file in files.values()))
-    for states in held.values():
-        if PADDING in states:
-            states[PADDING] = states.pop(PADDING)  # last, where it is shown
-    return {tier: states for tier, states in held.items() if states}
-
-
 def together(tiers: Tiers) -> dict[str, int]:
     """{state: bytes}, whichever tier they rest in; padding last."""
     states = list(dict.fromkeys(state for held in tiers.values() for state in held))
@@ -160,101 +120,103 @@ class File(NamedTuple):
         return min(BUFFERS, len(self.slots)) * self.largest
 
 
-def files_of(
-    partition: Partition,
-    place: Placements,
-    rank: int,
-    stored: Callable[[Bucket], Stored],
-    kept: Callable[[Bucket, Slot], Kept],
-    resting: Resting,
-) -> dict[str, File]:
-    """{state: its file} of one rank, with buffers for the largest bucket that has that state from the start."""
-    slots: dict[str, tuple[str, dict[int, int]]] = {}
-    largest = dict.fromkeys(KINDS, 0)
-    for bucket in partition.buckets:
-        at, sizes = resting[bucket.index], stored(bucket)
-        itemsizes = sizes.parameters, sizes.gradients, sizes.master or sizes.parameters
-        for kind, itemsize in zip(KINDS, itemsizes, strict=True):
-            if at[kind] == NVME and (bucket.trainable or kind == "parameters"):
-                numel = bucket.shard_numel(rank) if getattr(place, kind) else bucket.numel
-                largest[kind] = max(largest[kind], math.ceil(numel * itemsize))
-        for each in reserved(bucket, place, rank, sizes, kept, at):
-            if each.tier == NVME and each.nbytes:
-                slots.setdefault(each.state, (each.kind, {}))[1][bucket.index] = each.nbytes
-    return {
-        state: File(kind, sizes, aligned(max(largest[kind], *sizes.values()))) for state, (kind, sizes) in slots.items()
-    }
+class Holding(NamedTuple):
+    """One rank of a layout and the bytes of what it holds: by a recipe (`of_recipe`), or in a built engine (`built`).
+
+    Here the bytes of a layout are added up, and nowhere else. stored: of a bucket; kept: of a slot of it. resting: None
+    where everything is on the device.
+    """
+
+    partition: Partition
+    place: Placements
+    rank: int
+    stored: Callable[[Bucket], Stored]
+    kept: Callable[[Bucket, Slot], Kept]
+    resting: Resting | None = None
+
+    def at(self, bucket: Bucket) -> Mapping[str, str]:
+        """The tier of each of a bucket's states."""
+        return self.resting[bucket.index] if self.resting else DEVICE_ALONE
+
+    def reserved(self, bucket: Bucket) -> Iterator[Reserved]:
+        return reserved(bucket, self.place, self.rank, self.stored(bucket), self.kept, self.at(bucket))
+
+    def tiers(self, *, apart: bool = False) -> Tiers:
+        """{tier: {state: bytes}} at rest.
+
+        What rests in files is counted without the rounding to pages; their buffers are "staging", in host memory.
+        apart: the padding's bytes are not in their states but in a row of their own, "padding".
+        """
+        held: Tiers = {DEVICE: {}, HOST: {}, NVME: {}}
+
+        def add(tier: str, state: str, nbytes: Fraction | int) -> None:
+            if nbytes:
+                held[tier][state] = held[tier].get(state, 0) + math.ceil(nbytes)
+
+        for bucket in self.partition.buckets:
+            for each in self.reserved(bucket):
+                add(each.tier, each.state, (each.numel - each.padding * apart) * each.itemsize)
+                add(each.tier, PADDING, each.padding * apart * each.itemsize)
+        add(HOST, STAGING, sum(file.buffers for file in self.files().values()))
+        for states in held.values():
+            if PADDING in states:
+                states[PADDING] = states.pop(PADDING)  # last, where it is shown
+        return {tier: states for tier, states in held.items() if states}
+
+    def states(self, *, apart: bool = False) -> dict[str, int]:
+        """{state: bytes} at rest, in all tiers together."""
+        return together(self.tiers(apart=apart))
+
+    def files(self) -> dict[str, File]:
+        """{state: its file}, with buffers for the largest bucket that has that state from the start."""
+        slots: dict[str, tuple[str, dict[int, int]]] = {}
+        largest = dict.fromkeys(KINDS, 0)
+        for bucket in self.partition.buckets if self.resting else ():
+            at, sizes = self.at(bucket), self.stored(bucket)
+            itemsizes = sizes.parameters, sizes.gradients, sizes.master or sizes.parameters
+            for kind, itemsize in zip(KINDS, itemsizes, strict=True):
+                if at[kind] == NVME and (bucket.trainable or kind == "parameters"):
+                    numel = bucket.shard_numel(self.rank) if getattr(self.place, kind) else bucket.numel
+                    largest[kind] = max(largest[kind], math.ceil(numel * itemsize))
+            for each in self.reserved(bucket):
+                if each.tier == NVME and each.nbytes:
+                    slots.setdefault(each.state, (each.kind, {}))[1][bucket.index] = each.nbytes
+        return {
+            state: File(kind, sizes, aligned(max(largest[kind], *sizes.values())))
+            for state, (kind, sizes) in slots.items()
+        }
+
+    def rounding(self) -> int:
+        """How far whole pages of pinned memory go beyond what rests there. What an optimizer makes is not pinned."""
+        return sum(
+            aligned(each.nbytes) - each.nbytes
+            for bucket in self.partition.buckets
+            for each in self.reserved(bucket)
+            if each.tier == HOST and each.state in ("parameters", "gradients", "master")
+        )
+
+    def snapshot(self) -> int:
+        """Bytes that a save behind the training copies: of what the rank owns, at any stage, each value and state.
+
+        Buffers of the model and what else is saved come on top.
+        """
+        total: Fraction | int = 0
+        for bucket in self.partition.buckets:
+            sizes = self.stored(bucket)
+            value = sizes.master if bucket.trainable and sizes.master else sizes.parameters
+            for slot in bucket.slots:
+                part = bucket.fragment(slot, self.rank)
+                total += value * part.numel
+                if bucket.trainable and part.numel:
+                    for nbytes, grows in self.kept(bucket, slot).values():
+                        total += nbytes * part.numel if grows else nbytes * (part.start == 0)
+        return math.ceil(total)
 
 
-def snapshot(
-    partition: Partition, rank: int, stored: Callable[[Bucket], Stored], kept: Callable[[Bucket, Slot], Kept]
-) -> int:
-    """Bytes that a save behind the training copies on one rank: of what it owns, at any stage, each value and state."""
-    total: Fraction | int = 0
-    for bucket in partition.buckets:
-        sizes = stored(bucket)
-        value = sizes.master if bucket.trainable and sizes.master else sizes.parameters
-        for slot in bucket.slots:
-            part = bucket.fragment(slot, rank)
-            total += value * part.numel
-            if bucket.trainable and part.numel:
-                for nbytes, grows in kept(bucket, slot).values():
-                    total += nbytes * part.numel if grows else nbytes * (part.start == 0)
-    return math.ceil(total)
-
-
-def recipe_tiers(
-    partition: Partition,
-    place: Placements,
-    rank: int,
-    recipe: Recipe,
-    *,
-    resting: Resting | None = None,
-    apart: bool = True,
-) -> Tiers:
-    """`states_of` with the bytes of a recipe. Its gradients count for trainable buckets only, as the engine's do."""
-    return states_of(partition, place, rank, *_of_recipe(recipe, resting), resting=resting, apart=apart)
-
-
-def recipe_states(
-    partition: Partition, place: Placements, rank: int, recipe: Recipe, *, apart: bool = True
-) -> dict[str, int]:
-    """{state: bytes} with the bytes of a recipe."""
-    return together(recipe_tiers(partition, place, rank, recipe, apart=apart))
-
-
-def recipe_files(
-    partition: Partition, place: Placements, rank: int, recipe: Recipe, resting: Resting
-) -> dict[str, File]:
-    """`files_of` with the bytes of a recipe."""
-    return files_of(partition, place, rank, *_of_recipe(recipe, resting), resting)
-
-
-def recipe_rounding(partition: Partition, place: Placements, rank: int, recipe: Recipe, resting: Resting) -> int:
-    """Bytes by which whole pages of pinned memory exceed what rests there; what an optimizer makes is not pinned."""
-    stored, kept = _of_recipe(recipe, resting)
-    return sum(
-        aligned(each.nbytes) - each.nbytes
-        for bucket in partition.buckets
-        for each in reserved(bucket, place, rank, stored(bucket), kept, resting[bucket.index])
-        if each.tier == HOST and each.state in ("parameters", "gradients", "master")
-    )
-
-
-def recipe_snapshot(partition: Partition, rank: int, recipe: Recipe) -> int:
-    """`snapshot` with the bytes of a recipe."""
-    return snapshot(partition, rank, *_of_recipe(recipe, None))
-
-
-def elsewhere(at: Mapping[str, str]) -> bool:
-    """Is what the optimizer updates not where the parameters are? Then it has a master also in the same dtype."""
-    return (at["parameters"] == DEVICE) != (at["optimizer"] == DEVICE)
-
-
-def _of_recipe(
-    recipe: Recipe, resting: Resting | None
-) -> tuple[Callable[[Bucket], Stored], Callable[[Bucket, Slot], Kept]]:
-    """On a GPU, which recipes are for."""
+def of_recipe(
+    partition: Partition, place: Placements, rank: int, recipe: Recipe, resting: Resting | None = None
+) -> Holding:
+    """With the bytes of a recipe, on a GPU. Its gradients count for trainable buckets only, as the engine's do."""
     master = recipe.optimizer.get("master", Fraction())
     kept: dict[str, tuple[Fraction | int, bool]] = {
         **{state: (nbytes, True) for state, nbytes in recipe.optimizer.items() if state != "master"},
@@ -265,7 +227,12 @@ def _of_recipe(
         copied = resting is not None and elsewhere(resting[bucket.index])
         return Stored(recipe.parameters, recipe.gradients, master or recipe.parameters * copied, bool(recipe.cast))
 
-    return stored, lambda bucket, slot: kept
+    return Holding(partition, place, rank, stored, lambda bucket, slot: kept, resting)
+
+
+def elsewhere(at: Mapping[str, str]) -> bool:
+    """Is what the optimizer updates not where the parameters are? Then it has a master also in the same dtype."""
+    return (at["parameters"] == DEVICE) != (at["optimizer"] == DEVICE)
 
 
 class Owned(NamedTuple):
@@ -327,149 +294,3 @@ def recipe_traffic(
         )
         totals = [Moved(*map(sum, zip(*pair, strict=True))) for pair in zip(totals, both, strict=True)]
     return Traffic(reductions, gathers, totals[0], totals[1], Moved(0, 0, 0))
-
-
-def predict_tiers(zero: Zero) -> Tiers:
-    """{tier: {state: bytes}} on this rank once the optimizer has stepped, as `zero.ledger().tiers` has them.
-
-    Optimizer state is found by asking the optimizer itself: one step of a twin on a tiny parameter tells which of its
-    states grow with the parameter and which are one number.
-    """
-    return states_of(zero.partition, zero.placements, zero.rank, *_of_run(zero), resting=zero._resting)
-
-
-def predict_states(zero: Zero) -> dict[str, int]:
-    """The same in all tiers together, as `zero.ledger().held` has them."""
-    return together(predict_tiers(zero))
-
-
-def predict_files(zero: Zero) -> dict[str, File]:
-    """{state: its file} on this rank."""
-    return files_of(zero.partition, zero.placements, zero.rank, *_of_run(zero), zero._resting)
-
-
-def predict_snapshot(zero: Zero) -> int:
-    """Bytes that `zero.save(..., asynchronous=True)` copies on this rank, buffers and extra aside."""
-    return snapshot(zero.partition, zero.rank, *_of_run(zero))
-
-
-def _of_run(zero: Zero) -> tuple[Callable[[Bucket], Stored], Callable[[Bucket, Slot], Kept]]:
-    from ..fragment import file_name
-
-    def stored(bucket: Bucket) -> Stored:
-        dtypes = zero.dtypes(bucket)
-        copied = zero._device.type != "cpu" and elsewhere(zero._resting[bucket.index])
-        master = dtypes.master.itemsize if dtypes.master != dtypes.param or copied else 0
-        return Stored(dtypes.param.itemsize, dtypes.grad.itemsize, master, zero._precision.casts(dtypes.param))
-
-    members: dict[tuple[int, str], int] = {}
-    groups: list[tuple[Any, dict[str, Any]]] = []
-    numbers: dict[int, int] = {}  # by the optimizer's id
-    for optimizer, group, places in zero.optimizer_members():
-        numbers.setdefault(id(optimizer), len(numbers))
-        groups.append((optimizer, group))
-        members.update({(bucket.index, slot.name): len(groups) - 1 for bucket, slot in places})
-    probed: dict[tuple[int, Any, int], dict[str, Asked]] = {}
-
-    def kept(bucket: Bucket, slot: Slot) -> Kept:
-        if (bucket.index, slot.name) not in members:
-            return {}
-        number = members[bucket.index, slot.name]
-        optimizer, group = groups[number]
-        key = number, zero.dtypes(bucket).master, len(slot.shape) if takes_whole_tensors(optimizer) else 1
-        if key not in probed:
-            probed[key] = probe(optimizer, group, key[1], key[2])
-        found = {state: each.kept(slot.shape) for state, each in probed[key].items()}
-        number = numbers[id(optimizer)]
-        if zero._resting[bucket.index]["optimizer"] == NVME:
-            return {file_name(state, number) if each[1] else state: each for state, each in found.items()}
-        return found
-
-    return stored, kept
-
-
-class Asked(NamedTuple):
-    """One state of an optimizer as it showed itself. sides: None where it is like the parameter; else its shape, with
-    -1 - i in place of the parameter's dimension i."""
-
-    dtype: Any
-    sides: tuple[int, ...] | None
-
-    def shape(self, of: tuple[int, ...]) -> tuple[int, ...]:
-        sized = of or (1,)
-        return of if self.sides is None else tuple(sized[-1 - side] if side < 0 else side for side in self.sides)
-
-    def kept(self, of: tuple[int, ...]) -> tuple[int, bool]:
-        """(bytes, per element?) for a parameter of that shape."""
-        if self.sides is None:
-            return self.dtype.itemsize, True
-        return self.dtype.itemsize * math.prod(self.shape(of)), False
-
-
-PRIMES = (2, 3, 5, 7, 11, 13, 17)  # sizes that a state's shape gives away
-
-
-def takes_whole_tensors(optimizer: Any) -> bool:
-    """Does an optimizer of torch look at a tensor's shape? Then it is asked with a tensor of as many dimensions."""
-    return any(base.__name__ in ("Adafactor", "Muon") for base in type(optimizer).__mro__)
-
-
-def probe(optimizer: Any, group: dict[str, Any], dtype: Any, dimensions: int = 1, kind: Any = None) -> dict[str, Asked]:
-    """{state: what it is} after one step of a twin with the user's class (or `kind`), options and a tiny parameter.
-
-    The optimizer itself is not touched. Raises `UserError` where it cannot step on such a parameter.
-    """
-    import torch
-
-    shape = PRIMES[: max(dimensions, 1)]  # as fragments have at least one
-    with torch._subclasses.fake_tensor.unset_fake_temporarily():
-        param = torch.nn.Parameter(torch.zeros(shape, dtype=dtype))
-        param.grad = torch.ones_like(param)
-        kind = type(optimizer) if kind is None else kind
-        twin = object.__new__(kind)
-        twin.__dict__.update(optimizer.__dict__)
-        twin.state, twin.param_groups = collections.defaultdict(dict), [{**group, "params": [param]}]
-        twin._optimizer_step_pre_hooks = collections.OrderedDict()
-        twin._optimizer_step_post_hooks = collections.OrderedDict()
-        try:
-            kind.step(twin)  # not twin.step: a scheduler has bound that of the optimizer itself
-        except Exception as error:
-            raise UserError(
-                "the optimizer could not be asked what it keeps",
-                where=f"{kind.__name__}.step() on a parameter of shape {shape}",
-                got=f"{type(error).__name__}: {error}",
-                instead="an optimizer that steps without a closure",
-            ) from error
-    found = {}
-    for key, value in twin.state[param].items():
-        if isinstance(value, torch.Tensor):
-            like = tuple(value.shape) == shape
-            sides = tuple(-1 - shape.index(side) if side in shape else side for side in value.shape)
-            found[key] = Asked(value.dtype, None if like else sides)
-    return found
-
-
-def of_torch(name: str) -> tuple[dict[str, int], dict[str, int]] | None:
-    """({state: bytes per element}, {state: bytes per tensor}) of a `torch.optim` class, named in any case, in fp32.
-
-    None where torch has no such class.
-    """
-    import torch
-
-    kinds: dict[str, Any] = {
-        key.lower(): kind
-        for key, kind in vars(torch.optim).items()
-        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
-    }
-    kind = kinds.get(name.lower().removeprefix("torch.optim."))
-    if kind is None:
-        return None
-    dimensions = 2 if kind.__name__ in ("Adafactor", "Muon") else 1
-    optimizer = kind([torch.nn.Parameter(torch.zeros(PRIMES[:dimensions]))])
-    asked = probe(optimizer, optimizer.param_groups[0], torch.float32, dimensions)
-    each = {state: found.dtype.itemsize for state, found in asked.items() if found.sides is None}
-    if any(found.sides for found in asked.values()):
-        raise UserError(
-            "this optimizer's states depend on the shapes of the tensors", got=kind.__name__, instead="plan train:job"
-        )
-    return each, {state: found.dtype.itemsize for state, found in asked.items() if found.sides == ()}

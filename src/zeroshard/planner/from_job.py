@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -14,20 +14,18 @@ from ..events import DEVICE
 from ..layout import Layout
 from ..numerics import Precision
 from ..stage import STAGES
-from . import advice, recipes, states, traffic
+from . import advice, built, optimizers, recipes, states, traffic
+from .answer import Plan, StagePlan, finish
+from .asked import Asked
 from .files import Moves
 from .instants import Instant
 from .simulate import RECORDED, Simulation, moments, simulate
-
-if TYPE_CHECKING:
-    from .plan import Asked, Plan, StagePlan
 
 RANKS_TRIED = 1 << 10  # by advice
 
 
 def plan_job(job: str | Callable[[], dict[str, Any]], asked: Asked, layout: Layout) -> Plan:
     """Simulate the job at every stage asked for, as the rank that holds most there."""
-    from .plan import finish
 
     def run(stage: int, rank: int | None, **changes: Any) -> Simulation:
         settings: dict[str, Any] = {
@@ -111,8 +109,8 @@ def _recipe(run: Simulation) -> recipes.Recipe:
     for optimizer, group, places in zero.optimizer_members():
         for bucket, slot in places:
             if bucket.trainable:
-                dimensions = len(slot.shape) if states.takes_whole_tensors(optimizer) else 1
-                found = states.probe(optimizer, group, zero.dtypes(bucket).master, dimensions)
+                dimensions = len(slot.shape) if optimizers.takes_whole_tensors(optimizer) else 1
+                found = optimizers.probe(optimizer, group, zero.dtypes(bucket).master, dimensions)
                 for state, asked in found.items():
                     nbytes, grows = asked.kept(slot.shape)
                     if grows:
@@ -128,10 +126,9 @@ def _recipe(run: Simulation) -> recipes.Recipe:
 
 
 def _stage(run: Simulation, recipe: recipes.Recipe) -> StagePlan:
-    from .plan import StagePlan
-
     place = STAGES[run.stage]
-    tiers = states.predict_tiers(run.zero)
+    holding = built.holding(run.zero)
+    tiers = holding.tiers()
     at_rest = states.together(tiers)
     elsewhere = sum(sum(held.values()) for tier, held in tiers.items() if tier != DEVICE)
     found = [
@@ -152,8 +149,8 @@ def _stage(run: Simulation, recipe: recipes.Recipe) -> StagePlan:
     return StagePlan(
         run.stage, run.rank, recipe.formula(place), at_rest, 0.0, _traffic(run), tuple(found), peak, peak_at,
         activations=run.activations, working=run.working,
-        snapshot=states.predict_snapshot(run.zero), tiers=tiers, moves=Moves(*moves),
-        files=sum(file.nbytes for file in states.predict_files(run.zero).values()),
+        snapshot=holding.snapshot(), tiers=tiers, moves=Moves(*moves),
+        files=sum(file.nbytes for file in holding.files().values()),
     )  # fmt: skip
 
 

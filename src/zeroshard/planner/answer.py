@@ -1,0 +1,270 @@
+"""The answer to a plan: each stage's bytes, and what every plan has beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from ..events import DEVICE, HOST, NVME
+from ..layout import Layout
+from ..stage import STAGES, Placements
+from . import closed, disk, instants, recipes, states, traffic
+from .advice import Change
+from .asked import Asked
+from .disk import Disk
+from .files import STILL, Moves
+from .quantities import plain
+from .recipes import Recipe
+from .traffic import Links, Replicas, SlowLink, Traffic
+
+if TYPE_CHECKING:
+    from ..tier import Offload
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage. All bytes are those of `rank`, which holds most; of equals the last.
+
+    states: at rest, by state, padding apart. tiers: the same by where they rest; files have buffers, "staging", in host
+    memory. rounding: what whole pages of pinned memory take beside. files: on the disk, in whole pages. moves: read
+    from files and written to them in a step. instants, peak: what passes through the device beside what rests there,
+    and the most of both together (None in the closed form, which knows no units). activations: what a job's forward
+    keeps for backward; working: the most alive at once of what its operators make, activations included. It has to fit
+    beside the peak, though it need not be at the same moment. links: what one GPU sends over each kind of link in a
+    step, where a size of node was given. largest: the most parameters whose states alone fit. snapshot: host memory
+    that a save behind the training takes until it is written.
+    """
+
+    stage: int
+    rank: int
+    formula: str
+    states: Mapping[str, int]
+    saved: float  # fraction of stage 0's total
+    traffic: Traffic
+    instants: tuple[instants.Instant, ...] = ()
+    peak: int | None = None
+    peak_at: str | None = None
+    fits: bool | None = None
+    largest: int | None = None
+    activations: int = 0
+    working: int = 0
+    links: Links | None = None
+    snapshot: int = 0
+    tiers: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    rounding: int = 0
+    files: int = 0
+    moves: Moves = STILL
+
+    @property
+    def total(self) -> int:
+        """Bytes at rest, in all tiers."""
+        return sum(self.states.values())
+
+    @property
+    def device(self) -> int:
+        """Bytes at rest on the device."""
+        return sum(self.tiers[DEVICE].values()) if DEVICE in self.tiers else 0 if self.tiers else self.total
+
+    @property
+    def host(self) -> int:
+        """Bytes at rest in host memory, pages and buffers included."""
+        return sum(self.tiers.get(HOST, {}).values()) + self.rounding
+
+    @property
+    def most(self) -> int:
+        """What has to fit the device: the peak, or what is known of it."""
+        return self.working + (self.device if self.peak is None else self.peak)
+
+    def json(self) -> dict[str, Any]:
+        return {
+            "stage": self.stage,
+            "rank": self.rank,
+            "bytes_per_parameter": self.formula,
+            "states": dict(self.states),
+            "total": self.total,
+            "saved": self.saved,
+            "traffic": self.traffic.json(),
+            "instants": [instant.json() for instant in self.instants],
+            "peak": self.peak,
+            "peak_at": self.peak_at,
+            "activations": self.activations,
+            "working": self.working,
+            "links": self.links and self.links._asdict(),
+            "fits": self.fits,
+            "largest": self.largest,
+            "snapshot": self.snapshot,
+            "tiers": {tier: dict(held) for tier, held in self.tiers.items()},
+            "rounding": self.rounding,
+            "files": self.files,
+            "moves": self.moves._asdict(),
+        }
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The answer for the stages asked for."""
+
+    source: str
+    parameters: int
+    ranks: int
+    recipe: Recipe
+    accumulate: int
+    no_sync: bool
+    stages: tuple[StagePlan, ...]
+    layout: Layout | None = None
+    replicas: Replicas | None = None
+    slow_link: SlowLink | None = None
+    gpu_mem: int | None = None
+    advice: tuple[Change, ...] = ()
+    notes: tuple[str, ...] = ()
+    offload: Offload | None = None
+    host_mem: int | None = None
+    disk: Disk | None = None
+    step_time: float | None = None
+    tokens: int | None = None
+
+    def seconds(self, stage: StagePlan) -> float | None:
+        """The least that a step's files take on the disk that was measured."""
+        return None if self.disk is None else self.disk.seconds(stage.moves)
+
+    def wear(self, stage: StagePlan) -> int | None:
+        """Bytes a rank writes to its disk in a day: of steps of `step_time`, else as long as the disk takes."""
+        step = self.step_time or self.seconds(stage)
+        return disk.wear(stage.moves, step) if step else None
+
+    def tokens_per_second(self, stage: StagePlan) -> float | None:
+        """What the disk allows, if nothing else took longer."""
+        seconds = self.seconds(stage)
+        return self.tokens / seconds if self.tokens and seconds else None
+
+    def json(self) -> dict[str, Any]:
+        """The same as plain numbers, strings, lists and dicts; all bytes are integers."""
+        layout = self.layout and {name: getattr(self.layout, name) for name in ("bounds", "bucket_mib", "align")}
+        return {
+            "source": self.source,
+            "parameters": self.parameters,
+            "ranks": self.ranks,
+            "recipe": self.recipe.json(),
+            "accumulate": self.accumulate,
+            "no_sync": self.no_sync,
+            "layout": layout,
+            "gpu_mem": self.gpu_mem,
+            "stages": [stage.json() for stage in self.stages],
+            "instances": self.replicas and self.replicas.json(),
+            "slow_link": self.slow_link and self.slow_link.json(),
+            "advice": [change.json() for change in self.advice],
+            "notes": list(self.notes),
+            "offload": self.offload and {kind: self.offload.tiers(kind) for kind in states.KINDS},
+            "host_mem": self.host_mem,
+            "disk": self.disk and self.disk.json(),
+            "files": [
+                {
+                    "stage": stage.stage,
+                    "seconds": self.seconds(stage),
+                    "wear_per_day": self.wear(stage),
+                    "tokens_per_second": self.tokens_per_second(stage),
+                }
+                for stage in self.stages
+                if stage.files
+            ],
+        }
+
+
+def finish(
+    source: str,
+    numel: int,
+    asked: Asked,
+    layout: Layout | None,
+    of: Callable[[int], StagePlan],
+    advise: Callable[[int], list[Change]],
+    notes: list[str],
+    sharing: Callable[[int, int], int] = lambda stage, ranks: ranks,
+) -> Plan:
+    """What every plan has beside its bytes: savings, whether it fits, the largest that would, advice."""
+    ranks, recipe, limit = asked.ranks, asked.recipe, asked.gpu_mem
+    lowest = of(min(STAGES))
+    whole = lowest.total - lowest.states.get(states.STAGING, 0)
+    stages = []
+    for stage in asked.stages:
+        found = of(stage)
+        found = replace(
+            found,
+            saved=float(plain(1 - recipes.Bytes(found.device, whole))),
+            fits=None if limit is None else found.most <= limit,
+            largest=_largest(sharing(stage, ranks), STAGES[stage], asked, limit),
+            links=None
+            if asked.gpus_per_node is None
+            else traffic.links(found.traffic, ranks, asked.gpus_per_node, ranks // sharing(stage, ranks)),
+        )
+        stages.append(found)
+    copied = max(found.snapshot for found in stages)
+    notes = [
+        *notes,
+        *_of_files(asked),
+        f"an asynchronous save takes {copied:,} bytes of host memory until it is written",
+    ]
+    advice: list[Change] = []
+    if limit is not None and not any(found.fits for found in stages):
+        advice = advise(limit)
+    return Plan(
+        source,
+        numel,
+        ranks,
+        recipe,
+        asked.accumulate,
+        asked.no_sync,
+        tuple(stages),
+        layout,
+        None if asked.replicas is None else traffic.replicas(numel, ranks, asked.replicas, recipe),
+        None if asked.replicas is None else _slow_link(numel, asked),
+        limit,
+        tuple(advice),
+        tuple(notes),
+        asked.offload,
+        asked.host_mem,
+        asked.disk,
+        asked.step_time,
+        asked.tokens,
+    )
+
+
+def _slow_link(numel: int, asked: Asked) -> SlowLink | None:
+    """Of nodes as large as was said, else as a group of ranks that shards: one replica then has no link between."""
+    replicas = asked.replicas or 1
+    node = asked.gpus_per_node or asked.ranks // replicas
+    if replicas == 1 and asked.gpus_per_node is None:
+        return None
+    return traffic.slow_link(
+        numel, asked.ranks, replicas, STAGES[1], asked.recipe, gpus_per_node=node, accumulate=asked.accumulate,
+        no_sync=asked.no_sync,
+    )  # fmt: skip
+
+
+def _of_files(asked: Asked) -> list[str]:
+    if asked.offload is None or not any(NVME in asked.offload.tiers(kind) for kind in states.KINDS):
+        return []
+    said = []
+    if NVME in asked.offload.tiers("gradients"):
+        said.append("files: gradients that are clipped are read twice more and written once more")
+    if asked.disk is None:
+        said.append(
+            "how long they take on a disk of yours: zeroshard io-bench DIR --out disk.json, then --disk disk.json"
+        )
+    return said
+
+
+def _largest(ranks: int, place: Placements, asked: Asked, limit: int | None) -> int | None:
+    """The most parameters whose states alone fit the device; None where none of them rest there, or nobody asked."""
+    mine = recipes.part(with_copies(asked.recipe, asked), asked.shares(DEVICE), device=True)
+    return None if limit is None or not mine.total else closed.largest(ranks, place, mine, limit)
+
+
+def with_copies(recipe: Recipe, asked: Asked) -> Recipe:
+    """On a GPU, parameters that are updated elsewhere than they rest have a master in their own dtype."""
+    shares = asked.shares(DEVICE)
+    here, there = shares["parameters"], shares["optimizer"]
+    copied = recipe.parameters * (here * (1 - there) + there * (1 - here))
+    if "master" in recipe.optimizer or not copied:
+        return recipe
+    return replace(recipe, optimizer={"master": copied, **recipe.optimizer})

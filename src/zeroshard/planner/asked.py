@@ -1,0 +1,48 @@
+"""A question to the planner, once its settings are checked."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from ..events import DEVICE
+from ..layout import Partition
+from . import states
+from .disk import Disk
+from .recipes import Recipe
+
+if TYPE_CHECKING:
+    from ..tier import Offload
+
+
+class Asked(NamedTuple):
+    """The settings of a plan, checked."""
+
+    ranks: int
+    stages: tuple[int, ...]
+    recipe: Recipe
+    gpu_mem: int | None
+    accumulate: int
+    no_sync: bool
+    replicas: int | None
+    units: int | None
+    prefetch: int
+    gpus_per_node: int | None
+    precision: Literal["fp32", "bf16"]
+    checkpoint: bool
+    offload: Offload | None = None
+    host_mem: int | None = None
+    disk: Disk | None = None
+    step_time: float | None = None
+    tokens: int | None = None
+
+    def resting(self, cut: Partition) -> states.Resting | None:
+        """For each bucket the tier of each state."""
+        return None if self.offload is None else self.offload.buckets(cut.buckets)
+
+    def shares(self, tier: str) -> dict[str, Fraction]:
+        """{state: fraction of its bytes in a tier}."""
+        if self.offload is None:
+            return dict.fromkeys(states.KINDS, Fraction(tier == DEVICE))
+        parts = {kind: self.offload.tiers(kind).get(tier, 0.0) for kind in states.KINDS}
+        return {kind: Fraction(part).limit_denominator(10**6) for kind, part in parts.items()}

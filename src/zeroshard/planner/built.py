@@ -1,0 +1,59 @@
+"""What a built engine will hold on this rank, as `zero.ledger()` has it once the optimizer has stepped."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..events import NVME
+from ..layout import Bucket, Slot
+from .optimizers import Shown, probe, takes_whole_tensors
+from .states import Holding, Kept, Stored, Tiers, elsewhere
+
+if TYPE_CHECKING:
+    from ..api import Zero
+
+
+def predict_tiers(zero: Zero) -> Tiers:
+    """{tier: {state: bytes}}, as `zero.ledger().tiers` has them."""
+    return holding(zero).tiers()
+
+
+def predict_states(zero: Zero) -> dict[str, int]:
+    """The same in all tiers together, as `zero.ledger().held` has them."""
+    return holding(zero).states()
+
+
+def holding(zero: Zero) -> Holding:
+    """What this rank will hold once the optimizer has stepped."""
+    from ..fragment import file_name
+
+    def stored(bucket: Bucket) -> Stored:
+        dtypes = zero.dtypes(bucket)
+        copied = zero._device.type != "cpu" and elsewhere(zero._resting[bucket.index])
+        master = dtypes.master.itemsize if dtypes.master != dtypes.param or copied else 0
+        return Stored(dtypes.param.itemsize, dtypes.grad.itemsize, master, zero._precision.casts(dtypes.param))
+
+    members: dict[tuple[int, str], int] = {}
+    groups: list[tuple[Any, dict[str, Any]]] = []
+    numbers: dict[int, int] = {}  # by the optimizer's id
+    for optimizer, group, places in zero.optimizer_members():
+        numbers.setdefault(id(optimizer), len(numbers))
+        groups.append((optimizer, group))
+        members.update({(bucket.index, slot.name): len(groups) - 1 for bucket, slot in places})
+    probed: dict[tuple[int, Any, int], dict[str, Shown]] = {}
+
+    def kept(bucket: Bucket, slot: Slot) -> Kept:
+        if (bucket.index, slot.name) not in members:
+            return {}
+        number = members[bucket.index, slot.name]
+        optimizer, group = groups[number]
+        key = number, zero.dtypes(bucket).master, len(slot.shape) if takes_whole_tensors(optimizer) else 1
+        if key not in probed:
+            probed[key] = probe(optimizer, group, key[1], key[2])
+        found = {state: each.kept(slot.shape) for state, each in probed[key].items()}
+        number = numbers[id(optimizer)]
+        if zero._resting[bucket.index]["optimizer"] == NVME:
+            return {file_name(state, number) if each[1] else state: each for state, each in found.items()}
+        return found
+
+    return Holding(zero.partition, zero.placements, zero.rank, stored, kept, zero._resting)

@@ -1,0 +1,113 @@
+"""A plan from a number of parameters: the closed form, tier by tier."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from fractions import Fraction
+
+from ..events import DEVICE, HOST, NVME
+from ..headroom import BUFFERS, aligned
+from ..layout import Layout, Spec, partition
+from ..stage import STAGES, Placements
+from . import advice, closed, files, instants, recipes, states, traffic
+from .advice import Change
+from .answer import Plan, StagePlan, finish, with_copies
+from .asked import Asked
+from .recipes import Recipe
+
+RANKS_LIMIT = 1 << 20
+
+
+def plan_params(numel: int, asked: Asked) -> Plan:
+    ranks, recipe, copies = asked.ranks, asked.recipe, asked.replicas or 1
+    if ranks % copies:
+        traffic.replicas(numel, ranks, copies, recipe)  # says which numbers divide
+
+    def sharing(stage: int, among: int) -> int:
+        """Ranks among which a state is cut: each of K replicas of the optimizer is cut among N/K of them."""
+        return among // copies if stage == 1 and among % copies == 0 else among
+
+    def of(stage: int) -> StagePlan:
+        place = STAGES[stage]
+        tiers = _shared_out(numel, sharing(stage, ranks), place, recipe, asked)
+        at_rest = states.together(tiers)
+        found = tuple(_of_equal_units(numel, asked, place))
+        peak, peak_at = instants.peak(tiers.get(DEVICE, {}), found) if found else (None, None)
+        on_disk = tiers.get(NVME, {})
+        formula = recipes.cast_here(recipe, asked.shares(DEVICE)).formula(place)
+        return StagePlan(
+            stage,
+            ranks - 1,
+            formula.replace("/N", f"*{copies}/N" if sharing(stage, ranks) < ranks else "/N"),
+            at_rest,
+            0.0,
+            traffic.per_step(
+                numel, ranks, place, recipe, accumulate=asked.accumulate, no_sync=asked.no_sync,
+                replicas=ranks // sharing(stage, ranks),
+            ),
+            found,
+            peak,
+            peak_at,
+            snapshot=math.ceil(recipe.saved * -(-numel // ranks)),
+            tiers=tiers,
+            files=sum(on_disk.values()),
+            moves=files.closed_moves(
+                on_disk, place, mastered="master" in with_copies(recipe, asked).optimizer,
+                accumulate=asked.accumulate, no_sync=asked.no_sync,
+            ),
+        )  # fmt: skip
+
+    def nbytes_of(stage: int, more_ranks: int, other: Recipe) -> int:
+        mine = recipes.part(with_copies(other, asked), asked.shares(DEVICE), device=True)
+        return closed.total(numel, sharing(stage, more_ranks), STAGES[stage], mine)
+
+    notes = []
+    if asked.units is None:
+        notes.append("at rest; for peaks give shapes, a job, or --units: into how many equal blocks")
+    if recipe.per_tensor:
+        notes.append("step counters, 4 bytes per parameter tensor and rank, come on top; shapes count them")
+    if asked.offload is not None:
+        notes.append("tiers approximate: in full buckets, without rounding to pages; shapes and jobs are exact")
+
+    def advise(limit: int) -> list[Change]:
+        return advice.changes(max(asked.stages), ranks, recipe, limit, nbytes_of, RANKS_LIMIT)
+
+    return finish("parameters", numel, asked, None, of, advise, notes, sharing)
+
+
+def _shared_out(numel: int, ranks: int, place: Placements, recipe: Recipe, asked: Asked) -> states.Tiers:
+    """The closed form, tier by tier; files have buffers of one message."""
+    whole = with_copies(recipe, asked)
+    parts = {tier: recipes.part(whole, asked.shares(tier), device=tier == DEVICE) for tier in (DEVICE, HOST, NVME)}
+    tiers = {tier: closed.at_rest(numel, ranks, place, mine) for tier, mine in parts.items()}
+    message = int(Layout().bucket_mib * 2**20 / recipe.parameters)
+    buffers = 0
+    for state, itemsize, sharded in replace(whole, cast=Fraction()).states(place):  # in files nothing is cast
+        slot = aligned(math.ceil(closed.share(min(message, numel), ranks if sharded else 1) * itemsize))
+        buffers += min(BUFFERS * slot, aligned(tiers[NVME].get(state, 0)))
+    if buffers:
+        tiers[HOST][states.STAGING] = buffers
+    held = {tier: {state: n for state, n in found.items() if n} for tier, found in tiers.items()}
+    return {tier: found for tier, found in held.items() if found}
+
+
+def _of_equal_units(numel: int, asked: Asked, place: Placements) -> list[instants.Instant]:
+    """The instants of a model of that many equal units, in messages of the default size; none if it was not said."""
+    if asked.units is None:
+        return []
+    itemsize = max(round(asked.recipe.parameters), 1)
+    unit = -(-numel // asked.units)
+    message = min(unit, int(Layout().bucket_mib * 2**20) // itemsize)
+    sizes = [message] * (unit // message) + [unit % message] * (unit % message > 0)
+    specs = [
+        Spec(f"units.{number}.{part}", (size,), "element", itemsize, number + 1, True)
+        for number in range(asked.units)
+        for part, size in enumerate(sizes)
+    ]
+    names = ["root", *(f"units.{number}" for number in range(asked.units))]
+    cut = partition(specs, Layout(), asked.ranks)
+    return instants.instants(
+        cut, place, instants.item_sizes(asked.recipe), asked.ranks - 1, prefetch=asked.prefetch,
+        accumulate=asked.accumulate, no_sync=asked.no_sync, names=names, resting=asked.resting(cut),
+    )  # fmt: skip

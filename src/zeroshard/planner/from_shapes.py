@@ -1,0 +1,77 @@
+"""A plan from the names and shapes in a file: the engine's own layout of them, and the instants of a step."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from ..events import DEVICE
+from ..layout import Layout, Partition, partition
+from ..stage import STAGES
+from . import advice, files, instants, recipes, shapes, states
+from .advice import Change
+from .answer import Plan, StagePlan, finish
+from .asked import Asked
+from .recipes import Recipe
+
+RANKS_LIMIT = 1 << 13  # a layout writes down every rank's bounds
+ADVISED_RANKS_LIMIT = 1 << 10  # where several are tried
+
+
+def plan_shapes(path: str | os.PathLike[str], asked: Asked, layout: Layout) -> Plan:
+    model = shapes.read(path)
+    recipe = asked.recipe
+    # Buckets are cut by the parameters' bytes in training, not in the file. A recipe may say 1.5; bytes are whole.
+    specs = model.specs(max(round(recipe.parameters), 1))
+    names = shapes.unit_names(model.parameters)
+
+    cuts: dict[int, tuple[Partition, list[states.Owned]]] = {}
+
+    def planned(stage: int, ranks: int, other: Recipe) -> StagePlan:
+        if ranks not in cuts:
+            laid_out = partition(specs, layout, ranks)
+            cuts[ranks] = laid_out, states.owned(laid_out)
+        cut, owned = cuts[ranks]
+        place = STAGES[stage]
+        rank = states.fullest_rank(owned, place, other)
+        resting = asked.resting(cut)
+        holding = states.of_recipe(cut, place, rank, other, resting)
+        tiers = holding.tiers(apart=True)
+        at_rest = states.together(tiers)
+        backwards, no_sync = asked.accumulate, asked.no_sync
+        moved = states.recipe_traffic(cut, place, rank, other, accumulate=backwards, no_sync=no_sync)
+        sizes = instants.item_sizes(other)
+        found = instants.instants(
+            cut, place, sizes, rank, prefetch=asked.prefetch, accumulate=backwards, no_sync=no_sync, names=names,
+            resting=resting,
+        )  # fmt: skip
+        peak, peak_at = instants.peak(tiers.get(DEVICE, {}), found)
+        formula = recipes.cast_here(other, asked.shares(DEVICE)).formula(place)
+        beside: dict[str, Any] = {}
+        if resting is not None:
+            beside["files"] = sum(file.nbytes for file in holding.files().values())
+            beside["rounding"] = holding.rounding()
+            beside["moves"] = files.recipe_moves(
+                cut, place, rank, other, resting, accumulate=backwards, no_sync=no_sync
+            )
+        return StagePlan(
+            stage, rank, formula, at_rest, 0.0, moved, tuple(found), peak, peak_at,
+            snapshot=holding.snapshot(), tiers=tiers, **beside,
+        )  # fmt: skip
+
+    def of(stage: int) -> StagePlan:
+        return planned(stage, asked.ranks, recipe)
+
+    def nbytes_of(stage: int, ranks: int, other: Recipe) -> int:
+        return planned(stage, ranks, other).most
+
+    of(max(asked.stages))
+    padding = sum(bucket.padding for bucket in cuts[asked.ranks][0].buckets)
+    notes = [f"padding over all ranks: {padding:,} elements"] if padding else []
+    notes += [f"{name} is {shared}, counted once" for name, shared in model.ties.items()]
+    notes += [f"{name} left out: {why}" for name, why in model.left_out.items()]
+
+    def advise(limit: int) -> list[Change]:
+        return advice.changes(max(asked.stages), asked.ranks, recipe, limit, nbytes_of, ADVISED_RANKS_LIMIT)
+
+    return finish(model.source, model.numel, asked, layout, of, advise, notes)

@@ -49,7 +49,7 @@ class Held:
 
     def tensors(self) -> dict[str, Tensor]:
         """Exactly what zeroshard writes on this rank, under names of the rank's own."""
-        return {f"{self.zero.rank}/{piece.key}": piece.tensor for piece in pieces(self.zero._engine())}
+        return {f"{self.zero.rank}/{piece.key}": piece.tensor for piece in pieces(self.zero._engine.model_state())}
 
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors().values())

@@ -173,8 +173,8 @@ class Model:
 
     def rests(self) -> list[list[Any]]:
         """What a step brings from files, bucket by bucket."""
-        (binding,) = self.zero._bindings
-        return [binding.states.moving(buffer) for buffer in self.zero._buffers]
+        (binding,) = self.zero._engine.bindings
+        return [binding.states.moving(buffer) for buffer in self.zero._engine.buffers]
 
     def move(self) -> None:
         """A step's moves between files and memory, without what they are for."""

@@ -75,7 +75,7 @@ def trained(longest, stage, alike):
         model = Branches()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         zero = zeroshard.shard(model, optimizer, stage=stage, layout=Layout(bucket_mib=0.001))
-        axes = len(zero._group._groups.axes)
+        axes = len(zero._engine.group._groups.axes)
         for step in range(3):
             which = range(3) if alike else [(rank + step) % 3, (rank * step) % 3]
             model(torch.full((2, 16), 0.1 * (rank + 1)), which).square().sum().backward()

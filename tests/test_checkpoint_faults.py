@@ -34,7 +34,7 @@ from zeroshard.integrations.export import Weights
 
 def bits(zero):
     """A digest of all that a load may change on this rank."""
-    engine = zero._engine()
+    engine = zero._engine.model_state()
     told = [list(values(engine)), [options(engine, binding) for binding in engine.bindings], rng_states(), zero.seed]
     found = xxhash.xxh3_128(repr(told).encode())
     held = [(repr(tuple(place)), tensor) for *place, tensor in [*pieces(engine), *persistent(engine.model)]]

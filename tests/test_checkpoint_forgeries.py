@@ -178,7 +178,7 @@ def all_refused(folder, other):
     messages = {}
     for how, (_, message) in DAMAGE.items():
         messages[how] = refuses(zero, folder / how, message)
-    step("mlp", zero.model, zero._bindings[0].optimizer, 7, total=2)
+    step("mlp", zero.model, zero._engine.bindings[0].optimizer, 7, total=2)
     return messages
 
 
@@ -250,7 +250,7 @@ def saves_groups(path, order):
     model, optimizer, zero = group_options(order)
     step("mlp", model, optimizer, 0, total=2)
     zero.save(path)
-    return {(p[0], p[1], p[2]): p.tensor.clone() for p in zeroshard.checkpoint.pieces(zero._engine())}
+    return {(p[0], p[1], p[2]): p.tensor.clone() for p in zeroshard.checkpoint.pieces(zero._engine.model_state())}
 
 
 def loads_groups(path, order, strict):
@@ -262,7 +262,7 @@ def loads_groups(path, order, strict):
         loaded = zero.load(path, strict=False)
         assert all(each in text for each in loaded.skipped)
     rates = [group["lr"] for group in optimizer.param_groups]
-    pieces = {(p[0], p[1], p[2]): p.tensor.clone() for p in zeroshard.checkpoint.pieces(zero._engine())}
+    pieces = {(p[0], p[1], p[2]): p.tensor.clone() for p in zeroshard.checkpoint.pieces(zero._engine.model_state())}
     step("mlp", model, optimizer, 1, total=2)
     return loaded.skipped, rates, pieces
 
@@ -876,7 +876,11 @@ def loads_fixture(path):
     loaded = zero.load(path)
     with zero.gathered():
         weights = {name: tensor.tolist() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
-    states = [(*p[:3], p.tensor.tolist()) for p in zeroshard.checkpoint.pieces(zero._engine()) if p.state != "value"]
+    states = [
+        (*p[:3], p.tensor.tolist())
+        for p in zeroshard.checkpoint.pieces(zero._engine.model_state())
+        if p.state != "value"
+    ]
     options = {key: optimizer.param_groups[0][key] for key in ("lr", "betas", "weight_decay")}
     return weights, states, options, {**loaded.extra, "tensor": loaded.extra["tensor"].tolist()}, zero.seed
 

@@ -234,7 +234,7 @@ def poisoned():
         for poison in (False, True):
             model, optimizer, zero = sharded("gpt", *where)
             if poison:
-                for accumulator in zero._gradients.accumulators:
+                for accumulator in zero._engine.gradients.accumulators:
                     belongs = torch.zeros(accumulator.buffer.bucket.numel, dtype=torch.bool)
                     for slot in accumulator.buffer.bucket.slots:
                         belongs[slot.start : slot.stop] = True

@@ -107,7 +107,7 @@ def test_an_exception_leaves_no_phase_behind():
     optimizer = Explodes(model.parameters(), lr=0.1)
     optimizer.elementwise = True
     zero = zeroshard.shard(model, optimizer)
-    ledger = zero._ledger
+    ledger = zero._engine.ledger
     with pytest.raises(ZeroDivisionError):
         model(torch.ones(2, WIDTH), fail=True)
     assert ledger.phase == "between"

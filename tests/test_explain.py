@@ -495,7 +495,7 @@ def explained(bf16: bool) -> list[dict]:
             optimizer.step()
             optimizer.zero_grad()
             metrics.append({"step": step, "loss": loss.item()})
-        events, held = zero.events(), list(zero._ledger.record.held)
+        events, held = zero.events(), list(zero._engine.ledger.record.held)
         page = zero.explain(metrics=metrics)
         ledger = zero.ledger()
         found.append(

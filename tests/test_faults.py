@@ -120,7 +120,7 @@ def poisoned(stage: int, bounds: str, path: str):
             loaded = reference.weights(zero.model)
     finally:
         Reduction._take, Reduction.begin = take, begin
-    held = sum(int(padding(buffer).sum()) for buffer in zero._buffers)
+    held = sum(int(padding(buffer).sum()) for buffer in zero._engine.buffers)
     return reference.first_difference(spoiled, clean), reference.first_difference(loaded, clean), others == norms, held
 
 

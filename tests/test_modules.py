@@ -657,6 +657,6 @@ def test_units_are_found_in_dictionaries_of_modules_too(case):
     build, wanted = CONTAINERS[case]
     model = build()
     zero = zeroshard.shard(model, None, stage=3)
-    assert [unit.name for unit in zero._units] == wanted
+    assert [unit.name for unit in zero._engine.units] == wanted
     if case == "the model itself":
         assert model["b"](model["a"](torch.ones(1, 3))).shape == (1, 3)

@@ -411,7 +411,7 @@ def test_dcp_refuses_states_in_files(tmp_path):
 
 def files_of(zero):
     """They have no names: what leads to them is a descriptor."""
-    return [Path(f"/proc/self/fd/{file._descriptor}") for file in zero._tiers["nvme"]._files.values()]
+    return [Path(f"/proc/self/fd/{file._descriptor}") for file in zero._engine.tiers["nvme"]._files.values()]
 
 
 def after_a_fault(folder, checkpoint, fields, fault, culprit):

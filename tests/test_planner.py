@@ -925,7 +925,7 @@ def test_one_rank_of_the_engine_passes_as_much(stage, no_sync):
         model(torch.ones(2, 96, requires_grad=True)).sum().backward()
     found = instants(zero.partition, STAGES[stage], ItemSizes(4, 4, 4, 4), 0, accumulate=2, no_sync=no_sync)
     gathered, most = {}, 0
-    for _, _, state, nbytes in zero._ledger.record.held:
+    for _, _, state, nbytes in zero._engine.ledger.record.held:
         gathered[state] = nbytes
         most = max(most, gathered.get("gather", 0) + gathered.get("prefetch", 0))
     assert most == max(instant.nbytes.get("gather", 0) for instant in found)

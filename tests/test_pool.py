@@ -81,6 +81,6 @@ def blocks_after(stage):
             with zero.gathered():
                 pass
             found.append(
-                sorted(torch.frombuffer(block, dtype=torch.uint8).data_ptr() for block in zero._tier._pool._idle)
+                sorted(torch.frombuffer(block, dtype=torch.uint8).data_ptr() for block in zero._engine.tier._pool._idle)
             )
     return found

@@ -348,7 +348,7 @@ def stored(**precision):
         F.mse_loss(model(torch.ones(4, 8, dtype=model[0].weight.dtype)).float(), torch.ones(4, 8)).backward()
         optimizer.step()
         optimizer.zero_grad()
-        assert all(buffer.casts != bool(zero.ledger().held.get("parameters")) for buffer in zero._buffers)
+        assert all(buffer.casts != bool(zero.ledger().held.get("parameters")) for buffer in zero._engine.buffers)
     return frozen, zero.ledger().held.get("parameters", 0)
 
 

@@ -162,14 +162,14 @@ def saves_behind(stage, folder):
     try:
         model, optimizer, zero = counted(stage)
         savings, under_way = [], 0
-        own = sum(piece.tensor.numel() * 4 for piece in checkpoint.pieces(zero._engine()))
+        own = sum(piece.tensor.numel() * 4 for piece in checkpoint.pieces(zero._engine.model_state()))
         for number in range(9):
             count_on(model, optimizer)
             if number % 3 == 2:
                 savings.append(zero.save(folder / f"{number}", extra={"n": number}, asynchronous=True))
                 assert all(saving.done for saving in savings[:-1])  # at most one under way
                 under_way += not savings[-1].done
-                own = sum(piece.tensor.numel() * 4 for piece in checkpoint.pieces(zero._engine()))
+                own = sum(piece.tensor.numel() * 4 for piece in checkpoint.pieces(zero._engine.model_state()))
                 assert zero.ledger().tiers[HOST]["snapshot"] == own
         assert under_way == 3
         paths = [saving.wait() for saving in savings]
@@ -179,7 +179,7 @@ def saves_behind(stage, folder):
     found = []
     for number, path in zip((2, 5, 8), paths, strict=True):
         assert zero.load(path).extra == {"n": number}
-        values = {p.tensor.unique().item() for p in checkpoint.pieces(zero._engine()) if p.state == "value"}
+        values = {p.tensor.unique().item() for p in checkpoint.pieces(zero._engine.model_state()) if p.state == "value"}
         found.append(values)
     return found
 
@@ -354,7 +354,7 @@ def predicted_and_copied(case, stage, dtype, bounds):
     zero = zeroshard.shard(model, optimizer, stage=stage, precision=precision, layout=Layout(bounds=bounds))
     models.loss(case, model, models.batch(case, 0, 0)).backward()
     optimizer.step()
-    own = checkpoint.pieces(zero._engine())
+    own = checkpoint.pieces(zero._engine.model_state())
     return holding(zero).snapshot(), sum(piece.tensor.numel() * piece.tensor.itemsize for piece in own)
 
 

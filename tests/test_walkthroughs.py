@@ -356,7 +356,7 @@ def train_four(stage: int, dtype: torch.dtype, checkpointing: str) -> dict:
         gathers.append(layer)
         return gather(**how)
 
-    for buffer in zero._buffers:
+    for buffer in zero._engine.buffers:
         buffer.gather = functools.partial(spy, buffer.gather, buffer.bucket.slots[0].name.split(".")[0])
     sample = four_weights.SAMPLES[rank]
     start = zero.ledger().traffic
@@ -585,7 +585,7 @@ def buffer_operations() -> dict:
     model, names = stacked(), [name for name, _ in stacked().named_parameters()]
     optimizer = adam(model.parameters())
     zero = zeroshard.shard(model, optimizer, stage=1, precision=BF16_FP32, layout=ONE_BUFFER)
-    (bucket,), (buffer,) = zero.partition.buckets, zero._buffers
+    (bucket,), (buffer,) = zero.partition.buckets, zero._engine.buffers
     start = buffer.full.data_ptr()
 
     def are_views() -> bool:
@@ -604,13 +604,13 @@ def buffer_operations() -> dict:
     summed(model, batch_of(0, rank)).backward()
     # get_grad_shard(param): this rank's elements of each parameter's average, end to end
     result["gradient shards"] = {name: p.grad.to_local() for name, p in zip(names, model.parameters(), strict=True)}
-    gather = zero._group.team.gather
+    gather = zero._engine.group.team.gather
 
     def spy(full, *where):
         result["flat before the gather"] = full.clone()
         return gather(full, *where)
 
-    zero._group.team.gather = spy
+    zero._engine.group.team.gather = spy
     optimizer.step()
     result["fragments"] = torch.cat([fragment.detach() for fragment in optimizer.param_groups[0]["params"]])
     result["master after"] = buffer.master.tensor.clone()

@@ -113,8 +113,8 @@ def own_memory(path):
         held, peak = since(before), zero.ledger().phases["init"].total
     finally:
         weights.Weights.interval = interval
-    units = [sum(b.numel * 4 for b in zero.partition.buckets if b.unit == u) for u in range(len(zero._units))]
-    own = sum(buffer.parameters.tensor.numel() * 4 for buffer in zero._buffers)
+    units = [sum(b.numel * 4 for b in zero.partition.buckets if b.unit == u) for u in range(len(zero._engine.units))]
+    own = sum(buffer.parameters.tensor.numel() * 4 for buffer in zero._engine.buffers)
     return sum(read), sum(p.numel() for p in model.parameters()), held, own, peak, max(units)
 
 

@@ -35,8 +35,8 @@ from .unit import Managed
 
 
 @dataclass
-class Engine:
-    """What of a sharded model is saved and loaded."""
+class ModelState:
+    """What of a running model is saved and loaded."""
 
     model: nn.Module
     managed: list[Managed]
@@ -92,11 +92,11 @@ def writable(where: str, tensor: Tensor | Part) -> str:
     return DTYPES[tensor.dtype]
 
 
-def ignored_digests(engine: Engine) -> dict[str, str]:
+def ignored_digests(running: ModelState) -> dict[str, str]:
     """Of ignored parameters and what optimizers keep of them: nobody averages these, so the ranks' may differ."""
     found = {}
-    for buffer in engine.alone.values():
-        states = [binding.optimizer.state.get(buffer.params[0], {}) for binding in engine.bindings]
+    for buffer in running.alone.values():
+        states = [binding.optimizer.state.get(buffer.params[0], {}) for binding in running.bindings]
         for key, value in [(VALUE, buffer.full), *(item for state in states for item in state.items())]:
             content = raw(value.detach().cpu().contiguous()) if isinstance(value, Tensor) else repr(value)
             found[f"{key} of parameter {buffer.bucket.slots[0].name!r}"] = digest(content)
@@ -129,12 +129,12 @@ class Kinds:
         return per_element(fragment, key, value, self.fixed) if agreed is None else bool(agreed)
 
 
-def told_kinds(engine: Engine) -> list[Any]:
+def told_kinds(running: ModelState) -> list[Any]:
     """What this rank has to tell the others, by optimizer, JSON-able."""
     found = []
-    for binding in engine.bindings:
+    for binding in running.bindings:
         parts = {}
-        for fragment in engine.fragments(binding):
+        for fragment in running.fragments(binding):
             if 0 < fragment.param.numel() < fragment.slot.numel:
                 kept, name = binding.states.kept(fragment), fragment.slot.name
                 parts[name] = {state_name(name, key): _told(fragment, key, value) for key, value in kept.items()}
@@ -184,14 +184,14 @@ def _agreed(name: str, key: str, told: Sequence[Any], kinds: Kinds) -> bool:
     return False
 
 
-def pieces(engine: Engine) -> Iterator[Piece]:
-    for buffer in (*engine.buffers, *engine.alone.values()):
+def pieces(running: ModelState) -> Iterator[Piece]:
+    for buffer in (*running.buffers, *running.alone.values()):
         for slot in buffer.bucket.slots:
             own = slot.within(*buffer.owned)
             if own.numel:
                 value = buffer.updating.part(slot.start + own.start, slot.start + own.stop)
                 yield Piece(slot.name, VALUE, own.start, own.stop, value.plain())
-    for name, key, value, part, own, like in _kept(engine):
+    for name, key, value, part, own, like in _kept(running):
         if isinstance(value, Part):
             yield Piece(name, key, own.start, own.stop, value.cut(own.start - part.start, own.stop - part.start))
         elif like:
@@ -203,9 +203,9 @@ def pieces(engine: Engine) -> Iterator[Piece]:
             yield Piece(name, key, None, None, value.detach())
 
 
-def values(engine: Engine) -> Iterator[list[Any]]:
+def values(running: ModelState) -> Iterator[list[Any]]:
     """[parameter, state, number]: what optimizers keep beside tensors."""
-    for name, key, value, _part, own, _like in _kept(engine):
+    for name, key, value, _part, own, _like in _kept(running):
         if not isinstance(value, (Tensor, Part)) and own.start == 0:
             finite = not isinstance(value, float) or math.isfinite(value)
             if not isinstance(value, (int, float, str, bool, type(None))) or not finite:
@@ -217,12 +217,12 @@ def values(engine: Engine) -> Iterator[list[Any]]:
             yield [name, key, value]
 
 
-def _kept(engine: Engine) -> Iterator[tuple[str, str, Any, Any, Any, bool]]:
+def _kept(running: ModelState) -> Iterator[tuple[str, str, Any, Any, Any, bool]]:
     """(parameter, state, what this rank's optimizer keeps, the elements it is of, those of them this rank writes, and
     whether it has an element for each of them)."""
-    local = [Kinds(fixed_shapes(binding.optimizer), {}) for binding in engine.bindings]
-    for binding, kinds in zip(engine.bindings, engine.kinds or local, strict=True):
-        for fragment in engine.fragments(binding):
+    local = [Kinds(fixed_shapes(binding.optimizer), {}) for binding in running.bindings]
+    for binding, kinds in zip(running.bindings, running.kinds or local, strict=True):
+        for fragment in running.fragments(binding):
             part, own = fragment.slot.within(*fragment.buffer.updated), fragment.slot.within(*fragment.buffer.owned)
             if part.numel and own.numel:
                 for key, value in binding.states.kept(fragment).items():
@@ -237,7 +237,7 @@ def persistent(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield (f"{path}.{name}" if path else name), tensor
 
 
-def options(engine: Engine, binding: Binding) -> dict[str, Any]:
+def options(running: ModelState, binding: Binding) -> dict[str, Any]:
     """An optimizer's class, and its groups by the names of their parameters."""
     groups = []
     for group in binding.optimizer.param_groups:
@@ -246,7 +246,7 @@ def options(engine: Engine, binding: Binding) -> dict[str, Any]:
             if key not in ("params", "param_names"):
                 told[key] = _option(value)
         names = [m.place.buffer.bucket.slots[m.place.position].name for m in binding.members if m.group is group]
-        names += [engine.alone[id(p)].bucket.slots[0].name for p in group["params"] if id(p) in engine.alone]
+        names += [running.alone[id(p)].bucket.slots[0].name for p in group["params"] if id(p) in running.alone]
         groups.append({"parameters": names, "options": told})
     return {"class": type(binding.optimizer).__name__, "groups": groups}
 

@@ -15,9 +15,9 @@ import contextlib
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -139,19 +139,30 @@ class Entry:
     displaced: ShardedGrad | None = None  # what `p.grad` was when autograd was about to add to it
 
 
+class Keeper(Protocol):
+    """Who brings gradients into a state in which questions can be answered."""
+
+    def recover(self) -> None:
+        """End a backward that an exception ended."""
+
+    def settle(self) -> None:
+        """Reduce what backwards under no_sync left."""
+
+    def judge(self, overflow: bool) -> None:
+        """Hear the verdict of a GradScaler, the same on every rank."""
+
+
 class Gradients:
     """The book of all gradients: who has one, and the answers to questions about them."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, keeper: Keeper) -> None:
         self.group = group
+        self.keeper = keeper
         self.accumulators: list[Accumulator] = []
         self._of_bucket: dict[int, Accumulator] = {}  # by the bucket's index
         self.entries: list[Entry] = []
         self.stand_ins: dict[int, nn.Parameter] = {}  # optimizer number -> its first fragment on this rank
         self.uncalled: set[int] = set()  # numbers of the optimizers in a step whose closure was not called yet
-        self.recover: Callable[[], None] = lambda: None  # ends a backward that an exception ended
-        self.settle: Callable[[], None] = lambda: None  # reduces what no_sync left, before a question
-        self.on_verdict: Callable[[bool], None] = lambda overflow: None  # of a GradScaler
         self._edits: list[str] = []  # by which numbers gradients were scaled, clamped, ... since the last step
         self._edited_with: Any = None
         self._displaced: list[Entry] = []  # those with something in `displaced`
@@ -276,11 +287,11 @@ class Gradients:
 
     def ask(self) -> None:
         """Agree that every rank is asking; reduce first what was only summed locally."""
-        self.settle()
+        self.keeper.settle()
         self.agree()
 
     def agree(self) -> None:
-        self.recover()
+        self.keeper.recover()
         self.group.meet("a question about gradients", self._questions + 1)
         self._questions += 1
 
@@ -373,7 +384,7 @@ class Gradients:
             agreed = torch.tensor([0 if finite else 1], dtype=torch.uint8, device="cpu")
             self.group.maximum(agreed)
             found_inf.fill_(max(float(agreed), float(found_inf)))
-            self.on_verdict(bool(agreed))
+            self.keeper.judge(bool(agreed))
         self.note_edit("unscale", inv_scale)
         by_accumulator: dict[int, list[ShardedGrad]] = {}
         for grad in grads:
@@ -487,7 +498,7 @@ class ShardedGrad(Tensor):
 
         Collective only where no_sync left something.
         """
-        self._book.settle()
+        self._book.keeper.settle()
         with self._current.accumulator.sum.here(changed=False):
             local = self._entry.accumulator.fragment(self._entry.position).clone()
         if not self._entry.accumulator.averaged:
@@ -497,7 +508,7 @@ class ShardedGrad(Tensor):
     def editable(self) -> Tensor:
         """This rank's elements, averaged, to be changed in place; inside its accumulator's sum.here()."""
         entry = self._current
-        self._book.settle()
+        self._book.keeper.settle()
         self._book.forget_answers()
         entry.accumulator.average()
         entry.accumulator.spread = False

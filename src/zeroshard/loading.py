@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .agreement import Group
-from .checkpoint import Engine, Rng, options, parsed_rng, persistent, restore_rng
+from .checkpoint import ModelState, Rng, options, parsed_rng, persistent, restore_rng
 from .errors import CheckpointError, PeerError
 from .files import absolute, canonical, digest
 from .fragment import Fragment, rests_away
@@ -64,21 +64,21 @@ class Staged:
     rng: Rng | None = None
 
 
-def load(engine: Engine, path: str | os.PathLike[str], *, strict: bool) -> Loaded:
+def load(running: ModelState, path: str | os.PathLike[str], *, strict: bool) -> Loaded:
     """Check and agree; then change everything, on all ranks."""
     # Also called in inference mode: its tensors could not be trained on.
     with contextlib.ExitStack() as opened, torch.inference_mode(False):
-        return _load(engine, absolute(path), opened, strict=strict)
+        return _load(running, absolute(path), opened, strict=strict)
 
 
-def _load(engine: Engine, folder: Path, opened: contextlib.ExitStack, *, strict: bool) -> Loaded:
-    group = engine.group
+def _load(running: ModelState, folder: Path, opened: contextlib.ExitStack, *, strict: bool) -> Loaded:
+    group = running.group
     problem, differences, staged, saved = None, [], Staged(), None
     try:
         saved = opened.enter_context(Saved.open(folder))
-        differences = _differences(engine, saved)
+        differences = _differences(running, saved)
         if not (differences and strict):
-            staged = _stage(engine, saved)
+            staged = _stage(running, saved)
     except Exception as error:  # the other ranks must hear of it, whatever it is
         problem = f"{error}" if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
     seen = None if saved is None else digest(canonical(saved.manifest))
@@ -100,9 +100,9 @@ def _load(engine: Engine, folder: Path, opened: contextlib.ExitStack, *, strict:
             )
     assert saved is not None
     try:
-        commit(engine, staged)
+        commit(running, staged)
         saved.reader.finish()
-        renew(engine)
+        renew(running)
         saved.reader.unchanged()
     except Exception as error:  # the other ranks must hear of this too
         problem = f"{error}" if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
@@ -112,16 +112,16 @@ def _load(engine: Engine, folder: Path, opened: contextlib.ExitStack, *, strict:
             "the checkpoint was right and then changed, or failed, while it was read: the model holds only some of it",
             where=str(folder), got=told[0], instead="load again, this one or another, before going on",
         )  # fmt: skip
-    engine.seed = saved.manifest["seed"]
+    running.seed = saved.manifest["seed"]
     if staged.rng is not None:
         restore_rng(staged.rng)
     return Loaded(staged.extra, differences, saved.manifest["ranks"])
 
 
-def _differences(engine: Engine, saved: Saved) -> list[str]:
+def _differences(running: ModelState, saved: Saved) -> list[str]:
     """Everything in which the checkpoint and this model differ, in words."""
     found = []
-    mine = {record.name: record for record in engine.records}
+    mine = {record.name: record for record in running.records}
     for name, record in mine.items():
         entry = saved.parameters.get(name)
         if entry is None:
@@ -131,7 +131,7 @@ def _differences(engine: Engine, saved: Saved) -> list[str]:
         elif sorted(entry.names) != sorted(record.names):
             found.append(f"parameter {name!r} is tied as {record.names}, saved was {entry.names}")
     found += [f"saved parameter {name!r} is not in the model" for name in saved.parameters if name not in mine]
-    buffers = dict(persistent(engine.model))
+    buffers = dict(persistent(running.model))
     found += [f"buffer {name!r} is not in the checkpoint" for name in buffers if name not in saved.buffers]
     for name, stored in saved.buffers.items():
         if name not in buffers:
@@ -139,25 +139,25 @@ def _differences(engine: Engine, saved: Saved) -> list[str]:
         elif not _fits(stored, buffers[name]):
             have = f"{tuple(buffers[name].shape)} {buffers[name].dtype}"
             found.append(f"buffer {name!r} is {have}, saved was {stored.shape} {stored.dtype}")
-    return found + _group_differences(engine, saved)
+    return found + _group_differences(running, saved)
 
 
 def _fits(stored: Stored, tensor: Tensor) -> bool:
     return stored.shape == tuple(tensor.shape) and stored.dtype == tensor.dtype
 
 
-def _group_differences(engine: Engine, saved: Saved) -> list[str]:
-    if not engine.bindings:
+def _group_differences(running: ModelState, saved: Saved) -> list[str]:
+    if not running.bindings:
         return []
     theirs = saved.manifest["optimizers"]
-    if len(theirs) != len(engine.bindings):
-        return [f"{len(engine.bindings)} optimizers, saved were {len(theirs)}"]
+    if len(theirs) != len(running.bindings):
+        return [f"{len(running.bindings)} optimizers, saved were {len(theirs)}"]
     found = []
-    for number, (binding, told) in enumerate(zip(engine.bindings, theirs, strict=True)):
+    for number, (binding, told) in enumerate(zip(running.bindings, theirs, strict=True)):
         if told["class"] != (kind := type(binding.optimizer).__name__):
             found.append(f"optimizer {number} is {kind}, saved was {told['class']}")
             continue
-        for at, match in enumerate(_matches(engine, binding, told)):
+        for at, match in enumerate(_matches(running, binding, told)):
             where = f"optimizer {number}, group {at}"
             if match.saved is None:
                 found.append(f"{where}: no saved group holds just what it does, {match.names[:3]}")
@@ -183,10 +183,10 @@ class Match(NamedTuple):
     fragments: list[Fragment]
 
 
-def _matches(engine: Engine, binding: Binding, told: Mapping[str, Any]) -> Iterator[Match]:
+def _matches(running: ModelState, binding: Binding, told: Mapping[str, Any]) -> Iterator[Match]:
     by_names = {tuple(sorted(each["parameters"])): each["options"] for each in reversed(told["groups"])}
-    held = {id(each.param): each for each in engine.fragments(binding)}
-    for group, mine in zip(binding.optimizer.param_groups, options(engine, binding)["groups"], strict=True):
+    held = {id(each.param): each for each in running.fragments(binding)}
+    for group, mine in zip(binding.optimizer.param_groups, options(running, binding)["groups"], strict=True):
         names, here = mine["parameters"], [held[id(p)] for p in group["params"] if id(p) in held]
         yield Match(group, names, mine["options"], by_names.get(tuple(sorted(names))), here)
 
@@ -230,19 +230,19 @@ def _kind(dtype: torch.dtype, shape: Sequence[int] | None) -> str:
     return f"{'floating' if dtype.is_floating_point else dtype} {'per element' if shape is None else list(shape)}"
 
 
-def _stage(engine: Engine, saved: Saved) -> Staged:
+def _stage(running: ModelState, saved: Saved) -> Staged:
     staged, manifest = Staged(), saved.manifest
-    saved.reader.check_share(engine.group.rank, engine.group.ranks)
+    saved.reader.check_share(running.group.rank, running.group.ranks)
     fitting = dict.fromkeys(  # in the order of the buckets: what rests in a file comes to memory once
         record.name
-        for record in sorted(engine.records, key=lambda record: engine.places[record.name][0].bucket.index)
+        for record in sorted(running.records, key=lambda record: running.places[record.name][0].bucket.index)
         if record.name in saved.parameters and saved.parameters[record.name].shape == tuple(record.param.shape)
     )
     for name in fitting:
-        _stage_value(engine, saved, name, staged)
-    paired = len(engine.bindings) == len(manifest["optimizers"])
-    for binding, told in zip(engine.bindings, manifest["optimizers"] if paired else [], strict=False):
-        for match in _matches(engine, binding, told) if told["class"] == type(binding.optimizer).__name__ else ():
+        _stage_value(running, saved, name, staged)
+    paired = len(running.bindings) == len(manifest["optimizers"])
+    for binding, told in zip(running.bindings, manifest["optimizers"] if paired else [], strict=False):
+        for match in _matches(running, binding, told) if told["class"] == type(binding.optimizer).__name__ else ():
             theirs = (match.saved or {}).items()
             fit = {key: value for key, value in theirs if key in match.mine and alike(match.mine[key], value)}
             staged.groups.append((match.group, fit))
@@ -255,20 +255,20 @@ def _stage(engine: Engine, saved: Saved) -> Staged:
                         for state in saved.states.get(name, ())
                     }
                     staged.states.append((binding, fragment.param, states))
-    for name, tensor in persistent(engine.model):
+    for name, tensor in persistent(running.model):
         if name in saved.buffers and _fits(saved.buffers[name], tensor):
             staged.buffers[name] = saved.read(saved.buffers[name])
     staged.extra = unplain(manifest["extra"], {key: saved.read(stored) for key, stored in saved.extra.items()})
-    if manifest["ranks"] == engine.group.ranks:
-        staged.rng = parsed_rng(manifest["rng"][engine.group.rank])
+    if manifest["ranks"] == running.group.ranks:
+        staged.rng = parsed_rng(manifest["rng"][running.group.rank])
     saved.reader.check_wanted()
     return staged
 
 
-def _stage_value(engine: Engine, saved: Saved, name: str, staged: Staged) -> None:
-    buffer, slot = engine.places[name]
+def _stage_value(running: ModelState, saved: Saved, name: str, staged: Staged) -> None:
+    buffer, slot = running.places[name]
     updated = slot.within(*buffer.updated)
-    staged.values[name] = value = _wanted(saved, (name, VALUE), *resting(engine, name))
+    staged.values[name] = value = _wanted(saved, (name, VALUE), *resting(running, name))
     if buffer.master is not None:
         same = buffer.casts  # only the masters rest
         staged.masters[name] = value if same else _wanted(saved, (name, VALUE), updated.start, updated.stop)
@@ -306,10 +306,10 @@ def _state(staged: Staged, saved: Saved, stored: str, binding: Binding, fragment
 
 
 @torch.no_grad()
-def commit(engine: Engine, staged: Staged) -> None:
+def commit(running: ModelState, staged: Staged) -> None:
     """Change all that was put aside. What is still in files is there after the reader's `finish`; then `renew`."""
     for name, value in staged.values.items():
-        put(engine, name, value, staged.masters.get(name))
+        put(running, name, value, staged.masters.get(name))
     for place, cut in staged.fills:
         _put(place, cut)
     for binding, param, states in staged.states:
@@ -320,7 +320,7 @@ def commit(engine: Engine, staged: Staged) -> None:
     for group, told in staged.groups:
         for key, value in told.items():
             group[key] = _as_it_was(group.get(key), value)
-    for name, tensor in persistent(engine.model):
+    for name, tensor in persistent(running.model):
         if name in staged.buffers:
             unrepeated(tensor).copy_(unrepeated(staged.buffers[name], tensor))
 
@@ -337,18 +337,18 @@ def _as_it_was(mine: Any, saved: Any) -> Any:
     return saved
 
 
-def resting(engine: Engine, name: str) -> tuple[int, int]:
+def resting(running: ModelState, name: str) -> tuple[int, int]:
     """The elements of a parameter that rest on this rank."""
-    buffer, slot = engine.places[name]
+    buffer, slot = running.places[name]
     part = slot.within(*buffer.owned) if buffer.place.parameters else slot.within(0, buffer.bucket.numel)
     return part.start, part.stop
 
 
 @torch.no_grad()
-def put(engine: Engine, name: str, value: Tensor | Cut, master: Tensor | Cut | None) -> None:
+def put(running: ModelState, name: str, value: Tensor | Cut, master: Tensor | Cut | None) -> None:
     """Write the elements of one parameter that rest on this rank, and those of its master that it updates."""
-    buffer, slot = engine.places[name]
-    at = slot.start + resting(engine, name)[0]
+    buffer, slot = running.places[name]
+    at = slot.start + resting(running, name)[0]
     if not buffer.casts:
         _put(buffer.resting(at, at + value.numel()), value)
     if master is not None and buffer.master is not None:
@@ -363,13 +363,13 @@ def _put(place: Tensor | Part, value: Tensor | Cut) -> None:
         value.into(here, later=here is place) if isinstance(value, Cut) else here.copy_(value)
 
 
-def renew(engine: Engine) -> None:
+def renew(running: ModelState) -> None:
     """What was gathered or noted of the weights before is old."""
-    for buffer in engine.alone.values():
+    for buffer in running.alone.values():
         param = buffer.params[0]
         param.detach().copy_(buffer.full.view_as(param))  # the same memory, unless the parameter is not contiguous
         param.grad = None
-    for buffer in engine.buffers:
+    for buffer in running.buffers:
         buffer.gathered.current &= buffer.resident
         buffer.edits.unfollowed = False
         buffer.changed()

@@ -16,7 +16,7 @@ import inspect
 import operator
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -34,11 +34,22 @@ from .schedule import Schedule, in_backward
 _STEP = torch.optim.Optimizer.profile_hook_step  # calls the hooks and, between them, the optimizer's own step
 
 
+class Watcher(Protocol):
+    """Who looks after the model and all of its optimizers."""
+
+    def before_step(self) -> None:
+        """Notice what was edited since the last step. All ranks are at this step."""
+
+    def check_added(self, added: list[nn.Parameter]) -> None:
+        """Refuse parameters of a group that was added, where they are not the model's or are updated already."""
+
+
 class Binding:
     """One optimizer's hooks, fragments and place in a step."""
 
     def __init__(
         self,
+        watcher: Watcher,
         optimizer: torch.optim.Optimizer,
         number: int,
         buffers: list[Buffer],
@@ -49,6 +60,7 @@ class Binding:
         whole: bool,
         by_bucket: bool,
     ) -> None:
+        self.watcher = watcher
         self.optimizer = optimizer
         self.number = number
         self.buffers = buffers
@@ -66,8 +78,6 @@ class Binding:
         self._entry_of: dict[int, Entry] = {}  # by fragment's id
         self._averages: dict[int, Tensor] = {}  # by fragment's id, where its averaged gradient always lies
         self._copies: dict[int, tuple[Buffer, Tensor]] = {}  # by bucket, of its averages in the fragments' dtype
-        self.before_step: Callable[[], None] = lambda: None
-        self.check_added: Callable[[list[nn.Parameter]], None] = lambda added: None
         self._steps = 0
         self._updated: list[Buffer] = []  # what the running step updates
         self._bound: dict[int, Tensor] = {}  # by fragment's id, the gradient that it was given
@@ -109,7 +119,7 @@ class Binding:
         now = [param for group in groups for param in group["params"]]
         if not (_same(now, self._held) and _same(groups, self._groups)):
             held = set(map(id, self._held))
-            self.check_added([param for param in now if id(param) not in held])
+            self.watcher.check_added([param for param in now if id(param) not in held])
             self.adopt()
 
     def adopt(self, *, broadcast_state: bool = False) -> None:
@@ -257,7 +267,7 @@ class Binding:
                 self._show(self.fragments)
             loss = closure(*inner, **options)
             with torch.no_grad():
-                self.gradients.settle()
+                self.gradients.keeper.settle()
                 self._bind()
             return loss
 
@@ -297,8 +307,8 @@ class Binding:
             f"{edits[-3:]}; options {options}",
         )  # fmt: skip
         self._steps += 1
-        self.gradients.settle()
-        self.before_step()
+        self.gradients.keeper.settle()
+        self.watcher.before_step()
         for buffer in self.buffers:
             buffer.land()
             buffer.rebind()

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .agreement import Group
 from .checkpoint import (
-    Engine,
+    ModelState,
     agreed_kinds,
     ignored_digests,
     options,
@@ -99,7 +99,7 @@ class Saving:
 
 
 def save(
-    engine: Engine,
+    running: ModelState,
     path: str | os.PathLike[str],
     extra: Mapping[str, Any] | None,
     *,
@@ -108,22 +108,22 @@ def save(
     ledger: Ledger,
 ) -> Saving:
     """Write a checkpoint at `path`, or leave everything as it is and raise on every rank."""
-    target, group = absolute(path), engine.group
+    target, group = absolute(path), running.group
     if Saving.running is not None:
         Saving.running.join()
     apart, snapshot, problem, digests, kinds = group.apart(), None, None, {}, []
     try:
-        kinds = told_kinds(engine)
+        kinds = told_kinds(running)
     except Exception as error:  # the other ranks must hear of it
         problem = f"{error}" if isinstance(error, Error) else f"{type(error).__name__}: {error}"
     told = group.describe({"kinds": kinds, "problem": problem})
     _raise(target, [each["problem"] for each in told])
-    engine.kinds = agreed_kinds([each["kinds"] for each in told])
+    running.kinds = agreed_kinds([each["kinds"] for each in told])
     try:
         if keep is not None and not (type(keep) is int and keep >= 1):
             raise UserError("keep= counts checkpoints, the new one too", got=repr(keep), instead="keep=3")
-        snapshot = _snapshot(engine, extra, copied=asynchronous)
-        digests = ignored_digests(engine)
+        snapshot = _snapshot(running, extra, copied=asynchronous)
+        digests = ignored_digests(running)
     except Exception as error:  # the other ranks must hear of it, also of what `extra` raises
         problem = f"{error}" if isinstance(error, Error) else f"{type(error).__name__}: {error}"
     told = group.describe({"owner": owner(), "name": target.name, "problem": problem, "ignored": digests})
@@ -165,18 +165,18 @@ class Snapshot:
     head: dict[str, Any]
 
 
-def _snapshot(engine: Engine, extra: Mapping[str, Any] | None, *, copied: bool) -> Snapshot:
+def _snapshot(running: ModelState, extra: Mapping[str, Any] | None, *, copied: bool) -> Snapshot:
     tensors: dict[str, Tensor | Part] = {}
     fragments = []
-    for piece in pieces(engine):
+    for piece in pieces(running):
         dtype = writable(f"{piece.state} of parameter {piece.parameter!r}", piece.tensor)
         key = _add(tensors, f"{piece.state}/{piece.parameter}", piece.tensor)
         fragments.append([*piece[:4], dtype, list(piece.tensor.shape), key])
     saved_along: dict[str, Tensor] = {}
     told = plain("extra", dict(extra or {}), saved_along)
     buffers, extras = {}, []
-    if engine.group.rank == 0:
-        for name, tensor in persistent(engine.model):
+    if running.group.rank == 0:
+        for name, tensor in persistent(running.model):
             dtype, key = writable(f"buffer {name!r}", tensor), _add(tensors, f"buffer/{name}", tensor.detach())
             buffers[name] = [list(tensor.shape), dtype, key]
         for name, tensor in saved_along.items():
@@ -184,8 +184,8 @@ def _snapshot(engine: Engine, extra: Mapping[str, Any] | None, *, copied: bool) 
             extras.append([name, list(tensor.shape), dtype, key])
     if copied:
         tensors = {key: _copy(tensor) for key, tensor in tensors.items()}
-    own = {"fragments": fragments, "values": list(values(engine)), "buffers": buffers, "extras": extras}
-    return Snapshot(tensors, own | {"rng": rng_states()}, _head(engine, told))
+    own = {"fragments": fragments, "values": list(values(running)), "buffers": buffers, "extras": extras}
+    return Snapshot(tensors, own | {"rng": rng_states()}, _head(running, told))
 
 
 def _add(tensors: dict[str, Tensor | Part], key: str, tensor: Tensor | Part) -> str:
@@ -204,22 +204,22 @@ def _copy(tensor: Tensor | Part) -> Tensor:
         return torch.empty_like(here, device="cpu").copy_(here)
 
 
-def _head(engine: Engine, extra: Any) -> dict[str, Any]:
+def _head(running: ModelState, extra: Any) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "version": VERSION,
         "saved": time.time_ns(),
-        "ranks": engine.group.ranks,
-        "stage": engine.stage,
-        "seed": engine.seed,
+        "ranks": running.group.ranks,
+        "stage": running.stage,
+        "seed": running.seed,
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "parameters": {
             r.name: {"shape": list(r.param.shape), "dtype": writable(r.name, r.param), "names": r.names}
-            for r in engine.records
+            for r in running.records
         },
-        "optimizers": [options(engine, binding) for binding in engine.bindings],
+        "optimizers": [options(running, binding) for binding in running.bindings],
         "extra": extra,
     }
 

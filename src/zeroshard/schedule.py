@@ -19,14 +19,13 @@ import sys
 import weakref
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .agreement import Group
 from .buffer import Buffer
 from .calls import Call
 from .comm import Comm
@@ -57,37 +56,51 @@ class Frame:
     profiled: contextlib.AbstractContextManager[Any] = dataclasses.field(default_factory=contextlib.nullcontext)
 
 
+class Watcher(Protocol):
+    """Who looks after the model and its optimizers between the hooks."""
+
+    sends_always: bool  # are buffers sent before forwards that do not train, too?
+
+    def before_forward(self, training: bool) -> None:
+        """All ranks begin this forward."""
+
+    def alike(self, training: bool) -> tuple[int, Callable[[], str]]:
+        """A digest of what every rank must have alike in a forward; in words, what of it is not as it was."""
+
+    def notice(self, *, replaced: bool = False) -> bool:
+        """Did anybody write to optimizers' fragments outside a step? `replaced`, or replace their memory: that takes
+        longer to see."""
+
+    def publish(self) -> None:
+        """What was written to fragments on any rank becomes the weights of every rank. All ranks call it together."""
+
+
 class Schedule:
     """The hooks of one sharded model on one rank."""
 
     def __init__(
         self,
+        watcher: Watcher,
         units: list[Unit],
         gradients: Gradients,
         reduction: Reduction,
         saved: SavedTensors,
-        group: Group,
         settings: Comm,
         precision: Precision,
     ) -> None:
+        self.watcher = watcher
         self.units = units
         self.gradients = gradients
         self.reduction = reduction
-        self.group = group
+        self.group = group = gradients.group
         self.ledger = group.ledger
         self.settings = settings
         self.script = Script(units, group, prefetch=settings.prefetch, overlap=settings.overlap)
         self.saved = saved
         self.releases = any(unit.released for unit in units)
         self.local = False  # inside no_sync()
-        self.before_forward: Callable[[bool], None] = lambda training: None
-        self.alike: Callable[[bool], tuple[int, Callable[[], str]]] = lambda training: (0, str)
-        # Did anybody write to optimizers' fragments outside a step? Or replace their memory: that takes longer to see.
-        self.notice: Callable[..., bool] = lambda *, replaced=False: False
-        self.publish: Callable[[], None] = lambda: None  # makes of that every rank's weights, together
         self._cast_to = precision.param_dtype
         self._cast_everywhere = precision.cast_inputs == "units"  # and not only where a forward of the model begins
-        self.sends_always = False  # are buffers sent before forwards that do not train, too?
         self._frames: list[Frame] = []
         self._outermost: Call | None = None  # of a module, whose forward is the first of them
         self._grad_forward = False  # was the running root forward called in grad mode?
@@ -123,13 +136,13 @@ class Schedule:
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
         """Around a meeting: what was written to fragments before it, on any rank, counts after it on every rank."""
-        self.group.news = self.notice()
+        self.group.news = self.watcher.notice()
         try:
             yield
         finally:
             self.group.news = False
         if self.group.heard:
-            self.publish()
+            self.watcher.publish()
 
     def meet(self, what: str, number: int, *same: int, facts: Callable[[], str] = str) -> None:
         with self.telling():
@@ -213,19 +226,19 @@ class Schedule:
     def _begin_forward(self, unit: Unit) -> None:
         self.recover()
         self._grad_forward = torch.is_grad_enabled()
-        training = self.sends_always or (self._grad_forward and unit.module.training)
+        training = self.watcher.sends_always or (self._grad_forward and unit.module.training)
         kind = "forward" if self._grad_forward else "forward without grad"
-        if self._grad_forward or self.releases or self.sends_always:
-            alike, words = self.alike(training)
+        if self._grad_forward or self.releases or self.watcher.sends_always:
+            alike, words = self.watcher.alike(training)
             self.meet(kind, self._forwards + 1, unit.index, training, alike, facts=words)
             self._forwards += 1
-        elif self.notice() and (
+        elif self.watcher.notice() and (
             self.group.failed or any(buffer.place.optimizer for each in self.units for buffer in each.buffers)
         ):
             self.meet("publishing edits", self._forwards)  # a rank may evaluate alone, but not what others hold
         self.ledger.begin("forward")
         try:
-            self.before_forward(training)
+            self.watcher.before_forward(training)
             self.flush_pinned()
         except BaseException:
             self.ledger.end("forward")
@@ -451,7 +464,7 @@ class Schedule:
         """If an exception went through the last forward or backward, what it left under way ends."""
         self.group.check_process()
         refuse_inside("a call of zeroshard's, or a step,")
-        self.notice(replaced=True)  # before anything is released: that would undo what was written
+        self.watcher.notice(replaced=True)  # before anything is released: that would undo what was written
         if self._backward is not None and not in_backward():
             self._abort_backward()
         elif self.script.active and not self._frames and self._backward is None:

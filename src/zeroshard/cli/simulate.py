@@ -151,7 +151,7 @@ def moved(run: Simulation) -> dict[str, int]:
 
 def saved(zero: Zero) -> dict[str, int]:
     """What `zero.save` would write: files in all, this rank's tensors and their bytes, without headers."""
-    sizes = [piece.tensor.numel() * piece.tensor.itemsize for piece in pieces(zero._engine())]
+    sizes = [piece.tensor.numel() * piece.tensor.itemsize for piece in pieces(zero._engine.model_state())]
     return {"files": zero.world_size + 1, "tensors": len(sizes), "bytes": sum(sizes)}
 
 

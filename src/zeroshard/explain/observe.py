@@ -49,14 +49,14 @@ class Observer:
         self.zero = zero
         self.moments: list[tuple[str, int]] = []
         self.seen: dict[str, dict[str, list[Any]]] = {}
-        zero._reduction._patience = PATIENCE
+        zero._engine.reduction._patience = PATIENCE
         zero.record()
 
     def look(self, name: str) -> None:
         """Note the moment, with the parameters and gradients that this rank has: flat, bucket after bucket."""
         self.zero.ledger()  # counts what the optimizer has made since
         self.moments.append((name, tick()))
-        buffers = self.zero._buffers
+        buffers = self.zero._engine.buffers
         resting = [buffer.parameters.tensor.to(buffer.dtype) for buffer in buffers]
         held = [buffer.gradients.tensor for buffer in buffers if buffer.gradients is not None]
         self.seen[name] = {
@@ -67,7 +67,7 @@ class Observer:
     @contextlib.contextmanager
     def watching_gathers(self) -> Iterator[None]:
         """Inside, the first gather of parameters is preceded by a look called "stepped"."""
-        team: Any = self.zero._group.team
+        team: Any = self.zero._engine.group.team
         gather = team.gather
 
         def watched(full: Any, bounds: Any, state: str, bucket: int) -> Any:
@@ -83,14 +83,14 @@ class Observer:
 
     def land(self) -> None:
         """Wait for whatever is arriving."""
-        for buffer in self.zero._buffers:
+        for buffer in self.zero._engine.buffers:
             buffer.land()
 
     def told(self) -> dict[str, Any]:
         """What was recorded between the first moment and the last, JSON-able; clear the record."""
-        record = self.zero._ledger.record
+        record = self.zero._engine.ledger.record
         assert record is not None
-        units = [unit.name for unit in self.zero._units]
+        units = [unit.name for unit in self.zero._engine.units]
         told = Told(self.zero.rank, self.zero.events(), list(record.held))
         span = self.moments[0][1], self.moments[-1][1]
         return one_step(told, span) | {"moments": self.moments, "seen": self.seen, "unit_names": units}

@@ -34,21 +34,21 @@ def explain(
     zero: Zero, path: str | os.PathLike[str] | None, metrics: Sequence[Mapping[str, float]] | None = None
 ) -> Page:
     """See `Zero.explain`."""
-    if problems := zero._group.problems(_no_number(() if metrics is None else metrics)):
+    if problems := zero._engine.group.problems(_no_number(() if metrics is None else metrics)):
         raise UserError("metrics are numbers", where=problems, instead='{"step": step, "loss": loss.item()}')
     run = gather(zero)
     run["curves"] = None if metrics is None else curves(metrics)
     page = Page(document(walkthroughs=built_in(), run=run))
     if path is not None:
-        zero._group.first_writes(path, lambda: page.write(path))
+        zero._engine.group.first_writes(path, lambda: page.write(path))
     return page
 
 
 def gather(zero: Zero) -> dict[str, Any]:
     """A `Run` without curves, the same on every rank. Collective."""
-    record = zero._ledger.record
+    record = zero._engine.ledger.record
     span = None if record is None else last_step(zero.events())
-    silent = zero._group.describe(record is None, "explaining")
+    silent = zero._engine.group.describe(record is None, "explaining")
     if any(silent) and not all(silent):
         raise StateError(
             "some ranks have recorded and others have not",
@@ -64,11 +64,11 @@ def gather(zero: Zero) -> dict[str, Any]:
         notes = shorten(step)
         if not began_before(record, span[0]):
             notes.append("the record was too short for the whole step: zero.record(limit) with more")
-    summaries = zero._group.describe({"summary": _summary(zero, step), "traffic": traffic, "notes": notes})
+    summaries = zero._engine.group.describe({"summary": _summary(zero, step), "traffic": traffic, "notes": notes})
     summary = [each["summary"] for each in summaries]
     shown = _shown(summary) if step is not None else []
-    steps = zero._group.describe(step if zero.rank in shown else None)
-    units = [unit.name for unit in zero._units]
+    steps = zero._engine.group.describe(step if zero.rank in shown else None)
+    units = [unit.name for unit in zero._engine.units]
     recording = None
     if shown:
         notes = [note for each in summaries for note in each["notes"]]
@@ -81,7 +81,7 @@ def gather(zero: Zero) -> dict[str, Any]:
         "stage": zero.stage,
         "ranks": zero.world_size,
         "placements": zero.placements._asdict(),
-        "numel": sum(record.param.numel() for record in zero._managed),
+        "numel": sum(record.param.numel() for record in zero._engine.managed),
         "facts": _facts(zero),
         "dtypes": _dtypes(zero),
         "layout": layout_json(zero.partition, units),
@@ -180,12 +180,12 @@ def _shown(summary: Sequence[Mapping[str, Any]]) -> list[int]:
 def _facts(zero: Zero) -> dict[str, Any]:
     import torch  # here: what reads a recorded step needs no torch
 
-    layout, comm = zero._layout, zero._comm
+    layout, comm = zero._engine.layout, zero._engine.comm
     return {
         "torch": str(torch.__version__),
-        "device": str(zero._device),
+        "device": str(zero._engine.device),
         "threads": torch.get_num_threads(),
-        "backend": zero._group.backend,
+        "backend": zero._engine.group.backend,
         "bounds": layout.bounds,
         "bucket_mib": layout.bucket_mib,
         "align": layout.align,

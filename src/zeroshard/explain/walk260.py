@@ -77,12 +77,12 @@ def observed_step(stage: int, precision: Precision, dtype: torch.dtype, layout: 
         observer.look("forward")
         loss.backward()
         observer.look("backward")
-        sums = [numbers(accumulator.sum.own) for accumulator in zero._gradients.accumulators]
+        sums = [numbers(accumulator.sum.own) for accumulator in zero._engine.gradients.accumulators]
         with observer.watching_gathers():
             optimizer.step()
         observer.land()
         observer.look("gathered parameters" if "stepped" in observer.seen else "stepped")
-        averages = [numbers(accumulator.sum.own) for accumulator in zero._gradients.accumulators]
+        averages = [numbers(accumulator.sum.own) for accumulator in zero._engine.gradients.accumulators]
         optimizer.zero_grad()
         observer.look("rest")
 
@@ -118,7 +118,7 @@ def _name(dtype: torch.dtype) -> str:
 def _kept(zero: zeroshard.Zero, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Of every fragment that this rank updates: its name, its elements, m, v and the new master."""
     found = []
-    for fragment in zero._bindings[0].fragments:
+    for fragment in zero._engine.bindings[0].fragments:
         if fragment.param.numel():
             part = fragment.slot.within(*fragment.buffer.updated)
             state = optimizer.state[fragment.param]

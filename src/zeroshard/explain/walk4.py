@@ -67,14 +67,14 @@ def observed_step(stage: int, dtype: torch.dtype, precision: Precision, checkpoi
         recomputed = list(model.seen)
         optimizer.step()
         observer.land()
-        averages = [numbers(accumulator.sum.own) for accumulator in zero._gradients.accumulators]
+        averages = [numbers(accumulator.sum.own) for accumulator in zero._engine.gradients.accumulators]
         optimizer.zero_grad()
         observer.look("rest")
 
         told = observer.told()
         held = {state: nbytes for state, nbytes in zero.ledger().held.items() if nbytes}
         kept = []
-        for fragment in zero._bindings[0].fragments:
+        for fragment in zero._engine.bindings[0].fragments:
             if fragment.param.numel():
                 state = optimizer.state[fragment.param]
                 kept.append(

@@ -57,13 +57,13 @@ def observed_step() -> dict[str, Any]:
             parameter.register_hook(lambda gradient, name=name: local.__setitem__(name, gradient.detach().clone()))
         optimizer = torch.optim.Adam(stack.parameters(), lr=1e-3)
         zero = zeroshard.shard(stack, optimizer, stage=1, precision=BF16, layout=ONE_BUFFER)
-        (bucket,), (buffer,) = zero.partition.buckets, zero._buffers
+        (bucket,), (buffer,) = zero.partition.buckets, zero._engine.buffers
         low, high = bucket.shard(rank)
         middle = bucket.bounds[1]
         first, last = middle - AROUND, middle + AROUND
         mine = slice(max(first, low) - low, min(last, high) - low)
         found: dict[str, Any] = {"start": max(first, low), "parameters": numbers(buffer.full[first:last])}
-        gradients = zero._gradients.accumulators[0].sum
+        gradients = zero._engine.gradients.accumulators[0].sum
         assert buffer.master is not None
         found["master"] = numbers(buffer.master.tensor[mine])
         observer = Observer(zero)
@@ -85,7 +85,7 @@ def observed_step() -> dict[str, Any]:
             "found": found,
             "window": [first, last],
             "padding": bucket.padding,
-            "layout": layout_json(zero.partition, [unit.name for unit in zero._units]),
+            "layout": layout_json(zero.partition, [unit.name for unit in zero._engine.units]),
         }
 
 
@@ -104,8 +104,8 @@ def overlapped() -> dict[str, Any]:
         optimizer.zero_grad()
         stack(batch(1, rank))
         observer.look("end")
-        units = [unit.name for unit in zero._units]
-        record = zero._ledger.record
+        units = [unit.name for unit in zero._engine.units]
+        record = zero._engine.ledger.record
         assert record is not None
         span = observer.moments[0][1], observer.moments[-1][1]
         step = one_step(Told(rank, zero.events(), list(record.held)), span)

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from ..buffer import Buffer
-from ..checkpoint import Engine, options, persistent
+from ..checkpoint import ModelState, options, persistent
 from ..errors import CheckpointError, UserError
 from ..fragment import Fragment, Shapes, fixed_shapes, per_element, rests_away
 from ..layout import Slot
@@ -41,7 +41,7 @@ class Sharded(Tensor):
 
     writes: tuple[int, int]
     reads: tuple[int, int]
-    own: Tensor  # 1-D, the elements it writes: the engine's memory, not a copy
+    own: Tensor  # 1-D, the elements it writes: the running's memory, not a copy
     loaded: Tensor | None  # 1-D, the elements it reads
 
     @staticmethod
@@ -103,10 +103,10 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
 
 
 @torch.inference_mode(False)  # of its tensors some become the optimizer's
-def state_dict(engine: Engine) -> dict[str, Any]:
+def state_dict(running: ModelState) -> dict[str, Any]:
     """This rank's part of the model and its optimizers, by reference."""
-    if any(rest.away for buffer in engine.buffers for rest in (buffer.parameters, buffer.updating)) or any(
-        rests_away(buffer) for binding in engine.bindings for buffer in engine.buffers
+    if any(rest.away for buffer in running.buffers for rest in (buffer.parameters, buffer.updating)) or any(
+        rests_away(buffer) for binding in running.bindings for buffer in running.buffers
     ):
         raise UserError(
             "torch.distributed.checkpoint wants all states in memory, and some rest in files",
@@ -114,18 +114,18 @@ def state_dict(engine: Engine) -> dict[str, Any]:
         )  # fmt: skip
     _warn()
     model: dict[str, Any] = {}
-    for record in engine.records:
-        model |= dict.fromkeys(record.names, _value(*engine.places[record.name]))
-    model |= {name: tensor.detach().clone() for name, tensor in persistent(engine.model)}
-    if not engine.bindings:
+    for record in running.records:
+        model |= dict.fromkeys(record.names, _value(*running.places[record.name]))
+    model |= {name: tensor.detach().clone() for name, tensor in persistent(running.model)}
+    if not running.bindings:
         return {"model": model}
     states: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
-    for binding in engine.bindings:
+    for binding in running.bindings:
         fixed = fixed_shapes(binding.optimizer)
-        for fragment, kept in _states(engine, binding):
+        for fragment, kept in _states(running, binding):
             states[fragment.slot.name] = {key: _state(fragment, key, value, fixed) for key, value in kept.items()}
-        groups += [{"params": group["parameters"], **group["options"]} for group in options(engine, binding)["groups"]]
+        groups += [{"params": group["parameters"], **group["options"]} for group in options(running, binding)["groups"]]
     return {"model": model, "optim": {"state": states, "param_groups": groups}}
 
 
@@ -149,7 +149,7 @@ def _value(buffer: Buffer, slot: Slot) -> Any:
     )
 
 
-def _states(engine: Engine, binding: Binding) -> Iterator[tuple[Fragment, Mapping[str, Any]]]:
+def _states(running: ModelState, binding: Binding) -> Iterator[tuple[Fragment, Mapping[str, Any]]]:
     """What the optimizer keeps of what it holds; of one it has not stepped, zeros that have its states' shapes.
 
     DCP loads in place, so that there must be a place.
@@ -157,7 +157,7 @@ def _states(engine: Engine, binding: Binding) -> Iterator[tuple[Fragment, Mappin
     asked: dict[tuple[int, torch.dtype, int], dict[str, Shown]] = {}
     numbers = {id(p): number for number, group in enumerate(binding.optimizer.param_groups) for p in group["params"]}
     whole = takes_whole_tensors(binding.optimizer)
-    for fragment in engine.fragments(binding):
+    for fragment in running.fragments(binding):
         slot, param = fragment.slot, fragment.param
         if not param.numel():
             continue
@@ -191,37 +191,37 @@ def _state(fragment: Fragment, key: str, value: Any, fixed: Shapes) -> Any:
 
 
 @torch.inference_mode(False)
-def load_state_dict(engine: Engine, state: Mapping[str, Any]) -> None:
+def load_state_dict(running: ModelState, state: Mapping[str, Any]) -> None:
     """Take what DCP has put into a `state_dict()`, on all ranks or none."""
     staged, problem = Staged(), None
     try:
         if not isinstance(state, Mapping):
             raise UserError("a state is a dict", got=type(state).__name__, instead="zero.state_dict()")
-        _stage(engine, state, staged)
+        _stage(running, state, staged)
     except (UserError, CheckpointError, KeyError, TypeError, ValueError, RuntimeError) as error:
         problem = f"{type(error).__name__}: {error}"
-    told = engine.group.problems(problem)
+    told = running.group.problems(problem)
     if told:
         raise CheckpointError("this state cannot be loaded; nothing was changed", got="; ".join(told))
-    commit(engine, staged)
-    renew(engine)
+    commit(running, staged)
+    renew(running)
 
 
-def _stage(engine: Engine, state: Mapping[str, Any], staged: Staged) -> None:
-    for record in engine.records:
-        buffer, slot = engine.places[record.name]
+def _stage(running: ModelState, state: Mapping[str, Any], staged: Staged) -> None:
+    for record in running.records:
+        buffer, slot = running.places[record.name]
         if slot.numel:
             value = _loaded(record.name, state["model"][record.name])
             staged.values[record.name] = value
             if buffer.master is not None:
                 updated, first = slot.within(*buffer.updated), state["model"][record.name].reads[0]
                 staged.masters[record.name] = value[updated.start - first : updated.stop - first]
-    staged.buffers = {name: state["model"][name] for name, _ in persistent(engine.model)}
-    if not engine.bindings:
+    staged.buffers = {name: state["model"][name] for name, _ in persistent(running.model)}
+    if not running.bindings:
         return
     saved = [(sorted(group["params"]), group) for group in state["optim"]["param_groups"]]
-    for binding in engine.bindings:
-        for group, mine in zip(binding.optimizer.param_groups, options(engine, binding)["groups"], strict=True):
+    for binding in running.bindings:
+        for group, mine in zip(binding.optimizer.param_groups, options(running, binding)["groups"], strict=True):
             match = next((theirs for names, theirs in saved if names == sorted(mine["parameters"])), None)
             if match is None:
                 raise CheckpointError("no saved group holds just these parameters", got=mine["parameters"][:5])
@@ -231,7 +231,7 @@ def _stage(engine: Engine, state: Mapping[str, Any], staged: Staged) -> None:
                     "options are of another kind", where=str(odd), got=str([match[k] for k in odd])[:100]
                 )
             staged.groups.append((group, theirs))
-        for fragment, _ in _states(engine, binding):
+        for fragment, _ in _states(running, binding):
             name = fragment.slot.name
             found = state["optim"]["state"][name]
             loaded = {

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from ..agreement import Group
 from ..buffer import Buffer
-from ..checkpoint import Engine, persistent
+from ..checkpoint import ModelState, persistent
 from ..errors import CheckpointError, Error, PeerError, UserError
 from ..files import DTYPES, absolute, publish, raw
 from ..manifest import VALUE, Saved, numel
@@ -257,23 +257,23 @@ def export_saved(saved: Saved, target: Path, wanted: Wanted) -> list[tuple[str, 
 
 
 @torch.no_grad()
-def export(engine: Engine, path: str | os.PathLike[str], wanted: Wanted) -> None:
+def export(running: ModelState, path: str | os.PathLike[str], wanted: Wanted) -> None:
     """Gather bucket by bucket, from masters where there are any; rank 0 writes. Raises on every rank or on none."""
-    target, group = absolute(path), engine.group
+    target, group = absolute(path), running.group
     told = group.describe({"owner": owner(), "asked": f"{target.name}, {wanted}"})
     if len({each["asked"] for each in told}) > 1:
         raise PeerError("the ranks export differently", expected=told[0]["asked"], got=[each["asked"] for each in told])
     folder, weights = Folder(target, told[0]["owner"]), None
     problems: list[str] = []
-    whole = _whole(engine)
+    whole = _whole(running)
     try:
         with _noting(problems):
-            tensors = {r.name: Kind(tuple(r.param.shape), wanted.of(r.param.dtype), r.names) for r in engine.managed}
+            tensors = {r.name: Kind(tuple(r.param.shape), wanted.of(r.param.dtype), r.names) for r in running.managed}
             tensors |= {name: Kind(tuple(each.shape), wanted.of(each.dtype), [name]) for name, each in whole.items()}
             if group.rank == 0:
-                weights = folder.begin(wanted, tensors, config=_config_writer(engine.model) is not None)
+                weights = folder.begin(wanted, tensors, config=_config_writer(running.model) is not None)
         _agree(group, target, problems)
-        for buffer in engine.buffers:
+        for buffer in running.buffers:
             flat = _gathered(buffer, wanted, problems)
             with _noting(problems):
                 if weights is not None and not problems:
@@ -284,7 +284,7 @@ def export(engine: Engine, path: str | os.PathLike[str], wanted: Wanted) -> None
             if weights is not None and not problems:
                 for name, tensor in whole.items():
                     weights.write(name, 0, wanted.cast(name, tensor.detach().cpu().contiguous(), tensor.dtype))
-                _write_config(engine.model, folder.beside)
+                _write_config(running.model, folder.beside)
         _agree(group, target, problems)
         with _noting(problems):
             if group.rank == 0:
@@ -301,10 +301,10 @@ def export(engine: Engine, path: str | os.PathLike[str], wanted: Wanted) -> None
             weights.close()
 
 
-def _whole(engine: Engine) -> dict[str, Tensor]:
+def _whole(running: ModelState) -> dict[str, Tensor]:
     """What every rank holds whole: buffers, and the parameters that zeroshard was told to leave alone."""
-    managed = {record.name for record in engine.managed}
-    return dict(persistent(engine.model)) | {n: p for n, p in engine.model.named_parameters() if n not in managed}
+    managed = {record.name for record in running.managed}
+    return dict(persistent(running.model)) | {n: p for n, p in running.model.named_parameters() if n not in managed}
 
 
 def _gathered(buffer: Buffer, wanted: Wanted, problems: list[str]) -> Tensor:

@@ -216,17 +216,17 @@ def _fill(model: nn.Module, tensors: dict[str, tuple[int, ...]], init: Any) -> C
 
 @torch.no_grad()
 def _read(zero: Zero, weights: Weights, tensors: dict[str, tuple[int, ...]]) -> None:
-    engine = zero._engine()
-    for record in engine.records:
+    running = zero._engine.model_state()
+    for record in running.records:
         name = _place(record.names, record.param, tensors)
         if name is not None:
-            start, stop = resting(engine, record.name)
+            start, stop = resting(running, record.name)
             value = weights.interval(name, start, stop)
-            buffer, slot = engine.places[record.name]
+            buffer, slot = running.places[record.name]
             updated = slot.within(*buffer.updated)
-            put(engine, record.name, value, value[updated.start - start : updated.stop - start])
-    for name, tensor in persistent(engine.model):
+            put(running, record.name, value, value[updated.start - start : updated.stop - start])
+    for name, tensor in persistent(running.model):
         if tensors.get(name) == tuple(tensor.shape):
             tensor.copy_(weights.interval(name, 0, tensor.numel()).view(tensor.shape))
-    renew(engine)
-    zero._forget_old_weights()
+    renew(running)
+    zero._engine.forget_old_weights()

@@ -29,9 +29,9 @@ def holding(zero: Zero) -> Holding:
 
     def stored(bucket: Bucket) -> Stored:
         dtypes = zero.dtypes(bucket)
-        copied = zero._device.type != "cpu" and elsewhere(zero._resting[bucket.index])
+        copied = zero._engine.device.type != "cpu" and elsewhere(zero._engine.resting[bucket.index])
         master = dtypes.master.itemsize if dtypes.master != dtypes.param or copied else 0
-        return Stored(dtypes.param.itemsize, dtypes.grad.itemsize, master, zero._precision.casts(dtypes.param))
+        return Stored(dtypes.param.itemsize, dtypes.grad.itemsize, master, zero._engine.precision.casts(dtypes.param))
 
     members: dict[tuple[int, str], int] = {}
     groups: list[tuple[Any, dict[str, Any]]] = []
@@ -52,8 +52,8 @@ def holding(zero: Zero) -> Holding:
             probed[key] = probe(optimizer, group, key[1], key[2])
         found = {state: each.kept(slot.shape) for state, each in probed[key].items()}
         number = numbers[id(optimizer)]
-        if zero._resting[bucket.index]["optimizer"] == NVME:
+        if zero._engine.resting[bucket.index]["optimizer"] == NVME:
             return {file_name(state, number) if each[1] else state: each for state, each in found.items()}
         return found
 
-    return Holding(zero.partition, zero.placements, zero.rank, stored, kept, zero._resting)
+    return Holding(zero.partition, zero.placements, zero.rank, stored, kept, zero._engine.resting)

@@ -157,10 +157,13 @@ def predict_moves(zero: Zero, *, accumulate: int = 1, no_sync: bool = False) -> 
     """Bytes that this rank reads and writes in a step, as `zero.ledger().traffic` counts them as "read" and "write"."""
 
     def mastered(bucket: Bucket) -> bool:
-        dtypes, copied = zero.dtypes(bucket), zero._device.type != "cpu" and elsewhere(zero._resting[bucket.index])
+        dtypes, copied = (
+            zero.dtypes(bucket),
+            zero._engine.device.type != "cpu" and elsewhere(zero._engine.resting[bucket.index]),
+        )
         return dtypes.master != dtypes.param or copied
 
     return moves(
-        zero.partition, zero.placements, zero._resting, holding(zero).files(),
+        zero.partition, zero.placements, zero._engine.resting, holding(zero).files(),
         [mastered(bucket) for bucket in zero.partition.buckets], accumulate=accumulate, no_sync=no_sync,
     )  # fmt: skip

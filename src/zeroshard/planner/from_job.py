@@ -52,7 +52,7 @@ def plan_job(job: str | Callable[[], dict[str, Any]], asked: Asked, layout: Layo
         f"{recomputed.activations:,} with every unit recomputed",
         "what operators take while they run, and the optimizer inside its step, comes on top: measured, not planned",
     ]
-    if asked.offload is not None and one.zero._device.type == "cpu":
+    if asked.offload is not None and one.zero._engine.device.type == "cpu":
         notes.append(
             "as on a CPU: a GPU pins host memory in whole pages, and fp32 weights updated elsewhere have masters"
         )
@@ -102,8 +102,10 @@ def _recipe(run: Simulation) -> recipes.Recipe:
                 add("master", numel[bucket.index] * dtypes.master.itemsize)
     cast = sum(
         numel[b.index] * zero.dtypes(b).param.itemsize
-        for b, at in zip(buckets, zero._resting, strict=True)
-        if b.trainable and zero._precision.casts(zero.dtypes(b).param) and at["parameters"] == at["optimizer"] == DEVICE
+        for b, at in zip(buckets, zero._engine.resting, strict=True)
+        if b.trainable
+        and zero._engine.precision.casts(zero.dtypes(b).param)
+        and at["parameters"] == at["optimizer"] == DEVICE
     )
     per_tensor: dict[str, int] = {}
     for optimizer, group, places in zero.optimizer_members():

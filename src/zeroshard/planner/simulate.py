@@ -219,7 +219,7 @@ def checkpoint_units(zero: Zero) -> None:
     """Recompute each unit's forward in backward, as `torch.utils.checkpoint` does without re-entering autograd."""
     from torch.utils.checkpoint import checkpoint
 
-    for unit in zero._units[1:]:
+    for unit in zero._engine.units[1:]:
         forward = unit.module.forward
 
         def again(*args: Any, _forward: Any = forward, **kwargs: Any) -> Any:
@@ -237,7 +237,7 @@ def moments(run: Simulation) -> list[tuple[str, dict[str, int]]]:
     Parts: "init", then "forward of blocks.3", "backward of blocks.3", "reduce" (the end of backward) and "step" of the
     last recorded step.
     """
-    record = run.zero._ledger.record
+    record = run.zero._engine.ledger.record
     assert record is not None
     steps = [event for event in run.events if event.verb == "step"]
     began = steps[-1 - run.steps].end
@@ -288,16 +288,16 @@ class Counter(TorchDispatchMode):
 
     def __init__(self, zero: Zero) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.ledger = zero._ledger
+        self.ledger = zero._engine.ledger
         self.flops = 0
         self.activations = self.working = self._since = self._made_since = self._alive = 0
         self.tokens = 0
         self._made: dict[int, Any] = {}
-        states = [flat for b in zero._buffers for flat in (b.parameters, b.master, b.gradients)]
+        states = [flat for b in zero._engine.buffers for flat in (b.parameters, b.master, b.gradients)]
         resting = [flat.tensor for flat in states if flat is not None and not flat.away]
-        engine = [*(b.full for b in zero._buffers), *resting]
+        engine = [*(b.full for b in zero._engine.buffers), *resting]
         self._known = {tensor.untyped_storage()._cdata for tensor in (*engine, *zero.model.buffers())}
-        self._leave_out(zero._tier)
+        self._leave_out(zero._engine.tier)
 
     def _leave_out(self, tier: Any) -> None:
         """What the engine reserves while it runs is the ledger's to count."""

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import zeroshard
 from zeroshard.checkpoint import pieces
-from zeroshard.files import digest, raw
+from zeroshard.digests import digest, raw
 
 from . import report
 from .ranks import Ranks

@@ -27,8 +27,8 @@ import zeroshard
 from test_checkpoint import build, step
 from zeroshard import files, workplace
 from zeroshard.checkpoint import options, persistent, pieces, rng_states, values
+from zeroshard.digests import raw
 from zeroshard.errors import CheckpointError, PeerError
-from zeroshard.files import raw
 from zeroshard.integrations.export import Weights
 
 

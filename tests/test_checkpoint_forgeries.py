@@ -24,8 +24,9 @@ import zeroshard
 from test_checkpoint import build, saves, step
 from test_checkpoint_faults import bits, forked, job, names
 from zeroshard import files
+from zeroshard.digests import digest
 from zeroshard.errors import CheckpointError, UserError
-from zeroshard.files import canonical, digest
+from zeroshard.files import canonical
 from zeroshard.manifest import Saved
 
 FIXTURES = Path(__file__).parent / "fixtures"

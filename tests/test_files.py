@@ -8,7 +8,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from zeroshard import files
+from zeroshard import digests, files
 from zeroshard.files import BLOCK
 
 REAL = fcntl.fcntl, os.pwrite
@@ -55,13 +55,13 @@ def test_a_file_holds_exactly_its_tensors(tmp_path, monkeypatch, way, numel):
     written = files.write_tensors(tmp_path / "file", given)
     data = (tmp_path / "file").read_bytes()
     assert written.nbytes == len(data)
-    assert written.digests == [files.digest(data[at : at + BLOCK]) for at in range(0, len(data), BLOCK)]
+    assert written.digests == [digests.digest(data[at : at + BLOCK]) for at in range(0, len(data), BLOCK)]
     read = safetensors.torch.load_file(tmp_path / "file")
     assert read.keys() == given.keys()
     for name, tensor in given.items():
         assert (read[name].dtype, read[name].shape) == (tensor.dtype, tensor.shape)
         assert torch.equal(read[name], tensor)
-        raw = files.raw(tensor.contiguous())
+        raw = digests.raw(tensor.contiguous())
         assert data[written.offsets[name] : written.offsets[name] + raw.nbytes] == bytes(raw)
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import norms
 from zeroshard import Error, Precision
+from zeroshard.digests import fingerprint
 from zeroshard.numerics import (
     CHUNK,
     BlockMap,
@@ -21,7 +22,6 @@ from zeroshard.numerics import (
     add_to_maxima,
     average_,
     block_sums,
-    digest,
     divides_exactly,
     empty_bins,
     fold,
@@ -328,10 +328,10 @@ def test_equal_bits_are_stricter_than_equal_values():
 def test_a_digest_tells_contents_apart():
     """Order, sign of zero and NaN count, the storage's other elements do not; nothing is read off the processor."""
     x = torch.tensor([0.0, 1.0, math.nan, 3.0], dtype=torch.bfloat16)
-    assert digest(x) == digest(x.clone()) == digest(torch.cat([x[3:], x])[1:])
+    assert fingerprint(x) == fingerprint(x.clone()) == fingerprint(torch.cat([x[3:], x])[1:])
     others = [x.flip(0), torch.tensor([-0.0, 1.0, math.nan, 3.0], dtype=torch.bfloat16), x[:3], x[:0]]
-    assert len({digest(tensor) for tensor in (x, *others)}) == 5
-    assert digest(x.to("meta")) is None
+    assert len({fingerprint(tensor) for tensor in (x, *others)}) == 5
+    assert fingerprint(x.to("meta")) is None
 
 
 @pytest.mark.parametrize("numel", [1, 300, CHUNK + 3])

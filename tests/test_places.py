@@ -16,8 +16,9 @@ from test_inputs import small
 from zeroshard.cli.checkpoints import open_checkpoint
 from zeroshard.cli.config import InputError
 from zeroshard.cli.data import make_writable, read_corpus
+from zeroshard.digests import digest
 from zeroshard.errors import CheckpointError, UserError
-from zeroshard.files import canonical, digest
+from zeroshard.files import canonical
 from zeroshard.integrations.export import Wanted, export_saved
 from zeroshard.workplace import put
 

@@ -18,9 +18,10 @@ import reference
 import zeroshard
 from zeroshard import Layout, checkpoint
 from zeroshard import saving as saving_module
+from zeroshard.digests import digest
 from zeroshard.errors import CheckpointError, UserError
 from zeroshard.events import HOST
-from zeroshard.files import canonical, digest
+from zeroshard.files import canonical
 from zeroshard.manifest import siblings
 
 ROOT = Path(__file__).parents[1]

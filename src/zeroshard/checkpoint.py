@@ -20,9 +20,10 @@ from torch import Tensor, nn
 
 from .agreement import Group
 from .buffer import Buffer
+from .digests import digest, raw
 from .errors import CheckpointError, UserError
 from .events import DEVICE
-from .files import DTYPES, digest, raw
+from .files import DTYPES
 from .flat import Flat
 from .fragment import Fragment, fixed_shapes, is_like, per_element
 from .layout import Bucket, Slot

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .numerics import digest, reseed_
+from .digests import fingerprint
+from .numerics import reseed_
 
 
 class Edits:
@@ -25,13 +26,13 @@ class Edits:
         """The gathered copy is new. kept: into memory that somebody still holds. mine: the own part of it, where a
         digest of that will be asked for."""
         self.reachable = kept
-        self._agreed = digest(mine) if mine is not None and kept else None
+        self._agreed = fingerprint(mine) if mine is not None and kept else None
         self._version = full._version
 
     def opened(self, full: Tensor, mine: Tensor | None) -> None:
         """From now on anybody may edit the gathered copy; a backward may have done so, into a weight it had saved."""
         if mine is not None and not self.reachable:
-            self._agreed = None if full._version != self._version else digest(mine)
+            self._agreed = None if full._version != self._version else fingerprint(mine)
         self.reachable = True
 
     def look_at(self, full: Tensor) -> None:
@@ -44,11 +45,11 @@ class Edits:
 
     def agree(self, params: Tensor | None) -> None:
         """These parameters are what the masters cast to. None: nothing is known of them."""
-        self._agreed = None if params is None else digest(params)
+        self._agreed = None if params is None else fingerprint(params)
 
     def follow(self, master: Tensor, params: Tensor) -> bool:
         """The master takes what of the parameters is not its cast. Says whether anything was edited."""
-        now = digest(params)
+        now = fingerprint(params)
         edited = (now is None or now != self._agreed) and reseed_(master, params.to(master.device))
         self._agreed = now
         return edited

@@ -26,11 +26,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy
 import torch
-import xxhash
 from torch import Tensor
 
+from .digests import digest, raw
 from .errors import CheckpointError, UserError, check_local
 from .tier import Part, present
 from .workplace import clean, discard, owner, place_beside, sync, temporary
@@ -54,17 +53,6 @@ class Written(NamedTuple):
     nbytes: int
     digests: list[str]
     offsets: dict[str, int]
-
-
-def digest(data: Any) -> str:
-    return str(xxhash.xxh3_128_hexdigest(data.encode() if isinstance(data, str) else data))
-
-
-def raw(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, without a copy."""
-    tensor = tensor.resolve_conj().resolve_neg()  # itself, but where it is a view that shows other numbers
-    array: Any = tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else numpy.empty(0, numpy.uint8)
-    return memoryview(array)
 
 
 def absolute(path: object) -> Path:

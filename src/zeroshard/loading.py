@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from .agreement import Group
 from .checkpoint import ModelState, Rng, options, parsed_rng, persistent, restore_rng
+from .digests import digest
 from .errors import CheckpointError, PeerError
-from .files import absolute, canonical, digest
+from .files import absolute, canonical
 from .fragment import Fragment, rests_away
 from .manifest import VALUE, Saved, Stored, numel, own_name, siblings, unplain
 from .numerics import unrepeated

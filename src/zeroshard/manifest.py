@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .digests import raw
 from .errors import CheckpointError, UserError
-from .files import BLOCK, MANIFEST, TORCH_DTYPES, Reader, canonical, damaged, opened, raw, read_manifest, replaced
+from .files import BLOCK, MANIFEST, TORCH_DTYPES, Reader, canonical, damaged, opened, read_manifest, replaced
 
 FORMAT, VERSION = "zeroshard checkpoint", 1
 CHUNK = 1 << 20  # elements converted at a time

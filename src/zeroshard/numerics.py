@@ -13,14 +13,12 @@ taken and added in fp64.
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
-import xxhash
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -221,17 +219,6 @@ def parts(tensor: Tensor) -> list[Tensor] | None:
         inner = [getattr(tensor, name)() for name in _PARTS.get(tensor.layout, ())]
     found = [parts(each) for each in inner]
     return [each for several in found for each in several or ()] if found and None not in found else None
-
-
-def digest(tensor: Tensor) -> bytes | None:
-    """16 bytes that tell a contiguous tensor's content from any other; None where no processor's memory holds it.
-
-    At 30 GB/s it is the cheapest way to notice that somebody wrote to a tensor behind torch's version counters.
-    """
-    if simulated(tensor) or tensor.device.type != "cpu":
-        return None
-    content = ctypes.c_char * (tensor.numel() * tensor.itemsize)  # .numpy() would pin the storage's size
-    return xxhash.xxh3_128_digest(content.from_address(tensor.data_ptr()))
 
 
 def reseed_(master: Tensor, param: Tensor) -> bool:

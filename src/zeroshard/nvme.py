@@ -30,9 +30,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .digests import digest, raw
 from .errors import TierError
 from .events import HOST, NVME, Ledger, ends
-from .files import digest, raw
 from .headroom import BUFFERS, aligned
 from .numerics import same_bits, simulated
 from .tier import Offload, Rest, pages

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from .buffer import Buffer
 from .checkpoint import ModelState
+from .digests import raw
 from .errors import PeerError, TierError
 from .events import ends
-from .files import raw
 from .numerics import simulated
 from .tier import Part, present
 

@@ -28,8 +28,9 @@ from torch import Tensor, nn
 from ..agreement import Group
 from ..buffer import Buffer
 from ..checkpoint import ModelState, persistent
+from ..digests import raw
 from ..errors import CheckpointError, Error, PeerError, UserError
-from ..files import DTYPES, absolute, publish, raw
+from ..files import DTYPES, absolute, publish
 from ..manifest import VALUE, Saved, numel
 from ..workplace import clean, discard, owner, place_beside, temporary
 

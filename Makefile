@@ -25,7 +25,7 @@ check: install ## format, lint, types, layers, line caps, public names
 	$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy && $(BIN)/pytest -q tests/test_house.py
 
 docs: install ## the walkthrough in docs/, then the snippets, examples and links of all pages
-	$(BIN)/zeroshard explain --out docs/zero.html && $(BIN)/pytest -q tests/test_docs.py
+	$(BIN)/zeroshard explain --out docs/zero.html && $(BIN)/python docs/tree.py && $(BIN)/pytest -q tests/test_docs.py
 
 bench: install ## zeroshard beside its peers: training steps, checkpoints; an hour. BENCH=--quick: training only, a minute
 	$(BIN)/python -m bench $(BENCH)

@@ -25,7 +25,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 import zeroshard
-from zeroshard.checkpoint import pieces
+from zeroshard.checkpoint.content import pieces
 from zeroshard.digests import digest, raw
 
 from . import report

@@ -45,8 +45,9 @@ import torch
 from torch import nn
 
 import zeroshard
-from zeroshard import Layout, Offload, Precision, nvme
+from zeroshard import Layout, Offload, Precision
 from zeroshard.cli.iobench import Setup, _Raw
+from zeroshard.tiers import nvme
 
 from . import report
 from .ranks import Ranks

@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from zeroshard import gradient, reduction
+from zeroshard.engine import gradient, reduction
 
 FOLD, AVERAGE, SEND = reduction.fold, gradient.average_, reduction.Reduction._send
 calls = itertools.count()

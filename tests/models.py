@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as _checkpoint
 
-from zeroshard import reduction
+from zeroshard.engine import reduction
 
 PATIENCE = reduction.PATIENCE
 MODELS: dict[str, Callable[..., nn.Module]] = {}

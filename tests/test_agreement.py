@@ -11,9 +11,10 @@ from torch import nn
 
 import ranks as rank_processes
 import zeroshard
-from zeroshard import Comm, Layout, agreement
-from zeroshard.comm import Simulated
+from zeroshard import Comm, Layout
 from zeroshard.errors import PeerError
+from zeroshard.ranks import agreement
+from zeroshard.ranks.comm import Simulated
 
 ROW = 8 * agreement.ROW  # bytes
 

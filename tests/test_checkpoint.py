@@ -63,7 +63,7 @@ def step(case, model, optimizer, number, total=4):
 def digest(model, optimizer, zero):
     """Everything that counts, gathered to one description equal at any layout: weights, masters and states by name."""
     pieces = {}
-    for piece in zeroshard.checkpoint.pieces(zero._engine.model_state()):
+    for piece in zeroshard.checkpoint.content.pieces(zero._engine.model_state()):
         pieces[piece.parameter, piece.state, piece.start] = piece.tensor.clone()
     with zero.gathered():
         weights = reference.weights(model)
@@ -423,7 +423,7 @@ def test_no_flipped_bit_loads_silently(tmp_path, checkpoint):
 def changed_meanwhile(path):
     """Rank 1's file changes when all is checked and nothing is read: says what every rank is told."""
     _, _, zero = build("gpt", 3)
-    commit = zeroshard.loading.commit
+    commit = zeroshard.checkpoint.loading.commit
 
     def late(engine, staged):
         if zero.rank == 1:
@@ -432,12 +432,12 @@ def changed_meanwhile(path):
         torch.distributed.barrier()
         commit(engine, staged)
 
-    zeroshard.loading.commit = late
+    zeroshard.checkpoint.loading.commit = late
     try:
         with pytest.raises(CheckpointError, match=r"holds only some of it[\s\S]*rank \d: [\s\S]*changed meanwhile"):
             zero.load(path)
     finally:
-        zeroshard.loading.commit = commit
+        zeroshard.checkpoint.loading.commit = commit
     return True
 
 
@@ -484,14 +484,14 @@ def cannot_write(path):
     step("mlp", model, optimizer, 0, total=2)
     zero.save(path)
     before = sorted(p.name for p in Path(path).parent.iterdir())
-    write_tensors = zeroshard.saving.write_tensors
+    write_tensors = zeroshard.checkpoint.saving.write_tensors
     if zero.rank == 1:
-        zeroshard.saving.write_tensors = full
+        zeroshard.checkpoint.saving.write_tensors = full
     try:
         with pytest.raises(CheckpointError, match=r"rank 1: .*No space left"):
             zero.save(path)
     finally:
-        zeroshard.saving.write_tensors = write_tensors
+        zeroshard.checkpoint.saving.write_tensors = write_tensors
     assert sorted(p.name for p in Path(path).parent.iterdir()) == before
     zero.load(path)
     step("mlp", model, optimizer, 1, total=2)

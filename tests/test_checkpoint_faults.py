@@ -25,8 +25,9 @@ import xxhash
 
 import zeroshard
 from test_checkpoint import build, step
-from zeroshard import files, workplace
-from zeroshard.checkpoint import options, persistent, pieces, rng_states, values
+from zeroshard.checkpoint import files
+from zeroshard.checkpoint import staging as workplace
+from zeroshard.checkpoint.content import options, persistent, pieces, rng_states, values
 from zeroshard.digests import raw
 from zeroshard.errors import CheckpointError, PeerError
 from zeroshard.integrations.export import Weights
@@ -147,23 +148,26 @@ def killed_everywhere(ranks, folder, over, stride, how=signal.SIGKILL):
     return killed
 
 
+@pytest.mark.row(37)
 @pytest.mark.parametrize("over", [False, True], ids=["fresh", "over"])
-def test_row37_a_save_killed_anywhere_leaves_the_one_before(ranks, tmp_path, over):
+def test_a_save_killed_anywhere_leaves_the_one_before(ranks, tmp_path, over):
     assert killed_everywhere(ranks, tmp_path, over, 5) >= 9
 
 
+@pytest.mark.row(37)
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("over", [False, True], ids=["fresh", "over"])
-def test_row37_a_save_killed_at_every_call_leaves_the_one_before(ranks, tmp_path, over):
+def test_a_save_killed_at_every_call_leaves_the_one_before(ranks, tmp_path, over):
     killed = killed_everywhere(ranks, tmp_path, over, 1)
     print(f"killed at {killed} places")
     assert killed >= 50
 
 
+@pytest.mark.row(60)
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGHUP], ids=lambda how: how.name)
 @pytest.mark.parametrize("over", [False, True], ids=["fresh", "over"])
-def test_row60_a_save_that_a_signal_ends_anywhere_leaves_nothing_half_written(ranks, tmp_path, over, how):
+def test_a_save_that_a_signal_ends_anywhere_leaves_nothing_half_written(ranks, tmp_path, over, how):
     assert killed_everywhere(ranks, tmp_path, over, 7, how) >= 7
 
 
@@ -173,7 +177,7 @@ def ended_behind(parent):
 
     def ended():
         began = threading.Event()
-        zeroshard.saving.write_tensors = lambda *_: (began.set(), time.sleep(60))
+        zeroshard.checkpoint.saving.write_tensors = lambda *_: (began.set(), time.sleep(60))
         zero.save(parent / "a", asynchronous=True)
         assert began.wait(20) and len(names(parent)) == 1
         child = os.fork()
@@ -186,19 +190,21 @@ def ended_behind(parent):
     return forked(ended), names(parent)
 
 
-def test_row60_a_signal_in_a_save_behind_the_training_leaves_nothing_half_written(ranks, tmp_path):
+@pytest.mark.row(60)
+def test_a_signal_in_a_save_behind_the_training_leaves_nothing_half_written(ranks, tmp_path):
     assert ranks.run(1, ended_behind, tmp_path, group=False) == [(-signal.SIGTERM, [])]
 
 
+@pytest.mark.row(60)
 @pytest.mark.parametrize("over", [False, True], ids=["fresh", "over"])
 @pytest.mark.parametrize("moment", ["write_manifest", "publish"])
-def test_row60_what_another_thread_still_saves_is_not_published_without_its_files(tmp_path, monkeypatch, moment, over):
+def test_what_another_thread_still_saves_is_not_published_without_its_files(tmp_path, monkeypatch, moment, over):
     """The end comes to the main thread, or to the one that waits for it, while the saver is before its last rename."""
     _, _, zero = job(1)
     if over:
         zero.save(tmp_path / "a", extra={"which": "before"})
-    then = getattr(zeroshard.saving, moment)
-    monkeypatch.setattr(zeroshard.saving, moment, lambda *args: (workplace.abandon(), then(*args)))
+    then = getattr(zeroshard.checkpoint.saving, moment)
+    monkeypatch.setattr(zeroshard.checkpoint.saving, moment, lambda *args: (workplace.abandon(), then(*args)))
     saving = zero.save(tmp_path / "a", asynchronous=True)
     with pytest.raises(CheckpointError, match="was not saved"):
         saving.wait()
@@ -206,8 +212,9 @@ def test_row60_what_another_thread_still_saves_is_not_published_without_its_file
     assert not over or zero.load(tmp_path / "a").extra == {"which": "before"}
 
 
+@pytest.mark.row(60)
 @pytest.mark.parametrize("over", [False, True], ids=["fresh", "over"])
-def test_row60_an_end_between_the_rename_and_the_disk_leaves_the_new_one(tmp_path, monkeypatch, over):
+def test_an_end_between_the_rename_and_the_disk_leaves_the_new_one(tmp_path, monkeypatch, over):
     _, _, zero = job(1)
     if over:
         zero.save(tmp_path / "a", extra={"which": "before"})
@@ -298,7 +305,8 @@ def killed_of_two(ranks, folder, victim, number):
     return told[0][0]
 
 
-def test_row37_one_of_two_ranks_killed_in_a_save(ranks, tmp_path):
+@pytest.mark.row(37)
+def test_one_of_two_ranks_killed_in_a_save(ranks, tmp_path):
     assert killed_of_two(ranks, tmp_path, 1, 9) == "before"
 
 
@@ -306,28 +314,30 @@ def dies_behind(path):
     """Rank 1 ends while both write behind the training: what rank 0 is told, and what is left."""
     _, _, zero = job(1)
     zero.save(path, extra={"which": "before"})
-    write_tensors = zeroshard.saving.write_tensors
+    write_tensors = zeroshard.checkpoint.saving.write_tensors
     if zero.rank == 1:
-        zeroshard.saving.write_tensors = lambda *_: die()
+        zeroshard.checkpoint.saving.write_tensors = lambda *_: die()
     saving = zero.save(path, asynchronous=True)
     try:
         saving.wait()
     except PeerError as error:
         return f"{error}", names(path.parent)
     finally:
-        zeroshard.saving.write_tensors = write_tensors
+        zeroshard.checkpoint.saving.write_tensors = write_tensors
 
 
-def test_row37_a_rank_killed_behind_the_training_leaves_nothing_half_written(ranks, tmp_path):
+@pytest.mark.row(37)
+def test_a_rank_killed_behind_the_training_leaves_nothing_half_written(ranks, tmp_path):
     """The survivor need not end for what it had written to go: it is told, and cleans up."""
     first, second = ranks.run(2, dies_behind, tmp_path / "a", expect_errors=True)
     assert second.type == "Died" and "rank 1 is gone" in first[0] and first[1] == ["a"]
     assert ranks.run(2, loads_one_of_both, tmp_path / "a") == [("before", ["a"])] * 2
 
 
+@pytest.mark.row(37)
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_row37_one_of_two_ranks_killed_at_many_calls(ranks, tmp_path):
+def test_one_of_two_ranks_killed_at_many_calls(ranks, tmp_path):
     seen = {}
     for victim, points in ((1, range(0, 20, 3)), (0, range(0, 66, 8))):
         for number in points:
@@ -349,7 +359,8 @@ def leftover(parent, name, *, machine=None, process=None, started=None, age=0.0)
     return folder
 
 
-def test_row37_only_dead_saves_leftovers_are_removed(tmp_path):
+@pytest.mark.row(37)
+def test_only_dead_saves_leftovers_are_removed(tmp_path):
     """Dead: of a process of this machine that has ended; or of another machine, and not written to for a day."""
     _, _, zero = job(0)
     kept = [
@@ -370,7 +381,8 @@ def test_row37_only_dead_saves_leftovers_are_removed(tmp_path):
     assert not any(path.exists() for path in gone)
 
 
-def test_row47_what_is_no_checkpoint_is_not_replaced(tmp_path):
+@pytest.mark.row(47)
+def test_what_is_no_checkpoint_is_not_replaced(tmp_path):
     """Saving into a folder of other things would remove them."""
     _, _, zero = job(0)
     (tmp_path / "run").mkdir()
@@ -398,7 +410,9 @@ def test_what_a_user_put_into_a_checkpoint_stays(tmp_path, monkeypatch, when):
         notes.write_text("years")
     elif when == "meanwhile":
         write = files.write_manifest
-        monkeypatch.setattr("zeroshard.saving.write_manifest", lambda *a: (notes.write_text("years"), write(*a)))
+        monkeypatch.setattr(
+            "zeroshard.checkpoint.saving.write_manifest", lambda *a: (notes.write_text("years"), write(*a))
+        )
     else:
         rename, exchange = os.rename, files._exchange
 
@@ -406,7 +420,7 @@ def test_what_a_user_put_into_a_checkpoint_stays(tmp_path, monkeypatch, when):
             notes.exists() or notes.write_text("years")
             call(one, other)
 
-        monkeypatch.setattr("zeroshard.files._exchange", lambda one, other: late(exchange, one, other))
+        monkeypatch.setattr("zeroshard.checkpoint.files._exchange", lambda one, other: late(exchange, one, other))
         monkeypatch.setattr("os.rename", lambda one, other: late(rename, one, other))
     with pytest.warns(UserWarning, match=r"leaves the older checkpoint .*/a: it holds \['notes.txt'\]"):
         zero.save(tmp_path / "c", keep=1)
@@ -476,17 +490,19 @@ def fails_everywhere(folder, over, code, stride):
     raise AssertionError("unreachable")
 
 
+@pytest.mark.row(39)
 @pytest.mark.parametrize("over", [False, True], ids=["fresh", "over"])
-def test_row39_any_call_that_fails_publishes_nothing(ranks, tmp_path, over):
+def test_any_call_that_fails_publishes_nothing(ranks, tmp_path, over):
     """Opens, writes, fsyncs (of file, folder and what holds it), renames, closes: EIO from each in turn."""
     ((failed, _),) = ranks.run(1, fails_everywhere, tmp_path, over, errno.EIO, 3, group=False)
     assert failed >= 6
 
 
+@pytest.mark.row(39)
 @pytest.mark.slow
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EINVAL])
 @pytest.mark.parametrize("over", [False, True], ids=["fresh", "over"])
-def test_row39_each_call_that_fails_publishes_nothing(ranks, tmp_path, over, code):
+def test_each_call_that_fails_publishes_nothing(ranks, tmp_path, over, code):
     ((failed, hidden),) = ranks.run(1, fails_everywhere, tmp_path, over, code, 1, group=False, timeout=170)
     print(f"{failed} failures told, {hidden} of no consequence")
     assert failed >= 20
@@ -512,8 +528,9 @@ def meets_a_limit(path, victim, limit):
     return f"{error.value}"
 
 
+@pytest.mark.row(38)
 @pytest.mark.parametrize("victim", [0, 1])
-def test_row38_a_rank_that_runs_out_of_space_fails_all(ranks, tmp_path, victim):
+def test_a_rank_that_runs_out_of_space_fails_all(ranks, tmp_path, victim):
     """The same error on both, with the file and what it needs; nothing is left of it and the training goes on."""
     first, second = ranks.run(2, meets_a_limit, tmp_path / "a", victim, 1000)
     assert first == second
@@ -547,7 +564,8 @@ def meets_a_full_disk(path):
     return zero.load(path).extra == {"n": 1}
 
 
-def test_row38_a_full_disk(ranks, tmp_path):
+@pytest.mark.row(38)
+def test_a_full_disk(ranks, tmp_path):
     with mounted(tmp_path / "small", "-t", "tmpfs", "-o", "size=600k", "tmpfs"):
         assert ranks.run(2, meets_a_full_disk, tmp_path / "small" / "a") == [True, True]
 
@@ -559,14 +577,16 @@ def meets_a_lock(path, message):
     return f"{zero.load(path).extra}"
 
 
-def test_row39_a_read_only_folder(ranks, tmp_path):
+@pytest.mark.row(39)
+def test_a_read_only_folder(ranks, tmp_path):
     ranks.run(2, saves_first, tmp_path / "d" / "a")
     with mounted(tmp_path / "d", "--bind", "-o", "ro", tmp_path / "d"):
         told = ranks.run(2, meets_a_lock, tmp_path / "d" / "a", "rank 0: Read-only file system")
     assert told == ["{'which': 'before'}"] * 2 and names(tmp_path / "d") == ["a"]
 
 
-def test_row39_a_file_system_that_cannot_exchange(tmp_path, monkeypatch):
+@pytest.mark.row(39)
+def test_a_file_system_that_cannot_exchange(tmp_path, monkeypatch):
     """As on some network file systems: saving over a checkpoint is refused there, and to another name works."""
     _, _, zero = job(1)
     zero.save(tmp_path / "a", extra={"n": 1})
@@ -582,7 +602,8 @@ def test_row39_a_file_system_that_cannot_exchange(tmp_path, monkeypatch):
     assert names(tmp_path) == ["a", "b"]
 
 
-def test_row39_a_parent_that_is_a_file(tmp_path):
+@pytest.mark.row(39)
+def test_a_parent_that_is_a_file(tmp_path):
     _, _, zero = job(0)
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="Not a directory|File exists"):
@@ -599,8 +620,9 @@ class Lying(io.FileIO):
         return len(memoryview(data).cast("B"))
 
 
+@pytest.mark.row(42)
 @pytest.mark.parametrize("lost", ["rank00000.safetensors", "manifest.json"])
-def test_row42_a_lost_write_that_reports_success(tmp_path, monkeypatch, lost):
+def test_a_lost_write_that_reports_success(tmp_path, monkeypatch, lost):
     _, _, zero = job(1)
     if lost == "manifest.json":
         monkeypatch.setattr(files, "open", lambda path, mode, **_: io.TextIOWrapper(Lying(path, mode)), raising=False)
@@ -653,13 +675,15 @@ def at_once(ranks, folder, rounds):
     return seen
 
 
-def test_row47_two_savers_and_a_reader(ranks, tmp_path):
+@pytest.mark.row(47)
+def test_two_savers_and_a_reader(ranks, tmp_path):
     assert at_once(ranks, tmp_path, 20)
 
 
+@pytest.mark.row(47)
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_row47_two_savers_and_a_reader_for_200_rounds(ranks, tmp_path):
+def test_two_savers_and_a_reader_for_200_rounds(ranks, tmp_path):
     seen = at_once(ranks, tmp_path, 200)
     print(f"{len(seen)} loads of {len(set(seen))} different checkpoints")
     assert {int(mark) // 1000 for mark in seen} == {1, 2}

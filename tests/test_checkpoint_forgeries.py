@@ -23,11 +23,11 @@ import ranks as rank_processes
 import zeroshard
 from test_checkpoint import build, saves, step
 from test_checkpoint_faults import bits, forked, job, names
-from zeroshard import files
+from zeroshard.checkpoint import files
+from zeroshard.checkpoint.files import canonical
+from zeroshard.checkpoint.manifest import Saved
 from zeroshard.digests import digest
 from zeroshard.errors import CheckpointError, UserError
-from zeroshard.files import canonical
-from zeroshard.manifest import Saved
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
@@ -134,13 +134,15 @@ def flips(path, count):
     return bits(zero) != before
 
 
-def test_row40_no_flipped_bit_loads(ranks, copy):
+@pytest.mark.row(40)
+def test_no_flipped_bit_loads(ranks, copy):
     assert ranks.run(2, flips, copy, 30) == [True, True]
 
 
+@pytest.mark.row(40)
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_row40_none_of_2000_flipped_bits_loads(ranks, copy):
+def test_none_of_2000_flipped_bits_loads(ranks, copy):
     """The error names the file."""
     assert ranks.run(2, flips, copy, 2000, timeout=500) == [True, True]
 
@@ -183,7 +185,8 @@ def all_refused(folder, other):
     return messages
 
 
-def test_row41_row43_damaged_files_are_refused_before_anything_changes(ranks, tmp_path, checkpoint):
+@pytest.mark.row(41, 43)
+def test_damaged_files_are_refused_before_anything_changes(ranks, tmp_path, checkpoint):
     """Only rank 1's file is bad in most of them; rank 0 refuses too."""
     other = tmp_path / "other run"
     ranks.run(2, saves, "mlp", other, 3, {}, 3)  # as many files of the same sizes
@@ -222,7 +225,8 @@ def differs(path):
     return text, loaded.skipped, kept
 
 
-def test_row44_every_difference_is_told_at_once(ranks, tmp_path):
+@pytest.mark.row(44)
+def test_every_difference_is_told_at_once(ranks, tmp_path):
     (text, skipped, kept), *_ = ranks.run(2, differs, tmp_path / "a")
     wanted = [
         "parameter 'transposed' has shape (4, 6), saved was (6, 4)",
@@ -251,7 +255,9 @@ def saves_groups(path, order):
     model, optimizer, zero = group_options(order)
     step("mlp", model, optimizer, 0, total=2)
     zero.save(path)
-    return {(p[0], p[1], p[2]): p.tensor.clone() for p in zeroshard.checkpoint.pieces(zero._engine.model_state())}
+    return {
+        (p[0], p[1], p[2]): p.tensor.clone() for p in zeroshard.checkpoint.content.pieces(zero._engine.model_state())
+    }
 
 
 def loads_groups(path, order, strict):
@@ -263,7 +269,9 @@ def loads_groups(path, order, strict):
         loaded = zero.load(path, strict=False)
         assert all(each in text for each in loaded.skipped)
     rates = [group["lr"] for group in optimizer.param_groups]
-    pieces = {(p[0], p[1], p[2]): p.tensor.clone() for p in zeroshard.checkpoint.pieces(zero._engine.model_state())}
+    pieces = {
+        (p[0], p[1], p[2]): p.tensor.clone() for p in zeroshard.checkpoint.content.pieces(zero._engine.model_state())
+    }
     step("mlp", model, optimizer, 1, total=2)
     return loaded.skipped, rates, pieces
 
@@ -271,7 +279,8 @@ def loads_groups(path, order, strict):
 A, B, C = ["0.weight", "0.bias"], ["2.weight", "2.bias"], ["4.weight", "4.bias"]
 
 
-def test_row46_groups_are_matched_by_name(ranks, tmp_path):
+@pytest.mark.row(46)
+def test_groups_are_matched_by_name(ranks, tmp_path):
     """Another order of groups, and within them, is the same groups; another division is refused, never guessed."""
     written = ranks.run(2, saves_groups, tmp_path / "a", [(A, 0.1), (B, 0.2), (C, 0.3)])
     for found in ranks.run(2, loads_groups, tmp_path / "a", [(C[::-1], 1.0), (A, 1.0), (B[::-1], 1.0)], True):
@@ -300,8 +309,9 @@ NAMES = [
 ]  # fmt: skip
 
 
+@pytest.mark.row(50)
 @pytest.mark.parametrize("name", NAMES)
-def test_row50_only_plain_names_are_opened(copy, monkeypatch, name):
+def test_only_plain_names_are_opened(copy, monkeypatch, name):
     manifest = manifest_of(copy)
     manifest["files"][name] = manifest["files"].pop("rank00000.safetensors")
     manifest["extra_file"] = name
@@ -392,7 +402,8 @@ def refuses_plainly(zero, path):
     raise RuntimeError(f"{path} was loaded")
 
 
-def test_row51_no_pickle_runs_wherever_it_lies(ranks, tmp_path):
+@pytest.mark.row(51)
+def test_no_pickle_runs_wherever_it_lies(ranks, tmp_path):
     assert ranks.run(1, loads_payloads, tmp_path, str(tmp_path / "marker"), group=False) == [0]
 
 
@@ -602,13 +613,15 @@ def meets_forgeries(path, kinds, strict):
     return grown
 
 
-def test_row52_forged_manifests_are_refused(ranks, copy):
+@pytest.mark.row(52)
+def test_forged_manifests_are_refused(ranks, copy):
     (grown,) = ranks.run(1, meets_forgeries, copy, ["bombs", "options", "states"], True, group=False)
     for name, (nbytes, length, _) in grown.items():
         assert nbytes <= (50 << 20) + 30 * length, (name, nbytes, length)
 
 
-def test_row52_random_states_that_no_generator_takes_are_refused(ranks, tmp_path):
+@pytest.mark.row(52)
+def test_random_states_that_no_generator_takes_are_refused(ranks, tmp_path):
     """On as many ranks as saved it: elsewhere they are not used."""
     ranks.run(1, saves, "mlp", tmp_path / "a", 3, {}, 2)
     ranks.run(1, meets_forgeries, tmp_path / "a", ["rng"], True, group=False)
@@ -627,14 +640,16 @@ def skips_what_does_not_fit(path):
     return skipped
 
 
-def test_row52_not_strict_skips_and_trains_on(ranks, copy):
+@pytest.mark.row(52)
+def test_not_strict_skips_and_trains_on(ranks, copy):
     (skipped,) = ranks.run(1, skips_what_does_not_fit, copy, group=False)
     assert all(skipped.values())
     assert skipped["betas one"] == ["optimizer 0, group 0: option 'betas' is [0.9, 0.999], saved was [0.9]"]
 
 
+@pytest.mark.row(52)
 @pytest.mark.parametrize("nbytes", [(64 << 20) + 1, 100 << 20, 1 << 30, 1 << 40])
-def test_row52_a_manifest_too_long_is_not_read(ranks, copy, nbytes):
+def test_a_manifest_too_long_is_not_read(ranks, copy, nbytes):
     os.truncate(copy / "manifest.json", nbytes)  # sparse
     ((grown, message),) = ranks.run(1, meets_length, copy, group=False)
     assert grown < 50 << 20 and "at most 67,108,864 bytes" in message
@@ -647,7 +662,8 @@ def meets_length(path):
     return high_water() - start, message
 
 
-def test_row52_a_manifest_that_could_not_be_read_is_not_written(tmp_path, monkeypatch):
+@pytest.mark.row(52)
+def test_a_manifest_that_could_not_be_read_is_not_written(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "MANIFEST_LIMIT", 30_000)
     _, _, zero = job(0)
     with pytest.raises(CheckpointError, match="the manifest would be too long to be read"):
@@ -655,9 +671,10 @@ def test_row52_a_manifest_that_could_not_be_read_is_not_written(tmp_path, monkey
     assert names(tmp_path) == []
 
 
+@pytest.mark.row(52)
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_row52_the_longest_bombs(ranks, copy):
+def test_the_longest_bombs(ranks, copy):
     (grown,) = ranks.run(1, meets_longest, copy, group=False, timeout=500)
     print({name: f"{nbytes >> 20} MiB, {seconds:.1f} s" for name, (nbytes, seconds) in grown.items()})
     for name, (nbytes, _) in grown.items():
@@ -814,14 +831,16 @@ def mutated(ranks, folder, count):
     return ranks.run(2, meets_mutations, folder, count // 2, group=False, timeout=1700)
 
 
-def test_row53_mutations_load_whole_or_not_at_all(ranks, tmp_path):
+@pytest.mark.row(53)
+def test_mutations_load_whole_or_not_at_all(ranks, tmp_path):
     for seen in mutated(ranks, tmp_path, 400):
         assert seen["refused"] > 100 and seen["loaded"] > 5
 
 
+@pytest.mark.row(53)
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_row53_100_000_mutations_load_whole_or_not_at_all(ranks, tmp_path):
+def test_100_000_mutations_load_whole_or_not_at_all(ranks, tmp_path):
     print(mutated(ranks, tmp_path, 100_000))
 
 
@@ -838,11 +857,12 @@ def opens(path):
         saved.reader.check_share(0, 1)
 
 
+@pytest.mark.row(53)
 @settings(max_examples=100)
 @given(value=json_values | st.dictionaries(st.sampled_from(KEYS), json_values).map(
     lambda told: {**told, "format": "zeroshard checkpoint", "version": 1}
 ))  # fmt: skip
-def test_row53_any_json_is_refused(tmp_path_factory, value):
+def test_any_json_is_refused(tmp_path_factory, value):
     path = tmp_path_factory.getbasetemp() / "any-json"
     path.mkdir(exist_ok=True)
     forge(path, value)
@@ -850,9 +870,10 @@ def test_row53_any_json_is_refused(tmp_path_factory, value):
         opens(path)
 
 
+@pytest.mark.row(53)
 @settings(max_examples=100)
 @given(content=st.binary(max_size=300), forged=st.booleans())
-def test_row53_any_bytes_are_refused(tmp_path_factory, content, forged):
+def test_any_bytes_are_refused(tmp_path_factory, content, forged):
     path = tmp_path_factory.getbasetemp() / "any-bytes"
     path.mkdir(exist_ok=True)
     if forged:
@@ -879,15 +900,16 @@ def loads_fixture(path):
         weights = {name: tensor.tolist() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
     states = [
         (*p[:3], p.tensor.tolist())
-        for p in zeroshard.checkpoint.pieces(zero._engine.model_state())
+        for p in zeroshard.checkpoint.content.pieces(zero._engine.model_state())
         if p.state != "value"
     ]
     options = {key: optimizer.param_groups[0][key] for key in ("lr", "betas", "weight_decay")}
     return weights, states, options, {**loaded.extra, "tensor": loaded.extra["tensor"].tolist()}, zero.seed
 
 
+@pytest.mark.row(54)
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_row54_version_1_loads_for_ever(ranks, world):
+def test_version_1_loads_for_ever(ranks, world):
     """Written by two ranks with the first release; every number here is what was saved then."""
     told = ranks.run(world, loads_fixture, FIXTURES / "checkpoint-1")
     states = sorted(state for _, mine, *_ in told for state in mine)
@@ -907,7 +929,8 @@ def test_row54_version_1_loads_for_ever(ranks, world):
     assert flat[("1.bias", "exp_avg_sq")] == [100.0, 101.0] and flat[("1.bias", "step")] == [7.0]
 
 
-def test_row54_the_stored_version_1_is_as_it_was():
+@pytest.mark.row(54)
+def test_the_stored_version_1_is_as_it_was():
     """A digest of another make than the checkpoint's own: whoever touches the fixture touches this line."""
     folder = FIXTURES / "checkpoint-1"
     found = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest()[:16] for name in names(folder)}
@@ -918,14 +941,16 @@ def test_row54_the_stored_version_1_is_as_it_was():
     }
 
 
+@pytest.mark.row(54)
 @pytest.mark.parametrize("version", [0, 2, 3, 10**6, "1", 1.0, None, [1]])
-def test_row54_another_version_is_refused_by_number(copy, version):
+def test_another_version_is_refused_by_number(copy, version):
     forge(copy, {**manifest_of(copy), "version": version})
     text = refuses(job(0)[2], copy, "of a format that is not read here")
     assert f"zeroshard checkpoint {version}" in text and "expected: zeroshard checkpoint 1" in text
 
 
-def test_row54_a_future_version_is_refused_before_its_content_is_looked_at(tmp_path):
+@pytest.mark.row(54)
+def test_a_future_version_is_refused_before_its_content_is_looked_at(tmp_path):
     """A stored one: all that it shares with version 1 is where the number is."""
     text = refuses(job(0)[2], FIXTURES / "checkpoint-2")
     assert "zeroshard checkpoint 2" in text and "the zeroshard that wrote it" in text

@@ -15,11 +15,11 @@ import torch
 import zeroshard
 from test_checkpoint import build, step
 from test_export import Largest, contents
-from zeroshard import workplace
+from zeroshard.checkpoint import staging as workplace
+from zeroshard.checkpoint.manifest import Saved
 from zeroshard.cli import difference
 from zeroshard.cli.main import main
 from zeroshard.integrations.export import Wanted, export_saved
-from zeroshard.manifest import Saved
 
 
 @pytest.fixture

@@ -24,12 +24,12 @@ from safetensors.torch import load_file, save_file
 
 import ranks
 from ranks import alive
+from zeroshard.checkpoint.manifest import Saved
 from zeroshard.cli import demo, difference, screen
 from zeroshard.cli.config import SIZES, RunConfig, Size
 from zeroshard.cli.data import Corpus, standard_library
 from zeroshard.cli.model import GPT, complete_line
 from zeroshard.cli.train import warmup_then_cosine
-from zeroshard.manifest import Saved
 
 TEXT = pydoc_data.topics.__file__
 STEPS = 12

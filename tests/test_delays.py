@@ -16,9 +16,10 @@ import pytest
 
 import ranks
 import test_bits
-from zeroshard import Comm, reduction
-from zeroshard.process_group import ProcessGroup, ProcessTeam
-from zeroshard.transport import Work
+from zeroshard import Comm
+from zeroshard.engine import reduction
+from zeroshard.ranks.process_group import ProcessGroup, ProcessTeam
+from zeroshard.ranks.transport import Work
 
 STAGES = (0, 1, 2, 3)
 LONGEST = 0.002  # seconds of a pause

@@ -260,8 +260,9 @@ def transformed(stage: int) -> list[str]:
     return wrong
 
 
+@pytest.mark.row(81)
 @pytest.mark.parametrize("world", [1, 2])
-def test_row81_transforms_of_the_model_are_plain_pytorchs(ranks, world, stage):
+def test_transforms_of_the_model_are_plain_pytorchs(ranks, world, stage):
     """Their results, the gradients through these, and the weights after two steps; then nothing is gathered."""
     assert ranks.run(world, transformed, stage) == [[]] * world
 
@@ -288,7 +289,8 @@ def kept_over_a_step(stage: int) -> None:
     assert zero.ledger().held.get("gather", 0) == 0
 
 
-def test_row81_what_a_transform_keeps_is_right_until_the_weights_change(ranks, stage):
+@pytest.mark.row(81)
+def test_what_a_transform_keeps_is_right_until_the_weights_change(ranks, stage):
     """As in plain PyTorch; and the memory that it kept is given back with it."""
     ranks.run(2, kept_over_a_step, stage)
 
@@ -370,8 +372,9 @@ def refused(what: str) -> tuple[str, str]:
     return said, reference.first_difference(*weights)
 
 
+@pytest.mark.row(81)
 @pytest.mark.parametrize("what", OF_WEIGHTS)
-def test_row81_transforms_of_weights_that_are_not_there_are_refused_and_the_remedy_works(ranks, what):
+def test_transforms_of_weights_that_are_not_there_are_refused_and_the_remedy_works(ranks, what):
     """By the parameter's name, before any memory is touched: the steps after it have the bits of a run without it."""
     assert ranks.run(2, refused, what) == [("ReleasedError", "")] * 2
 

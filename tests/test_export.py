@@ -18,10 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import models
 import zeroshard
 from test_checkpoint import build, step
+from zeroshard.checkpoint.manifest import Saved
 from zeroshard.errors import CheckpointError, UserError
 from zeroshard.integrations import export
 from zeroshard.integrations.export import Wanted, export_saved
-from zeroshard.manifest import Saved
 
 
 def from_checkpoint(path, out, *, file_nbytes=5 * 10**9, dtype=None, overwrite=False):
@@ -290,7 +290,7 @@ def test_a_gigabyte_is_exported_under_300_megabytes(tmp_path):
         import sys
         from pathlib import Path
         from zeroshard.integrations.export import Wanted, export_saved
-        from zeroshard.manifest import Saved
+        from zeroshard.checkpoint.manifest import Saved
 
         def most():
             return next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith("VmHWM"))

@@ -20,11 +20,11 @@ import ranks as rank_processes
 import reference
 import zeroshard
 from zeroshard import Comm, Layout, Precision
-from zeroshard.buffer import Buffer
+from zeroshard.engine.buffer import Buffer
+from zeroshard.engine.reduction import Reduction
 from zeroshard.errors import Error, PeerError, StateError
-from zeroshard.process_group import Link
-from zeroshard.reduction import Reduction
-from zeroshard.watch import GONE, Watch
+from zeroshard.ranks.process_group import Link
+from zeroshard.ranks.watch import GONE, Watch
 
 
 def train(stage: int, steps: int = 4, **options):
@@ -71,8 +71,9 @@ def rates(stage: int | None, always: bool):
         return seen, reference.weights(model)
 
 
+@pytest.mark.row(15)
 @pytest.mark.parametrize("always", [True, False], ids=["every iteration", "steps that were taken"])
-def test_row15_a_schedule_goes_on_over_skipped_steps_as_the_loop_says(ranks, always):
+def test_a_schedule_goes_on_over_skipped_steps_as_the_loop_says(ranks, always):
     """Both conventions: the learning rates and the weights of plain PyTorch."""
     wanted, weights = rates(None, always)
     for stage in (1, 3):
@@ -124,9 +125,10 @@ def poisoned(stage: int, bounds: str, path: str):
     return reference.first_difference(spoiled, clean), reference.first_difference(loaded, clean), others == norms, held
 
 
+@pytest.mark.row(17)
 @pytest.mark.parametrize("stage", [0, 1, pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("bounds", ["unit", pytest.param("model", marks=pytest.mark.slow)])
-def test_row17_poisoned_padding_is_never_seen(ranks, tmp_path, stage, bounds):
+def test_poisoned_padding_is_never_seen(ranks, tmp_path, stage, bounds):
     """NaN in the padding of parameters, sums and buffers: no norm, update, check for NaN or checkpoint shows it."""
     for trained, loaded, norms, held in ranks.run(2, poisoned, stage, bounds, str(tmp_path / "ckpt")):
         assert (trained, loaded, norms) == ("", "", True) and held > 0
@@ -155,16 +157,18 @@ def delayed(stage: int, seeds: range, comm: Comm):
     return other
 
 
+@pytest.mark.row(31)
 @pytest.mark.parametrize("stage", [1, 3])
-def test_row31_random_delays_change_no_bit(ranks, stage):
+def test_random_delays_change_no_bit(ranks, stage):
     assert ranks.run(2, delayed, stage, range(2), Comm(prefetch=2)) == [0, 0]
 
 
+@pytest.mark.row(31)
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("comm", [Comm(), Comm(prefetch=3), Comm(overlap=False)], ids=["", "prefetch 3", "no overlap"])
-def test_row31_fifty_seeds_of_random_delays_change_no_bit(ranks, stage, world, comm):
+def test_fifty_seeds_of_random_delays_change_no_bit(ranks, stage, world, comm):
     assert ranks.run(world, delayed, stage, range(50), comm, timeout=850) == [0] * world
 
 
@@ -172,7 +176,8 @@ def twice(stage: int, steps: int):
     return reference.first_difference(train(stage, steps)[0], train(stage, steps)[0])
 
 
-def test_row33_the_same_run_twice_has_the_same_bits(ranks, stage):
+@pytest.mark.row(33)
+def test_the_same_run_twice_has_the_same_bits(ranks, stage):
     assert ranks.run(2, twice, stage, 8) == ["", ""]
 
 
@@ -200,8 +205,9 @@ def out_of_memory(stage: int):
         optimizer.zero_grad()
 
 
+@pytest.mark.row(59)
 @pytest.mark.parametrize("stage", [1, 3])
-def test_row59_no_memory_for_a_gather_on_one_rank(ranks, stage):
+def test_no_memory_for_a_gather_on_one_rank(ranks, stage):
     """It raises what it met; the others are told at once that it gave up, and why. The program is to end."""
     first, second = ranks.run(2, out_of_memory, stage, expect_errors=True, group_timeout=100.0, timeout=30.0)
     assert (second.type, second.message) == ("MemoryError", "no memory for 4096 bytes")
@@ -221,8 +227,9 @@ def on_another_thread(stage: int):
     return reference.first_difference(got[0], wanted)
 
 
+@pytest.mark.row(60)
 @pytest.mark.parametrize("stage", [1, 3])
-def test_row60_a_thread_of_ones_own_trains_the_same_bits(ranks, stage):
+def test_a_thread_of_ones_own_trains_the_same_bits(ranks, stage):
     assert ranks.run(2, on_another_thread, stage) == ["", ""]
 
 
@@ -245,7 +252,8 @@ def forked(stage: int):
         return reference.first_difference(reference.weights(model), wanted)
 
 
-def test_row60_forks_in_mid_training(ranks):
+@pytest.mark.row(60)
+def test_forks_in_mid_training(ranks):
     assert ranks.run(2, forked, 3) == ["", ""]
 
 
@@ -320,7 +328,7 @@ def test_data_loaders_that_fork_work(ranks):
 
 WATCHED = """
 import json, os, sys, time
-from zeroshard.watch import Watch
+from zeroshard.ranks.watch import Watch
 watch = Watch(0, "127.0.0.1", lambda: {"doing": "well", "waits": False, "failed": False})
 if (child := os.fork()) == 0:
     del watch  # as a child does that drops the model
@@ -330,7 +338,8 @@ time.sleep(600)
 """
 
 
-def test_row60_a_forked_child_neither_ends_its_parents_watch_nor_outlives_it():
+@pytest.mark.row(60)
+def test_a_forked_child_neither_ends_its_parents_watch_nor_outlives_it():
     """A data loader's worker that stays when its parent is killed does not make the parent look merely silent."""
     asking = Watch(1, "127.0.0.1", dict)
     parent = subprocess.Popen([sys.executable, "-c", WATCHED], stdout=subprocess.PIPE)
@@ -350,7 +359,7 @@ def test_row60_a_forked_child_neither_ends_its_parents_watch_nor_outlives_it():
 
 CROWD = """
 import json, resource, sys
-from zeroshard.watch import Watch, _ask
+from zeroshard.ranks.watch import Watch, _ask
 resource.setrlimit(resource.RLIMIT_NOFILE, (4096, max(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1])))
 if len(sys.argv) == 1:
     watch = Watch(0, "127.0.0.1", lambda: {"doing": "well", "waits": False, "failed": False})
@@ -364,7 +373,7 @@ else:
 
 
 @pytest.mark.row(2)
-def test_row2_a_rank_that_hundreds_ask_at_once_is_not_called_silent():
+def test_a_rank_that_hundreds_ask_at_once_is_not_called_silent():
     """All ranks may find at the same moment that a collective did not complete."""
     answering = subprocess.Popen(
         [sys.executable, "-c", CROWD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -436,8 +445,9 @@ def destroyed(stage: int):
     return "no error"
 
 
+@pytest.mark.row(62)
 @pytest.mark.parametrize("stage", [1, 3])
-def test_row62_a_process_group_destroyed_too_early_is_an_error_that_says_so(ranks, stage):
+def test_a_process_group_destroyed_too_early_is_an_error_that_says_so(ranks, stage):
     for said in ranks.run(2, destroyed, stage, timeout=30.0):
         assert "the process group is gone" in said and "destroy_process_group" in said, said
 
@@ -468,8 +478,9 @@ def functional(stage: int):
     return outcomes
 
 
+@pytest.mark.row(63)
 @pytest.mark.parametrize("stage", [1, 3])
-def test_row63_functional_calls_data_parallel_and_parametrizations(ranks, stage):
+def test_functional_calls_data_parallel_and_parametrizations(ranks, stage):
     """The right values, or a refusal by name: never other values."""
     for outcomes in ranks.run(2, functional, stage):
         assert all(outcome is True or isinstance(outcome, str) for outcome in outcomes), outcomes
@@ -523,8 +534,9 @@ except zeroshard.Error as error:
 """
 
 
+@pytest.mark.row(65)
 @pytest.mark.slow
-def test_row65_python_o_warnings_as_errors_and_deterministic_algorithms(tmp_path):
+def test_python_o_warnings_as_errors_and_deterministic_algorithms(tmp_path):
     """The same bits and the same refusals, word for word: no check is an `assert`, nothing warns."""
     said = []
     for flags in ([], ["-O", "-W", "error"]):

@@ -8,8 +8,9 @@ import pytest
 import safetensors.torch
 import torch
 
-from zeroshard import digests, files
-from zeroshard.files import BLOCK
+from zeroshard import digests
+from zeroshard.checkpoint import files
+from zeroshard.checkpoint.files import BLOCK
 
 REAL = fcntl.fcntl, os.pwrite
 

@@ -91,9 +91,10 @@ PLACES = [  # rank, step, micro-batch, parameter, element: the last of a tensor,
 ]
 
 
+@pytest.mark.row(12)
 @pytest.mark.parametrize("stage", [0, 1, pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize(("at", "value"), PLACES, ids=["nan", "inf", "minus-inf"])
-def test_row12_the_first_nan_is_named_and_raised_on_every_rank(ranks, stage, at, value):
+def test_the_first_nan_is_named_and_raised_on_every_rank(ranks, stage, at, value):
     """Rank, step, micro-batch, parameter and element, without a second run; nothing was updated on any rank."""
     rank, step, micro_batch, name, element = at
     where = (
@@ -105,8 +106,9 @@ def test_row12_the_first_nan_is_named_and_raised_on_every_rank(ranks, stage, at,
         assert (last.rank, last.step, last.micro_batch, last.parameter, last.element) == at
 
 
+@pytest.mark.row(12)
 @pytest.mark.parametrize(("stage", "bounds"), [(0, "unit"), (2, "tensor"), (3, "model")])
-def test_row12_a_skipped_step_is_as_if_it_had_never_been(ranks, stage, bounds):
+def test_a_skipped_step_is_as_if_it_had_never_been(ranks, stage, bounds):
     """All ranks skip it, count it and go on with the bits of plain PyTorch without that step."""
     at, value = PLACES[0]
     outcomes = ranks.run(2, spoiled, stage, "skip", at, value, torch.float32, {"layout": Layout(bounds=bounds)})
@@ -115,11 +117,12 @@ def test_row12_a_skipped_step_is_as_if_it_had_never_been(ranks, stage, bounds):
         assert reference.first_difference(weights, without(torch.float32, 2)) == ""
 
 
+@pytest.mark.row(12)
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("options", [{}, {"comm": Comm(reduce="native")}, {"comm": Comm(overlap=False)}], ids=str)
-def test_row12_at_other_precisions_and_reductions(ranks, stage, dtype, options):
+def test_at_other_precisions_and_reductions(ranks, stage, dtype, options):
     """Every decision is the same; only the rank is unknown where the backend adds up."""
     at, value = PLACES[0]
     for said, skipped, last, _ in ranks.run(2, spoiled, stage, "skip", at, value, dtype, options):
@@ -154,8 +157,9 @@ def forgiven(stage: int):
     return True
 
 
+@pytest.mark.row(12)
 @pytest.mark.parametrize("stage", [1, 3])
-def test_row12_gradients_that_were_cleared_or_mended_are_forgiven(ranks, stage):
+def test_gradients_that_were_cleared_or_mended_are_forgiven(ranks, stage):
     assert ranks.run(2, forgiven, stage) == [True, True]
 
 
@@ -176,8 +180,9 @@ def updated(stage: int):
     return None
 
 
+@pytest.mark.row(12)
 @pytest.mark.parametrize("stage", [1, 3])
-def test_row12_a_parameter_that_an_update_spoiled(ranks, stage):
+def test_a_parameter_that_an_update_spoiled(ranks, stage):
     """No gradient was at fault, so no step is skipped: the error names the update, on every rank alike."""
     first, second = ranks.run(2, updated, stage)
     assert first == second and first is not None
@@ -215,8 +220,9 @@ def overflowing(stage: int):
         logging.getLogger("zeroshard").removeHandler(handler)
 
 
+@pytest.mark.row(13)
 @pytest.mark.parametrize("stage", [1, 3])
-def test_row13_overflow_at_every_step_is_reported_each_time(ranks, stage):
+def test_overflow_at_every_step_is_reported_each_time(ranks, stage):
     """Each skipped step is counted on every rank and logged on rank 0, every ten in a row once more; no weight moves."""
     zero_, one = ranks.run(2, overflowing, stage)
     for by_scaler, skipped, unmoved, scale_is_a_number, _ in (zero_, one):
@@ -228,6 +234,7 @@ def test_row13_overflow_at_every_step_is_reported_each_time(ranks, stage):
     assert len([line for line in zero_[-1] if "was skipped: " in line]) == 37
 
 
-def test_row64_an_answer_that_is_not_known_is_refused_with_the_nearest():
+@pytest.mark.row(64)
+def test_an_answer_that_is_not_known_is_refused_with_the_nearest():
     with pytest.raises(UserError, match="did you mean 'raise'"):
         Precision(nonfinite="rise")

@@ -20,9 +20,10 @@ import models
 import ranks
 import reference
 import zeroshard
-from zeroshard import Comm, Layout, Precision, reduction
+from zeroshard import Comm, Layout, Precision
+from zeroshard.engine import reduction
 from zeroshard.errors import PeerError, StateError
-from zeroshard.transport import Work
+from zeroshard.ranks.transport import Work
 
 STAGES = (0, 1, 2, 3)
 BUCKETS = {"one": Layout(units=()), "units": Layout(), "many": Layout(bucket_mib=0.0005)}

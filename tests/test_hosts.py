@@ -148,16 +148,18 @@ def hosts(tmp_path, request):
         yield made
 
 
+@pytest.mark.row(61)
 @pytest.mark.parametrize("hosts", [2, 4], indirect=True)
-def test_row61_training_over_namespaces(hosts):
+def test_training_over_namespaces(hosts):
     """Ranks at addresses of their own train, and hold the same weights."""
     hosts.start(10)
     weights = [outcome.get("weights") or outcome for outcome in hosts.outcomes()]
     assert len(set(map(str, weights))) == 1 and "error" not in str(weights[0])
 
 
+@pytest.mark.row(61)
 @pytest.mark.parametrize("hosts", [2, 4], indirect=True)
-def test_row61_a_cut_cable_is_named_on_both_sides(hosts):
+def test_a_cut_cable_is_named_on_both_sides(hosts):
     """The last host's interface goes down: the others name its rank, and it names theirs."""
     hosts.start(100_000)
     hosts.until_step(5)
@@ -171,8 +173,9 @@ def test_row61_a_cut_cable_is_named_on_both_sides(hosts):
         assert f"rank {rank} cannot be reached" in outcomes[last]["error"], outcomes[last]
 
 
+@pytest.mark.row(61)
 @pytest.mark.parametrize("hosts", [2], indirect=True)
-def test_row61_a_slow_link_is_only_slow(hosts, tmp_path):
+def test_a_slow_link_is_only_slow(hosts, tmp_path):
     """Four megabits a second, with full queues that drop packets: the bits of a run without."""
     if shutil.which("tc") is None:
         pytest.skip("slowing a link needs tc (iproute2)")
@@ -201,8 +204,9 @@ def test_row61_a_slow_link_is_only_slow(hosts, tmp_path):
         assert int(re.search(r"overlimits (\d+)", told)[1]) > 0, told  # packets that had to wait
 
 
+@pytest.mark.row(61)
 @pytest.mark.parametrize("hosts", [2, 4], indirect=True)
-def test_row61_a_reset_ends_all_ranks_at_once(hosts):
+def test_a_reset_ends_all_ranks_at_once(hosts):
     """All connections of one host are reset: an error on every rank, long before any time-out."""
     hosts.start(100_000, timeout=250)
     hosts.until_step(5)

@@ -34,8 +34,9 @@ def only_ours(call) -> None:
         call()
 
 
+@pytest.mark.row(64)
 @pytest.mark.parametrize(("kind", "field"), [(k, f) for k, fields in POLICIES.items() for f in fields], ids=str)
-def test_row64_any_value_of_any_setting(kind, field):
+def test_any_value_of_any_setting(kind, field):
     """Each policy's fields, with values of every type: taken, or refused by name."""
 
     @settings(max_examples=60, suppress_health_check=list(HealthCheck))
@@ -98,8 +99,9 @@ CALLS = {
 }
 
 
+@pytest.mark.row(64)
 @pytest.mark.parametrize("name", CALLS)
-def test_row64_any_argument_of_any_call(name, tmp_path, monkeypatch):
+def test_any_argument_of_any_call(name, tmp_path, monkeypatch):
     """The public functions' arguments, with values of every type."""
     monkeypatch.chdir(tmp_path)
 
@@ -162,9 +164,10 @@ def nothing_runs(tmp_path, monkeypatch):
         signal.signal(number, handler)
 
 
+@pytest.mark.row(64)
 @pytest.mark.parametrize("words", BASES)
 @pytest.mark.parametrize("part", range(4))
-def test_row64_any_word_for_any_option_of_any_command(nothing_runs, words, part):
+def test_any_word_for_any_option_of_any_command(nothing_runs, words, part):
     """Understood, or exit code 2 with one line on stderr that starts with `zeroshard:` and nothing on stdout."""
 
     @seed(part)

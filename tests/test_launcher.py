@@ -15,9 +15,10 @@ from torch import nn
 
 import ranks as rank_processes
 import zeroshard
-from zeroshard import Comm, launcher, process_group
+from zeroshard import Comm
 from zeroshard.errors import PeerError, UserError
-from zeroshard.launcher import ranks_to_join, unused_tasks
+from zeroshard.ranks import launcher, process_group
+from zeroshard.ranks.launcher import ranks_to_join, unused_tasks
 
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 SRUN = {

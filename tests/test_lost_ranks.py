@@ -18,10 +18,10 @@ from torch import nn
 import ranks as rank_processes
 import reference
 import zeroshard
-from zeroshard import saving
-from zeroshard.buffer import Buffer
+from zeroshard.checkpoint import saving
+from zeroshard.engine.buffer import Buffer
+from zeroshard.engine.reduction import Reduction
 from zeroshard.errors import PeerError
-from zeroshard.reduction import Reduction
 
 PATIENT = {"group_timeout": 100.0, "timeout": 30.0, "expect_errors": True}
 DYING = 3  # the step in which it happens
@@ -116,9 +116,10 @@ def check_named(outcomes, where: str, what: str) -> None:
         assert any(f"in {phase}" in place for phase in SEEN[where]), place
 
 
+@pytest.mark.row(1)
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("where", SEEN)
-def test_row1_a_killed_rank_is_named_and_what_remains_goes_on(ranks, tmp_path, where, stage):
+def test_a_killed_rank_is_named_and_what_remains_goes_on(ranks, tmp_path, where, stage):
     """kill -9 in every phase: rank, phase and step are named at once; the last checkpoint loads and continues."""
     outcomes = ranks.run(2, loses_a_rank, where, stage, signal.SIGKILL, str(tmp_path), **PATIENT)
     assert outcomes[-1].type == "Died" and "SIGKILL" in outcomes[-1].message
@@ -136,22 +137,24 @@ def unbroken(steps: int):
     return reference.weights(model)
 
 
+@pytest.mark.row(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "stage"),
     # at stage 0 no weight is gathered
     [(where, stage) for where in SEEN for stage in (0, 1, 2, 3) if (where, stage) != ("gather", 0)],
 )
-def test_row1_a_killed_rank_is_named_by_all_of_three(ranks, tmp_path, where, stage):
+def test_a_killed_rank_is_named_by_all_of_three(ranks, tmp_path, where, stage):
     """Also by ranks that wait for somebody who lives."""
     outcomes = ranks.run(4, loses_a_rank, where, stage, signal.SIGKILL, str(tmp_path), **PATIENT)
     check_named(outcomes, where, "is gone: its process has ended")
 
 
+@pytest.mark.row(60)
 @pytest.mark.slow
 @pytest.mark.parametrize("where", SEEN)
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGHUP], ids=lambda how: how.name)
-def test_row60_a_rank_that_a_signal_ends_in_any_phase_is_named(ranks, tmp_path, where, how):
+def test_a_rank_that_a_signal_ends_in_any_phase_is_named(ranks, tmp_path, where, how):
     """As row 1, by the signals with which schedulers end programs; nothing is left beside the checkpoints."""
     outcomes = ranks.run(2, loses_a_rank, where, 3, how, str(tmp_path), **PATIENT)
     assert outcomes[-1].type == "Died" and how.name in outcomes[-1].message
@@ -176,8 +179,9 @@ def wake(pid_file: Path, after: float) -> None:
     os.kill(int(pid_file.read_text()), signal.SIGCONT)
 
 
+@pytest.mark.row(2)
 @pytest.mark.parametrize(("stage", "where"), [(3, "forward"), pytest.param(1, "backward", marks=pytest.mark.slow)])
-def test_row2_a_stopped_rank_is_named_and_harms_nothing_when_it_wakes(ranks, tmp_path, stage, where):
+def test_a_stopped_rank_is_named_and_harms_nothing_when_it_wakes(ranks, tmp_path, stage, where):
     """Within the time-out and two seconds the others say who is silent; once awake it is told that it was lost."""
     waker = threading.Thread(target=wake, args=(tmp_path / "pid1", 7.0))
     waker.start()
@@ -237,9 +241,10 @@ def plain_steps(steps: int):
 PLACES = ["forward", "backward", "hook", "step"]
 
 
+@pytest.mark.row(3)
 @pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("where", PLACES)
-def test_row3_an_exception_on_one_rank_reaches_the_others_and_the_step_can_be_tried_again(ranks, where, stage):
+def test_an_exception_on_one_rank_reaches_the_others_and_the_step_can_be_tried_again(ranks, where, stage):
     """All ranks are told at once, by name and message; each tries again until it works; the bits are plain PyTorch's."""
     outcomes = ranks.run(2, retried, where, stage, 1, group_timeout=100.0, timeout=30.0)
     for weights, _, held in outcomes:
@@ -280,8 +285,9 @@ def accumulated(stage: int):
         return reference.weights(model)
 
 
+@pytest.mark.row(3)
 @pytest.mark.parametrize("stage", [1, 3])
-def test_row3_gradients_of_earlier_micro_batches_stay_on_all_ranks_alike(ranks, stage):
+def test_gradients_of_earlier_micro_batches_stay_on_all_ranks_alike(ranks, stage):
     """A forward that raised has touched no gradient, on the rank where it did or on another."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16))
@@ -296,9 +302,10 @@ def test_row3_gradients_of_earlier_micro_batches_stay_on_all_ranks_alike(ranks, 
         assert reference.first_difference(weights, reference.weights(model)) == ""
 
 
+@pytest.mark.row(4)
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("where", PLACES)
-def test_row4_an_exception_on_all_ranks_leaves_nothing_behind(ranks, where, stage):
+def test_an_exception_on_all_ranks_leaves_nothing_behind(ranks, where, stage):
     """Caught everywhere, the step is tried again: the bits of a clean run, and nothing stays gathered."""
     for weights, raised, held in ranks.run(2, retried, where, stage, None, group_timeout=100.0, timeout=30.0):
         assert raised == ["Boom: only once"] and held == 0

@@ -21,8 +21,8 @@ import ranks as rank_processes
 import reference
 import zeroshard
 from zeroshard import Comm, Layout, Offload, Precision
-from zeroshard.gathered import nowhere
-from zeroshard.gradient import ShardedGrad
+from zeroshard.engine.gathered import nowhere
+from zeroshard.engine.gradient import ShardedGrad
 from zeroshard.planner import predict_states
 
 
@@ -311,10 +311,11 @@ def long_run(stage: int, offload: Offload | None):
     return slope(seen), before, held()
 
 
+@pytest.mark.row(35)
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("stage", "where"), [(0, None), (3, None), (0, "nvme"), (3, "nvme")])
-def test_row35_two_thousand_steps_grow_nothing(ranks, tmp_path, stage, where):
+def test_two_thousand_steps_grow_nothing(ranks, tmp_path, stage, where):
     """Resident memory by less than a kilobyte a step; tensors, descriptors, threads and shared memory not at all."""
     offload = where and Offload(parameters=where, gradients=where, optimizer=where, path=str(tmp_path))
     for grown, before, after in ranks.run(2, long_run, stage, offload, timeout=800):

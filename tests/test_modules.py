@@ -14,7 +14,7 @@ import models
 import reference
 import zeroshard
 from zeroshard import Comm, Layout
-from zeroshard.buffer import Buffer
+from zeroshard.engine.buffer import Buffer
 
 PLAIN = {
     "gpt": {},

@@ -23,7 +23,7 @@ import reference
 import zeroshard
 from zeroshard import Comm, Layout, Offload, Precision
 from zeroshard.errors import PeerError, StateError, TierError, UserError
-from zeroshard.nvme import BUFFERS, aligned
+from zeroshard.tiers.nvme import BUFFERS, aligned
 
 TIERS = ("device", "cpu", "nvme")
 EVERY = [
@@ -471,12 +471,13 @@ FAULTS = {
 }
 
 
+@pytest.mark.row(55)
 @pytest.mark.parametrize("name", FAULTS)
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize(
     "fields", [pytest.param({"optimizer": "nvme"}, marks=pytest.mark.slow), ON_DISK], ids=["optimizer", "all"]
 )
-def test_row_55_a_damaged_file_is_named_on_every_rank_and_nothing_stale_is_used(name, world, fields, tmp_path):
+def test_a_damaged_file_is_named_on_every_rank_and_nothing_stale_is_used(name, world, fields, tmp_path):
     fault, more, says = FAULTS[name]
     culprit = world - 1
     settings = {**fields, **more}
@@ -504,7 +505,8 @@ def whole_gradient(folder):
     return "", ""
 
 
-def test_row_55_a_whole_gradient_that_cannot_be_read_is_an_error_on_every_rank(tmp_path):
+@pytest.mark.row(55)
+def test_a_whole_gradient_that_cannot_be_read_is_an_error_on_every_rank(tmp_path):
     """At once, and not what the next agreement finds: the gradient may never meet another one."""
     first, second = ranks.run(2, whole_gradient, str(tmp_path), group_timeout=20)
     assert first[0] == "PeerError" and second[0] == "TierError"
@@ -525,7 +527,8 @@ def too_large(folder, checkpoint):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_row_55_no_space_left_names_the_bytes_on_every_rank(tmp_path):
+@pytest.mark.row(55)
+def test_no_space_left_names_the_bytes_on_every_rank(tmp_path):
     for text in ranks.run(2, too_large, str(tmp_path), None):
         assert "bytes more are needed" in text and "rank 1" in text
 
@@ -542,7 +545,8 @@ def no_room(folder):
         os.statvfs = real
 
 
-def test_row_55_a_disk_too_small_is_refused_before_anything_is_sharded(tmp_path):
+@pytest.mark.row(55)
+def test_a_disk_too_small_is_refused_before_anything_is_sharded(tmp_path):
     for text in ranks.run(2, no_room, str(tmp_path)):
         assert "4,096 bytes are free" in text and "rank 1" in text
     assert list(tmp_path.iterdir()) == []
@@ -584,8 +588,8 @@ RUN = """
 """
 
 
-@pytest.mark.row(57)
-def test_row_56_files_have_no_names_so_whatever_ends_a_run_none_is_left(tmp_path):
+@pytest.mark.row(56, 57)
+def test_files_have_no_names_so_whatever_ends_a_run_none_is_left(tmp_path):
     """Nobody else can open them, two runs cannot meet in one, and a long path is only the folder's."""
     folder = tmp_path / ("a" * 200)
     run = subprocess.Popen(

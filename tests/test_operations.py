@@ -247,15 +247,17 @@ def after_a_failed_backward(stage: int, what: str, folder: str) -> None:
     run.compare()
 
 
+@pytest.mark.row(28)
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("what", ["save", "load", "compare", "step", "norm"])
-def test_row28_a_call_right_after_a_backward_that_failed(ranks, tmp_path, what, stage):
+def test_a_call_right_after_a_backward_that_failed(ranks, tmp_path, what, stage):
     """Found by the machine below: a load or save was refused at stage 3, as if backward were still running."""
     ranks.run(2, after_a_failed_backward, stage, what, str(tmp_path))
 
 
+@pytest.mark.row(28)
 @pytest.mark.parametrize("stage", [0, 3])
-def test_row28_gradients_after_a_backward_that_came_too_late(ranks, tmp_path, stage):
+def test_gradients_after_a_backward_that_came_too_late(ranks, tmp_path, stage):
     """Found by the machine below: a step between forward and backward drops what earlier backwards had left."""
     ranks.run(2, play, stage, "unit", [("backward", 0), ("stale", 0), ("look",), ("save",), ("load",)], str(tmp_path))
 
@@ -343,15 +345,17 @@ def machine(stage: int, bounds: str, examples: int, steps: int) -> None:
     run_state_machine_as_test(kind, settings=limits)
 
 
+@pytest.mark.row(28)
 @pytest.mark.parametrize(("stage", "bounds"), [(1, "model"), (3, "unit")])
-def test_row28_any_order_of_operations(ranks, stage, bounds):
+def test_any_order_of_operations(ranks, stage, bounds):
     """Some hundred operations, in scripts of up to 15."""
     machine(stage, bounds, examples=12, steps=15)
 
 
+@pytest.mark.row(28)
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("bounds", ["unit", "model", "tensor"])
-def test_row28_thousands_of_operations_in_any_order(ranks, stage, bounds):
+def test_thousands_of_operations_in_any_order(ranks, stage, bounds):
     machine(stage, bounds, examples=40, steps=50)

@@ -13,14 +13,14 @@ import torch
 import ranks
 import zeroshard
 from test_inputs import small
+from zeroshard.checkpoint.files import canonical
+from zeroshard.checkpoint.staging import put
 from zeroshard.cli.checkpoints import open_checkpoint
 from zeroshard.cli.config import InputError
 from zeroshard.cli.data import make_writable, read_corpus
 from zeroshard.digests import digest
 from zeroshard.errors import CheckpointError, UserError
-from zeroshard.files import canonical
 from zeroshard.integrations.export import Wanted, export_saved
-from zeroshard.workplace import put
 
 
 def tree(folder):

@@ -23,6 +23,7 @@ import zeroshard
 from zeroshard import Comm, Layout
 from zeroshard.cli.config import InputError
 from zeroshard.cli.plan import one_line, show_plan, show_text
+from zeroshard.engine.unit import find_units
 from zeroshard.errors import UserError
 from zeroshard.explain.transformer260 import TENSORS, TEXT, W_Q_GRADIENTS
 from zeroshard.layout import Spec, partition
@@ -30,7 +31,6 @@ from zeroshard.planner import closed, predict_states, quantities, recipes, shape
 from zeroshard.planner.instants import ItemSizes, instants, item_sizes, peak
 from zeroshard.planner.texts import arithmetic, tiny
 from zeroshard.stage import STAGES
-from zeroshard.unit import find_units
 
 GB, GIB = 10**9, 2**30
 PAPER = recipes.PRESETS["paper"]

@@ -10,7 +10,7 @@ import torch
 import ranks
 import zeroshard
 from zeroshard import Layout
-from zeroshard.pool import KEPT, SMALLEST, Pool
+from zeroshard.tiers.pool import KEPT, SMALLEST, Pool
 
 WIDE = SMALLEST // 4  # float32 elements of the smallest block that is kept
 

@@ -16,13 +16,14 @@ import torch
 import models
 import reference
 import zeroshard
-from zeroshard import Layout, checkpoint
-from zeroshard import saving as saving_module
+from zeroshard import Layout
+from zeroshard.checkpoint import content as checkpoint
+from zeroshard.checkpoint import saving as saving_module
+from zeroshard.checkpoint.files import canonical
+from zeroshard.checkpoint.manifest import siblings
 from zeroshard.digests import digest
 from zeroshard.errors import CheckpointError, UserError
 from zeroshard.events import HOST
-from zeroshard.files import canonical
-from zeroshard.manifest import siblings
 
 ROOT = Path(__file__).parents[1]
 MICRO_BATCHES = 4
@@ -259,7 +260,7 @@ def test_the_end_of_the_program_says_what_was_lost(tmp_path):
     body = """
     def full(*_):
         raise OSError(28, "No space left on device")
-    zeroshard.saving.write_tensors = full
+    zeroshard.checkpoint.saving.write_tensors = full
     zero.save("a", asynchronous=True)
     """
     done = program(tmp_path, body)
@@ -295,7 +296,7 @@ def test_the_latest_is_the_last_saved_whatever_the_clock_says(tmp_path, monkeypa
     """Set back by a year for each save; checkpoints without a number, as earlier versions wrote them, are older."""
     _, _, zero = counted()
     for name, saved in (("old-1", 5 << 60), ("old-2", 6 << 60)):
-        monkeypatch.setattr("zeroshard.saving.time.time_ns", lambda saved=saved: saved)
+        monkeypatch.setattr("zeroshard.checkpoint.saving.time.time_ns", lambda saved=saved: saved)
         zero.save(tmp_path / name)
         told = json.loads((tmp_path / name / "manifest.json").read_text())["manifest"]
         del told["number"]
@@ -304,7 +305,7 @@ def test_the_latest_is_the_last_saved_whatever_the_clock_says(tmp_path, monkeypa
         )
     found = []
     for at, name in enumerate("cbad"):
-        monkeypatch.setattr("zeroshard.saving.time.time_ns", lambda at=at: (40 - at) * 365 * 86400 * 10**9)
+        monkeypatch.setattr("zeroshard.checkpoint.saving.time.time_ns", lambda at=at: (40 - at) * 365 * 86400 * 10**9)
         zero.save(tmp_path / name)
         found.append(zero.latest(tmp_path).name)
     assert found == ["c", "b", "a", "d"]

@@ -68,13 +68,15 @@ def unsharded():
     return reference.weights(model)
 
 
-def test_row5_two_swapped_layers_of_one_shape(ranks, stage):
+@pytest.mark.row(5)
+def test_two_swapped_layers_of_one_shape(ranks, stage):
     """Rank 1 calls two layers of equal shape in the other order: every rank computes with the right one, at any stage."""
     for weights in ranks.run(2, swapped, stage):
         assert reference.first_difference(weights, unsharded()) == ""
 
 
-def test_row5_what_fsdp2_makes_of_two_swapped_layers(ranks):
+@pytest.mark.row(5)
+def test_what_fsdp2_makes_of_two_swapped_layers(ranks):
     """The same program under FSDP2 ends without an error and with other weights: its gathers are matched by order."""
     (weights, _) = ranks.run(2, swapped, None)
     assert reference.first_difference(weights, unsharded()) != ""
@@ -129,9 +131,10 @@ NAMED = {
 }
 
 
+@pytest.mark.row(9)
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("what", NAMED)
-def test_row9_settings_that_drift_apart_are_refused_at_the_next_step(ranks, what, stage):
+def test_settings_that_drift_apart_are_refused_at_the_next_step(ranks, what, stage):
     """An option or an edit that differs between ranks: an error on each that shows both, and no weight has changed."""
     for changed, error in ranks.run(2, drifting, what, stage, group_timeout=20):
         assert changed == "", error

@@ -39,10 +39,11 @@ zero.save(folder / "saved" / "ckpt")
 """
 
 
+@pytest.mark.row(60)
 @pytest.mark.parametrize("where", test_lost_ranks.SEEN)
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT], ids=lambda how: how.name)
 @pytest.mark.parametrize("whom", ["one rank", "all ranks", "the launcher"])
-def test_row60_a_signal_in_any_phase_ends_every_process_and_leaves_nothing(tmp_path, where, how, whom):
+def test_a_signal_in_any_phase_ends_every_process_and_leaves_nothing(tmp_path, where, how, whom):
     """Two ranks of torchrun stand still in the phase. No process, swap file, shared memory or half a checkpoint stays."""
     launch = "--rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 --local-addr 127.0.0.1 --nproc-per-node 2 --no-python"
     command = [sys.executable, "-m", "torch.distributed.run", *launch.split()]

@@ -13,12 +13,13 @@ from torch import nn
 
 import ranks
 import zeroshard
-from zeroshard import Offload, Precision, nvme
+from zeroshard import Offload, Precision
 from zeroshard.cli import iobench
 from zeroshard.cli.config import InputError, offload_of, places
 from zeroshard.planner import disk, files, predict_tiers, states
 from zeroshard.planner.files import closed_moves, predict_moves
 from zeroshard.planner.simulate import simulate
+from zeroshard.tiers import nvme
 
 WIDTH, LAYERS, STEPS = 20, 5, 3
 BF16 = Precision(param_dtype=torch.bfloat16, cast_inputs=True)

@@ -11,7 +11,7 @@ import pytest
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "trust.md"
-ROWS = sorted(int(number) for number in re.findall(r"^\| (\d+) \|", PAGE.read_text(), re.M))
+ROWS = range(1, 85)
 
 
 @functools.cache

@@ -23,19 +23,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .api import Zero as Zero
     from .api import shard as shard
-    from .comm import Comm as Comm
     from .errors import Error as Error
     from .integrations.weights import load as load
     from .layout import Layout as Layout
     from .numerics import Precision as Precision
     from .planner.plan import plan as plan
-    from .tier import Offload as Offload
+    from .ranks.comm import Comm as Comm
+    from .tiers.tier import Offload as Offload
 
 _HOME = {
-    "Comm": "comm",
+    "Comm": "ranks.comm",
     "Error": "errors",
     "Layout": "layout",
-    "Offload": "tier",
+    "Offload": "tiers.tier",
     "Precision": "numerics",
     "Zero": "api",
     "load": "integrations.weights",

@@ -13,21 +13,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 import torch
 from torch import Tensor, nn
 
-from . import loading, saving
-from .checkpoint import drawing
-from .comm import Comm
-from .engine import COMPARING, Engine, refuse_copy
+from .checkpoint import loading, saving
+from .checkpoint.content import drawing
+from .checkpoint.files import absolute
+from .checkpoint.saving import Saving
+from .engine.finite import Finding
+from .engine.guard import refuse_inside
 from .errors import StateError, UserError, nearest
 from .events import Event, Ledger, Record
-from .files import absolute
-from .finite import Finding
-from .guard import refuse_inside
 from .layout import Bucket, Layout, Slot
 from .numerics import Precision
-from .nvme import NvmeTier
-from .saving import Saving
+from .ranks.comm import Comm
+from .sharded import COMPARING, Engine, refuse_copy
 from .stage import Placements
-from .tier import Offload
+from .tiers.nvme import NvmeTier
+from .tiers.tier import Offload
 
 if TYPE_CHECKING:
     from .explain.document import Page

@@ -42,9 +42,9 @@ class Check:
 
     def settings(self, folder: str) -> dict[str, Any]:
         """The policies of `shard` and `simulate`; files go to `folder`."""
-        from zeroshard.comm import Comm
         from zeroshard.layout import Layout
         from zeroshard.planner.from_job import precision
+        from zeroshard.ranks.comm import Comm
 
         layout = Layout(bounds=self.bounds, align=self.align, bucket_mib=self.bucket_mib)
         return {

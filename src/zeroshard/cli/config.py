@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, NamedTuple
 
 from zeroshard.errors import UserError
-from zeroshard.launcher import ranks_to_join
+from zeroshard.ranks.launcher import ranks_to_join
 
 
 class InputError(UserError):
@@ -64,7 +64,7 @@ def offload_of(places: Mapping[str, str], path: str) -> Any:
     for state, text in places.items():
         if text == "nvme" and not path:
             raise InputError(f"--offload-{state} nvme needs a folder on a disk: --offload-path DIR")
-    from zeroshard.tier import Offload  # which loads torch
+    from zeroshard.tiers.tier import Offload  # which loads torch
 
     def where(text: str) -> str | float:
         try:

@@ -27,6 +27,7 @@ import torch
 from rich.markup import escape
 
 from zeroshard import nvme
+from zeroshard.checkpoint.staging import put
 from zeroshard.cli import screen
 from zeroshard.cli.config import InputError, one_line
 from zeroshard.errors import TierError, UserError
@@ -36,8 +37,7 @@ from zeroshard.planner.answer import Plan
 from zeroshard.planner.disk import FORMAT, Disk
 from zeroshard.planner.plan import plan
 from zeroshard.planner.quantities import count
-from zeroshard.tier import Offload
-from zeroshard.workplace import put
+from zeroshard.tiers.tier import Offload
 
 PATTERNS = ("read", "write", "both")
 SLOT = 24 << 20  # bytes of one bucket's state, of the default layout

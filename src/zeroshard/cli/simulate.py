@@ -11,9 +11,9 @@ from typing import Any
 from rich.markup import escape
 
 from zeroshard.api import Zero
-from zeroshard.checkpoint import pieces
+from zeroshard.checkpoint.content import pieces
+from zeroshard.checkpoint.staging import put
 from zeroshard.cli import screen
-from zeroshard.comm import Comm
 from zeroshard.errors import UserError
 from zeroshard.events import DEVICE, HOST, NVME, Ledger
 from zeroshard.integrations.chrome_trace import MADE_BY
@@ -21,8 +21,8 @@ from zeroshard.layout import Layout
 from zeroshard.planner import from_job, predict_states, timeline
 from zeroshard.planner.machines import Machine, machine
 from zeroshard.planner.simulate import PASSING, RECORDED, Simulation, simulate
-from zeroshard.tier import Offload
-from zeroshard.workplace import put
+from zeroshard.ranks.comm import Comm
+from zeroshard.tiers.tier import Offload
 
 
 def show_simulation(

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import zeroshard
 
+from ..checkpoint.staging import put
 from ..errors import StateError
-from ..workplace import put
 
 if TYPE_CHECKING:
     from torch import Tensor

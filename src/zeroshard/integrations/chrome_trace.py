@@ -13,8 +13,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from ..checkpoint.staging import put
 from ..events import Event, Record
-from ..workplace import put
 
 MADE_BY = '"made_by": "zeroshard"'  # how a trace that may be replaced is told
 

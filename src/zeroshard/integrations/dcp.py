@@ -25,13 +25,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from ..buffer import Buffer
-from ..checkpoint import ModelState, options, persistent
+from ..checkpoint.content import ModelState, options, persistent
+from ..checkpoint.loading import Staged, alike, commit, renew
+from ..engine.buffer import Buffer
+from ..engine.fragment import Fragment, Shapes, fixed_shapes, per_element, rests_away
+from ..engine.optim import Binding
 from ..errors import CheckpointError, UserError
-from ..fragment import Fragment, Shapes, fixed_shapes, per_element, rests_away
 from ..layout import Slot
-from ..loading import Staged, alike, commit, renew
-from ..optim import Binding
 from ..planner.optimizers import Shown, probe, takes_whole_tensors
 from .boxes import Box, boxes
 

@@ -25,14 +25,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..agreement import Group
-from ..buffer import Buffer
-from ..checkpoint import ModelState, persistent
+from ..checkpoint.content import ModelState, persistent
+from ..checkpoint.files import DTYPES, absolute, publish
+from ..checkpoint.manifest import VALUE, Saved, numel
+from ..checkpoint.staging import clean, discard, owner, place_beside, temporary
 from ..digests import raw
+from ..engine.buffer import Buffer
 from ..errors import CheckpointError, Error, PeerError, UserError
-from ..files import DTYPES, absolute, publish
-from ..manifest import VALUE, Saved, numel
-from ..workplace import clean, discard, owner, place_beside, temporary
+from ..ranks.agreement import Group
 
 INDEX, CONFIG = "model.safetensors.index.json", "config.json"
 WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")

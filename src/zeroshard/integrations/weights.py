@@ -17,17 +17,17 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from ..api import Zero, shard
-from ..checkpoint import persistent
-from ..comm import Comm
+from ..checkpoint.content import persistent
+from ..checkpoint.files import MANIFEST, absolute
+from ..checkpoint.loading import put, renew, resting
+from ..checkpoint.manifest import Saved
 from ..errors import CheckpointError, Error, UserError
 from ..events import Ledger
-from ..files import MANIFEST, absolute
 from ..layout import Layout
-from ..loading import put, renew, resting
-from ..manifest import Saved
 from ..numerics import Precision
-from ..process_group import connect
-from ..tier import Offload
+from ..ranks.comm import Comm
+from ..ranks.process_group import connect
+from ..tiers.tier import Offload
 from .boxes import boxes
 
 INDEX, INDEX_LIMIT = "model.safetensors.index.json", 64 << 20  # bytes

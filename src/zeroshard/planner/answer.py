@@ -19,7 +19,7 @@ from .recipes import Recipe
 from .traffic import Links, Replicas, SlowLink, Traffic
 
 if TYPE_CHECKING:
-    from ..tier import Offload
+    from ..tiers.tier import Offload
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from .disk import Disk
 from .recipes import Recipe
 
 if TYPE_CHECKING:
-    from ..tier import Offload
+    from ..tiers.tier import Offload
 
 
 class Asked(NamedTuple):

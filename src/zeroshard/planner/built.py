@@ -25,7 +25,7 @@ def predict_states(zero: Zero) -> dict[str, int]:
 
 def holding(zero: Zero) -> Holding:
     """What this rank will hold once the optimizer has stepped."""
-    from ..fragment import file_name
+    from ..engine.fragment import file_name
 
     def stored(bucket: Bucket) -> Stored:
         dtypes = zero.dtypes(bucket)

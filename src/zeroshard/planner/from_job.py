@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from ..comm import Comm
 from ..events import DEVICE
 from ..layout import Layout
 from ..numerics import Precision
+from ..ranks.comm import Comm
 from ..stage import STAGES
 from . import advice, built, optimizers, recipes, states, traffic
 from .answer import Plan, StagePlan, finish

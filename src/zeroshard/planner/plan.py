@@ -25,7 +25,7 @@ from .asked import Asked
 from .disk import load
 
 if TYPE_CHECKING:
-    from ..tier import Offload
+    from ..tiers.tier import Offload
 
 UNITS_LIMIT = 1 << 12
 

@@ -24,12 +24,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 from ..api import Zero, shard
-from ..comm import Comm, Simulated
 from ..errors import Error, UserError
 from ..events import DEVICE, Event, Ledger
 from ..layout import Layout
 from ..numerics import Precision
-from ..tier import Offload
+from ..ranks.comm import Comm, Simulated
+from ..tiers.tier import Offload
 from .job import Job, build
 from .optimizers import probe, takes_whole_tensors
 

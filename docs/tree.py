@@ -1,0 +1,80 @@
+"""Write the lists of files in docs/architecture.md and README.md from the modules' docstrings. `make docs` runs it."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "zeroshard"
+ARCHITECTURE, README = ROOT / "docs" / "architecture.md", ROOT / "README.md"
+
+# The core, in the order in which to read it: a file imports only what stands above it.
+ORDER = (
+    "errors.py", "events.py", "stage.py", "layout.py", "headroom.py", "numerics.py", "digests.py",
+    "ranks/launcher.py", "ranks/watch.py", "ranks/comm.py", "ranks/transport.py", "ranks/agreement.py",
+    "ranks/process_group.py",
+    "tiers/pool.py", "tiers/tier.py", "tiers/nvme.py",
+    "engine/flat.py", "engine/guard.py", "engine/gathered.py", "engine/edits.py", "engine/buffer.py", "engine/unit.py",
+    "engine/gradient.py", "engine/finite.py", "engine/reduction.py", "engine/calls.py", "engine/script.py",
+    "engine/schedule.py", "engine/fragment.py", "engine/optim.py", "engine/preflight.py", "engine/undo.py",
+    "engine/assembly.py",
+    "checkpoint/staging.py", "checkpoint/files.py", "checkpoint/manifest.py", "checkpoint/content.py",
+    "checkpoint/replicas.py", "checkpoint/saving.py", "checkpoint/loading.py",
+    "sharded.py", "api.py",
+)  # fmt: skip
+AROUND = ("planner", "explain", "integrations", "cli")  # rooms that use the core; nothing in it uses them
+OUTSIDE = {
+    "web": "The page's source, in Svelte; `make web` builds it into the package.",
+    "examples": "Programs to copy.",
+    "tests": "Claims, each with its test.",
+    "bench": "What is measured and compared, with its results.",
+    "docs": "These documents; `docs/decisions/` says why it is the way it is.",
+}
+
+
+def first_sentence(path: Path) -> str:
+    """What a module says of itself first."""
+    text = ast.get_docstring(ast.parse(path.read_text())) or ""
+    return " ".join(text.split("\n\n")[0].split())
+
+
+def rooms() -> list[str]:
+    """The core's folders, in reading order."""
+    return list(dict.fromkeys(name.split("/")[0] for name in ORDER if "/" in name))
+
+
+def every_file() -> str:
+    """The core's files under their rooms, a clause each."""
+    lines, room = [], None
+    for name in ORDER:
+        folder = name.rpartition("/")[0]
+        if folder != room:
+            room = folder
+            about = first_sentence(PACKAGE / folder / "__init__.py") if folder else ""
+            lines += ["", f"**`{folder}/`** {about}" if folder else "**On top**", ""]
+        lines.append(f"- [`{name}`](../src/zeroshard/{name}): {first_sentence(PACKAGE / name)}")
+    return "\n".join([*lines[1:], ""])
+
+
+def every_room() -> str:
+    """The whole repository in a screen: the core's rooms, those around it, and what is not in the package."""
+    top = [name for name in ORDER if "/" not in name]
+    inside = [(name, first_sentence(PACKAGE / name)) for name in top]
+    inside += [(f"{room}/", first_sentence(PACKAGE / room / "__init__.py")) for room in (*rooms(), *AROUND)]
+    wide = max(len(name) for name, _ in inside) + 2
+    lines = ["```", "src/zeroshard/", *(f"  {name:{wide}}{about}" for name, about in inside)]
+    return "\n".join([*lines, *(f"{name + '/':{wide + 2}}{about}" for name, about in OUTSIDE.items()), "```", ""])
+
+
+def written(page: Path, content: str) -> str:
+    """The page with this between its marks."""
+    before, begin, rest = page.read_text().partition("<!-- docs/tree.py -->\n")
+    _, end, after = rest.partition("<!-- end of docs/tree.py -->")
+    assert begin and end, page
+    return f"{before}{begin}{content}{end}{after}"
+
+
+if __name__ == "__main__":
+    for page, content in ((ARCHITECTURE, every_file()), (README, every_room())):
+        page.write_text(written(page, content))

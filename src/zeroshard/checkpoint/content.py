@@ -1,0 +1,332 @@
+"""What of a running model a checkpoint holds: a value per parameter, optimizer states, options, buffers, random states.
+
+Every rank owns some elements under the layout; of each parameter it saves the *value* (the master where there is one,
+else the parameter) and each optimizer state. What is replicated is split the same way, so everything is written once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from ..digests import digest, raw
+from ..engine.buffer import Buffer
+from ..engine.flat import Flat
+from ..engine.fragment import Fragment, fixed_shapes, is_like, per_element
+from ..engine.optim import Binding
+from ..engine.unit import Managed
+from ..errors import CheckpointError, UserError
+from ..events import DEVICE
+from ..layout import Bucket, Slot
+from ..numerics import Precision, dense
+from ..ranks.agreement import Group
+from ..stage import placements
+from ..tiers.tier import DeviceTier, Part, Rest
+from .files import DTYPES
+from .manifest import VALUE, own_name, state_name
+
+
+@dataclass
+class ModelState:
+    """What of a running model is saved and loaded."""
+
+    model: nn.Module
+    managed: list[Managed]
+    buffers: list[Buffer]
+    bindings: list[Binding]
+    group: Group
+    stage: int
+    seed: int
+    records: list[Managed] = field(default_factory=list)  # the managed parameters, then the ignored ones
+    alone: dict[int, Buffer] = field(default_factory=dict)  # ignored parameters by id, each as a bucket of its own
+    places: dict[str, tuple[Buffer, Slot]] = field(default_factory=dict)  # parameter -> its buffer and slot
+
+    def __post_init__(self) -> None:
+        found = {id(record.param): record for record in self.managed}
+        for name, param in self.model.named_parameters(remove_duplicate=False):
+            record = found.setdefault(id(param), Managed(param, [], [], -1))
+            if record.unit < 0:
+                record.names.append(name)
+                self.alone[id(param)] = _alone(record, self.group)
+        self.records = list(found.values())
+        for buffer in (*self.buffers, *self.alone.values()):
+            for slot in buffer.bucket.slots:
+                self.places[slot.name] = buffer, slot
+
+    kinds: list[Kinds] | None = None  # what all ranks have agreed upon, while they save
+
+    def fragments(self, binding: Binding) -> list[Fragment]:
+        """What an optimizer updates on this rank; ignored parameters whole."""
+        params = [param for group in binding.optimizer.param_groups for param in group["params"]]
+        return [*binding.fragments, *(Fragment(p, self.alone[id(p)], 0) for p in params if id(p) in self.alone)]
+
+
+def _alone(record: Managed, group: Group) -> Buffer:
+    """A parameter that `Layout.ignore` leaves alone: whole on every rank, and rank 0's to write."""
+    param, numel = record.param, record.param.numel()
+    writable(f"parameter {record.name!r}", param)
+    slot, kind = Slot(record.name, tuple(param.shape), 0, numel), (str(param.dtype), param.itemsize)
+    bucket = Bucket(-1, -1, *kind, param.requires_grad, (slot,), numel, (0, *[numel] * group.team.size))
+    buffer = Buffer(bucket, [param], 1, placements(0), Precision(), group, DeviceTier(param.device, group.ledger))
+    buffer.gathered.full = param.detach().reshape(-1)
+    buffer.parameters = Flat(bucket, group.team, Rest(DEVICE, buffer.full), param.dtype, sharded=False)
+    return buffer
+
+
+def writable(where: str, tensor: Tensor | Part) -> str:
+    """How safetensors spells its dtype. Raises `CheckpointError` for what has no place in a file."""
+    layout = tensor.layout if isinstance(tensor, Tensor) else torch.strided
+    if tensor.dtype not in DTYPES or layout is not torch.strided or (isinstance(tensor, Tensor) and not dense(tensor)):
+        raise CheckpointError(
+            "this kind of tensor cannot be saved", where=where, got=f"{tensor.dtype}, {layout}",
+            expected="a dense tensor of real numbers", instead="real numbers, or a buffer with persistent=False",
+        )  # fmt: skip
+    return DTYPES[tensor.dtype]
+
+
+def ignored_digests(running: ModelState) -> dict[str, str]:
+    """Of ignored parameters and what optimizers keep of them: nobody averages these, so the ranks' may differ."""
+    found = {}
+    for buffer in running.alone.values():
+        states = [binding.optimizer.state.get(buffer.params[0], {}) for binding in running.bindings]
+        for key, value in [(VALUE, buffer.full), *(item for state in states for item in state.items())]:
+            content = raw(value.detach().cpu().contiguous()) if isinstance(value, Tensor) else repr(value)
+            found[f"{key} of parameter {buffer.bucket.slots[0].name!r}"] = digest(content)
+    return found
+
+
+class Piece(NamedTuple):
+    """Elements [start, stop) of one state of one parameter, 1-D; or, with start None, a tensor of its own shape."""
+
+    parameter: str
+    state: str
+    start: int | None
+    stop: int | None
+    tensor: Tensor | Part
+
+
+@dataclass
+class Kinds:
+    """Which of an optimizer's states have an element for each of a parameter's: by shape, as all ranks see it.
+
+    A rank alone cannot always tell. It may hold one element of a parameter, whose states are all of one element there;
+    or 10 of 138, where each parameter has a history of 10 numbers.
+    """
+
+    fixed: dict[str, set[tuple[int, ...]]]  # see `fixed_shapes`
+    parts: dict[str, dict[str, Any]]  # of each parameter that is cut its states: as `_told` says, or `_agreed`
+
+    def like(self, fragment: Fragment, key: str, value: Any) -> bool:
+        agreed = self.parts.get(fragment.slot.name, {}).get(key)
+        return per_element(fragment, key, value, self.fixed) if agreed is None else bool(agreed)
+
+
+def told_kinds(running: ModelState) -> list[Any]:
+    """What this rank has to tell the others, by optimizer, JSON-able."""
+    found = []
+    for binding in running.bindings:
+        parts = {}
+        for fragment in running.fragments(binding):
+            if 0 < fragment.param.numel() < fragment.slot.numel:
+                kept, name = binding.states.kept(fragment), fragment.slot.name
+                parts[name] = {state_name(name, key): _told(fragment, key, value) for key, value in kept.items()}
+        fixed = {f"{key}": sorted(shapes) for key, shapes in fixed_shapes(binding.optimizer).items()}
+        found.append([fixed, parts])
+    return found
+
+
+def _told(fragment: Fragment, key: str, value: Any) -> list[Any]:
+    """[is it as large as what it is of?, its shape, else its content]."""
+    if isinstance(value, Part) or is_like(key, value, fragment.param.shape, {}):
+        return [True, list(value.shape), ""]
+    if isinstance(value, Tensor):
+        return [False, list(value.shape), digest(raw(value.detach().cpu().contiguous()))]
+    return [False, None, repr(value)]
+
+
+def agreed_kinds(everyone: Sequence[list[Any]]) -> list[Kinds]:
+    """From what every rank has told, what counts. Raises `CheckpointError` for what could not be loaded again."""
+    found = []
+    for ranks in zip(*everyone, strict=True):
+        kinds = Kinds({}, {})
+        for fixed, _ in ranks:
+            for key, shapes in fixed.items():
+                kinds.fixed.setdefault(key, set()).update(map(tuple, shapes))
+        for name in dict.fromkeys(name for _, parts in ranks for name in parts):
+            there = [parts[name] for _, parts in ranks if name in parts]
+            for state in dict.fromkeys(state for each in there for state in each):
+                like = _agreed(name, own_name(state), [each.get(state) for each in there], kinds)
+                kinds.parts.setdefault(name, {})[own_name(state)] = like
+        found.append(kinds)
+    return found
+
+
+def _agreed(name: str, key: str, told: Sequence[Any], kinds: Kinds) -> bool:
+    """Of a parameter that is cut: has this state an element for each? By what each rank tells of its part; or None."""
+    shapes = {tuple(each[1]) for each in told if each is not None and each[1] is not None}
+    if all(each is not None and each[0] for each in told):
+        return len(shapes) > 1 or not shapes & kinds.fixed.get(key, set())
+    if len({str(each and each[1:]) for each in told if each is None or not each[0]}) > 1 or len(shapes) > 1:
+        raise CheckpointError(
+            "an optimizer keeps something else of each rank's part of a parameter, and other parts could not get it",
+            where=f"state {key!r} of parameter {name!r}", expected="an element for each of the part's, or all the same",
+            got="; ".join("nothing" if each is None else f"{each[2]} {each[1] or ''}".strip() for each in told),
+            instead='Layout(bounds="tensor"), which cuts no parameter',
+        )  # fmt: skip
+    return False
+
+
+def pieces(running: ModelState) -> Iterator[Piece]:
+    for buffer in (*running.buffers, *running.alone.values()):
+        for slot in buffer.bucket.slots:
+            own = slot.within(*buffer.owned)
+            if own.numel:
+                value = buffer.updating.part(slot.start + own.start, slot.start + own.stop)
+                yield Piece(slot.name, VALUE, own.start, own.stop, value.plain())
+    for name, key, value, part, own, like in _kept(running):
+        if isinstance(value, Part):
+            yield Piece(name, key, own.start, own.stop, value.cut(own.start - part.start, own.stop - part.start))
+        elif like:
+            flat = value.detach().reshape(-1)[own.start - part.start : own.stop - part.start]
+            yield Piece(name, key, own.start, own.stop, flat)
+        elif (
+            isinstance(value, Tensor) and own.start == 0
+        ):  # one number, or a shape of its own: its first element's owner
+            yield Piece(name, key, None, None, value.detach())
+
+
+def values(running: ModelState) -> Iterator[list[Any]]:
+    """[parameter, state, number]: what optimizers keep beside tensors."""
+    for name, key, value, _part, own, _like in _kept(running):
+        if not isinstance(value, (Tensor, Part)) and own.start == 0:
+            finite = not isinstance(value, float) or math.isfinite(value)
+            if not isinstance(value, (int, float, str, bool, type(None))) or not finite:
+                raise CheckpointError(
+                    "an optimizer keeps something that is neither a tensor nor a number",
+                    where=f"state {key!r} of parameter {name!r}",
+                    got=type(value).__name__ if finite else repr(value), instead="a tensor of one element",
+                )  # fmt: skip
+            yield [name, key, value]
+
+
+def _kept(running: ModelState) -> Iterator[tuple[str, str, Any, Any, Any, bool]]:
+    """(parameter, state, what this rank's optimizer keeps, the elements it is of, those of them this rank writes, and
+    whether it has an element for each of them)."""
+    local = [Kinds(fixed_shapes(binding.optimizer), {}) for binding in running.bindings]
+    for binding, kinds in zip(running.bindings, running.kinds or local, strict=True):
+        for fragment in running.fragments(binding):
+            part, own = fragment.slot.within(*fragment.buffer.updated), fragment.slot.within(*fragment.buffer.owned)
+            if part.numel and own.numel:
+                for key, value in binding.states.kept(fragment).items():
+                    like = isinstance(value, Part) or kinds.like(fragment, key, value)
+                    yield fragment.slot.name, state_name(fragment.slot.name, key), value, part, own, like
+
+
+def persistent(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for path, module in model.named_modules():
+        for name, tensor in module._buffers.items():
+            if tensor is not None and name not in module._non_persistent_buffers_set:
+                yield (f"{path}.{name}" if path else name), tensor
+
+
+def options(running: ModelState, binding: Binding) -> dict[str, Any]:
+    """An optimizer's class, and its groups by the names of their parameters."""
+    groups = []
+    for group in binding.optimizer.param_groups:
+        told = {}
+        for key, value in group.items():
+            if key not in ("params", "param_names"):
+                told[key] = _option(value)
+        names = [m.place.buffer.bucket.slots[m.place.position].name for m in binding.members if m.group is group]
+        names += [running.alone[id(p)].bucket.slots[0].name for p in group["params"] if id(p) in running.alone]
+        groups.append({"parameters": names, "options": told})
+    return {"class": type(binding.optimizer).__name__, "groups": groups}
+
+
+def _option(value: Any) -> Any:
+    """As JSON has it: a tensor's number, and lists for tuples."""
+    if isinstance(value, (list, tuple)):
+        return [_option(each) for each in value]
+    if isinstance(value, dict):
+        return {key: _option(each) for key, each in value.items()}
+    return float(value) if isinstance(value, Tensor) else value
+
+
+def rng_states() -> dict[str, Any]:
+    kind, keys, *rest = numpy.random.get_state(legacy=True)
+    version, numbers, gauss = random.getstate()
+    states = {
+        "python": [version, list(numbers), gauss],
+        "numpy": [kind, numpy.asarray(keys).tobytes().hex(), *rest],
+        "torch": torch.get_rng_state().numpy().tobytes().hex(),
+    }
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state().numpy().tobytes().hex()
+    return states
+
+
+class Rng(NamedTuple):
+    """Random states, ready to be set."""
+
+    python: tuple[Any, ...]
+    numpy: tuple[Any, ...]
+    torch: Tensor
+    cuda: Tensor | None
+
+
+def parsed_rng(states: Mapping[str, Any]) -> Rng:
+    """What `rng_states` wrote. Raises ValueError or TypeError for what no generator would take."""
+    version, numbers, gauss = states["python"]
+    kind, keys, *rest = states["numpy"]
+    rng = Rng(
+        (version, tuple(numbers), gauss),
+        (kind, numpy.frombuffer(bytes.fromhex(keys), dtype=numpy.uint32), *rest),
+        torch.frombuffer(bytearray.fromhex(states["torch"]), dtype=torch.uint8),
+        torch.frombuffer(bytearray.fromhex(states["cuda"]), dtype=torch.uint8) if "cuda" in states else None,
+    )
+    # NumPy would read keys[pos] wherever that is; Python takes any gauss, and returns it.
+    if not 0 <= rng.numpy[2] <= 624 or version != 3 or not isinstance(gauss, (float, type(None))):
+        raise ValueError("no state of a random number generator")
+    random.Random().setstate(rng.python)
+    numpy.random.RandomState().set_state(rng.numpy)
+    torch.Generator().set_state(rng.torch)
+    if rng.cuda is not None and torch.cuda.is_available():
+        torch.Generator("cuda").set_state(rng.cuda)
+    return rng
+
+
+def restore_rng(rng: Rng) -> None:
+    random.setstate(rng.python)
+    numpy.random.set_state(rng.numpy)
+    torch.set_rng_state(rng.torch)
+    if rng.cuda is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(rng.cuda)
+
+
+@contextlib.contextmanager
+def drawing(seed: int, step: int, index: int) -> Iterator[None]:
+    """Random numbers of Python, NumPy and torch depend on these three alone inside, and go on as before after it."""
+    for name, given in (("step", step), ("index", index)):
+        if type(given) is not int or given < 0:
+            raise UserError(f"{name}= counts from 0", got=repr(given), instead="micro_batch_rng(step, index)")
+    number = xxhash.xxh3_64_intdigest(f"{seed} {step} {index}".encode())
+    python, legacy = random.getstate(), numpy.random.get_state()
+    cuda = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=cuda):
+        torch.manual_seed(number)
+        random.seed(number)
+        numpy.random.seed(number % (1 << 32))
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            numpy.random.set_state(legacy)

@@ -1,0 +1,385 @@
+"""What a checkpoint's manifest says, checked before anything believes it; nothing here knows of a running model.
+
+A saved tensor is a flat interval of a parameter, and reading intersects intervals: nothing depends on who wrote what.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..digests import raw
+from ..errors import CheckpointError, UserError
+from .files import BLOCK, MANIFEST, TORCH_DTYPES, Reader, canonical, damaged, opened, read_manifest, replaced
+
+FORMAT, VERSION = "zeroshard checkpoint", 1
+CHUNK = 1 << 20  # elements converted at a time
+VALUE = "value"  # of a parameter: its master, or itself
+APART = re.compile(r"(optimizer:)*value")  # an optimizer's own states of these names are written with one prefix more
+DIMENSIONS = 64  # more than any tensor has: a shape of millions is an attack
+
+
+class Stored(NamedTuple):
+    """Where the bytes of one interval, or of one whole tensor, lie."""
+
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    file: str
+    offset: int
+
+
+class Parameter(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    names: list[str]  # all of a tied parameter's
+
+
+@dataclass
+class Saved:
+    """One checkpoint, opened: its manifest checked in every name, interval and place, and its elements to read."""
+
+    folder: Path
+    descriptor: int  # of the folder, to open its files
+    manifest: dict[str, Any]
+    parameters: dict[str, Parameter] = field(default_factory=dict)
+    states: dict[str, list[str]] = field(default_factory=dict)  # parameter -> what its optimizer keeps
+    cut: dict[tuple[str, str], list[Stored]] = field(default_factory=dict)  # (parameter, state) -> its intervals
+    whole: dict[tuple[str, str], Stored] = field(default_factory=dict)
+    values: dict[tuple[str, str], Any] = field(default_factory=dict)
+    buffers: dict[str, Stored] = field(default_factory=dict)
+    extra: dict[str, Stored] = field(default_factory=dict)  # tensors that the user saved along
+
+    def __post_init__(self) -> None:
+        try:
+            self._check()
+            if self.descriptor >= 0:
+                self.reader = Reader(self.folder, self.descriptor, self.manifest["files"])
+        except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise self.damage("a manifest as zeroshard writes it", f"{type(error).__name__}: {error}") from error
+
+    def damage(self, expected: object, got: object) -> CheckpointError:
+        return damaged(self.folder / "manifest.json", expected, got)
+
+    def _check(self) -> None:
+        manifest = self.manifest
+        if manifest["format"] != FORMAT or type(manifest["version"]) is not int or manifest["version"] != VERSION:
+            raise CheckpointError(
+                "this checkpoint is of a format that is not read here", where=str(self.folder),
+                expected=f"{FORMAT} {VERSION}", got=f"{manifest['format']} {manifest['version']}"[:100],
+                instead="the zeroshard that wrote it",
+            )  # fmt: skip
+        for facts in manifest["files"].values():
+            self._count(facts["nbytes"])
+        for name, entry in manifest["parameters"].items():
+            names = [self._text(each) for each in self._list(entry["names"])]
+            self.parameters[name] = Parameter(self._shape(entry["shape"]), TORCH_DTYPES[entry["dtype"]], names)
+        for name, state, start, stop, dtype, shape, offset, file in self._list(manifest["fragments"]):
+            bounds = (0, 0) if (start, stop) == (None, None) else (self._count(start), self._count(stop))
+            stored = self._stored(shape, dtype, file, offset, *bounds)
+            key = self._key(name, state)
+            if start is None:
+                if key in self.whole or key in self.cut:
+                    raise self.damage(f"one {state} of {name!r}", "several")
+                self.whole[key] = stored
+            else:
+                if stored.shape != (stored.stop - stored.start,) or key in self.whole:
+                    raise self.damage(f"intervals of {state} of {name!r}", stored)
+                self.cut.setdefault(key, []).append(stored)
+        for (name, state), parts in self.cut.items():
+            parts.sort(key=lambda part: part.start)
+            ends = [0, *(part.stop for part in parts)]
+            count = numel(self.parameters[name].shape)
+            if [part.start for part in parts] != ends[:-1] or ends[-1] != count or len({p.dtype for p in parts}) > 1:
+                raise self.damage(f"all {count} elements of {state} of {name!r}, each once", ends)
+        for name, entry in self.parameters.items():
+            parts = self.cut.get((name, VALUE), [])
+            if bool(numel(entry.shape)) != bool(parts):
+                raise self.damage(f"a value of {name!r}", f"{len(parts)} parts")
+            held = {part.dtype for part in parts} | {entry.dtype}
+            if len(held) > 1 and not all(dtype.is_floating_point for dtype in held):
+                raise self.damage(f"a value of {name!r} in {entry.dtype}, or its master", parts[0].dtype)
+        for name, state, value in self._list(manifest["values"]):
+            key = self._key(name, state)
+            if key in self.values or key in self.cut or key in self.whole or isinstance(value, (dict, list)):
+                raise self.damage(f"one {state} of {name!r}, a number", repr(value))
+            self.values[key] = value
+        for name, entry in manifest["buffers"].items():
+            self.buffers[name] = self._stored(entry["shape"], entry["dtype"], entry["file"], entry["offset"])
+        for name, shape, dtype, offset in self._list(manifest["extra_tensors"]):
+            if self._text(name) in self.extra:
+                raise self.damage(f"one tensor {name!r} in extra", "several")
+            self.extra[name] = self._stored(shape, dtype, manifest["extra_file"], offset)
+        self._check_apart()
+        self._check_files()
+        self._check_optimizers()
+        for name, state in (*self.cut, *self.whole, *self.values):
+            if state == VALUE and (name, state) not in self.cut:
+                raise self.damage(f"a value of {name!r} that can be cut", "another")
+            if state != VALUE:
+                self.states.setdefault(name, []).append(state)
+        self._count(manifest["saved"], 1 << 63)
+        self._count(manifest.get("number", 0), 1 << 63)
+        self._count(manifest["seed"], 1 << 64)
+        self._count(manifest["stage"]), self._count(manifest["threads"])
+        self._text(manifest["torch"]), self._text(manifest["python"])
+        if len(self._list(manifest["rng"])) != self._count(manifest["ranks"]):
+            raise self.damage("random states of every rank", len(manifest["rng"]))
+        if not isinstance(unplain(manifest["extra"], dict.fromkeys(self.extra)), dict):
+            raise self.damage("a map in extra", "something else")
+
+    def _check_apart(self) -> None:
+        """No byte belongs to two tensors: else a small file could fill the memory."""
+        stored = [*self.whole.values(), *self.buffers.values(), *self.extra.values()]
+        stored += [part for parts in self.cut.values() for part in parts]
+        spans = sorted((s.file, s.offset, s.offset + nbytes(s)) for s in stored if numel(s.shape))
+        for (file, _, stop), (other, start, _) in pairwise(spans):
+            if file == other and start < stop:
+                raise self.damage("tensors one after the other", f"two at byte {start} of {file}")
+
+    def _check_files(self) -> None:
+        """A file holds its tensors and their names: else one without content, in a few bytes of disk, takes hours."""
+        room = dict.fromkeys(self.manifest["files"], 64)
+        named = [(*key, part) for key, parts in self.cut.items() for part in parts]
+        named += [(*key, stored) for key, stored in self.whole.items()]
+        named += [("", name, stored) for name, stored in (*self.buffers.items(), *self.extra.items())]
+        for first, second, stored in named:  # 12: the most that JSON makes of a character
+            room[stored.file] += nbytes(stored) + 256 + 12 * (len(first) + len(second)) + 20 * len(stored.shape)
+        for each, facts in self.manifest["files"].items():
+            if facts["nbytes"] > room[each]:
+                raise self.damage(f"{each} with at most {room[each]:,} bytes, for its tensors", f"{facts['nbytes']:,}")
+
+    def _check_optimizers(self) -> None:
+        for told in self._list(self.manifest["optimizers"]):
+            self._text(told["class"])
+            for group in self._list(told["groups"]):
+                for name in self._list(group["parameters"]):
+                    self._text(name)
+                group["options"].keys()
+
+    def _count(self, value: Any, limit: int = 1 << 48) -> int:
+        if type(value) is not int or not 0 <= value < limit:
+            raise self.damage("a count", repr(value)[:50])
+        return value
+
+    def _text(self, value: Any) -> str:
+        if not isinstance(value, str):
+            raise self.damage("a name", repr(value)[:100])
+        return value
+
+    def _list(self, value: Any) -> list[Any]:
+        if not isinstance(value, list):
+            raise self.damage("a list", repr(value)[:100])
+        return value
+
+    def _shape(self, value: Any) -> tuple[int, ...]:
+        if len(self._list(value)) > DIMENSIONS:
+            raise self.damage(f"a shape of at most {DIMENSIONS} sizes", f"{len(value)} sizes")
+        return tuple(self._count(size) for size in value)
+
+    def _key(self, name: Any, state: Any) -> tuple[str, str]:
+        if name not in self.parameters:
+            raise self.damage("states of the parameters it lists", repr(name)[:100])
+        return name, self._text(state)
+
+    def _stored(self, shape: Any, dtype: Any, file: Any, offset: Any, start: int = 0, stop: int = 0) -> Stored:
+        stored = Stored(start, stop, self._shape(shape), TORCH_DTYPES[dtype], self._text(file), self._count(offset))
+        if stored.offset + nbytes(stored) > self.manifest["files"][file]["nbytes"]:
+            raise self.damage(f"tensors inside {file}", f"offset {offset}, shape {stored.shape}")
+        return stored
+
+    # --- reading, every byte from a block whose digest is right -----------------------------------------------------
+
+    def want(self, key: tuple[str, str], start: int, stop: int) -> None:
+        """Have the reader check, with all else that is wanted, elements [start, stop) of a parameter's state."""
+        for part, low, high in self._parts(key, start, stop):
+            offset = part.offset + (low - part.start) * part.dtype.itemsize
+            self.reader.want(part.file, offset, (high - low) * part.dtype.itemsize)
+
+    def interval(self, key: tuple[str, str], start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of a parameter's state, as saved. 1-D, on the CPU."""
+        out = torch.empty(stop - start, dtype=self.cut[key][0].dtype, device="cpu")
+        self.fill(key, start, out)
+        return out
+
+    def fill(self, key: tuple[str, str], start: int, out: Tensor, *, later: bool = False) -> None:
+        """Elements from `start` on of a parameter's state into `out`, 1-D, put together from whatever holds them.
+
+        later: not before the reader's `finish`, where no dtype or device is changed on the way.
+        """
+        for part, low, high in self._parts(key, start, start + out.numel()):
+            place = out.detach()[low - start : high - start]
+            offset = part.offset + (low - part.start) * part.dtype.itemsize
+            if place.device.type == "cpu" and place.dtype == part.dtype and place.is_contiguous():
+                self.reader.read(part.file, offset, raw(place), later=later)
+                continue
+            scratch = torch.empty(min(place.numel(), CHUNK), dtype=part.dtype, device="cpu")
+            for piece in place.split(CHUNK):
+                self.reader.read(part.file, offset, raw(scratch[: piece.numel()]))
+                piece.copy_(scratch[: piece.numel()])
+                offset += piece.numel() * part.dtype.itemsize
+
+    def _parts(self, key: tuple[str, str], start: int, stop: int) -> Iterator[tuple[Stored, int, int]]:
+        for part in self.cut.get(key, []):
+            low, high = max(part.start, start), min(part.stop, stop)
+            if low < high:
+                yield part, low, high
+
+    def read(self, stored: Stored) -> Tensor:
+        """A tensor that was saved whole."""
+        out = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
+        self.reader.read(stored.file, stored.offset, raw(out))
+        return out
+
+    def blocks(self, stored: Stored) -> Iterator[tuple[int, Tensor]]:
+        """What one file holds of a tensor, 1-D, a block at a time: (its first element, counted flat; elements)."""
+        numel_each, last = BLOCK // stored.dtype.itemsize, numel(stored.shape)
+        for first in range(0, last, numel_each):
+            out = torch.empty(min(numel_each, last - first), dtype=stored.dtype, device="cpu")
+            self.reader.read(stored.file, stored.offset + first * stored.dtype.itemsize, raw(out))
+            yield stored.start + first, out
+
+    @classmethod
+    @contextlib.contextmanager
+    def open(cls, folder: Path) -> Iterator[Saved]:
+        """The checkpoint in `folder`. Raises `CheckpointError` if it is not complete, or not what it says."""
+        saved = None
+        while saved is None:
+            with opened(folder) as descriptor:
+                try:
+                    saved = cls(folder, descriptor, read_manifest(folder, descriptor))
+                except CheckpointError:
+                    if not replaced(folder, descriptor):  # else a save has taken its place: read what that wrote
+                        raise
+        try:
+            yield saved
+        finally:
+            saved.reader.close()
+
+
+def check_loads(folder: Path, manifest: dict[str, Any]) -> None:
+    """Raise `CheckpointError` for what no load would take, while it can still be kept from being written."""
+    try:
+        Saved(folder, -1, json.loads(canonical(manifest)))
+    except CheckpointError as error:
+        raise CheckpointError(
+            "this could be saved and not loaded again", where=str(folder), got=error, instead="other names or numbers"
+        ) from error
+
+
+def state_name(parameter: str, key: Any) -> str:
+    """How the manifest calls what an optimizer calls `key`: no state may pass for the parameter's value."""
+    if not isinstance(key, str):
+        raise CheckpointError(
+            "an optimizer's state has a name that is no text", where=f"parameter {parameter!r}", got=repr(key)
+        )
+    return f"optimizer:{key}" if APART.fullmatch(key) else key
+
+
+def own_name(state: str) -> str:
+    """What the optimizer calls a state that is not the parameter's value."""
+    return state.removeprefix("optimizer:") if APART.fullmatch(state) else state
+
+
+def numel(shape: tuple[int, ...]) -> int:
+    return math.prod(shape)
+
+
+def nbytes(stored: Stored) -> int:
+    return numel(stored.shape) * stored.dtype.itemsize
+
+
+_known: dict[str, tuple[tuple[int, ...], int, int]] = {}  # of each manifest seen: which file that was, its order
+
+
+def orders(folder: Path, *, say: bool) -> list[tuple[int, int, str]]:
+    """(number, time, name) of the checkpoints in a folder, by their manifests; what has none, or links away, is none.
+
+    A save has the number after the largest beside it: clocks are set back, numbers are not. Those of earlier versions
+    have none, which counts as 0, and of equal numbers the time decides. say: warn of damaged manifests.
+    """
+    found = []
+    for entry in os.scandir(folder):
+        path = Path(entry.path)
+        if entry.name.startswith(".") or not entry.is_dir(follow_symlinks=False) or not (path / MANIFEST).exists():
+            continue
+        try:
+            with opened(path) as descriptor:
+                facts = os.stat(MANIFEST, dir_fd=descriptor)
+                which = facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns
+                if _known.get(entry.path, ((),))[0] != which:  # a manifest is some megabytes to read
+                    _known[entry.path] = which, *order(read_manifest(path, descriptor))
+                _, number, saved = _known[entry.path]
+                found.append((number, saved, path.name))
+        except (CheckpointError, OSError, LookupError, TypeError, ValueError) as error:
+            if say:
+                warnings.warn(f"zeroshard passes over a damaged checkpoint. {error}", stacklevel=3)
+    return found
+
+
+def order(manifest: Mapping[str, Any]) -> tuple[int, int]:
+    """By which checkpoints are earlier or later: (number, time)."""
+    return int(manifest.get("number", 0)), int(manifest["saved"])
+
+
+def siblings(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, the last saved first. Says by a warning which ones have a damaged manifest."""
+    return [folder / name for *_, name in sorted(orders(folder, say=True), reverse=True)]
+
+
+def plain(where: str, value: Any, tensors: dict[str, Tensor]) -> Any:
+    """JSON for whatever the user saves along: objects by their `state_dict()`, tensors by a reference."""
+    if hasattr(value, "state_dict") and callable(value.state_dict):
+        return plain(where, value.state_dict(), tensors)
+    if isinstance(value, Tensor):
+        tensors[where] = value.detach()
+        return {"tensor": where}
+    if isinstance(value, Mapping):
+        if not all(isinstance(key, (str, int)) for key in value):
+            raise UserError("extra holds a key that is neither text nor a number", where=where, got=list(value)[:5])
+        pairs = [[key, plain(f"{where}.{key}", inner, tensors)] for key, inner in value.items()]
+        return {"map": pairs}
+    if isinstance(value, (list, tuple)):
+        kind = "tuple" if isinstance(value, tuple) else "list"
+        return {kind: [plain(f"{where}.{at}", inner, tensors) for at, inner in enumerate(value)]}
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": repr(value)}
+    if isinstance(value, (str, int, float, bool, type(None))):
+        return value
+    raise UserError(
+        "extra holds what cannot be written as plain data", where=where, got=type(value).__name__,
+        instead="numbers, text, lists, dicts, tensors, or objects with state_dict()",
+    )  # fmt: skip
+
+
+def unplain(value: Any, tensors: Mapping[str, Any]) -> Any:
+    """What `plain` was given. Raises ValueError, TypeError or LookupError for what it does not write."""
+    if not isinstance(value, (dict, list)):
+        return value
+    kind, inner = next(iter(value.items())) if isinstance(value, dict) and len(value) == 1 else ("", None)
+    if kind == "tensor":
+        return tensors[str(inner)]
+    if kind == "float" and inner in ("nan", "inf", "-inf"):
+        return float(inner)
+    if kind not in ("map", "list", "tuple") or not isinstance(inner, list):
+        raise ValueError(f"extra holds {value!r:.100}")
+    if kind == "map":
+        made = {key: unplain(each, tensors) for key, each in inner if isinstance(key, (str, int))}
+        if len(made) != len(inner):
+            raise ValueError(f"extra holds a map with keys that are twice there, or no keys: {inner!r:.100}")
+        return made
+    items = [unplain(each, tensors) for each in inner]
+    return tuple(items) if kind == "tuple" else items

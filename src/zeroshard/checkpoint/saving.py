@@ -1,0 +1,320 @@
+"""Saving: every rank writes what it owns, beside; rank 0 adds the manifest and publishes all of it, or nobody saves.
+
+While the training stands still a rank takes a snapshot: views of what it owns, or, where the save is to run behind the
+training, copies in host memory. Everything after that works on the snapshot, through a control group of its own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import platform
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError, Error, PeerError, UserError
+from ..events import HOST, Ledger
+from ..ranks.agreement import Group
+from ..tiers.tier import Part, present
+from .content import (
+    ModelState,
+    agreed_kinds,
+    ignored_digests,
+    options,
+    persistent,
+    pieces,
+    rng_states,
+    told_kinds,
+    values,
+    writable,
+)
+from .files import absolute, make_room, publish, remove, write_manifest, write_tensors
+from .manifest import FORMAT, VERSION, check_loads, orders, plain, siblings
+from .staging import discard, owner, place_beside, release_signals, temporary
+
+SNAPSHOT = "snapshot"  # in the ledger: what a save behind the training holds
+
+
+class Saving:
+    """A checkpoint, complete at `path`, or being written there by a thread while training goes on."""
+
+    running: ClassVar[Saving | None] = None  # at most one in a process: they share a control group, and the memory
+
+    def __init__(self, path: Path, work: Callable[[], None], *, asynchronous: bool) -> None:
+        self.path = path
+        self.reported = False
+        self._work: Callable[[], None] | None = work
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name=f"saving {path.name}") if asynchronous else None
+        if self._thread is None:
+            work()
+        else:
+            atexit.register(self._report)
+            Saving.running = self
+            self._thread.start()  # not a daemon: before it exits the interpreter waits for it
+
+    @property
+    def done(self) -> bool:
+        """Whether `wait` answers at once."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> Path:
+        """The path, once the checkpoint is complete. Raises `CheckpointError` on every rank if it could not be saved;
+        if nobody waits, the next `save` or `load` does, or the end of the program tells."""
+        self.join()
+        atexit.unregister(self._report)
+        self.reported = True
+        if self._error is not None:
+            raise self._error
+        return self.path
+
+    def join(self) -> None:
+        """Wait, whatever comes of it."""
+        if self._thread is not None:
+            self._thread.join()
+            release_signals()
+        if Saving.running is self:
+            Saving.running = None
+
+    def _run(self) -> None:
+        try:
+            assert self._work is not None
+            self._work()
+        except Exception as error:
+            self._error = error
+        self._work = None  # and with it the snapshot
+
+    def _report(self) -> None:
+        if self._error is not None and not self.reported:
+            print(f"zeroshard: a checkpoint was lost. {self._error}", file=sys.stderr)
+
+
+def save(
+    running: ModelState,
+    path: str | os.PathLike[str],
+    extra: Mapping[str, Any] | None,
+    *,
+    asynchronous: bool,
+    keep: int | None,
+    ledger: Ledger,
+) -> Saving:
+    """Write a checkpoint at `path`, or leave everything as it is and raise on every rank."""
+    target, group = absolute(path), running.group
+    if Saving.running is not None:
+        Saving.running.join()
+    apart, snapshot, problem, digests, kinds = group.apart(), None, None, {}, []
+    try:
+        kinds = told_kinds(running)
+    except Exception as error:  # the other ranks must hear of it
+        problem = f"{error}" if isinstance(error, Error) else f"{type(error).__name__}: {error}"
+    told = group.describe({"kinds": kinds, "problem": problem})
+    _raise(target, [each["problem"] for each in told])
+    running.kinds = agreed_kinds([each["kinds"] for each in told])
+    try:
+        if keep is not None and not (type(keep) is int and keep >= 1):
+            raise UserError("keep= counts checkpoints, the new one too", got=repr(keep), instead="keep=3")
+        snapshot = _snapshot(running, extra, copied=asynchronous)
+        digests = ignored_digests(running)
+    except Exception as error:  # the other ranks must hear of it, also of what `extra` raises
+        problem = f"{error}" if isinstance(error, Error) else f"{type(error).__name__}: {error}"
+    told = group.describe({"owner": owner(), "name": target.name, "problem": problem, "ignored": digests})
+    _raise(target, [each["problem"] for each in told])
+    ignored = [each["ignored"] for each in told]
+    if differing := [name for name in ignored[0] | ignored[-1] if len({each.get(name) for each in ignored}) > 1]:
+        raise CheckpointError(
+            "a parameter that Layout.ignore leaves alone differs between ranks, and a checkpoint holds it once",
+            where=differing[0], expected="the same bits on all ranks", got="other ones",
+            instead="average its gradients over the ranks before each step, or do not ignore it",
+        )  # fmt: skip
+    names = [each["name"] for each in told]
+    if len(set(names)) > 1:
+        raise PeerError("the ranks save to different places", expected=names[0], got=names)
+    assert snapshot is not None
+    nbytes = sum(tensor.numel() * tensor.itemsize for tensor in snapshot.tensors.values())
+    beside = place_beside(target, told[0]["owner"])
+
+    def work() -> None:
+        try:
+            _write(apart, snapshot, beside, target, keep)
+        finally:
+            if asynchronous:
+                ledger.hold(SNAPSHOT, -nbytes, HOST)
+
+    if group.rank == 0:
+        temporary(beside)  # here and not in a thread, which cannot handle signals
+    if asynchronous:
+        ledger.hold(SNAPSHOT, nbytes, HOST)
+    return Saving(target, work, asynchronous=asynchronous)
+
+
+@dataclass
+class Snapshot:
+    """What this rank writes, and what the manifest has to say of it (`own`) and of the whole (`head`)."""
+
+    tensors: dict[str, Tensor | Part]
+    own: dict[str, Any]
+    head: dict[str, Any]
+
+
+def _snapshot(running: ModelState, extra: Mapping[str, Any] | None, *, copied: bool) -> Snapshot:
+    tensors: dict[str, Tensor | Part] = {}
+    fragments = []
+    for piece in pieces(running):
+        dtype = writable(f"{piece.state} of parameter {piece.parameter!r}", piece.tensor)
+        key = _add(tensors, f"{piece.state}/{piece.parameter}", piece.tensor)
+        fragments.append([*piece[:4], dtype, list(piece.tensor.shape), key])
+    saved_along: dict[str, Tensor] = {}
+    told = plain("extra", dict(extra or {}), saved_along)
+    buffers, extras = {}, []
+    if running.group.rank == 0:
+        for name, tensor in persistent(running.model):
+            dtype, key = writable(f"buffer {name!r}", tensor), _add(tensors, f"buffer/{name}", tensor.detach())
+            buffers[name] = [list(tensor.shape), dtype, key]
+        for name, tensor in saved_along.items():
+            dtype, key = writable(name, tensor), _add(tensors, f"extra/{name}", tensor)
+            extras.append([name, list(tensor.shape), dtype, key])
+    if copied:
+        tensors = {key: _copy(tensor) for key, tensor in tensors.items()}
+    own = {"fragments": fragments, "values": list(values(running)), "buffers": buffers, "extras": extras}
+    return Snapshot(tensors, own | {"rng": rng_states()}, _head(running, told))
+
+
+def _add(tensors: dict[str, Tensor | Part], key: str, tensor: Tensor | Part) -> str:
+    """Under a name that nothing else has: states and parameters may be called anything, "a/b" of "c" and "a" of "b/c".
+
+    These names are for whoever looks into the file; the manifest says by place what is what.
+    """
+    while key in tensors:
+        key += "'"
+    tensors[key] = tensor
+    return key
+
+
+def _copy(tensor: Tensor | Part) -> Tensor:
+    with present(tensor) as here:
+        return torch.empty_like(here, device="cpu").copy_(here)
+
+
+def _head(running: ModelState, extra: Any) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "saved": time.time_ns(),
+        "ranks": running.group.ranks,
+        "stage": running.stage,
+        "seed": running.seed,
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "parameters": {
+            r.name: {"shape": list(r.param.shape), "dtype": writable(r.name, r.param), "names": r.names}
+            for r in running.records
+        },
+        "optimizers": [options(running, binding) for binding in running.bindings],
+        "extra": extra,
+    }
+
+
+# --- from here on without the model, perhaps on a thread ------------------------------------------------------------
+
+
+def _write(group: Group, snapshot: Snapshot, beside: Path, target: Path, keep: int | None) -> None:
+    """Write, agree, publish, agree. Whatever fails on a rank is told to all before any of them raises."""
+    first = group.rank == 0
+    try:
+        _together(group, target, lambda: make_room(beside, target) if first else None)
+        own = _together(group, target, lambda: _write_own(group, snapshot, beside))
+        _together(group, target, lambda: _publish(snapshot.head, own, beside, target) if first else None)
+    except BaseException as error:  # Ctrl-C too: nothing half written stays
+        if first:
+            discard(beside)
+        if isinstance(error, CheckpointError):  # else a peer is gone, and would not answer
+            group.describe(None)  # nobody raises while anything of it is left
+        raise
+    if keep is not None and first:
+        _forget(target, keep)
+    group.describe(None)  # nobody goes on while older ones are still being removed
+
+
+def _together(group: Group, target: Path, act: Callable[[], Any]) -> list[Any]:
+    """Every rank's answer; or, if it failed on one, an error on all."""
+    told: dict[str, Any] = {"problem": None, "answer": None}
+    try:
+        told["answer"] = act()
+    except OSError as error:
+        told["problem"] = f"{error.strerror or error}: {error.filename or target}"
+    except Exception as error:  # a peer must hear of it, whatever it is
+        told["problem"] = f"{type(error).__name__}: {error}"
+    everyone = group.describe(told)
+    _raise(target, [each["problem"] for each in everyone])
+    return [each["answer"] for each in everyone]
+
+
+def _raise(target: Path, problems: Sequence[str | None]) -> None:
+    told = [f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem]
+    if told:
+        raise CheckpointError(
+            "the checkpoint was not saved; the one before it and the training are as they were",
+            where=str(target), got="; ".join(told), instead="mend that, or name another folder, and save again",
+        )  # fmt: skip
+
+
+def _write_own(group: Group, snapshot: Snapshot, beside: Path) -> dict[str, Any]:
+    """This rank's file; and its part of the manifest, each tensor's key replaced by where its bytes begin."""
+    name = f"rank{group.rank:05d}.safetensors"
+    try:
+        written = write_tensors(beside / name, snapshot.tensors)
+    except OSError as error:
+        nbytes = sum(tensor.numel() * tensor.itemsize for tensor in snapshot.tensors.values())
+        raise OSError(error.errno, f"{error.strerror} ({nbytes:,} bytes to write)", str(beside / name)) from error
+    own, at = snapshot.own, written.offsets
+    return {
+        **own,
+        "file": name,
+        "facts": {"nbytes": written.nbytes, "digests": written.digests},
+        "fragments": [[*entry, at[key], name] for *entry, key in own["fragments"]],
+        "buffers": {
+            key: {"file": name, "shape": shape, "dtype": dtype, "offset": at[place]}
+            for key, (shape, dtype, place) in own["buffers"].items()
+        },
+        "extras": [[*entry, at[key]] for *entry, key in own["extras"]],
+    }
+
+
+def _publish(head: dict[str, Any], everyone: Sequence[dict[str, Any]], beside: Path, target: Path) -> None:
+    manifest = {
+        **head,
+        "number": 1 + max((number for number, *_ in orders(target.parent, say=False)), default=0),
+        "fragments": [fragment for own in everyone for fragment in own["fragments"]],
+        "values": [value for own in everyone for value in own["values"]],
+        "files": {own["file"]: own["facts"] for own in everyone},
+        "buffers": everyone[0]["buffers"],
+        "extra_tensors": everyone[0]["extras"],
+        "extra_file": everyone[0]["file"],
+        "rng": [own["rng"] for own in everyone],
+    }
+    check_loads(target, manifest)
+    write_manifest(beside, manifest)
+    publish(beside, target)
+
+
+def _forget(target: Path, keep: int) -> None:
+    """Remove the oldest complete checkpoints beside this one until `keep` are left, this one among them."""
+    try:
+        for path in [path for path in siblings(target.parent) if path != target][max(0, keep - 1) :]:
+            if found := remove(path):
+                warnings.warn(
+                    f"zeroshard leaves the older checkpoint {path}: it holds {found[:5]}, which no save wrote",
+                    stacklevel=2,
+                )
+    except OSError as error:
+        warnings.warn(f"zeroshard saved {target}, but could not remove an older checkpoint: {error}", stacklevel=2)

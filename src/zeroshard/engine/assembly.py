@@ -1,0 +1,213 @@
+"""From a plain model to its parts on one rank: units, buckets, the tiers that states rest in, buffers of parameters.
+
+Nothing of the model changes before every rank has agreed that it can and will do the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import Error, PeerError, TierError
+from ..events import DEVICE, HOST, NVME
+from ..layout import Bucket, Layout, Partition, Spec, partition
+from ..numerics import Precision, as_bytes, dense, same_bits, write_bytes
+from ..ranks.agreement import Group
+from ..ranks.comm import Comm
+from ..stage import placements
+from ..tiers.nvme import NvmeTier
+from ..tiers.tier import STATES, DeviceTier, HostTier, Offload, Tier
+from .buffer import Buffer, Place
+from .guard import SavedTensors
+from .preflight import (
+    agree,
+    ask_all,
+    check_buffers,
+    check_memory,
+    check_model,
+    check_offload,
+    check_optimizers,
+    check_parameters,
+    check_settings,
+    describe,
+)
+from .undo import Before
+from .unit import Managed, Unit, borrowed, check_initialisers, find_units, managed_parameters, materialise, on_meta
+
+
+@dataclass
+class Assembly:
+    """The parts of a model that is being sharded, in the order in which they are made."""
+
+    model: nn.Module
+    stage: int
+    precision: Precision
+    offload: Offload
+    group: Group
+    managed: list[Managed] = field(init=False)
+    partition: Partition = field(init=False)
+    seed: int = field(init=False)  # of all random numbers, agreed on
+    units: list[Unit] = field(default_factory=list)
+    resting: list[dict[str, str]] = field(default_factory=list)  # for each bucket, the tier of each state
+    tiers: dict[str, Tier] = field(default_factory=dict)
+    buffers: list[Buffer] = field(default_factory=list)
+    saved: SavedTensors = field(default_factory=SavedTensors)
+    told: bool = False  # have all ranks been told of what is raised now?
+
+    def __post_init__(self) -> None:
+        self.placements = placements(self.stage)
+        self.tier = DeviceTier(self.group.device, self.group.ledger)
+
+    def plan(self, optimizers: list[torch.optim.Optimizer], layout: Layout, comm: Comm) -> None:
+        """Find units and parameters, lay them out, and make sure that every rank can and will do the same."""
+        problem: Exception | None = None
+        facts: dict[str, Any] = {}
+        named: list[tuple[str, nn.Module]] = []
+        try:
+            check_model(self.model)
+            named = find_units(self.model, layout)
+            self.managed = managed_parameters(self.model, named, layout)
+            check_parameters(self.managed)
+            check_memory(self.model, self.managed)
+            check_buffers(self.model)
+            self.partition = partition(self._specs(), layout, self.group.team.size)
+            check_settings(self.partition, layout, comm)
+            replicated = not self.placements.optimizer
+            check_optimizers(self.model, self.managed, optimizers, self.partition, replicated=replicated)
+            check_offload(optimizers, self.offload)
+            names, policies = [name for name, _ in named], (self.precision, layout, comm, self.offload)
+            facts = describe(self.model, self.managed, names, optimizers, policies, self.group.device)
+            facts["stage"] = self.stage
+        except Exception as error:
+            problem = error
+        told = ask_all(self.group, facts, problem)
+        self.told = True
+        self.seed = agree(told, problem)
+        self.told = False
+        self.units = [Unit(index, name, module) for index, (name, module) in enumerate(named)]
+        for unit, others in zip(self.units, borrowed(named, self.managed), strict=True):
+            unit.borrows = [self.units[other] for other in others]
+        self.group.progress.units = [named[bucket.unit][0] or "the model" for bucket in self.partition.buckets]
+
+    def _specs(self) -> list[Spec]:
+        specs = []
+        for r in self.managed:
+            dtype = self.precision.param(r.param.dtype)
+            specs.append(Spec(r.name, tuple(r.param.shape), str(dtype), dtype.itemsize, r.unit, r.param.requires_grad))
+        return specs
+
+    def reserve(self) -> None:
+        """The tiers that some state rests in."""
+        self.tiers = {DEVICE: self.tier, HOST: HostTier(self.group.device, self.group.ledger)}
+        self.resting = self.offload.buckets(self.partition.buckets)
+        largest, nbytes = dict.fromkeys(STATES, 0), 0
+        for bucket, resting in zip(self.partition.buckets, self.resting, strict=True):
+            own: torch.dtype = getattr(torch, bucket.dtype.removeprefix("torch."))
+            grad, master = self.precision.grad(own), self.precision.master(own)
+            dtypes = {"parameters": own, "gradients": grad, "optimizer": master}
+            kept = STATES if bucket.trainable else STATES[:1]  # frozen parameters have nothing else
+            for state in (state for state in kept if resting[state] == NVME):
+                numel = (
+                    bucket.shard_numel(self.group.team.position) if getattr(self.placements, state) else bucket.numel
+                )
+                largest[state] = max(largest[state], numel * dtypes[state].itemsize)
+                nbytes += numel * dtypes[state].itemsize
+        if any(NVME in resting.values() for resting in self.resting):
+            error: Error | None = None
+            try:
+                self.tiers[NVME] = NvmeTier(
+                    self.offload, self.group.rank, self.group.device, self.group.ledger, largest, nbytes
+                )
+            except TierError as failed:
+                error = failed
+            if told := self.group.problems(None if error is None else str(error)):
+                self.told = True
+                raise error or PeerError("another rank cannot use its Offload.path", got="; ".join(told))
+
+    def build(self, init: Callable[[nn.Module], None] | None, before: Before) -> None:
+        """Unit by unit, so that a model on meta never takes more than its shards and one unit.
+
+        before: learns what is written to, and what no longer needs to be held.
+        """
+        by_name = {record.name: record for record in self.managed}
+        modules = _own_modules(self.units)
+        buckets = {unit.index: [b for b in self.partition.buckets if b.unit == unit.index] for unit in self.units}
+        if on_meta(self.model):
+            check_initialisers([pair for unit in self.units for pair in modules[unit.index]], init)
+            state = torch.get_rng_state()
+            self.group.broadcast(state)
+            torch.set_rng_state(state)
+        # A parameter belongs to the unit that registers it first, so units in order never meet one half-built.
+        for unit in self.units:
+            flats, memory = self._memory_for_meta(buckets[unit.index], by_name)
+            materialise(modules[unit.index], self.group.device, init, memory)
+            for module in (module for _, module in modules[unit.index]):
+                self._place_buffers(module, before)
+            for bucket in buckets[unit.index]:
+                params = [by_name[slot.name].param for slot in bucket.slots]
+                tiers = {state: self.tiers[name] for state, name in self.resting[bucket.index].items()}
+                align, place = self.partition.align, self.placements
+                buffer = Buffer(bucket, params, align, place, self.precision, self.group, self.tier, tiers, self.saved)
+                for index, param in enumerate(params):
+                    param._zeroshard = Place(buffer, index)  # type: ignore[attr-defined]
+                buffer.adopt(flats.pop(bucket.index, None))
+                if buffer.resident:
+                    for param in params:
+                        before.replaced(param)
+                unit.buffers.append(buffer)
+                self.buffers.append(buffer)
+        self.buffers.sort(key=lambda buffer: buffer.bucket.index)
+        gathered = [buffer.gathered for buffer in self.buffers]
+        for buffer in self.buffers:
+            buffer.gathered.of_model = gathered
+
+    def _memory_for_meta(
+        self, buckets: list[Bucket], by_name: dict[str, Managed]
+    ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        """Flat storage by bucket, and each parameter's part of it by the parameter's id.
+
+        Parameters on meta come to life where they will lie, lest a unit takes its memory twice.
+        """
+        flats: dict[int, Tensor] = {}
+        memory: dict[int, Tensor] = {}
+        for bucket in buckets:
+            params = [by_name[slot.name].param for slot in bucket.slots]
+            if all(param.is_meta for param in params) and len({param.dtype for param in params}) == 1:
+                flats[bucket.index] = flat = torch.zeros(bucket.numel, dtype=params[0].dtype, device=self.group.device)
+                for param, slot in zip(params, bucket.slots, strict=True):
+                    memory[id(param)] = flat[slot.start : slot.stop].view(slot.shape)
+        return flats, memory
+
+    def _place_buffers(self, module: nn.Module, before: Before) -> None:
+        for name, tensor in module._buffers.items():
+            if tensor is not None:
+                module._buffers[name] = tensor = tensor.to(self.group.device)
+                if dense(tensor) and tensor.numel():  # the others are alike on all ranks: `describe` compares them
+                    sent = as_bytes(tensor).clone()
+                    self.group.broadcast(sent)
+                    if not same_bits(sent, as_bytes(tensor)):
+                        before.keep(tensor)
+                        write_bytes(tensor, sent)
+
+
+def _own_modules(units: list[Unit]) -> dict[int, list[tuple[str, nn.Module]]]:
+    """Each unit's own modules: those below it and not below a unit inside it. A shared module counts once."""
+    inner = {id(unit.module): unit.index for unit in units}
+    owned: dict[int, list[tuple[str, nn.Module]]] = {unit.index: [] for unit in units}
+    seen: set[int] = set()
+
+    def walk(path: str, module: nn.Module, index: int) -> None:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        index = inner.get(id(module), index)
+        owned[index].append((path, module))
+        for name, child in module.named_children():
+            walk(f"{path}.{name}" if path else name, child, index)
+
+    walk("", units[0].module, 0)
+    return owned

@@ -1,0 +1,450 @@
+"""One bucket on one rank: its states at rest, and the copy of its parameters that modules compute with.
+
+parameters   what rests of them: this rank's shard, or all of them         a `Flat`
+master       what the optimizer updates, where that is of another kind     a `Flat`, or the parameters themselves
+gradients    the running sum                                               a `Flat`
+gathered     the whole bucket, for as long as it is used                   a `Gathered`
+edits        whether somebody wrote into that                              an `Edits`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import StateError, TierError
+from ..events import DEVICE, ends
+from ..layout import Bucket, slot_at
+from ..numerics import Precision
+from ..ranks.agreement import Group
+from ..ranks.transport import Work
+from ..stage import Placements
+from ..tiers.tier import STATES, DeviceTier, Part, Tier
+from .edits import Edits, increment_versions
+from .flat import Flat
+from .gathered import Gathered, State, alias, home
+from .guard import SavedTensors
+
+
+class Reader(Protocol):
+    """Who gathers a bucket when it is read."""
+
+    def touch(self, buffer: Buffer, position: int) -> None:
+        """Python reads a guarded parameter: open it, or raise `ReleasedError` where it cannot be gathered."""
+
+    def fetch(self, buffer: Buffer) -> None:
+        """Autograd needs a saved weight: gather it."""
+
+
+class Place:
+    """Attached to every managed parameter as `_zeroshard`: which buffer, which slot, and what a touch does."""
+
+    def __init__(self, buffer: Buffer, position: int) -> None:
+        self.buffer = buffer
+        self.position = position
+
+    @property
+    def name(self) -> str:
+        return self.buffer.bucket.slots[self.position].name
+
+    @property
+    def view(self) -> Tensor:
+        """Where the parameter lies when it is gathered: right in shape and strides at any time."""
+        return self.buffer.gathered.views[self.position]
+
+    def touch(self, param: nn.Parameter) -> None:
+        """Open the parameter, or raise `ReleasedError` where it cannot be gathered."""
+        self.buffer.reader.touch(self.buffer, self.position)
+
+
+class Buffer:
+    """The memory of one bucket on one rank."""
+
+    reader: Reader  # set by the schedule, before anybody can read
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        params: list[nn.Parameter],
+        align: int,
+        place: Placements,
+        precision: Precision,
+        group: Group,
+        tier: DeviceTier,
+        tiers: Mapping[str, Tier] | None = None,
+        saved: SavedTensors | None = None,
+    ) -> None:
+        """tiers: where "parameters", "gradients" and "optimizer" (here: the master) rest; else on the device.
+
+        saved: where autograd's saved tensors are looked up, so that those in this bucket are kept as notes.
+        """
+        self.bucket = bucket
+        self.align = align
+        self.params = params
+        self.place = place
+        self.group = group
+        self.team = group.team
+        self.tier = tier
+        self.tiers: Mapping[str, Tier] = tiers or dict.fromkeys(STATES, tier)
+        self.saved = saved or SavedTensors()
+        self.resident = not place.parameters and self.tiers["parameters"].name == DEVICE
+        self.dtype = precision.param(params[0].dtype)
+        self.grad_dtype = precision.grad(self.dtype)
+        self.reduce_dtype = precision.reduce(self.dtype)
+        self.master_dtype = precision.master(self.dtype)
+        self.generation = 0  # of the weights: a saved tensor of an older one must not be used
+        self.unnoted = False  # may graphs hold parameters themselves, instead of notes?
+        self.gathered = Gathered(bucket, params, self.dtype, tier)
+        self.edits = Edits()
+        # Off the device a copy stays beside the masters: fewer bytes to bring for every gather count more than room.
+        on_device = all(self.tiers[state].name == DEVICE for state in ("parameters", "optimizer"))
+        self._masters_suffice = place.parameters and on_device and precision.casts(self.dtype)
+        self.parameters: Flat  # at rest; the masters where these are all that rests, see `casts`
+        self.master: Flat | None = None
+        self.gradients: Flat | None = None
+        self._work: list[Work] = []
+        self._starts = [slot.start for slot in bucket.slots]
+
+    # --- construction -----------------------------------------------------------------------------------------------
+
+    def adopt(self, flat: Tensor | None = None) -> None:
+        """Move the parameters into flat storage: rank 0's values, converted; masters seeded before converting.
+
+        After this every parameter is a view of `full`; with sharded parameters it is released. `flat` is storage that
+        the parameters are views of already, in their own dtype.
+        """
+        bucket = self.bucket
+        needs_master = bucket.trainable and self.wants_master
+        source_dtype = self.master_dtype if needs_master else self.dtype
+        if flat is not None and flat.dtype == source_dtype:
+            source = flat
+        else:
+            source = torch.zeros(bucket.numel, dtype=source_dtype, device=self.tier.device)
+            for param, slot in zip(self.params, bucket.slots, strict=True):
+                source[slot.start : slot.stop].copy_(param.detach().reshape(-1))
+        del flat
+        ledger, staged = self.tier.ledger, bucket.numel * source_dtype.itemsize
+        ledger.hold("staging", staged)
+        self.group.broadcast(source)
+        if not self.resident:
+            if not (needs_master and self._masters_suffice):
+                self.parameters = self._reserve("parameters", self.dtype, sharded=self.place.parameters)
+                with self.parameters.here(fresh=True) as resting:
+                    resting.copy_(source[self.parameters.first : self.parameters.last])
+                self.parameters.behind()
+            if source.dtype == self.dtype:
+                ledger.rename("staging", "gather", staged)
+                full, staged = source, 0
+            else:
+                ledger.hold("gather", bucket.numel * self.dtype.itemsize)
+                full = source.to(self.dtype)
+        else:
+            self.parameters = self._reserve("parameters", self.dtype, sharded=False)
+            full = self.parameters.tensor
+            full.copy_(source)
+        if needs_master:
+            self._make_master(source[slice(*self.updated)])
+        del source
+        ledger.hold("staging", -staged)
+        self.gathered.settle(full)
+        del full
+        if bucket.trainable:
+            self.reserve_gradients()
+        if not self.resident:
+            self.gathered.note_holders()
+            self.close()
+            self.release()
+
+    def _reserve(self, state: str, dtype: torch.dtype, *, sharded: bool) -> Flat:
+        tier = self.tiers["optimizer" if state == "master" else state]
+        return Flat.reserve(state, self.bucket, self.team, tier, dtype, sharded=sharded)
+
+    def _make_master(self, values: Tensor) -> None:
+        self.master = self._reserve("master", self.master_dtype, sharded=self.place.optimizer)
+        with self.master.here(fresh=True) as master:
+            master.copy_(values)
+        self.master.behind()
+        if self._masters_suffice:
+            self.parameters = self.master
+
+    def reserve_gradients(self) -> None:
+        """The accumulator of averaged gradients: full-size where gradients are replicated, else the shard."""
+        if self.gradients is None:
+            self.gradients = self._reserve("gradients", self.grad_dtype, sharded=self.place.gradients)
+
+    def reserve_master(self) -> None:
+        """Masters for a bucket that was frozen at construction: seeded from the parameters themselves."""
+        if self.master is None and self.wants_master:
+            resting = self.parameters
+            with resting.here(changed=False):
+                self._make_master(resting.of(*self.updated))
+            if self.casts:
+                self.tier.give_back("parameters", resting.tensor)
+
+    # --- what kind of bucket this is --------------------------------------------------------------------------------
+
+    @property
+    def wants_master(self) -> bool:
+        """Is what the optimizer updates another dtype than the parameters, or in another device's memory?"""
+        return self.master_dtype != self.dtype or self.elsewhere
+
+    @property
+    def casts(self) -> bool:
+        """Are the masters all that rests of the parameters? A gather casts them then; no copy is kept beside them."""
+        return self.parameters is self.master
+
+    @property
+    def elsewhere(self) -> bool:
+        return self.tiers["optimizer"].device != self.tiers["parameters"].device
+
+    @property
+    def offloaded(self) -> bool:
+        """Does any of its states rest in another tier than the device?"""
+        return any(tier.name != DEVICE for tier in self.tiers.values())
+
+    @property
+    def upcast(self) -> bool:
+        """Has what the optimizer updates another dtype than the gradients? A step then needs a copy of these."""
+        return self.gradients is not None and self.grad_dtype != self.updating.dtype
+
+    # --- which part is whose ----------------------------------------------------------------------------------------
+
+    @property
+    def owned(self) -> tuple[int, int]:
+        """Bucket elements [first, last) of this rank's shard."""
+        return self.bucket.shard(self.team.position)
+
+    @property
+    def updated(self) -> tuple[int, int]:
+        """Bucket elements that this rank's optimizer updates: its shard, or everything where state is replicated."""
+        return self.bucket.held(self.team.position, sharded=self.place.optimizer)
+
+    @property
+    def updating(self) -> Flat:
+        """What the optimizer updates: the master, or the parameters themselves."""
+        return self.parameters if self.master is None else self.master
+
+    @property
+    def target(self) -> Tensor:
+        """What the optimizer's fragments are views of, 1-D; inside updating.here()."""
+        return self.updating.of(*self.updated)
+
+    def absent(self, numel: int) -> Tensor:
+        """What stands for elements of the target's kind that are not in memory: NaN, and no memory at all."""
+        return home(self.full, self.tiers["optimizer"].device).view(self.updating.dtype)[0].expand(numel)
+
+    def resting(self, start: int, stop: int) -> Part:
+        """Bucket elements [start, stop) of the resting parameters, where these are more than their masters."""
+        assert not self.casts
+        return self.parameters.part(start, stop)
+
+    # --- the gathered copy ------------------------------------------------------------------------------------------
+
+    @property
+    def full(self) -> Tensor:
+        """All parameters, 1-D, while they are gathered."""
+        return self.gathered.full
+
+    @property
+    def ready(self) -> bool:
+        """Are the weights here, or on their way?"""
+        return self.gathered.ready
+
+    @property
+    def _mine(self) -> Tensor:
+        """Of the gathered copy what rests on this rank."""
+        return self.full[self.parameters.first : self.parameters.last]
+
+    def gather(self, *, ahead: bool = False) -> Work:
+        """Launch the gather of this bucket into its own storage; `ahead` of its use it counts as prefetched.
+
+        A rank that cannot, for want of memory say, tells the others: they would wait for its part.
+        """
+        try:
+            return self._gather(ahead)
+        except BaseException as error:
+            self.group.give_up(error)
+            raise
+
+    def _gather(self, ahead: bool) -> Work:
+        with torch.inference_mode(False), torch.no_grad():
+            if not self.resident:
+                kept = not self.gathered.released
+                if not kept:
+                    self.gathered.take_memory(ahead=ahead)
+                    self.saved.watch(self)
+                self.land()
+                # Not a write that autograd should see: who holds a view of weights that are still these may use it.
+                self._bring(self._mine.data)
+                self.edits.came(self.full, self._mine if self.casts else None, kept=kept)
+            self.gathered.arriving()
+            if not (self.resident or self.place.parameters):
+                return Work()  # all of them rest here
+            whole = self.full if self.resident else alias(self.full)
+            work = self.team.gather(whole, self.bucket, "parameters")
+            if not self.resident:
+                work.hold(self.full)  # the alias does not
+        self._work.append(work)
+        return work
+
+    def _bring(self, mine: Tensor) -> None:
+        """What rests here goes to its place in the gathered copy."""
+        try:
+            with self.parameters.here(changed=False) as resting:
+                nbytes = mine.numel() * self.dtype.itemsize
+                copied = self.tier.ledger.note("copy", state="parameters", bucket=self.bucket.index, logical=nbytes)
+                mine.copy_(resting)
+                ends(copied)
+        except TierError as error:
+            self.group.report(error)  # the peers wait for these elements
+            mine.fill_(torch.nan)
+
+    def publish(self) -> Work:
+        """What the owners updated of replicated parameters goes to every rank."""
+        if self.resident:
+            return self.gather()
+        self.gathered.current = False
+        with torch.no_grad():
+            self.parameters.spread(self.tier.device)
+        self.parameters.behind()
+        return Work()
+
+    def spread(self, *, overlap: bool) -> None:
+        """What the owners updated of replicated parameters goes to every rank, behind the program if it may."""
+        if self.place.optimizer and not self.place.parameters:
+            self.expect()
+            work = self.publish()
+            if not overlap:
+                work.wait()
+                self.open()
+
+    def claim(self) -> None:
+        """What was prefetched is used."""
+        self.gathered.claim()
+
+    def expect(self) -> None:
+        """Replicated weights are about to be replaced: guard them until they have landed."""
+        self.close()
+
+    def land(self) -> None:
+        """Wait for whatever is arriving."""
+        while self._work:
+            self._work[0].wait()
+            self._work.pop(0)
+        self.gathered.landed()
+
+    def open(self) -> None:
+        """Plain parameters, data present."""
+        self.land()
+        if self.gathered.open():
+            self.edits.opened(self.full, self._mine if self.casts else None)
+
+    def close(self) -> None:
+        """Guard the parameters; the data stays."""
+        if self.gathered.state is State.OPEN:
+            self.land()
+            self.gathered.close()
+
+    def release(self) -> bool:
+        """Give the memory back, unless somebody still holds it. Returns whether it is gone."""
+        if self.gathered.released:
+            return True
+        self.land()
+        self.edits.look_at(self.full)
+        self.keep_edits()
+        self.gathered.current = False
+        if self.gathered.held() or (self.unnoted and self.gathered.in_graphs()):
+            return False
+        self.saved.forget(self)
+        self.gathered.give_back_memory()
+        nbytes = self.gathered.nbytes
+        ends(self.tier.ledger.note("release", state="parameters", bucket=self.bucket.index, logical=nbytes))
+        return True
+
+    # --- edits ------------------------------------------------------------------------------------------------------
+
+    def rebind(self) -> None:
+        """A parameter whose `.data` was replaced gets the new values copied into its slot and is a view again."""
+        self.gathered.rebind()
+
+    def keep_edits(self) -> bool:
+        """Edits of the gathered copy become what rests. Says whether there were any."""
+        if self.resident or not (self.ready and self.edits.reachable):
+            return False  # nothing gathered, only a copy that the last step made old, or one that nobody could reach
+        with torch.inference_mode(False), torch.no_grad():
+            self.rebind()
+            if self.casts:
+                return self._reseed(self._mine)
+            try:
+                if self.parameters.rest.same_as(self._mine):
+                    return False
+                with self.parameters.here(fresh=True) as resting:
+                    resting.copy_(self._mine)
+            except TierError as error:
+                self.group.report(error)
+            self.edits.unfollowed = True
+            return True
+
+    def seed_master(self) -> bool:
+        """Masters follow edited parameters. Says whether anything was edited."""
+        if self.master is None or self.casts or not (self.resident or self.edits.unfollowed):
+            return False
+        self.edits.unfollowed = False
+        with self.parameters.here(changed=False):
+            return self._reseed(self.parameters.of(*self.updated))
+
+    def _reseed(self, params: Tensor) -> bool:
+        assert self.master is not None
+        with self.master.here(changed=False) as master:
+            edited = self.edits.follow(master, params)
+            with self.master.here(changed=edited):
+                return edited
+
+    def write_back(self) -> None:
+        """The resting parameters, where these are more than their masters, become the cast of those; inside here()."""
+        assert self.master is not None and not self.casts
+        stored, master = self.parameters.of(*self.updated), self.master.tensor
+        # Cast where the master is: then the fewer bytes travel.
+        stored.copy_(master.to(self.dtype) if self.elsewhere else master)
+        self.edits.agree(stored if self.resident else None)
+
+    def follow_edits(self) -> None:
+        """What rests, masters and generation follow what was edited in the gathered copy."""
+        edited = self.keep_edits()
+        if self.seed_master() or edited:
+            self.changed()
+
+    def changed(self) -> None:
+        """New weights: saved tensors of older ones must not be used."""
+        self.generation += 1
+        if not self.gathered.released:
+            increment_versions(self.params)
+            if not self.resident:  # views of what was gathered, which somebody may hold
+                torch.autograd.graph.increment_version(self.full)
+                self.edits.not_an_edit()
+
+    # --- what saved notes ask ---------------------------------------------------------------------------------------
+
+    def slot_at(self, element: int) -> int:
+        return slot_at(self._starts, element)
+
+    def version_of(self, slot: int) -> int:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.params[slot]._version
+
+    def name_of(self, slot: int) -> str:
+        return self.bucket.slots[slot].name
+
+    def fetch(self) -> None:
+        """Make the data present for autograd."""
+        self.reader.fetch(self)
+        if not self.ready:
+            raise StateError(
+                "a weight needed by backward could not be gathered",
+                where=f"parameter {self.bucket.slots[0].name!r}",
+                instead="run backward on every rank",
+            )
+        self.land()

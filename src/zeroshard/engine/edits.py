@@ -1,0 +1,61 @@
+"""Did somebody edit the weights of a bucket? Asked before weights are released, stepped, saved or gathered anew.
+
+Anybody may write into an open parameter, so the only proof is in the bits: a digest of the parameters, taken when they
+were last what the masters cast to. Mostly the question needs no digest, because nobody could reach the gathered copy.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..digests import fingerprint
+from ..numerics import reseed_
+
+
+class Edits:
+    """What is known of one bucket's weights since they were last looked at."""
+
+    def __init__(self) -> None:
+        self.reachable = True  # could anybody have edited the gathered copy since it came?
+        self.unfollowed = False  # do the resting parameters hold an edit that the master has not followed?
+        self._version = 0  # of the gathered copy as it came
+        self._agreed: bytes | None = None  # digest of the parameters here when they were last the masters' cast
+
+    def came(self, full: Tensor, mine: Tensor | None, *, kept: bool) -> None:
+        """The gathered copy is new. kept: into memory that somebody still holds. mine: the own part of it, where a
+        digest of that will be asked for."""
+        self.reachable = kept
+        self._agreed = fingerprint(mine) if mine is not None and kept else None
+        self._version = full._version
+
+    def opened(self, full: Tensor, mine: Tensor | None) -> None:
+        """From now on anybody may edit the gathered copy; a backward may have done so, into a weight it had saved."""
+        if mine is not None and not self.reachable:
+            self._agreed = None if full._version != self._version else fingerprint(mine)
+        self.reachable = True
+
+    def look_at(self, full: Tensor) -> None:
+        """Somebody may have written into the guarded copy past the guard: then its version has changed."""
+        self.reachable |= full._version != self._version
+
+    def not_an_edit(self) -> None:
+        """The version of the gathered copy was just raised by us, to tell autograd of new weights."""
+        self._version += 1
+
+    def agree(self, params: Tensor | None) -> None:
+        """These parameters are what the masters cast to. None: nothing is known of them."""
+        self._agreed = None if params is None else fingerprint(params)
+
+    def follow(self, master: Tensor, params: Tensor) -> bool:
+        """The master takes what of the parameters is not its cast. Says whether anything was edited."""
+        now = fingerprint(params)
+        edited = (now is None or now != self._agreed) and reseed_(master, params.to(master.device))
+        self._agreed = now
+        return edited
+
+
+def increment_versions(params: list[torch.nn.Parameter]) -> None:
+    """Tell autograd that these were written to: what it saved of them must not be used."""
+    with torch._C.DisableTorchFunctionSubclass():
+        torch.autograd.graph.increment_version(params)

@@ -1,0 +1,163 @@
+"""The first value that is not a number: on which rank, in which step, micro-batch, parameter and element.
+
+Looked for where it costs least: in this rank's shard of a bucket's sum, once its reduction has landed (a sum over a
+NaN or an infinity is one). The contributions of all ranks still lie beside the sum then, so the one that it came from
+is known without a second run. What was found counts until it is gone: cleared gradients, or edited ones, are forgiven.
+Parameters are looked at only once a gradient is at fault: a spoiled one that is used spoils gradients at once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import NotFiniteError
+from ..numerics import simulated
+from ..ranks.agreement import Group
+from .buffer import Buffer
+from .gradient import Accumulator
+
+IN_A_ROW = 10  # skipped steps after which every further ten are warned of
+log = logging.getLogger("zeroshard")
+
+
+class Finding(NamedTuple):
+    """Where something first was NaN or infinite.
+
+    micro_batch: which backward since the last step, from 1; 0 for a parameter, which was spoiled before that step.
+    rank: whose contribution to the gradient it was; -1 where each one's was finite and only their sum is not, or where
+        `Comm(reduce="native")` kept them apart from us.
+    element: of the parameter, counted flat.
+    """
+
+    step: int
+    micro_batch: int
+    rank: int
+    parameter: str
+    element: int
+    value: str
+
+    def __str__(self) -> str:
+        what = f"element {self.element} of parameter {self.parameter!r} is {self.value}"
+        if not self.micro_batch:
+            return f"{what} since before step {self.step}, by an update or an edit, on rank {self.rank}"
+        whose = f"rank {self.rank}" if self.rank >= 0 else "the sum over the ranks"
+        return f"{what} in the gradient of micro-batch {self.micro_batch} of step {self.step}, on {whose}"
+
+
+def first_nonfinite(flat: Tensor) -> int | None:
+    """Index of the first element of a 1-D tensor that is NaN or infinite."""
+    if simulated(flat) or not flat.numel() or flat.sum(dtype=torch.float32).isfinite():
+        return None  # finite numbers may add up to infinity, but nothing else ever adds up to a number
+    bad = flat.isfinite().logical_not_()
+    return int(bad.to(torch.uint8).argmax()) if bad.any() else None
+
+
+class Finite:
+    """What one rank has seen, and what all of them do about it."""
+
+    def __init__(self, group: Group, action: str) -> None:
+        self.group = group
+        self.action = action
+        self.on = action != "ignore"
+        self.skipped = 0  # steps, also those that a GradScaler skipped
+        self.last: Finding | None = None  # that the ranks have agreed on
+        self._in_a_row = 0
+        self._micro_batch = 0
+        self._seen: Finding | None = None
+        self._lies: tuple[Accumulator, int, int] | None = None  # slot and element, for as long as it counts
+
+    def begin(self) -> None:
+        """Another backward."""
+        self._micro_batch += 1
+        self._forgive()
+
+    def _forgive(self) -> None:
+        if self._lies is not None:
+            accumulator, index, at = self._lies
+            with accumulator.sum.here(changed=False):
+                if accumulator.fragment(index)[at].isfinite() or not accumulator.filled:
+                    self._seen = self._lies = None
+
+    def look_at_gradient(self, accumulator: Accumulator, pieces: Sequence[Tensor]) -> None:
+        """A reduction is landing. pieces: the contributions to this rank's shard, in rank order."""
+        own = accumulator.sum.own
+        if not self.on or self._seen is not None or first_nonfinite(own) is None:
+            return
+        slots, (first, last) = accumulator.bucket.slots, accumulator.buffer.owned
+        for index, slot in enumerate(slots):
+            fragment, part = accumulator.fragment(index), slot.within(first, last)
+            at = first_nonfinite(fragment)
+            if at is not None:
+                rank = -1
+                if len(pieces) == self.group.ranks:
+                    theirs = [float(piece[slot.slice_of(first, last)][at]) for piece in pieces]
+                    rank = next((r for r, value in enumerate(theirs) if not abs(value) < torch.inf), -1)
+                step, value = self.group.progress.steps + 1, str(float(fragment[at]))
+                self._seen = Finding(step, self._micro_batch, rank, slot.name, part.start + at, value)
+                self._lies = accumulator, index, at
+                return
+
+    def _spoiled(self, buffers: Sequence[Buffer]) -> Finding | None:
+        """The first of this rank's parameters that is no number."""
+        for buffer in buffers:
+            with buffer.updating.here(changed=False):
+                found = self._spoiled_in(buffer) if buffer.target.is_floating_point() else None
+            if found is not None:
+                return found
+        return None
+
+    def _spoiled_in(self, buffer: Buffer) -> Finding | None:
+        first, last = buffer.updated
+        for slot in buffer.bucket.slots:
+            part = slot.within(first, last)
+            fragment = buffer.target[slot.slice_of(first, last)]
+            at = first_nonfinite(fragment) if part.numel else None
+            if at is not None:
+                value = str(float(fragment[at]))
+                return Finding(self.group.progress.steps + 1, 0, self.group.rank, slot.name, part.start + at, value)
+        return None
+
+    def refuses(self, buffers: Sequence[Buffer]) -> bool:
+        """Before an update: is it to be skipped? The same answer on every rank, or the same `NotFiniteError`."""
+        self._micro_batch = 0
+        if not self.on:
+            return False
+        self._forgive()
+        if not any(self.group.flags(bytes([self._seen is not None]))):
+            self._in_a_row = 0
+            return False
+        told: list[Any] = self.group.describe(self._spoiled(buffers) or self._seen)
+        self.last = min((Finding(*each) for each in told if each is not None), key=lambda finding: finding.micro_batch)
+        if self.action == "raise" or not self.last.micro_batch:
+            raise NotFiniteError(
+                "a gradient is not finite: nothing was updated"
+                if self.last.micro_batch
+                else "a parameter is not finite any more",
+                where=str(self.last),
+                instead='mend that, or Precision(nonfinite="skip") to pass over such steps'
+                if self.last.micro_batch
+                else "zero.load(...) the last checkpoint, and a smaller learning rate",
+            )
+        self._skip(str(self.last))
+        return True
+
+    def judge(self, overflow: bool) -> None:
+        """What a `GradScaler` has found, the same on every rank: if there is an overflow it will skip the step."""
+        if overflow:
+            self._skip("its scaled gradients are not finite")
+        else:
+            self._in_a_row = 0
+
+    def _skip(self, why: str) -> None:
+        """A step is passed over, on all ranks: count it, and say so on one of them."""
+        self.skipped += 1
+        self._in_a_row += 1
+        if self.group.rank == 0:
+            log.warning("step %d was skipped: %s", self.group.progress.steps + 1, why)
+            if self._in_a_row % IN_A_ROW == 0:
+                log.warning("%d steps in a row were skipped: this model is not training", self._in_a_row)

@@ -1,0 +1,309 @@
+"""What an optimizer on this rank holds of each parameter, what it keeps of it, and where that rests.
+
+The state is in `optimizer.state`, as always, by the optimizer's own names. Of what rests in a file there is a tensor
+without memory (on meta) until its bucket is present for a step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import UserError
+from ..events import DEVICE, HOST, NVME
+from ..layout import Slot
+from ..numerics import simulated
+from ..ranks.agreement import Group
+from ..tiers.tier import STATES, Part
+from .buffer import Buffer, Place
+from .flat import Flat
+
+Shapes = Mapping[str, set[tuple[int, ...]]]  # by an optimizer's own name of a state
+
+
+class Member(NamedTuple):
+    """A parameter that an optimizer updates, on whichever rank, and the group it is in."""
+
+    place: Place
+    group: dict[str, Any]
+
+
+class Fragment(NamedTuple):
+    """What one optimizer on this rank holds of one parameter."""
+
+    param: nn.Parameter
+    buffer: Buffer
+    position: int
+
+    @property
+    def slot(self) -> Slot:
+        return self.buffer.bucket.slots[self.position]
+
+
+class States:
+    """One optimizer's state of its fragments on this rank."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, number: int, group: Group) -> None:
+        self.optimizer = optimizer
+        self.number = number
+        self.group = group
+        self._fragments: dict[int, list[Fragment]] = {}  # by bucket
+        self._rests: dict[int, dict[str, Flat]] = {}  # by bucket and name, a place in a file
+        self._counters: dict[int, Tensor] = {}  # by bucket, a tensor that has its fragments' version counter
+        self._versions: dict[int, int] = {}  # by bucket, what that counted when it was last known who wrote
+        self._addresses: dict[int, int] = {}  # by fragment's id, where its memory is
+        self._counted: dict[tuple[str, str], int] = {}  # bytes in the ledger, by tier and name
+        self._stateful = 0  # parameters that had state then
+
+    def follow(self, fragments: Sequence[Fragment]) -> None:
+        """These are what the optimizer holds now."""
+        self._fragments = {}
+        for fragment in fragments:
+            self._fragments.setdefault(fragment.buffer.bucket.index, []).append(fragment)
+
+    def of(self, buffer: Buffer) -> list[Fragment]:
+        return self._fragments.get(buffer.bucket.index, [])
+
+    # --- what is written to fragments outside a step ----------------------------------------------------------------
+
+    def fragment(self, place: Place, *, whole: bool, requires_grad: bool) -> Fragment:
+        """A parameter for the optimizer to update. All of a bucket share one version counter, which is theirs alone."""
+        buffer = place.buffer
+        if buffer.bucket.index not in self._counters:
+            first, last = buffer.updated
+            flat = buffer.absent(last - first) if buffer.updating.away else buffer.target
+            self._counters[buffer.bucket.index] = flat.data
+            self._versions[buffer.bucket.index] = 0
+        flat = self._counters[buffer.bucket.index]
+        param = nn.Parameter(view(buffer, place.position, whole=whole, flat=flat), requires_grad=requires_grad)
+        fragment = Fragment(param, buffer, place.position)
+        self._addresses[id(param)] = _address(param)
+        return fragment
+
+    def point(self, fragment: Fragment, *, whole: bool, inside: bool = False) -> None:
+        """The memory of a fragment is where the elements are now."""
+        fragment.param.data = view(fragment.buffer, fragment.position, whole=whole, inside=inside)
+        self._addresses[id(fragment.param)] = _address(fragment.param)
+
+    def retarget(self, buffer: Buffer, *, whole: bool) -> None:
+        """A bucket got masters: its fragments become views of them."""
+        if buffer.bucket.index in self._counters:
+            self._counters[buffer.bucket.index].data = buffer.absent(0) if buffer.updating.away else buffer.target
+        for fragment in self.of(buffer):
+            self.point(fragment, whole=whole)
+
+    def written(self) -> list[Buffer]:
+        """Buckets whose fragments somebody has written to since `followed`."""
+        return [
+            fragments[0].buffer
+            for index, fragments in self._fragments.items()
+            if self._counters[index]._version != self._versions[index]
+        ]
+
+    def followed(self) -> None:
+        """What was written to fragments so far is known."""
+        self._versions = {index: counter._version for index, counter in self._counters.items()}
+
+    def replaced(self, fragments: Sequence[Fragment], *, whole: bool, inside: bool = False) -> list[Buffer]:
+        """Buckets of which a fragment's `.data` was replaced: it has the new values and is a view again."""
+        found: dict[int, Buffer] = {}
+        for fragment in fragments:
+            param, buffer = fragment.param, fragment.buffer
+            if _address(param) == self._addresses[id(param)]:
+                continue
+            data, mine = param.data, view(buffer, fragment.position, whole=whole, inside=inside)
+            self.point(fragment, whole=whole, inside=inside)
+            if (data.shape, data.dtype, data.device) != (mine.shape, mine.dtype, mine.device):
+                raise UserError(
+                    "the data of what an optimizer holds of a parameter was replaced by something of another kind",
+                    where=f"optimizer {self.number}, parameter {fragment.slot.name!r}, rank {self.group.rank}",
+                    expected=f"{tuple(mine.shape)} {mine.dtype} on {mine.device}",
+                    got=f"{tuple(data.shape)} {data.dtype} on {data.device}",
+                    instead="edit it in place",
+                )
+            if inside or not buffer.updating.away:
+                mine.copy_(data)
+            found[buffer.bucket.index] = buffer
+        return list(found.values())
+
+    # --- what optimizers keep ---------------------------------------------------------------------------------------
+
+    def cut(
+        self, fragment: Fragment, key: str, value: Any, options: dict[str, Any], *, fixed: Shapes, broadcast: bool
+    ) -> Any:
+        """Of the state of a whole parameter, what this rank keeps of it, where it rests. fixed: see `fixed_shapes`."""
+        if not isinstance(value, Tensor):
+            return value
+        slot, home, like = fragment.slot, value.device, fragment.param
+        value = value.detach().to(like.device, copy=True).contiguous()
+        if broadcast:
+            self.group.broadcast(value.view(-1))
+        check_cut(self.optimizer, slot.name, slot.shape, key, value)
+        if not is_like(key, value, slot.shape, fixed):
+            return value if options.get("fused") or options.get("capturable") else value.to(home)
+        part = slot.within(*fragment.buffer.updated)
+        value = value.reshape(-1)[part.start : part.stop].view(like.shape)
+        # As load_state_dict does it: state goes along in the dtype of what is updated.
+        value = value.to(like.dtype if value.is_floating_point() else value.dtype, copy=True)
+        return self._put_away(fragment, key, value, fixed) if rests_away(fragment.buffer) else value
+
+    def count(self, *, changed: bool = False) -> None:
+        """Tell the ledger what there is; `changed`: only if there is state of more or fewer parameters than before."""
+        if changed and len(self.optimizer.state) == self._stateful:
+            return
+        self._stateful = len(self.optimizer.state)
+        now: dict[tuple[str, str], int] = {}
+        held = [each for fragments in self._fragments.values() for each in fragments]
+        tiers = {id(each.param): each.buffer.tiers["optimizer"].name for each in held}
+        for param, state in self.optimizer.state.items():
+            tier = HOST if tiers.get(id(param)) == NVME else tiers.get(id(param), DEVICE)
+            for key, value in state.items():
+                if isinstance(value, Tensor) and not value.is_meta:
+                    now[tier, key] = now.get((tier, key), 0) + value.numel() * value.itemsize
+        for at in dict.fromkeys([*now, *self._counted]):
+            self.group.ledger.hold(at[1], now.get(at, 0) - self._counted.get(at, 0), at[0])
+        self._counted = now
+
+    # --- in files ---------------------------------------------------------------------------------------------------
+
+    def kept(self, fragment: Fragment) -> dict[str, Any]:
+        """What there is of a fragment; of what rests in a file, the part it is there."""
+        state = self.optimizer.state.get(fragment.param, {})
+        return {
+            key: self.part(fragment, key, value) if isinstance(value, Tensor) and value.is_meta else value
+            for key, value in state.items()
+        }
+
+    def part(self, fragment: Fragment, key: str, like: Tensor) -> Part:
+        """Where one state of a fragment rests in its file, which may be new."""
+        buffer, slot = fragment.buffer, fragment.slot
+        rests = self._rests.setdefault(buffer.bucket.index, {})
+        if key not in rests:
+            name = file_name(key, self.number)
+            tier, sharded = buffer.tiers["optimizer"], buffer.place.optimizer
+            rests[key] = Flat.reserve(name, buffer.bucket, buffer.team, tier, like.dtype, sharded=sharded)
+        part = slot.within(*buffer.updated)
+        return rests[key].part(slot.start + part.start, slot.start + part.stop)._replace(shape=tuple(like.shape))
+
+    def _put_away(self, fragment: Fragment, key: str, value: Any, fixed: Shapes) -> Any:
+        """Put one state into its file, if that is where it rests; in its place a tensor without memory."""
+        if not per_element(fragment, key, value, fixed) or value.is_meta:
+            return value
+        with self.part(fragment, key, value).here(changed=True) as place:
+            if place.untyped_storage()._cdata != value.untyped_storage()._cdata:
+                place.copy_(value)
+        return torch.empty_like(value, device="meta")
+
+    def moving(self, buffer: Buffer) -> list[Flat]:
+        """What of a bucket is brought to memory for a step and changed there."""
+        return [buffer.updating, *self._rests.get(buffer.bucket.index, {}).values()]
+
+    def ahead(self, buffer: Buffer) -> None:
+        """A bucket will soon be stepped: what rests of it in files may come."""
+        buffer.updating.ahead()
+        if buffer.gradients is not None:
+            buffer.gradients.ahead()
+        for rest in self.moving(buffer)[1:]:
+            rest.ahead()
+
+    @contextlib.contextmanager
+    def present(self, buffer: Buffer, *, whole: bool) -> Iterator[None]:
+        """Inside, fragments and states of one bucket are in memory, where the user's `step` finds them."""
+        fragments = self.of(buffer)
+        with contextlib.ExitStack() as here:
+            for rest in self.moving(buffer):
+                here.enter_context(rest.here())
+            if buffer.gradients is not None:
+                here.enter_context(buffer.gradients.here(changed=False))
+            for fragment in fragments:
+                if buffer.updating.away:
+                    self.point(fragment, whole=whole, inside=True)
+                for key, part in self.kept(fragment).items():
+                    if isinstance(part, Part):
+                        tensor = part.rest.tensor[part.start : part.stop].view(part.shape)
+                        self.optimizer.state[fragment.param][key] = tensor
+            try:
+                yield
+            finally:
+                tiny = rests_away(buffer) and any(fragment.param.numel() == 1 for fragment in fragments)
+                fixed = fixed_shapes(self.optimizer) if tiny else {}  # of more elements their own shapes say it
+                for fragment in fragments:
+                    if rests_away(buffer) and fragment.param.numel():
+                        state = self.optimizer.state.get(fragment.param, {})
+                        state.update({key: self._put_away(fragment, key, value, fixed) for key, value in state.items()})
+                    if buffer.updating.away:
+                        self.point(fragment, whole=whole)
+        for rest in filter(None, (*self.moving(buffer), buffer.parameters, buffer.gradients)):
+            rest.behind()
+
+
+def file_name(key: str, number: int) -> str:
+    """What the file of an optimizer's state is called: each optimizer has files of its own, and none the engine's."""
+    return f"{key} of optimizer {number}" if number or key in (*STATES, "master") else key
+
+
+def check_cut(optimizer: Any, name: str, shape: tuple[int, ...], key: str, value: Any) -> None:
+    """Refuse state of a whole parameter that a rank cannot keep its part of."""
+    if isinstance(value, Tensor) and value.numel() != 1 and tuple(value.shape) != shape:
+        raise UserError(
+            "the optimizer already has state that cannot be cut",
+            where=f"{type(optimizer).__name__}.state of {name!r}, key {key!r}",
+            expected=f"shape {shape} or a scalar",
+            got=tuple(value.shape),
+            instead="shard before the first step",
+        )
+
+
+def view(buffer: Buffer, position: int, *, whole: bool, inside: bool = False, flat: Tensor | None = None) -> Tensor:
+    """What an optimizer updates of one slot, 1-D; `whole`: in the parameter's shape, as nothing is cut.
+
+    Of a parameter without dimensions it has one nevertheless: so a count of steps, which has none, differs from it.
+    inside: here() of a state that rests in a file; else such elements are NaN. flat: of this, and not of the bucket.
+    """
+    slot = buffer.bucket.slots[position]
+    part = slot.slice_of(*buffer.updated)
+    if flat is not None:
+        flat = flat[part]
+    elif buffer.updating.away and not inside:
+        flat = buffer.absent(part.stop - part.start)
+    else:
+        flat = buffer.target[part]
+    return flat.view(slot.shape) if whole and slot.shape and flat.numel() == slot.numel else flat
+
+
+def _address(param: Tensor) -> int:
+    return 0 if simulated(param) else param.data_ptr()
+
+
+def rests_away(buffer: Buffer) -> bool:
+    """Do an optimizer's states of this bucket rest in files?"""
+    return buffer.tiers["optimizer"].name == NVME
+
+
+def fixed_shapes(optimizer: Any) -> dict[str, set[tuple[int, ...]]]:
+    """Of each state the shapes it has beside tensors of another shape: a count of steps has (), whatever it counts.
+
+    A tensor may happen to have that very shape, as one of one element does: the state is no more like it for that.
+    """
+    found: dict[str, set[tuple[int, ...]]] = {}
+    for param, state in optimizer.state.items():
+        for key, value in state.items() if isinstance(param, Tensor) and isinstance(state, Mapping) else ():
+            if isinstance(value, Tensor) and value.shape != param.shape:
+                found.setdefault(key, set()).add(tuple(value.shape))
+    return found
+
+
+def is_like(key: str, value: Any, shape: Sequence[int], fixed: Shapes) -> bool:
+    """Has this state an element for each of what it is of? Not so a step count, or Adafactor's rows and columns."""
+    found = tuple(value.shape) if isinstance(value, Tensor) else None
+    return found == tuple(shape) and found not in fixed.get(key, ())
+
+
+def per_element(fragment: Fragment, key: str, value: Any, fixed: Shapes) -> bool:
+    """As `is_like`, of what this rank holds of a parameter. Of a part of one the shape is no accident."""
+    held = fragment.param
+    return is_like(key, value, held.shape, {} if 1 < held.numel() < fragment.slot.numel else fixed)

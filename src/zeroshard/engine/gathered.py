@@ -1,0 +1,253 @@
+"""A bucket as the modules compute with it: the whole of it in one storage, and the parameters as views of that.
+
+    state      parameters' class   memory                      who moves it there
+    RELEASED   guarded             none (see `nowhere`)        release
+    ARRIVING   guarded             full, being written         gather
+    GUARDED    guarded             full                        land, close
+    OPEN       plain               full                        open
+
+Parameters that are replicated on the device (`resident`) start OPEN and leave it only while an updated copy is
+arriving. All others, sharded or resting in another tier, are gathered for use and released after it.
+
+Note *memory is given back when nobody holds it*: gathering takes memory from the tier and makes the parameters views of
+it, releasing gives it back for others to write to. Hence only when nothing but our own views holds the storage (its use
+count is the baseline) and nobody holds a parameter that did not before (reference counts; where autograd may have saved
+one by itself, also those in C++, where every graph holds its leaves). Memory kept for that reason counts as not
+gathered: the next use gathers again, into the same place.
+
+Note *no way leads to memory that is gone*: some of torch's C++ asks no Python class first. So the parameters themselves
+point at `nowhere` while released; the guard answers for their strides.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import operator
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import UserError
+from ..layout import Bucket
+from ..numerics import simulated
+from ..tiers.tier import DeviceTier
+from .guard import flip, unflip
+
+
+class State(enum.Enum):
+    RELEASED = enum.auto()
+    ARRIVING = enum.auto()
+    GUARDED = enum.auto()
+    OPEN = enum.auto()
+
+
+_LEGAL = {
+    (State.RELEASED, State.ARRIVING),
+    (State.ARRIVING, State.GUARDED),
+    (State.GUARDED, State.ARRIVING),
+    (State.GUARDED, State.OPEN),
+    (State.GUARDED, State.RELEASED),
+    (State.OPEN, State.GUARDED),
+}
+
+
+def _references(params: list[Any]) -> list[int]:
+    """Python references to parameters. torch adds one of its own while C++ (a graph, say) holds the tensor too."""
+    return [sys.getrefcount(param) - (_CPP_COUNTS and param._use_count() > 1) for param in params]
+
+
+def _cpp_counts() -> bool:
+    probe = nn.Parameter(torch.zeros(1, device="cpu"))
+    alone = sys.getrefcount(probe)
+    graph = probe * 2
+    counted = sys.getrefcount(probe) > alone
+    del graph
+    return counted
+
+
+_CPP_COUNTS = _cpp_counts()
+
+
+@functools.cache
+def nowhere(device: torch.device) -> Tensor:
+    """The bytes that every element of every released parameter lies at: NaN in any floating dtype."""
+    return _nowhere(device)
+
+
+def _nowhere(device: torch.device) -> Tensor:
+    return torch.full((16,), 0xFF, dtype=torch.uint8, device=device)
+
+
+def home(full: Tensor, device: torch.device) -> Tensor:
+    # A simulation's tensors must not outlive it, so it has a nowhere of its own.
+    return (_nowhere if simulated(full) else nowhere)(device)
+
+
+def alias(flat: Tensor) -> Tensor:
+    """The same memory under another storage object, which does not count as somebody holding the first.
+
+    A process group's threads drop their tensors a moment after they report completion; counted, that moment would
+    keep a released bucket's memory now and then.
+    """
+    if simulated(flat):
+        return flat
+    storage = flat.untyped_storage()
+    other: Any = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), flat.device, storage.nbytes())
+    return torch.empty(0, dtype=flat.dtype, device=flat.device).set_(other, 0, flat.shape, flat.stride())
+
+
+class Gathered:
+    """The whole of one bucket on one rank, its parameters, and how far both are within reach."""
+
+    def __init__(self, bucket: Bucket, params: list[nn.Parameter], dtype: torch.dtype, tier: DeviceTier) -> None:
+        self.bucket = bucket
+        self.params = params
+        self.dtype = dtype
+        self.tier = tier
+        self.of_model: Sequence[Gathered] = (self,)  # those of all buckets
+        self.state = State.OPEN
+        self.current = True  # are these the weights that a gather would bring?
+        self.full: Tensor
+        self.views: list[Tensor]  # the parameters in `full`
+        self.strides = [torch.empty(slot.shape, device="meta").stride() for slot in bucket.slots]
+        self.nbytes = bucket.numel * dtype.itemsize
+        self._counted = "gather"  # what the ledger calls the memory
+        self._references: list[int] = []
+        self._uses = 0
+
+    def settle(self, full: Tensor) -> None:
+        """At construction: the parameters lie in `full` from now on."""
+        self._nowhere = home(full, full.device)
+        absent = self._nowhere.view(self.dtype)[0]
+        self._absent = [absent.expand(slot.shape) for slot in self.bucket.slots]
+        self._shapes = self._views_of(torch.empty(self.bucket.numel, dtype=self.dtype, device="meta"))
+        self._lie_in(full)
+
+    def _lie_in(self, full: Tensor) -> None:
+        self.full, self.views = full, self._views_of(full)
+        self._point(self.views)
+
+    def _views_of(self, flat: Tensor) -> list[Tensor]:
+        """The parameters in a tensor of the whole bucket, at the start of its storage."""
+        laid_out = zip(self.bucket.slots, self.strides, strict=True)
+        return [flat.as_strided(slot.shape, strides, slot.start) for slot, strides in laid_out]
+
+    def _point(self, tensors: list[Tensor]) -> None:
+        """The parameters' memory becomes that of `tensors`."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for param, tensor in zip(self.params, tensors, strict=True):
+                param.data = tensor
+
+    # --- states -----------------------------------------------------------------------------------------------------
+
+    @property
+    def released(self) -> bool:
+        return self.state is State.RELEASED
+
+    @property
+    def ready(self) -> bool:
+        """Are the weights here, or on their way?"""
+        return self.state is not State.RELEASED and self.current
+
+    def _move(self, state: State) -> None:
+        assert state is self.state or (self.state, state) in _LEGAL, (self.state, state)
+        self.state = state
+
+    def take_memory(self, *, ahead: bool) -> None:
+        """Memory to gather into; `ahead` of its use it counts as prefetched."""
+        self._counted = "prefetch" if ahead else "gather"
+        self._lie_in(self.tier.reserve(self._counted, self.bucket.numel, self.dtype, zeroed=False))
+        self.note_holders()
+
+    def note_holders(self) -> None:
+        # Counted while nothing is gathered: whoever holds a parameter now did so before anybody could compute with it.
+        self._uses = torch._C._storage_Use_Count(self.full.untyped_storage()._cdata)
+        self._references = _references(self.params)
+
+    def arriving(self) -> None:
+        """New weights are on their way, unless the parameters are open: then they are replaced under the program."""
+        if self.state is not State.OPEN:
+            self._move(State.ARRIVING)
+        self.current = True
+
+    def landed(self) -> None:
+        """What was arriving is here."""
+        if self.state is State.ARRIVING:
+            self._move(State.GUARDED)
+
+    def open(self) -> bool:
+        """Plain parameters, data present. Says whether they were guarded before."""
+        if self.state is not State.GUARDED:
+            return False
+        self._move(State.OPEN)
+        for param in self.params:
+            unflip(param)
+        return True
+
+    def close(self) -> None:
+        """Guard the parameters; the data stays."""
+        self._move(State.GUARDED)
+        for param in self.params:
+            flip(param)
+
+    def claim(self) -> None:
+        """What was prefetched is used."""
+        if self._counted == "prefetch":
+            self._counted = "gather"
+            if not self.released:
+                self.tier.ledger.rename("prefetch", "gather", self.nbytes)
+
+    def held(self) -> bool:
+        """Does somebody else hold the memory, or a parameter that points at it?"""
+        if torch._C._storage_Use_Count(self.full.untyped_storage()._cdata) > self._uses:
+            return True
+        references = _references(self.params)
+        return references != self._references and any(map(operator.gt, references, self._references))
+
+    def in_graphs(self) -> bool:
+        """Does C++ hold a parameter, beside Python?"""
+        params: list[Any] = list(self.params)
+        return any(param._use_count() > 1 for param in params)
+
+    def give_back_memory(self) -> None:
+        """The parameters point nowhere from now on."""
+        self._move(State.RELEASED)
+        self._point(self._absent)
+        self._nowhere.fill_(0xFF)  # torch lets `fill_` through where every element is the same one
+        self.tier.give_back(self._counted, self.full)
+        self.full, self.views = self._nowhere.view(self.dtype)[:1], self._shapes
+
+    # --- replaced by the user ---------------------------------------------------------------------------------------
+
+    def rebind(self) -> None:
+        """A parameter whose `.data` was replaced gets the new values copied into its slot and is a view again."""
+        if self.released or simulated(self.full):
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            for param, view, slot in zip(self.params, self.views, self.bucket.slots, strict=True):
+                if param.data_ptr() == view.data_ptr() and param.is_contiguous():
+                    continue
+                data = param.data
+                memory = data.untyped_storage().data_ptr()
+                if any(memory == each.full.untyped_storage().data_ptr() for each in self.of_model):
+                    raise UserError(
+                        "a sharded parameter's data was replaced by the memory of the model's own weights",
+                        where=f"parameter {slot.name!r}",
+                        expected="memory of its own",
+                        got=f"a view of {tuple(data.shape)} elements of a sharded parameter",
+                        instead="param.copy_(...) under torch.no_grad(), or tie the parameters before shard(...)",
+                    )
+                if data.shape != slot.shape or data.dtype != self.dtype or data.device != self.full.device:
+                    raise UserError(
+                        "a sharded parameter's data was replaced by something of another kind",
+                        where=f"parameter {slot.name!r}",
+                        expected=f"{slot.shape} {self.dtype} on {self.full.device}",
+                        got=f"{tuple(data.shape)} {data.dtype} on {data.device}",
+                        instead="convert or move the model before zeroshard.shard(...), or pass precision= and device=",
+                    )
+                view.copy_(data)
+                param.data = view

@@ -1,0 +1,396 @@
+"""Nobody may read a parameter whose memory is not there: it would read NaN, or memory that is no more.
+
+Two doors lead to it, and each has a guard.
+
+*Python.* While a parameter is not open, its class is flipped to a `Parameter` subclass whose `__torch_function__`
+answers metadata (shape, dtype, hooks, ...) and otherwise calls `touch`, which opens the parameter or raises. It is
+what torch's own `UninitializedParameter` does. An open parameter is a plain `nn.Parameter` and costs nothing.
+
+*C++.* Tensors that autograd saves for backward never pass Python. While a unit's forward runs in grad mode, a pair of
+`saved_tensors_hooks` keeps, instead of a parameter (or a view of one), a `Saved` note of where it was; unpacking the
+note gathers the unit. Three hazards, each met below:
+
+- Only the topmost pair of hooks runs, so whatever is not ours goes to the pair below; activation checkpointing is
+  such a pair, and without this every activation would be kept. (It is told of what is ours too: it counts.)
+- Hooks switch autograd's own version check off, so versions are compared here.
+- A step between forward and backward would silently use new weights, so notes carry the weights' generation.
+
+`torch.func` allows no hooks: ours step aside for it (`_without_ours`). What autograd saves then is the parameter
+itself, so its memory stays until no graph holds it (`Source.unnoted`). And whatever is done for a transform's sake is
+done `outside` of it: memory made inside would be one of its own wrappers, and gone with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.utils._pytree import tree_leaves
+
+from ..errors import StateError
+
+_GETTERS = (
+    "shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad", "grad_fn", "is_cuda", "is_cpu", "is_meta",
+    "is_sparse", "is_quantized", "is_nested", "is_mps", "is_xpu", "ndim", "name", "names", "_version", "itemsize",
+    "nbytes", "_backward_hooks", "_post_accumulate_grad_hooks", "output_nr", "retains_grad", "_cdata",
+    "_base", "grad_dtype",
+)  # fmt: skip
+_SETTERS = ("grad", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks", "grad_dtype")
+_METHODS = (
+    "size", "dim", "numel", "nelement", "element_size", "get_device",
+    "is_floating_point", "is_complex", "is_signed", "requires_grad_", "register_hook", "ndimension", "is_pinned",
+    "register_post_accumulate_grad_hook", "__len__", "__hash__", "is_inference", "_use_count", "is_same_size",
+)  # fmt: skip
+_METADATA = frozenset(
+    [getattr(torch.Tensor, name).__get__ for name in _GETTERS if hasattr(torch.Tensor, name)]
+    + [getattr(torch.Tensor, name).__set__ for name in _SETTERS if hasattr(torch.Tensor, name)]
+    + [getattr(torch.Tensor, name).__delete__ for name in ("grad",)]
+    + [getattr(torch.Tensor, name) for name in _METHODS if hasattr(torch.Tensor, name)]
+    + [torch.numel, torch.is_floating_point, torch.is_complex, torch._has_compatible_shallow_copy_type]
+)
+_CONVERSIONS = {
+    torch.Tensor.cpu: "cpu", torch.Tensor.cuda: "cuda", torch.Tensor.float: torch.float32,
+    torch.Tensor.double: torch.float64, torch.Tensor.half: torch.float16, torch.Tensor.bfloat16: torch.bfloat16,
+}  # fmt: skip
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_STRIDES = frozenset({torch.Tensor.stride, torch.Tensor.storage_offset, torch.Tensor.is_contiguous})
+
+
+class Guarded:
+    """Mixed in front of a parameter's own class while it is not open. `_zeroshard` is its `Place`."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func in _STRIDES:
+            return func(args[0]._zeroshard.view, *args[1:], **kwargs)
+        if func is torch.Tensor.__repr__:
+            return _describe(args[0])
+        if _changes_nothing(func, args, kwargs):
+            return args[0]
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Guarded):
+                leaf._zeroshard.touch(leaf)  # type: ignore[attr-defined]
+        return func(*args, **kwargs)
+
+
+def _changes_nothing(func: Any, args: Any, kwargs: Any) -> bool:
+    """Is this what `module.to(...)` does to a parameter, and is the parameter such already?"""
+    if func == _SET_DATA:
+        return args[0] is args[1]
+    if func in _CONVERSIONS and len(args) == 1 and not kwargs:
+        args = *args, _CONVERSIONS[func]
+    elif func is not torch.Tensor.to and not (func is torch.Tensor.type and isinstance(args[-1], torch.dtype)):
+        return False
+    try:
+        device, dtype, _, memory_format = torch._C._nn._parse_to(*args[1:], **kwargs)
+    except (TypeError, RuntimeError):  # copy=True, say
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        own_device, own_dtype = args[0].device, args[0].dtype
+    stays = device is None or device.type == own_device.type
+    if device is not None and own_device.index is not None and stays:
+        index = torch.accelerator.current_device_index() if device.index is None else device.index
+        stays = index == own_device.index
+    return stays and dtype in (None, own_dtype) and memory_format in (None, torch.preserve_format)
+
+
+def _describe(param: Any) -> str:
+    what = f"Parameter {param._zeroshard.name!r} of shape {tuple(param.shape)}, {param.dtype}"
+    return f"{what}, sharded by zeroshard and not gathered now"
+
+
+@functools.cache
+def guarded_class(plain: type) -> type:
+    """The flipped class of a parameter class."""
+    return type(f"Guarded{plain.__name__}", (Guarded, plain), {"_plain": plain})
+
+
+def flip(param: nn.Parameter) -> None:
+    """Guard a parameter: Python can no longer read its data."""
+    if not isinstance(param, Guarded):
+        param.__class__ = guarded_class(param.__class__)
+
+
+def unflip(param: nn.Parameter) -> None:
+    """Make it a plain parameter again."""
+    if isinstance(param, Guarded):
+        param.__class__ = param._plain  # type: ignore[attr-defined]
+
+
+@functools.cache
+def cover_constructors() -> None:
+    """Functions of torch that are C++ and ask no class are routed past the guard, once something can be released.
+
+    Types and descriptors cannot be wrapped: `torch.Tensor(p)`, `torch.FloatTensor(p)` and `tensor.data = p` of a
+    released parameter give NaN.
+    """
+    places = (
+        (torch._C, "_to_dlpack"),
+        (torch.utils.dlpack, "to_dlpack"),
+        (torch, "to_dlpack"),
+        (torch, "tensor"),
+        (torch.Tensor, "new_tensor"),
+        (torch.Tensor, "as_subclass"),
+        (torch._functorch.eager_transforms, "_wrap_for_grad"),
+        (torch._functorch.eager_transforms, "_wrap_functional_tensor"),
+        (torch._functorch.vmap, "_add_batch_dim"),
+    )
+    for owner, name in places:
+        original = getattr(owner, name, None)
+        if original is not None:
+            setattr(owner, name, _asking(original))
+    graph = torch.autograd.graph
+    graph.disable_saved_tensors_hooks = _without_ours(graph.disable_saved_tensors_hooks)
+
+
+def _asking(original: Any) -> Any:
+    @functools.wraps(original)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        for argument in args:
+            if isinstance(argument, Guarded):
+                argument._zeroshard.touch(argument)  # type: ignore[attr-defined]
+        return original(*args, **kwargs)
+
+    return function
+
+
+_PROXY = torch._C._TorchDispatchModeKey.PROXY
+
+
+def outside(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, run outside of all transforms of `torch.func` that are under way."""
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        if not transformed():
+            return function(*args)
+        with temporarily_clear_interpreter_stack(), disable_proxy_modes_tracing():
+            return function(*args)
+
+    return call
+
+
+def transformed() -> bool:
+    """Does a transform of `torch.func` (grad, vmap, jvp, ...) run, or one that records operations (linearize)?"""
+    return torch._C._functorch.peek_interpreter_stack() is not None or torch._C._get_dispatch_mode(_PROXY) is not None
+
+
+def refuse_inside(what: str) -> None:
+    """What the user calls, and moves memory between ranks, is not for a transform to differentiate or to batch."""
+    if transformed():
+        raise StateError(
+            f"{what} inside a transform of torch.func",
+            instead="call it around the transform, as with zero.gathered(): ...",
+        )
+
+
+# --- what autograd saves --------------------------------------------------------------------------------------------
+
+
+class Source(Protocol):
+    """What a note needs of the buffer it points into."""
+
+    generation: int
+    unnoted: bool  # may autograd have saved a parameter itself?
+
+    @property
+    def full(self) -> Tensor: ...
+
+    def slot_at(self, element: int) -> int: ...
+
+    def version_of(self, slot: int) -> int: ...
+
+    def name_of(self, slot: int) -> str: ...
+
+    def fetch(self) -> None: ...
+
+
+class Saved(NamedTuple):
+    """Instead of a parameter (or a view of one): where it was. A tensor again once its unit is gathered."""
+
+    keeper: SavedTensors
+    source: Source
+    dtype: torch.dtype
+    offset: Any
+    size: torch.Size
+    stride: tuple[int, ...]
+    conj: bool
+    neg: bool
+    slot: int
+    version: int
+    generation: int
+
+    @outside
+    def restore(self) -> Tensor:
+        self.source.fetch()
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
+            # A graph of the backward itself is wanted (create_graph=True): what the running node saves of a weight is
+            # a note too. Autograd gives each node a stack of hooks of its own, so nobody has to pop this one.
+            self.keeper.push()
+        if self.generation != self.source.generation or self.version != self.source.version_of(self.slot):
+            raise StateError(
+                "a weight was changed between forward and backward by an inplace operation",
+                where=f"parameter {self.source.name_of(self.slot)!r}",
+                expected=f"version {self.version} of generation {self.generation}",
+                got=f"version {self.source.version_of(self.slot)} of generation {self.source.generation}",
+                instead="call backward before optimizer.step() or any edit of the weights",
+            )
+        with torch.no_grad():
+            flat = self.source.full
+            if self.dtype != flat.dtype:
+                nbytes = flat.nbytes // self.dtype.itemsize * self.dtype.itemsize
+                flat = flat.view(torch.uint8)[:nbytes].view(self.dtype)
+            # Views share their base's version counter: so a write into this one shows.
+            view = flat.as_strided(self.size, self.stride, self.offset)
+            view = view.conj() if self.conj else view
+            return torch._neg_view(view) if self.neg else view
+
+
+class Kept(NamedTuple):
+    """A tensor that is not ours and that no other pair of hooks wants: kept, with the version it had."""
+
+    tensor: Tensor
+    version: int
+
+    def restore(self) -> Tensor:
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{self.tensor.dtype} {list(self.tensor.shape)} is at version {self.tensor._version}; "
+                f"expected version {self.version} instead."
+            )
+        return self.tensor
+
+
+class Below(NamedTuple):
+    """What the pair of hooks below ours made of a tensor, and how it turns it back."""
+
+    packed: Any
+    unpack: Callable[[Any], Tensor]
+
+    def restore(self) -> Tensor:
+        return self.unpack(self.packed)
+
+
+def _unpack(note: Saved | Kept | Below) -> Tensor:
+    return note.restore()
+
+
+class _Packing(functools.partial[Any]):
+    """The first of a pair of hooks that is ours."""
+
+    keeper: SavedTensors
+
+
+class SavedTensors:
+    """The pairs of hooks, and the stack discipline of pushing and popping them."""
+
+    def __init__(self) -> None:
+        self._sources: dict[int, Source] = {}
+        self._pack = torch.compiler.disable(self._pack)  # type: ignore[method-assign]  # a graph calls it with its own
+        self._alone = self._pair(None)
+
+    def _pair(self, below: Any) -> tuple[Any, Any]:
+        packing = _Packing(self._pack, below)
+        packing.keeper = self
+        return packing, _unpack
+
+    def watch(self, source: Source) -> None:
+        """From now on, tensors that live in this buffer's storage are kept as notes."""
+        self._sources[source.full.untyped_storage()._cdata] = source
+        source.unnoted = not _allowed()
+
+    def forget(self, source: Source) -> None:
+        """The buffer is about to give its storage up: another may soon be at that address."""
+        self._sources.pop(source.full.untyped_storage()._cdata, None)
+
+    def push(self) -> bool:
+        """Keep notes from now on. Says whether that is so: hooks may be forbidden."""
+        if not _allowed():
+            self.stop_noting()
+            return False
+        top = _top()
+        if top is None:
+            pair = self._alone
+        else:
+            pair = top if isinstance(top[0], _Packing) and top[0].keeper is self else self._pair(top)
+        torch._C._autograd._push_saved_tensors_default_hooks(*pair)
+        return True
+
+    def pop(self) -> None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+
+    def stop_noting(self) -> None:
+        """Graphs will hold parameters themselves, of whatever is gathered."""
+        for source in self._sources.values():
+            source.unnoted = True
+
+    def _pack(self, below: Any, tensor: Tensor) -> Saved | Kept | Below:
+        if tensor.layout is torch.strided:
+            source = self._sources.get(tensor.untyped_storage()._cdata)
+            if source is not None:
+                offset = tensor.storage_offset()
+                slot = source.slot_at(offset * tensor.itemsize // source.full.itemsize)
+                if below is not None and getattr(below[0], "__module__", "") == "torch.utils.checkpoint":
+                    # It counts what is saved, and must count the same in forward and when it recomputes: where it was
+                    # registered as a module's hook, it is above our pair in one and below in the other.
+                    below[0](tensor)
+                return Saved(
+                    self,
+                    source,
+                    tensor.dtype,
+                    offset,
+                    tensor.size(),
+                    tensor.stride(),
+                    tensor.is_conj(),
+                    tensor.is_neg(),
+                    slot,
+                    source.version_of(slot),
+                    source.generation,
+                )
+        if below is not None:
+            return Below(below[0](tensor), below[1])
+        # detach, because returning an op's own output would tie a reference cycle through its graph.
+        return Kept(tensor.detach(), tensor._version)
+
+
+def _top() -> tuple[Any, Any] | None:
+    """The pair of hooks that runs."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def _allowed() -> bool:
+    """May hooks be pushed?"""
+    return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]
+
+
+def _without_ours(forbid: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.autograd.graph.disable_saved_tensors_hooks`, which refuses where there are any, without those of ours."""
+
+    @functools.wraps(forbid)
+    @contextlib.contextmanager
+    def without_ours(message: str) -> Iterator[None]:
+        pairs = []
+        while (top := _top()) is not None and isinstance(top[0], _Packing):
+            pairs.append(top)
+            top[0].keeper.pop()
+        for packing, _ in pairs:
+            packing.keeper.stop_noting()
+        try:
+            with forbid(message):
+                yield
+        finally:
+            for pair in reversed(pairs):
+                torch._C._autograd._push_saved_tensors_default_hooks(*pair)
+
+    return without_ours

@@ -1,0 +1,525 @@
+"""The user's own `torch.optim` object, bound to this rank's fragments.
+
+The optimizer never learns that anything is sharded. Its `param_groups` keep their options and order; in place of each
+parameter they hold this rank's *fragment* of it: a parameter that is a view of the fp32 master, or of the resting
+parameter where none is needed. Everything elementwise just works, and its state is sharded because the fragments are.
+
+Roads not taken: an optimizer of our own (the user's class, options and kernels would be lost); one flat tensor per
+shard (per-group options would be lost, and fused kernels give other bits than on whole tensors); subclassing the
+user's class (schedulers and scalers hold the object they were given).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import StateError, TierError
+from ..events import NVME, ends
+from ..numerics import simulated
+from .buffer import Buffer, Place
+from .calls import Call
+from .finite import Finite
+from .fragment import Fragment, Member, Shapes, States, fixed_shapes
+from .gradient import Entry, Gradients, ShardedGrad
+from .schedule import Schedule, in_backward
+
+_STEP = torch.optim.Optimizer.profile_hook_step  # calls the hooks and, between them, the optimizer's own step
+
+
+class Watcher(Protocol):
+    """Who looks after the model and all of its optimizers."""
+
+    def before_step(self) -> None:
+        """Notice what was edited since the last step. All ranks are at this step."""
+
+    def check_added(self, added: list[nn.Parameter]) -> None:
+        """Refuse parameters of a group that was added, where they are not the model's or are updated already."""
+
+
+class Binding:
+    """One optimizer's hooks, fragments and place in a step."""
+
+    def __init__(
+        self,
+        watcher: Watcher,
+        optimizer: torch.optim.Optimizer,
+        number: int,
+        buffers: list[Buffer],
+        gradients: Gradients,
+        schedule: Schedule,
+        finite: Finite,
+        *,
+        whole: bool,
+        by_bucket: bool,
+    ) -> None:
+        self.watcher = watcher
+        self.optimizer = optimizer
+        self.number = number
+        self.buffers = buffers
+        self.gradients = gradients
+        self.schedule = schedule
+        self.group = finite.group
+        self.finite = finite
+        self.whole = whole  # no tensor is cut: fragments keep their parameter's shape
+        self.by_bucket = by_bucket  # it may be stepped one bucket after the other
+        self.fragments: list[Fragment] = []
+        self.members: list[Member] = []  # every parameter this optimizer updates, on whichever rank
+        self._groups: list[dict[str, Any]] = []  # its groups when they were last looked through
+        self._held: list[nn.Parameter] = []  # and what they held
+        self._entries: list[Entry] = []  # the gradients of its members
+        self._entry_of: dict[int, Entry] = {}  # by fragment's id
+        self._averages: dict[int, Tensor] = {}  # by fragment's id, where its averaged gradient always lies
+        self._copies: dict[int, tuple[Buffer, Tensor]] = {}  # by bucket, of its averages in the fragments' dtype
+        self._steps = 0
+        self._updated: list[Buffer] = []  # what the running step updates
+        self._bound: dict[int, Tensor] = {}  # by fragment's id, the gradient that it was given
+        self._known: list[Any] = []  # what is in the groups
+        self._words = ""  # and in words
+        self.edited: set[int] = (
+            set()
+        )  # buckets whose fragments were written to outside a step, which the others must hear
+        self._skips = False  # does the running step pass over its update?
+        self._call: Call | None = None  # the running step, until its end
+        self._bound_now = False  # has it got its gradients? With a closure it gets them when that was called
+        self.states = States(optimizer, number, finite.group)
+        self.adopt(broadcast_state=True)
+        _hook_steps(type(optimizer))
+        self._stay_last(optimizer, optimizer.register_step_pre_hook(self._before).id)
+        handle = optimizer.register_step_post_hook(self._after)
+        # The user's post hooks, also earlier ones, see the updated parameters.
+        optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
+        optimizer.register_state_dict_pre_hook(functools.partial(_refuse, "optimizer.state_dict()"))
+        optimizer.register_load_state_dict_pre_hook(functools.partial(_refuse, "optimizer.load_state_dict()"))
+        optimizer.zero_grad = functools.partial(self._zero_grad, optimizer.zero_grad)  # type: ignore[method-assign]
+
+    @staticmethod
+    def _stay_last(optimizer: Any, ours: int) -> None:
+        # What a pre hook of the user's does to gradients, weights or the closure counts, also when registered later.
+        register = optimizer.register_step_pre_hook
+
+        def register_before_ours(hook: Any) -> Any:
+            handle = register(hook)
+            optimizer._optimizer_step_pre_hooks.move_to_end(ours)
+            return handle
+
+        optimizer.register_step_pre_hook = register_before_ours
+
+    # --- fragments in place of parameters ---------------------------------------------------------------------------
+
+    def follow_groups(self) -> None:
+        """Adopt what was added to the groups, forget what was removed."""
+        groups = self.optimizer.param_groups
+        now = [param for group in groups for param in group["params"]]
+        if not (_same(now, self._held) and _same(groups, self._groups)):
+            held = set(map(id, self._held))
+            self.watcher.check_added([param for param in now if id(param) not in held])
+            self.adopt()
+
+    def adopt(self, *, broadcast_state: bool = False) -> None:
+        """Replace whatever full parameters the groups hold (all at construction, later those of `add_param_group`)."""
+        fixed = fixed_shapes(self.optimizer)
+        for group in self.optimizer.param_groups:
+            params: list[nn.Parameter] = group["params"]
+            if not any(hasattr(param, "_zeroshard") for param in params):
+                continue
+            made = [
+                self._fragment(param, group, fixed, broadcast=broadcast_state) if hasattr(param, "_zeroshard") else None
+                for param in params
+            ]
+            kept = [
+                (params[at] if fragment is None else fragment, at)
+                for at, fragment in enumerate(made)
+                if fragment is None or fragment.numel()
+            ]
+            # A group must not be empty: schedulers, scalers and some step functions look at its first parameter.
+            kept = kept or [(next(fragment for fragment in made if fragment is not None), 0)]
+            if "param_names" in group:
+                group["param_names"] = [group["param_names"][at] for _, at in kept]
+            params[:] = [param for param, _ in kept]  # in place: LBFGS, for one, keeps this very list
+        self._held = [param for group in self.optimizer.param_groups for param in group["params"]]
+        held = set(map(id, self._held))
+        self._forget(held)
+        self.fragments = [fragment for fragment in self.fragments if id(fragment.param) in held]
+        self.states.follow(self.fragments)
+        self._entry_of, self._averages = {}, {}
+        self.gradients.made.clear()
+        for fragment in self.fragments:
+            entry = self._entry(fragment)
+            if entry is not None:
+                self._entry_of[id(fragment.param)] = entry
+                if not any(param is fragment.param for param in entry.fragments):
+                    entry.fragments.append(fragment.param)
+                    if self.gradients.having([entry]):
+                        self.gradients.show([entry])
+        self._entries = [entry for entry in (self._entry(member.place) for member in self.members) if entry is not None]
+        for entry in self._entries:
+            entry.updater = self.number
+        if self.fragments:
+            self.gradients.stand_ins[self.number] = self.fragments[0].param
+
+    def _forget(self, held: set[int]) -> None:
+        """Groups may have been removed, and with them what was in them."""
+        gone = {id(fragment.param) for fragment in self.fragments} - held
+        for entry in self.gradients.entries:
+            if entry.updater == self.number:
+                entry.updater = None
+            if gone:
+                entry.fragments[:] = [param for param in entry.fragments if id(param) not in gone]
+        groups, before = set(map(id, self.optimizer.param_groups)), self._groups
+        self._groups = list(self.optimizer.param_groups)
+        if len(before) == len(self._groups) and not groups & set(map(id, before)):  # the same ones, copied
+            copies = dict(zip(map(id, before), self._groups, strict=True))
+            self.members = [Member(member.place, copies[id(member.group)]) for member in self.members]
+        self.members = [member for member in self.members if id(member.group) in groups]
+
+    def _fragment(self, param: nn.Parameter, group: dict[str, Any], fixed: Shapes, *, broadcast: bool) -> nn.Parameter:
+        place: Place = param._zeroshard  # type: ignore[attr-defined]
+        with torch._C.DisableTorchFunctionSubclass():
+            held = self.states.fragment(place, whole=self.whole, requires_grad=param.requires_grad)
+        fragment = held.param
+        self.fragments.append(held)
+        self.members.append(Member(place, group))
+        state = self.optimizer.state.pop(param, None)
+        if state:
+            kept = {
+                key: self.states.cut(held, key, value, group, fixed=fixed, broadcast=broadcast)
+                for key, value in state.items()
+            }
+            if fragment.numel():
+                self.optimizer.state[fragment] = kept
+        return fragment
+
+    def retarget(self, buffer: Buffer) -> None:
+        """A bucket got masters: its fragments become views of them."""
+        self.states.retarget(buffer, whole=self.whole)
+
+    @torch.no_grad()
+    def notice(self, *, replaced: bool = False) -> bool:
+        """Was anything written to fragments outside a step that the other ranks do not know of?
+
+        What rests on this rank follows at once. replaced: look also for fragments whose `.data` was replaced.
+        """
+        written = self.states.written()
+        if replaced:
+            written += self.states.replaced(self.fragments, whole=self.whole)
+        self.states.followed()
+        for buffer in written:
+            self.edited.add(buffer.bucket.index)
+            if buffer.updating.away:
+                buffer.absent(1).fill_(torch.nan)  # torch lets `fill_` through, to what all that is absent shares
+                self.group.report(
+                    StateError(
+                        "an optimizer's part of the parameters was edited while it rests in a file",
+                        where=f"optimizer {self.number}, unit {self.group.progress.units[buffer.bucket.index]!r}",
+                        instead="edit the model's parameters inside `with zero.gathered():`, or keep optimizer states "
+                        'in memory: Offload(optimizer="cpu")',
+                    )
+                )
+                continue
+            with self.gradients.reporting():
+                self._write_back(buffer)
+            buffer.gathered.current &= buffer.resident
+        return bool(self.edited)
+
+    def _entry(self, of: Fragment | Place) -> Entry | None:
+        """The gradient of a parameter; None while its bucket is frozen."""
+        accumulator = self.gradients.of_bucket(of.buffer.bucket.index)
+        return None if accumulator is None else accumulator.entries[of.position]
+
+    # --- a step -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _before(
+        self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if in_backward():
+            raise StateError(
+                "optimizer.step() inside backward: the gradients are not summed over the ranks yet",
+                where=f"optimizer {self.number}, rank {self.group.rank}",
+                instead="optimizer.step() after loss.backward(), from no hook of a parameter",
+            )
+        if self._nested():
+            return None
+        self._call, self._bound_now = Call(_STEP), False
+        self.group.ledger.end("step")  # of a step that an exception left
+        self.group.ledger.begin("step")
+        self.gradients.uncalled.discard(self.number)
+        at = self._closure_at(args, kwargs)
+        self._begin()
+        if at is None:
+            self._bind()
+            return None
+        closure = args[at] if isinstance(at, int) else kwargs[at]
+
+        def bound(*inner: Any, **options: Any) -> Any:
+            self.gradients.uncalled.discard(self.number)
+            with torch.no_grad():
+                for buffer in self._updated:
+                    if not self._alone(buffer):
+                        self._write_back(buffer)
+                self._show(self.fragments)
+            loss = closure(*inner, **options)
+            with torch.no_grad():
+                self.gradients.keeper.settle()
+                self._bind()
+            return loss
+
+        self.gradients.uncalled.add(self.number)
+        if isinstance(at, int):
+            return (*args[:at], bound, *args[at + 1 :]), kwargs
+        return args, {**kwargs, at: bound}
+
+    def _closure_at(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str | None:
+        """Which argument of this step is a closure: what the optimizer's own `step` calls so, else what can be called.
+
+        Other optimizers' steps take other things, and a closure's place may hold something that is none.
+        """
+        if len(args) == 1 and not kwargs:
+            return None
+        names = list(inspect.signature(type(self.optimizer).step).parameters)
+        if "closure" in kwargs:
+            where: list[int | str] = ["closure"]
+        elif "closure" in names:
+            where = [at for at in [names.index("closure")] if at < len(args)]
+        else:
+            where = [*range(1, len(args)), *kwargs]
+        return next((at for at in where if callable(args[at] if isinstance(at, int) else kwargs[at])), None)
+
+    def _nested(self) -> bool:
+        """Is this a step that a running step of the same optimizer calls? (`super().step()`: torch hooks both.)"""
+        return self._bound_now and self._call is not None and Call(_STEP) != self._call and self._call.running()
+
+    def _begin(self) -> None:
+        self.schedule.before_step()
+        options, edits = self._options(), self.gradients.take_edits()
+        having = sorted(self.gradients.having(self._entries))
+        self.schedule.meet(
+            "step", self._steps + 1, self.number, zlib.crc32(options.encode()),
+            zlib.crc32(repr((edits, having)).encode()),
+            facts=lambda: f"{len(having)} of {len(self._entries)} parameters have gradients, which were scaled by "
+            f"{edits[-3:]}; options {options}",
+        )  # fmt: skip
+        self._steps += 1
+        self.gradients.keeper.settle()
+        self.watcher.before_step()
+        for buffer in self.buffers:
+            buffer.land()
+            buffer.rebind()
+            if not self._alone(buffer) and buffer.seed_master():
+                buffer.changed()
+
+    def _options(self) -> str:
+        """The numbers and words in the groups: each rank updates its own part, so they must be alike."""
+        groups = self.optimizer.param_groups
+        now = [value for group in groups for key, value in group.items() if key not in ("params", "param_names")]
+        if not _same(now, self._known) or not all(map(_fixed, now)):  # the others may have changed in place
+            self._known = now
+            told = [
+                {key: words(value) for key, value in group.items() if key not in ("params", "param_names")}
+                for group in groups
+            ]
+            self._words = repr(told)
+        return self._words
+
+    def _bind(self) -> None:
+        """Give every fragment its averaged gradient, after the buckets that are stepped one by one; or none, if this
+        step is to be skipped."""
+        self._skips = self.finite.refuses(self.buffers)
+        filled = [accumulator for accumulator in self.gradients.accumulators if accumulator.filled]
+        for work in [each.spread_average() for each in filled if not each.buffer.offloaded]:
+            work.wait()
+        having = self.gradients.having(self._entries)
+        # Buckets that have gradients for this optimizer on any rank.
+        updated = {id(e.accumulator.buffer) for e in self._entries if e.number in having and e.accumulator.filled}
+        self._updated = [buffer for buffer in self.buffers if id(buffer) in updated and not self._skips]
+        shown = self._hide()
+        self._drop_copies()  # of a step that an exception left
+        bound, self._bound, self._bound_now = self._bound, {}, True
+        # On any rank, and shown in the optimizer's groups: it is enough to clear one of the two.
+        given = {which for which, entry in self._entry_of.items() if which in shown and entry.number in having}
+        one_by_one = [buffer for buffer in self._updated if self._alone(buffer)]
+        try:
+            for at, buffer in enumerate(one_by_one):
+                for coming in one_by_one[at : at + 2]:
+                    self.states.ahead(coming)
+                self._step_alone(buffer, given)
+        except TierError as error:
+            self.group.report(error)  # the peers will meet this rank after the step
+        except BaseException:  # the optimizer's own: as with plain torch, a step that raised may be repeated
+            self._bound = bound
+            for fragment in self.fragments:
+                fragment.param.grad = shown.get(id(fragment.param))
+            raise
+        self._give([buffer for buffer in self._updated if not self._alone(buffer)], given)
+
+    def _alone(self, buffer: Buffer) -> bool:
+        """Is this bucket stepped by itself, lest all copies of gradients are there at once? Where offloaded, always."""
+        return buffer.offloaded or (self.by_bucket and buffer.upcast)
+
+    def _step_alone(self, buffer: Buffer, given: set[int]) -> None:
+        """Step one bucket by the optimizer's own `step`, the gradients of all others hidden; then write it back."""
+        accumulator = self.gradients.of_bucket(buffer.bucket.index)
+        assert accumulator is not None
+        averaged = accumulator.averaged  # already, as it rests
+        accumulator.sum.behind()
+        try:
+            with self.states.present(buffer, whole=self.whole):
+                if buffer.seed_master():
+                    buffer.changed()
+                accumulator.spread_average(kept=not accumulator.sum.away).wait()
+                self._give([buffer], given)
+                step: Any = type(self.optimizer).step
+                step = step.__wrapped__ if getattr(step, "hooked", False) else step
+                step(self.optimizer)
+                self.states.replaced(self.states.of(buffer), whole=self.whole, inside=True)
+                for fragment in self.states.of(buffer):
+                    fragment.param.grad = None
+                self._drop_copies()
+                self._write_back(buffer)
+        finally:
+            if accumulator.sum.away:
+                accumulator.forget_step(averaged=averaged)
+
+    def _hide(self) -> dict[int, Tensor]:
+        """Take from the fragments what they show: that, by the fragment's id."""
+        grads = [fragment.param.grad for fragment in self.fragments]
+        for fragment, grad in zip(self.fragments, grads, strict=True):
+            if not (grad is None or isinstance(grad, ShardedGrad) or grad is self._bound.get(id(fragment.param))):
+                raise StateError(
+                    "a gradient in optimizer.param_groups was replaced by a tensor",
+                    where=f"parameter {fragment.slot.name!r}",
+                    instead="edit p.grad of the model's parameter in place",
+                )
+        for fragment in self.fragments:
+            fragment.param.grad = None
+        return {id(each.param): grad for each, grad in zip(self.fragments, grads, strict=True) if grad is not None}
+
+    def _give(self, buffers: Sequence[Buffer], given: set[int]) -> None:
+        """The fragments of these buckets get their gradients, those of them that are to have one."""
+        for fragment in [fragment for buffer in buffers for fragment in self.states.of(buffer)]:
+            param, which = fragment.param, id(fragment.param)
+            # An empty fragment only stands in for a group: Muon, for one, refuses its shape.
+            if which in given and param.numel():
+                known = self._averages.get(which)
+                grad = self._average(fragment, self._entry_of[which]) if known is None else known
+                self._bound[which] = param.grad = grad
+
+    def _average(self, fragment: Fragment, entry: Entry) -> Tensor:
+        """The averaged gradient of a fragment, like it: a view of the accumulator, made once, where that can be."""
+        param, accumulator = fragment.param, entry.accumulator
+        own, part = accumulator.for_step, fragment.slot.slice_of(*fragment.buffer.updated)
+        if accumulator.sum.away or own.device != param.device:
+            return own[part].to(param.device, param.dtype).view(param.shape)
+        if own.dtype != param.dtype:
+            return self._copied(fragment.buffer, own, param.dtype)[part].view(param.shape)
+        return self._averages.setdefault(id(param), own[part].view(param.shape))
+
+    def _copied(self, buffer: Buffer, own: Tensor, dtype: torch.dtype) -> Tensor:
+        """A bucket's averages in another dtype, until the step is over.
+
+        Not from malloc, where the optimizer's first step would put its states above them: a hole as large, for good.
+        """
+        if buffer.bucket.index not in self._copies:
+            copy = buffer.tier.reserve("upcast", own.numel(), dtype, zeroed=False)
+            self._copies[buffer.bucket.index] = buffer, copy.copy_(own)
+        return self._copies[buffer.bucket.index][1]
+
+    def _drop_copies(self) -> None:
+        while self._copies:
+            buffer, copy = self._copies.popitem()[1]
+            buffer.tier.give_back("upcast", copy)
+
+    @torch.no_grad()
+    def _after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self._nested():
+            return
+        self._call, self._bound_now = None, False
+        replaced = {buffer.bucket.index for buffer in self.states.replaced(self.fragments, whole=self.whole)}
+        self.edited |= replaced - {buffer.bucket.index for buffer in self._updated}
+        self.states.followed()
+        self.gradients.uncalled.discard(self.number)
+        for buffer in self._updated:
+            if not self._alone(buffer):
+                self._write_back(buffer)
+        if any(tier.name == NVME for buffer in self._updated for tier in buffer.tiers.values()):
+            self.group.meet("end of step", self._steps, self.number)
+        for buffer in self._updated:
+            buffer.spread(overlap=self.schedule.settings.overlap)
+        self.schedule.after_step()
+        bound, self._bound = self._bound, {}
+        self._show(
+            [each for each in self.fragments if self._skips or id(each.param) in bound or not each.param.numel()]
+        )
+        self._drop_copies()
+        self.states.count(changed=True)
+        self.group.progress.steps += 1
+        self.group.ledger.end("step")
+
+    def _write_back(self, buffer: Buffer) -> None:
+        """Masters become parameters again, where this step had gradients: the step itself may have cleared them."""
+        if buffer.master is not None and not buffer.casts:
+            first, last = buffer.updated
+            with buffer.parameters.here(fresh=buffer.place.parameters):
+                nbytes = (last - first) * buffer.dtype.itemsize
+                copied = self.group.ledger.note("copy", state="master", bucket=buffer.bucket.index, logical=nbytes)
+                buffer.write_back()
+                ends(copied)
+        buffer.changed()
+
+    def _show(self, fragments: Sequence[Fragment]) -> None:
+        having = self.gradients.having(self._entries)
+        for fragment in fragments:
+            entry = self._entry_of.get(id(fragment.param))
+            if entry is not None:
+                has = entry.number in having
+                fragment.param.grad = self.gradients.shown(entry, fragment.param, is_fragment=True) if has else None
+
+    def _zero_grad(self, original: Callable[..., None], set_to_none: bool = True) -> None:
+        original(set_to_none=set_to_none)
+        if set_to_none:
+            self.gradients.hide(self._entries)
+
+
+def _hook_steps(kind: Any) -> None:
+    """As torch does once an optimizer of a class was made: so `super().step()` runs the hooks in any case."""
+    for each in kind.__mro__:
+        step = vars(each).get("step")
+        if each is not torch.optim.Optimizer and step is not None and not getattr(step, "hooked", False):
+            each.step = torch.optim.Optimizer.profile_hook_step(step)
+            each.step.hooked = True
+
+
+def _same(now: list[Any], before: list[Any]) -> bool:
+    return len(now) == len(before) and all(map(operator.is_, now, before))
+
+
+def _fixed(value: Any) -> bool:
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def words(value: Any) -> Any:
+    """What of an option ranks can compare: its content, and only the kind of what an address stands for."""
+    if _fixed(value):
+        return value
+    if isinstance(value, Tensor):  # asking a device for it would wait for the device
+        return value.tolist() if value.device.type == "cpu" and not simulated(value) else f"{value.dtype} {value.shape}"
+    if isinstance(value, (list, tuple)):
+        return type(value).__name__, [words(each) for each in value]
+    if isinstance(value, dict):
+        return {repr(key): words(each) for key, each in value.items()}
+    return type(value).__name__
+
+
+def _refuse(what: str, *_: Any) -> None:
+    raise StateError(
+        f"{what} of a sharded optimizer holds only this rank's fragments",
+        instead="zero.save(path) and zero.load(path); with zero.gathered(): model.state_dict() for the weights alone",
+    )

@@ -1,0 +1,404 @@
+"""Gradients on their way: counted as they appear, sent in one order, folded into the accumulators.
+
+A bucket is ready when every trainable parameter in it has its gradient (counted by post-accumulate hooks, not by
+module hooks, which fire too early when inputs need no gradient). Ready buckets are sent in one agreed order on every
+rank, whatever order autograd finishes in. At the end of backward the ranks exchange which parameters got a gradient
+anywhere and send the rest, with zeros where a rank has none.
+
+Named hazard, *a second gradient*: inside a re-entrant checkpoint a parameter can receive a gradient more than once
+in one backward (three segments that share a weight, say). Such a bucket waits for the end of the outermost backward.
+
+Named hazard, *never wait before the end*: a rank that waits for a reduction, while a peer waits for it to take part
+in a gather, waits for ever. So until backward ends, waiting here is bounded, and given up for the rest of the backward
+once it did not help. If the ranks differed in that backward it is an eighth from then on, since they will differ again.
+If they did not, somebody was only slow, and the next backward waits as long as the first did.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..errors import StateError, TierError
+from ..headroom import IN_FLIGHT, POOLED
+from ..layout import Bucket
+from ..numerics import divides_exactly, fold, simulated
+from ..ranks.agreement import Group
+from ..ranks.comm import Comm
+from ..ranks.transport import Work
+from ..tiers.tier import DeviceTier
+from .buffer import Buffer
+from .finite import Finite
+from .gradient import Accumulator, Entry, Gradients, ShardedGrad
+from .unit import Unit, profiled
+
+PATIENCE = 0.5  # seconds that pause lasts at most
+
+
+@dataclass
+class Pending:
+    """What one backward knows of one bucket."""
+
+    accumulator: Accumulator
+    unit: Unit
+    send: Tensor | None = None  # full-size, this rank's contribution
+    received: dict[int, int] = field(default_factory=dict)  # slot index -> gradients received
+    missing: set[int] = field(default_factory=set)  # slot indices that it waits for
+    whole: bool = True  # does every parameter want a gradient?
+    launched: bool = False
+    hold: bool = False  # may receive again: wait for the end
+    most: int | None = None  # gradients a slot received in the last backward; None before the first
+
+    @property
+    def bucket(self) -> Bucket:
+        return self.accumulator.bucket
+
+    def place(self, send: Tensor, position: int) -> Tensor:
+        """Where the gradient of one slot goes, in its parameter's shape and strides."""
+        slot, strides = self.bucket.slots[position], self.accumulator.buffer.gathered.strides[position]
+        return send.as_strided(slot.shape, strides, slot.start)
+
+    def expect(self) -> None:
+        """A backward begins: it waits for what wants a gradient."""
+        with torch._C.DisableTorchFunctionSubclass():
+            wanting = [param.requires_grad for param in self.accumulator.buffer.params]
+        slots = self.bucket.slots
+        self.whole = all(wanting)
+        self.missing = {at for at, wants in enumerate(wanting) if wants and slots[at].numel}
+
+    @property
+    def complete(self) -> bool:
+        """Has every parameter that wants one its gradient, with no more to come in this backward?"""
+        return not (self.missing or self.hold)
+
+
+class Reduction:
+    """The pipeline from `p.grad` to `Accumulator.sum` for all of a model's buckets."""
+
+    def __init__(self, gradients: Gradients, group: Group, tier: DeviceTier, settings: Comm, finite: Finite) -> None:
+        self.finite = finite
+        self.gradients = gradients
+        self.group = group
+        self.tier = tier
+        self.settings = settings
+        self.pending: dict[int, Pending] = {}  # bucket index -> pending
+        self.pending_of: list[Pending] = []  # by number of entry
+        self.order: list[int] = []  # bucket indices, in the order they are sent
+        self._next = 0
+        self._under_way: list[tuple[Pending, Work, Tensor]] = []
+        self._pool: list[Tensor] = []
+        self._local = False
+        self.silent = False  # does this rank's part of all gradients count as zero? (`Zero.join`)
+        self._patient = True
+        self._patience = PATIENCE
+        self._again: list[Entry] = []
+        self._hidden: dict[int, Tensor | None] = {}  # by entry number, what makes way in p.grad
+
+    def add(self, accumulator: Accumulator, unit: Unit) -> None:
+        index = accumulator.bucket.index
+        self.pending[index] = pending = Pending(accumulator, unit)
+        self.pending_of += [pending] * len(accumulator.buffer.params)
+        self.order = sorted(self.pending, reverse=True)
+
+    # --- one backward -----------------------------------------------------------------------------------------------
+
+    def kept(self) -> set[int]:
+        """The numbers of the gradients that another backward would add to: those that the user has not cleared."""
+        return self.gradients.having([entry for each in self.pending.values() for entry in self._summed(each)])
+
+    def _summed(self, pending: Pending) -> list[Entry]:
+        accumulator = pending.accumulator
+        if not accumulator.filled and accumulator.local is None:
+            return []
+        return accumulator.entries
+
+    def begin(self, kept: set[int], *, local: bool) -> None:
+        """Start counting. kept: as above. local: under no_sync, contributions are added up here and not sent."""
+        self._local, self._next, self._patient = local, 0, True
+        self._again.clear()
+        self.gradients.forget_answers()
+        for pending in self.pending.values():
+            pending.received.clear()
+            pending.launched = pending.hold = False
+            self._notice_cleared(pending, kept)
+            pending.expect()
+        self.finite.begin()
+        self._hidden = self.gradients.take(kept)
+
+    def _notice_cleared(self, pending: Pending, kept: set[int]) -> None:
+        """Gradients that the user cleared since do not count any more, singly or all together."""
+        accumulator, entries = pending.accumulator, self._summed(pending)
+        if not any(entry.number in kept for entry in entries):
+            self.gradients.hide(entries)
+            accumulator.clear()
+            self._give_back(accumulator.local)
+            accumulator.local = None
+            return
+        for entry in entries:
+            cleared = entry.fragments and all(fragment.grad is None for fragment in entry.fragments)
+            if entry.number in kept and cleared:
+                accumulator.zero(entry.position)  # each owner of a part sees its own fragment cleared
+            if entry.number not in kept:
+                self.gradients.hide([entry])
+                accumulator.zero(entry.position)
+                if accumulator.local is not None:
+                    accumulator.local[entry.slot.start : entry.slot.stop].zero_()
+
+    def arrived(self, entry: Entry, pending: Pending, early: Tensor | None, *, nested: bool) -> bool:
+        """A parameter of this bucket has its gradient: `early`, or in `p.grad`. Is that part of what is sent?"""
+        param = entry.param
+        with torch._C.DisableTorchFunctionSubclass():
+            grad = param.grad if early is None else early
+            if grad is None or isinstance(grad, ShardedGrad):
+                return False  # the hook fires also when nothing was added
+            param.grad = None
+        if grad.layout is not torch.strided:
+            raise StateError(
+                "sparse gradients cannot be sharded",
+                where=f"parameter {entry.slot.name!r}",
+                expected="a dense gradient",
+                got=str(grad.layout),
+                instead="nn.Embedding(..., sparse=False)",
+            )
+        if self.silent:
+            return False
+        at = entry.position
+        before = pending.received.get(at, 0)
+        pending.received[at] = before + 1
+        if pending.launched:
+            self._again.append(entry)
+            return False
+        send = self._send_buffer(pending) if pending.send is None else pending.send
+        place = pending.place(send, at)
+        grad = grad.detach() if grad.requires_grad else grad  # where backward's own graph is wanted
+        if before or send is pending.accumulator.local:
+            place.add_(grad)
+        else:
+            place.copy_(grad)
+        pending.missing.discard(at)
+        if pending.unit.calls > 1 or (nested and pending.most != 1) or (pending.most or 0) > 1:
+            pending.hold = True
+        if not pending.missing and not self._local:
+            self._send_ready()
+        return True
+
+    def complete(self, buffer: Buffer) -> bool:
+        """Have all of a bucket's parameters their gradients, with no more to come in this backward?"""
+        pending = self.pending.get(buffer.bucket.index)
+        return pending is not None and pending.whole and pending.complete
+
+    def _send_buffer(self, pending: Pending) -> Tensor:
+        """Where this rank's contribution is put together: full-size, in the dtype it is sent in."""
+        accumulator, buffer = pending.accumulator, pending.accumulator.buffer
+        if self._local and accumulator.local is None:
+            accumulator.local = self._take(buffer.bucket.numel, buffer.grad_dtype).zero_()
+        if accumulator.local is not None:
+            # no_sync promised two passes in all: what it added up travels with the next backward's gradients.
+            pending.send = accumulator.local
+        elif pending.send is None:
+            # Where it may be asked whose contribution spoiled a sum, the own one must outlive that.
+            asked = self.finite.on and self.group.ranks > 1 and self.settings.reduce != "native"
+            apart = buffer.place.gradients or not accumulator.sum.on_device or accumulator.filled or asked
+            if not apart and buffer.grad_dtype == buffer.reduce_dtype:
+                # A full-size accumulator that holds nothing yet doubles as the place to put contributions.
+                pending.send = accumulator.sum.tensor
+            else:
+                pending.send = self._take(buffer.bucket.numel, buffer.reduce_dtype)
+        return pending.send
+
+    def _send_ready(self) -> None:
+        while self._next < len(self.order):
+            pending = self.pending[self.order[self._next]]
+            if not (pending.complete and pending.received):
+                return
+            self._next += 1
+            self._send(pending)
+            self._make_room()
+
+    def _send(self, pending: Pending) -> None:
+        accumulator, buffer = pending.accumulator, pending.accumulator.buffer
+        send = self._send_buffer(pending)
+        if send is not accumulator.local:
+            for index, slot in enumerate(buffer.bucket.slots):
+                if index not in pending.received:
+                    send[slot.start : slot.stop].zero_()
+        own = buffer.bucket.shard_numel(self.group.team.position)
+        with profiled("reduce", pending.unit.name):
+            if self.settings.reduce == "native":
+                receive = self._take(own, send.dtype)
+                work = self.group.team.reduce_native(send, receive, buffer.bucket)
+            else:
+                receive = self._take(own * self.group.team.room, send.dtype)
+                work = self.group.team.reduce(send, receive, buffer.bucket)
+        pending.launched = True
+        self._under_way.append((pending, work, receive))
+
+    def _make_room(self) -> None:
+        """While too much is under way, fold the oldest; wait for it, within bounds.
+
+        By count and not by what has come in already, so that the bytes held are known before the run.
+        """
+        allowed = IN_FLIGHT if self.settings.overlap else 0
+        deadline = time.monotonic() + self._patience
+        while len(self._under_way) > allowed:
+            if self._under_way[0][1].done():
+                self._land_first()
+            elif not self._patient:
+                return
+            elif time.monotonic() > deadline:
+                self._patient = False
+            else:
+                since = time.perf_counter_ns()
+                time.sleep(0.0001)
+                self._under_way[0][1].stood_still(since)
+
+    def _land_first(self) -> None:
+        pending, work, receive = self._under_way.pop(0)
+        work.wait()
+        accumulator = pending.accumulator
+        # Where nothing is lost by it the sum is divided as it lands, which saves a step a pass of its own.
+        early = divides_exactly(accumulator.buffer.grad_dtype, receive.dtype, self.group.ranks)
+        if not (early and accumulator.averaged):
+            accumulator.undo_average()
+        times, over = self.group.ranks if accumulator.averaged else 1, self.group.ranks if early else 1
+        if accumulator.bucket.shard_numel(self.group.team.position):
+            try:
+                with accumulator.sum.here(fresh=not accumulator.filled):
+                    if not simulated(receive):
+                        total, pieces = accumulator.sum.own, self._pieces(pending, receive)
+                        pieces = [piece.to(total.device) for piece in pieces]
+                        fold(total, pieces, fresh=not accumulator.filled, times=times, over=over)
+                        self.finite.look_at_gradient(accumulator, pieces)
+                accumulator.sum.behind()
+            except TierError as error:
+                self.group.report(error)  # the peers have further reductions to get through
+        accumulator.filled, accumulator.averaged, accumulator.spread = True, early, False
+        self._give_back(receive)
+        if not accumulator.holds(pending.send):
+            self._give_back(pending.send)
+        accumulator.local = pending.send = None
+
+    def _pieces(self, pending: Pending, receive: Tensor) -> list[Tensor]:
+        """Each rank's contribution to the own shard, in rank order; or the backend's sum of them."""
+        assert pending.send is not None
+        if self.settings.reduce == "native":
+            return [receive]
+        return self.group.team.contributions(pending.send, receive, pending.bucket)
+
+    # --- its end ----------------------------------------------------------------------------------------------------
+
+    def received(self) -> bytes:
+        """How many gradients each parameter got in this backward: 0, 1, or 2 for too many."""
+        mask = bytearray(len(self.gradients.entries))
+        for pending in self.pending.values():
+            for position in pending.received:
+                mask[pending.accumulator.entries[position].number] = 1
+        for entry in self._again:
+            mask[entry.number] = 2
+        return bytes(mask)
+
+    def finish(self, received: bytes, *, usual: bool) -> None:
+        """Backward ends: exchange which parameters got a gradient anywhere, send the rest, wait for all of it, show
+        the gradients.
+
+        usual: every parameter got one gradient on every rank, so there is nothing to exchange.
+        """
+        for pending in self.pending.values():
+            if pending.received:
+                pending.most = max(pending.received.values())
+        got = received if usual else self.group.flags(received)
+        if usual:
+            self._patience = PATIENCE
+        elif not self._patient:
+            self._patience /= 8
+        if 2 in got:
+            names = [entry.slot.name for entry in self.gradients.entries if got[entry.number] == 2]
+            self.abort()
+            raise StateError(
+                "a parameter received a second gradient from a re-entrant checkpoint after its first was reduced",
+                where=f"parameters {names}",
+                instead="checkpoint(..., use_reentrant=False), or repeat the step: from now on they wait for the end",
+            )
+        with_gradient = set()
+        for index, pending in self.pending.items():
+            # What no_sync kept goes with this backward, whatever it used: when it goes must not depend on the bucket.
+            if pending.accumulator.local is not None or any(got[e.number] for e in pending.accumulator.entries):
+                with_gradient.add(index)
+        if self._local:
+            for index in with_gradient:
+                self._send_buffer(self.pending[index])
+        else:
+            for index in self.order[self._next :]:
+                if index in with_gradient:
+                    self._send(self.pending[index])
+            while self._under_way:
+                self._land_first()
+        for pending in self.pending.values():
+            pending.send = None
+        self._trim()
+        # Buckets that nobody had a gradient for go last next time, so that they do not hold the others back.
+        self.order = sorted(self.pending, key=lambda index: (index not in with_gradient, -index))
+        self.gradients.put_back(self._hidden, got)  # autograd.grad(), for one, takes gradients without adding them
+        self.gradients.show(entry for entry in self.gradients.entries if got[entry.number])
+
+    def settle(self) -> None:
+        """Send what no_sync left unsent, because somebody asks for gradients before another backward would."""
+        pending = [index for index, pending in self.pending.items() if pending.accumulator.local is not None]
+        if not pending:
+            return
+        self.gradients.forget_answers()
+        self.gradients.agree()
+        with self.group.ledger.during("reduce"):
+            for index in sorted(pending, reverse=True):
+                self._send(self.pending[index])
+            while self._under_way:
+                self._land_first()
+            self._trim()
+
+    def abort(self, behind: int = 0) -> None:
+        """A backward failed half-way: what it had sent and added cannot be told from what was there, so all goes.
+
+        behind: how many reductions other ranks have launched in it that this one has not: they wait for its part.
+        """
+        for index in self.order[self._next : self._next + behind]:
+            self._next += 1
+            self._send(self.pending[index])
+        under_way, self._under_way = self._under_way, []
+        for _, work, receive in under_way:
+            if not self.group.lost:
+                work.wait()
+            self._give_back(receive)
+        for pending in self.pending.values():
+            for transient in (pending.send, pending.accumulator.local):
+                if not pending.accumulator.holds(transient):
+                    self._give_back(transient)
+            pending.send = pending.accumulator.local = None
+            pending.received.clear()
+            pending.accumulator.clear()
+        self.gradients.hide(self.gradients.entries)
+        self._hidden.clear()
+        self._trim()
+        logging.getLogger("zeroshard").warning("a backward ended by an exception: all gradients were dropped")
+
+    # --- buffers, reused within a backward --------------------------------------------------------------------------
+
+    def _take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        for at, tensor in enumerate(self._pool):
+            if numel and tensor.numel() == numel and tensor.dtype == dtype:
+                return self._pool.pop(at)
+        # Not zeroed: every element that anybody reads is written first, and padding is never read.
+        return self.tier.reserve("reduce", numel, dtype, zeroed=False)
+
+    def _give_back(self, tensor: Tensor | None) -> None:
+        if tensor is not None and tensor.numel():
+            self._pool.append(tensor)
+            # More would pile up where no two buckets are of one size.
+            self._trim(POOLED)
+
+    def _trim(self, keep: int = 0) -> None:
+        while len(self._pool) > keep:
+            self.tier.give_back("reduce", self._pool.pop(0))

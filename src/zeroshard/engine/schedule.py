@@ -1,0 +1,541 @@
+"""From hooks to ordered actions: when units are gathered, opened, guarded and released, and when backward ends.
+
+    forward    unit's pre-hook: gather, open          post-hook: guard, release
+    backward   saved weight unpacked: gather          released once its gradients are there, or two units later
+    recompute  (checkpointing) as forward             post-hook: guard, never release
+
+The first event of a backward, of any kind, begins it; a callback of the autograd engine ends it. A callback queued
+inside a nested backward (re-entrant checkpointing) runs at the nested end, so it then hooks the node that is being
+evaluated and queues itself again, until it runs at the end of the outermost one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import re
+import sys
+import weakref
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ..errors import PeerError, ReleasedError, StateError, TierError
+from ..events import Event, ends
+from ..numerics import Precision
+from ..ranks.comm import Comm
+from .buffer import Buffer
+from .calls import Call
+from .gradient import Gradients
+from .guard import SavedTensors, outside, refuse_inside
+from .reduction import Reduction
+from .script import Script
+from .unit import Unit, profiled
+
+
+def in_backward() -> bool:
+    """Is this thread inside the autograd engine?"""
+    return torch._C._current_graph_task_id() != -1
+
+
+@dataclasses.dataclass
+class Frame:
+    """One running forward of a unit."""
+
+    unit: Unit
+    recompute: bool
+    opened: list[Unit] = dataclasses.field(default_factory=list)
+    pushed: bool = False
+    event: Event | None = None
+    profiled: contextlib.AbstractContextManager[Any] = dataclasses.field(default_factory=contextlib.nullcontext)
+
+
+class Watcher(Protocol):
+    """Who looks after the model and its optimizers between the hooks."""
+
+    sends_always: bool  # are buffers sent before forwards that do not train, too?
+
+    def before_forward(self, training: bool) -> None:
+        """All ranks begin this forward."""
+
+    def alike(self, training: bool) -> tuple[int, Callable[[], str]]:
+        """A digest of what every rank must have alike in a forward; in words, what of it is not as it was."""
+
+    def notice(self, *, replaced: bool = False) -> bool:
+        """Did anybody write to optimizers' fragments outside a step? `replaced`, or replace their memory: that takes
+        longer to see."""
+
+    def publish(self) -> None:
+        """What was written to fragments on any rank becomes the weights of every rank. All ranks call it together."""
+
+
+class Schedule:
+    """The hooks of one sharded model on one rank."""
+
+    def __init__(
+        self,
+        watcher: Watcher,
+        units: list[Unit],
+        gradients: Gradients,
+        reduction: Reduction,
+        saved: SavedTensors,
+        settings: Comm,
+        precision: Precision,
+    ) -> None:
+        self.watcher = watcher
+        self.units = units
+        self.gradients = gradients
+        self.reduction = reduction
+        self.group = group = gradients.group
+        self.ledger = group.ledger
+        self.settings = settings
+        self.script = Script(units, group, prefetch=settings.prefetch, overlap=settings.overlap)
+        self.saved = saved
+        self.releases = any(unit.released for unit in units)
+        self.local = False  # inside no_sync()
+        self._cast_to = precision.param_dtype
+        self._cast_everywhere = precision.cast_inputs == "units"  # and not only where a forward of the model begins
+        self._frames: list[Frame] = []
+        self._outermost: Call | None = None  # of a module, whose forward is the first of them
+        self._grad_forward = False  # was the running root forward called in grad mode?
+        self._own_segment = False  # did the running backward begin a segment of gathers? (not inside a forward)
+        self._forwards = 0
+        self._backwards = 0
+        self._backward: int | None = None  # graph task of the running backward, None outside
+        self._ending: Callable[[], Callable[[], None] | None] = lambda: None  # its callback, while autograd holds it
+        self._recent: list[Unit] = []  # units gathered in this backward, oldest first
+        self._at: tuple[Unit, Event | None] | None = None  # the unit that backward is working on
+        group.on_disagreement = _weak(self._level)
+        self._unit_of = {id(buffer): unit for unit in units for buffer in unit.buffers}
+        self._hooked: dict[int, int] = {}  # by entry number, its hook's in the parameter's table
+        reader = _Reader(self)
+        for unit in units:
+            for buffer in unit.buffers:
+                buffer.reader = reader
+            # Not to be compiled: what a hook finds differs from call to call, what it opens is what a graph may hold.
+            enter, leave = (torch.compiler.disable(_weak(hook, unit)) for hook in (self.enter, self.leave))
+            if precision.cast_inputs:
+                cast = torch.compiler.disable(_weak(self.cast_inputs, inside=True))
+                unit.module.register_forward_pre_hook(cast, prepend=True, with_kwargs=True)
+            unit.module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
+            unit.module.register_forward_hook(leave, always_call=True)
+
+    def hook_gradients(self) -> None:
+        """Watch every trainable parameter's gradient. Called again after parameters were unfrozen."""
+        for entry in self.gradients.entries:
+            if entry.param.requires_grad and entry.number not in self._hooked:
+                hook = _weak(self.after_accumulation, entry.number)
+                self._hooked[entry.number] = entry.param.register_post_accumulate_grad_hook(hook).id
+
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        """Around a meeting: what was written to fragments before it, on any rank, counts after it on every rank."""
+        self.group.news = self.watcher.notice()
+        try:
+            yield
+        finally:
+            self.group.news = False
+        if self.group.heard:
+            self.watcher.publish()
+
+    def meet(self, what: str, number: int, *same: int, facts: Callable[[], str] = str) -> None:
+        with self.telling():
+            self.group.meet(what, number, *same, facts=facts)
+
+    def _stay_last(self) -> None:
+        """Hooks that the user registered since see the gradient before it is taken."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for number, ours in self._hooked.items():
+                hooks = self.gradients.entries[number].param._post_accumulate_grad_hooks
+                if next(reversed(hooks)) != ours:
+                    hooks[ours] = hooks.pop(ours)
+
+    # --- forward ----------------------------------------------------------------------------------------------------
+
+    def enter(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """A unit's forward begins."""
+        recompute = in_backward()
+        if recompute:
+            self._event()
+        elif self._outermost is None or not self._outermost.running():
+            if self._frames:  # an interrupt went through the last forward, past every hook
+                self._unwind(None)
+                self.script.abandon()
+                self.ledger.end("forward")
+            self._outermost = Call(nn.Module._call_impl)
+            self._begin_forward(unit)
+        frame = Frame(unit, recompute)  # there before anything is opened: an interrupt may come at any moment
+        self._frames.append(frame)
+        for needed in (unit, *unit.borrows):
+            self.script.demand(needed)
+            frame.opened.append(needed)
+            needed.open_calls += 1
+            needed.open()
+        unit.calls += not recompute and (torch.is_grad_enabled() or self._grad_forward)
+        if self.releases and torch.is_grad_enabled():
+            frame.pushed = self.saved.push()
+        verb = "recompute" if recompute else "forward"
+        frame.event = self.ledger.note(verb, unit=unit.name)
+        range_ = profiled(verb, unit.name)
+        range_.__enter__()
+        frame.profiled = range_
+
+    def cast_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Right after `enter`: floating inputs in the parameters' dtype."""
+        if self._cast_everywhere or (len(self._frames) == 1 and not self._frames[0].recompute):
+            return tree_map_only(Tensor, self._cast, (args, kwargs))  # type: ignore[no-any-return]
+        return None
+
+    def leave(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
+        """A unit's forward ended, normally or by an exception."""
+        if any(frame.unit is unit for frame in self._frames):  # else its forward was refused before it began
+            # After a loss there is nothing to wait for, and the error that is under way has said so.
+            with contextlib.suppress(PeerError) if self.group.lost else contextlib.nullcontext():
+                frame = self._unwind(unit)
+                if not (frame.recompute or self._frames):
+                    self._end_forward(output)
+
+    def _unwind(self, unit: Unit | None) -> Frame:
+        """Leave the innermost forward of `unit`, and with it those inside it that an interrupt never let end."""
+        while self._frames:
+            frame = self._frames.pop()
+            frame.profiled.__exit__(None, None, None)
+            ends(frame.event)
+            if frame.pushed:
+                self.saved.pop()
+            for needed in frame.opened:
+                needed.open_calls -= 1
+                needed.close()
+                if not frame.recompute and self.settings.release_after_forward:
+                    needed.release()
+            if frame.unit is unit:
+                break
+        if not self._frames:
+            self._outermost = None
+        return frame
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._cast_to) if tensor.is_floating_point() else tensor
+
+    def _begin_forward(self, unit: Unit) -> None:
+        self.recover()
+        self._grad_forward = torch.is_grad_enabled()
+        training = self.watcher.sends_always or (self._grad_forward and unit.module.training)
+        kind = "forward" if self._grad_forward else "forward without grad"
+        if self._grad_forward or self.releases or self.watcher.sends_always:
+            alike, words = self.watcher.alike(training)
+            self.meet(kind, self._forwards + 1, unit.index, training, alike, facts=words)
+            self._forwards += 1
+        elif self.watcher.notice() and (
+            self.group.failed or any(buffer.place.optimizer for each in self.units for buffer in each.buffers)
+        ):
+            self.meet("publishing edits", self._forwards)  # a rank may evaluate alone, but not what others hold
+        self.ledger.begin("forward")
+        try:
+            self.watcher.before_forward(training)
+            self.flush_pinned()
+        except BaseException:
+            self.ledger.end("forward")
+            raise
+        if self.releases:
+            self.script.begin((kind, unit.index))
+
+    def _end_forward(self, output: Any) -> None:
+        try:
+            self._finish_forward(output)
+        finally:
+            self.ledger.end("forward")
+
+    def _finish_forward(self, output: Any) -> None:
+        error = sys.exc_info()[1]
+        if error is not None and not isinstance(error, PeerError):
+            self.group.progress.trouble = f"forward {self._forwards} raised {type(error).__name__}: {error}"
+        if self.script.active:
+            if isinstance(error, (PeerError, TierError)) or self.group.lost:
+                self.script.abandon()  # asking the peers again would only wait for them again
+            else:
+                self.script.finish()
+        for unit in self.units:
+            if unit.touched:
+                unit.close()
+                unit.touched = self._grad_forward
+            if self.settings.release_after_forward or not self._grad_forward:
+                unit.release()
+        if self._grad_forward:
+            for leaf in tree_leaves(output):
+                if isinstance(leaf, Tensor) and leaf.requires_grad and not leaf.is_leaf:
+                    leaf.register_hook(_weak(self._event))
+        self._grad_forward = False
+
+    def flush_pinned(self) -> None:
+        """Edits made so far inside gathered() become the shards, or the coming gathers would undo them."""
+        for unit in self.units:
+            if unit.pinned:
+                for buffer in unit.released:
+                    buffer.follow_edits()
+
+    # --- touches and saved weights ----------------------------------------------------------------------------------
+
+    def touch(self, buffer: Buffer, index: int) -> None:
+        """Python reads a guarded parameter: gather it where that is possible, or raise."""
+        unit = self._unit_of[id(buffer)]
+        if buffer.resident:
+            unit.open()
+            return
+        if in_backward():
+            self._event()
+        elif not self._frames:
+            name = buffer.bucket.slots[index].name
+            raise ReleasedError(
+                "a sharded parameter was read while it is not gathered",
+                where=f"parameter {name!r}, rank {self.group.rank}",
+                expected="the model's own forward or backward",
+                instead="with zero.gathered(): ...   (on every rank). Call parts of the model through its forward"
+                f"{self._own_unit(unit, name)}; "
+                "move or convert it before shard(...); give its optimizer to shard(model, optimizer)",
+            )
+        self.script.demand(unit)
+        unit.touched = True
+        unit.open()
+
+    def _own_unit(self, unit: Unit, name: str) -> str:
+        """How a module of the root's could be called by itself."""
+        module = name.rpartition(".")[0]
+        if unit.name or not module:
+            return ""
+        units = dict.fromkeys(re.sub(r"\.\d+$", ".*", other.name) for other in self.units if other.name)
+        return (
+            f", or make {module!r} a unit, which can be called by itself: Layout(units={json.dumps([*units, module])})"
+        )
+
+    def fetch(self, buffer: Buffer) -> None:
+        """Autograd needs a saved weight."""
+        if in_backward():
+            self._event()
+        unit = self._unit_of[id(buffer)]
+        self._work_on(unit)
+        if self._backward is not None and (not self._recent or self._recent[-1] is not unit):
+            self._recent = [*(other for other in self._recent if other is not unit), unit]
+            # The unit before the last is through, except for whatever still holds its storage.
+            for done in self._recent[:-2]:
+                done.release()
+            self._recent = self._recent[-2:]
+        if buffer.ready and not unit.ahead:
+            return
+        if not self.script.active:
+            raise StateError(
+                "a saved weight was read outside forward and backward",
+                where=f"parameter {buffer.bucket.slots[0].name!r}",
+                instead="with zero.gathered(): ...   (on every rank)",
+            )
+        self.script.demand(unit)
+
+    # --- backward ---------------------------------------------------------------------------------------------------
+
+    def _event(self, *_: Any) -> None:
+        """Something of a backward happened: begin it if this is the first."""
+        if self._backward is not None and self._ending() is not None:
+            return
+        if self._backward is not None:  # autograd dropped the callback: an exception ended that backward
+            self._abort_backward()
+        kept, kind = self.reduction.kept(), "backward under no_sync" if self.local else "backward"
+        which = zlib.crc32(repr(sorted(kept)).encode())
+        facts = f"{len(kept)} parameters have gradients that this backward adds to"
+        self.meet(kind, self._backwards + 1, which, facts=lambda: facts)
+        self._backwards += 1
+        self._backward = torch._C._current_graph_task_id()
+        self._recent.clear()
+        self._stay_last()
+        try:
+            self.reduction.begin(kept, local=self.local)
+            self._own_segment = self.releases and not self.script.active
+            if self._own_segment:
+                self.script.begin(("backward", 0))
+        except BaseException:
+            self._backward = None
+            raise
+        self.ledger.begin("backward")
+        self._queue_end(_weak(self._end))
+
+    def _work_on(self, unit: Unit | None) -> None:
+        """For the record: backward has come to this unit, or to none."""
+        if self.ledger.record is not None and (self._at is None or self._at[0] is not unit):
+            if self._at is not None:
+                ends(self._at[1])
+            running = unit is not None and self._backward is not None
+            self._at = (unit, self.ledger.note("backward", unit=unit.name)) if unit is not None and running else None
+
+    def _queue_end(self, end: Callable[[], None]) -> None:
+        # Only autograd holds the callback: it lives exactly as long as the backward that will call it.
+        self._ending = weakref.ref(end)
+        Variable._execution_engine.queue_callback(end)
+
+    def _end(self) -> None:
+        if self._backward is None:
+            return
+        node = torch._C._current_autograd_node()
+        if node is not None:
+            # The end of a nested backward: come back when the node that runs it is through.
+            handles: list[Any] = []
+            end = self._ending()
+            assert end is not None
+
+            def again(*_: Any) -> None:
+                handles.pop().remove()
+                self._backward = torch._C._current_graph_task_id()
+                self._queue_end(end)
+
+            handles.append(node.register_hook(again))
+            return
+        try:
+            received = self.reduction.received()
+            usual = received.count(1) == len(received)
+            if self._own_segment:
+                usual = self.script.finish(usual=usual)
+            else:
+                usual = all(told for (told,) in self.group.poll("end of backward", self._backwards, usual))
+            self._work_on(None)
+            with self.ledger.during("reduce"):
+                self.reduction.finish(received, usual=usual)
+        finally:
+            self._backward = None
+            self._release_all()
+            self.ledger.end("backward")
+        for unit in self.units:
+            unit.calls = max(unit.calls - 1, 0)
+
+    def _release_all(self) -> None:
+        self._recent.clear()
+        for unit in self.units:
+            unit.touched = False
+            unit.close()
+            unit.release()
+
+    def _level(self, behind: int) -> None:
+        """The ranks do different things: whatever was under way ends on all of them alike, so that they can try again.
+
+        A rank that an exception took out of backward has launched fewer reductions than the others: see `abort`.
+        """
+        if self._backward is not None or behind:
+            self._abort_backward(behind)
+        elif self.script.active:
+            self.script.abandon()
+
+    def _abort_backward(self, behind: int | None = None) -> None:
+        """The last backward never reached its end: an exception went through it. All gradients are dropped, alike.
+
+        behind: what `_level` was told, where it was another rank's exception.
+        """
+        self._backward = None
+        if behind is None:
+            self.group.progress.trouble = (
+                self.group.progress.trouble or f"an exception ended backward {self._backwards}"
+            )
+        if self.script.active:
+            self.script.abandon()
+        self.reduction.abort(behind or 0)
+        self._release_all()
+        self._work_on(None)
+        self.ledger.end("backward")
+
+    def after_accumulation(self, number: int, param: nn.Parameter) -> None:
+        """`p.grad` is complete, for this graph at least."""
+        early = None
+        if self._backward is None or self._ending() is None:
+            early = self.gradients.set_aside(number)
+            self._event()
+        pending = self.reduction.pending_of[number]
+        if self.ledger.record is not None:
+            self._work_on(pending.unit)
+        nested = torch._C._current_graph_task_id() != self._backward
+        landed = self.reduction.arrived(self.gradients.entries[number], pending, early, nested=nested)
+        if landed and not pending.missing and all(self.reduction.complete(buffer) for buffer in pending.unit.buffers):
+            pending.unit.release()
+
+    # --- what else gathers ------------------------------------------------------------------------------------------
+
+    def recover(self) -> None:
+        """If an exception went through the last forward or backward, what it left under way ends."""
+        self.group.check_process()
+        refuse_inside("a call of zeroshard's, or a step,")
+        self.watcher.notice(replaced=True)  # before anything is released: that would undo what was written
+        if self._backward is not None and not in_backward():
+            self._abort_backward()
+        elif self.script.active and not self._frames and self._backward is None:
+            self.script.abandon()
+
+    def before_step(self) -> None:
+        """An optimizer is about to change the weights."""
+        self.recover()
+        self.flush_pinned()
+
+    def after_step(self) -> None:
+        """New weights: nothing gathered before is worth anything, except to fill it again where the user holds it."""
+        for unit in self.units:
+            unit.calls = 0
+            unit.touched = False
+            for buffer in unit.released:
+                buffer.gathered.current = False
+            if unit.pinned:
+                unit.gather(wait=True)
+            unit.release()
+
+    @contextlib.contextmanager
+    def pin(self, units: list[Unit]) -> Iterator[None]:
+        """Hold units open, for `gathered()`. Every rank calls it with the same units."""
+        for unit in units:
+            if self.script.active:
+                self.script.demand(unit)
+            elif not unit.ready:
+                unit.gather(wait=not self.settings.overlap)
+            unit.pinned += 1
+        for unit in units:
+            unit.open()
+        # What is computed with the weights here, a penalty say, saves them for a backward that may come later.
+        pushed = self.releases and torch.is_grad_enabled() and not in_backward() and self.saved.push()
+        try:
+            yield
+        finally:
+            if pushed:
+                self.saved.pop()
+            for unit in units:
+                unit.pinned -= 1
+
+
+class _Reader:
+    """What buffers hold of the schedule: parameters refer to buffers, and must not keep the engine alive."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = weakref.ref(schedule)
+
+    @outside
+    def touch(self, buffer: Buffer, position: int) -> None:
+        schedule = self._schedule()
+        if schedule is not None:
+            schedule.touch(buffer, position)
+
+    @outside
+    def fetch(self, buffer: Buffer) -> None:
+        schedule = self._schedule()
+        if schedule is not None:
+            schedule.fetch(buffer)
+
+
+def _weak(method: Callable[..., Any], *args: Any, inside: bool = False) -> Callable[..., Any]:
+    """A hook that calls the method for as long as its object lives, outside of transforms unless it is to be `inside`.
+
+    Hooks of tensors live in C++, where the garbage collector sees no cycles: they must not keep the engine alive.
+    """
+    reference, function = weakref.ref(method.__self__), method.__func__  # type: ignore[attr-defined]
+
+    def hook(*given: Any) -> Any:
+        owner = reference()
+        return None if owner is None else function(owner, *args, *given)
+
+    return hook if inside else outside(hook)

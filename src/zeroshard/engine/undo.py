@@ -1,0 +1,125 @@
+"""A model and its optimizers as they were before `shard`, which leaves them so if it cannot be completed.
+
+Everything is noted at the start, whatever will be changed: the tables and attributes of every module and optimizer, the
+groups and states, and of every parameter its class, hooks and data. So nothing here knows what assembling does.
+
+The old data are held until all is done. Where a replicated copy of the same bits takes their place they are not: then
+the copy is what a parameter gets back, lest a model takes its memory twice.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..numerics import same_bits
+
+_TABLES = (dict, OrderedDict, defaultdict)
+
+
+class _Fields:
+    """The attributes of an object, and what is in those of them that are tables."""
+
+    def __init__(self, fields: dict[str, Any]) -> None:
+        self.tables = [fields, *(value for value in fields.values() if type(value) in _TABLES)]
+        self.contents = [dict(table) for table in self.tables]
+
+    def restore(self) -> None:
+        for table, content in zip(self.tables, self.contents, strict=True):
+            table.clear()
+            table.update(content)
+
+
+class _Leaf:
+    """One parameter, or a buffer: what it is, and what it holds."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.kind = type(tensor)
+        self.fields = dict(tensor.__dict__)
+        self.hooks: dict[Any, Any] | None = tensor._post_accumulate_grad_hooks
+        self.hooked = None if self.hooks is None else dict(self.hooks)
+        self.meta = tensor.is_meta
+        self.shape, self.stride, self.dtype = tensor.shape, tensor.stride(), tensor.dtype
+        self.trainable = tensor.requires_grad
+        self.data: Tensor | None = None if self.meta else tensor.data
+
+    def restore(self) -> None:
+        tensor: Any = self.tensor
+        tensor.__class__ = self.kind
+        if tensor._post_accumulate_grad_hooks is not None:
+            tensor._post_accumulate_grad_hooks.clear()  # the table itself is known to C++
+        tensor._post_accumulate_grad_hooks = None
+        if self.meta:
+            if not tensor.is_meta:
+                old: Any = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+                torch.utils.swap_tensors(
+                    tensor, nn.Parameter(old, self.trainable) if isinstance(tensor, nn.Parameter) else old
+                )
+                tensor.__class__ = self.kind
+        elif self.data is not None:
+            tensor.data = self.data
+        else:  # what took its place has the same bits
+            tensor.data = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=tensor.device).copy_(
+                tensor.data
+            )
+        if self.hooks is not None and self.hooked is not None:
+            self.hooks.update(self.hooked)
+            tensor._post_accumulate_grad_hooks = self.hooks
+        tensor.__dict__.clear()
+        tensor.__dict__.update(self.fields)
+
+
+class Before:
+    """What `restore` brings back."""
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        modules = list(model.modules())
+        self._fields = [_Fields(each.__dict__) for each in (*modules, *optimizers)]
+        self._recurrent: list[Any] = []  # those that come to life: nothing with a weak reference can be swapped
+        for module, fields in zip(modules, self._fields, strict=False):
+            if isinstance(module, nn.RNNBase) and any(param.is_meta for param in module.parameters()):
+                self._recurrent.append(module)
+                fields.contents[0]["_flat_weight_refs"] = []
+        self._lists: list[tuple[list[Any], list[Any]]] = []
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                self._fields += [_Fields(group)]
+                self._lists += [(value, list(value)) for value in group.values() if type(value) is list]
+            self._fields += [_Fields(state) for state in optimizer.state.values() if type(state) in _TABLES]
+        tensors = {id(each): each for each in (*model.parameters(), *model.buffers()) if each.layout is torch.strided}
+        with torch._C.DisableTorchFunctionSubclass():
+            self._leaves = {key: _Leaf(each) for key, each in tensors.items()}
+        self._written: list[tuple[Tensor, Tensor]] = []
+        self._generator = torch.get_rng_state()
+
+    def keep(self, tensor: Tensor) -> None:
+        """A buffer is about to be written to."""
+        self._written.append((tensor, tensor.clone()))
+
+    def replaced(self, param: nn.Parameter) -> None:
+        """A parameter lies elsewhere now. If that has the same bits, the old data need not be held."""
+        leaf = self._leaves[id(param)]
+        if leaf.data is not None and leaf.dtype == param.dtype and same_bits(leaf.data, param.data):
+            leaf.data = None
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            for module in self._recurrent:
+                module._flat_weight_refs = []
+            for tensor, content in self._written:
+                tensor.copy_(content)
+            for leaf in self._leaves.values():
+                leaf.restore()
+            for fields in self._fields:
+                fields.restore()
+            for values, before in self._lists:
+                values[:] = before
+            for module in self._recurrent:
+                module._init_flat_weights()
+            torch.set_rng_state(self._generator)

@@ -1,0 +1,283 @@
+"""Units: the submodules whose parameters are gathered and released together, and how they are found.
+
+Every managed parameter belongs to exactly one unit: the nearest enclosing one of the first module that registers
+it. A unit that uses another's parameter (a tied weight, a shared layer) *borrows* from that unit: opening one opens
+both. The root module is always a unit; it owns what no other unit does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import UserError, nearest
+from ..layout import LARGE, Layout
+from .buffer import Buffer
+
+CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+@dataclass
+class Managed:
+    """A parameter of the model: its names (several when tied), where it is registered first, its unit."""
+
+    param: nn.Parameter
+    names: list[str]
+    owners: list[tuple[nn.Module, str]]
+    unit: int
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+
+def profiled(what: str, unit: str) -> contextlib.AbstractContextManager[Any]:
+    """A range of that name in `torch.profiler`'s traces, while one is being taken."""
+    if not torch._C._autograd._profiler_enabled():
+        return contextlib.nullcontext()
+    return torch.autograd.profiler.record_function(f"zeroshard: {what} {unit or 'root'}")
+
+
+@dataclass
+class Unit:
+    """A submodule, its buffers, and how many reasons there are right now to keep it open or gathered."""
+
+    index: int
+    name: str
+    module: nn.Module
+    buffers: list[Buffer] = field(default_factory=list)
+    borrows: list[Unit] = field(default_factory=list)
+    open_calls: int = 0  # forwards of this unit (or a borrower) running now
+    pinned: int = 0  # `with zero.gathered()` blocks that hold it
+    touched: bool = False  # read outside its own forward: stays gathered until backward, or the forward, ends
+    ahead: int = 0  # gathers launched by the script that nobody has asked for yet
+    calls: int = 0  # forwards not yet matched by a backward: a unit called twice may get gradients twice
+
+    @property
+    def released(self) -> list[Buffer]:
+        """The buffers that are gathered for use and released after it."""
+        return [buffer for buffer in self.buffers if not buffer.resident]
+
+    @property
+    def ready(self) -> bool:
+        return all(buffer.ready for buffer in self.buffers)
+
+    def gather(self, *, wait: bool, ahead: bool = False) -> None:
+        with profiled("gather", self.name):
+            for buffer in self.released:
+                work = buffer.gather(ahead=ahead)
+                if wait:
+                    work.wait()
+
+    def claim(self) -> None:
+        """What was gathered ahead of its use is used."""
+        for buffer in self.released:
+            buffer.claim()
+
+    def land(self) -> None:
+        for buffer in self.buffers:
+            buffer.land()
+
+    def open(self) -> None:
+        for buffer in self.buffers:
+            buffer.open()
+
+    def close(self) -> None:
+        """Guard again, unless a running forward or a `gathered()` keeps it open."""
+        if not (self.open_calls or self.pinned):
+            for buffer in self.released:
+                buffer.close()
+
+    def release(self) -> None:
+        """Give the memory back if there is no reason left to hold it."""
+        if not (self.open_calls or self.pinned or self.touched or self.ahead):
+            for buffer in self.released:
+                buffer.close()
+                buffer.release()
+
+
+def managed_parameters(model: nn.Module, units: list[tuple[str, nn.Module]], layout: Layout) -> list[Managed]:
+    """Every parameter once, in the order of registration, except the ignored ones."""
+    index = {id(module): i for i, (_, module) in enumerate(units)}
+    found: dict[int, Managed] = {}
+    names: list[str] = []
+    for path, module, unit in _walk("", model, 0, index):
+        for name, param in module._parameters.items():
+            names.append(full := f"{path}.{name}" if path else name)
+            if param is None or any(fnmatch.fnmatchcase(full, pattern) for pattern in layout.ignore):
+                continue
+            record = found.setdefault(id(param), Managed(param, [], [], unit))
+            record.names.append(full)
+            record.owners.append((module, name))
+    for pattern in layout.ignore:
+        if not fnmatch.filter(names, pattern):
+            raise UserError(
+                "Layout.ignore matches no parameter", got=repr(pattern), instead=nearest(pattern, names[:40])
+            )
+    return list(found.values())
+
+
+def borrowed(units: list[tuple[str, nn.Module]], managed: list[Managed]) -> list[list[int]]:
+    """For each unit, the other units whose parameters its own modules use."""
+    index = {id(module): i for i, (_, module) in enumerate(units)}
+    owner = {id(record.param): record.unit for record in managed}
+    result: list[list[int]] = []
+    for i, (path, root) in enumerate(units):
+        used = [
+            owner.get(id(p))
+            for _, module, unit in _walk(path, root, i, index)
+            if unit == i
+            for p in module._parameters.values()
+            if p is not None
+        ]
+        result.append(sorted({u for u in used if u is not None and u != i}))
+    return result
+
+
+def _walk(path: str, module: nn.Module, unit: int, index: dict[int, int]) -> Iterator[tuple[str, nn.Module, int]]:
+    """(path, module, nearest enclosing unit) for every registration of every module, shared ones several times."""
+    unit = index.get(id(module), unit)
+    yield path, module, unit
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _walk(f"{path}.{name}" if path else name, child, unit, index)
+
+
+def find_units(model: nn.Module, layout: Layout) -> list[tuple[str, nn.Module]]:
+    """(name, module) of every unit, the root first, then in the order of registration."""
+    chosen = _automatic("", model) if layout.units is None else _chosen(model, layout)
+    units: dict[int, tuple[str, nn.Module]] = {id(model): ("", model)}
+    for name, module in chosen:
+        units.setdefault(id(module), (name, module))
+    return list(units.values())
+
+
+def _chosen(model: nn.Module, layout: Layout) -> list[tuple[str, nn.Module]]:
+    modules = list(model.named_modules())
+    result = []
+    assert layout.units is not None
+    for wanted in layout.units:
+        if isinstance(wanted, str):
+            hits = [(name, module) for name, module in modules if fnmatch.fnmatchcase(name, wanted)]
+        elif isinstance(wanted, type) and issubclass(wanted, nn.Module):
+            hits = [(name, module) for name, module in modules if isinstance(module, wanted)]
+        else:
+            raise UserError(
+                "Layout.units takes module names, patterns or module classes",
+                got=repr(wanted),
+                instead='Layout(units=["blocks.*"])',
+            )
+        if not hits:
+            hint = (
+                nearest(wanted, [name for name, _ in modules if name][:40])
+                if isinstance(wanted, str)
+                else f"{wanted.__name__} is not among {sorted({type(m).__name__ for _, m in modules})}"
+            )
+            raise UserError("Layout.units matches no module", got=repr(wanted), instead=hint)
+        result += hits
+    order = {id(module): i for i, (_, module) in enumerate(modules)}
+    return sorted(result, key=lambda pair: order[id(pair[1])])
+
+
+def _automatic(path: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Children of the outermost containers of blocks; outside those, subtrees that are large."""
+    result: list[tuple[str, nn.Module]] = []
+    holds_blocks = isinstance(module, nn.ModuleList) or (
+        isinstance(module, CONTAINERS) and not _contains(module, nn.ModuleList)
+    )
+    for name, child in module.named_children():
+        full = f"{path}.{name}" if path else name
+        if not any(True for _ in child.parameters()):
+            continue
+        if holds_blocks:
+            result.append((full, child))
+        elif isinstance(child, CONTAINERS) or _contains(child, CONTAINERS):
+            result += _automatic(full, child)
+        elif sum(param.numel() for param in child.parameters()) >= LARGE:
+            result.append((full, child))
+    return result
+
+
+def _contains(module: nn.Module, kinds: type | tuple[type, ...]) -> bool:
+    return any(isinstance(inner, kinds) for inner in module.modules() if inner is not module)
+
+
+# --- modules built on the meta device -------------------------------------------------------------------------------
+
+
+def on_meta(module: nn.Module) -> bool:
+    return any(t.is_meta for t in (*module.parameters(), *module.buffers()))
+
+
+def check_initialisers(modules: list[tuple[str, nn.Module]], init: Callable[[nn.Module], None] | None) -> None:
+    """Before anything is changed: every module that has something on meta must say how to fill it."""
+    seen: set[int] = set()
+    for path, module in modules:
+        own = {id(tensor) for tensor in _own_meta(module)} - seen
+        seen |= own
+        if own and init is None and not hasattr(type(module), "reset_parameters"):
+            raise UserError(
+                "a module on the meta device does not say how to initialise itself",
+                where=f"module {path!r} ({type(module).__name__})",
+                expected="a reset_parameters() method",
+                got="none",
+                instead="shard(..., init=function_of_a_module)",
+            )
+
+
+def materialise(
+    modules: list[tuple[str, nn.Module]],
+    device: torch.device,
+    init: Callable[[nn.Module], None] | None,
+    memory: dict[int, Tensor],
+) -> None:
+    """Give one unit's own modules real memory and initial values: `init(module)`, or `reset_parameters()`.
+
+    `memory` (by the parameter's id) is what becomes a parameter's; others get their own. The parameters stay the same
+    Python objects, so ties and the user's optimizer survive. What a module has beside its tensors on meta (a weight
+    tied to an earlier module's, one loaded already) keeps its values.
+    """
+    for _, module in modules:
+        own = _own_meta(module)
+        if not own:
+            continue
+        recurrent = isinstance(module, nn.RNNBase)
+        if recurrent:
+            module._flat_weight_refs = []  # type: ignore[assignment]  # nothing with a weak reference can be swapped
+        for tensor in own:
+            given = memory.pop(id(tensor), None)
+            # .data, because a parameter must not share the version counter of the storage it lies in.
+            real = torch.empty_like(tensor, device=device) if given is None else given.data
+            if isinstance(tensor, nn.Parameter):
+                real = nn.Parameter(real, requires_grad=tensor.requires_grad)
+            torch.utils.swap_tensors(tensor, real)
+        with torch.no_grad(), _standing_in(module, {id(tensor) for tensor in own}, device):
+            init(module) if init is not None else module.reset_parameters()  # type: ignore[operator]
+        if recurrent:
+            module._init_flat_weights()  # type: ignore[operator]
+
+
+@contextlib.contextmanager
+def _standing_in(module: nn.Module, fresh: set[int], device: torch.device) -> Iterator[None]:
+    """Hide what is not to be initialised behind throw-away tensors of the same kind."""
+    tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+    hidden = [(t, name, x) for t in tables for name, x in t.items() if x is not None and id(x) not in fresh]
+    for table, name, tensor in hidden:
+        blank = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        table[name] = nn.Parameter(blank, tensor.requires_grad) if table is module._parameters else blank
+    try:
+        yield
+    finally:
+        for table, name, tensor in hidden:
+            table[name] = tensor
+
+
+def _own_meta(module: nn.Module) -> list[Tensor]:
+    tensors = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None and t.is_meta]
+    return list({id(tensor): tensor for tensor in tensors}.values())

@@ -1,0 +1,1 @@
+"""What ranks move, how they agree, and who is gone: the only room that knows of processes."""

@@ -1,0 +1,240 @@
+"""How all ranks of a model agree, and what one rank tells the others of itself.
+
+    verb        what every rank learns                           over torch.distributed (`process_group.py`)
+    meet        that all are at the same thing                   one exchange of a row of integers
+    poll        the same, and every rank's own integers          one exchange of a row of integers
+    flags       the largest of each rank's small numbers         all_reduce of CPU tensors over gloo
+    maximum     elementwise maximum                              all_reduce
+    total       elementwise sum of integers                      all_reduce
+    describe    every rank's facts, as JSON                      all_gather of their lengths, then of the text
+    broadcast   one rank's tensor                                broadcast
+
+Every verb begins with a row of the same size on every rank (see *sizes must meet* in `process_group.py`), which says
+what the rank is about to do. Ranks that do different things all raise, and each hears what the others are at.
+
+In the usual case all rows are equal, and then nobody needs to see all of them. So beyond a few ranks the rows travel
+along the axes of a grid (`axes`), as many messages as a sum of small factors and not as there are ranks; only
+where rows differ are they all sent to everybody.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from ..errors import Error, PeerError, StateError, UserError
+from ..events import Event, Ledger, ends
+from .transport import Team, count
+
+LONGEST_AXIS = 8  # ranks that exchange rows directly
+# engine, meeting, number, steps completed, three integers of the meeting's own, reductions launched, failed and news
+ROW = 9
+
+
+def axes(ranks: int) -> tuple[int, ...]:
+    """The lengths of a grid that holds so many ranks, each at most `LONGEST_AXIS` where the number has such factors.
+
+    Along an axis of length f every rank sends f - 1 messages. 1,024 ranks are (8, 8, 8, 2): 22 messages, not 1,023.
+    """
+    factors: list[int] = []
+    left, divisor = ranks, 2
+    while left > 1:
+        if divisor * divisor > left:
+            divisor = left
+        while left % divisor == 0:
+            factors.append(divisor)
+            left //= divisor
+        divisor += 1
+    lengths: list[int] = []
+    for factor in sorted(factors, reverse=True):
+        fitting = [at for at, length in enumerate(lengths) if length * factor <= LONGEST_AXIS]
+        if fitting:
+            lengths[fitting[0]] *= factor
+        else:
+            lengths.append(factor)
+    return tuple(lengths)
+
+
+def lines(ranks: int, rank: int) -> list[list[int]]:
+    """For each axis of the grid the ranks that lie on one line with this rank, in order."""
+    found, stride = [], 1
+    for length in axes(ranks):
+        first = rank - rank // stride % length * stride
+        found.append([first + at * stride for at in range(length)])
+        stride *= length
+    return found
+
+
+@dataclasses.dataclass
+class Progress:
+    """How far one rank has come: what it tells the others where something is wrong."""
+
+    steps: int = 0  # that optimizers have completed
+    turn: tuple[int, int] = (0, 0)  # in the script of gathers: how many are launched, of how many
+    trouble: str = ""  # an exception that this rank alone may have had
+    units: list[str] = dataclasses.field(default_factory=list)  # by bucket, the unit's name
+    met: str = ""  # the last meeting
+    waits: tuple[str, int | None] | None = None  # the collective it waits for, and of which bucket
+
+    def words(self, phase: str) -> str:
+        """In words, for whoever wants to know."""
+        moment = f"step {self.steps + 1}, in {phase if phase != 'between' else 'the loop'}"
+        trouble = f"; {self.trouble}" if self.trouble else ""
+        if self.waits:
+            verb, bucket = self.waits
+            unit = "" if bucket is None else f" of unit {self._unit(bucket)!r}"
+            turn = f", turn {self.turn[0]} of {self.turn[1]} of the script" if verb == "gather" and self.turn[1] else ""
+            return f"{moment}, waiting for {verb}{unit}{turn}{trouble}"
+        return f"{moment}, not waiting for other ranks; its last meeting was {self.met}{trouble}"
+
+    def _unit(self, bucket: int) -> str:
+        return self.units[bucket] if bucket < len(self.units) else f"bucket {bucket}"
+
+
+def refuse_forked(process: int, rank: int) -> None:
+    """A forked child is no rank: it has its parent's connections and none of its threads."""
+    if os.getpid() != process:
+        raise StateError(
+            "a forked child cannot use its parent's sharded model",
+            where=f"process {os.getpid()}, a child of rank {rank}, process {process}",
+            instead="use it in the process that called shard(...); where children compute, give them a copy of the "
+            "weights (with zero.gathered(): model.state_dict()), or make them with the spawn method",
+        )
+
+
+class Group:
+    """One rank's end of all ranks of a model, and what it counts. By itself it sends nothing.
+
+    With one rank there is nothing to agree on. With more it is one rank of a simulation, whose peers all do the same.
+    """
+
+    backend: str = "none"
+
+    def __init__(self, team: Team, rank: int = 0, ranks: int = 1) -> None:
+        """team: the ranks that shard together."""
+        self.ledger: Ledger = team.ledger
+        self.device: torch.device = team.device
+        self.team = team
+        self.process = os.getpid()
+        self.rank = rank
+        self.ranks = ranks
+        self.progress = Progress()
+        self.failed: Error | None = None  # what the other ranks are to hear at the next agreement
+        self.news = False  # were fragments written to here? The others hear of it at the next meeting
+        self.heard = False  # was there such news on any rank at the last meeting?
+        # Told how many reductions this rank is behind the others, before it hears that they do different things.
+        self.on_disagreement: Callable[[int], None] = lambda behind: None
+
+    @property
+    def lost(self) -> bool:
+        """Did a collective fail for good? Then no other can succeed."""
+        return False
+
+    def give_up(self, error: BaseException) -> None:
+        """This rank cannot take part in a collective that others may be in already: nobody shall wait for it."""
+
+    def check_process(self) -> None:
+        refuse_forked(self.process, self.rank)
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        """tensor becomes the source rank's, everywhere."""
+        nbytes = tensor.numel() * tensor.itemsize
+        if nbytes:
+            mine = self.rank == source
+            sent, received = (nbytes, 0) if mine else (0, nbytes)
+            event = count(self.ledger, self.ranks, "broadcast", nbytes, sent, received)
+            self._broadcast(tensor, source)
+            ends(event)
+
+    def _broadcast(self, tensor: Tensor, source: int) -> None:
+        pass
+
+    # --- verbs of agreement -----------------------------------------------------------------------------------------
+
+    def meet(self, what: str, number: int, *same: int, facts: Callable[[], str] = str) -> None:
+        """Agree that every rank is at the same thing, down to the (at most three) integers that say which.
+
+        Raises `PeerError` on every rank, naming who is where, when they are not. facts: the integers in words.
+        """
+        self.poll(what, number, *same)
+
+    def poll(self, what: str, number: int, *mine: int) -> list[tuple[int, ...]]:
+        """Agree as `meet` does; the integers may differ, and every rank gets those of all, in rank order.
+
+        Where all of them are equal it gets them once.
+        """
+        ends(self._count_rows())
+        self.heard = self.news
+        if self.failed is not None:
+            self._fail(behind=0)
+        return [mine]
+
+    def flags(self, mine: bytes) -> bytes:
+        """Elementwise maximum over the ranks of as many small numbers on each."""
+        ends(self._count_control(len(mine)))
+        return mine
+
+    def maximum(self, tensor: Tensor) -> None:
+        """Elementwise maximum over the ranks of a CPU tensor, in place."""
+        ends(self._count_control(tensor.numel() * tensor.itemsize))
+
+    def total(self, tensor: Tensor) -> None:
+        """Elementwise sum over the ranks of a CPU tensor of integers, in place."""
+        ends(self._count_control(tensor.numel() * tensor.itemsize))
+
+    def describe(self, facts: Any, what: str = "telling the others") -> list[Any]:
+        """Every rank's JSON-able `facts`, in rank order. what: the meeting that this is."""
+        return [facts]
+
+    def problems(self, mine: str | None) -> list[str]:
+        """What every rank that has a problem says of it, so that all of them can raise."""
+        return [f"rank {rank}: {problem}" for rank, problem in enumerate(self.describe(mine)) if problem]
+
+    def first_writes(self, path: object, write: Callable[[], None]) -> None:
+        """Rank 0 writes a file; what keeps it from that is an error on every rank."""
+        problem = None
+        try:
+            if self.rank == 0:
+                write()
+        except (Error, OSError) as error:
+            problem = f"{error}"
+        if told := self.problems(problem):
+            raise UserError("the file was not written", where=f"{path}", got=told[0])
+
+    def report(self, error: Error) -> None:
+        """Something failed here while peers go on to wait for this rank: raise at the next agreement, on every rank."""
+        self.failed = self.failed or error
+
+    def _fail(self, behind: int) -> NoReturn:
+        """Something was reported on some rank: all of them raise."""
+        mine, self.failed = self.failed, None
+        told = self.problems(None if mine is None else str(mine))
+        self.on_disagreement(behind)
+        self.failed = None  # what fails while all that was under way ends is no news
+        if mine is not None:
+            raise mine
+        raise PeerError("another rank failed", got="; ".join(told), instead="mend that, and load the last checkpoint")
+
+    def apart(self) -> Group:
+        """The same ranks with a control group of their own, for a thread that agrees behind the training.
+
+        Collective where it is made, the first time. Nothing else orders it, and it waits half an hour at least: ranks
+        may take very different times to write.
+        """
+        return self
+
+    # --- what they count --------------------------------------------------------------------------------------------
+
+    def _count_rows(self) -> Event | None:
+        """An exchange of rows: one message to each of the others on every line of the grid."""
+        return self._count_control(8 * ROW, sum(length - 1 for length in axes(self.ranks)))
+
+    def _count_control(self, nbytes: int, messages: int = 1) -> Event | None:
+        if self.ranks == 1:
+            return None
+        return count(self.ledger, self.ranks, "control", nbytes, nbytes * messages, nbytes * messages)

@@ -1,0 +1,70 @@
+"""How ranks talk: the settings, and what stands for a process group in a simulation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
+
+from ..errors import UserError, nearest
+from ..headroom import PREFETCH
+
+Reduce = Literal["ordered", "native"]
+
+
+@dataclass(frozen=True)
+class Comm:
+    """How ranks talk.
+
+    group: the process group to shard over (None: all ranks; one process alone needs none). A 1-D `DeviceMesh` is
+        taken as its group.
+    timeout: seconds after which a silent peer is an error (None: the process group's own, which is 30
+        minutes by default; a dead one is an error at once in any case).
+    reduce: "ordered" sums gradients in rank order (same bits at every stage and bucket size); "native" uses the
+        backend's reduce-scatter, whose order is its own business, and needs equal shards.
+    overlap: gathers and reductions run behind compute. Off, each is waited for where it is launched (a reduction only
+        for a moment, lest ranks that drop different layers wait for each other): same bits.
+    prefetch: how many units ahead of use are gathered.
+    release_after_forward: False keeps sharded parameters gathered until backward has used them.
+    """
+
+    group: Any = None
+    timeout: float | None = None
+    reduce: Reduce = "ordered"
+    overlap: bool = True
+    prefetch: int = PREFETCH
+    release_after_forward: bool = True
+
+    def __post_init__(self) -> None:
+        if self.reduce not in get_args(Reduce):
+            raise UserError(
+                "Comm.reduce is not a known way", got=repr(self.reduce), instead=nearest(self.reduce, get_args(Reduce))
+            )
+        for name in ("overlap", "release_after_forward"):
+            if type(getattr(self, name)) is not bool:
+                raise UserError(
+                    f"Comm.{name} is a yes or a no", expected="True or False", got=repr(getattr(self, name))
+                )
+        if type(self.prefetch) is not int or self.prefetch < 0:
+            raise UserError(
+                "Comm.prefetch counts units",
+                expected="0, 1, 2, ...",
+                got=repr(self.prefetch),
+                instead="Comm(prefetch=1)",
+            )
+        known = isinstance(self.timeout, (int, float)) and 0 < self.timeout <= 10**9
+        if self.timeout is not None and not known:
+            raise UserError(
+                "Comm.timeout is a positive number of seconds, up to a billion",
+                got=repr(self.timeout),
+                instead="Comm(timeout=600)",
+            )
+        if self.prefetch and not self.overlap:
+            # Without overlap a prefetch would only hold memory longer; the pair is not a contradiction worth an error.
+            object.__setattr__(self, "prefetch", 0)
+
+
+class Simulated(NamedTuple):
+    """Stands for a process group in `Comm.group`: rank `rank` of `ranks` that exist only in arithmetic."""
+
+    rank: int
+    ranks: int

@@ -1,0 +1,273 @@
+"""Who is gone, who is silent, and what every rank is doing: asked only when a collective did not complete.
+
+Every rank keeps a thread asleep in `accept`, on a socket of its own. A rank whose collective failed asks all peers, at
+once and beside the collectives, what they are doing:
+
+    refused, or cut off    the process has ended
+    no answer              it is stopped, or holds the interpreter, or its host cannot be reached
+    an answer              what it waits for, or that it waits for nobody; and the error it had, if it had one
+
+Whoever finds a culprit tells the others, who may be waiting for somebody alive; they look at `alarm` while they wait.
+While nothing is wrong nobody asks, so it costs a sleeping thread. The ranks learn of each other's sockets through the
+store in which they met, before anything else: so whoever ends from then on is named, also while they make connections.
+
+A question carries the token that the asked rank gave out when the group was made: what else comes to that port is not
+answered.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+import selectors
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from typing import Any, NamedTuple, NoReturn, cast
+
+from ..errors import PeerError
+
+PATIENCE = 1.0  # seconds that a peer has to answer
+_LONGEST = 1 << 16  # bytes of a question or an answer
+
+GONE = "is gone: its process has ended"
+SILENT = "is silent: it is stopped, holds the interpreter, or its host cannot be reached"
+
+
+Place = tuple[str, int, str]  # host, port, token
+
+
+class Answer(NamedTuple):
+    """What a peer says of itself. `silence` is "" where it answered."""
+
+    silence: str
+    doing: str = ""
+    waits: bool = False  # for other ranks, in a collective
+    failed: bool = False  # one of its collectives did not complete either
+
+
+class Watch:
+    """This rank's end."""
+
+    def __init__(self, rank: int, host: str, about: Callable[[], dict[str, Any]]) -> None:
+        """about: what this rank is doing, as the fields of `Answer`; called on the watch's own thread."""
+        self.rank = rank
+        self.alarm: dict[int, str] = {}  # rank -> what it did: none of them will come to any collective
+        self.peers: dict[int, Place] = {}  # by rank: those that have come so far
+        self._about = about
+        self._server = socket.create_server(
+            (host, 0), backlog=4096
+        )  # all ranks may ask at once; the kernel takes its own most
+        self.place = (host, int(self._server.getsockname()[1]), secrets.token_hex(8))
+        thread = threading.Thread(target=_serve, args=(self._server, weakref.ref(self)), name="watch", daemon=True)
+        thread.start()
+        # A blocked accept returns when the socket is shut down, not when it is closed.
+        self.close = weakref.finalize(self, _close, self._server)
+        self.close.atexit = False
+        _watches.add(self)
+
+    def ask(self) -> dict[int, Answer]:
+        """Every peer's answer, by rank."""
+        return self._send({})
+
+    def tell(self, culprits: dict[int, str]) -> None:
+        """Say to every peer which ranks will not come any more, and why."""
+        self._send({"alarm": culprits})
+
+    def _send(self, message: dict[str, Any]) -> dict[int, Answer]:
+        others = {rank: place for rank, place in self.peers.items() if rank != self.rank}
+        return _ask(others, message)
+
+    def blame(self) -> dict[int, str]:
+        """Which ranks will not come any more, as far as the others can be asked."""
+        return self.alarm or {rank: answer.silence for rank, answer in self.ask().items() if answer.silence}
+
+    def hear(self, message: dict[str, Any]) -> dict[str, Any]:
+        """The answer to a peer."""
+        if message.get("token") != self.place[2]:
+            return {}
+        for rank, what in message.get("alarm", {}).items():
+            self.alarm.setdefault(int(rank), str(what))
+        return self._about()
+
+
+_watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    """A child is no rank: it does not speak for its parent, and a port that it kept open would outlive it."""
+    for watch in _watches:
+        watch.peers = {}
+        watch._server.close()  # its own descriptor; to shut the socket down would end the parent's
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+# --- before there are groups of their own -----------------------------------------------------------------------------
+
+
+def come_together(watch: Watch, store: Any, at: str, ranks: int, cut_off: Callable[[], bool], limit: float) -> None:
+    """Learn every rank's place. Raises `PeerError` where one has ended before it came, or cannot go on.
+
+    at: a name in the store that nobody has used yet. cut_off: has a connection to any rank ended? One that died before
+    it came has left nothing else to tell by.
+    """
+    keys, trouble = [f"{at}/{rank}" for rank in range(ranks)], f"{at}/trouble"
+    store.set(keys[watch.rank], json.dumps(watch.place))
+    deadline, pause, ended = time.monotonic() + limit, 0.001, False
+    while not (complete := store.check(keys)):
+        ended = cut_off()
+        if ended or watch.alarm or store.check([trouble]) or time.monotonic() > deadline:
+            break
+        time.sleep(pause)
+        pause = min(2 * pause, 0.1)
+    here = [rank for rank in range(ranks) if complete or store.check([keys[rank]])]
+    watch.peers = {rank: tuple(json.loads(store.get(keys[rank]))) for rank in here}
+    if store.check([trouble]):
+        raise PeerError("another rank cannot shard its model", got=store.get(trouble).decode())
+    if not complete:
+        absent = [rank for rank in range(ranks) if rank not in here]
+        late = "has not come to shard(...)" + (", and one that has not has ended" if ended else "")
+        lose(watch, watch.blame() or dict.fromkeys(absent, GONE if ended and len(absent) == 1 else late))
+
+
+def cannot_come(store: Any, at: str, rank: int, why: str) -> None:
+    """Tell those who come together that this rank does not."""
+    store.set(f"{at}/trouble", f"rank {rank}: {why}")
+
+
+def attend(watch: Watch, call: Callable[[], Any]) -> Any:
+    """What `call()` returns, which waits for the other ranks where nothing else could end it: given up, with a
+    `PeerError`, when one of them has ended."""
+    ended: list[Any] = []
+
+    def work() -> None:
+        try:
+            ended.append((call(), None))
+        except BaseException as error:
+            ended.append((None, error))
+
+    thread, patience = threading.Thread(target=work, name="groups", daemon=True), PATIENCE
+    thread.start()
+    asked = time.monotonic()
+    while thread.is_alive() and not watch.alarm:
+        thread.join(0.1)
+        if time.monotonic() > asked + patience:
+            if lost := watch.blame():
+                lose(watch, lost)
+            asked, patience = time.monotonic(), 2 * patience
+    value, error = ended[0] if ended else (None, None)
+    if ended and error is None:
+        return value
+    if (lost := watch.blame()) or error is None:
+        lose(watch, lost, error)
+    watch.tell({watch.rank: f"gave up: {error}"})
+    raise error
+
+
+def lose(watch: Watch, lost: dict[int, str], error: BaseException | None = None) -> NoReturn:
+    """Say to all who came that these will not, and raise."""
+    if not watch.alarm:
+        watch.tell(lost)
+    raise PeerError(
+        "the ranks could not come together: " + "; ".join(f"rank {rank} {what}" for rank, what in sorted(lost.items())),
+        where=f"rank {watch.rank}: in shard(...), with ranks {sorted(watch.peers)} there",
+        got=error,
+        instead="read the first error among all ranks' output; every rank calls shard(...), and Comm(timeout=...) sets "
+        "how long they wait for each other",
+    ) from error
+
+
+def _ask(places: dict[int, Place], message: dict[str, Any]) -> dict[int, Answer]:
+    """All at once, by one thread: the interpreter may be on its way out, where no thread can be started."""
+    answers: dict[int, Answer] = {}
+    heard = dict.fromkeys(places, b"")
+    deadline = time.monotonic() + PATIENCE
+    with selectors.DefaultSelector() as selector, ExitStack() as open_sockets:
+        for rank, (host, port, _) in places.items():
+            connection = open_sockets.enter_context(socket.socket())
+            connection.setblocking(False)
+            number = connection.connect_ex((host, port))
+            if number in (0, errno.EINPROGRESS):
+                selector.register(connection, selectors.EVENT_WRITE, rank)
+            else:
+                answers[rank] = _failed(OSError(number, os.strerror(number)))
+        while selector.get_map() and (left := deadline - time.monotonic()) > 0:
+            for key, event in selector.select(left):
+                rank, connection = key.data, cast(socket.socket, key.fileobj)
+                try:
+                    if event & selectors.EVENT_WRITE:
+                        if number := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                            raise OSError(number, os.strerror(number))
+                        connection.sendall(json.dumps({**message, "token": places[rank][2]}).encode() + b"\n")
+                        selector.modify(connection, selectors.EVENT_READ, rank)
+                        continue
+                    part = connection.recv(_LONGEST)
+                    heard[rank] += part
+                    if part and not part.endswith(b"\n") and len(heard[rank]) < _LONGEST:
+                        continue
+                    answers[rank] = _understood(heard[rank])
+                except OSError as error:
+                    answers[rank] = _failed(error)
+                selector.unregister(connection)
+    return {rank: answers.get(rank, Answer(SILENT)) for rank in places}
+
+
+def _failed(error: OSError) -> Answer:
+    ended = isinstance(error, (ConnectionRefusedError, ConnectionResetError, BrokenPipeError))
+    return Answer(GONE if ended else f"cannot be reached: {error.strerror or error}")
+
+
+def _understood(line: bytes) -> Answer:
+    if not line:
+        return Answer(GONE)  # it ended between the question and the answer
+    with suppress(ValueError, TypeError, KeyError):
+        told = json.loads(line)
+        return Answer("", str(told["doing"]), bool(told["waits"]), bool(told["failed"]))
+    return Answer("cannot be asked: another program answers at its address")
+
+
+def _serve(server: socket.socket, watch: weakref.ref[Watch]) -> None:
+    while True:
+        try:
+            connection, _ = server.accept()
+        except OSError:
+            return
+        with suppress(OSError, ValueError, TypeError, AttributeError), connection:
+            connection.settimeout(PATIENCE)
+            message, own = json.loads(_line(connection)), watch()
+            if own is None:
+                return
+            connection.sendall(json.dumps(own.hear(message)).encode() + b"\n")
+            del own
+
+
+def _line(connection: socket.socket) -> bytes:
+    received = b""
+    while not received.endswith(b"\n") and len(received) < _LONGEST:
+        part = connection.recv(_LONGEST)
+        if not part:
+            break
+        received += part
+    return received
+
+
+def _close(server: socket.socket) -> None:
+    with suppress(OSError):
+        server.shutdown(socket.SHUT_RDWR)
+    server.close()
+
+
+def host_towards(peer: tuple[str, int] | None) -> str:
+    """This host's address on the way to `peer`, or the loopback where there is none. Sends nothing."""
+    if peer is not None:
+        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(peer)
+            return str(probe.getsockname()[0])
+    return "127.0.0.1"

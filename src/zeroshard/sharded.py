@@ -1,0 +1,474 @@
+"""All parts of one sharded model on one rank, and what they do together: before a forward, before a step, on request.
+
+`Engine` puts the parts together. What a part asks of the others it asks of the engine, by a protocol of its own that it
+is given when it is made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import functools
+import logging
+import weakref
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from .checkpoint.content import ModelState
+from .checkpoint.replicas import check_replicas
+from .checkpoint.saving import Saving
+from .digests import fingerprint
+from .engine.assembly import Assembly
+from .engine.buffer import Buffer
+from .engine.finite import Finite
+from .engine.gradient import Gradients
+from .engine.guard import Guarded, cover_constructors
+from .engine.optim import Binding
+from .engine.preflight import Contents, Structure, by_bucket, check_added, refuse_wrapper
+from .engine.reduction import Reduction
+from .engine.schedule import Schedule, in_backward
+from .engine.undo import Before
+from .engine.unit import Managed, Unit
+from .errors import StateError, UserError, nearest
+from .events import Ledger
+from .layout import Layout
+from .numerics import Precision, as_bytes, dense, write_bytes
+from .ranks.comm import Comm
+from .ranks.process_group import connect
+from .stage import placements
+from .tiers.tier import Offload
+
+log = logging.getLogger("zeroshard")
+Batch = TypeVar("Batch")
+
+COMPARING = "comparing replicas"  # a meeting
+
+
+class Engine:
+    """One sharded model on one rank."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: list[torch.optim.Optimizer],
+        stage: int,
+        precision: Precision,
+        offload: Offload,
+        layout: Layout,
+        comm: Comm,
+        device: torch.device,
+        init: Callable[[nn.Module], None] | None,
+    ) -> None:
+        self.placements = placements(stage)
+        if any(hasattr(tensor, "_zeroshard") for tensor in model.parameters()):
+            raise UserError("this model, or a part of it, is sharded already", instead="shard it once, as a whole")
+        self.stage = stage
+        self.model = model
+        self.precision, self.layout, self.comm, self.device = precision, layout, comm, device
+        self.offload = offload
+        self.ledger = Ledger()
+        self.ledger.begin("init")
+        self.group = connect(comm, self.ledger, device)
+        parts = Assembly(model, stage, precision, offload, self.group)
+        before: Before | None = None
+        try:
+            parts.plan(optimizers, layout, comm)
+            before = Before(model, optimizers)
+            self._assemble(parts, before, optimizers, init)
+            self.ledger.end("init")
+            self.group.meet("construction", 1)  # all or none
+        except BaseException as error:
+            if not parts.told:
+                self.group.give_up(error)
+            if before is not None:
+                before.restore()
+            raise
+
+    def _assemble(
+        self,
+        parts: Assembly,
+        before: Before,
+        optimizers: list[torch.optim.Optimizer],
+        init: Callable[[nn.Module], None] | None,
+    ) -> None:
+        """Change the model and the optimizers; what fails in here is undone."""
+        model, comm, precision = self.model, self.comm, self.precision
+        parts.reserve()
+        parts.build(init, before)
+        self.partition, self.seed = parts.partition, parts.seed
+        self.managed, self.units, self.buffers = parts.managed, parts.units, parts.buffers
+        self.tier, self.tiers, self.resting = parts.tier, parts.tiers, parts.resting
+        self._checkpoints = 0
+        self.saving: Saving | None = None
+        self.gradients = Gradients(self.group, self)
+        self.finite = Finite(self.group, precision.nonfinite)
+        self.reduction = Reduction(self.gradients, self.group, self.tier, comm, self.finite)
+        for buffer in self.buffers:
+            if buffer.bucket.trainable:
+                self.reduction.add(self.gradients.add(buffer), self.units[buffer.bucket.unit])
+        self.sends_always = self.layout.buffers == "always"
+        self.schedule = Schedule(self, self.units, self.gradients, self.reduction, parts.saved, comm, precision)
+        self.schedule.hook_gradients()
+        whole = not self.placements.optimizer or not self.partition.cut_tensors()
+        parts_of_a_step = self.buffers, self.gradients, self.schedule, self.finite
+        self.bindings: list[Binding] = []
+        for number, each in enumerate(optimizers):
+            self.bindings.append(Binding(self, each, number, *parts_of_a_step, whole=whole, by_bucket=by_bucket(each)))
+        self._structure = Structure(model)
+        self._sending: dict[str, Tensor] = {}  # buffers, before a forward that trains
+        self._source = 0  # the rank whose buffers count
+        self._joined = 0  # batches that `join` has given
+        self._content = Contents()  # of buffers that are made of several tensors
+        self._now: dict[str, Any] = {}  # what `_alike` has found, and what of it was alike when it last met the others
+        self._found: dict[str, Any] = {}
+        self._known = self._traits()
+        for unit in self.units:
+            unit.module.__dict__["__reduce_ex__"] = refuse_copy  # what deepcopy, pickle and torch.save ask first
+        if self.schedule.releases:
+            cover_constructors()
+        if self.placements.parameters:
+            for unit in self.units:
+                unit.module.register_state_dict_pre_hook(_refuse_state_dict)
+                unit.module.register_load_state_dict_pre_hook(_refuse_load)
+        elif self.placements.optimizer:
+            refuse = weakref.WeakMethod(self._refuse_mixture)
+            for unit in self.units:
+                unit.module.register_state_dict_pre_hook(functools.partial(_call_if_alive, refuse))
+        for binding in self.bindings:
+            binding.states.count()
+        # The hooks hold the engine weakly; the model keeps it alive.
+        object.__setattr__(model, "_zeroshard_engine", self)
+
+    # --- what its parts ask of each other ---------------------------------------------------------------------------
+
+    def recover(self) -> None:
+        """End what an exception left under way, of a forward or backward."""
+        self.schedule.recover()
+
+    def settle(self) -> None:
+        """Reduce what backwards under no_sync left."""
+        self.reduction.settle()
+
+    def judge(self, overflow: bool) -> None:
+        """The verdict of a GradScaler, the same on every rank."""
+        self.finite.judge(overflow)
+
+    def check_added(self, added: list[nn.Parameter]) -> None:
+        """Refuse parameters of a group that was added, where they are not the model's or are updated already."""
+        check_added(self.model, self.buffers, self.bindings, added)
+
+    # --- before each forward and step -------------------------------------------------------------------------------
+
+    def before_forward(self, training: bool) -> None:
+        around = nn.parallel.DistributedDataParallel._active_ddp_module
+        if around is not None:
+            refuse_wrapper(type(around).__name__, "around the sharded model")
+        self._found |= self._now
+        self._notice_edits_of_structure(called=True)
+        if training:
+            self.broadcast_buffers()
+
+    def alike(self, training: bool) -> tuple[int, Callable[[], str]]:
+        """A digest of what every rank must have alike in a forward; in words, what of it is not as it was."""
+        if self.group.ranks == 1:
+            return 0, str
+        with torch._C.DisableTorchFunctionSubclass():
+            now: dict[str, Any] = {"frozen": [each.name for each in self.managed if not each.param.requires_grad]}
+        named = self.model.named_buffers() if training and self.layout.buffers != "local" else ()
+        self._sending = {}
+        for name, tensor in named:
+            if not dense(tensor):
+                now[name] = self._content.of(tensor)
+            elif tensor.numel() and not tensor.is_meta:
+                self._sending[name] = tensor
+                now[name] = tuple(tensor.shape), tensor.dtype
+        self._now, found = now, self._found
+        return zlib.crc32(repr(now).encode()), lambda: str({key: now[key] for key in now if now[key] != found.get(key)})
+
+    def before_step(self) -> None:
+        """Of the model, and of the optimizers' groups."""
+        self._notice_edits_of_structure()
+        for binding in self.bindings:
+            binding.follow_groups()
+
+    def _notice_edits_of_structure(self, *, called: bool = False) -> None:
+        """Modules and parameters replaced or converted since `shard` are refused; frozen and unfrozen ones followed.
+
+        called: by a forward.
+        """
+        name = self._structure.difference(called=called)
+        if name is not None:
+            raise StateError(
+                "a parameter or module of a sharded model was replaced, removed or added",
+                where=repr(name),
+                instead="edit weights in place, inside `with zero.gathered():`, or change the model before shard(...); "
+                "torch.func.functional_call takes tensors that are no nn.Parameter",
+            )
+        now = self._traits()
+        if now == self._known:
+            return
+        for record, (dtype, device, trainable), (_, _, was) in zip(self.managed, now, self._known, strict=True):
+            own = record.param._zeroshard.buffer.dtype  # type: ignore[attr-defined]
+            if dtype is not own or device != self.device:
+                raise StateError(
+                    "a sharded parameter was converted or moved",
+                    where=f"parameter {record.name!r}",
+                    expected=f"{own} on {self.device}",
+                    got=f"{dtype} on {device}",
+                    instead="shard(..., precision=Precision(param_dtype=...), device=...)",
+                )
+            if trainable and not was:
+                self._unfreeze(record)
+        self._known = now
+
+    def notice(self, *, replaced: bool = False) -> bool:
+        noticed = [binding.notice(replaced=replaced) for binding in self.bindings]  # all of them look
+        return any(noticed)
+
+    def publish(self) -> None:
+        """What fragments were edited to, on any rank, becomes the weights of every rank, as after a step."""
+        mine = set().union(*(binding.edited for binding in self.bindings))
+        edited = self.group.flags(bytes(buffer.bucket.index in mine for buffer in self.buffers))
+        if any(unit.pinned for unit in self.units):
+            raise StateError(
+                "an optimizer's part of the parameters was edited inside gathered(), where the parameters are edited",
+                instead="edit it before or after gathered(): optimizer.eval() and the like too",
+            )
+        for binding in self.bindings:
+            binding.edited.clear()
+        published = [buffer for buffer, flag in zip(self.buffers, edited, strict=True) if flag]
+        for buffer in published:
+            buffer.changed()
+            buffer.gathered.current &= buffer.resident
+            buffer.spread(overlap=self.comm.overlap)
+        self._compare([buffer for buffer in published if not buffer.place.optimizer])
+
+    def _refuse_mixture(self, module: nn.Module, *_: Any) -> None:
+        """Before a state_dict, which asks no other rank."""
+        if self.notice(replaced=True):
+            raise StateError(
+                "an optimizer's part of the weights was edited: state_dict() would hold edited and older weights",
+                where=f"module {type(module).__name__}, rank {self.group.rank}",
+                instead="with zero.gathered(): model.state_dict()   (on every rank)",
+            )
+
+    def _traits(self) -> list[tuple[torch.dtype, torch.device, bool]]:
+        """Of every parameter what may not change, and whether it is trained."""
+        params = [record.param for record in self.managed]
+        with torch._C.DisableTorchFunctionSubclass():
+            return [(param.dtype, param.device, param.requires_grad) for param in params]
+
+    def _unfreeze(self, record: Managed) -> None:
+        """A bucket that was frozen at construction becomes trainable as a whole: see docs/decisions/unfreezing.md."""
+        buffer: Buffer = record.param._zeroshard.buffer  # type: ignore[attr-defined]
+        if self.gradients.of_bucket(buffer.bucket.index) is None:
+            buffer.reserve_gradients()
+            buffer.reserve_master()
+            self.reduction.add(self.gradients.add(buffer), self.units[buffer.bucket.unit])
+            for binding in self.bindings:
+                binding.retarget(buffer)
+        self.schedule.hook_gradients()
+        for binding in self.bindings:
+            binding.adopt()
+
+    def broadcast_buffers(self) -> None:
+        """Rank 0's to all (in `join` those of a rank that has a batch). Equal ones are not written, so autograd's
+        versions stay."""
+        sending, self._sending = self._sending, {}
+        if not sending:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            own = [as_bytes(tensor) for tensor in sending.values()]
+            raw = torch.cat(own)
+            self.group.broadcast(raw, self._source)
+            for tensor, theirs in zip(sending.values(), raw.split([each.numel() for each in own]), strict=True):
+                write_bytes(tensor, theirs)
+
+    # --- on request -------------------------------------------------------------------------------------------------
+
+    def join(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """This rank's batches, then the last of them again until no rank has one left: for loaders of uneven length.
+
+        for batch in zero.join(loader): forward, backward, clip, step and schedule as always, on all ranks alike.
+
+        A batch that is given again counts for nothing. What its backward leaves of gradients is dropped, so that this
+        rank's part is zero; gradients are still divided by `world_size`, as by default in DDP's `join`. Its loss is the
+        program's to leave out. Buffers are those of the first rank that still has a batch. At least one batch on every
+        rank. Collective, a small message per batch.
+        """
+        none: Any = object()
+        last, iterator = none, iter(batches)
+        try:
+            while True:
+                batch = next(iterator, none)
+                last = last if batch is none else batch
+                self._joined += 1
+                self.schedule.recover()
+                told = self.group.poll("joining", self._joined, batch is not none, last is not none)
+                having = [rank for rank, (has, _) in enumerate(told) if has]
+                if not having:
+                    self.alike(True)
+                    self.broadcast_buffers()
+                    return
+                if empty := [f"rank {rank}" for rank, (_, had) in enumerate(told) if not had]:
+                    raise StateError(
+                        "a rank has no batch at all, so it cannot take part in what the others do with theirs",
+                        where=", ".join(empty),
+                        expected="one batch or more on every rank",
+                        instead="divide the data so that every rank has some",
+                    )
+                self._source, self.reduction.silent = having[0], batch is none
+                yield last
+                self.reduction.silent = False
+        finally:
+            self._source, self.reduction.silent = 0, False
+
+    @contextlib.contextmanager
+    def gathered(self, *what: nn.Module | str, write_from: int | None = None) -> Iterator[None]:
+        """Full parameters inside the `with`, on every rank: of the given modules or names (patterns), else of all.
+
+        Edits made inside count, at every stage: make them on all ranks alike, or name the one rank whose edits to
+        take with `write_from`. Collective: every rank enters and leaves.
+        """
+        if write_from is not None and not (type(write_from) is int and 0 <= write_from < self.group.ranks):
+            last = self.group.ranks - 1
+            raise UserError("write_from names a rank", expected=f"0 to {last}", got=repr(write_from))
+        if in_backward():
+            instead = "touch the parameter, or gather before backward"
+            raise StateError("gathered() inside backward cannot be answered", instead=instead)
+        units = self.units_of(what)
+        self.schedule.recover()
+        which = zlib.crc32(repr([unit.index for unit in units]).encode())
+        self.schedule.meet("gathered()", len(units), which, -1 if write_from is None else write_from)
+        self.ledger.begin("gather")
+        for unit in units:
+            unit.land()
+        try:
+            with self.schedule.pin(units):
+                try:
+                    yield
+                finally:
+                    self._leave_gathered(units, write_from)
+        finally:
+            self.ledger.end("gather")
+            if not self.schedule.script.active:
+                for unit in units:
+                    unit.release()
+
+    @torch.no_grad()
+    def _leave_gathered(self, units: list[Unit], write_from: int | None) -> None:
+        self.notice(replaced=True)
+        with self.schedule.telling():
+            told = self.group.poll("leaving gathered()", len(units), 0 if write_from is not None else _digest(units))
+        if self.group.rank == 0 and len(set(told)) > 1:
+            log.warning(
+                "the ranks leave gathered() with different weights: of each element its owner's counts, a mixture. "
+                "Make the same edits on every rank, or say whose count: zero.gathered(write_from=0)"
+            )
+        for buffer in (buffer for unit in units for buffer in unit.buffers):
+            buffer.rebind()
+            if write_from is not None:
+                self.group.broadcast(buffer.full, write_from)
+            buffer.follow_edits()
+            if write_from is not None and buffer.master is not None and not buffer.place.optimizer:
+                with buffer.master.here() as master:  # casts of it may agree where masters do not
+                    sent = master.to(self.device)
+                    self.group.broadcast(sent, write_from)
+                    master.copy_(sent)
+            if not buffer.place.parameters and write_from is None:
+                # Whatever each rank did to its copy, the owner's edit of every element is the one that counts.
+                buffer.publish().wait()
+
+    def units_of(self, what: Sequence[nn.Module | str]) -> list[Unit]:
+        if not what:
+            return list(self.units)
+        index = {id(record.param): record.unit for record in self.managed}
+        names = {name: record.unit for record in self.managed for name in record.names}
+        modules = dict(self.model.named_modules())
+        found: set[int] = set()
+        for item in what:
+            if isinstance(item, str):
+                hits = {unit for name, unit in names.items() if fnmatch.fnmatchcase(name, item)}
+                if item in modules:
+                    hits |= {index[id(param)] for param in modules[item].parameters() if id(param) in index}
+                if not hits:
+                    instead = nearest(item, [*names, *modules])
+                    raise UserError("no parameter or module of that name", got=repr(item), instead=instead)
+                found |= hits
+            elif isinstance(item, nn.Module):
+                found |= {index[id(param)] for param in item.parameters() if id(param) in index}
+            elif isinstance(item, nn.Parameter) and id(item) in index:
+                found.add(index[id(item)])
+            else:
+                instead = 'zero.gathered(model.head), or zero.gathered("head.weight")'
+                raise UserError("gathered() takes modules and names", got=type(item).__name__, instead=instead)
+        return [self.units[unit] for unit in sorted(found)]
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    def model_state(self) -> ModelState:
+        """What a checkpoint is made of, and goes into."""
+        return ModelState(self.model, self.managed, self.buffers, self.bindings, self.group, self.stage, self.seed)
+
+    def meet_for_checkpoint(self, what: str) -> None:
+        self.schedule.recover()
+        if in_backward() or self.schedule.script.active or any(unit.pinned for unit in self.units):
+            raise StateError(f"{what} inside forward, backward or gathered()", instead="after step")
+        self.before_step()
+        self.schedule.meet(what, self._checkpoints + 1)
+        self._checkpoints += 1
+        if self.saving is not None and not self.saving.reported and what != COMPARING:
+            self.saving.wait()
+        for buffer in self.buffers:
+            buffer.land()
+            buffer.rebind()
+            if buffer.resident or buffer.ready:
+                buffer.follow_edits()
+        if what != "loading":
+            self._compare(self.buffers)
+
+    def _compare(self, buffers: list[Buffer]) -> None:
+        with self.ledger.during("compare"):
+            check_replicas(self.model_state(), buffers, self._checkpoints)
+
+    def forget_old_weights(self) -> None:
+        self.gradients.hide(self.gradients.entries)
+        for unit in self.units:
+            unit.release()
+
+
+def _digest(units: list[Unit]) -> int:
+    # On another device there is no fingerprint, and ranks that differ would look alike.
+    found = [fingerprint(buffer.full.cpu()) for unit in units for buffer in unit.buffers]
+    return zlib.crc32(repr(found).encode())
+
+
+def refuse_copy(protocol: Any) -> NoReturn:
+    raise StateError(
+        "a sharded model cannot be copied or pickled",
+        instead="copy it before shard(...), or, for its weights alone, with zero.gathered(): model.state_dict()",
+    )
+
+
+def _call_if_alive(method: weakref.WeakMethod[Callable[..., None]], *args: Any) -> None:
+    call = method()
+    if call is not None:
+        call(*args)
+
+
+def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    _refuse(module, "state_dict() of a sharded model would hold nothing", "model.state_dict()")
+
+
+def _refuse_load(module: nn.Module, *_: Any) -> None:
+    _refuse(module, "load_state_dict() into a sharded model would change nothing", "model.load_state_dict(state)")
+
+
+def _refuse(module: nn.Module, what: str, call: str) -> None:
+    if any(isinstance(param, Guarded) for param in module.parameters()):
+        instead = f"with zero.gathered(): {call}   (on every rank)"
+        raise StateError(what, where=f"module {type(module).__name__}", instead=instead)

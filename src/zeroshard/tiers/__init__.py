@@ -1,0 +1,1 @@
+"""Where a state rests: on the device, in host memory, or in files."""

@@ -1,0 +1,369 @@
+"""States that rest in files: read ahead of their use, written behind it, in a fixed amount of memory.
+
+    parameters  gradients  master  exp_avg  ...   one file per state and rank; in it a slot per bucket, in whole pages
+
+The files have no names: whatever ends a rank, kill -9 too, its room on the disk is free the moment it is gone.
+
+A file has `BUFFERS` page-aligned buffers, whatever the model's size. While bucket k is computed with, bucket k + 1 is
+on its way in and bucket k - 1 on its way out. Blocks go past the page cache (O_DIRECT) by `os.preadv` and `os.pwritev`
+on a few threads: the disk then moves bytes while Python holds its lock for nobody.
+
+Nothing that fails here is passed over: the error names rank and file, and from then on nothing is read, so that no
+stale state is ever used; `zero.load` starts afresh.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..digests import digest, raw
+from ..errors import TierError
+from ..events import HOST, NVME, Ledger, ends
+from ..headroom import BUFFERS, aligned
+from ..numerics import same_bits, simulated
+from .tier import Offload, Rest, pages
+
+BLOCK = 4 << 20  # bytes that one system call moves
+THREADS = 4  # reads and writes of a step are under way at once, and a disk likes a queue
+
+
+class NvmeTier:
+    """This rank's state files."""
+
+    name = NVME
+    device = torch.device("cpu")
+
+    def __init__(
+        self, offload: Offload, rank: int, compute: torch.device, ledger: Ledger, largest: dict[str, int], nbytes: int
+    ) -> None:
+        """largest: by state of `Offload`, the bytes of the largest shard that will rest here. nbytes: of all that will,
+        optimizer states aside: a disk with less room is refused."""
+        self.rank = rank
+        self.compute = compute
+        self.ledger = ledger
+        self.digests = offload.digests
+        self.failed: TierError | None = None
+        self.told = False  # that the filesystem takes no direct I/O
+        self._largest = largest
+        self._files: dict[str, StateFile] = {}
+        self.threads: ThreadPoolExecutor | None = None
+        self.folder: Path | None = None
+        if not simulated(torch.empty(0, device="cpu")):
+            assert offload.path is not None
+            self.folder = self._folder(Path(offload.path).absolute(), nbytes)
+            self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="zeroshard nvme")
+            weakref.finalize(self, _end, os.getpid(), self.threads)  # or at the interpreter's end
+
+    def _folder(self, folder: Path, nbytes: int) -> Path:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            disk = os.statvfs(folder)
+            if (free := disk.f_bavail * disk.f_frsize) < nbytes:
+                needs = f"{nbytes:,} and room for the optimizer's states are needed"
+                raise OSError(errno.ENOSPC, f"{free:,} bytes are free; {needs}")
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            raise self.error("Offload.path cannot hold files", str(folder), error.strerror or str(error)) from error
+        return folder
+
+    def rest(self, state: str, bucket: int, numel: int, dtype: torch.dtype) -> Rest:
+        if state not in self._files:
+            kind = state if state in self._largest else "optimizer"
+            self._files[state] = StateFile(self, state, self._largest[kind])
+        self.ledger.hold(state, numel * dtype.itemsize, NVME)
+        return self._files[state].slot(bucket, numel, dtype)
+
+    def error(self, what: str, where: str, got: str, instead: str | None = None) -> TierError:
+        return TierError(what, where=f"rank {self.rank}, {where}", got=got, instead=instead)
+
+    def fail(self, file: StateFile, error: Exception) -> TierError:
+        """What cannot be moved makes all the rest useless."""
+        got = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+        self.failed = self.failed or self.error(
+            f"the state {file.state!r} could not be moved between memory and its file", str(self.folder), got,
+            "mend the disk, and zero.load the last checkpoint",
+        )  # fmt: skip
+        return self.failed
+
+    @contextlib.contextmanager
+    def renewed(self) -> Iterator[None]:
+        """Inside, all that rests here is written anew, also after a failure; which counts again if that fails."""
+        failed, self.failed = self.failed, None
+        if failed is not None:
+            for file in self._files.values():
+                file.forget()
+        try:
+            yield
+        except BaseException:
+            self.failed = self.failed or failed
+            raise
+
+
+def _end(process: int, threads: ThreadPoolExecutor) -> None:
+    if os.getpid() == process:  # and not a fork of it
+        threads.shutdown(cancel_futures=True)
+
+
+class _Room:
+    """A buffer of a file, and whose bytes it has."""
+
+    def __init__(self) -> None:
+        self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self.view: Any = None
+        self.holder: FileRest | None = None
+        self.work: list[Future[None]] = []
+
+
+class StateFile:
+    """One state of all buckets of one rank."""
+
+    def __init__(self, tier: NvmeTier, state: str, largest: int) -> None:
+        self.tier = tier
+        self.state = state
+        self.nbytes = 0
+        self._largest = aligned(largest)
+        self._slots: list[FileRest] = []
+        self._rooms: list[_Room] = []  # the one used longest ago first
+        self._descriptor = -1
+        if tier.folder is not None:
+            try:
+                file = tempfile.TemporaryFile(dir=tier.folder, buffering=0)  # noqa: SIM115 (open as long as the run)
+            except OSError as error:
+                raise tier.fail(self, error) from error
+            self._descriptor = file.fileno()
+            weakref.finalize(self, file.close)
+            self._direct = True
+            try:
+                fcntl.fcntl(self._descriptor, fcntl.F_SETFL, os.O_DIRECT)
+            except OSError as error:
+                self._give_up_direct(error)
+
+    def slot(self, bucket: int, numel: int, dtype: torch.dtype) -> FileRest:
+        """Room on the disk for one bucket, now: a disk that is full says so before a step depends on it."""
+        rest = FileRest(self, self.nbytes, bucket, numel, dtype)
+        size = aligned(numel * dtype.itemsize)
+        self._largest = max(self._largest, size)
+        if self._descriptor >= 0 and size:
+            try:
+                os.posix_fallocate(self._descriptor, self.nbytes, size)
+            except OSError as error:
+                needs = OSError(error.errno, f"{error.strerror} ({size:,} bytes more are needed)")
+                raise self.tier.fail(self, needs) from error
+        self.nbytes += size
+        self._slots.append(rest)
+        return rest
+
+    def forget(self) -> None:
+        """What the buffers and the file hold, and what is under way, is of no use any more."""
+        for rest in self._slots:
+            concurrent.futures.wait(rest.writing)
+            rest.written, rest.writing = False, []
+        for room in self._rooms:
+            for future in room.work:
+                future.exception()
+            room.work.clear()
+            if room.holder is not None:
+                room.holder.room, room.holder.dirty, room.holder = None, False, None
+
+    # --- buffers ----------------------------------------------------------------------------------------------------
+
+    def fetch(self, rest: FileRest, *, fresh: bool = False) -> None:
+        """Give it a buffer, and start to fill that, unless all of it will be written."""
+        if self.tier.failed is not None:
+            raise self.tier.failed
+        room = self._room()
+        if room.holder is not None:
+            self.write(room.holder)
+            room.holder.room = None
+        if room.memory.numel() < rest.nbytes:  # of a bucket that was frozen when the buffer was made
+            self.wait(room)
+            self._make(room)
+        room.holder, rest.room = rest, room
+        if rest.written and not fresh:
+            self._transfer(rest, "read", self._read)
+        elif not fresh:
+            self.wait(room)
+            room.memory[: rest.nbytes].zero_()
+
+    def _room(self) -> _Room:
+        idle = [room for room in self._rooms if room.holder is None or not room.holder.depth]
+        if len(self._rooms) < BUFFERS and all(room.holder is not None for room in idle):
+            self._rooms.append(_Room())
+            self._make(self._rooms[-1])
+            return self._rooms[-1]
+        assert idle, f"all {BUFFERS} buffers of {self.state} are in use at once"
+        # First one that nobody holds, then one that need not be written, then the one used longest ago.
+        room = min(idle, key=lambda room: (room.holder is not None, room.holder is not None and room.holder.dirty))
+        self._rooms.remove(room)
+        self._rooms.append(room)
+        return room
+
+    def _make(self, room: _Room) -> None:
+        size, simulation = self._largest, self._descriptor < 0
+        self.tier.ledger.hold("staging", size - room.memory.numel(), HOST)
+        room.memory = (
+            torch.empty(size, dtype=torch.uint8, device="cpu") if simulation else pages(size, self.tier.compute)
+        )
+        room.view = None if simulation else raw(room.memory)
+
+    def write(self, rest: FileRest) -> None:
+        if rest.dirty:
+            rest.dirty, rest.written = False, True
+            self._transfer(rest, "write", self._write)
+
+    def wait(self, room: _Room) -> None:
+        work, room.work = room.work, []
+        if errors := [error for error in (future.exception() for future in work) if error is not None]:
+            raise self.tier.fail(self, errors[0] if isinstance(errors[0], Exception) else OSError("interrupted"))
+
+    # --- transfers --------------------------------------------------------------------------------------------------
+
+    def _transfer(self, rest: FileRest, verb: str, move: Callable[..., None]) -> None:
+        room, size = rest.room, aligned(rest.nbytes)
+        assert room is not None
+        sent, received = (rest.nbytes, 0) if verb == "write" else (0, rest.nbytes)
+        event = self.tier.ledger.move(
+            verb, logical=rest.nbytes, sent=sent, received=received, state=self.state, bucket=rest.bucket
+        )
+        if self.tier.threads is None or not size:
+            ends(event)
+            return
+        before = [*room.work, *rest.writing]  # through, and without an error
+        parts = [
+            self.tier.threads.submit(_after, before, move, rest, at, room.view[at : min(at + BLOCK, size)])
+            for at in range(0, size, BLOCK)
+        ]
+        parts[-1].add_done_callback(lambda _: ends(event))
+        room.work += parts
+        rest.writing = parts if verb == "write" else []
+
+    def _read(self, rest: FileRest, at: int, into: Any) -> None:
+        place, view = rest.offset + at, into
+        while view.nbytes:
+            got = self._call(os.preadv, view, place)
+            if not got:
+                raise OSError(f"the file ends at {os.fstat(self._descriptor).st_size:,} of {self.nbytes:,} bytes")
+            view, place = view[got:], place + got
+        expected = rest.digests.get(at)
+        if expected is not None and self.tier.digests:
+            found = digest(into[: rest.nbytes - at])
+            if found != expected:
+                raise OSError(f"block {at // BLOCK} of bucket {rest.bucket} has digest {found}, written was {expected}")
+
+    def _write(self, rest: FileRest, at: int, part: Any) -> None:
+        if self.tier.digests or self.state == "parameters":
+            rest.digests[at] = digest(part[: rest.nbytes - at])
+        place = rest.offset + at
+        while part.nbytes:
+            done = self._call(os.pwritev, part, place)
+            part, place = part[done:], place + done
+
+    def _call(self, call: Callable[..., int], view: Any, place: int) -> int:
+        try:
+            return call(self._descriptor, [view], place)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not self._direct:
+                raise
+            self._give_up_direct(error)
+            return call(self._descriptor, [view], place)
+
+    def _give_up_direct(self, error: OSError) -> None:
+        self._direct = False
+        told, self.tier.told = self.tier.told, True
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(self._descriptor, fcntl.F_SETFL, 0)
+        if not told:
+            logging.getLogger("zeroshard").warning(
+                "%s: this filesystem takes no direct I/O (%s); states go through the page cache, which is slower",
+                self.tier.folder, error.strerror,
+            )  # fmt: skip
+
+
+def _after(before: list[Future[None]], move: Callable[..., None], *args: Any) -> None:
+    for future in before:
+        future.result()
+    move(*args)
+
+
+class FileRest(Rest):
+    """One state of one bucket in its file."""
+
+    def __init__(self, file: StateFile, offset: int, bucket: int, numel: int, dtype: torch.dtype) -> None:
+        self.tier = NVME
+        self.file = file
+        self.offset = offset
+        self.bucket = bucket
+        self.numel = numel
+        self.dtype = dtype
+        self.nbytes = numel * dtype.itemsize
+        self.room: _Room | None = None
+        self.depth = 0
+        self.dirty = False
+        self.written = False
+        self.writing: list[Future[None]] = []  # perhaps still on its way to the file, from a buffer that others have
+        self.digests: dict[int, str] = {}  # by where in the slot, of what was written there last
+
+    @property
+    def tensor(self) -> Tensor:  # type: ignore[override]
+        if not self.nbytes:
+            return torch.empty(0, dtype=self.dtype, device="cpu")
+        assert self.depth and self.room is not None, f"{self.file.state} of bucket {self.bucket} is not here"
+        return self.room.memory[: self.nbytes].view(self.dtype)
+
+    @property
+    def away(self) -> bool:
+        return True
+
+    @contextlib.contextmanager
+    def here(self, *, changed: bool = True, fresh: bool = False) -> Iterator[Tensor]:
+        if not self.nbytes:
+            yield torch.empty(0, dtype=self.dtype, device="cpu")
+            return
+        if self.room is None:
+            self.file.fetch(self, fresh=fresh)
+        assert self.room is not None
+        self.file.wait(self.room)
+        self.depth += 1
+        try:
+            yield self.tensor
+        finally:
+            self.dirty |= changed
+            self.depth -= 1
+
+    def ahead(self) -> None:
+        if self.room is None and self.nbytes:
+            self.file.fetch(self)
+
+    def behind(self) -> None:
+        if self.room is not None and not self.depth:
+            self.file.write(self)
+
+    def forget(self) -> None:
+        assert not (self.depth or self.dirty)
+        if self.room is not None:
+            self.room.holder, self.room = None, None
+
+    def same_as(self, tensor: Tensor) -> bool:
+        """By digests where it is away: reading it to compare would double what a step reads."""
+        if simulated(tensor):
+            return True
+        concurrent.futures.wait(self.writing)
+        if self.room is not None or not self.digests:
+            with self.here(changed=False) as mine:
+                return same_bits(tensor.to(mine.device), mine)
+        view = raw(tensor.cpu().contiguous())
+        return all(digest(view[at : at + BLOCK]) == found for at, found in self.digests.items())

@@ -1,0 +1,302 @@
+"""Where states rest: on the device, in host memory, or (nvme.py) in files. `Offload` says which, state by state.
+
+A tier makes *rests*. A `Rest` is one state of one bucket: in memory it is a tensor and nothing more; in a file it is
+brought to memory for as long as somebody is `here`, and written back. Whoever computes with a state asks for it by
+`with rest.here():`, and so never learns which tier it is in.
+
+ZeRO-Offload (Ren et al. 2021) and ZeRO-Infinity (Rajbhandari et al. 2021) are rows of this table:
+
+    Offload(optimizer="cpu", gradients="cpu")                            ZeRO-Offload
+    Offload(optimizer="nvme", gradients="cpu", parameters="nvme", ...)   ZeRO-Infinity
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import mmap
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..errors import UserError, check_local, nearest
+from ..events import DEVICE, HOST, NVME, Ledger
+from ..layout import Bucket
+from ..numerics import same_bits, simulated
+from .pool import Pool, zeros
+
+NAMES = {"device": DEVICE, "cpu": HOST, "nvme": NVME}  # as users write them
+STATES = ("parameters", "gradients", "optimizer")
+
+Where = str | float | Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Offload:
+    """In which tier each state rests: "device", "cpu" (host memory) or "nvme" (files).
+
+    parameters: the shards at stage 3; at stages 0-2 every rank's copy. Brought to the device unit by unit.
+    gradients: the accumulators. optimizer: its states, and masters where there are any; it steps on the CPU.
+    Each may also be a number, the fraction of the bytes that rests in host memory (the rest stays on the device), or
+        fractions by tier: `optimizer={"nvme": 0.5, "cpu": 0.3}`. Buckets are not split, so fractions are approximate.
+    path: where files go (needed for "nvme"): a folder on a local disk, not on tmpfs. Each rank makes a folder of its
+        own in it, and removes it at the end; what killed runs have left goes at the next start.
+    digests: check every block of every file that is read against a digest kept in memory (16 bytes per 4 MiB), so that
+        what another program has written there is an error and not a state.
+
+    Costs nothing in bits: any choice gives the same ones. What it costs in time `zeroshard plan` says.
+    """
+
+    parameters: Where = "device"
+    gradients: Where = "device"
+    optimizer: Where = "device"
+    path: str | os.PathLike[str] | None = None
+    digests: bool = True
+
+    def __post_init__(self) -> None:
+        for state in STATES:
+            fractions(state, getattr(self, state))
+        on_disk = [state for state in STATES if NVME in self.tiers(state)]
+        if on_disk and self.path is None:
+            raise UserError(
+                f'Offload.{on_disk[0]} is "nvme", which needs a folder', expected="path=", got="None",
+                instead='Offload(..., path="/scratch")',
+            )  # fmt: skip
+        if self.path is not None and not isinstance(self.path, (str, os.PathLike)):
+            raise UserError("Offload.path is a folder", got=repr(self.path), instead='Offload(..., path="/scratch")')
+        if self.path is not None:
+            check_local(self.path)
+        if type(self.digests) is not bool:
+            raise UserError("Offload.digests is a yes or a no", expected="True or False", got=repr(self.digests))
+        if not on_disk and (self.path is not None or not self.digests):
+            given = "path" if self.path is not None else "digests"
+            raise UserError(
+                f'Offload.{given} is for files, and nothing rests in "nvme"', got=repr(getattr(self, given)),
+                instead='Offload(optimizer="nvme", path="/scratch")',
+            )  # fmt: skip
+
+    def tiers(self, state: str) -> dict[str, float]:
+        """{tier: fraction of the state's bytes}; fractions add up to 1."""
+        return fractions(state, getattr(self, state))
+
+    def buckets(self, buckets: Sequence[Bucket]) -> list[dict[str, str]]:
+        """For each bucket the tier of each state."""
+        by_state = {
+            state: self._assign(state, [b.numel if b.trainable or state == "parameters" else 0 for b in buckets])
+            for state in STATES
+        }
+        return [{state: by_state[state][at] for state in STATES} for at in range(len(buckets))]
+
+    def _assign(self, state: str, sizes: Sequence[int]) -> list[str]:
+        """Each bucket goes where most is missing, so that tiers alternate."""
+        wanted, placed = self.tiers(state), dict.fromkeys(self.tiers(state), 0)
+        chosen, seen = [], 0
+        for size in sizes:
+            seen += size
+            tier = max(wanted, key=lambda tier: wanted[tier] * seen - placed[tier])  # called in this turn
+            placed[tier] += size
+            chosen.append(tier)
+        return chosen
+
+
+def fractions(state: str, where: Where) -> dict[str, float]:
+    """What a field of `Offload` says, in one form. Raises `UserError` for what it cannot say."""
+    if isinstance(where, str):
+        where = {where: 1.0}
+    elif isinstance(where, (int, float)) and not isinstance(where, bool):
+        where = {"cpu": float(where)}
+    if not isinstance(where, Mapping) or not all(type(part) in (int, float) for part in where.values()):
+        raise UserError(
+            f"Offload.{state} names a tier, or fractions", got=repr(where),
+            expected='"device", "cpu", "nvme", a number from 0 to 1, or {tier: fraction}',
+            instead='Offload(optimizer="cpu")',
+        )  # fmt: skip
+    for tier in where:
+        if tier not in NAMES:
+            raise UserError(f"Offload.{state} names no tier", got=repr(tier), instead=nearest(tier, NAMES))
+    rest = 1.0 - sum(where.values())
+    if not all(0 <= part <= 1 for part in where.values()) or rest < -1e-9 or (rest > 1e-9 and "device" in where):
+        raise UserError(
+            f"Offload.{state} has fractions that do not add up", got=repr(dict(where)),
+            expected="none below 0 and at most 1 together; what is missing stays on the device",
+        )  # fmt: skip
+    found = {NAMES[tier]: float(part) for tier, part in where.items() if part > 0}
+    return {**found, DEVICE: rest} if rest > 1e-9 else found
+
+
+class Rest:
+    """One state of one bucket at rest in memory: `tensor`, 1-D, always there."""
+
+    def __init__(self, tier: str, tensor: Tensor) -> None:
+        self.tier = tier
+        self.tensor: Tensor = tensor
+
+    @property
+    def away(self) -> bool:
+        """Does it take `here()` to make `tensor` what it should be?"""
+        return False
+
+    @contextlib.contextmanager
+    def here(self, *, changed: bool = True, fresh: bool = False) -> Iterator[Tensor]:
+        """Inside, `tensor` is in memory; afterwards what was `changed` in it is kept. May nest.
+
+        fresh: all of it will be written, so what rests need not be brought.
+        """
+        yield self.tensor
+
+    def ahead(self) -> None:
+        """Begin to bring it to memory, for somebody who will soon ask."""
+
+    def behind(self) -> None:
+        """Begin to put back what was changed: nobody will ask soon."""
+
+    def forget(self) -> None:
+        """What was done to it in memory is not to be kept: what rests counts."""
+
+    def same_as(self, tensor: Tensor) -> bool:
+        """Are the bits of `tensor` the ones that rest here?"""
+        return same_bits(tensor.to(self.tensor.device), self.tensor)
+
+
+class Part(NamedTuple):
+    """Elements [start, stop) of what rests, in a shape: a tensor that need not be in memory."""
+
+    rest: Rest
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    def cut(self, start: int, stop: int) -> Part:
+        """Elements [start, stop) of this part, 1-D."""
+        return Part(self.rest, self.start + start, self.start + stop, (stop - start,), self.dtype)
+
+    def plain(self) -> Tensor | Part:
+        """The tensor itself, where that is always in memory."""
+        return self if self.rest.away else self.rest.tensor[self.start : self.stop].view(self.shape)
+
+    @contextlib.contextmanager
+    def here(self, *, changed: bool = False) -> Iterator[Tensor]:
+        with self.rest.here(changed=changed) as tensor:
+            yield tensor[self.start : self.stop].view(self.shape)
+
+
+@contextlib.contextmanager
+def present(tensor: Tensor | Part, *, changed: bool = False) -> Iterator[Tensor]:
+    """Inside, a tensor, wherever it rests."""
+    if isinstance(tensor, Part):
+        with tensor.here(changed=changed) as found:
+            yield found
+    else:
+        yield tensor
+
+
+class Tier(Protocol):
+    """Storage for states: zero-filled when reserved, unless said otherwise, counted by state until given back."""
+
+    name: str
+    device: torch.device  # of the tensors that rests here are, while they are in memory
+    ledger: Ledger
+
+    def rest(self, state: str, bucket: int, numel: int, dtype: torch.dtype) -> Rest:
+        """Room for one state of one bucket, zeros."""
+        ...
+
+
+@functools.cache
+def keep_freed_memory() -> None:
+    """Have malloc keep what is freed for the next step, up to 256 MiB: see docs/decisions/freed-memory.md.
+
+    Only glibc's, and not where the environment says what malloc is to do.
+    """
+    if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
+        return
+    trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD in malloc.h
+    with contextlib.suppress(AttributeError):
+        libc = ctypes.CDLL(None)
+        libc.mallopt(mmap_threshold, 32 << 20)  # the most it takes; more than any bucket on the CPU
+        libc.mallopt(trim_threshold, 256 << 20)
+
+
+class DeviceTier:
+    """Plain tensors on the compute device."""
+
+    name = DEVICE
+
+    def __init__(self, device: torch.device, ledger: Ledger) -> None:
+        if device.type == "cpu":
+            keep_freed_memory()
+        self.device = device
+        self.ledger = ledger
+        own = device.type == "cpu" and not simulated(
+            torch.empty(0, device="cpu")
+        )  # elsewhere torch's own allocator keeps memory
+        self._pool = Pool() if own else None
+
+    def reserve(self, state: str, numel: int, dtype: torch.dtype, *, zeroed: bool = True) -> Tensor:
+        """1-D tensor of `numel` zeros, or of whatever is there, counted under `state`."""
+        self.ledger.hold(state, numel * dtype.itemsize)
+        if zeroed:
+            return zeros(numel, dtype) if self._pool else torch.zeros(numel, dtype=dtype, device=self.device)
+        return self._pool.take(numel, dtype) if self._pool else torch.empty(numel, dtype=dtype, device=self.device)
+
+    def give_back(self, state: str, tensor: Tensor) -> None:
+        """Stop counting. Nobody may use the tensor any more; the memory goes when the caller drops it, or is kept."""
+        self.ledger.hold(state, -tensor.numel() * tensor.itemsize)
+        if self._pool:
+            self._pool.give_back(tensor)
+
+    def rest(self, state: str, bucket: int, numel: int, dtype: torch.dtype) -> Rest:
+        return Rest(self.name, self.reserve(state, numel, dtype))
+
+
+class HostTier:
+    """Host memory: where the device is a GPU, pinned and exactly as large as asked (torch's own rounds up by half)."""
+
+    name = HOST
+    device = torch.device("cpu")
+
+    def __init__(self, compute: torch.device, ledger: Ledger) -> None:
+        self.compute = compute
+        self.ledger = ledger
+
+    def rest(self, state: str, bucket: int, numel: int, dtype: torch.dtype) -> Rest:
+        self.ledger.hold(state, numel * dtype.itemsize, HOST)
+        if self.compute.type == "cpu":  # which is host memory already
+            return Rest(self.name, torch.zeros(numel, dtype=dtype, device="cpu"))
+        return Rest(self.name, pages(numel * dtype.itemsize, self.compute)[: numel * dtype.itemsize].view(dtype))
+
+
+class _Pages(mmap.mmap):
+    """Anonymous memory that tells CUDA when it goes."""
+
+    unpin: Any = None
+
+    def __del__(self) -> None:
+        if self.unpin is not None:
+            self.unpin()
+
+
+def pages(nbytes: int, compute: torch.device) -> Tensor:
+    """uint8 tensor of zeros in whole pages of host memory of its own, pinned where the device is a GPU."""
+    memory = _Pages(-1, max(-(-nbytes // mmap.PAGESIZE), 1) * mmap.PAGESIZE)
+    tensor = torch.frombuffer(memory, dtype=torch.uint8)
+    if compute.type == "cuda":
+        cudart: Any = torch.cuda.cudart()
+        failed = int(cudart.cudaHostRegister(tensor.data_ptr(), tensor.numel(), 0))
+        if failed:
+            raise MemoryError(f"{nbytes:,} bytes of host memory could not be pinned: CUDA error {failed}")
+        memory.unpin = functools.partial(cudart.cudaHostUnregister, tensor.data_ptr())
+    return tensor

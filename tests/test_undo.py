@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from pathlib import Path
 
@@ -103,7 +104,10 @@ class Tripwire:
     def __call__(self, frame, event, _):
         if not frame.f_code.co_filename.startswith(PACKAGE) or frame.f_code.co_name in ("restore", "give_up"):
             return None
-        if event == self.event:
+        resumed = (
+            event == "call" and frame.f_code.co_flags & inspect.CO_GENERATOR
+        )  # or closed, where it would be ignored
+        if event == self.event and not resumed:
             self.seen += 1
             if self.seen == self.at:
                 sys.settrace(None)

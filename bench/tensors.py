@@ -24,6 +24,7 @@ NUMEL = 4_096_000  # elements of all tensors together
 COUNTS = [100, 300, 1000, 3000, 10000, 20000]
 PER_UNIT = 50  # tensors
 STAGES = (0, 1, 2, 3)
+ONCE = ("stage 1", "stage 3")  # of which the table has what sharding takes
 COLOURS = ("#888", "#1b7837", "#2166ac", "#762a83", "#b2182b")
 
 
@@ -40,14 +41,16 @@ class Scales(nn.Module):
         return x
 
 
-def make(count: int, stage: int | None) -> Callable[[], None]:
-    """A function that trains one step; `stage` None is plain PyTorch."""
+def make(count: int, stage: int | None) -> tuple[Callable[[], None], float]:
+    """A function that trains one step, and what `shard` took; `stage` None is plain PyTorch."""
     torch.manual_seed(0)
     numel = NUMEL // count
     model = nn.Sequential(*(Scales(numel) for _ in range(count // PER_UNIT)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    started = time.process_time()
     if stage is not None:
         zeroshard.shard(model, optimizer, stage=stage)
+    took = time.process_time() - started
     x = torch.ones(numel)
 
     def step() -> None:
@@ -55,12 +58,15 @@ def make(count: int, stage: int | None) -> Callable[[], None]:
         optimizer.step()
         optimizer.zero_grad()
 
-    return step
+    return step, took
 
 
 def measure(count: int, rounds: int) -> dict[str, float]:
-    """Microseconds of a step per tensor: of plain PyTorch, and of each stage beyond that; least of the rounds."""
-    steps = {"plain": make(count, None), **{f"stage {stage}": make(count, stage) for stage in STAGES}}
+    """Microseconds per tensor of a step, plain and what each stage adds, least of the rounds; and of sharding, once."""
+    make(PER_UNIT, 3)  # what only the first does
+    made = {"plain": make(count, None), **{f"stage {stage}": make(count, stage) for stage in STAGES}}
+    steps = {name: step for name, (step, _) in made.items()}
+    once = {f"shard, {name}": 1e6 * took / count for name, (_, took) in made.items() if name in ONCE}
     times: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(rounds + 2):  # the first makes optimizer state, the second finds what the first left
         for name, step in steps.items():
@@ -69,12 +75,12 @@ def measure(count: int, rounds: int) -> dict[str, float]:
             if number > 1:
                 times[name].append(time.process_time() - started)
     least = {name: 1e6 * min(seconds) / count for name, seconds in times.items()}
-    return {name: cost - least["plain"] if name != "plain" else cost for name, cost in least.items()}
+    return {name: cost - least["plain"] if name != "plain" else cost for name, cost in least.items()} | once
 
 
 def plot(rows: list[dict[str, Any]]) -> str:
     """An SVG of 640 x 320: tensors across, on a logarithmic scale, microseconds up."""
-    names = [name for name in rows[0] if name != "tensors"]
+    names = [name for name in rows[0] if name != "tensors" and not name.startswith("shard")]
     top = 20 * math.ceil(max(row[name] for row in rows for name in names) / 20)
     left, right, foot, height = 50, 540, 280, 250
     low, high = math.log(rows[0]["tensors"]), math.log(rows[-1]["tensors"])
@@ -117,6 +123,7 @@ def main() -> None:
     notes = [
         f"Microseconds of processor time per tensor and step, least of {options.rounds} interleaved rounds.",
         "plain: all of PyTorch's step. stages: what they take beyond it; with few tensors, mostly copies of elements.",
+        "shard: what the call of `zeroshard.shard` takes, once, per tensor.",
     ]
     report.write(options.out, "tensors", {"numel": NUMEL, "per unit": PER_UNIT}, rows, notes)
     (options.out / "tensors.svg").write_text(plot(rows))

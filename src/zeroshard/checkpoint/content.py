@@ -241,12 +241,15 @@ def persistent(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def options(running: ModelState, binding: Binding) -> dict[str, Any]:
     """An optimizer's class, and its groups by the names of their parameters."""
     groups = []
+    members: dict[int, list[str]] = {}  # by group, the names of what it updates
+    for member in binding.members:
+        members.setdefault(id(member.group), []).append(member.place.name)
     for group in binding.optimizer.param_groups:
         told = {}
         for key, value in group.items():
             if key not in ("params", "param_names"):
                 told[key] = _option(value)
-        names = [m.place.buffer.bucket.slots[m.place.position].name for m in binding.members if m.group is group]
+        names = members.get(id(group), [])
         names += [running.alone[id(p)].bucket.slots[0].name for p in group["params"] if id(p) in running.alone]
         groups.append({"parameters": names, "options": told})
     return {"class": type(binding.optimizer).__name__, "groups": groups}

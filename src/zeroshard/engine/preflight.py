@@ -233,13 +233,13 @@ def check_optimizers(
                 if key not in ("params", "param_names"):
                     check_option(f"optimizer {number}, group {at}, option {key!r}", value)
     owned = {id(record.param) for record in managed}
-    ignored = {id(param) for param in model.parameters()} - owned
+    known = owned | {id(param) for param in model.parameters()}
     seen: set[int] = set()
     for number, optimizer in enumerate(optimizers):
         for at, group in enumerate(optimizer.param_groups):
             for position, param in enumerate(group["params"]):
                 where = f"optimizer {number}, group {at}, parameter {position}"
-                if id(param) not in owned | ignored:
+                if id(param) not in known:
                     raise UserError(_FOREIGN, where=where, instead=_TOGETHER)
                 if id(param) in seen:
                     raise UserError(_TWICE, where=where, instead=_ONCE)

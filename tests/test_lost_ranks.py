@@ -97,7 +97,7 @@ def continued(stage: int, path: str):
 # the phases in which the others may be when they find out, at stages 1 and 3
 SEEN = {
     "forward": ("forward", "the loop, waiting for backward 3"),
-    "backward": ("backward",),
+    "backward": ("backward", "reduce"),  # a rank far ahead waits at the end of backward already
     "gather": ("forward", "step", "the loop, waiting for saving 2"),
     "reduce": ("backward", "reduce"),
     "step": ("step", "forward", "the loop, waiting for saving 2"),

@@ -13,7 +13,7 @@ ARCHITECTURE, README = ROOT / "docs" / "architecture.md", ROOT / "README.md"
 ORDER = (
     "errors.py", "events.py", "stage.py", "layout.py", "headroom.py", "numerics.py", "digests.py",
     "ranks/launcher.py", "ranks/watch.py", "ranks/comm.py", "ranks/transport.py", "ranks/agreement.py",
-    "ranks/process_group.py",
+    "ranks/groups.py", "ranks/process_group.py",
     "tiers/pool.py", "tiers/tier.py", "tiers/nvme.py",
     "engine/flat.py", "engine/guard.py", "engine/gathered.py", "engine/edits.py", "engine/buffer.py", "engine/unit.py",
     "engine/gradient.py", "engine/finite.py", "engine/reduction.py", "engine/calls.py", "engine/script.py",

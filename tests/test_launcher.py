@@ -17,7 +17,7 @@ import ranks as rank_processes
 import zeroshard
 from zeroshard import Comm
 from zeroshard.errors import PeerError, UserError
-from zeroshard.ranks import launcher, process_group
+from zeroshard.ranks import groups, launcher
 from zeroshard.ranks.launcher import ranks_to_join, unused_tasks
 
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -175,13 +175,13 @@ def left_alone(how: str) -> int:
         time.sleep(1.5)
         os.kill(os.getpid(), signal.SIGKILL)
     if last and how == "dies inside":
-        process_group._new_group = lambda **_: os._exit(1)
+        groups._new_group = lambda **_: os._exit(1)
     if last and how == "raises inside":
 
         def fail(**_):
             raise RuntimeError("Too many open files")
 
-        process_group._new_group = fail
+        groups._new_group = fail
     return sharded().world_size
 
 
@@ -216,7 +216,7 @@ def test_a_rank_that_does_not_come_in_time_is_named(ranks):
 def with_descriptors(spare: int) -> str:
     """`shard` where rank 0 is left so many descriptors more than needed, and once more with as many as it likes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = process_group.DESCRIPTORS + 3 * (rank_processes.world() + 3)
+    needed = groups.DESCRIPTORS + 3 * (rank_processes.world() + 3)
     if rank_processes.rank() == 0:
         resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/dev/fd")) + needed + spare, hard))
     try:

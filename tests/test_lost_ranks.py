@@ -19,6 +19,7 @@ import ranks as rank_processes
 import reference
 import zeroshard
 from zeroshard.checkpoint import saving
+from zeroshard.engine import reduction
 from zeroshard.engine.buffer import Buffer
 from zeroshard.engine.reduction import Reduction
 from zeroshard.errors import PeerError
@@ -65,6 +66,9 @@ def arm(where: str, model, optimizer, act) -> None:
         before(Buffer, "gather", act)
     elif where == "reduce":
         before(Reduction, "_send", act)
+    elif where == "fold":  # once backward has ended, while sums are still under way
+        engine = model._zeroshard_engine
+        before(reduction, "fold", lambda: act() if engine.ledger.phase == "reduce" else None)
     elif where == "step":
         optimizer.register_step_post_hook(lambda *_: act())
     elif where == "save":
@@ -238,7 +242,7 @@ def plain_steps(steps: int):
     return reference.weights(model)
 
 
-PLACES = ["forward", "backward", "hook", "step"]
+PLACES = ["forward", "backward", "hook", "fold", "step"]
 
 
 @pytest.mark.row(3)

@@ -257,8 +257,9 @@ class Reduction:
                 self._under_way[0][1].stood_still(since)
 
     def _land_first(self) -> None:
-        pending, work, receive = self._under_way.pop(0)
-        work.wait()
+        pending, work, receive = self._under_way[0]
+        work.wait()  # an interrupt may come here: then it is still under way
+        self._under_way.pop(0)
         accumulator = pending.accumulator
         # Where nothing is lost by it the sum is divided as it lands, which saves a step a pass of its own.
         early = divides_exactly(accumulator.buffer.grad_dtype, receive.dtype, self.group.ranks)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..errors import PeerError, ReleasedError, StateError, TierError
+from ..errors import Error, PeerError, ReleasedError, StateError, TierError
 from ..events import Event, ends
 from ..numerics import Precision
 from ..ranks.comm import Comm
@@ -403,12 +403,19 @@ class Schedule:
             self._work_on(None)
             with self.ledger.during("reduce"):
                 self.reduction.finish(received, usual=usual)
-        finally:
-            self._backward = None
-            self._release_all()
-            self.ledger.end("backward")
+        except Error:  # on all ranks alike
+            self._end_on_all()
+            raise
+        # Any other exception went through this rank alone, in the middle: `recover` finds a backward that did not end.
+        self._end_on_all()
         for unit in self.units:
             unit.calls = max(unit.calls - 1, 0)
+
+    def _end_on_all(self) -> None:
+        """Nothing of this backward is under way any more, on any rank."""
+        self._backward = None
+        self._release_all()
+        self.ledger.end("backward")
 
     def _release_all(self) -> None:
         self._recent.clear()

@@ -376,7 +376,7 @@ def sums_from_bins(bins: Tensor) -> Tensor:
 
 def roots_from_bins(bins: Tensor, order: float) -> Tensor:
     """fp64 [slots], on the CPU: the norms that sums of doubles stand for."""
-    return torch.tensor([_root(row, order) for row in bins.tolist()], dtype=torch.float64)
+    return torch.tensor([_root(row, order) for row in bins.tolist()], dtype=torch.float64, device="cpu")
 
 
 def _root(row: list[int], order: float) -> float:

@@ -22,7 +22,7 @@ import reference
 import zeroshard
 from zeroshard import Comm, Layout, Offload, Precision
 from zeroshard.engine.gathered import nowhere
-from zeroshard.engine.gradient import ShardedGrad
+from zeroshard.engine.sharded_grad import ShardedGrad
 from zeroshard.planner import predict_states
 
 

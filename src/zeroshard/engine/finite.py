@@ -18,8 +18,8 @@ from torch import Tensor
 from ..errors import NotFiniteError
 from ..numerics import simulated
 from ..ranks.agreement import Group
+from .accumulator import Accumulator
 from .buffer import Buffer
-from .gradient import Accumulator
 
 IN_A_ROW = 10  # skipped steps after which every further ten are warned of
 log = logging.getLogger("zeroshard")

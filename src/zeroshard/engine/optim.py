@@ -24,12 +24,14 @@ from torch import Tensor, nn
 from ..errors import StateError, TierError
 from ..events import NVME, ends
 from ..numerics import simulated
+from .accumulator import Entry
 from .buffer import Buffer, Place
 from .calls import Call
 from .finite import Finite
 from .fragment import Fragment, Member, Shapes, States, fixed_shapes
-from .gradient import Entry, Gradients, ShardedGrad
+from .gradient import Gradients
 from .schedule import Schedule, in_backward
+from .sharded_grad import ShardedGrad
 
 _STEP = torch.optim.Optimizer.profile_hook_step  # calls the hooks and, between them, the optimizer's own step
 

@@ -31,9 +31,11 @@ from ..ranks.agreement import Group
 from ..ranks.comm import Comm
 from ..ranks.transport import Work
 from ..tiers.tier import DeviceTier
+from .accumulator import Accumulator, Entry
 from .buffer import Buffer
 from .finite import Finite
-from .gradient import Accumulator, Entry, Gradients, ShardedGrad
+from .gradient import Gradients
+from .sharded_grad import ShardedGrad
 from .unit import Unit, profiled
 
 PATIENCE = 0.5  # seconds that pause lasts at most

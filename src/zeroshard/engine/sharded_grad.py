@@ -1,0 +1,350 @@
+"""`p.grad` as the user sees it: a tensor of the parameter's shape that knows where the sum lies.
+
+It answers what gradient clipping, scaling and zeroing ask, exactly and the same on every rank. Whatever it cannot
+answer it refuses, with the remedy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Sequence
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor
+
+from ..errors import StateError
+from ..numerics import average_
+from ..ranks.agreement import Group
+from .accumulator import Entry
+
+aten = torch.ops.aten
+
+
+class Keeper(Protocol):
+    """Who brings gradients into a state in which questions can be answered."""
+
+    def recover(self) -> None:
+        """End a backward that an exception ended."""
+
+    def settle(self) -> None:
+        """Reduce what backwards under no_sync left."""
+
+    def judge(self, overflow: bool) -> None:
+        """Hear the verdict of a GradScaler, the same on every rank."""
+
+
+class Book(Protocol):
+    """What a gradient asks of the book of all gradients."""
+
+    group: Group
+    keeper: Keeper
+    entries: list[Entry]
+    uncalled: set[int]  # numbers of the optimizers in a step whose closure was not called yet
+
+    def norm(self, entry: Entry, order: float) -> Tensor:
+        """0-d fp32 tensor: the norm of one parameter's whole gradient, the same on every rank."""
+
+    def full(self, entry: Entry) -> Tensor:
+        """The whole averaged gradient of one parameter, on every rank."""
+
+    def unscale(self, grads: Sequence[ShardedGrad], found_inf: Tensor, inv_scale: Tensor) -> None:
+        """What `GradScaler` does to a list of gradients, with one verdict for all ranks."""
+
+    def displace(self, entry: Entry, grad: ShardedGrad) -> None:
+        """Autograd is about to add to what `p.grad` shows."""
+
+    def note_edit(self, what: str, number: Any) -> None:
+        """Gradients are edited by a number: the same on every rank, or the next step says so."""
+
+    def forget_answers(self) -> None:
+        """Gradients change: what was asked of them before must be asked again."""
+
+    def reporting(self) -> contextlib.AbstractContextManager[None]:
+        """What fails inside is an error on every rank, at the next agreement."""
+
+
+class ShardedGrad(Tensor):
+    """`p.grad` of a managed parameter (or the `.grad` of an optimizer fragment outside `step()`).
+
+    Has the shape, dtype and device of its parameter and no memory. `full_tensor()` gathers the real thing.
+    """
+
+    # Weak, and a number instead of the entry: p.grad is a reference in C++, where the collector sees no cycles.
+    _weak_book: weakref.ref[Book]
+    _number: int
+    _is_fragment: bool
+
+    @staticmethod
+    def __new__(cls, book: Book, entry: Entry, like: Tensor, *, is_fragment: bool) -> ShardedGrad:
+        return torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
+
+    def __init__(self, book: Book, entry: Entry, like: Tensor, *, is_fragment: bool) -> None:
+        self._weak_book = weakref.ref(book)
+        self._number = entry.number
+        self._is_fragment = is_fragment
+
+    @property
+    def _book(self) -> Book:
+        book = self._weak_book()
+        if book is None:
+            raise StateError(
+                "this gradient belongs to a sharded model that is gone",
+                instead="keep the model while its gradients are used",
+            )
+        return book
+
+    @property
+    def _entry(self) -> Entry:
+        return self._book.entries[self._number]
+
+    def _makes_way(self, func: Any, what: Tensor) -> Tensor | None:
+        """If it is autograd that adds to this, then to nothing: what comes is a gradient by itself, to be reduced."""
+        param = self._entry.param
+        if getattr(torch._C._current_autograd_node(), "variable", None) is not param:
+            return None
+        self._book.displace(self._entry, self)
+        what = what.clone()
+        if func is aten.add_.Tensor:
+            with torch._C.DisableTorchFunctionSubclass():
+                param.grad = what
+        return what
+
+    @property
+    def _current(self) -> Entry:
+        """The entry, if this is still its gradient: a kept handle must not speak for a later backward."""
+        entry = self._entry
+        with torch._C.DisableTorchFunctionSubclass():
+            holders = [entry.param.grad, *(fragment.grad for fragment in entry.fragments)]
+        if not any(holder is self for holder in holders) and not self._is_fragment:
+            raise StateError(
+                "this gradient was cleared, or another backward has added to it since",
+                where=f"gradient of {entry.slot.name!r}",
+                instead="read p.grad again, or keep p.grad.full_tensor()",
+            )
+        return entry
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"ShardedGrad({self._entry.slot.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def _cannot(self, what: object) -> StateError:
+        if self._entry.updater in self._book.uncalled:
+            return StateError(
+                "the optimizer reads gradients before it calls the closure that its step was given",
+                where=f"gradient of {self._entry.slot.name!r}",
+                expected="closure() first: gradients are divided and bound when it returns",
+                got=f"{what}",
+                instead="call closure() yourself, then optimizer.step() without it",
+            )
+        return StateError(
+            f"a sharded gradient cannot answer {what}",
+            where=f"gradient of {self._entry.slot.name!r}",
+            expected="clip_grad_norm_, clip_grad_value_, GradScaler, zero_ and elementwise edits in place",
+            instead="p.grad.full_tensor() on every rank, or p.grad.to_local() for this rank's elements"
+            if self._entry.updater is not None
+            else "shard(model, optimizer), if this is a step: no optimizer that shard(...) was given updates it",
+        )
+
+    def tolist(self) -> NoReturn:  # torch refuses these two itself, but says no remedy
+        raise self._cannot("tolist()")
+
+    def numpy(self, *, force: bool = False) -> NoReturn:
+        raise self._cannot("numpy()")
+
+    def full_tensor(self) -> Tensor:
+        """The whole averaged gradient, a plain tensor in the accumulation dtype. Collective: call it on every rank."""
+        return self._book.full(self._current)
+
+    def to_local(self) -> Tensor:
+        """This rank's elements of the averaged gradient, a 1-D copy that cannot be written to.
+
+        Collective only where no_sync left something.
+        """
+        self._book.keeper.settle()
+        with self._current.accumulator.sum.here(changed=False):
+            local = self._entry.accumulator.fragment(self._entry.position).clone()
+        if not self._entry.accumulator.averaged:
+            average_(local, self._book.group.ranks)
+        return ReadOnly.of(local, self._entry.slot.name)
+
+    def editable(self) -> Tensor:
+        """This rank's elements, averaged, to be changed in place; inside its accumulator's sum.here()."""
+        entry = self._current
+        self._book.keeper.settle()
+        self._book.forget_answers()
+        entry.accumulator.average()
+        entry.accumulator.spread = False
+        return entry.accumulator.fragment(entry.position)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        if func is aten.detach.default:
+            return args[0]
+        if func in (aten.linalg_vector_norm.default, aten._foreach_norm.Scalar):
+            return _norm(func, *args, **kwargs)
+        if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
+            return args[0][0]._book.unscale(*args)
+        if func in (aten.add_.Tensor, aten.add.Tensor) and isinstance(args[0], ShardedGrad):
+            alone = args[0]._makes_way(func, args[1])
+            if alone is not None:
+                return alone
+        if func in _ELEMENTWISE and isinstance(args[0], ShardedGrad):
+            _edit(func, args[0], args[1:], kwargs)
+            return args[0]
+        if func in _FOREACH:  # in a list with gradients of parameters that are not managed, perhaps
+            for number, grad in enumerate(args[0]):
+                others = [a[number] if isinstance(a, (list, tuple)) else a for a in args[1:]]
+                if isinstance(grad, ShardedGrad):
+                    _edit(_FOREACH[func], grad, others, kwargs)
+                else:
+                    _FOREACH[func](grad, *others, **kwargs)
+            return None
+        first = next(leaf for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(leaf, ShardedGrad))
+        raise first._cannot(func)
+
+
+class ReadOnly(Tensor):
+    """A copy of a gradient, to which nobody may write: it would change nothing. What is computed from it is plain."""
+
+    _name: str
+
+    @staticmethod
+    def of(tensor: Tensor, name: str) -> ReadOnly:
+        made = torch.Tensor._make_subclass(ReadOnly, tensor)
+        made._name = name
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        declared = func._schema.arguments
+        given = [*zip(declared, args, strict=False), *((a, kwargs[a.name]) for a in declared if a.name in kwargs)]
+        for argument, value in given:
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for leaf in torch.utils._pytree.tree_leaves(value):
+                    if isinstance(leaf, ReadOnly):
+                        raise leaf._refusal(func)
+        with torch._C._DisableTorchDispatch():
+            made = func(*args, **kwargs)
+        source = next(leaf for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(leaf, ReadOnly))
+        aliases = [each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns]
+        if any(aliases):  # a view
+            made = torch.utils._pytree.tree_map_only(Tensor, lambda view: cls.of(view, source._name), made)
+        return made
+
+    def _refusal(self, func: Any) -> StateError:
+        return StateError(
+            f"to_local() gives a copy of a gradient, and {func} would change nothing but the copy",
+            where=f"gradient of {self._name!r}",
+            instead="edit p.grad in place, or write to p.grad.to_local().clone()",
+        )
+
+    def tolist(self) -> Any:
+        return self.clone().tolist()  # torch refuses this of a subclass
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Read-only as well."""
+        array = self.clone().numpy(force=force)
+        array.flags.writeable = False
+        return array
+
+    def __array__(self, dtype: Any = None) -> Any:
+        array = self.numpy()
+        return array if dtype is None else array.astype(dtype)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.clone().__reduce_ex__(protocol)
+
+
+def _norm(
+    func: Any, what: Any, order: float = 2.0, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Any:
+    several = what if isinstance(what, (list, tuple)) else [what]
+    grads = [grad for grad in several if isinstance(grad, ShardedGrad)]
+    for grad in grads:
+        if grad._is_fragment:
+            raise StateError(
+                "the norm of an optimizer's fragments is only this rank's part of it",
+                where=f"gradient of {grad._entry.slot.name!r}",
+                instead="torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)",
+            )
+    if dim is not None or keepdim:
+        raise StateError(
+            "a sharded gradient has a norm as a whole only",
+            where=f"gradient of {grads[0]._entry.slot.name!r}",
+            got=f"dim={dim}",
+            instead="p.grad.full_tensor().norm(dim=...) on every rank",
+        )
+    norms = [
+        grad._book.norm(grad._current, float(order))
+        if isinstance(grad, ShardedGrad)
+        else torch.linalg.vector_norm(grad, order, dtype=dtype)
+        for grad in several
+    ]
+    return norms if isinstance(what, (list, tuple)) else norms[0]
+
+
+_ELEMENTWISE = {
+    aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar, aten.add_.Tensor, aten.add_.Scalar,
+    aten.sub_.Tensor, aten.sub_.Scalar, aten.clamp_.default, aten.clamp_min_.default, aten.clamp_max_.default,
+    aten.zero_.default, aten.neg_.default, aten.sign_.default, aten.nan_to_num_.default, aten.fill_.Scalar,
+    aten.copy_.default,
+}  # fmt: skip
+_FOREACH = {
+    aten._foreach_mul_.Scalar: aten.mul_.Scalar,
+    aten._foreach_mul_.Tensor: aten.mul_.Tensor,
+    aten._foreach_div_.Scalar: aten.div_.Scalar,
+    aten._foreach_zero_.default: aten.zero_.default,
+    aten._foreach_clamp_min_.Scalar: aten.clamp_min_.default,
+    aten._foreach_clamp_max_.Scalar: aten.clamp_max_.default,
+}
+
+
+def _pieces(entry: Entry, ranks: int) -> list[Any]:
+    """Which elements of a parameter each rank owns."""
+    bucket = entry.accumulator.buffer.bucket
+    return [bucket.fragment(entry.slot, rank) for rank in range(ranks)]
+
+
+def _edit(func: Any, grad: ShardedGrad, others: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Apply an elementwise op in place to this rank's elements; tensors of the gradient's shape are cut alike."""
+    entry = grad._entry
+    part, ranks = entry.slot.within(*entry.accumulator.buffer.owned), grad._book.group.ranks
+
+    def cut(other: Any) -> Any:
+        if not isinstance(other, Tensor) or (other.numel() == 1 and other.dim() == 0):
+            return other
+        if isinstance(other, ShardedGrad) and other._is_fragment == grad._is_fragment:
+            if _pieces(other._entry, ranks) == _pieces(entry, ranks) and other.shape == grad.shape:
+                return other.to_local()
+            raise StateError(
+                "two sharded gradients that are not cut alike cannot be combined",
+                where=f"gradients of {entry.slot.name!r} and {other._entry.slot.name!r}",
+                expected=f"{tuple(grad.shape)}, of the same elements on each rank",
+                got=f"{tuple(other.shape)}",
+                instead="p.grad.add_(q.grad.full_tensor()), or the like, on every rank",
+            )
+        if tuple(other.shape) != entry.slot.shape or grad._is_fragment:
+            raise StateError(
+                "a sharded gradient can be edited by scalars and by tensors of its own shape",
+                where=f"gradient of {entry.slot.name!r}",
+                expected=entry.slot.shape,
+                got=tuple(other.shape),
+                instead="broadcast it first",
+            )
+        return other.reshape(-1)[part.start : part.stop]
+
+    if not grad._is_fragment:
+        for other in others:
+            if isinstance(other, (int, float)) or (isinstance(other, Tensor) and other.dim() == 0):
+                grad._book.note_edit(func.__name__, other)
+    others = [cut(other) for other in others]
+    with grad._book.reporting(), entry.accumulator.sum.here():
+        func(grad.editable(), *others, **kwargs)

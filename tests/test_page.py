@@ -28,7 +28,7 @@ FLAGS = [
     "--disable-component-update",
     "--disable-sync",
 ]
-MOST_BYTES = 150_000  # of the page without data
+MOST_BYTES = 200_000  # of the page without data
 WIDTHS = [390, 900, 1440]
 SENT = ("gather", "reduce", "broadcast")
 
@@ -173,10 +173,9 @@ def expected_of(walk, stage, at, rank, element):
 
 
 SCENE = """() => ({
-  title: document.querySelector('[data-moment]').innerText,
-  moment: document.querySelector('[data-moment]').dataset.moment,
   live: document.querySelector('[data-live]').innerText,
   held: [...document.querySelectorAll('[data-held]')].map(each => Number(each.dataset.held)),
+  holds: [...document.querySelectorAll('[data-holds]')].map(each => Number(each.dataset.holds)),
   values: [...document.querySelectorAll('[data-value]')].map(each => [each.dataset.value, each.querySelector('.number').innerText]),
   strips: [...document.querySelectorAll('[data-strip]')].map(each => [each.dataset.strip,
     [...each.querySelectorAll('.piece')].map(piece => [parseFloat(piece.style.left), parseFloat(piece.style.width)])]),
@@ -184,16 +183,17 @@ SCENE = """() => ({
 
 
 def test_every_moment_of_every_stage(opened, walk, stage):
-    """Stepped to the end by the arrow: titles, bytes held, what each rank has of an element, and where it is drawn."""
+    """At the end of every chapter: bytes held, what each rank has of an element, and where it is drawn."""
     data = walk["transformer"]
     of = data["stages"][stage]
     element = 130  # behind the cut inside W1
     page = opened("walkthroughs", f"#transformer?stage={stage}&element={element}")
     for at, moment in enumerate(of["moments"]):
+        page.evaluate("hash => { location.hash = hash }", f"#transformer?stage={stage}&element={element}&moment={at}")
+        page.wait_for_selector(f'[data-moment="{moment["key"]}"]')
         scene = page.evaluate(SCENE)
-        assert (scene["title"], scene["moment"]) == (moment["title"], moment["key"])
         assert moment["title"] in scene["live"] and moment["says"] in scene["live"]
-        assert scene["held"] == [sum(rank["held"].values()) for rank in moment["ranks"]]
+        assert scene["held"] == scene["holds"] == [sum(rank["held"].values()) for rank in moment["ranks"]]
         values, strips = dict(scene["values"]), dict(scene["strips"])
         for rank, now in enumerate(moment["ranks"]):
             for state, value in zip(STRIPS, expected_of(data, of, at, rank, element), strict=True):
@@ -203,9 +203,104 @@ def test_every_moment_of_every_stage(opened, walk, stage):
             for state in ("parameters", "gradients"):
                 drawn = [[100 * start / 260, 100 * (stop - start) / 260] for start, stop, _ in now[state]]
                 assert strips[f"{rank} {state}"] == [[pytest.approx(x, abs=1e-3) for x in piece] for piece in drawn]
-        if at + 1 < len(of["moments"]):
-            page.get_by_label("On", exact=True).click()
-    assert page.get_by_label("On", exact=True).is_disabled()
+
+
+def beats(page, stop=None):
+    """[key] of the frames from here on, stepped through by the button, until one of that key or the last."""
+    found = []
+    following = page.get_by_label("Next", exact=True)
+    while True:
+        found.append(page.locator("[data-beat]").get_attribute("data-beat"))
+        if found[-1] == stop or following.is_disabled():
+            return found
+        following.click()
+
+
+def test_a_step_goes_unit_by_unit(opened, walk, stage):
+    """Forward as the record has it; at the end the counters are the traffic of the step."""
+    of = walk["transformer"]["stages"][stage]
+    page = opened("walkthroughs", f"#transformer?stage={stage}", reduced=True)
+    keys = beats(page)
+    kinds = ("gather", "compute", "release") if stage == 3 else ("compute",)
+    forward = [key for key in keys if ":forward:" in key]
+    assert forward == [f"{kind}:forward:{unit}" for unit in range(1, 6) for kind in kinds]
+    for rank in (0, 1):
+        traffic = [line for line in of["traffic"][rank] if line["verb"] in SENT]
+        sent = sum(line["sent"] for line in traffic)
+        both = sum(line["sent_and_received"] for line in traffic)
+        counted = [
+            page.locator(f"[data-{name}]").nth(rank).get_attribute(f"data-{name}") for name in ("sent", "received")
+        ]
+        assert counted == [str(sent), str(both - sent)]
+
+
+def test_stage_3_gathers_computes_and_releases(opened):
+    """What a rank does not own comes, is there while the unit computes, and goes again; the model shows it too."""
+    page = opened("walkthroughs", "#transformer?stage=3", reduced=True)
+    seen = []
+    for stop in ("release:forward:1", "gather:forward:2", "compute:forward:2", "release:forward:2"):
+        beats(page, stop)
+        strips = dict(page.evaluate(SCENE)["strips"])
+        whole = page.locator('[data-unit="attention"]').get_attribute("data-whole")
+        seen.append(([[round(x * 2.6) for x in piece] for piece in strips["1 parameters"]], whole))
+    gone, there = ([[130, 130]], "false"), ([[8, 64], [130, 130]], "true")
+    assert seen == [gone, there, there, gone]
+
+
+def test_play_goes_on_to_the_end_and_stops(opened):
+    page = opened("walkthroughs", "#transformer?stage=1&moment=4")
+    last = page.locator("[data-beat]").get_attribute("data-beat")
+    page.get_by_label("Speed").select_option("4×")
+    page.get_by_label("Back", exact=True).click()
+    page.get_by_label("Back", exact=True).click()
+    page.get_by_label("Play").click()
+    page.wait_for_selector(".packet")
+    page.wait_for_selector('[data-beat="rest"]')
+    page.get_by_label("Play").wait_for()
+    assert last == "return:gathered parameters:5" and page.locator(".packet").count() == 0
+    still = opened("walkthroughs", "#transformer?stage=3", reduced=True)
+    still.get_by_label("Next", exact=True).click()
+    assert still.locator("[data-beat]").get_attribute("data-beat") == "gather:forward:1"
+    assert still.locator(".packet").count() == 0
+
+
+def test_the_arrows_step_and_pause_holds(opened):
+    page = opened("walkthroughs", "#transformer?stage=3", reduced=True)
+    for key, expected in [
+        ("ArrowRight", "gather:forward:1"),
+        ("ArrowRight", "compute:forward:1"),
+        ("ArrowLeft", "gather:forward:1"),
+    ]:
+        page.keyboard.press(key)
+        assert page.locator("[data-beat]").get_attribute("data-beat") == expected
+    page.get_by_label("Play").click()
+    page.wait_for_selector('[data-beat="compute:forward:1"]')
+    page.get_by_label("Pause").click()
+    assert page.get_by_label("Play").is_visible()
+
+
+def test_another_stage_is_at_the_same_frame(opened):
+    page = opened("walkthroughs", "#transformer?stage=3", reduced=True)
+    beats(page, "compute:forward:3")
+    page.get_by_label("stage 1", exact=True).check()
+    assert page.locator("[data-beat]").get_attribute("data-beat") == "compute:forward:3"
+
+
+@pytest.mark.parametrize(
+    ("block", "values"),
+    [("k", "k"), ("v", "v"), ("scores", "scores"), ("softmax", "weights"), ("heads", "mixed"), ("hidden", "hidden"), ("probabilities", "probabilities")],
+)  # fmt: skip
+def test_a_block_of_the_model_opens_its_values(opened, walk, block, values):
+    """What the engine's run had there, on both ranks, in full beside what is written."""
+    page = opened("walkthroughs", "#transformer?stage=3")
+    page.locator(f'[data-block="{block}"]').click()
+    for rank, forward in enumerate(walk["transformer"]["runs"]["bf16"]["forward"]):
+        titles = page.locator(f'[data-made="{rank}"] td').evaluate_all(
+            "all => all.map(each => each.title.split(' = ')[1])"
+        )
+        assert titles == [shown(value) for value in forward[values]["values"]]
+    page.locator(f'[data-block="{block}"]').click()
+    assert page.locator("[data-made]").count() == 0
 
 
 def test_an_element_is_chosen_by_keyboard_and_kept_in_the_address(opened, walk):
@@ -301,8 +396,8 @@ def test_the_four_weights(opened, walk, stage):
     data = walk["four"]
     page = opened("walkthroughs", f"#weights?stage={stage}")
     for _ in range(min(map(len, data["stages"][stage]["story"])) - 1):
-        page.get_by_label("On", exact=True).click()
-    assert page.get_by_label("On", exact=True).is_disabled()
+        page.get_by_label("Next", exact=True).click()
+    assert page.get_by_label("Next", exact=True).is_disabled()
     found, values = rows(page, "w"), data["values"]
     for index, name in enumerate(data["names"]):
         tables = [
@@ -325,21 +420,18 @@ def test_the_three_layers(opened, walk):
         titles = page.locator(".window td").evaluate_all("cells => cells.map(cell => cell.title.split(' = ')[1])")
         assert titles == [shown(value) for each in now for value in each["values"]]
         if at + 1 < len(steps):
-            page.get_by_label("On", exact=True).click()
+            page.get_by_label("Next", exact=True).click()
     page.get_by_role("slider", name="Time in the step").press("p")
     peak = data["overlap"]["recording"]["ranks"][0]["peak"]["total"]
     assert page.locator("[data-now]").get_attribute("data-now") == str(peak)
 
 
-@pytest.mark.parametrize(
-    ("view", "letters"), [("overview", "E"), ("transformer", "AD"), ("weights", "C"), ("layers", "B")]
-)
-def test_every_number_of_the_texts_is_on_the_page(opened, walk, view, letters):
+def test_every_number_of_the_texts_is_on_the_page(opened, walk):
     """All that `zeroshard plan --text` prints: tables, what differs in them, and the corrections."""
-    page = opened("walkthroughs", f"#{view}")
-    for letter in letters:
-        text = walk["texts"][letter]
-        card = page.locator("details", has=page.locator(f"summary:has-text('Text {letter}')"))
+    page = opened("walkthroughs", "#texts")
+    notes = [each for view in ("transformer", "four", "layers", "overview") for each in walk[view]["corrections"]]
+    for letter, text in walk["texts"].items():
+        card = page.locator("details", has=page.locator(f'summary b:text-is("{text["title"]}")'))
         card.locator("summary").click()
         assert card.locator("caption").all_inner_texts() == [table["title"] for table in text["tables"]]
         lines = [line for table in text["tables"] for line in table["lines"]]
@@ -359,6 +451,26 @@ def test_every_number_of_the_texts_is_on_the_page(opened, walk, view, letters):
         assert [" ".join(each.split()) for each in card.locator("li").all_inner_texts()] == [
             " ".join(each.split()) for each in text["corrections"]
         ]
+        pairs = [card.locator(each).all_text_contents() for each in ("dt", "dd")]
+        own = [each for each in notes if each["text"] == letter]
+        assert pairs == [[each[key] for each in own] for key in ("says", "right")]
+
+
+@pytest.mark.parametrize(
+    ("view", "key"),
+    [("overview", "overview"), ("transformer", "transformer"), ("weights", "four"), ("layers", "layers")],
+)
+def test_a_marker_opens_where_a_text_differs(opened, walk, view, key):
+    """Nothing of it is seen before; the markers of a view have all its corrections between them."""
+    page = opened("walkthroughs", f"#{view}")
+    assert page.locator(".notes").count() > 0 and not page.locator(".notes:visible").count()
+    seen = []
+    for marker in page.locator(".marker").all():
+        marker.click()
+        seen += page.locator(".notes:popover-open blockquote p + p").all_inner_texts()
+        page.keyboard.press("Escape")
+    known = [each["right"] for each in walk[key]["corrections"] if each["at"] != "calculator"]
+    assert sorted(seen) == sorted(" ".join(each.split()) for each in known)
 
 
 def test_one_parameter_through_the_whole_step(opened, walk):
@@ -376,7 +488,7 @@ def test_one_parameter_through_the_whole_step(opened, walk):
             assert here == [
                 value is not None for rank in range(2) for value in expected_of(data, stage, at, rank, 130)[:3]
             ]
-        page.get_by_role("button", name=stage["moments"][-1]["title"]).last.click()
+        page.locator("main").get_by_role("button", name=stage["moments"][-1]["title"]).last.click()
         assert page.locator("[data-moment]").get_attribute("data-moment") == stage["moments"][-1]["key"]
 
 
@@ -650,9 +762,10 @@ FITS = """async () => {
   for (let frame = 0; frame < 300 && !fits(); frame += 1) await new Promise(requestAnimationFrame);
   return fits();
 }"""
-VIEWS = [("walkthroughs", view) for view in ("overview", "transformer", "weights", "layers", "calculator")] + [
-    ("run", "run")
-]
+VIEWS = [
+    ("walkthroughs", view)
+    for view in ("overview", "transformer", "transformer?all=true&beat=9", "weights", "layers", "calculator", "texts")
+] + [("run", "run")]
 
 
 @pytest.mark.parametrize("dark", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["light", "dark"])
@@ -685,7 +798,7 @@ def test_motion_and_print(opened):
     duration = "getComputedStyle(document.querySelector('.moves')).transitionDuration"
     assert still.evaluate(duration) == "0s" and moving.evaluate(duration) != "0s"
     moving.emulate_media(media="print")
-    assert not moving.locator("nav").is_visible() and not moving.locator(".stepper").is_visible()
+    assert not moving.locator("nav").is_visible() and not moving.locator(".play").is_visible()
     assert moving.locator("[data-moment]").is_visible()
 
 
@@ -721,7 +834,7 @@ def test_on_a_phone_the_open_tab_and_step_are_in_sight(opened):
       const top = document.elementFromPoint(box.x + box.width / 2, box.y + box.height / 2);
       return node === top || node.contains(top);
     }"""
-    for view in ("transformer?stage=1&moment=4", "layers?at=1", "layers?at=7", "calculator"):
+    for view in ("layers?at=1", "layers?at=7", "calculator"):
         page = opened("walkthroughs", f"#{view}", width=390)
         box = page.locator("nav [aria-current]").bounding_box()
         assert box["x"] >= 0 and box["x"] + box["width"] <= 390

@@ -49,6 +49,15 @@ function pack(): Plugin {
   };
 }
 
+/** A component's class, in few letters. The first ones of a hash are far from evenly spread, so two components once shared one. */
+const classes = new Map<string, string>();
+function cssHash({ hash, css }: { hash: (text: string) => string; css: string }): string {
+  const name = `z${hash(css).slice(-4)}`;
+  if ((classes.get(name) ?? css) !== css) throw new Error(`two components have the class ${name}`);
+  classes.set(name, css);
+  return name;
+}
+
 /** While developing, the data block is a fixture: DATA=fixtures/run.json npm run dev. */
 function fixture(): Plugin {
   return {
@@ -64,7 +73,7 @@ function fixture(): Plugin {
 export default defineConfig({
   plugins: [
     svelte({
-      compilerOptions: { runes: true, discloseVersion: false, cssHash: ({ hash, css }) => `z${hash(css).slice(0, 3)}` },
+      compilerOptions: { runes: true, discloseVersion: false, cssHash },
     }),
     fixture(),
     viteSingleFile({ removeViteModuleLoader: true }),

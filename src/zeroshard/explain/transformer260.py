@@ -105,15 +105,45 @@ class Batch(NamedTuple):
     targets_origin: Origin
 
 
+class Attended(NamedTuple):
+    """What attention makes. All [TOKENS, ...] but scores and weights, which are [HEADS, TOKENS, TOKENS]."""
+
+    out: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scores: Tensor
+    weights: Tensor  # softmax of the scores
+    mixed: Tensor  # the heads' results side by side, before W_o
+
+
+class Fed(NamedTuple):
+    """What the feed-forward layer makes: its result, and what is between its matrices, after ReLU."""
+
+    out: Tensor
+    hidden: Tensor
+
+
 class Trace(NamedTuple):
-    """What the forward pass goes through. All [TOKENS, ...]."""
+    """What the forward pass goes through, in its order. All [TOKENS, ...] but scores and weights."""
 
     mu: Tensor
     sigma: Tensor
     x1: Tensor
     q: Tensor
+    k: Tensor
+    v: Tensor
+    scores: Tensor
+    weights: Tensor
+    mixed: Tensor
+    attended: Tensor
+    middle: Tensor  # x + attended
     x2: Tensor
+    hidden: Tensor
+    fed: Tensor
+    last: Tensor  # middle + fed
     logits: Tensor
+    probabilities: Tensor
 
 
 class LayerNorm(nn.Module):
@@ -140,12 +170,13 @@ class Attention(nn.Module):
         self.W_v = nn.Parameter(torch.empty(WIDTH, WIDTH))
         self.W_o = nn.Parameter(torch.empty(WIDTH, WIDTH))
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        q = x @ self.W_q
-        heads = [y.view(TOKENS, HEADS, WIDTH // HEADS).transpose(0, 1) for y in (q, x @ self.W_k, x @ self.W_v)]
+    def forward(self, x: Tensor) -> Attended:
+        made = q, k, v = x @ self.W_q, x @ self.W_k, x @ self.W_v
+        heads = [y.view(TOKENS, HEADS, WIDTH // HEADS).transpose(0, 1) for y in made]
         scores = heads[0] @ heads[1].transpose(1, 2) / math.sqrt(WIDTH // HEADS)
-        mixed = (scores.softmax(-1) @ heads[2]).transpose(0, 1).reshape(TOKENS, WIDTH)
-        return mixed @ self.W_o, q
+        weights = scores.softmax(-1)
+        mixed = (weights @ heads[2]).transpose(0, 1).reshape(TOKENS, WIDTH)
+        return Attended(mixed @ self.W_o, *_seen(q, k, v, scores, weights, mixed))
 
 
 class FeedForward(nn.Module):
@@ -156,8 +187,14 @@ class FeedForward(nn.Module):
         self.W2 = nn.Parameter(torch.empty(INNER, WIDTH))
         self.b2 = nn.Parameter(torch.empty(WIDTH))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(x @ self.W1 + self.b1) @ self.W2 + self.b2
+    def forward(self, x: Tensor) -> Fed:
+        hidden = torch.relu(x @ self.W1 + self.b1)
+        return Fed(hidden @ self.W2 + self.b2, *_seen(hidden))
+
+
+def _seen(*values: Tensor) -> tuple[Tensor, ...]:
+    """To be looked at: the loss does not depend on them, so no gradient goes through them."""
+    return tuple(value.detach() for value in values)
 
 
 class Head(nn.Module):
@@ -186,10 +223,16 @@ class Transformer260(nn.Module):
 
     def forward(self, x: Tensor) -> Trace:
         x1, mu, sigma = self.norm1(x)
-        attended, q = self.attention(x1)
-        x = x + attended
-        x2, _, _ = self.norm2(x)
-        return Trace(mu, sigma, x1, q, x2, self.head(x + self.feed_forward(x2)))
+        attended = self.attention(x1)
+        middle = x + attended.out
+        x2, _, _ = self.norm2(middle)
+        fed = self.feed_forward(x2)
+        last = middle + fed.out
+        logits = self.head(last)
+        probabilities = logits.detach().softmax(-1)
+        return Trace(
+            mu, sigma, x1, *attended[1:], attended.out, middle, x2, fed.hidden, fed.out, last, logits, probabilities
+        )
 
 
 def loss(model: nn.Module, batch: Batch) -> Tensor:

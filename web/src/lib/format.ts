@@ -65,6 +65,15 @@ export function short(value: number | null | undefined, most = 4): string {
   return text.replace(/\.?0+e/, 'e').replaceAll('-', '−');
 }
 
+/** The numbers of one table with as many decimals as give its largest three digits; the exact value goes into a title. */
+export function aligned(values: readonly number[]): (value: number) => string {
+  const most = Math.max(...values.map(Math.abs).filter(Number.isFinite), 0);
+  if (most === 0) return float;
+  if (most < 1e-4) return (value) => (value === 0 ? '0' : float(value.toExponential(2)));
+  const decimals = Math.max(2 - Math.floor(Math.log10(most)), 0);
+  return (value) => (Number.isFinite(value) ? float(value.toFixed(decimals)) : float(value));
+}
+
 export const plural = (amount: number, noun: string): string => `${integer(amount)} ${noun}${amount === 1 ? '' : 's'}`;
 
 /** `3.21 ms`: seconds, in the unit that suits them. */

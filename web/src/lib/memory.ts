@@ -1,5 +1,5 @@
 /** What a rank held over a step, from the changes that were recorded. */
-import type { RankRecording } from './data';
+import type { Bytes, RankRecording, Recording } from './data';
 
 export interface Snapshot {
   at: number;
@@ -49,4 +49,14 @@ export function columns(found: Snapshot[], start: number, stop: number, count: n
     shown.push(most);
   }
   return shown;
+}
+
+/** Bytes that a shown rank held at a time in a tier, by state; nothing of what was not there. */
+export function heldAt(recording: Recording, rank: number, time: number, tier = 'device'): Bytes {
+  const held: Bytes = {};
+  for (const [at, of, state, nbytes] of recording.ranks[rank].held) {
+    if (at > time) break;
+    if (recording.tiers[of] === tier) held[recording.states[state]] = nbytes;
+  }
+  return Object.fromEntries(Object.entries(held).filter(([, nbytes]) => nbytes));
 }

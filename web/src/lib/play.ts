@@ -1,0 +1,406 @@
+/**
+ * A recorded step as beats: one thing after the other, unit by unit, alike on all ranks.
+ *
+ * A unit's weights are gathered, it computes, they are released; its gradients travel to their owners; Adam; the new
+ * parameters come back. What every rank has after a beat follows from the beats up to it and the layout.
+ */
+import type { Layout, Move, Placements, RankRecording, Recording } from './data';
+import { bounds } from './layout';
+
+export type Kind =
+  | 'start'
+  | 'gather'
+  | 'compute'
+  | 'release'
+  | 'reduce'
+  | 'land'
+  | 'spread'
+  | 'adam'
+  | 'return'
+  | 'rest';
+/** Named as the moments of a walkthrough are. */
+export type Chapter =
+  | 'start'
+  | 'forward'
+  | 'backward'
+  | 'gathered gradients'
+  | 'stepped'
+  | 'gathered parameters'
+  | 'rest';
+
+/** In a row of chapters. */
+export const SHORT: Record<Chapter, string> = {
+  start: 'Start',
+  forward: 'Forward',
+  backward: 'Backward',
+  'gathered gradients': 'Averages',
+  stepped: 'Adam',
+  'gathered parameters': 'Return',
+  rest: 'End',
+};
+
+export interface Beat {
+  /** The same on every rank, and at every stage. */
+  key: string;
+  kind: Kind;
+  chapter: Chapter;
+  /** What a unit computes: forward, recompute or backward; otherwise empty. */
+  verb: string;
+  unit: number;
+  buckets: number[];
+  /** Weights of a unit that is not the next to compute. */
+  ahead: boolean;
+  /** By shown rank, as all that follows: when, and the messages that begin here. */
+  at: number[];
+  moves: Move[][];
+}
+
+interface Mark {
+  kind: Kind;
+  chapter: Chapter;
+  verb: string;
+  unit: number;
+  buckets: number[];
+  at: number;
+  moves: Move[];
+}
+
+/** Between two ranks, elements of the flat vector. */
+export interface Flight {
+  state: 'parameters' | 'gradients';
+  from: number;
+  to: number;
+  start: number;
+  stop: number;
+}
+
+export type Interval = [start: number, stop: number, what: string];
+/** What one rank has: intervals of the flat vector. Parameters are old, gathered or new; gradients own, sum, average. */
+export interface Has {
+  parameters: Interval[];
+  gradients: Interval[];
+  optimizer: Interval[];
+}
+
+const CHAPTERS: Partial<Record<Kind, Chapter>> = {
+  spread: 'gathered gradients',
+  adam: 'stepped',
+  return: 'gathered parameters',
+};
+
+/** What one rank went through. */
+function marks(recording: Recording, rank: RankRecording, layout: Layout): Mark[] {
+  const found: Mark[] = [];
+  const loops = rank.phases.filter(([name]) => ['forward', 'backward', 'step'].includes(name));
+  const stepped = loops.find(([name]) => name === 'step')?.[1] ?? Number.POSITIVE_INFINITY;
+  const chapter = (kind: Kind, at: number): Chapter => {
+    const inside = loops.filter(([, start]) => start <= at && at < stepped).at(-1)?.[0];
+    return CHAPTERS[kind] ?? (inside === 'backward' ? 'backward' : 'forward');
+  };
+  const add = (kind: Kind, at: number, unit: number, move?: Move, verb = '') =>
+    found.push({
+      kind,
+      chapter: verb ? (verb === 'forward' ? 'forward' : 'backward') : chapter(kind, at),
+      verb,
+      unit,
+      buckets: move ? [move[2]] : [],
+      at,
+      moves: move ? [move] : [],
+    });
+  const owning = new Set(layout.buckets.map(({ unit }) => unit));
+  const gathers: Move[] = [];
+  let returned = Number.POSITIVE_INFINITY;
+  for (const move of rank.moves) {
+    const [verb, state, bucket, unit, , , , start, end] = move;
+    const name = recording.verbs[verb];
+    if (bucket < 0) continue;
+    if (name === 'gather' || name === 'broadcast') {
+      const gradients = recording.states[state] === 'gradients';
+      const kind = gradients ? 'spread' : start >= stepped ? 'return' : 'gather';
+      if (kind === 'gather') gathers.push(move);
+      if (kind === 'return') returned = Math.min(returned, start);
+      add(kind, start, unit, move);
+    } else if (name === 'reduce') add('reduce', start, unit, move);
+    else if (name === 'release') add('release', end, unit, move);
+  }
+  for (const [verb, unit, start, end] of rank.units) {
+    if (!owning.has(unit)) continue;
+    const own = gathers.filter((move) => move[3] === unit && move[7] >= start && move[8] < end);
+    add('compute', Math.max(start, ...own.map((move) => move[8])), unit, undefined, recording.verbs[verb]);
+  }
+  for (const [name, , end] of rank.phases)
+    if (name === 'reduce') add('land', end, -1);
+    else if (name === 'step') add('adam', Math.min(end, returned - 1), -1);
+  return found.sort((one, other) => one.at - other.at);
+}
+
+/** Marks of one kind and unit that follow each other are one beat: a unit may have several buckets. */
+function together(found: Mark[]): (Mark & { key: string })[] {
+  const beats: (Mark & { key: string })[] = [];
+  const seen = new Map<string, number>();
+  for (const mark of found) {
+    const last = beats.at(-1);
+    if (last && last.kind === mark.kind && last.unit === mark.unit && last.verb === mark.verb) {
+      last.buckets.push(...mark.buckets);
+      last.moves.push(...mark.moves);
+      last.at = mark.at;
+      continue;
+    }
+    const name = `${mark.kind}:${mark.verb || mark.chapter}:${mark.unit}`;
+    const times = (seen.get(name) ?? 0) + 1;
+    seen.set(name, times);
+    beats.push({ ...mark, key: times > 1 ? `${name}:${times}` : name });
+  }
+  return beats;
+}
+
+/** All beats of a step, in the first shown rank's order. `rest`: the gradients are cleared at the end. */
+export function beatsOf(recording: Recording, layout: Layout, rest = false): Beat[] {
+  const ranks = recording.ranks.map((rank) => together(marks(recording, rank, layout)));
+  const others = ranks.map((beats) => new Map(beats.map((beat) => [beat.key, beat])));
+  const edge = (kind: 'start' | 'rest', side: 0 | 1): Beat => ({
+    key: kind,
+    kind,
+    chapter: kind,
+    verb: '',
+    unit: -1,
+    buckets: [],
+    ahead: false,
+    at: recording.ranks.map(({ span }) => span[side]),
+    moves: recording.ranks.map(() => []),
+  });
+  const beats: Beat[] = [edge('start', 0)];
+  for (const mark of ranks[0] ?? []) {
+    const before = beats[beats.length - 1].at;
+    const same = others.map((of) => of.get(mark.key));
+    beats.push({
+      ...mark,
+      ahead: false,
+      at: same.map((of, rank) => Math.max(of?.at ?? 0, before[rank])),
+      moves: same.map((of) => of?.moves ?? []),
+    });
+  }
+  if (rest) beats.push(edge('rest', 1));
+  beats.forEach((beat, index) => {
+    const next = beats.slice(index).find(({ kind }) => kind === 'compute');
+    beat.ahead = beat.kind === 'gather' && next !== undefined && next.unit !== beat.unit;
+  });
+  return beats;
+}
+
+export interface Part {
+  chapter: Chapter;
+  first: number;
+  last: number;
+}
+
+/** Beats of one chapter after the other. Of several micro-batches each has its own. */
+export function parts(beats: readonly Beat[]): Part[] {
+  const found: Part[] = [];
+  beats.forEach(({ chapter }, index) => {
+    const last = found.at(-1);
+    if (last?.chapter === chapter) last.last = index;
+    else found.push({ chapter, first: index, last: index });
+  });
+  return found;
+}
+
+/** One order for the beats of all stages: keys, each stage's in its own order. */
+export function merged(lists: readonly (readonly Beat[])[]): string[] {
+  const order: string[] = [];
+  for (const beats of lists) {
+    let next = 0;
+    for (const { key } of beats) {
+      const at = order.indexOf(key);
+      if (at < 0) order.splice(next, 0, key);
+      next = at < 0 ? next + 1 : Math.max(next, at + 1);
+    }
+  }
+  return order;
+}
+
+/** For each key of a merged order the last of these beats that is not after it. */
+export function followed(order: readonly string[], beats: readonly Beat[]): number[] {
+  const place = new Map(beats.map(({ key }, index) => [key, index]));
+  let last = 0;
+  return order.map((key) => {
+    last = Math.max(last, place.get(key) ?? 0);
+    return last;
+  });
+}
+
+/** Where each bucket begins in the flat vector of all of them. */
+export function starts(layout: Layout): number[] {
+  let sum = 0;
+  return layout.buckets.map(({ numel }) => {
+    sum += numel;
+    return sum - numel;
+  });
+}
+
+/** What flies in a beat, between the shown ranks: weights from their owners, gradients to them. */
+export function flights(beat: Beat, layout: Layout, ranks: readonly number[]): Flight[] {
+  const first = starts(layout);
+  const found: Flight[] = [];
+  const reduce = beat.kind === 'reduce';
+  if (!reduce && !['gather', 'return', 'spread'].includes(beat.kind)) return found;
+  const state = reduce || beat.kind === 'spread' ? 'gradients' : 'parameters';
+  for (const bucket of beat.buckets)
+    for (const [owner, rank] of ranks.entries()) {
+      const [low, high] = bounds(layout.buckets[bucket], rank);
+      if (low >= high) continue;
+      const [start, stop] = [first[bucket] + low, first[bucket] + high];
+      for (const other of ranks.keys())
+        if (other !== owner)
+          found.push({ state, from: reduce ? other : owner, to: reduce ? owner : other, start, stop });
+    }
+  return found;
+}
+
+/** Bytes that each shown rank had sent and received up to and with a beat, and in it. */
+export function counters(beats: readonly Beat[], at: number) {
+  const sum = (column: number, from: number) =>
+    beats[at].at.map((_, rank) =>
+      beats
+        .slice(from, at + 1)
+        .reduce((all, { moves, kind }) => all + (kind === 'release' ? 0 : total(moves[rank], column)), 0),
+    );
+  return { sent: sum(5, 0), received: sum(6, 0), now: { sent: sum(5, at), received: sum(6, at) } };
+}
+const total = (moves: readonly Move[], column: number) => moves.reduce((sum, move) => sum + move[column], 0);
+
+type Gradient = 'none' | 'own' | 'sending' | 'sum' | 'average';
+interface State {
+  whole: boolean[];
+  gradients: Gradient[];
+  came: boolean[];
+  stepped: boolean;
+}
+
+/** What a shown rank has of each bucket after a beat. */
+function stateAt(beats: readonly Beat[], at: number, layout: Layout, rank: number): State {
+  const amount = layout.buckets.length;
+  const state: State = {
+    whole: new Array(amount).fill(false),
+    gradients: new Array(amount).fill('none'),
+    came: new Array(amount).fill(false),
+    stepped: false,
+  };
+  const ends = new Array<number>(amount).fill(0);
+  const turn = (from: Gradient, to: Gradient) => {
+    state.gradients = state.gradients.map((each) => (each === from ? to : each));
+  };
+  for (const beat of beats.slice(0, at + 1)) {
+    switch (beat.kind) {
+      case 'gather':
+      case 'release':
+        for (const bucket of beat.buckets) state.whole[bucket] = beat.kind === 'gather';
+        break;
+      case 'compute':
+        if (beat.verb === 'backward')
+          layout.buckets.forEach(({ unit, trainable }, bucket) => {
+            if (unit === beat.unit && trainable) state.gradients[bucket] = 'own';
+          });
+        break;
+      case 'reduce':
+        for (const move of beat.moves[rank]) ends[move[2]] = move[8];
+        for (const bucket of beat.buckets) state.gradients[bucket] = 'sending';
+        break;
+      case 'land':
+        turn('sending', 'sum');
+        break;
+      case 'spread':
+        for (const bucket of beat.buckets) state.gradients[bucket] = 'average';
+        break;
+      case 'adam':
+        turn('sum', 'average');
+        state.stepped = true;
+        break;
+      case 'return':
+        for (const bucket of beat.buckets) state.came[bucket] = true;
+        break;
+      case 'rest':
+        state.gradients.fill('none');
+    }
+  }
+  const now = beats[at].at[rank];
+  state.gradients = state.gradients.map((each, bucket) => (each === 'sending' && ends[bucket] <= now ? 'sum' : each));
+  return state;
+}
+
+/** The same as intervals of the flat vector. `rank`: among the shown; `of`: its number. */
+export function hasAt(
+  beats: readonly Beat[],
+  at: number,
+  layout: Layout,
+  placements: Placements,
+  rank: number,
+  of = rank,
+): Has {
+  const state = stateAt(beats, at, layout, rank);
+  const has: Has = { parameters: [], gradients: [], optimizer: [] };
+  const put = (list: Interval[], start: number, stop: number, what: string) => {
+    const last = list.at(-1);
+    if (start >= stop) return;
+    if (last && last[1] === start && last[2] === what) last[1] = stop;
+    else list.push([start, stop, what]);
+  };
+  const first = starts(layout);
+  layout.buckets.forEach((bucket, index) => {
+    const base = first[index];
+    const [low, high] = bounds(bucket, of).map((at) => base + at);
+    const end = base + bucket.numel;
+    /** The rank's own part, and what it has of the rest. */
+    const lay = (list: Interval[], own: string, rest: string | null) => {
+      if (rest) put(list, base, low, rest);
+      put(list, low, high, own);
+      if (rest) put(list, high, end, rest);
+    };
+    const { stepped, whole, came } = state;
+    const updates = stepped && bucket.trainable;
+    if (placements.parameters) lay(has.parameters, updates ? 'new' : 'old', whole[index] ? 'gathered' : null);
+    else if (updates) lay(has.parameters, 'new', came[index] || !placements.optimizer ? 'new' : 'old');
+    else lay(has.parameters, 'old', 'old');
+    const gradient = state.gradients[index];
+    if (gradient === 'own' || gradient === 'sending') put(has.gradients, base, end, 'own');
+    else if (gradient === 'average' && !placements.optimizer) put(has.gradients, base, end, 'average');
+    else if (gradient !== 'none') lay(has.gradients, gradient, placements.gradients ? null : 'own');
+    if (updates) lay(has.optimizer, 'has', placements.optimizer ? null : 'has');
+  });
+  return has;
+}
+
+/** What a beat is, in words. */
+export function says(beat: Beat, layout: Layout, placements: Placements): string {
+  const name = beat.unit < 0 ? '' : layout.units[beat.unit] || 'the root';
+  switch (beat.kind) {
+    case 'start':
+      return placements.parameters
+        ? 'Before the step. Each rank has only its own part of the parameters.'
+        : 'Before the step. Each rank has all parameters.';
+    case 'gather':
+      return beat.ahead
+        ? `The weights of ${name} are sent ahead of their use.`
+        : `Gather ${name}: each owner sends its part of the weights to every rank.`;
+    case 'compute':
+      if (beat.verb === 'forward') return `Compute ${name}, forward: each rank on its own data.`;
+      if (beat.verb === 'recompute') return `Compute ${name} once more: backward needs what forward did not keep.`;
+      return `Compute ${name}, backward: each rank gets the gradients of its own data.`;
+    case 'release':
+      return `Release ${name}: each rank keeps only its own part of the weights.`;
+    case 'reduce':
+      return `Reduce ${name}: each rank sends the gradients that it does not own to their owner.`;
+    case 'land':
+      return 'The last gradients arrive. Each owner has the sum of all ranks.';
+    case 'spread':
+      return `The averaged gradients of ${name} go to every rank.`;
+    case 'adam':
+      return placements.optimizer
+        ? 'Adam: each rank updates only its own part.'
+        : 'Adam: every rank updates everything.';
+    case 'return':
+      return `The new parameters of ${name} go from their owner to every rank.`;
+    case 'rest':
+      return 'After the step. The gradients are cleared.';
+  }
+}

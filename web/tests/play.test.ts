@@ -1,0 +1,122 @@
+import { readFileSync } from 'node:fs';
+import { describe, expect, test } from 'vitest';
+import type { Page } from '../src/lib/data';
+import { beatsOf, counters, flights, followed, hasAt, merged, parts } from '../src/lib/play';
+
+const at = (path: string): Page => JSON.parse(readFileSync(new URL(path, import.meta.url), 'utf8'));
+const walk = at('../../src/zeroshard/explain/walkthroughs.json').walkthroughs;
+if (!walk) throw new Error('no walkthroughs');
+const { transformer, four } = walk;
+const RANKS = [0, 1];
+const told = transformer.stages.map((stage) => ({
+  ...stage,
+  beats: beatsOf(stage.recording, transformer.layout, true),
+}));
+
+describe('the 260 parameters', () => {
+  test.each(told)('stage $stage: its chapters are the recorded moments', ({ beats, moments }) => {
+    expect(parts(beats).map(({ chapter }) => chapter)).toEqual(moments.map(({ key }) => key));
+  });
+
+  test.each(told)('stage $stage: at the end of a chapter every rank has what was recorded', (stage) => {
+    parts(stage.beats).forEach(({ last }, number) => {
+      for (const rank of RANKS) {
+        const { parameters, gradients, optimizer } = stage.moments[number].ranks[rank];
+        const expected = { parameters, gradients, optimizer: optimizer.map((each) => [...each, 'has']) };
+        expect(hasAt(stage.beats, last, transformer.layout, stage.placements, rank)).toEqual(expected);
+      }
+    });
+  });
+
+  test.each(told)('stage $stage: what flies is what was sent and received', (stage) => {
+    for (const beat of stage.beats)
+      for (const rank of RANKS) {
+        const found = flights(beat, transformer.layout, RANKS);
+        const nbytes = (side: 'from' | 'to') =>
+          found.filter((each) => each[side] === rank).reduce((sum, { start, stop }) => sum + 2 * (stop - start), 0);
+        const moved = beat.kind === 'release' ? [] : beat.moves[rank];
+        expect(nbytes('from')).toBe(moved.reduce((sum, move) => sum + move[5], 0));
+        expect(nbytes('to')).toBe(moved.reduce((sum, move) => sum + move[6], 0));
+      }
+  });
+
+  test.each(told)('stage $stage: the counters end at the traffic of the step', (stage) => {
+    const { sent, received } = counters(stage.beats, stage.beats.length - 1);
+    stage.traffic.forEach((lines, rank) => {
+      const travels = lines.filter(({ verb }) => verb !== 'control');
+      expect(sent[rank]).toBe(travels.reduce((sum, line) => sum + line.sent, 0));
+      expect(sent[rank] + received[rank]).toBe(travels.reduce((sum, line) => sum + line.sent_and_received, 0));
+    });
+  });
+
+  test('stage 3 gathers, computes and releases unit after unit', () => {
+    const { beats } = told[3];
+    const forward = beats.filter(({ chapter }) => chapter === 'forward');
+    expect(forward.map(({ kind, unit }) => [kind, unit])).toEqual(
+      [1, 2, 3, 4, 5].flatMap((unit) => ['gather', 'compute', 'release'].map((kind) => [kind, unit])),
+    );
+    const attention = beats.findIndex(({ key }) => key === 'gather:forward:2');
+    const has = (index: number) => hasAt(beats, index, transformer.layout, told[3].placements, 1).parameters;
+    expect([-1, 0, 1, 2].map((after) => has(attention + after))).toEqual([
+      [[130, 260, 'old']],
+      [
+        [8, 72, 'gathered'],
+        [130, 260, 'old'],
+      ],
+      [
+        [8, 72, 'gathered'],
+        [130, 260, 'old'],
+      ],
+      [[130, 260, 'old']],
+    ]);
+  });
+
+  test('a unit computes after its gather and before its reduction, at every stage', () => {
+    for (const { beats } of told)
+      for (const unit of [1, 2, 3, 4, 5]) {
+        const of = beats.filter((beat) => beat.unit === unit && beat.chapter === 'backward').map(({ kind }) => kind);
+        expect(of.filter((kind) => kind !== 'release')).toEqual(
+          of.includes('gather') ? ['gather', 'compute', 'reduce'] : ['compute', 'reduce'],
+        );
+      }
+  });
+
+  test('one order holds all stages, each in its own', () => {
+    const order = merged(told.map(({ beats }) => beats));
+    expect(new Set(order).size).toBe(order.length);
+    for (const { beats } of told) {
+      expect(order.filter((key) => beats.some((beat) => beat.key === key))).toEqual(beats.map(({ key }) => key));
+      const places = followed(order, beats);
+      expect([places[0], places.at(-1)]).toEqual([0, beats.length - 1]);
+    }
+  });
+});
+
+test.each(four.stages)('four weights, stage $stage: every message is in a beat', (stage) => {
+  const beats = beatsOf(stage.recording, four.layout, true);
+  const { sent } = counters(beats, beats.length - 1);
+  expect(sent).toEqual(
+    stage.traffic.map((lines) =>
+      lines.filter(({ verb }) => verb !== 'control').reduce((sum, line) => sum + line.sent, 0),
+    ),
+  );
+});
+
+test.each(['run', 'run-1000', 'hostile', 'tiers'])('%s: every message of the first rank is in a beat', (name) => {
+  const { run } = at(`../fixtures/${name}.json`);
+  if (!run?.recording) throw new Error('no recording');
+  const beats = beatsOf(run.recording, run.layout);
+  const { sent } = counters(beats, beats.length - 1);
+  expect(sent[0]).toBe(run.traffic.filter(({ verb }) => verb !== 'control').reduce((sum, line) => sum + line.sent, 0));
+  for (const beat of beats)
+    for (let rank = 1; rank < sent.length; rank += 1) expect(beat.moves[rank].length).toBe(beat.moves[0].length);
+  // Whoever owns a part sends it to each of the others, ring or not.
+  const gather = beats.find(({ kind }) => kind === 'gather');
+  if (!gather) throw new Error('nothing is gathered');
+  const each = run.layout.buckets[gather.buckets[0]].itemsize;
+  const ranks = run.recording.ranks.map(({ rank }) => rank);
+  const from = flights(gather, run.layout, ranks).filter((flight) => flight.from === 0);
+  expect(from.reduce((sum, { start, stop }) => sum + each * (stop - start), 0)).toBe(
+    gather.moves[0].reduce((sum, move) => sum + move[5], 0),
+  );
+});

@@ -250,7 +250,7 @@ def test_stage_3_gathers_computes_and_releases(opened):
 def test_play_goes_on_to_the_end_and_stops(opened):
     page = opened("walkthroughs", "#transformer?stage=1&moment=4")
     last = page.locator("[data-beat]").get_attribute("data-beat")
-    page.get_by_label("Speed").select_option("4×")
+    page.get_by_label("Speed").select_option("4")
     page.get_by_label("Back", exact=True).click()
     page.get_by_label("Back", exact=True).click()
     page.get_by_label("Play").click()
@@ -284,6 +284,40 @@ def test_another_stage_is_at_the_same_frame(opened):
     beats(page, "compute:forward:3")
     page.get_by_label("stage 1", exact=True).check()
     assert page.locator("[data-beat]").get_attribute("data-beat") == "compute:forward:3"
+
+
+def test_all_stages_play_on_one_cursor(opened, walk):
+    """Each stage is where its own last frame is; at the end every counter is that stage's traffic."""
+    stages = walk["transformer"]["stages"]
+    page = opened("walkthroughs", "#transformer?stage=3&all=true", reduced=True)
+    beats(page, "gather:forward:2")
+    scenes = page.locator("[data-scene]").evaluate_all("all => all.map(each => each.dataset.scene)")
+    assert scenes == ["compute:forward:1"] * 3 + ["gather:forward:2"]
+    assert beats(page)[-1] == "rest"
+    for stage in stages:
+        for rank, lines in enumerate(stage["traffic"]):
+            seen = page.locator(f'[data-stage="{stage["stage"]}"] [data-rank="{rank}"]')
+            sent = sum(line["sent"] for line in lines if line["verb"] in SENT)
+            holds = sum(stage["moments"][-1]["ranks"][rank]["held"].values())
+            assert [seen.get_attribute(f"data-{name}") for name in ("sent", "holds")] == [str(sent), str(holds)]
+
+
+def test_memory_of_the_stages_on_one_axis(opened, walk):
+    """What the curves read at both ends, and the named peaks of backward, on either rank."""
+    stages = walk["transformer"]["stages"]
+    page = opened("walkthroughs", "#transformer", reduced=True)
+    for rank in (0, 1):
+        page.get_by_label(f"rank {rank}", exact=True).check()
+        for at, key in ((0, "start"), (-1, "rest")):
+            last = page.get_by_label("Frame of the step").get_attribute("max")
+            page.get_by_label("Frame of the step").fill("0" if key == "start" else last)
+            held = [sum(stage["moments"][at]["ranks"][rank]["held"].values()) for stage in stages]
+            assert page.locator("[data-curves] .number").all_inner_texts() == [f"{nbytes:,}" for nbytes in held]
+        moments = [next(each for each in stage["moments"] if each["key"] == "backward") for stage in stages]
+        peaks = [moment["ranks"][rank]["peak"]["total"] for moment in moments]
+        named = page.locator("[data-peak-of] b").all_inner_texts()
+        assert named == [f"Stage {stage}: {nbytes:,} bytes" for stage, nbytes in enumerate(peaks)]
+    assert peaks[2] > peaks[1]
 
 
 @pytest.mark.parametrize(
@@ -737,6 +771,39 @@ def test_a_thousand_tensors_stay_few_nodes(opened):
     for _ in range(40):
         slider.press("ArrowLeft")
     assert abs(page.evaluate("document.querySelectorAll('*').length") - before) < 100
+
+
+@pytest.mark.parametrize("name", ["run", "run-1000", "tiers", "hostile"])
+def test_a_run_plays_unit_by_unit(opened, name):
+    """Its own blocks: what all ranks have sent at the end of the step, and what they hold, as recorded."""
+    run = fixture(name)["run"]
+    page = opened(name, "#run", reduced=True)
+    page.get_by_label("Next", exact=True).click()
+    assert page.locator("[data-beat]").get_attribute("data-beat").startswith("gather:forward:")
+    slider = page.get_by_label("Frame of the step")
+    slider.fill(slider.get_attribute("max"))
+    assert page.get_by_label("Next", exact=True).is_disabled()
+    sent = sum(line["sent"] for line in run["traffic"] if line["verb"] in SENT)
+    assert page.locator('[data-rank="0"]').get_attribute("data-sent") == str(sent)
+    assert page.locator("[data-rank]").count() == len(run["recording"]["ranks"])
+    stop = int(page.get_by_role("slider", name="Time in the step").get_attribute("aria-valuenow"))
+    chosen = int(page.locator(".names ~ .plot").get_attribute("aria-label").split()[-1])
+    assert page.locator(f'[data-rank="{chosen}"]').get_attribute("data-holds") == str(
+        held_at(run["recording"], chosen, stop)["device"]
+    )
+
+
+@pytest.mark.timeout(120)
+def test_a_thousand_tensors_play_smoothly(opened):
+    """While things fly, a frame changes only what flies: the scene's nodes stay the same ones."""
+    page = opened("run-1000", "#run?beat=40")
+    count = "document.querySelectorAll('[data-scene] *').length"
+    before = page.evaluate(count)
+    page.get_by_label("Speed").select_option("4")
+    page.get_by_label("Play").click()
+    page.wait_for_selector(".packet", state="attached")
+    page.get_by_label("Pause").click()
+    assert before < 1500 and abs(page.evaluate(count) - before) < 200
 
 
 def test_names_are_text_whatever_they_say(opened):

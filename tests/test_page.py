@@ -445,6 +445,25 @@ def test_the_four_weights(opened, walk, stage):
         assert found[name][1:-1] == [shown(table[index]) for table in tables]
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_four_weights_are_drawn(opened, walk, stage):
+    """After Adam the model is half new on each rank; what a rank does not hold has no value; a line is a button."""
+    data = walk["four"]
+    page = opened("walkthroughs", f"#weights?stage={stage}", reduced=True)
+    story = data["stages"][stage]["story"]
+    stepped = [[line["verb"] for line in lines].index("step") for lines in story]
+    page.get_by_role("button", name="Adam: w1 2").click()
+    shown_by = [[page.locator(f'[data-w="{rank} {weight}"]').text_content() for weight in range(4)] for rank in (0, 1)]
+    gone = ["w1", "w2", "w3", "w4"]
+    old, new = (
+        [f"{name} = {shown(float(f'{value:.5g}'))}" for name, value in zip(gone, data["values"][key], strict=True)]
+        for key in ("parameters", "parameters_after")
+    )
+    rest = gone if stage == 3 else old
+    assert stepped[0] == stepped[1]
+    assert shown_by == [new[:2] + rest[2:], rest[:2] + new[2:]]
+
+
 def test_the_three_layers(opened, walk):
     data = walk["layers"]
     page = opened("walkthroughs", "#layers")

@@ -92,6 +92,23 @@ describe('the 260 parameters', () => {
   });
 });
 
+test('what backward needs is computed again before it', () => {
+  const beats = beatsOf(four.stages[3].recording, four.layout, true).filter(({ chapter }) => chapter === 'backward');
+  expect(beats.map(({ kind, verb, unit }) => `${verb || kind} ${unit}`)).toEqual([
+    'gather 1',
+    'recompute 1',
+    'gather 2',
+    'recompute 2',
+    'backward 2',
+    'reduce 2',
+    'backward 1',
+    'reduce 1',
+    'land -1',
+    'release 1',
+    'release 2',
+  ]);
+});
+
 test.each(four.stages)('four weights, stage $stage: every message is in a beat', (stage) => {
   const beats = beatsOf(stage.recording, four.layout, true);
   const { sent } = counters(beats, beats.length - 1);

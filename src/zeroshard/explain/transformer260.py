@@ -223,16 +223,18 @@ class Transformer260(nn.Module):
 
     def forward(self, x: Tensor) -> Trace:
         x1, mu, sigma = self.norm1(x)
-        attended = self.attention(x1)
-        middle = x + attended.out
+        attended, *inside = self.attention(x1)
+        q, k, v, scores, weights, mixed = inside
+        middle = x + attended
         x2, _, _ = self.norm2(middle)
         fed = self.feed_forward(x2)
         last = middle + fed.out
         logits = self.head(last)
         probabilities = logits.detach().softmax(-1)
         return Trace(
-            mu, sigma, x1, *attended[1:], attended.out, middle, x2, fed.hidden, fed.out, last, logits, probabilities
-        )
+            mu, sigma, x1, q, k, v, scores, weights, mixed, attended, middle,
+            x2, fed.hidden, fed.out, last, logits, probabilities,
+        )  # fmt: skip
 
 
 def loss(model: nn.Module, batch: Batch) -> Tensor:

@@ -125,8 +125,14 @@ function marks(recording: Recording, rank: RankRecording, layout: Layout): Mark[
   }
   for (const [verb, unit, start, end] of rank.units) {
     if (!owning.has(unit)) continue;
+    const name = recording.verbs[verb];
     const own = gathers.filter((move) => move[3] === unit && move[7] >= start && move[8] < end);
-    add('compute', Math.max(start, ...own.map((move) => move[8])), unit, undefined, recording.verbs[verb]);
+    const again = rank.units.filter(
+      (each) => name === 'backward' && recording.verbs[each[0]] === 'recompute' && each[1] === unit,
+    );
+    // Backward comes to a unit, and what it needs is gathered and computed again inside of it.
+    const needs = again.filter((each) => each[2] >= start && each[2] < end).map((each) => each[2] + 0.5);
+    add('compute', Math.max(start, ...own.map((move) => move[8]), ...needs), unit, undefined, name);
   }
   for (const [name, , end] of rank.phases)
     if (name === 'reduce') add('land', end, -1);

@@ -682,6 +682,55 @@ def test_memory_of_a_gpu_has_decimals(opened):
     assert rows(page)["largest"][3] == f"{plan.stages[0].largest / 1e9:.4g} B"
 
 
+def test_a_known_model_on_a_known_gpu_with_its_activations(opened):
+    """The presets fill the fields; the estimate is apart from what the planner answers."""
+    page = opened("bare", "#calculator?n=8&stage=3")
+    page.get_by_label("A known model").select_option("Llama 3, 8.03 B")
+    page.get_by_label("A known GPU").select_option("V100")
+    asked = [
+        page.get_by_label(name).input_value() for name in ("Parameters Ψ", "Memory of one GPU, GiB", "Equal blocks")
+    ]
+    assert asked == ["8,030,261,248", "32", "32"]
+    page.locator("summary", has_text="With activations").click()
+    layer = 2048 * (34 * 4096 + 5 * 32 * 2048)
+    assert page.locator("[data-activations]").get_attribute("data-activations") == str(32 * layer)
+    page.get_by_label("recomputed in backward").check()
+    assert page.locator("[data-activations]").get_attribute("data-activations") == str(32 * 2 * 2048 * 4096 + layer)
+    page.get_by_label("Tokens of a sample").fill("0")
+    page.get_by_label("Tokens of a sample").press("Enter")
+    assert page.locator("[data-activations]").count() == 0 and page.locator("[data-total]").count() == 1
+
+
+def test_a_dark_page_is_dark_before_its_script_runs(browser, files):
+    """No flash of white: the colours of the paper follow the system when nothing has been said yet."""
+    context = browser.new_context(color_scheme="dark", java_script_enabled=False)
+    page = context.new_page()
+    page.goto(files["walkthroughs"].as_uri())
+    seen = page.locator("html").evaluate("node => getComputedStyle(node).backgroundColor")
+    context.close()
+    assert seen == "rgb(19, 21, 25)"
+
+
+def test_on_a_phone_all_is_large_enough_to_press(opened):
+    """Buttons, fields and radio buttons are 40 pixels high; what sticks to the top takes at most 110."""
+    small = """() => [...document.querySelectorAll('main button.button, main select, nav a, fieldset label, summary')]
+      .filter(each => each.checkVisibility() && each.getBoundingClientRect().height < 40).map(each => each.outerHTML.slice(0, 90))"""
+    for view in ("transformer?stage=3&beat=4", "weights", "layers", "calculator", "overview"):
+        page = opened("walkthroughs", f"#{view}", width=390)
+        assert page.evaluate(small) == []
+        sticky = """() => [...document.querySelectorAll('*')].filter(each => getComputedStyle(each).position === 'sticky')
+          .reduce((sum, each) => sum + each.getBoundingClientRect().height, 0)"""
+        assert page.evaluate(sticky) <= 110
+
+
+def test_the_main_figure_fits_one_screen(opened):
+    """Controls, model and the strips of both ranks, without scrolling."""
+    page = opened("walkthroughs", "#transformer?stage=3&beat=4")
+    for part in (".play", "[data-model]", '[data-strip="1 exp_avg_sq"]'):
+        box = page.locator(part).bounding_box()
+        assert box["y"] >= 0 and box["y"] + box["height"] <= 900
+
+
 def test_a_million_ranks_have_an_answer(opened):
     page = opened("bare", "#calculator?n=1048576")
     assert rows(page)["largest"][4] == "5629 T"

@@ -731,6 +731,23 @@ def test_the_main_figure_fits_one_screen(opened):
         assert box["y"] >= 0 and box["y"] + box["height"] <= 900
 
 
+def test_one_path_leads_through_the_page(opened):
+    """Each view ends with a question, answered when it has been guessed, and a link to the next."""
+    page = opened("walkthroughs", "#overview")
+    path = []
+    while page.locator(".next").count():
+        path.append(page.title().split(" \N{MIDDLE DOT} ")[0])
+        assert page.locator("[data-verdict]").inner_text() == ""
+        for option in page.locator(".options button").all():
+            option.click()
+            right = "right" in option.get_attribute("class")
+            assert page.locator("[data-verdict]").inner_text().startswith("Yes." if right else "No: ")
+        assert page.locator(".options .right").count() == 1
+        page.locator(".next").click()
+    assert path == ["ZeRO in short", "260 parameters", "Four weights", "Three layers"]
+    assert page.title().startswith("Calculator")
+
+
 def test_a_million_ranks_have_an_answer(opened):
     page = opened("bare", "#calculator?n=1048576")
     assert rows(page)["largest"][4] == "5629 T"

@@ -111,6 +111,7 @@ def test_bad_input_is_one_line_and_exit_code_2(files, words, says):
 
 def test_ranks_must_be_those_of_the_launcher():
     place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    place |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     done = zeroshard("train", "--ranks", 3, **place)
     assert done.returncode == 2
     assert done.stderr == "zeroshard: --ranks 3, but torchrun started 2 ranks; leave --ranks out under torchrun\n"

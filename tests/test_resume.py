@@ -243,7 +243,7 @@ def program(tmp_path, body):
 def test_the_end_of_the_program_waits_for_a_save(tmp_path):
     body = """
     import time
-    from zeroshard import saving
+    from zeroshard.checkpoint import saving
     write = saving.write_tensors
     saving.write_tensors = lambda *a: (time.sleep(1), write(*a))[1]
     zero.save("a", asynchronous=True)

@@ -13,7 +13,7 @@ from torch import nn
 import ranks as rank_processes
 import reference
 import zeroshard
-from zeroshard import Offload, Precision, api
+from zeroshard import Offload, Precision, sharded
 from zeroshard.errors import PeerError
 
 PACKAGE = str(Path(zeroshard.__file__).parent)
@@ -124,18 +124,18 @@ class Tripwire:
 
 def armed(model, optimizer, wire, **options):
     """`shard` with the tripwire on while the model is assembled."""
-    plan = api.Assembly.plan
+    plan = sharded.Assembly.plan
 
     def planned(self, *args):
         plan(self, *args)
         wire.__enter__()
 
-    api.Assembly.plan = planned
+    sharded.Assembly.plan = planned
     try:
         return zeroshard.shard(model, optimizer, **options)
     finally:
         wire.__exit__()
-        api.Assembly.plan = plan
+        sharded.Assembly.plan = plan
 
 
 KINDS = {

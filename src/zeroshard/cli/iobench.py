@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from rich.markup import escape
 
-from zeroshard import nvme
 from zeroshard.checkpoint.staging import put
 from zeroshard.cli import screen
 from zeroshard.cli.config import InputError, one_line
@@ -37,6 +36,7 @@ from zeroshard.planner.answer import Plan
 from zeroshard.planner.disk import FORMAT, Disk
 from zeroshard.planner.plan import plan
 from zeroshard.planner.quantities import count
+from zeroshard.tiers import nvme
 from zeroshard.tiers.tier import Offload
 
 PATTERNS = ("read", "write", "both")

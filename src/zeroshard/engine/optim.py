@@ -513,6 +513,8 @@ def words(value: Any) -> Any:
         return value
     if isinstance(value, Tensor):  # asking a device for it would wait for the device
         return value.tolist() if value.device.type == "cpu" and not simulated(value) else f"{value.dtype} {value.shape}"
+    if type(value) in (list, tuple):
+        return type(value)(map(words, value))
     if isinstance(value, (list, tuple)):
         return type(value).__name__, [words(each) for each in value]
     if isinstance(value, dict):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..numerics import same_bits
+from ..numerics import dense, same_bits
 
 _TABLES = (dict, OrderedDict, defaultdict)
 
@@ -91,7 +91,7 @@ class Before:
                 self._fields += [_Fields(group)]
                 self._lists += [(value, list(value)) for value in group.values() if type(value) is list]
             self._fields += [_Fields(state) for state in optimizer.state.values() if type(state) in _TABLES]
-        tensors = {id(each): each for each in (*model.parameters(), *model.buffers()) if each.layout is torch.strided}
+        tensors = {id(each): each for each in (*model.parameters(), *model.buffers()) if dense(each)}
         with torch._C.DisableTorchFunctionSubclass():
             self._leaves = {key: _Leaf(each) for key, each in tensors.items()}
         self._written: list[tuple[Tensor, Tensor]] = []

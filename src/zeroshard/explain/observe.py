@@ -70,10 +70,10 @@ class Observer:
         team: Any = self.zero._engine.group.team
         gather = team.gather
 
-        def watched(full: Any, bounds: Any, state: str, bucket: int) -> Any:
+        def watched(full: Any, bucket: Any, state: str) -> Any:
             if state == "parameters" and "stepped" not in self.seen:
                 self.look("stepped")
-            return gather(full, bounds, state, bucket)
+            return gather(full, bucket, state)
 
         team.gather = watched
         try:

@@ -10,14 +10,14 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from zeroshard.engine import gradient, reduction
+from zeroshard.engine import accumulator, reduction
 
-FOLD, AVERAGE, SEND = reduction.fold, gradient.average_, reduction.Reduction._send
+FOLD, AVERAGE, SEND = reduction.fold, accumulator.average_, reduction.Reduction._send
 calls = itertools.count()
 
 
 def undo():
-    reduction.fold, gradient.average_, reduction.Reduction._send = FOLD, AVERAGE, SEND
+    reduction.fold, accumulator.average_, reduction.Reduction._send = FOLD, AVERAGE, SEND
 
 
 def batch(step, index):
@@ -73,7 +73,7 @@ def average_divided_twice():
         AVERAGE(total, ranks)
         AVERAGE(total, ranks)
 
-    gradient.average_ = average
+    accumulator.average_ = average
     return mlp()
 
 

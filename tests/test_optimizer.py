@@ -1229,3 +1229,24 @@ def test_an_optimizer_that_reads_gradients_before_its_closure_is_named(ranks, st
     """What it reads are gradients that nothing was done to; the error says what to call instead."""
     for said in ranks.run(2, read_too_early, stage):
         assert "closure" in said and "then optimizer.step()" in said and "gradient of '0." in said, said
+
+
+def option_that_comes_later(world: int):
+    """What each rank hears at the step after the last rank alone got an option that no checkpoint could hold."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zero = zeroshard.shard(model, optimizer, stage=2)
+    if zero.rank == world - 1:
+        optimizer.param_groups[0]["note"] = object()
+    model(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(zeroshard.Error) as caught:
+        optimizer.step()
+    return str(caught.value)
+
+
+@pytest.mark.row(69)
+@pytest.mark.parametrize("world", [1, 2])
+def test_options_that_come_later_are_refused_at_the_step_on_every_rank(world):
+    for told in ranks.run(world, option_that_comes_later, world):
+        assert "an optimizer's option could not be saved" in told
+        assert "optimizer 0, group 0, option 'note'" in told

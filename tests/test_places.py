@@ -197,3 +197,33 @@ def test_every_command_can_be_shown_in_ascii(monkeypatch, words):
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
     done = command(*words)
     assert done.returncode == 0 and done.stdout.isascii() and "Error" not in done.stderr, done.stderr
+
+
+@pytest.mark.row(72)
+@pytest.mark.parametrize("name", ["manifest.json", "rank00000.safetensors"])
+def test_a_folder_with_a_manifest_of_the_users_is_not_replaced(tmp_path, name):
+    """A file of a checkpoint's name makes no checkpoint."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / name).write_text('{"name": "my site"}')
+    _, _, zero = small()
+    with pytest.raises(CheckpointError, match="what zeroshard did not write"):
+        zero.save(tmp_path / "site")
+    assert os.listdir(tmp_path / "site") == [name]
+    assert (tmp_path / "site" / name).read_text() == '{"name": "my site"}'
+    zero.save(tmp_path / "own")
+    zero.save(tmp_path / "own")  # its own is replaced
+
+
+def saved_where_one_rank_cannot(folder):
+    _, _, zero = small()
+    with pytest.raises(zeroshard.Error) as caught:
+        zero.save("s3://bucket/x" if zero.rank else folder / "ckpt")
+    zero.save(folder / "ckpt")
+    return str(caught.value)
+
+
+@pytest.mark.row(74)
+def test_a_path_that_only_one_rank_cannot_take_is_an_error_on_all(tmp_path):
+    """The others must not wait for a rank that never comes to the first save's group."""
+    for told in ranks.run(2, saved_where_one_rank_cannot, tmp_path):
+        assert "FsspecWriter" in told

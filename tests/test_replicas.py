@@ -182,3 +182,29 @@ def test_a_check_takes_two_small_meetings_and_is_in_the_record(ranks, stage):
     expected = {0: weights + states, 1: weights, 2: weights, 3: 0}[stage]
     assert ranks.run(2, counted, stage) == [(2, expected, True)] * 2
     assert ranks.run(1, counted, stage) == [(0, 0, True)]
+
+
+def written_on_one(stage):
+    """What each rank hears when rank 1 alone writes weights outside `gathered()`, and whether the remedy works."""
+    model, optimizer, zero = made(stage)
+    trained(model, optimizer)
+    with torch.no_grad():
+        if zero.rank == 1:
+            model[1].weight.zero_()
+    with pytest.raises(PeerError) as caught:
+        trained(model, optimizer)
+    with pytest.raises(PeerError):  # not only once
+        trained(model, optimizer)
+    with zero.gathered(write_from=0):
+        pass
+    trained(model, optimizer)
+    zero.check_replicas()
+    return str(caught.value)
+
+
+@pytest.mark.row(68)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_weights_written_to_on_one_rank_are_named_at_the_next_forward(ranks, stage):
+    """A step would make a mixture of them, which no later look could tell from training."""
+    for told in ranks.run(2, written_on_one, stage):
+        assert "rank 1: {'edited': ['1.weight']}" in told

@@ -28,7 +28,7 @@ from .engine.finite import Finite
 from .engine.gradient import Gradients
 from .engine.guard import Guarded, cover_constructors
 from .engine.optim import Binding
-from .engine.preflight import Contents, Structure, by_bucket, check_added, refuse_wrapper
+from .engine.preflight import Contents, Structure, by_bucket, check_added, check_options, refuse_wrapper
 from .engine.reduction import Reduction
 from .engine.schedule import Schedule, in_backward
 from .engine.undo import Before
@@ -126,6 +126,7 @@ class Engine:
         self._now: dict[str, Any] = {}  # what `_alike` has found, and what of it was alike when it last met the others
         self._found: dict[str, Any] = {}
         self._known = self._traits()
+        self._wrote = self._writes()
         for unit in self.units:
             unit.module.__dict__["__reduce_ex__"] = refuse_copy  # what deepcopy, pickle and torch.save ask first
         if self.schedule.releases:
@@ -157,6 +158,10 @@ class Engine:
         """The verdict of a GradScaler, the same on every rank."""
         self.finite.judge(overflow)
 
+    def check_options(self, optimizer: torch.optim.Optimizer, number: int) -> None:
+        """Refuse options that a checkpoint could not hold."""
+        check_options(optimizer, number)
+
     def check_added(self, added: list[nn.Parameter]) -> None:
         """Refuse parameters of a group that was added, where they are not the model's or are updated already."""
         check_added(self.model, self.buffers, self.bindings, added)
@@ -168,6 +173,7 @@ class Engine:
         if around is not None:
             refuse_wrapper(type(around).__name__, "around the sharded model")
         self._found |= self._now
+        self._wrote = self._writes()
         self._notice_edits_of_structure(called=True)
         if training:
             self.broadcast_buffers()
@@ -178,6 +184,7 @@ class Engine:
             return 0, str
         with torch._C.DisableTorchFunctionSubclass():
             now: dict[str, Any] = {"frozen": [each.name for each in self.managed if not each.param.requires_grad]}
+        now["edited"] = self._edited_here()
         named = self.model.named_buffers() if training and self.layout.buffers != "local" else ()
         self._sending = {}
         for name, tensor in named:
@@ -188,6 +195,21 @@ class Engine:
                 now[name] = tuple(tensor.shape), tensor.dtype
         self._now, found = now, self._found
         return zlib.crc32(repr(now).encode()), lambda: str({key: now[key] for key in now if now[key] != found.get(key)})
+
+    def _edited_here(self) -> list[str]:
+        """Parameters of which this rank's own copy was written to by the program since ranks last agreed on that."""
+        asked = zip(self.managed, self._writes(), self._wrote, strict=True)
+        return [record.name for record, writes, before in asked if writes != before]
+
+    def _writes(self) -> list[int]:
+        """How often each parameter that every rank holds was written to by the program and not by the engine."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return [
+                record.param._version - buffer.generation
+                if (buffer := record.param._zeroshard.buffer).resident  # type: ignore[attr-defined]
+                else 0
+                for record in self.managed
+            ]
 
     def before_step(self) -> None:
         """Of the model, and of the optimizers' groups."""
@@ -382,6 +404,7 @@ class Engine:
             if not buffer.place.parameters and write_from is None:
                 # Whatever each rank did to its copy, the owner's edit of every element is the one that counts.
                 buffer.publish().wait()
+        self._wrote = self._writes()
 
     def units_of(self, what: Sequence[nn.Module | str]) -> list[Unit]:
         if not what:
@@ -436,6 +459,7 @@ class Engine:
             check_replicas(self.model_state(), buffers, self._checkpoints)
 
     def forget_old_weights(self) -> None:
+        self._wrote = self._writes()
         self.gradients.hide(self.gradients.entries)
         for unit in self.units:
             unit.release()

@@ -170,6 +170,8 @@ def make_room(beside: Path, path: Path) -> None:
 
 def foreign(folder: Path) -> list[str]:
     """What is in a folder that no save wrote."""
+    if not _is_ours(folder / MANIFEST):
+        return sorted(os.listdir(folder))
     with os.scandir(folder) as entries:
         others = [
             entry.name
@@ -177,6 +179,15 @@ def foreign(folder: Path) -> list[str]:
             if not (entry.name == MANIFEST or FILE.fullmatch(entry.name)) or not entry.is_file(follow_symlinks=False)
         ]
     return sorted(others)
+
+
+def _is_ours(manifest: Path) -> bool:
+    """Does a manifest begin as a save writes it?"""
+    try:
+        with manifest.open("rb") as file:
+            return re.match(rb'\{"digest":"[0-9a-f]{32}","manifest":', file.read(64)) is not None
+    except (FileNotFoundError, IsADirectoryError):
+        return False
 
 
 def _check_ours(folder: Path, path: Path, others: Callable[[Path], list[str]]) -> None:

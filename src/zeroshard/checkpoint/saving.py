@@ -108,15 +108,20 @@ def save(
     ledger: Ledger,
 ) -> Saving:
     """Write a checkpoint at `path`, or leave everything as it is and raise on every rank."""
-    target, group = absolute(path), running.group
+    target, group = Path(), running.group
     if Saving.running is not None:
         Saving.running.join()
     apart, snapshot, problem, digests, kinds = group.apart(), None, None, {}, []
+    wrong: UserError | None = None
     try:
+        target = absolute(path)
         kinds = told_kinds(running)
     except Exception as error:  # the other ranks must hear of it
         problem = f"{error}" if isinstance(error, Error) else f"{type(error).__name__}: {error}"
+        wrong = error if isinstance(error, UserError) else None
     told = group.describe({"kinds": kinds, "problem": problem})
+    if wrong is not None:
+        raise wrong
     _raise(target, [each["problem"] for each in told])
     running.kinds = agreed_kinds([each["kinds"] for each in told])
     try:

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..errors import StateError, TierError
+from ..errors import StateError, TierError, UserError
 from ..events import NVME, ends
 from ..numerics import simulated
 from .accumulator import Entry
@@ -41,6 +41,9 @@ class Watcher(Protocol):
 
     def before_step(self) -> None:
         """Notice what was edited since the last step. All ranks are at this step."""
+
+    def check_options(self, optimizer: torch.optim.Optimizer, number: int) -> None:
+        """Refuse options that a checkpoint could not hold."""
 
     def check_added(self, added: list[nn.Parameter]) -> None:
         """Refuse parameters of a group that was added, where they are not the model's or are updated already."""
@@ -324,6 +327,10 @@ class Binding:
         now = [value for group in groups for key, value in group.items() if key not in ("params", "param_names")]
         if not _same(now, self._known) or not all(map(_fixed, now)):  # the others may have changed in place
             self._known = now
+            try:
+                self.watcher.check_options(self.optimizer, self.number)
+            except UserError as error:
+                self.group.report(error)  # the others are on their way to this step
             told = [
                 {key: words(value) for key, value in group.items() if key not in ("params", "param_names")}
                 for group in groups

@@ -228,10 +228,7 @@ def check_optimizers(
     """Refuse optimizers of the wrong kind, parameters that are not the model's, and parameters held twice."""
     for number, optimizer in enumerate(optimizers):
         check_optimizer(optimizer, partition, replicated=replicated)
-        for at, group in enumerate(optimizer.param_groups):
-            for key, value in group.items():
-                if key not in ("params", "param_names"):
-                    check_option(f"optimizer {number}, group {at}, option {key!r}", value)
+        check_options(optimizer, number)
     owned = {id(record.param) for record in managed}
     known = owned | {id(param) for param in model.parameters()}
     seen: set[int] = set()
@@ -248,6 +245,14 @@ def check_optimizers(
         for record in managed:
             for key, value in optimizer.state.get(record.param, {}).items():
                 check_cut(optimizer, record.name, tuple(record.param.shape), key, value)
+
+
+def check_options(optimizer: Any, number: int) -> None:
+    """Refuse options of an optimizer's groups that a checkpoint could not hold."""
+    for at, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            if key not in ("params", "param_names"):
+                check_option(f"optimizer {number}, group {at}, option {key!r}", value)
 
 
 def check_option(where: str, value: Any) -> None:

@@ -235,6 +235,10 @@ class Schedule:
         elif self.watcher.notice() and (
             self.group.failed or any(buffer.place.optimizer for each in self.units for buffer in each.buffers)
         ):
+            self.group.progress.trouble = (
+                "an optimizer's part of the weights was edited on this rank: before a forward without grad every rank "
+                "enters `with zero.gathered():`, where that becomes everybody's weights"
+            )
             self.meet("publishing edits", self._forwards)  # a rank may evaluate alone, but not what others hold
         self.ledger.begin("forward")
         try:

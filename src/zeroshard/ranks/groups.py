@@ -224,7 +224,7 @@ class Groups:
     def apart(self) -> Groups:
         if self._apart is None:
             self._apart = copy.copy(self)
-            self._apart.control = dist.new_group(backend="gloo", **self._patient)
+            self._apart.control = attend(self.watch, lambda: dist.new_group(backend="gloo", **self._patient))
             self._apart.axes = [self._apart.control]
         return self._apart
 

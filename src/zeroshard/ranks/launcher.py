@@ -2,7 +2,7 @@
 
     WORLD_SIZE, RANK, MASTER_ADDR, MASTER_PORT    torchrun's, or set by hand: one of several ranks, or all that counts
     WORLD_SIZE=1                                  one rank, whoever started it
-    none of them, but srun's or mpirun's          an error: several processes that would each train alone
+    none of them, but SLURM's or mpirun's         an error: several processes that would each train alone
     none at all                                   one rank
 
 A rank that wrongly takes itself for the only one trains alone and says nothing, so whatever is partial or contradictory
@@ -60,25 +60,31 @@ def _refuse_part_of_a_world(said: Mapping[str, str]) -> None:
                 expected="all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or none",
                 instead=f"{_ALL_OF_THEM}; or {_ALONE}",
             )
+    if said.get("LOCAL_WORLD_SIZE", "1") != "1":
+        raise UserError(
+            f"the environment says LOCAL_WORLD_SIZE={said['LOCAL_WORLD_SIZE']}, but not WORLD_SIZE: "
+            "this rank would train alone",
+            expected="all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or none",
+            instead=f"{_ALL_OF_THEM}; or {_ALONE}",
+        )
     for launcher, counts, own in _LAUNCHERS:
         count = next((name for name in counts if name in said), None)
-        if count is not None and said[count] != "1" and own in said and not unused_tasks(said):
-            raise UserError(
-                f"{launcher} has started {said[count]} processes, and nothing tells them of each other: "
-                "each would train alone",
-                where=f"{own}={said[own]}",
-                expected="RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment",
-                got=f"{count}={said[count]}",
-                instead=f"torchrun once on each node (docs/clusters.md); or RANK=${own} WORLD_SIZE=${count} and a "
-                "MASTER_ADDR and MASTER_PORT for each process; or WORLD_SIZE=1 where each is a run of its own",
-            )
-
-
-def unused_tasks(said: Mapping[str, str]) -> str | None:
-    """In a shell that salloc or sbatch gave, how many tasks there is room for: this program, which srun has not
-    started, is none of them."""
-    tasks = said.get("SLURM_NTASKS", "1")
-    return tasks if tasks != "1" and not ("SLURM_STEP_ID" in said and "SLURM_PROCID" in said) else None
+        if count is None or said[count] == "1":
+            continue
+        # salloc and sbatch say how many tasks there is room for, and srun which of them this is.
+        started = own in said and (launcher != "srun" or "SLURM_STEP_ID" in said)
+        raise UserError(
+            f"{launcher} has started {said[count]} processes, and nothing tells them of each other: "
+            "each would train alone"
+            if started
+            else f"{count} says that there are {said[count]} tasks, and this process is none of them: "
+            "it would train alone",
+            where=f"{own}={said[own]}" if own in said else None,
+            expected="RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment",
+            got=f"{count}={said[count]}",
+            instead=f"torchrun once on each node (docs/clusters.md); or RANK=${own} WORLD_SIZE=${count} and a "
+            "MASTER_ADDR and MASTER_PORT for each process; or WORLD_SIZE=1 where each is a run of its own",
+        )
 
 
 def _number(said: Mapping[str, str], name: str, least: int, most: int | None) -> int:

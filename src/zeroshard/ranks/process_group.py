@@ -33,7 +33,7 @@ from ..events import Ledger, ends
 from .agreement import Group, Progress, refuse_forked
 from .comm import Comm, Simulated
 from .groups import Groups, groups_of, start
-from .launcher import ranks_to_join, unused_tasks
+from .launcher import ranks_to_join
 from .transport import Team
 
 log = logging.getLogger("zeroshard")
@@ -343,8 +343,6 @@ def connect(settings: Comm, ledger: Ledger, device: torch.device) -> Group:
     if parent is None:
         if not (dist.is_available() and dist.is_initialized()):
             if ranks_to_join(os.environ) == 1:
-                if (tasks := unused_tasks(os.environ)) and "WORLD_SIZE" not in os.environ:
-                    log.warning("SLURM_NTASKS=%s, and srun did not start this program: it trains alone", tasks)
                 return Group(Team(ledger, device))
             start(settings, device)
         parent = dist.group.WORLD

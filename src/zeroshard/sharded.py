@@ -313,15 +313,7 @@ class Engine:
     # --- on request -------------------------------------------------------------------------------------------------
 
     def join(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """This rank's batches, then the last of them again until no rank has one left: for loaders of uneven length.
-
-        for batch in zero.join(loader): forward, backward, clip, step and schedule as always, on all ranks alike.
-
-        A batch that is given again counts for nothing. What its backward leaves of gradients is dropped, so that this
-        rank's part is zero; gradients are still divided by `world_size`, as by default in DDP's `join`. Its loss is the
-        program's to leave out. Buffers are those of the first rank that still has a batch. At least one batch on every
-        rank. Collective, a small message per batch.
-        """
+        """`Zero.join`."""
         none: Any = object()
         last, iterator = none, iter(batches)
         try:
@@ -351,11 +343,7 @@ class Engine:
 
     @contextlib.contextmanager
     def gathered(self, *what: nn.Module | str, write_from: int | None = None) -> Iterator[None]:
-        """Full parameters inside the `with`, on every rank: of the given modules or names (patterns), else of all.
-
-        Edits made inside count, at every stage: make them on all ranks alike, or name the one rank whose edits to
-        take with `write_from`. Collective: every rank enters and leaves.
-        """
+        """`Zero.gathered`."""
         if write_from is not None and not (type(write_from) is int and 0 <= write_from < self.group.ranks):
             last = self.group.ranks - 1
             raise UserError("write_from names a rank", expected=f"0 to {last}", got=repr(write_from))

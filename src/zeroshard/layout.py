@@ -22,6 +22,7 @@ from itertools import pairwise
 from typing import Literal, NamedTuple, get_args
 
 from .errors import UserError, nearest
+from .stage import Degree, Seat
 
 Bounds = Literal["unit", "model", "tensor"]
 Buffers = Literal["broadcast", "always", "local"]
@@ -137,7 +138,7 @@ class Slot(NamedTuple):
 class Bucket:
     """A flat run of one unit's parameters that share a dtype and were trainable, or not, at construction.
 
-    bounds has N + 1 entries: rank r's shard is elements [bounds[r], bounds[r + 1]).
+    bounds has as many entries as a team has ranks, and one: position r's shard is elements [bounds[r], bounds[r + 1]).
     """
 
     index: int
@@ -149,20 +150,26 @@ class Bucket:
     numel: int
     bounds: tuple[int, ...]
 
-    def shard(self, rank: int) -> tuple[int, int]:
-        """First and last + 1 element of a rank's shard."""
-        return self.bounds[rank], self.bounds[rank + 1]
+    def shard(self, position: int) -> tuple[int, int]:
+        """First and last + 1 element of the shard of a position."""
+        return self.bounds[position], self.bounds[position + 1]
 
-    def held(self, rank: int, *, sharded: bool) -> tuple[int, int]:
-        """First and last + 1 element of a state that a rank holds: its shard, or everything where it is replicated."""
-        return self.shard(rank) if sharded else (0, self.numel)
+    def held(self, seat: Seat, degree: Degree) -> tuple[int, int]:
+        """First and last + 1 element of a state that a rank holds, by its placement."""
+        if degree is Degree.RANK:
+            return 0, self.numel
+        first, last = self.shard(seat.position)
+        if degree is Degree.TEAM:
+            return first, last
+        cuts = [first + (last - first) * part // seat.replicas for part in (seat.replica, seat.replica + 1)]
+        return cuts[0], cuts[1]
 
-    def shard_numel(self, rank: int) -> int:
-        return self.bounds[rank + 1] - self.bounds[rank]
+    def shard_numel(self, position: int) -> int:
+        return self.bounds[position + 1] - self.bounds[position]
 
-    def fragment(self, slot: Slot, rank: int) -> Elements:
-        """The part of `slot` that `rank` owns (possibly empty)."""
-        return slot.within(*self.shard(rank))
+    def fragment(self, slot: Slot, position: int) -> Elements:
+        """The part of `slot` that `position` owns (possibly empty)."""
+        return slot.within(*self.shard(position))
 
     @property
     def padding(self) -> int:
@@ -172,7 +179,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Partition:
-    """The whole model laid out over `ranks` ranks. Refuses to exist if anything overlaps or is left out."""
+    """The whole model laid out over the ranks of a team. Refuses to exist if anything overlaps or is left out."""
 
     ranks: int
     align: int
@@ -217,7 +224,7 @@ class Partition:
 
 
 def partition(specs: Iterable[Spec], layout: Layout, ranks: int) -> Partition:
-    """Lay the parameters out over `ranks` ranks, in the order given."""
+    """Lay the parameters out over the `ranks` ranks of a team, in the order given."""
     packed = [_pack(key, run, layout) for key, run in _runs(specs, layout)]
     bounds = {"unit": _even_bounds, "model": _model_bounds, "tensor": _tensor_bounds}[layout.bounds](
         packed, layout.align, ranks

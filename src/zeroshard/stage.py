@@ -1,30 +1,78 @@
-"""The ZeRO stages as data: which of the three model states is split over the ranks.
+"""The ZeRO stages as data: over which axes of the mesh of ranks each of the three model states is sharded.
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), section 5.
 Nothing else in the package knows what a stage is; it asks the placement of the state it handles.
+
+Ranks form a mesh of two axes, `replicate` and `shard`, as a `DeviceMesh` for FSDP2's hybrid sharding does. The ranks
+along the shard axis are a *team*: they split a bucket among themselves. Each team is one *replica* of the model. With
+one replica, the usual case, the team is all ranks.
 """
 
 from __future__ import annotations
 
+import enum
 from typing import NamedTuple
 
 from .errors import UserError
 
 
-class Placements(NamedTuple):
-    """For each model state: is it sharded over the ranks (True) or replicated on every rank (False)?"""
+class Degree(enum.IntEnum):
+    """Over how many ranks one copy of a state is spread: its placement on each axis of the mesh.
 
-    parameters: bool
-    gradients: bool
-    optimizer: bool
+    degree    replicate axis    shard axis    what a rank holds
+    RANK      replicated        replicated    all of it
+    TEAM      replicated        sharded       its shard, as one rank of every team does
+    ALL       sharded           sharded       its part of the shard, as no other rank does
+    """
+
+    RANK = 0
+    TEAM = 1
+    ALL = 2
+
+
+class Placements(NamedTuple):
+    """The degree of each model state. A degree is true where the state is sharded."""
+
+    parameters: Degree
+    gradients: Degree
+    optimizer: Degree
+
+    def sharded(self) -> dict[str, bool]:
+        """For each state: is it sharded at all?"""
+        return {state: bool(degree) for state, degree in self._asdict().items()}
 
 
 STAGES = {
-    0: Placements(parameters=False, gradients=False, optimizer=False),
-    1: Placements(parameters=False, gradients=False, optimizer=True),
-    2: Placements(parameters=False, gradients=True, optimizer=True),
-    3: Placements(parameters=True, gradients=True, optimizer=True),
+    0: Placements(parameters=Degree.RANK, gradients=Degree.RANK, optimizer=Degree.RANK),
+    1: Placements(parameters=Degree.RANK, gradients=Degree.RANK, optimizer=Degree.TEAM),
+    2: Placements(parameters=Degree.RANK, gradients=Degree.TEAM, optimizer=Degree.TEAM),
+    3: Placements(parameters=Degree.TEAM, gradients=Degree.TEAM, optimizer=Degree.TEAM),
 }
+SAVED = Degree.ALL  # what a rank writes to a checkpoint: every element once
+
+
+class Seat(NamedTuple):
+    """Where one rank sits in the mesh: rank = replica * size + position."""
+
+    position: int = 0  # on the shard axis
+    size: int = 1  # of that axis: the ranks of a team
+    replica: int = 0  # on the replicate axis
+    replicas: int = 1  # the length of that
+
+
+ALONE = Seat()
+
+
+def seat(rank: int, ranks: int, replicas: int = 1) -> Seat:
+    """Where a rank sits. Raises `UserError` where so many replicas do not divide the ranks."""
+    if replicas < 1 or ranks % replicas:
+        raise UserError(
+            "replicas must divide the ranks",
+            got=f"replicas={replicas}, ranks={ranks}",
+            instead=f"replicas= one of {[count for count in range(1, ranks + 1) if ranks % count == 0]}",
+        )
+    size = ranks // replicas
+    return Seat(rank % size, size, rank // size, replicas)
 
 
 def placements(stage: int) -> Placements:

@@ -69,7 +69,7 @@ class Accumulator:
         if self.buffer.place.optimizer or self.spread:
             return Work()
         self.spread = True
-        return self.sum.spread(self.buffer.tier.device, kept=kept)
+        return self.sum.redistribute(kept=kept)
 
     @property
     def for_step(self) -> Tensor:

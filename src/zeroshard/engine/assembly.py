@@ -111,11 +111,9 @@ class Assembly:
             dtypes = {"parameters": own, "gradients": grad, "optimizer": master}
             kept = STATES if bucket.trainable else STATES[:1]  # frozen parameters have nothing else
             for state in (state for state in kept if resting[state] == NVME):
-                numel = (
-                    bucket.shard_numel(self.group.team.position) if getattr(self.placements, state) else bucket.numel
-                )
-                largest[state] = max(largest[state], numel * dtypes[state].itemsize)
-                nbytes += numel * dtypes[state].itemsize
+                first, last = bucket.held(self.group.team.seat, getattr(self.placements, state))
+                largest[state] = max(largest[state], (last - first) * dtypes[state].itemsize)
+                nbytes += (last - first) * dtypes[state].itemsize
         if any(NVME in resting.values() for resting in self.resting):
             error: Error | None = None
             try:

@@ -21,7 +21,7 @@ from ..layout import Bucket, slot_at
 from ..numerics import Precision
 from ..ranks.agreement import Group
 from ..ranks.transport import Work
-from ..stage import Placements
+from ..stage import Degree, Placements
 from ..tiers.tier import STATES, DeviceTier, Part, Tier
 from .edits import Edits, increment_versions
 from .flat import Flat
@@ -131,7 +131,7 @@ class Buffer:
         self.group.broadcast(source)
         if not self.resident:
             if not (needs_master and self._masters_suffice):
-                self.parameters = self._reserve("parameters", self.dtype, sharded=self.place.parameters)
+                self.parameters = self._reserve("parameters", self.dtype, self.place.parameters)
                 with self.parameters.here(fresh=True) as resting:
                     resting.copy_(source[self.parameters.first : self.parameters.last])
                 self.parameters.behind()
@@ -142,7 +142,7 @@ class Buffer:
                 ledger.hold("gather", bucket.numel * self.dtype.itemsize)
                 full = source.to(self.dtype)
         else:
-            self.parameters = self._reserve("parameters", self.dtype, sharded=False)
+            self.parameters = self._reserve("parameters", self.dtype, self.place.parameters)
             full = self.parameters.tensor
             full.copy_(source)
         if needs_master:
@@ -158,12 +158,12 @@ class Buffer:
             self.close()
             self.release()
 
-    def _reserve(self, state: str, dtype: torch.dtype, *, sharded: bool) -> Flat:
+    def _reserve(self, state: str, dtype: torch.dtype, degree: Degree) -> Flat:
         tier = self.tiers["optimizer" if state == "master" else state]
-        return Flat.reserve(state, self.bucket, self.team, tier, dtype, sharded=sharded)
+        return Flat.reserve(state, self.bucket, self.group, tier, dtype, degree)
 
     def _make_master(self, values: Tensor) -> None:
-        self.master = self._reserve("master", self.master_dtype, sharded=self.place.optimizer)
+        self.master = self._reserve("master", self.master_dtype, self.place.optimizer)
         with self.master.here(fresh=True) as master:
             master.copy_(values)
         self.master.behind()
@@ -173,7 +173,7 @@ class Buffer:
     def reserve_gradients(self) -> None:
         """The accumulator of averaged gradients: full-size where gradients are replicated, else the shard."""
         if self.gradients is None:
-            self.gradients = self._reserve("gradients", self.grad_dtype, sharded=self.place.gradients)
+            self.gradients = self._reserve("gradients", self.grad_dtype, self.place.gradients)
 
     def reserve_master(self) -> None:
         """Masters for a bucket that was frozen at construction: seeded from the parameters themselves."""
@@ -220,7 +220,7 @@ class Buffer:
     @property
     def updated(self) -> tuple[int, int]:
         """Bucket elements that this rank's optimizer updates: its shard, or everything where state is replicated."""
-        return self.bucket.held(self.team.position, sharded=self.place.optimizer)
+        return self.bucket.held(self.team.seat, self.place.optimizer)
 
     @property
     def updating(self) -> Flat:
@@ -277,30 +277,14 @@ class Buffer:
                     self.gathered.take_memory(ahead=ahead)
                     self.saved.watch(self)
                 self.land()
-                # Not a write that autograd should see: who holds a view of weights that are still these may use it.
-                self._bring(self._mine.data)
+                work = self.parameters.redistribute(alias(self.full))
                 self.edits.came(self.full, self._mine if self.casts else None, kept=kept)
-            self.gathered.arriving()
-            if not (self.resident or self.place.parameters):
-                return Work()  # all of them rest here
-            whole = self.full if self.resident else alias(self.full)
-            work = self.team.gather(whole, self.bucket, "parameters")
-            if not self.resident:
                 work.hold(self.full)  # the alias does not
+            else:
+                work = self.parameters.redistribute()
+            self.gathered.arriving()
         self._work.append(work)
         return work
-
-    def _bring(self, mine: Tensor) -> None:
-        """What rests here goes to its place in the gathered copy."""
-        try:
-            with self.parameters.here(changed=False) as resting:
-                nbytes = mine.numel() * self.dtype.itemsize
-                copied = self.tier.ledger.note("copy", state="parameters", bucket=self.bucket.index, logical=nbytes)
-                mine.copy_(resting)
-                ends(copied)
-        except TierError as error:
-            self.group.report(error)  # the peers wait for these elements
-            mine.fill_(torch.nan)
 
     def publish(self) -> Work:
         """What the owners updated of replicated parameters goes to every rank."""
@@ -308,7 +292,7 @@ class Buffer:
             return self.gather()
         self.gathered.current = False
         with torch.no_grad():
-            self.parameters.spread(self.tier.device)
+            self.parameters.redistribute()
         self.parameters.behind()
         return Work()
 

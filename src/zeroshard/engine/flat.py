@@ -2,16 +2,16 @@
 
 Parameters, masters, gradients and optimizer states are all this:
 
-    a Flat is   some elements of a bucket    the rank's shard, or all of them: the placement
+    a Flat is   some elements of a bucket    all of them, a shard or a part of one: its degree (`stage.py`)
                 in a number format           its dtype
                 resting in a tier            the device, host memory, or a file
                 of a team of ranks           those that hold the other shards, or copies
 
-    verb        what it does                                                     moves over
-    here        brings the elements to memory, and puts back what was changed    the tier
-    of          a view of some of the elements, inside here()                    nothing
-    part        the same elements, wherever they rest                            nothing
-    spread      every owner's elements go to all ranks, in place                 the team
+    verb         what it does                                                     moves over
+    here         brings the elements to memory, and puts back what was changed    the tier
+    of           a view of some of the elements, inside here()                    nothing
+    part         the same elements, wherever they rest                            nothing
+    redistribute every owner's elements go to all ranks of the team               the tier and the team
 
 Indices are the bucket's own everywhere: nobody needs to know where a Flat begins.
 """
@@ -24,9 +24,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..events import DEVICE
+from ..errors import TierError
+from ..events import DEVICE, ends
 from ..layout import Bucket, Slot
-from ..ranks.transport import Team, Work
+from ..ranks.agreement import Group
+from ..ranks.transport import Work
+from ..stage import Degree
 from ..tiers.tier import Part, Rest, Tier
 
 
@@ -34,22 +37,23 @@ class Flat:
     """The elements [first, last) of a bucket that rest on this rank as one of its states."""
 
     def __init__(
-        self, bucket: Bucket, team: Team, rest: Rest, dtype: torch.dtype, *, sharded: bool, state: str = ""
+        self, bucket: Bucket, group: Group, rest: Rest, dtype: torch.dtype, degree: Degree, state: str = ""
     ) -> None:
         self.bucket = bucket
-        self.team = team
+        self.group = group
+        self.team = group.team
         self.rest = rest
         self.dtype = dtype
-        self.sharded = sharded
+        self.degree = degree
         self.state = state  # what the ledger calls it
-        self.first, self.last = bucket.held(team.position, sharded=sharded)
+        self.first, self.last = bucket.held(self.team.seat, degree)
 
     @classmethod
-    def reserve(cls, state: str, bucket: Bucket, team: Team, tier: Tier, dtype: torch.dtype, *, sharded: bool) -> Flat:
+    def reserve(cls, state: str, bucket: Bucket, group: Group, tier: Tier, dtype: torch.dtype, degree: Degree) -> Flat:
         """Zeros in a tier."""
-        first, last = bucket.held(team.position, sharded=sharded)
+        first, last = bucket.held(group.team.seat, degree)
         rest = tier.rest(state, bucket.index, last - first, dtype)
-        return cls(bucket, team, rest, dtype, sharded=sharded, state=state)
+        return cls(bucket, group, rest, dtype, degree, state)
 
     # --- which elements ---------------------------------------------------------------------------------------------
 
@@ -65,7 +69,7 @@ class Flat:
     @property
     def own(self) -> Tensor:
         """This rank's shard, 1-D; inside here()."""
-        return self.rest.tensor if self.sharded else self.of(*self.bucket.shard(self.team.position))
+        return self.of(*self.bucket.shard(self.team.position))
 
     def fragment(self, slot: Slot) -> Tensor:
         """The part of a slot that lies in this rank's shard, 1-D, possibly empty; inside here()."""
@@ -105,16 +109,38 @@ class Flat:
 
     # --- between ranks ----------------------------------------------------------------------------------------------
 
-    def spread(self, device: torch.device, *, kept: bool = True) -> Work:
-        """Every owner's elements go to all ranks that hold a copy. What rests off the device is through on return.
+    def redistribute(self, to: Tensor | None = None, *, owned: bool = False, kept: bool = True) -> Work:
+        """Every owner's elements go to all ranks of the team: all of the bucket into `to`, or to where it rests.
 
-        kept: what arrives is to stay there.
+        to: 1-D, on the device; its own dtype is what travels. It is filled when the work was waited for.
+        owned: of what rests here only the shard counts, as of a running sum. Else, with `to`, what rests whole on every
+            rank is copied and not sent.
+        kept: without `to`, what arrives is to stay where it rests. What rests off the device is there on return.
+
+        A rank that cannot bring its part to `to` says so, and takes part nevertheless: the others wait for it.
         """
+        if to is not None:
+            here = self.degree is Degree.RANK and not owned
+            first, last = (0, self.bucket.numel) if here else self.bucket.shard(self.team.position)
+            self._copy(first, to[first:last])
+            return Work() if here else self.team.gather(to, self.bucket, self.state)
         if self.on_device:
             return self.team.gather(self.tensor, self.bucket, self.state)
         with self.here(changed=kept) as whole:
-            moved = whole.to(device)  # itself, where host and device are one
+            moved = whole.to(self.team.device)  # itself, where host and device are one
             self.team.gather(moved, self.bucket, self.state).wait()
             if moved is not whole:
                 whole.copy_(moved)
         return Work()
+
+    def _copy(self, first: int, to: Tensor) -> None:
+        """Elements from `first` on, in the dtype of `to`, on its device."""
+        try:
+            with self.here(changed=False):
+                nbytes = to.numel() * to.itemsize
+                copied = self.team.ledger.note("copy", state=self.state, bucket=self.bucket.index, logical=nbytes)
+                to.copy_(self.of(first, first + to.numel()))
+                ends(copied)
+        except TierError as error:
+            self.group.report(error)
+            to.fill_(torch.nan)

@@ -184,8 +184,8 @@ class States:
         rests = self._rests.setdefault(buffer.bucket.index, {})
         if key not in rests:
             name = file_name(key, self.number)
-            tier, sharded = buffer.tiers["optimizer"], buffer.place.optimizer
-            rests[key] = Flat.reserve(name, buffer.bucket, buffer.team, tier, like.dtype, sharded=sharded)
+            tier, degree = buffer.tiers["optimizer"], buffer.place.optimizer
+            rests[key] = Flat.reserve(name, buffer.bucket, self.group, tier, like.dtype, degree)
         part = slot.within(*buffer.updated)
         return rests[key].part(slot.start + part.start, slot.start + part.stop)._replace(shape=tuple(like.shape))
 

@@ -238,17 +238,15 @@ class Gradients:
     def full(self, entry: Entry) -> Tensor:
         """The whole averaged gradient of one parameter, on every rank."""
         self.ask()
-        accumulator, buffer = entry.accumulator, entry.accumulator.buffer
-        first, last = buffer.owned
-        whole = torch.zeros(buffer.bucket.numel, dtype=buffer.grad_dtype, device=buffer.full.device)
-        with self.reporting(), accumulator.sum.here(changed=False):
-            whole[first:last].copy_(accumulator.sum.own)
-        if not accumulator.averaged:
-            average_(whole[first:last], self.group.ranks)
-        self.group.team.gather(whole, buffer.bucket, "gradients").wait()
+        accumulator, slot = entry.accumulator, entry.slot
+        whole = torch.empty(accumulator.bucket.numel, dtype=accumulator.sum.dtype, device=self.group.device)
+        accumulator.sum.redistribute(whole, owned=True).wait()
         if accumulator.sum.away:  # on some rank it may not have come
             self.agree()
-        return whole[entry.slot.start : entry.slot.stop].view(entry.slot.shape).clone()
+        found = whole[slot.start : slot.stop].view(slot.shape).clone()
+        if not accumulator.averaged:
+            average_(found, self.group.ranks)
+        return found
 
     def unscale(self, grads: Sequence[ShardedGrad], found_inf: Tensor, inv_scale: Tensor) -> None:
         """What `GradScaler` does to a list of gradients, with one verdict for all ranks.

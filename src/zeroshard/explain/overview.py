@@ -59,7 +59,7 @@ def _stage(stage: int, transformer: dict[str, Any]) -> dict[str, Any]:
     logical = sum(row["logical"] for row in moved if row["verb"] in ("gather", "reduce"))
     return {
         "stage": stage,
-        "placements": place._asdict(),
+        "placements": place.sharded(),
         "formula": PAPER.formula(place),
         "passes": sum(traffic.passes(place)),
         "counted": {"logical": logical, "passes": logical / (2 * transformer["numel"])},

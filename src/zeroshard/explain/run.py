@@ -80,7 +80,7 @@ def gather(zero: Zero) -> dict[str, Any]:
         f"rank{'s' * (zero.world_size != 1)}",
         "stage": zero.stage,
         "ranks": zero.world_size,
-        "placements": zero.placements._asdict(),
+        "placements": zero.placements.sharded(),
         "numel": sum(record.param.numel() for record in zero._engine.managed),
         "facts": _facts(zero),
         "dtypes": _dtypes(zero),

@@ -317,7 +317,7 @@ def _stage(
     place, numel = STAGES[stage], own[-1][1]
     told = [rank["told"] for rank in ranks]
     nbytes = [sum(n for state, n in rank["held"].items() if state != "step") for rank in ranks]
-    sharded = {state: getattr(place, state) for state in place._fields}
+    sharded = place.sharded()
     recording = together(told, told[0]["unit_names"], clock="tick")
     return {
         "stage": stage,

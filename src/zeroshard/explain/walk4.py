@@ -177,7 +177,7 @@ def _stage(stage: int, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {
         "stage": stage,
         "checkpointing": "whole",
-        "placements": STAGES[stage]._asdict(),
+        "placements": STAGES[stage].sharded(),
         "predicted": [rank["predicted"] for rank in ranks],
         "held": [rank["held"] for rank in ranks],
         "nbytes": one_of(nbytes, "bytes"),

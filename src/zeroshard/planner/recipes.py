@@ -57,10 +57,10 @@ class Recipe:
 
     def states(self, place: Placements) -> Iterator[tuple[str, Bytes, bool]]:
         """(state, bytes per parameter, sharded?), in the order they are shown."""
-        yield "parameters", self.parameters * (1 - self.cast * place.parameters), place.parameters
-        yield "gradients", self.gradients, place.gradients
+        yield "parameters", self.parameters * (1 - self.cast * place.parameters), bool(place.parameters)
+        yield "gradients", self.gradients, bool(place.gradients)
         for state, nbytes in self.optimizer.items():
-            yield state, nbytes, place.optimizer
+            yield state, nbytes, bool(place.optimizer)
 
     def formula(self, place: Placements) -> str:
         """`6 + 12/N`: bytes per parameter and rank."""

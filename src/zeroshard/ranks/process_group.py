@@ -30,6 +30,7 @@ from torch import Tensor
 
 from ..errors import PeerError, StateError, UserError
 from ..events import Ledger, ends
+from ..stage import seat
 from .agreement import Group, Progress, refuse_forked
 from .comm import Comm, Simulated
 from .groups import Groups, groups_of, start
@@ -142,7 +143,7 @@ class ProcessTeam(Team):
 
     def __init__(self, ledger: Ledger, device: torch.device, link: Link) -> None:
         parent = link.groups.parent
-        super().__init__(ledger, device, dist.get_rank(parent), dist.get_world_size(parent))
+        super().__init__(ledger, device, seat(dist.get_rank(parent), dist.get_world_size(parent)))
         self._link = link
         self._global = dist.get_process_group_ranks(parent)
 
@@ -330,7 +331,7 @@ def connect(settings: Comm, ledger: Ledger, device: torch.device) -> Group:
     """
     parent = settings.group
     if isinstance(parent, Simulated):
-        return Group(Team(ledger, device, parent.rank, parent.ranks), parent.rank, parent.ranks)
+        return Group(Team(ledger, device, seat(parent.rank, parent.ranks)), parent.rank, parent.ranks)
     if hasattr(parent, "get_group") and hasattr(parent, "ndim"):
         if parent.ndim != 1:
             raise UserError(

@@ -4,7 +4,8 @@
     gather     every rank's shard into everybody's full bucket   N broadcasts in place (gloo); all_gather_single (NCCL)
     reduce     every rank's contribution to each shard's owner   all_to_all_single, summed by `numerics.fold`
 
-A *team* is the ranks that shard a bucket among themselves. A rank's `position` in it says which shard is its own.
+A *team* is the ranks that shard a bucket among themselves. A rank's `position` in it says which shard is its own
+(`stage.Seat`).
 Agreement between all ranks, whatever they shard, is in `agreement.py`.
 
 Why not the backend's reduce-scatter: gloo's is an all-reduce inside (twice the bytes), and its order of summation
@@ -23,6 +24,7 @@ from torch import Tensor
 from ..events import Event, Ledger, ends
 from ..headroom import room
 from ..layout import Bucket
+from ..stage import ALONE, Seat
 
 
 class Work:
@@ -70,11 +72,12 @@ class Team:
     With one rank there is nothing to send. With more it is one position of a simulation, whose peers all do the same.
     """
 
-    def __init__(self, ledger: Ledger, device: torch.device, position: int = 0, size: int = 1) -> None:
+    def __init__(self, ledger: Ledger, device: torch.device, seat: Seat = ALONE) -> None:
         self.ledger = ledger
         self.device = device
-        self.position = position
-        self.size = size
+        self.seat = seat
+        self.position = seat.position
+        self.size = seat.size
 
     def gather(self, full: Tensor, bucket: Bucket, state: str) -> Work:
         """Each shard of `full`, a whole bucket, becomes that of its owner, on every rank, in place."""

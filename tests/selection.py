@@ -1,40 +1,40 @@
 """Which tests run when. Every test is in one set; plain `pytest`, and a test named on the command line, know no sets.
 
-    make test   every test function, with every value of every parameter at least once
-    make full   the other combinations of their parameters, and what is marked `full` by hand
+    make test   every test function: with every value of its parameters where it stays in pytest's own process, which costs
+                milliseconds; once where it starts ranks or a command. At which stage and on how many ranks differs: a file's
+                functions share them out, so that each file still runs at every stage and every number of ranks that it has
+    make full   all other values of the parameters, and what is marked `full` by hand: tests of over a second
     make slow   what is marked `slow` by hand
 
-A grid of four stages and four worlds has sixteen tests, of which `make test` runs four: each stage once and each world once. Which
-stage meets which world differs between functions, and never between runs.
+What a function runs with never differs between runs.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
+from types import CodeType, FunctionType
 from typing import Any
 
 import pytest
 
-Case = Mapping[str, Hashable]  # a test's parameters: name -> value
+import ranks
+
 COLLECTED = pytest.StashKey[list[Any]]()  # all tests, before pytest leaves any out
-FEW = 2  # ranks: fewer share nothing, more cost more
 RANKS = ("world", "ranks")  # names of parameters that are a number of ranks
+SHARED = ("stage", *RANKS)  # parameters whose values the functions of a file share out
+FEW = 2  # ranks: fewer share nothing, more cost more
 
 
-def cover(cases: Sequence[Case], name: str) -> list[int]:
-    """Which of a function's `cases` hold every value of every parameter, as few as a greedy choice finds, with few ranks."""
-    cases = [{key: repr(value) for key, value in case.items()} for case in cases]
-    order = list(range(len(cases)))
-    random.Random(name).shuffle(order)
-    cost = [sum(abs(int(case[key]) - FEW) for key in RANKS if case.get(key, "").isdigit()) for case in cases]
-    order.sort(key=cost.__getitem__)
-    missing = {item for case in cases for item in case.items()}
+def cover(tests: Sequence[set[Any]], order: Sequence[int]) -> list[int]:
+    """Which `tests` have all that any of them has, as few as a greedy choice finds; of equals, the first in `order`."""
+    missing: set[Any] = set().union(*tests)
     chosen = []
-    while missing or not chosen:
-        best = max(order, key=lambda at: len(missing & cases[at].items()))  # the first of equals
+    while missing:
+        best = max(order, key=lambda at: len(missing & tests[at]))  # the first of equals
         chosen.append(best)
-        missing -= cases[best].items()
+        missing -= tests[best]
     return sorted(chosen)
 
 
@@ -43,18 +43,66 @@ def function(item: Any) -> str:
     return item.nodeid.partition("[")[0]
 
 
+def parameters(item: Any) -> dict[str, str]:
+    return {name: repr(value) for name, value in getattr(getattr(item, "callspec", None), "params", {}).items()}
+
+
 def by_hand(item: Any) -> bool:
-    return any(item.get_closest_marker(mark) for mark in ("full", "slow"))
+    return any(item.get_closest_marker(mark) for mark in ("full", "slow", "gpu"))
+
+
+def starts_ranks(item: Any) -> bool:
+    """Whether it starts ranks or a command: a fixture or function of its file that it uses calls `ranks`, or it does."""
+    if {"ranks", "world"} & set(item.fixturenames):
+        return True
+    here = vars(item.module)
+    fixtures = [each[-1].func for each in item._fixtureinfo.name2fixturedefs.values()]
+    todo = [item.function, *(each for each in fixtures if each.__module__ == item.module.__name__)]
+    seen: set[str] = set()
+    while todo:
+        names = set(_names(todo.pop().__code__)) - seen
+        seen |= names
+        for name in names & here.keys():
+            value = here[name].func if isinstance(here[name], partial) else here[name]
+            if value is ranks or getattr(value, "__module__", None) == ranks.run.__module__:
+                return True
+            if isinstance(value, FunctionType):
+                todo.append(value)
+    return False
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """What a function, and each function inside it, looks up outside."""
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names(inner)
+
+
+def has(item: Any) -> set[Any]:
+    """What is lost where neither this test nor another with the same runs: its function, values of parameters."""
+    values = parameters(item).items()
+    if starts_ranks(item):
+        return {function(item)} | {value for value in values if value[0] in SHARED}
+    return {function(item)} | {(function(item), *value) for value in values}
 
 
 def mark(items: Sequence[Any]) -> None:
-    """Mark `full` what `make test` leaves out of a grid. Of the items that were collected: a test asked for by name stays."""
-    grids: dict[str, list[Any]] = {}
+    """Mark `full` what `make test` leaves out. Of the items that were collected: a test asked for by name stays."""
+    files: dict[str, list[Any]] = {}
     for item in items:
-        if not by_hand(item) and hasattr(item, "callspec"):
-            grids.setdefault(function(item), []).append(item)
-    for name, grid in grids.items():
-        kept = set(cover([item.callspec.params for item in grid], name))
-        for at, item in enumerate(grid):
+        if not by_hand(item):
+            files.setdefault(item.nodeid.partition("::")[0], []).append(item)
+    for name, found in files.items():
+        order = list(range(len(found)))
+        random.Random(name).shuffle(order)
+        order.sort(key=lambda at: _many_ranks(found[at]))
+        kept = set(cover([has(item) for item in found], order))
+        for at, item in enumerate(found):
             if at not in kept:
                 item.add_marker(pytest.mark.full)
+
+
+def _many_ranks(item: Any) -> int:
+    values = parameters(item)
+    return sum(abs(int(values[name]) - FEW) for name in RANKS if values.get(name, "").isdigit())

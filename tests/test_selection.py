@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+import sys
+import types
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import hypothesis
 import pytest
 from hypothesis import strategies as st
 
+import ranks
 import selection
 
 MAKEFILE = (Path(__file__).parents[1] / "Makefile").read_text()
@@ -42,52 +46,119 @@ def test_make_test_runs_every_function(collected):
     assert [item.nodeid for found in left_out for item in found if not selection.by_hand(item)] == []
 
 
-def test_make_test_runs_every_value_of_every_parameter(collected):
-    """Unless every test with that value is marked by hand."""
-    values, quick = defaultdict(list), set()
+def test_make_test_runs_every_value_and_in_each_file_every_stage_and_number_of_ranks(collected):
+    """Every value of a function's parameters where it starts no ranks; where all with that are marked by hand, none."""
+    has, quick = defaultdict(list), set()
     for item in collected:
-        for name, value in getattr(getattr(item, "callspec", None), "params", {}).items():
-            key = (selection.function(item), name, repr(value))
+        file = item.nodeid.partition("::")[0]
+        for each in selection.has(item):
             if not selection.by_hand(item):
-                values[key].append(item)
+                has[file, each].append(item)
             if sets(item) == ["test"]:
-                quick.add(key)
-    assert [key for key in values if key not in quick] == []
+                quick.add((file, each))
+    assert [each for each in has if each not in quick] == []
 
 
-def test_a_grid_is_thinned_to_its_longest_side():
-    """Sixteen tests of four stages and four worlds become four; two functions need not pair them alike."""
-    grid = [{"stage": stage, "world": world} for stage in range(4) for world in range(1, 5)]
-    pairings = set()
-    for name in "abcdef":
-        kept = [grid[at] for at in selection.cover(grid, name)]
-        assert (len(kept), len({case["stage"] for case in kept}), len({case["world"] for case in kept})) == (4, 4, 4)
-        assert kept == [grid[at] for at in selection.cover(grid, name)]
-        pairings.add(str(kept))
-    assert len(pairings) > 1
+def test_make_test_is_a_part(collected):
+    """A choice that chose everything would pass the tests above."""
+    assert sum(sets(item) == ["test"] for item in collected) < len(collected) / 2 or len(collected) < 1000
 
 
-def test_what_need_not_run_on_many_ranks_runs_on_two():
-    cases = [{"case": case, "world": world} for case in range(20) for world in range(1, 5)]
-    worlds = [cases[at]["world"] for at in selection.cover(cases, "")]
+def in_process():
+    return [1 for _ in range(2)]
+
+
+def on_ranks():
+    def inner():
+        return ranks.run(1, in_process)
+
+    return inner()
+
+
+command = partial(ranks.command, timeout=10)
+
+
+@pytest.mark.parametrize(
+    ("test", "starts"),
+    [
+        (in_process, False),
+        (on_ranks, True),
+        (lambda: in_process(), False),
+        (lambda: on_ranks(), True),
+        (lambda: command("plan"), True),
+    ],
+)
+def test_what_starts_ranks_is_known_from_what_it_calls(test, starts):
+    """By itself, in a function inside it, in a function of the file, and by a command."""
+    found = Found("f", function=test, module=sys.modules[__name__])
+    assert selection.starts_ranks(found) is starts
+    fixtures = Found("f", function=in_process, module=sys.modules[__name__], fixturenames=["world"])
+    assert selection.starts_ranks(fixtures)
+
+
+def grid(test, file="a.py", **parameters):
+    """The tests of a function for every combination of its parameters' values."""
+    return [
+        Found(
+            f"{file}::{test.__name__}[{'-'.join(map(str, case))}]",
+            function=test,
+            **dict(zip(parameters, case, strict=True)),
+        )
+        for case in itertools.product(*parameters.values())
+    ]
+
+
+def kept(items):
+    selection.mark(items)
+    return [item.callspec.params for item in items if not item.marks]
+
+
+def test_functions_on_ranks_share_out_the_stages_and_ranks_of_their_file():
+    """Sixteen combinations of each of two functions: four tests in all, with each stage and each number of ranks once."""
+    worlds = range(1, 5)
+    found = kept(grid(on_ranks, stage=range(4), world=worlds) + grid(lambda: on_ranks(), stage=range(4), world=worlds))
+    assert sorted(case["stage"] for case in found) == [0, 1, 2, 3]
+    assert sorted(case["world"] for case in found) == [1, 2, 3, 4]
+
+
+def test_what_may_run_on_any_number_of_ranks_runs_on_two():
+    others = [types.FunctionType(on_ranks.__code__, globals(), f"f{at}") for at in range(20)]
+    worlds = [case["world"] for case in kept([item for f in others for item in grid(f, kind="ab", world=range(1, 5))])]
     assert [worlds.count(world) for world in range(1, 5)] == [1, 17, 1, 1]
 
 
-@hypothesis.given(st.lists(st.fixed_dictionaries({name: st.integers(0, 3) for name in "abc"}), min_size=1), st.text())
-def test_a_cover_has_every_value_and_nothing_twice(cases, name):
-    """Any table of cases, grids with holes too. A case more brings at least one value that the others lack."""
-    kept = selection.cover(cases, name)
-    assert kept == sorted(set(kept))
-    for key in "abc":
-        assert {cases[at][key] for at in kept} == {case[key] for case in cases}
-    assert len(kept) <= sum(len({case[key] for case in cases}) for key in "abc") - 2
+def test_a_table_that_starts_no_ranks_runs_whole():
+    assert len(kept(grid(in_process, case=range(30)))) == 30
+    assert len(kept(grid(in_process, stage=range(4), world=range(1, 5)))) == 4
+    assert len(kept(grid(on_ranks, case=range(30)))) == 1
+
+
+def test_the_choice_is_the_same_every_time():
+    first, again = (kept(grid(on_ranks, case=range(9), stage=range(4))) for _ in range(2))
+    assert first == again
+
+
+@hypothesis.given(st.lists(st.sets(st.integers(0, 9), min_size=1), min_size=1), st.randoms())
+def test_a_cover_has_everything_and_no_test_in_vain(tests, random):
+    """Each test that is chosen brings at least one thing that those chosen before it lack."""
+    order = random.sample(range(len(tests)), len(tests))
+    chosen = selection.cover(tests, order)
+    assert chosen == sorted(set(chosen))
+    assert set().union(*(tests[at] for at in chosen)) == set().union(*tests)
+    assert len(chosen) <= len(set().union(*tests))
 
 
 class Found:
     """As much of a collected test as the selection looks at."""
 
-    def __init__(self, nodeid, *marks, **params):
-        self.nodeid, self.marks, self.callspec = nodeid, set(marks), SimpleNamespace(params=params)
+    def __init__(self, nodeid, *marks, function=None, module=None, fixturenames=(), **params):
+        self.nodeid, self.marks, self.callspec = nodeid, set(marks), types.SimpleNamespace(params=params)
+        self.function, self.module, self.fixturenames = (
+            function or in_process,
+            module or sys.modules[__name__],
+            fixturenames,
+        )
+        self._fixtureinfo = types.SimpleNamespace(name2fixturedefs={})
 
     def get_closest_marker(self, name):
         return name if name in self.marks else None

@@ -162,6 +162,7 @@ def test_every_combination_has_the_same_bits(world, precision, kernel):
     check(world, [each for each in ALL if each[3] == kernel], precision, timeout=350.0)
 
 
+@pytest.mark.full
 @pytest.mark.row(30)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_several_micro_batches_are_added_in_order(world, precision):
@@ -222,6 +223,7 @@ def test_where_tensors_are_cut_changes_no_bit(bounds, kernel, precision):
     check(3, configurations, precision, steps=3, layout=Layout(bounds=bounds))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("bounds", ["unit", "model"])
 def test_cuts_at_any_element_change_no_bit(bounds):
     """`align=1`, as in the papers: cuts fall anywhere, inside vector registers too; norms then add single elements."""
@@ -231,6 +233,7 @@ def test_cuts_at_any_element_change_no_bit(bounds):
     assert ranks.run(3, run) == [{}] * 3
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "options",
     [{"precision": Precision(param_dtype=torch.bfloat16, grad_dtype=torch.bfloat16)}, {"comm": Comm(reduce="native")}],

@@ -831,6 +831,7 @@ def mutated(ranks, folder, count):
     return ranks.run(2, meets_mutations, folder, count // 2, group=False, timeout=1700)
 
 
+@pytest.mark.full
 @pytest.mark.row(53)
 def test_mutations_load_whole_or_not_at_all(ranks, tmp_path):
     for seen in mutated(ranks, tmp_path, 400):

@@ -164,6 +164,7 @@ def test_verify_says_what_is_wrong_beside_blocks(tmp_path, command, what):
 # ----------------------------------------------------------------------------------------------------------------- diff
 
 
+@pytest.mark.full
 def test_the_same_training_at_other_ranks_differs_in_nothing(ranks, tmp_path, command):
     ranks.run(2, saves, "gpt", tmp_path / "a", 3, {})
     ranks.run(4, saves, "gpt", tmp_path / "b", 1, {"bounds": "model", "bucket_mib": 0.002})

@@ -118,6 +118,7 @@ def test_ranks_must_be_those_of_the_launcher():
     assert zeroshard("demo", **place).stderr == "zeroshard: demo starts its own ranks; run it without torchrun\n"
 
 
+@pytest.mark.full
 def test_what_only_a_rank_can_refuse_is_one_line_too(tmp_path):
     done = zeroshard("train", *SHORT, "--ranks", 2, "--device", "cuda", "--out", tmp_path, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 2
@@ -130,6 +131,7 @@ def test_what_only_a_rank_can_refuse_is_one_line_too(tmp_path):
 # ----------------------------------------------------------------------------------------------------------------- help
 
 
+@pytest.mark.full
 def test_the_options_are_these():
     """A new option is a decision; this list makes it one."""
     wanted = {
@@ -358,6 +360,7 @@ def test_under_two_torchrun_agents(run, tmp_path):
     assert bits(tmp_path) == bits(run[0])
 
 
+@pytest.mark.full
 def test_a_rank_under_torchrun_with_bad_input_says_so_once(tmp_path):
     process = torchrun("--standalone", "--nproc-per-node", 2, "-m", "zeroshard", "train", "--data", tmp_path / "none")
     said, _ = process.communicate(timeout=LIMIT)
@@ -408,6 +411,7 @@ def test_demo_fails_when_one_bit_differs(run, tmp_path, capsys, changed):
 # -------------------------------------------------------------------------------------------------------------- its end
 
 
+@pytest.mark.full
 @pytest.mark.row(60)
 @pytest.mark.parametrize(
     "number",

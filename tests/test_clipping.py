@@ -166,6 +166,7 @@ def test_foreach_beside_parameters_that_are_ignored(stage):
     assert ranks.run(1, beside_ignored, stage) == [True]
 
 
+@pytest.mark.full
 def test_one_parameters_norm_is_its_own():
     """p.grad.norm(), torch.linalg.vector_norm(p.grad, order): one number each, one question for all of them."""
     gradients = plain("gpt", 3)
@@ -220,6 +221,7 @@ def not_finite(value):
     return found
 
 
+@pytest.mark.full
 @pytest.mark.row(16, 17)
 def test_garbage_in_the_padding_is_never_seen():
     """NaN written into every element that belongs to no parameter changes neither norms, nor clipping, nor the step."""

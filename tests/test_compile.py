@@ -63,9 +63,13 @@ def all_of(cases):
 
 
 @pytest.mark.row(63)
-def test_blocks_and_models_compile_once():
+@pytest.mark.parametrize(
+    ("stage", "what"),
+    [(3, "model"), pytest.param(1, "model", marks=pytest.mark.full), pytest.param(3, "blocks", marks=pytest.mark.full)],
+)
+def test_blocks_and_models_compile_once(stage, what):
     """A replicated and a sharded model: no recompilation in later steps, and the bits of the same loop uncompiled."""
-    check([(1, "model", True), (3, "blocks", True), (3, "model", True)])
+    check([(stage, what, True)])
 
 
 @pytest.mark.slow

@@ -131,6 +131,7 @@ def test_errors_are_what_they_look_like():
     assert zeroshard.Error is Error
 
 
+@pytest.mark.full
 def test_importing_zeroshard_does_not_import_torch():
     """`import zeroshard` costs nothing; the first public name loads what it needs; unknown names are AttributeErrors."""
     code = (

@@ -181,6 +181,7 @@ def with_fsdp(folder):
     return ours, theirs, moments, adam.param_groups[0]["lr"], back
 
 
+@pytest.mark.full
 def test_fsdp2_loads_ours_and_we_load_fsdp2s(ranks, tmp_path):
     outcomes = ranks.run(2, with_fsdp, tmp_path)
     ours, theirs, moments, lr, back = outcomes[0]

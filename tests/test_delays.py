@@ -85,6 +85,7 @@ def check(world, seeds, **options):
         assert pauses > 0
 
 
+@pytest.mark.full
 def test_late_messages_change_no_bit():
     """Three seeds at 3 ranks and every stage: prefetch, buckets and checkpointing vary with the seed."""
     check(3, range(3))

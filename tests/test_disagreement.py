@@ -323,6 +323,7 @@ model(torch.ones(1, 4)).sum().backward()
 """
 
 
+@pytest.mark.full
 @pytest.mark.row(3)
 @pytest.mark.parametrize(
     "how",

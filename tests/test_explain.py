@@ -445,6 +445,7 @@ def test_the_closed_forms(walkthroughs):
     )
 
 
+@pytest.mark.full
 def test_corrections_are_the_runs_numbers(walkthroughs, transformer):
     """What a note calls right stands in the document; the text's own statement does not."""
     rights = {(note["text"], note["at"]): note["right"] for note in transformer["corrections"]}
@@ -1100,6 +1101,7 @@ def test_what_the_command_refuses(words, says, tmp_path, monkeypatch):
 # --------------------------------------------------------------------------------------------------- the calculator
 
 
+@pytest.mark.full
 def test_the_calculators_questions_have_the_planners_answers():
     """web/fixtures/plan-golden.json and planner.json are what `python -m bench.golden` writes."""
     stored = json.loads((WEB / "fixtures" / "plan-golden.json").read_text(encoding="utf-8"))

@@ -68,6 +68,7 @@ def like_stage_0(device, folder, tier, dtype):
             reference.assert_same(got[1], want[1])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("tier", ["device", "cpu", "nvme"])
 @pytest.mark.parametrize("device", DEVICES)
@@ -76,6 +77,7 @@ def test_every_stage_has_the_same_bits(device, tier, dtype, tmp_path):
     ranks.run(1, like_stage_0, device, str(tmp_path), tier, dtype)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("device", DEVICES)
 def test_ranks_on_one_device_have_the_same_bits(device, tmp_path):
     """Two ranks share the device; gloo takes what they send through host memory."""

@@ -516,6 +516,7 @@ def kept_over_steps():
     return found
 
 
+@pytest.mark.full
 def test_reading_a_gradient_does_not_round_it():
     """Norms, full_tensor and to_local between two backwards divide a copy: (a / 3) * 3 is not a."""
     assert ranks.run(3, read_between, defined("three_backwards", 3)[0]) == [[""] * 4] * 3

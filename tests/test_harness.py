@@ -245,6 +245,7 @@ def test_a_hang_fails_with_the_stack_of_the_rank_that_hung(hang, expect_errors):
     assert ranks.run(2, total) == [2.0, 2.0]
 
 
+@pytest.mark.full
 def test_a_hang_in_a_collective_shows_where():
     """Stuck inside C++ without the interpreter lock: the stack is still there."""
     with pytest.raises(ranks.RankFailure, match="hung on rank 0 of 2") as caught:
@@ -252,6 +253,7 @@ def test_a_hang_in_a_collective_shows_where():
     assert "in hang_in_collective" in caught.value.failures[0].traceback
 
 
+@pytest.mark.full
 def test_a_lonely_collective_raises_at_the_groups_time_out():
     """The group's own time-out is the one asked for: gloo raises long before the run counts as hung."""
     with pytest.raises(ranks.RankFailure, match="all_reduce") as caught:
@@ -292,6 +294,7 @@ def test_a_worker_that_dies_while_idle_is_replaced():
     assert ranks.pids(2)[1] != before[1]
 
 
+@pytest.mark.full
 def test_an_interruption_while_workers_start_leaves_no_confusion(monkeypatch):
     """Ctrl-C or a time-out between a question to the nursery and its answer: the next run starts from nothing."""
     ranks.shutdown()
@@ -309,6 +312,7 @@ def test_an_interruption_while_workers_start_leaves_no_confusion(monkeypatch):
     assert [each[0] for each in ranks.run(2, identity)] == ranks.pids(2)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("idle", [True, False])
 def test_a_nursery_that_dies_is_replaced(idle):
     """Its workers die with it, in the middle of a run or between runs; the next run starts afresh."""
@@ -357,6 +361,7 @@ def test_a_command_that_does_not_end_is_ended(tmp_path):
     assert ranks.command("train", "--steps", 0).returncode == 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sig", ["SIGKILL", "SIGTERM"])
 def test_workers_end_with_the_process_that_started_them(sig, tmp_path):
     """Kill the parent in the middle of a run whose ranks hang: within seconds none of its processes is left."""

@@ -164,6 +164,7 @@ def nothing_runs(tmp_path, monkeypatch):
         signal.signal(number, handler)
 
 
+@pytest.mark.full
 @pytest.mark.row(64)
 @pytest.mark.parametrize("words", BASES)
 @pytest.mark.parametrize("part", range(4))

@@ -234,6 +234,7 @@ def created_and_destroyed(stage: int):
     return growth(200, body)
 
 
+@pytest.mark.full
 @pytest.mark.row(36)
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_two_hundred_engines_leak_nothing(ranks, stage):
@@ -256,6 +257,7 @@ def many_steps(stage: int, steps: int):
     return growth(steps, body)
 
 
+@pytest.mark.full
 @pytest.mark.row(35)
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_hundreds_of_steps_leak_nothing(ranks, stage):

@@ -145,6 +145,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_elementwise_optimizer_keeps_its_states_in_files(name, tmp_path):
     settings = offload(tmp_path, **ON_DISK)
@@ -264,6 +265,7 @@ def repeated_like_the_device(folder, stages):
             same(repeated(stage, offload(folder, **fields)), want)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world", [1, 3])
 def test_a_step_that_raised_can_be_repeated(world, tmp_path):
     ranks.run(world, repeated_like_the_device, str(tmp_path), (0, 1, 3), timeout=120)
@@ -358,6 +360,7 @@ def kept_in_files(folder, stages):
         same(kept_gradients(stage, offload(folder, gradients="nvme")), kept_gradients(stage, None))
 
 
+@pytest.mark.full
 def test_a_step_leaves_gradients_in_files_as_they_are(tmp_path):
     """It averages them in memory, writes nothing, and what is added to them later gives the bits of the device."""
     ranks.run(3, kept_in_files, str(tmp_path), (1, 3), timeout=120)
@@ -588,6 +591,7 @@ RUN = """
 """
 
 
+@pytest.mark.full
 @pytest.mark.row(56, 57)
 def test_files_have_no_names_so_whatever_ends_a_run_none_is_left(tmp_path):
     """Nobody else can open them, two runs cannot meet in one, and a long path is only the folder's."""

@@ -192,6 +192,7 @@ def test_every_elementwise_optimizer_equals_plain_torch(kind, warm, stages):
     check(training, kind, warm, stages=stages)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world", [1, 2], ids=lambda world: f"ranks{world}")
 def test_every_elementwise_optimizer_at_one_and_two_ranks(world):
     """The same at one and at two ranks, one kernel of each class, fresh."""

@@ -182,6 +182,7 @@ SCENE = """() => ({
 })"""
 
 
+@pytest.mark.full
 def test_every_moment_of_every_stage(opened, walk, stage):
     """At the end of every chapter: bytes held, what each rank has of an element, and where it is drawn."""
     data = walk["transformer"]
@@ -216,6 +217,7 @@ def beats(page, stop=None):
         following.click()
 
 
+@pytest.mark.full
 def test_a_step_goes_unit_by_unit(opened, walk, stage):
     """Forward as the record has it; at the end the counters are the traffic of the step."""
     of = walk["transformer"]["stages"][stage]
@@ -247,6 +249,7 @@ def test_stage_3_gathers_computes_and_releases(opened):
     assert seen == [gone, there, there, gone]
 
 
+@pytest.mark.full
 def test_play_goes_on_to_the_end_and_stops(opened):
     page = opened("walkthroughs", "#transformer?stage=1&moment=4")
     last = page.locator("[data-beat]").get_attribute("data-beat")
@@ -264,6 +267,7 @@ def test_play_goes_on_to_the_end_and_stops(opened):
     assert still.locator(".packet").count() == 0
 
 
+@pytest.mark.full
 def test_the_arrows_step_and_pause_holds(opened):
     page = opened("walkthroughs", "#transformer?stage=3", reduced=True)
     for key, expected in [
@@ -279,6 +283,7 @@ def test_the_arrows_step_and_pause_holds(opened):
     assert page.get_by_label("Play").is_visible()
 
 
+@pytest.mark.full
 def test_another_stage_is_at_the_same_frame(opened):
     page = opened("walkthroughs", "#transformer?stage=3", reduced=True)
     beats(page, "compute:forward:3")
@@ -286,6 +291,7 @@ def test_another_stage_is_at_the_same_frame(opened):
     assert page.locator("[data-beat]").get_attribute("data-beat") == "compute:forward:3"
 
 
+@pytest.mark.full
 def test_all_stages_play_on_one_cursor(opened, walk):
     """Each stage is where its own last frame is; at the end every counter is that stage's traffic."""
     stages = walk["transformer"]["stages"]
@@ -302,6 +308,7 @@ def test_all_stages_play_on_one_cursor(opened, walk):
             assert [seen.get_attribute(f"data-{name}") for name in ("sent", "holds")] == [str(sent), str(holds)]
 
 
+@pytest.mark.full
 def test_memory_of_the_stages_on_one_axis(opened, walk):
     """What the curves read at both ends, and the named peaks of backward, on either rank."""
     stages = walk["transformer"]["stages"]
@@ -320,6 +327,7 @@ def test_memory_of_the_stages_on_one_axis(opened, walk):
     assert peaks[2] > peaks[1]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("block", "values"),
     [("k", "k"), ("v", "v"), ("scores", "scores"), ("softmax", "weights"), ("heads", "mixed"), ("hidden", "hidden"), ("probabilities", "probabilities")],
@@ -337,6 +345,7 @@ def test_a_block_of_the_model_opens_its_values(opened, walk, block, values):
     assert page.locator("[data-made]").count() == 0
 
 
+@pytest.mark.full
 def test_an_element_is_chosen_by_keyboard_and_kept_in_the_address(opened, walk):
     page = opened("walkthroughs", "#transformer?stage=1&moment=3")
     slider = page.get_by_label("Element of the flat vector")
@@ -358,6 +367,7 @@ def test_an_element_is_chosen_by_keyboard_and_kept_in_the_address(opened, walk):
     assert page.get_by_label("Element of the flat vector").get_attribute("aria-valuenow") == "259"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("element", [8, 129, 130, 259])
 def test_adam_is_traced_with_the_run_s_numbers(opened, walk, element):
     page = opened("walkthroughs", f"#transformer?element={element}")
@@ -379,6 +389,7 @@ def test_adam_is_traced_with_the_run_s_numbers(opened, walk, element):
     assert "their sum is rounded to it" in page.locator(".trace").text_content()
 
 
+@pytest.mark.full
 def test_hovering_names_the_element_and_who_has_it(opened):
     page = opened("walkthroughs", "#transformer?stage=1&moment=3")
     ruler = page.locator(".ruler")
@@ -391,6 +402,7 @@ def test_hovering_names_the_element_and_who_has_it(opened):
     assert text.replace(" ", "").startswith("W1[3,2],element130")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("by", ["tensor", "module"])
 def test_every_frame_of_backward(opened, walk, by):
     data = walk["transformer"]["backward"][by]
@@ -413,6 +425,7 @@ def test_every_frame_of_backward(opened, walk, by):
     page.wait_for_url(f"**frame={len(data['frames']) - 1}*")
 
 
+@pytest.mark.full
 def test_the_stages_side_by_side(opened, walk):
     page = opened("walkthroughs", "#transformer")
     found = [each.inner_text() for each in page.locator("[data-nbytes]").all()]
@@ -426,6 +439,7 @@ def test_the_stages_side_by_side(opened, walk):
 # --------------------------------------------------------------------------------------------------- the other walks
 
 
+@pytest.mark.full
 def test_the_four_weights(opened, walk, stage):
     data = walk["four"]
     page = opened("walkthroughs", f"#weights?stage={stage}")
@@ -445,6 +459,7 @@ def test_the_four_weights(opened, walk, stage):
         assert found[name][1:-1] == [shown(table[index]) for table in tables]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_four_weights_are_drawn(opened, walk, stage):
     """After Adam the model is half new on each rank; what a rank does not hold has no value; a line is a button."""
@@ -464,6 +479,7 @@ def test_the_four_weights_are_drawn(opened, walk, stage):
     assert shown_by == [new[:2] + rest[2:], rest[:2] + new[2:]]
 
 
+@pytest.mark.full
 def test_the_three_layers(opened, walk):
     data = walk["layers"]
     page = opened("walkthroughs", "#layers")
@@ -479,6 +495,7 @@ def test_the_three_layers(opened, walk):
     assert page.locator("[data-now]").get_attribute("data-now") == str(peak)
 
 
+@pytest.mark.full
 def test_every_number_of_the_texts_is_on_the_page(opened, walk):
     """All that `zeroshard plan --text` prints: tables, what differs in them, and the corrections."""
     page = opened("walkthroughs", "#texts")
@@ -509,6 +526,7 @@ def test_every_number_of_the_texts_is_on_the_page(opened, walk):
         assert pairs == [[each[key] for each in own] for key in ("says", "right")]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("view", "key"),
     [("overview", "overview"), ("transformer", "transformer"), ("weights", "four"), ("layers", "layers")],
@@ -526,6 +544,7 @@ def test_a_marker_opens_where_a_text_differs(opened, walk, view, key):
     assert sorted(seen) == sorted(" ".join(each.split()) for each in known)
 
 
+@pytest.mark.full
 def test_one_parameter_through_the_whole_step(opened, walk):
     """A row for each moment: what each rank has of the element, as the figure above says moment by moment."""
     data = walk["transformer"]
@@ -564,6 +583,7 @@ def test_the_overview(opened, walk):
 # --------------------------------------------------------------------------------------------------------- calculator
 
 
+@pytest.mark.full
 def test_the_calculator_answers_as_the_planner(opened):
     """Random questions of the golden file, put through the address; tests/planner.test.ts goes through all of them."""
     known = {"params", "ranks", "preset", "optimizer", "accumulate", "no_sync", "gpu_mem"}
@@ -600,6 +620,7 @@ def test_the_calculator_answers_as_the_planner(opened):
         assert titles == [f"{nbytes:,} byte{'s' * (nbytes != 1)}" for nbytes in moved.values()]
 
 
+@pytest.mark.full
 def test_the_calculator_by_hand(opened):
     page = opened("bare", "#calculator")
     page.get_by_role("button", name="7.5 B on 64").click()
@@ -641,6 +662,7 @@ def test_the_calculator_by_hand(opened):
     assert titles == [f"{nbytes:,} bytes" for stage in links for nbytes in stage.links]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("key", "label", "bad", "good", "says"),
     [
@@ -674,6 +696,7 @@ def test_a_field_says_what_is_wrong_and_nothing_else_is_answered(opened, key, la
     assert page.get_by_label(label).input_value() == good
 
 
+@pytest.mark.full
 def test_memory_of_a_gpu_has_decimals(opened):
     page = opened("bare", "#calculator?mem=23.5&units=0&p=7e9&n=8&stage=2")
     plan = zeroshard.plan(params=7e9, ranks=8, stage=2, gpu_mem="23.5GiB")
@@ -682,6 +705,7 @@ def test_memory_of_a_gpu_has_decimals(opened):
     assert rows(page)["largest"][3] == f"{plan.stages[0].largest / 1e9:.4g} B"
 
 
+@pytest.mark.full
 def test_a_known_model_on_a_known_gpu_with_its_activations(opened):
     """The presets fill the fields; the estimate is apart from what the planner answers."""
     page = opened("bare", "#calculator?n=8&stage=3")
@@ -711,6 +735,7 @@ def test_a_dark_page_is_dark_before_its_script_runs(browser, files):
     assert seen == "rgb(19, 21, 25)"
 
 
+@pytest.mark.full
 def test_on_a_phone_all_is_large_enough_to_press(opened):
     """Buttons, fields and radio buttons are 40 pixels high; what sticks to the top takes at most 110."""
     small = """() => [...document.querySelectorAll('main button.button, main select, nav a, fieldset label, summary')]
@@ -723,6 +748,7 @@ def test_on_a_phone_all_is_large_enough_to_press(opened):
         assert page.evaluate(sticky) <= 110
 
 
+@pytest.mark.full
 def test_the_main_figure_fits_one_screen(opened):
     """Controls, model and the strips of both ranks, without scrolling."""
     page = opened("walkthroughs", "#transformer?stage=3&beat=4")
@@ -731,6 +757,7 @@ def test_the_main_figure_fits_one_screen(opened):
         assert box["y"] >= 0 and box["y"] + box["height"] <= 900
 
 
+@pytest.mark.full
 def test_one_path_leads_through_the_page(opened):
     """Each view ends with a question, answered when it has been guessed, and a link to the next."""
     page = opened("walkthroughs", "#overview")
@@ -748,6 +775,7 @@ def test_one_path_leads_through_the_page(opened):
     assert page.title().startswith("Calculator")
 
 
+@pytest.mark.full
 def test_a_million_ranks_have_an_answer(opened):
     page = opened("bare", "#calculator?n=1048576")
     assert rows(page)["largest"][4] == "5629 T"
@@ -773,6 +801,7 @@ def held_now(page):
     return dict(page.locator("[data-now]").evaluate_all(script))
 
 
+@pytest.mark.full
 def test_a_run_shows_its_peak_and_every_moment(opened):
     run = fixture("run")["run"]
     recording = run["recording"]
@@ -801,6 +830,7 @@ def test_a_run_shows_its_peak_and_every_moment(opened):
         page.wait_for_function("at => location.hash.includes(`t=${at}`)", arg=of["peak"]["at"])
 
 
+@pytest.mark.full
 def test_a_run_shows_each_tier_apart(opened):
     """What rests in host memory and files has strips of its own; the peak is the device's."""
     recording = fixture("tiers")["run"]["recording"]
@@ -831,6 +861,7 @@ def test_a_run_shows_predicted_beside_held_and_what_was_sent(opened):
         ]
 
 
+@pytest.mark.full
 def test_any_element_of_a_run_has_an_owner(opened):
     layout = fixture("run")["run"]["layout"]
     page = opened("run")
@@ -845,6 +876,7 @@ def test_any_element_of_a_run_has_an_owner(opened):
     assert page.locator("table", has_text="owned by").locator("tbody tr").count() == matches
 
 
+@pytest.mark.full
 def test_a_thousand_tensors_stay_few_nodes(opened):
     """Units first, tensors when asked; the timeline is one canvas."""
     run = fixture("run-1000")["run"]
@@ -858,6 +890,7 @@ def test_a_thousand_tensors_stay_few_nodes(opened):
     assert abs(page.evaluate("document.querySelectorAll('*').length") - before) < 100
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["run", "run-1000", "tiers", "hostile"])
 def test_a_run_plays_unit_by_unit(opened, name):
     """Its own blocks: what all ranks have sent at the end of the step, and what they hold, as recorded."""
@@ -878,6 +911,7 @@ def test_a_run_plays_unit_by_unit(opened, name):
     )
 
 
+@pytest.mark.full
 @pytest.mark.timeout(120)
 def test_a_thousand_tensors_play_smoothly(opened):
     """While things fly, a frame changes only what flies: the scene's nodes stay the same ones."""
@@ -920,6 +954,7 @@ VIEWS = [
 ] + [("run", "run")]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dark", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["light", "dark"])
 @pytest.mark.parametrize(("name", "view"), VIEWS)
 def test_a_view_is_accessible_and_fits_every_width(opened, name, view, dark):
@@ -935,6 +970,7 @@ def test_a_view_is_accessible_and_fits_every_width(opened, name, view, dark):
         assert page.evaluate(FITS), width
 
 
+@pytest.mark.full
 def test_the_theme_follows_the_system_until_it_is_chosen(opened):
     page = opened("walkthroughs", dark=True)
     theme = "document.documentElement.dataset.theme"
@@ -944,6 +980,7 @@ def test_the_theme_follows_the_system_until_it_is_chosen(opened):
     assert page.evaluate(theme) == "light"
 
 
+@pytest.mark.full
 def test_motion_and_print(opened):
     still = opened("walkthroughs", "#transformer", reduced=True)
     moving = opened("walkthroughs", "#transformer")
@@ -958,6 +995,7 @@ OUTSIDE = """() => [...document.querySelectorAll('main table, main canvas, main 
   .filter(each => each.checkVisibility() && each.getBoundingClientRect().right > innerWidth).map(each => each.outerHTML.slice(0, 80))"""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "view"), VIEWS)
 def test_paper_is_light_and_keeps_every_column(opened, name, view):
     page = opened(name, f"#{view}", width=794, dark=True)  # A4
@@ -969,6 +1007,7 @@ def test_paper_is_light_and_keeps_every_column(opened, name, view):
     assert page.evaluate(OUTSIDE) == []
 
 
+@pytest.mark.full
 def test_a_figure_is_drawn_for_the_paper(opened):
     """Colours and width of the canvas are the paper's, before it is printed, and the screen's again after."""
     page = opened("run", dark=True)
@@ -980,6 +1019,7 @@ def test_a_figure_is_drawn_for_the_paper(opened):
     assert page.evaluate(state) == before and before[0] == "dark"
 
 
+@pytest.mark.full
 def test_on_a_phone_the_open_tab_and_step_are_in_sight(opened):
     seen = """selector => {
       const node = document.querySelector(selector), box = node.getBoundingClientRect();
@@ -995,11 +1035,13 @@ def test_on_a_phone_the_open_tab_and_step_are_in_sight(opened):
             assert page.evaluate(seen, ".stepper li.on i")
 
 
+@pytest.mark.full
 def test_the_frames_start_at_the_first(opened):
     page = opened("walkthroughs", "#transformer")
     assert page.get_by_text("Frame 1 of 13").is_visible()
 
 
+@pytest.mark.full
 def test_a_view_goes_into_the_address_and_back(opened):
     page = opened("walkthroughs")
     page.get_by_role("link", name="260 parameters", exact=True).click()

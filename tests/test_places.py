@@ -162,6 +162,7 @@ def command(*words):
     )
 
 
+@pytest.mark.full
 @pytest.mark.row(75)
 def test_names_from_files_are_escaped_and_any_terminal_can_show_them(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONIOENCODING", "utf-8")

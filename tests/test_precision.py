@@ -286,6 +286,7 @@ def dtypes():
     return len(found)
 
 
+@pytest.mark.full
 def test_parameters_keep_their_dtype_unless_asked():
     """Parameters have their own dtype or the one asked for, gradients and masters the documented one, buffers always
     their own; master bytes are held only where the master's dtype is not the parameter's."""

@@ -65,6 +65,7 @@ def part_of_a_run(case, start, stop, stage, bucket_mib, options, load=None, save
 OPTIONS = {"plain": {}, "dropout": {"dropout": 0.1}, "dropout-recomputed": {"dropout": 0.1, "checkpoint": "reentrant"}}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "case",
     [
@@ -239,6 +240,7 @@ def program(tmp_path, body):
     return subprocess.run([sys.executable, path], env=environment, cwd=tmp_path, capture_output=True, text=True)
 
 
+@pytest.mark.full
 @pytest.mark.row(48)
 def test_the_end_of_the_program_waits_for_a_save(tmp_path):
     body = """
@@ -255,6 +257,7 @@ def test_the_end_of_the_program_waits_for_a_save(tmp_path):
     assert zero.load(tmp_path / "a").extra == {}
 
 
+@pytest.mark.full
 @pytest.mark.row(48)
 def test_the_end_of_the_program_says_what_was_lost(tmp_path):
     body = """

@@ -113,6 +113,7 @@ def test_simulated_equals_real(ranks, stage, case):
         assert outcome == simulated(case, stage, {}, 2, rank)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "world", [1, pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)]
 )
@@ -123,6 +124,7 @@ def test_simulated_equals_real_at_any_rank_count(ranks, world, options):
         assert outcome == simulated("gpt", 3, OPTIONS[options], world, rank)
 
 
+@pytest.mark.full
 def test_a_difference_would_be_seen():
     """The comparison above is of everything: another stage, prefetch or rank gives another outcome."""
     one = simulated("gpt", 3, {}, 3, 0)
@@ -227,7 +229,8 @@ def test_collectives_take_what_their_bytes_and_hops_take():
 EXAMPLE = str(ROOT / "examples" / "job.py") + ":job"
 
 
-@pytest.mark.parametrize("stage", [pytest.param(None, marks=pytest.mark.full, id="all"), 3])
+@pytest.mark.full
+@pytest.mark.parametrize("stage", [pytest.param(None, id="all"), 3])
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 def test_a_plan_of_a_job(precision, stage):
     """At rest as the ledger of a simulated step says, the peak at a named part of the step, activations beside."""
@@ -431,6 +434,7 @@ def warm(monkeypatch):
     monkeypatch.setattr(launch, "start_ranks", start_ranks)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name", ["halves", "groups", *(pytest.param(name, marks=pytest.mark.slow) for name in ("amsgrad", "rprop"))]
 )
@@ -507,7 +511,8 @@ def test_a_plan_of_a_job_refuses_what_it_cannot_use():
 command = partial(ranks.command, timeout=120, cwd=ROOT)
 
 
-@pytest.mark.parametrize("stages", [pytest.param(range(4), marks=pytest.mark.full, id="all"), [2]])
+@pytest.mark.full
+@pytest.mark.parametrize("stages", [pytest.param(range(4), id="all"), [2]])
 def test_predicted_equals_held_on_real_ranks(stages):
     """`zeroshard plan --check`: every state and every peak of every rank at every stage, to the byte."""
     words = ["--ranks", 2, "--check", "--json", "--accumulate", 2, "--no-sync", "--precision", "bf16"]
@@ -538,6 +543,7 @@ def checked_on_the_page():
     return words, shown.splitlines()
 
 
+@pytest.mark.full
 def test_the_page_shows_what_a_check_predicts():
     """Every total at rest and every highest peak of docs/planning.md's table, on both ranks at all stages."""
     words, (_, _, *rows, last) = checked_on_the_page()

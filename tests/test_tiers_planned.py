@@ -102,6 +102,7 @@ def test_every_tier_of_every_state(ranks, world, stage, tmp_path):
             assert said == held, case
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("where", [("nvme", "nvme", "nvme"), MIXED[0]], ids=["nvme", "mixed"])
 def test_a_simulation_makes_no_files_and_counts_what_a_run_counts(where, stage, tmp_path):
     settings = {"stage": stage, "precision": BF16, "offload": offload(where, tmp_path / "none")}
@@ -268,6 +269,7 @@ def test_a_check_compares_tiers_and_what_files_moved():
     assert {"at rest", "at rest in host", "gradients in host", "read in 3 steps", "write in 3 steps"} <= set(held)
 
 
+@pytest.mark.full
 def test_verify_adds_tiers_to_its_grid(tmp_path):
     words = ("verify", "tests/jobs.py:mlp", "--ranks", 1, "--stage", "1,3", "--steps", 2, "--bucket-mib", "small")
     found = json.loads(run(*words, "--offload", "cpu,nvme", "--offload-path", tmp_path, "--json"))
@@ -289,6 +291,7 @@ def test_train_takes_tiers(tmp_path):
     assert list((tmp_path / "files").iterdir()) == []
 
 
+@pytest.mark.full
 def test_a_resumed_run_keeps_its_tiers(tmp_path):
     """Unless others are given; a folder for files goes with the last state in files."""
     (tmp_path / "text").write_text("a line of text\n" * 100)
@@ -306,6 +309,7 @@ def test_a_resumed_run_keeps_its_tiers(tmp_path):
     assert resumed("--steps", 4, "--offload", "cpu") == {f"offload_{kind}": "cpu" for kind in states.KINDS}
 
 
+@pytest.mark.full
 def test_simulate_says_what_each_tier_holds_and_what_files_move():
     words = (
         "simulate",

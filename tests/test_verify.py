@@ -74,6 +74,7 @@ def test_the_grid_of_a_gpt_with_dropout_and_tied_weights():
     assert "all 25 are equal, bit for bit\n" in done.stdout
 
 
+@pytest.mark.full
 def test_sixteen_bit_weights_and_clipping(warm):
     """bf16, clipped, by the module's name: what one process with fp32 masters and fp32 sums gives."""
     words = ("--ranks", "1,2,3", "--stage", "1,2", "--bucket-mib", "small", "--precision", "bf16", "--clip", "0.2")
@@ -84,6 +85,7 @@ def test_sixteen_bit_weights_and_clipping(warm):
     assert found["results"][4]["accumulate"] == 4  # 1 rank x 4 is 2 ranks x 2
 
 
+@pytest.mark.full
 def test_buffers_that_training_changes(warm):
     """One process has no counterpart for rank 0's running statistics, so the stages are held against stage 0."""
     code, found = warm("batch_norm", "--ranks", "1,2", "--stage", "3", "--bucket-mib", "24")
@@ -147,6 +149,7 @@ def test_a_job_that_looks_at_its_rank(warm):
     assert "seems to depend on the rank or process" in found["notes"][-1]
 
 
+@pytest.mark.full
 def test_a_rank_that_fails_ends_its_column():
     """Alone it raises, in the second run of the first configuration; a failure at once, not after the time-out."""
     done = run("verify", "jobs:fails_on_rank_1", *ONE, "--stage", "0", "--steps", 2)

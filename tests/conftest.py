@@ -1,5 +1,6 @@
 """What every test gets: one thread, fixed seeds, a hard time-out, and warm rank processes (`import ranks`)."""
 
+import gc
 import os
 import random
 import sys
@@ -24,7 +25,7 @@ LONGEST = {  # the longest files start first, or one of xdist's workers ends alo
 }  # fmt: skip
 MARKERS = {
     "dist": "runs on several rank processes (set by itself on tests that use the `ranks` or `world` fixture)",
-    "full": "left to `make full`: set by itself on what `make test` need not run of a grid (selection.py), or by hand",
+    "full": "left to `make full`: set by itself on what `make test` need not run (selection.py), or by hand: over a second",
     "gpu": "needs a CUDA device, skipped without one",
     "row": "proves these rows of docs/trust.md, as a name with rowN in it does",
     "slow": "left to `make slow` by hand: minutes in all; skipped with --fast",
@@ -72,6 +73,12 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="--fast"))
         if item.get_closest_marker("timeout") is None and not config.getoption("timeout", None):
             item.add_marker(pytest.mark.timeout(TEST_TIMEOUT))
+
+
+def pytest_collection_finish():
+    """A collection inside a test walks what the tests made, not torch and the tests themselves, which takes 0.3 s each."""
+    gc.collect()
+    gc.freeze()
 
 
 def _shuffle(items, seed):

@@ -1,6 +1,7 @@
 # Each target is one line; .ci/run calls the same ones. PYTHON chooses the interpreter that .venv is made from.
 PYTHON ?= python3
 BIN := .venv/bin
+export PYTHONDONTWRITEBYTECODE := # tests and zeroshard are compiled once, not in each process that a test starts
 
 .PHONY: install demo test full slow check docs bench gpu web
 

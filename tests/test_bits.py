@@ -83,12 +83,12 @@ def plain(world, precision, kernel="loop", backwards=1, steps=STEPS, block=norms
     }
 
 
-def train(stage, buckets, checkpoint, kernel, *, precision, backwards=1, steps=STEPS, layout=None, comm=None):
+def train(stage, buckets, checkpoint, kernel, *, precision, backwards=1, steps=STEPS, layout=None, **options):
     """The user's loop on this rank; what `plain` returns, of which masters and state are this rank's fragments."""
     model = models.build("gpt", checkpoint=checkpoint, **GPT)
     optimizer = adamw(model.parameters(), kernel)
     layout = layout or BUCKETS[buckets]
-    zero = zeroshard.shard(model, optimizer, stage=stage, precision=PRECISIONS[precision], layout=layout, comm=comm)
+    zero = zeroshard.shard(model, optimizer, stage=stage, precision=PRECISIONS[precision], layout=layout, **options)
     history = reference.loop(
         model, optimizer, BATCHES, LOSS,
         ranks.rank(), ranks.world(), backwards, steps=steps, clip=limit(ranks.world() * backwards), average=True,
@@ -104,7 +104,8 @@ def fragments(zero, model, optimizer):
     found = {"masters": {}, "exp_avg": {}, "exp_avg_sq": {}}
     for name, parameter in model.named_parameters():
         bucket, slot = zero.partition.find(name)
-        first, last = bucket.fragment(slot, zero.rank) if zero.stage else (0, parameter.numel())
+        position = zero.rank % zero.partition.ranks  # among the ranks of a replica
+        first, last = bucket.fragment(slot, position) if zero.stage else (0, parameter.numel())
         if last > first:
             fragment = next(held)
             found["masters"][name] = first, fragment.detach().reshape(-1).clone()

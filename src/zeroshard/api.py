@@ -25,7 +25,7 @@ from .layout import Bucket, Layout, Slot
 from .numerics import Precision
 from .ranks.comm import Comm
 from .sharded import COMPARING, Engine, refuse_copy
-from .stage import Placements
+from .stage import Placements, seat
 from .tiers.nvme import NvmeTier
 from .tiers.tier import Offload
 
@@ -125,6 +125,7 @@ class Zero:
         self.model = engine.model
         self.stage, self.placements, self.partition = engine.stage, engine.placements, engine.partition
         self.rank, self.world_size = engine.group.rank, engine.group.ranks
+        self.replicas = engine.replicas
 
     @property
     def seed(self) -> int:
@@ -321,8 +322,8 @@ class Zero:
     def owners(self, name: str, state: str = "optimizer") -> list[Owner]:
         """Which rank holds which flat range of a parameter's "parameters", "gradients" or "optimizer" state.
 
-        Ranges in rank order; where the state is replicated every rank holds the whole. Empty for gradients and
-        optimizer state of a parameter in a frozen bucket.
+        In rank order: of a sharded state a range for one rank of each replica, of a replicated one the whole for every
+        rank. Empty for gradients and optimizer state of a parameter in a frozen bucket.
         """
         record = next((record for record in self._engine.managed if name in record.names), None)
         if record is None:
@@ -334,10 +335,10 @@ class Zero:
         if state != "parameters" and self._engine.gradients.of_bucket(bucket.index) is None:
             return []
         tier = self._engine.resting[bucket.index][state]
-        if not getattr(self.placements, state):
-            return [Owner(rank, 0, slot.numel, tier) for rank in range(self.world_size)]
-        parts = [bucket.fragment(slot, rank) for rank in range(self.world_size)]
-        return [Owner(rank, *part, tier) for rank, part in enumerate(parts) if part.numel]
+        seats = [seat(rank, self.world_size, self.replicas) for rank in range(self.world_size)]
+        degree = getattr(self.placements, state)
+        parts = [slot.within(*bucket.held(each, degree)) for each in seats]
+        return [Owner(rank, *part, tier) for rank, part in enumerate(parts) if part.numel or not degree]
 
     @property
     def skipped(self) -> int:

@@ -119,23 +119,32 @@ def simulated(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
-def fold(total: Tensor, pieces: Sequence[Tensor], *, fresh: bool, times: int = 1, over: int = 1) -> None:
-    """total = ((total * times + pieces[0]) + pieces[1] + ...) / over, in place; `fresh` starts from pieces[0] instead.
+def running_dtype(total: torch.dtype) -> torch.dtype:
+    """What a sum is taken in: 16-bit accumulators are summed in fp32."""
+    return torch.float32 if total in LOW else total
 
-    total and pieces are 1-D and of one length; a piece may lie where `total` does (only its first use is read).
+
+def fold(total: Tensor, pieces: Sequence[Tensor], *, start: Tensor | None, times: int = 1, over: int = 1) -> None:
+    """total = ((start * times + pieces[0]) + pieces[1] + ...) / over; without a start, from pieces[0] on.
+
+    All are 1-D and of one length; `start` and any piece may lie where `total` does (only its first use is read).
     16-bit accumulators are summed in fp32 and rounded once per call.
+
+    A fold over some pieces is where one over more may start, and no sum is taken in another order for it:
+    fold(fold(a, x), y) is fold(a, x ++ y), if what is between them is not rounded and not divided.
     """
-    dtype = torch.float32 if total.dtype in LOW else total.dtype
+    dtype = running_dtype(total.dtype)
     in_place = total.dtype == dtype and not any(piece.data_ptr() == total.data_ptr() for piece in pieces)
     scratch = torch.empty(2, min(CHUNK, total.numel()), dtype=dtype, device=total.device)
+    first, more = (pieces[0], pieces[1:]) if start is None else (start, pieces)
     for at in range(0, total.numel(), CHUNK):
         part = total[at : at + CHUNK]
         running, other = part if in_place else scratch[0, : part.numel()], scratch[1, : part.numel()]
-        if fresh or not in_place:
-            running.copy_(pieces[0][at : at + CHUNK] if fresh else part)
-        if times > 1 and not fresh:
+        if first is not total or not in_place:
+            running.copy_(first[at : at + CHUNK])
+        if times > 1 and start is not None:
             running.mul_(times)
-        for piece in pieces[1:] if fresh else pieces:
+        for piece in more:
             addend = piece[at : at + CHUNK]
             running.add_(addend if addend.dtype == dtype else other.copy_(addend))
         average_(running, over)

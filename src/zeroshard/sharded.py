@@ -73,6 +73,7 @@ class Engine:
         self.ledger = Ledger()
         self.ledger.begin("init")
         self.group = connect(comm, self.ledger, device)
+        self.replicas = self.group.team.seat.replicas
         parts = Assembly(model, stage, precision, offload, self.group)
         before: Before | None = None
         try:
@@ -267,7 +268,7 @@ class Engine:
             buffer.changed()
             buffer.gathered.current &= buffer.resident
             buffer.spread(overlap=self.comm.overlap)
-        self._compare([buffer for buffer in published if not buffer.place.optimizer])
+        self._compare([buffer for buffer in published if not buffer.place.optimizer or self.replicas > 1])
 
     def _refuse_mixture(self, module: nn.Module, *_: Any) -> None:
         """Before a state_dict, which asks no other rank."""
@@ -376,9 +377,12 @@ class Engine:
             told = self.group.poll("leaving gathered()", len(units), 0 if write_from is not None else _digest(units))
         if self.group.rank == 0 and len(set(told)) > 1:
             log.warning(
-                "the ranks leave gathered() with different weights: of each element its owner's counts, a mixture. "
-                "Make the same edits on every rank, or say whose count: zero.gathered(write_from=0)"
+                "the ranks leave gathered() with different weights: "
+                + ("rank 0's count. " if self.replicas > 1 else "of each element its owner's counts, a mixture. ")
+                + "Make the same edits on every rank, or say whose count: zero.gathered(write_from=0)"
             )
+        if self.replicas > 1 and len(set(told)) > 1:
+            write_from = 0  # each shard has an owner in every replica, and these would differ
         for buffer in (buffer for unit in units for buffer in unit.buffers):
             buffer.rebind()
             if write_from is not None:

@@ -188,7 +188,7 @@ def _agreed(name: str, key: str, told: Sequence[Any], kinds: Kinds) -> bool:
 def pieces(running: ModelState) -> Iterator[Piece]:
     for buffer in (*running.buffers, *running.alone.values()):
         for slot in buffer.bucket.slots:
-            own = slot.within(*buffer.owned)
+            own = slot.within(*buffer.saves)
             if own.numel:
                 value = buffer.updating.part(slot.start + own.start, slot.start + own.stop)
                 yield Piece(slot.name, VALUE, own.start, own.stop, value.plain())
@@ -224,7 +224,7 @@ def _kept(running: ModelState) -> Iterator[tuple[str, str, Any, Any, Any, bool]]
     local = [Kinds(fixed_shapes(binding.optimizer), {}) for binding in running.bindings]
     for binding, kinds in zip(running.bindings, running.kinds or local, strict=True):
         for fragment in running.fragments(binding):
-            part, own = fragment.slot.within(*fragment.buffer.updated), fragment.slot.within(*fragment.buffer.owned)
+            part, own = fragment.slot.within(*fragment.buffer.updated), fragment.slot.within(*fragment.buffer.saves)
             if part.numel and own.numel:
                 for key, value in binding.states.kept(fragment).items():
                     like = isinstance(value, Part) or kinds.like(fragment, key, value)

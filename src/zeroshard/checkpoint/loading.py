@@ -341,7 +341,7 @@ def _as_it_was(mine: Any, saved: Any) -> Any:
 def resting(running: ModelState, name: str) -> tuple[int, int]:
     """The elements of a parameter that rest on this rank."""
     buffer, slot = running.places[name]
-    part = slot.within(*buffer.owned) if buffer.place.parameters else slot.within(0, buffer.bucket.numel)
+    part = slot.within(*buffer.rests)
     return part.start, part.stop
 
 

@@ -21,7 +21,7 @@ from ..layout import Bucket, slot_at
 from ..numerics import Precision
 from ..ranks.agreement import Group
 from ..ranks.transport import Work
-from ..stage import Degree, Placements
+from ..stage import SAVED, Degree, Placements
 from ..tiers.tier import STATES, DeviceTier, Part, Tier
 from .edits import Edits, increment_versions
 from .flat import Flat
@@ -216,6 +216,16 @@ class Buffer:
     def owned(self) -> tuple[int, int]:
         """Bucket elements [first, last) of this rank's shard."""
         return self.bucket.shard(self.team.position)
+
+    @property
+    def rests(self) -> tuple[int, int]:
+        """Bucket elements of the parameters that rest on this rank."""
+        return self.bucket.held(self.team.seat, self.place.parameters)
+
+    @property
+    def saves(self) -> tuple[int, int]:
+        """Bucket elements that this rank writes to a checkpoint: every element is some rank's."""
+        return self.bucket.held(self.team.seat, SAVED)
 
     @property
     def updated(self) -> tuple[int, int]:

@@ -83,20 +83,22 @@ class Finite:
                 if accumulator.fragment(index)[at].isfinite() or not accumulator.filled:
                     self._seen = self._lies = None
 
-    def look_at_gradient(self, accumulator: Accumulator, pieces: Sequence[Tensor]) -> None:
-        """A reduction is landing. pieces: the contributions to this rank's shard, in rank order."""
-        own = accumulator.sum.own
-        if not self.on or self._seen is not None or first_nonfinite(own) is None:
+    def look_at_gradient(self, accumulator: Accumulator, pieces: Sequence[Tensor], total: Tensor) -> None:
+        """A reduction is landing. pieces: the team's contributions to this rank's shard, in order of position; total:
+        their sum with what was there."""
+        if not self.on or self._seen is not None or first_nonfinite(total) is None:
             return
-        slots, (first, last) = accumulator.bucket.slots, accumulator.buffer.owned
+        slots, (first, last), seat = accumulator.bucket.slots, accumulator.buffer.owned, self.group.team.seat
         for index, slot in enumerate(slots):
-            fragment, part = accumulator.fragment(index), slot.within(first, last)
+            part, where = slot.within(first, last), slot.slice_of(first, last)
+            fragment = total[where]
             at = first_nonfinite(fragment)
             if at is not None:
                 rank = -1
-                if len(pieces) == self.group.ranks:
-                    theirs = [float(piece[slot.slice_of(first, last)][at]) for piece in pieces]
-                    rank = next((r for r, value in enumerate(theirs) if not abs(value) < torch.inf), -1)
+                if len(pieces) == seat.size:
+                    theirs = [float(piece[where][at]) for piece in pieces]
+                    found = (position for position, value in enumerate(theirs) if not abs(value) < torch.inf)
+                    rank = next((seat.replica * seat.size + position for position in found), -1)
                 step, value = self.group.progress.steps + 1, str(float(fragment[at]))
                 self._seen = Finding(step, self._micro_batch, rank, slot.name, part.start + at, value)
                 self._lies = accumulator, index, at
@@ -132,7 +134,9 @@ class Finite:
             self._in_a_row = 0
             return False
         told: list[Any] = self.group.describe(self._spoiled(buffers) or self._seen)
-        self.last = min((Finding(*each) for each in told if each is not None), key=lambda finding: finding.micro_batch)
+        found = [Finding(*each) for each in told if each is not None]
+        # Of the owners of one element, one in each replica, that one knows whose it was who got it from its own team.
+        self.last = min(found, key=lambda finding: (finding.micro_batch, finding.rank < 0))
         if self.action == "raise" or not self.last.micro_batch:
             raise NotFiniteError(
                 "a gradient is not finite: nothing was updated"

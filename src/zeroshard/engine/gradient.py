@@ -195,7 +195,7 @@ class Gradients:
         device = self.entries[0].param.device
         bins = empty_bins(len(self.entries), device, sums_in(order))
         maxima = torch.zeros(len(self.entries), dtype=torch.int32, device=device)
-        for accumulator in self._filled():
+        for accumulator in self._filled() if self.group.team.seat.replica == 0 else ():  # each element once
             with self.reporting(), accumulator.sum.here(changed=False):
                 blocks = accumulator.blocks()
                 sums = block_sums(accumulator.sum.own, blocks, 1 if accumulator.averaged else self.group.ranks, order)
@@ -225,9 +225,8 @@ class Gradients:
 
     def _filled(self) -> Iterator[Accumulator]:
         """Those that hold a sum of which this rank has a part, the next one under way to memory."""
-        found = [
-            each for each in self.accumulators if each.filled and each.bucket.shard_numel(self.group.team.position)
-        ]
+        team = self.group.team
+        found = [each for each in self.accumulators if each.filled and each.bucket.shard_numel(team.position)]
         for accumulator, after in zip(found, [*found[1:], None], strict=False):
             with self.reporting():
                 accumulator.sum.ahead()

@@ -16,6 +16,7 @@ If they did not, somebody was only slow, and the next backward waits as long as 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from dataclasses import dataclass, field
@@ -26,10 +27,10 @@ from torch import Tensor
 from ..errors import StateError, TierError
 from ..headroom import IN_FLIGHT, POOLED
 from ..layout import Bucket
-from ..numerics import divides_exactly, fold, simulated
+from ..numerics import divides_exactly, fold, running_dtype, simulated
 from ..ranks.agreement import Group
 from ..ranks.comm import Comm
-from ..ranks.transport import Work
+from ..ranks.transport import Relay, Work
 from ..tiers.tier import DeviceTier
 from .accumulator import Accumulator, Entry
 from .buffer import Buffer
@@ -78,6 +79,24 @@ class Pending:
         return not (self.missing or self.hold)
 
 
+@dataclass
+class Sent:
+    """One bucket's contributions on their way to the owners, and the owners' sums on theirs to other replicas."""
+
+    pending: Pending
+    work: Work
+    receive: Tensor
+    relay: Relay
+
+    @property
+    def accumulator(self) -> Accumulator:
+        return self.pending.accumulator
+
+    def here(self) -> bool:
+        """Has all come that this rank adds up?"""
+        return self.work.done() and self.relay.came.done()
+
+
 class Reduction:
     """The pipeline from `p.grad` to `Accumulator.sum` for all of a model's buckets."""
 
@@ -91,7 +110,9 @@ class Reduction:
         self.pending_of: list[Pending] = []  # by number of entry
         self.order: list[int] = []  # bucket indices, in the order they are sent
         self._next = 0
-        self._under_way: list[tuple[Pending, Work, Tensor]] = []
+        self._under_way: list[Sent] = []  # until this rank has added its part
+        self._relayed: list[Sent] = []  # and from then on until it has the average
+        self._left: list[Sent] = []  # by a backward that failed, and not ended yet
         self._pool: list[Tensor] = []
         self._local = False
         self.silent = False  # does this rank's part of all gradients count as zero? (`Zero.join`)
@@ -120,6 +141,7 @@ class Reduction:
 
     def begin(self, kept: set[int], *, local: bool) -> None:
         """Start counting. kept: as above. local: under no_sync, contributions are added up here and not sent."""
+        self.complete_relays()
         self._local, self._next, self._patient = local, 0, True
         self._again.clear()
         self.gradients.forget_answers()
@@ -237,7 +259,18 @@ class Reduction:
                 receive = self._take(own * self.group.team.room, send.dtype)
                 work = self.group.team.reduce(send, receive, buffer.bucket)
         pending.launched = True
-        self._under_way.append((pending, work, receive))
+        self._under_way.append(Sent(pending, work, receive, self._relay(accumulator)))
+
+    def _relay(self, accumulator: Accumulator) -> Relay:
+        """Where the sum of one bucket goes when this rank has added its part."""
+        team, bucket, buffer = self.group.team, accumulator.bucket, accumulator.buffer
+        if team.seat.replicas == 1:
+            return team.relay(bucket, None, None)
+        own = bucket.shard_numel(team.position)
+        running = self._take(own, running_dtype(buffer.grad_dtype))
+        # What replaces a shard of the sum comes straight to where that rests: it cannot come before that was read.
+        average = accumulator.sum.own if accumulator.sum.on_device else self._take(own, buffer.grad_dtype)
+        return team.relay(bucket, running, average)
 
     def _make_room(self) -> None:
         """While too much is under way, fold the oldest; wait for it, within bounds.
@@ -246,9 +279,13 @@ class Reduction:
         """
         allowed = IN_FLIGHT if self.settings.overlap else 0
         deadline = time.monotonic() + self._patience
-        while len(self._under_way) > allowed:
-            if self._under_way[0][1].done():
+        while self._relayed and self._relayed[0].relay.back.done():
+            self._settle_first()
+        while len(self._under_way) > allowed or len(self._relayed) > allowed + self.group.team.seat.replicas:
+            if self._under_way and self._under_way[0].here():
                 self._land_first()
+            elif self._relayed and self._relayed[0].relay.back.done():
+                self._settle_first()
             elif not self._patient:
                 return
             elif time.monotonic() > deadline:
@@ -256,34 +293,69 @@ class Reduction:
             else:
                 since = time.perf_counter_ns()
                 time.sleep(0.0001)
-                self._under_way[0][1].stood_still(since)
+                (self._under_way or self._relayed)[0].work.stood_still(since)
 
     def _land_first(self) -> None:
-        pending, work, receive = self._under_way[0]
-        work.wait()  # an interrupt may come here: then it is still under way
+        sent = self._under_way[0]
+        sent.work.wait()  # an interrupt may come here: then it is still under way
+        sent.relay.came.wait()
         self._under_way.pop(0)
-        accumulator = pending.accumulator
+        accumulator, relay, receive = sent.accumulator, sent.relay, sent.receive
         # Where nothing is lost by it the sum is divided as it lands, which saves a step a pass of its own.
         early = divides_exactly(accumulator.buffer.grad_dtype, receive.dtype, self.group.ranks)
-        if not (early and accumulator.averaged):
+        if relay.first and not (early and accumulator.averaged):
             accumulator.undo_average()
-        times, over = self.group.ranks if accumulator.averaged else 1, self.group.ranks if early else 1
         if accumulator.bucket.shard_numel(self.group.team.position):
             try:
-                with accumulator.sum.here(fresh=not accumulator.filled):
+                begun = accumulator.sum.here(fresh=not accumulator.filled)
+                with begun if relay.first else contextlib.nullcontext():
                     if not simulated(receive):
-                        total, pieces = accumulator.sum.own, self._pieces(pending, receive)
-                        pieces = [piece.to(total.device) for piece in pieces]
-                        fold(total, pieces, fresh=not accumulator.filled, times=times, over=over)
-                        self.finite.look_at_gradient(accumulator, pieces)
-                accumulator.sum.behind()
+                        self._fold(sent, early=early)
             except TierError as error:
                 self.group.report(error)  # the peers have further reductions to get through
         accumulator.filled, accumulator.averaged, accumulator.spread = True, early, False
+        relay.hand_on()
+        self._relayed.append(sent)
         self._give_back(receive)
-        if not accumulator.holds(pending.send):
-            self._give_back(pending.send)
-        accumulator.local = pending.send = None
+        if not accumulator.holds(sent.pending.send):
+            self._give_back(sent.pending.send)
+        accumulator.local = sent.pending.send = None
+        if relay.back.done():
+            self._settle(self._relayed.pop())
+
+    def _fold(self, sent: Sent, *, early: bool) -> None:
+        """Add this rank's contributions to what came, or, on the first replica, to what there is."""
+        accumulator, relay = sent.accumulator, sent.relay
+        into = relay.running if not relay.last else relay.average
+        total = accumulator.sum.own if into is None else into
+        start = (
+            relay.running if not relay.first else accumulator.sum.own.to(total.device) if accumulator.filled else None
+        )
+        times = self.group.ranks if relay.first and accumulator.averaged else 1
+        pieces = [piece.to(total.device) for piece in self._pieces(sent.pending, sent.receive)]
+        fold(total, pieces, start=start, times=times, over=self.group.ranks if relay.last and early else 1)
+        self.finite.look_at_gradient(accumulator, pieces, total)
+
+    def _settle_first(self) -> None:
+        self._relayed[0].relay.back.wait()
+        self._settle(self._relayed.pop(0))
+
+    def _settle(self, sent: Sent) -> None:
+        """The average is here, and what this rank has sent is through."""
+        accumulator, relay = sent.accumulator, sent.relay
+        self._give_back(relay.running)
+        with self.gradients.reporting():
+            if relay.average is not None and not accumulator.sum.on_device:
+                with accumulator.sum.here(fresh=True):
+                    accumulator.sum.own.copy_(relay.average)
+                self._give_back(relay.average)
+            accumulator.sum.behind()
+
+    def _land_all(self) -> None:
+        while self._under_way:
+            self._land_first()
+        while self._relayed:
+            self._settle_first()
 
     def _pieces(self, pending: Pending, receive: Tensor) -> list[Tensor]:
         """Each rank's contribution to the own shard, in rank order; or the backend's sum of them."""
@@ -320,7 +392,7 @@ class Reduction:
             self._patience /= 8
         if 2 in got:
             names = [entry.slot.name for entry in self.gradients.entries if got[entry.number] == 2]
-            self.abort()
+            self.abort(0)
             raise StateError(
                 "a parameter received a second gradient from a re-entrant checkpoint after its first was reduced",
                 where=f"parameters {names}",
@@ -338,8 +410,7 @@ class Reduction:
             for index in self.order[self._next :]:
                 if index in with_gradient:
                     self._send(self.pending[index])
-            while self._under_way:
-                self._land_first()
+            self._land_all()
         for pending in self.pending.values():
             pending.send = None
         self._trim()
@@ -358,23 +429,27 @@ class Reduction:
         with self.group.ledger.during("reduce"):
             for index in sorted(pending, reverse=True):
                 self._send(self.pending[index])
-            while self._under_way:
-                self._land_first()
+            self._land_all()
             self._trim()
 
-    def abort(self, behind: int = 0) -> None:
+    def abort(self, behind: int | None) -> None:
         """A backward failed half-way: what it had sent and added cannot be told from what was there, so all goes.
 
-        behind: how many reductions other ranks have launched in it that this one has not: they wait for its part.
+        behind: how many reductions other ranks have launched in it that this one has not: they wait for its part. None
+            where the others do not know yet: they may not hand on what this rank waits for before they do.
         """
-        for index in self.order[self._next : self._next + behind]:
+        for index in self.order[self._next : self._next + (behind or 0)]:
             self._next += 1
             self._send(self.pending[index])
-        under_way, self._under_way = self._under_way, []
-        for _, work, receive in under_way:
+        under_way, relayed = self._under_way, self._relayed
+        self._under_way, self._relayed = [], []
+        for sent in under_way:
             if not self.group.lost:
-                work.wait()
-            self._give_back(receive)
+                sent.work.wait()
+            self._give_back(sent.receive)
+        self._left += [*relayed, *under_way]
+        if behind is not None:
+            self.complete_relays()
         for pending in self.pending.values():
             for transient in (pending.send, pending.accumulator.local):
                 if not pending.accumulator.holds(transient):
@@ -386,6 +461,14 @@ class Reduction:
         self._hidden.clear()
         self._trim()
         logging.getLogger("zeroshard").warning("a backward ended by an exception: all gradients were dropped")
+
+    def complete_relays(self) -> None:
+        """What a failed backward left of relays ends, now that every rank knows of it."""
+        left, self._left = self._left, []
+        for sent in left:
+            if not self.group.lost:
+                sent.relay.complete()
+            self._give_back(sent.relay.running)
 
     # --- buffers, reused within a backward --------------------------------------------------------------------------
 

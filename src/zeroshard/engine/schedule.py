@@ -437,6 +437,7 @@ class Schedule:
             self._abort_backward(behind)
         elif self.script.active:
             self.script.abandon()
+        self.reduction.complete_relays()
 
     def _abort_backward(self, behind: int | None = None) -> None:
         """The last backward never reached its end: an exception went through it. All gradients are dropped, alike.
@@ -450,7 +451,7 @@ class Schedule:
             )
         if self.script.active:
             self.script.abandon()
-        self.reduction.abort(behind or 0)
+        self.reduction.abort(behind)
         self._release_all()
         self._work_on(None)
         self.ledger.end("backward")

@@ -316,7 +316,7 @@ def _pieces(entry: Entry, ranks: int) -> list[Any]:
 def _edit(func: Any, grad: ShardedGrad, others: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """Apply an elementwise op in place to this rank's elements; tensors of the gradient's shape are cut alike."""
     entry = grad._entry
-    part, ranks = entry.slot.within(*entry.accumulator.buffer.owned), grad._book.group.ranks
+    part, ranks = entry.slot.within(*entry.accumulator.buffer.owned), grad._book.group.team.size
 
     def cut(other: Any) -> Any:
         if not isinstance(other, Tensor) or (other.numel() == 1 and other.dim() == 0):

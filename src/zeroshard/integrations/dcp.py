@@ -139,9 +139,8 @@ def _warn() -> None:
 
 
 def _value(buffer: Buffer, slot: Slot) -> Any:
-    own = slot.within(*buffer.owned)
+    own, resting = slot.within(*buffer.saves), slot.within(*buffer.rests)
     at = slot.start + own.start - buffer.updated[0]
-    resting = own if buffer.place.parameters else slot.within(0, buffer.bucket.numel)
     if not slot.numel:
         return torch.empty(slot.shape, dtype=buffer.target.dtype, device="cpu")
     return Sharded(
@@ -180,7 +179,7 @@ def _states(running: ModelState, binding: Binding) -> Iterator[tuple[Fragment, M
 def _state(fragment: Fragment, key: str, value: Any, fixed: Shapes) -> Any:
     if not isinstance(value, Tensor):
         return value
-    part, own = fragment.slot.within(*fragment.buffer.updated), fragment.slot.within(*fragment.buffer.owned)
+    part, own = fragment.slot.within(*fragment.buffer.updated), fragment.slot.within(*fragment.buffer.saves)
     if not per_element(fragment, key, value, fixed):
         return value.detach().clone()  # loaded in place, but not before every rank could
     flat = value.detach().reshape(-1)[own.start - part.start : own.stop - part.start]

@@ -15,8 +15,12 @@ Reduce = Literal["ordered", "native"]
 class Comm:
     """How ranks talk.
 
-    group: the process group to shard over (None: all ranks; one process alone needs none). A 1-D `DeviceMesh` is
-        taken as its group.
+    group: the process group to shard over (None: all ranks; one process alone needs none). A `DeviceMesh` of one axis
+        is taken as its group; of two the first replicates and the second shards, as with FSDP2.
+    replicas: how many copies of the sharded model there are (None: one, or as many as the mesh says). Of N ranks each
+        N/replicas that follow one another shard among themselves: r = replica * (N/replicas) + position. Gathers stay
+        inside a replica, where links are fast; gradients are summed over all ranks, in the same order for any number
+        of replicas, so that it never changes a bit. Costs as many times the memory of what is sharded.
     timeout: seconds after which a silent peer is an error (None: the process group's own, which is 30
         minutes by default; a dead one is an error at once in any case).
     reduce: "ordered" sums gradients in rank order (same bits at every stage and bucket size); "native" uses the
@@ -28,6 +32,7 @@ class Comm:
     """
 
     group: Any = None
+    replicas: int | None = None
     timeout: float | None = None
     reduce: Reduce = "ordered"
     overlap: bool = True
@@ -38,6 +43,13 @@ class Comm:
         if self.reduce not in get_args(Reduce):
             raise UserError(
                 "Comm.reduce is not a known way", got=repr(self.reduce), instead=nearest(self.reduce, get_args(Reduce))
+            )
+        if self.replicas is not None and (type(self.replicas) is not int or self.replicas < 1):
+            raise UserError(
+                "Comm.replicas counts copies of the model",
+                expected="1, 2, ..., a divisor of the number of ranks",
+                got=repr(self.replicas),
+                instead="Comm(replicas=2)",
             )
         for name in ("overlap", "release_after_forward"):
             if type(getattr(self, name)) is not bool:

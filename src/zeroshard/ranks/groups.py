@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import Error, PeerError, UserError
+from ..stage import Seat
 from .agreement import axes, lines
 from .comm import Comm
 from .launcher import could_not_meet, find_master
@@ -146,6 +147,18 @@ def _new_group(**options: Any) -> Any:
     return group
 
 
+def _pairs(sits: Seat) -> list[list[int]]:
+    """The pairs of replicas that follow one another which a rank is in: those that an even one begins, then the others.
+
+    torch names a group by how many a process has, so all ranks make as many: one that has no pair in a turn, alone.
+    """
+    found = []
+    for first in range(min(sits.replicas - 1, 2)):
+        at = sits.replica - (sits.replica - first) % 2
+        found.append([at, at + 1] if 0 <= at < sits.replicas - 1 else [sits.replica])
+    return found
+
+
 class Speaker(Protocol):
     """Who can say what this rank is doing."""
 
@@ -156,7 +169,7 @@ class Speaker(Protocol):
 class Groups:
     """What all engines over one process group share."""
 
-    def __init__(self, parent: Any, timeout: float | None) -> None:
+    def __init__(self, parent: Any, timeout: float | None, sits: Seat) -> None:
         ranks = dist.get_process_group_ranks(parent)
         options: dict[str, Any] = {"ranks": ranks, "use_local_synchronization": True}
         limit = _timeout(parent) if timeout is None else timedelta(seconds=timeout)
@@ -167,6 +180,10 @@ class Groups:
         # Beyond a few ranks rows are exchanged along the axes of a grid.
         lying = lines(len(ranks), dist.get_rank(parent))
         along = [{**options, "ranks": [ranks[at] for at in line]} for line in lying if len(lying) > 1]
+        first = sits.replica * sits.size
+        team = {**options, "ranks": ranks[first : first + sits.size]}
+        copies = ranks[sits.position :: sits.size]
+        self.seat = sits
         self._patient = {**options, "timeout": max(PATIENT, options.get("timeout", PATIENT))}
         self._apart: Groups | None = None
         self.engines = 0
@@ -175,27 +192,35 @@ class Groups:
         self.seen = ""  # what the other ranks said then
         about = weakref.WeakMethod(self._about)
         try:
-            self.watch = self._come_together(parent, limit or PATIENT, lambda: (about() or _nothing)())
+            self.watch = self._come_together(parent, sits, limit or PATIENT, lambda: (about() or _nothing)())
             atexit.register(_last_words, weakref.ref(self))
-            wanted = [(backend, options), (backend, options), ("gloo", options), *(("gloo", line) for line in along)]
+            wanted = [(backend, team), (backend, team), ("gloo", options), *(("gloo", line) for line in along)]
+            pairs = _pairs(sits)
+            wanted += [(backend, {**options, "ranks": [copies[at] for at in pair]}) for pair in pairs]
+            wanted += [(backend, {**options, "ranks": copies}), (backend, options)] if pairs else []
             made = attend(self.watch, lambda: [_new_group(backend=each, **of) for each, of in wanted])
         except (RuntimeError, OSError) as error:
             if isinstance(error, Error):
                 raise
             where = f"rank {dist.get_rank(parent)}"
             raise PeerError("the ranks could not come together", where=where, got=error) from error
+        self.broadcasts = made.pop() if pairs else made[0]  # among all ranks
+        self.copies = made.pop() if pairs else None  # among those of this position
+        of_pairs = [(pair, made.pop()) for pair in reversed(pairs)]
+        self.pairs = {pair[0]: group for pair, group in of_pairs if len(pair) == 2}  # by the first of the two replicas
         self.gathers, self.reductions, self.control, *grid = made
         self.axes = grid or [self.control]
 
     @staticmethod
-    def _come_together(parent: Any, limit: timedelta, about: Callable[[], dict[str, Any]]) -> Watch:
+    def _come_together(parent: Any, sits: Seat, limit: timedelta, about: Callable[[], dict[str, Any]]) -> Watch:
         """Wait until every rank is here and knows where to ask the others: making groups, none could be asked."""
         rank, ranks, name = dist.get_rank(parent), dist.get_world_size(parent), str(parent.group_name)
         store = dist.distributed_c10d._get_default_store()
         # The store may outlive a process group, and its ranks come together once for each time-out.
         at = f"zeroshard/{name}/{store.add(f'zeroshard/{name}/came/{rank}', 1)}"
         connections = _touch_all(parent, ranks)
-        lengths = [ranks] * 3 + (list(axes(ranks)) if len(axes(ranks)) > 1 else [])
+        lengths = [sits.size, sits.size, ranks, *(axes(ranks) if len(axes(ranks)) > 1 else ())]
+        lengths += [2, 2, sits.replicas, ranks] if sits.replicas > 1 else []
         free, needed = _free_descriptors(), DESCRIPTORS + sum(length + 3 for length in lengths)
         if free < needed:
             few = UserError(
@@ -208,7 +233,8 @@ class Groups:
             cannot_come(store, at, rank, str(few))
             raise few
         watch = Watch(rank, host_towards(_store()), about)
-        come_together(watch, store, at, ranks, lambda: _broken(connections), limit.total_seconds())
+        alike = f"has replicas={sits.replicas}"
+        come_together(watch, store, at, ranks, lambda: _broken(connections), limit.total_seconds(), alike)
         if connections is not None:
             attend(watch, connections.wait)
         return watch
@@ -229,13 +255,13 @@ class Groups:
         return self._apart
 
 
-# The three groups of a parent are made once: making them anew for every engine would leak sockets. Those in which a
+# The groups of a parent are made once: making them anew for every engine would leak sockets. Those in which a
 # collective was lost serve nobody any more.
-_made: weakref.WeakKeyDictionary[Any, dict[float | None, Groups]] = weakref.WeakKeyDictionary()
+_made: weakref.WeakKeyDictionary[Any, dict[tuple[float | None, int], Groups]] = weakref.WeakKeyDictionary()
 
 
-def groups_of(parent: Any, timeout: float | None) -> Groups:
-    made = _made.setdefault(parent, {})
-    if timeout not in made or made[timeout].loss is not None:
-        made[timeout] = Groups(parent, timeout)
-    return made[timeout]
+def groups_of(parent: Any, timeout: float | None, sits: Seat) -> Groups:
+    made, key = _made.setdefault(parent, {}), (timeout, sits.replicas)
+    if key not in made or made[key].loss is not None:
+        made[key] = Groups(parent, timeout, sits)
+    return made[key]

@@ -142,12 +142,16 @@ class ProcessTeam(Team):
     """The verbs of data over `torch.distributed`."""
 
     def __init__(self, ledger: Ledger, device: torch.device, link: Link) -> None:
-        parent = link.groups.parent
-        super().__init__(ledger, device, seat(dist.get_rank(parent), dist.get_world_size(parent)))
+        super().__init__(ledger, device, link.groups.seat)
         self._link = link
-        self._global = dist.get_process_group_ranks(parent)
+        first = self.seat.replica * self.size
+        everyone = dist.get_process_group_ranks(link.groups.parent)
+        self._global = everyone[first : first + self.size]  # the team's
+        self._copies = everyone[self.position :: self.size]  # those at this position of each replica
 
     def _gather(self, full: Tensor, bounds: Sequence[int]) -> list[Any]:
+        if self.size == 1:
+            return []
         raw, group = full.view(torch.uint8), self._link.groups.gathers
         cuts = [bound * full.itemsize for bound in bounds]
         if self._link.backend == "nccl" and len({high - low for low, high in pairwise(cuts)}) == 1:
@@ -166,12 +170,25 @@ class ProcessTeam(Team):
             send = send[bounds[1] :] if self.position == 0 else send[: bounds[-2]]
             own[self.position] = splits[self.position] = 0
         self._link.reductions += 1
+        if self.size == 1:
+            return []
         group = self._link.groups.reductions
         return [self._link.launch(dist.all_to_all_single, receive, send, own, splits, group=group)]
 
     def _reduce_native(self, send: Tensor, receive: Tensor) -> list[Any]:
         self._link.reductions += 1
+        if self.size == 1:
+            return super()._reduce_native(send, receive)
         return [self._link.launch(_reduce_scatter, receive, send, group=self._link.groups.reductions)]
+
+    # A broadcast, and not a message: gloo breaks the connection when one has waited for a message for a while.
+    def _hand_on(self, running: Tensor, source: int) -> list[Any]:
+        group = self._link.groups.pairs[source]
+        return [self._link.launch(dist.broadcast, running.view(torch.uint8), self._copies[source], group=group)]
+
+    def _hand_back(self, average: Tensor) -> list[Any]:
+        group = self._link.groups.copies
+        return [self._link.launch(dist.broadcast, average.view(torch.uint8), self._copies[-1], group=group)]
 
     def _wait(self, verb: str, bucket: int, handle: Any) -> None:
         self._link.wait(verb, bucket, handle)
@@ -199,7 +216,7 @@ class ProcessGroup(Group):
         self._link.give_up(error)
 
     def _broadcast(self, tensor: Tensor, source: int) -> None:
-        group = self._groups.gathers
+        group = self._groups.broadcasts
         handle = self._link.launch(dist.broadcast, tensor.view(torch.uint8), self._global[source], group=group)
         self._link.wait("a broadcast", None, handle)
 
@@ -331,26 +348,22 @@ def connect(settings: Comm, ledger: Ledger, device: torch.device) -> Group:
     """
     parent = settings.group
     if isinstance(parent, Simulated):
-        return Group(Team(ledger, device, seat(parent.rank, parent.ranks)), parent.rank, parent.ranks)
+        sits = seat(parent.rank, parent.ranks, settings.replicas or 1)
+        return Group(Team(ledger, device, sits), parent.rank, parent.ranks)
+    replicas = settings.replicas or 1
     if hasattr(parent, "get_group") and hasattr(parent, "ndim"):
-        if parent.ndim != 1:
-            raise UserError(
-                "only a one-dimensional DeviceMesh can be sharded over",
-                expected="ndim 1",
-                got=f"ndim {parent.ndim} {parent.mesh_dim_names}",
-                instead='Comm(group=mesh["shard"])',
-            )
-        parent = parent.get_group()
+        replicas = _replicas_of(parent, settings)
+        parent = parent.get_group() if parent.ndim == 1 else _everyone_of(parent)
     if parent is None:
         if not (dist.is_available() and dist.is_initialized()):
             if ranks_to_join(os.environ) == 1:
-                return Group(Team(ledger, device))
+                return Group(Team(ledger, device, seat(0, 1, replicas)))
             start(settings, device)
         parent = dist.group.WORLD
     if parent != dist.GroupMember.NON_GROUP_MEMBER and not isinstance(parent, dist.ProcessGroup):
         raise UserError(
             "Comm.group is not a process group",
-            expected="a torch.distributed process group or a one-dimensional DeviceMesh",
+            expected="a torch.distributed process group, or a DeviceMesh of one axis or two",
             got=repr(parent),
             instead="Comm(group=torch.distributed.new_group([...]))",
         )
@@ -360,10 +373,45 @@ def connect(settings: Comm, ledger: Ledger, device: torch.device) -> Group:
             where=f"rank {dist.get_rank()}",
             instead="call shard(...) on members of the group only",
         )
+    sits = seat(dist.get_rank(parent), dist.get_world_size(parent), replicas)
     if dist.get_world_size(parent) == 1:
         return Group(Team(ledger, device))
-    link = Link(groups_of(parent, settings.timeout), ledger, Progress())
+    link = Link(groups_of(parent, settings.timeout, sits), ledger, Progress())
     return ProcessGroup(ProcessTeam(ledger, device, link), link)
+
+
+def _replicas_of(mesh: Any, settings: Comm) -> int:
+    """Of a `DeviceMesh`: its first axis replicates and its second shards, as with FSDP2; one of one axis shards."""
+    if mesh.ndim > 2:
+        raise UserError(
+            "a DeviceMesh of more than two axes cannot be sharded over",
+            expected="one axis, which shards, or two, of which the first replicates",
+            got=f"{mesh.ndim} axes {mesh.mesh_dim_names}",
+            instead='Comm(group=mesh["replicate", "shard"])',
+        )
+    replicas = int(mesh.size(0)) if mesh.ndim == 2 else 1
+    if settings.replicas not in (None, replicas):
+        raise UserError(
+            "Comm.replicas contradicts the DeviceMesh",
+            expected=f"replicas={replicas}, the length of its first axis",
+            got=f"replicas={settings.replicas}",
+            instead="Comm(group=mesh)",
+        )
+    ranks = mesh.mesh.flatten().tolist()
+    if ranks != sorted(ranks):
+        raise UserError(
+            "the ranks of a DeviceMesh must ascend, row by row",
+            got=f"{mesh.mesh.tolist()}",
+            instead=f"torch.distributed.device_mesh.init_device_mesh(..., {tuple(mesh.shape)})",
+        )
+    return replicas
+
+
+def _everyone_of(mesh: Any) -> Any:
+    """The process group of all ranks of a mesh of two axes."""
+    if mesh.mesh.numel() == dist.get_world_size():
+        return dist.group.WORLD
+    return mesh._flatten().get_group()
 
 
 # torch 2.13 renamed these two; the old names warn there and the new ones are missing before.

@@ -3,6 +3,8 @@
     verb       moves                                             over torch.distributed (`process_group.py`)
     gather     every rank's shard into everybody's full bucket   N broadcasts in place (gloo); all_gather_single (NCCL)
     reduce     every rank's contribution to each shard's owner   all_to_all_single, summed by `numerics.fold`
+    relay      a shard's running sum to the next replica, and    broadcast between two ranks, and among those of one
+               from the last one the average to all of them      position
 
 A *team* is the ranks that shard a bucket among themselves. A rank's `position` in it says which shard is its own
 (`stage.Seat`).
@@ -120,6 +122,31 @@ class Team:
         event = self._count_reduce(send, bucket)
         return self._reduction(self._reduce_native(send, receive), event, bucket)
 
+    def relay(self, bucket: Bucket, running: Tensor | None, average: Tensor | None) -> Relay:
+        """The way of the own shard's sum through the replicas. With one replica there is none, and both are None.
+
+        running: own shard, 1-D, in `numerics.running_dtype`. It gets what the replica before has summed up.
+        average: own shard, 1-D, in the accumulator's dtype. It gets what the last replica sends to all.
+        """
+        if running is None or average is None or not running.numel():
+            return Relay(self, bucket)
+        first, last = self.seat.replica == 0, self.seat.replica == self.seat.replicas - 1
+        on, back = running.numel() * running.itemsize, average.numel() * average.itemsize
+        sent = back * (self.seat.replicas - 1) if last else on
+        received = (not first) * on + (not last) * back
+        event = self.ledger.move(
+            "relay", logical=on, sent=sent, received=received, state="gradients", bucket=bucket.index
+        )
+        return Relay(self, bucket, running, average, event)
+
+    def _hand_on(self, running: Tensor, source: int) -> list[Any]:
+        """From the rank at this position in the replica `source` to the one in the next replica."""
+        return []
+
+    def _hand_back(self, average: Tensor) -> list[Any]:
+        """From the rank at this position in the last replica to those in all others."""
+        return []
+
     def _count_reduce(self, send: Tensor, bucket: Bucket) -> Event | None:
         nbytes, own = send.numel() * send.itemsize, bucket.shard_numel(self.position) * send.itemsize
         sent, received = nbytes - own, own * (self.size - 1)
@@ -141,6 +168,57 @@ class Team:
 
     def _wait(self, verb: str, bucket: int, handle: Any) -> None:
         pass
+
+
+class Relay:
+    """One shard's sum on its way from replica to replica, and the average on its way back.
+
+    The first replica begins with what its accumulator holds and adds its ranks' contributions; each next one goes on
+    with what comes, unrounded; the last divides, rounds, and sends the result to all. These are the operations, the
+    operands and the order that one replica of as many ranks has, so their number never changes a bit.
+
+    Receives are launched with the reduction. Waits go only from a replica to those before it, and for the average to
+    the last: relays cannot wait for each other in a circle.
+    """
+
+    def __init__(
+        self,
+        team: Team,
+        bucket: Bucket,
+        running: Tensor | None = None,
+        average: Tensor | None = None,
+        event: Event | None = None,
+    ) -> None:
+        self.team = team
+        self.bucket = bucket
+        self.running = running
+        self.average = average
+        self.replica, self.replicas = (0, 1) if running is None else (team.seat.replica, team.seat.replicas)
+        self.first, self.last = self.replica == 0, self.replica == self.replicas - 1
+        self._event = event
+        self.came = self.back = Work()  # the sum of those before is in `running`; the average in `average`
+        if running is not None and not self.first:
+            self.came = self._work(team._hand_on(running, self.replica - 1))
+        self._coming = [] if average is None or self.last else team._hand_back(average)
+        self._handed_on = self.replicas == 1
+
+    def _work(self, handles: list[Any], event: Event | None = None) -> Work:
+        return Work(handles, event, lambda handle: self.team._wait("relay", self.bucket.index, handle))
+
+    def hand_on(self) -> None:
+        """This replica's contributions are in `running`; or, on the last one, the average is in `average`."""
+        if self._handed_on:
+            return
+        self._handed_on = True
+        assert self.running is not None and self.average is not None
+        sent = self.team._hand_back(self.average) if self.last else self.team._hand_on(self.running, self.replica)
+        self.back = self._work([*self._coming, *sent], self._event)
+
+    def complete(self) -> None:
+        """Whatever became of this rank's part, the others wait for it."""
+        self.came.wait()
+        self.hand_on()
+        self.back.wait()
 
 
 def count(

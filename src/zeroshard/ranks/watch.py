@@ -112,14 +112,16 @@ os.register_at_fork(after_in_child=_forked)
 # --- before there are groups of their own -----------------------------------------------------------------------------
 
 
-def come_together(watch: Watch, store: Any, at: str, ranks: int, cut_off: Callable[[], bool], limit: float) -> None:
+def come_together(
+    watch: Watch, store: Any, at: str, ranks: int, cut_off: Callable[[], bool], limit: float, alike: str = ""
+) -> None:
     """Learn every rank's place. Raises `PeerError` where one has ended before it came, or cannot go on.
 
-    at: a name in the store that nobody has used yet. cut_off: has a connection to any rank ended? One that died before
-    it came has left nothing else to tell by.
+    at: a name in the store that nobody has used yet. alike: what every rank must say alike. cut_off: has a connection
+    to any rank ended? One that died before it came has left nothing else to tell by.
     """
     keys, trouble = [f"{at}/{rank}" for rank in range(ranks)], f"{at}/trouble"
-    store.set(keys[watch.rank], json.dumps(watch.place))
+    store.set(keys[watch.rank], json.dumps([watch.place, alike]))
     deadline, pause, ended = time.monotonic() + limit, 0.001, False
     while not (complete := store.check(keys)):
         ended = cut_off()
@@ -128,13 +130,17 @@ def come_together(watch: Watch, store: Any, at: str, ranks: int, cut_off: Callab
         time.sleep(pause)
         pause = min(2 * pause, 0.1)
     here = [rank for rank in range(ranks) if complete or store.check([keys[rank]])]
-    watch.peers = {rank: tuple(json.loads(store.get(keys[rank]))) for rank in here}
+    told = {rank: json.loads(store.get(keys[rank])) for rank in here}
+    watch.peers = {rank: tuple(place) for rank, (place, _) in told.items()}
     if store.check([trouble]):
         raise PeerError("another rank cannot shard its model", got=store.get(trouble).decode())
     if not complete:
         absent = [rank for rank in range(ranks) if rank not in here]
         late = "has not come to shard(...)" + (", and one that has not has ended" if ended else "")
         lose(watch, watch.blame() or dict.fromkeys(absent, GONE if ended and len(absent) == 1 else late))
+    if any(said != alike for _, said in told.values()):
+        words = ", ".join(f"rank {rank} {said}" for rank, (_, said) in told.items())
+        raise PeerError("the ranks are given different meshes", expected="the same on every rank", got=words)
 
 
 def cannot_come(store: Any, at: str, rank: int, why: str) -> None:

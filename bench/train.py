@@ -17,13 +17,16 @@ peak B/param    the most resident at any time from the first step on, over the s
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import os
 import resource
 import socket
+import stat
 import statistics
 import struct
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -105,17 +108,30 @@ def _resident(field: str) -> int:
     return int(text.split(f"{field}:")[1].split()[0]) * 1024
 
 
+def connections() -> Iterator[socket.socket]:
+    """This process's TCP sockets, each as a copy to be closed."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the listing's own descriptor is gone
+            if stat.S_ISSOCK(os.stat(int(name)).st_mode):
+                found = socket.socket(fileno=os.dup(int(name)))
+                if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
+                    yield found
+                else:
+                    found.close()
+
+
+def sent_by(connection: socket.socket) -> int:
+    """Bytes that it has sent."""
+    facts = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+    return int(struct.unpack_from("<Q", facts, SENT)[0])
+
+
 def _sent() -> int:
     """Bytes that this process's TCP connections have sent."""
     total = 0
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            with socket.socket(fileno=os.dup(int(name))) as connection:
-                if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
-                    facts = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-                    total += struct.unpack_from("<Q", facts, SENT)[0]
-        except OSError:  # no socket, or the listing's own descriptor
-            continue
+    for connection in connections():
+        with connection:
+            total += sent_by(connection)
     return total
 
 

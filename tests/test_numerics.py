@@ -27,6 +27,7 @@ from zeroshard.numerics import (
     fold,
     reseed_,
     roots_from_bins,
+    running_dtype,
     same_bits,
     sums_from_bins,
     sums_in,
@@ -60,7 +61,7 @@ def test_fold_is_plain_accumulation(numel, fresh, ranks):
     want = pieces[0].clone() if fresh else total + pieces[0]
     for piece in pieces[1:]:
         want += piece
-    fold(total, pieces, fresh=fresh)
+    fold(total, pieces, start=None if fresh else total)
     assert same_bits(total, want)
 
 
@@ -74,7 +75,7 @@ def test_fold_adds_16_bit_numbers_in_fp32_and_rounds_once(held, sent, fresh):
     want = pieces[0].to(wide) if fresh else total.to(wide) + pieces[0].to(wide)
     for piece in pieces[1:]:
         want = want + piece.to(wide)
-    fold(total, pieces, fresh=fresh)
+    fold(total, pieces, start=None if fresh else total)
     assert same_bits(total, want.to(held))
 
 
@@ -82,7 +83,7 @@ def test_fold_may_start_from_its_own_total():
     """The accumulator may itself be the first piece: only its first use is read."""
     total, other = random(CHUNK + 5, 1), random(CHUNK + 5, 2)
     want = total + other
-    fold(total, [total, other], fresh=True)
+    fold(total, [total, other], start=None)
     assert same_bits(total, want)
 
 
@@ -92,10 +93,28 @@ def test_fold_of_a_part_is_the_part_of_the_fold(numel, ranks, data):
     cut = data.draw(st.integers(0, numel))
     pieces = [random(numel, seed) for seed in range(ranks)]
     whole, parts = torch.zeros(numel), torch.zeros(numel)
-    fold(whole, pieces, fresh=True)
+    fold(whole, pieces, start=None)
     for part in (slice(None, cut), slice(cut, None)):
-        fold(parts[part], [piece[part] for piece in pieces], fresh=True)
+        fold(parts[part], [piece[part] for piece in pieces], start=None)
     assert same_bits(whole, parts)
+
+
+@pytest.mark.parametrize("held", [torch.bfloat16, torch.float32, torch.float64])
+@given(st.integers(0, 400), st.lists(st.integers(1, 3), min_size=2, max_size=4), st.booleans())
+def test_a_fold_goes_on_where_another_ended(held, numel, parts, fresh):
+    """Handed on unrounded, and divided only at the end: any parting of the pieces has the bits of one fold."""
+    count = sum(parts)
+    pieces, total = [random(numel, seed, torch.bfloat16, 4) for seed in range(count)], random(numel, 99, held, 4)
+    running, start = torch.empty(numel, dtype=running_dtype(held)), None if fresh else total.clone()
+    want = total.clone()
+    fold(want, pieces, start=None if fresh else want, times=count, over=count)
+    first = 0
+    for at, length in enumerate(parts):
+        into = total if at == len(parts) - 1 else running
+        times, over = (count if at == 0 else 1), (count if into is total else 1)
+        fold(into, pieces[first : first + length], start=running if at else start, times=times, over=over)
+        first += length
+    assert same_bits(total, want)
 
 
 @pytest.mark.parametrize("held", [torch.float32, torch.float64])
@@ -108,8 +127,8 @@ def test_a_sum_divided_as_it_lands_is_the_sum_divided_late(held, sent, ranks):
     pieces = [every[torch.randperm(1 << 16, generator=torch.Generator().manual_seed(seed))] for seed in range(6)]
     early, late = torch.zeros(1 << 16, dtype=held), torch.zeros(1 << 16, dtype=held)
     for at in range(0, 6, 2):
-        fold(early, pieces[at : at + 2], fresh=not at, times=ranks, over=ranks)
-        fold(late, pieces[at : at + 2], fresh=not at)
+        fold(early, pieces[at : at + 2], start=early if at else None, times=ranks, over=ranks)
+        fold(late, pieces[at : at + 2], start=late if at else None)
     number = late.isnan().logical_not_()  # which of two NaN a sum keeps is the processor's business
     average_(late, ranks)
     assert same_bits(early[number], late[number])

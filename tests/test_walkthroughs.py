@@ -735,7 +735,7 @@ def test_what_identical_gradients_sum_to():
     assert wrong[8] > 64  # more than a quarter: sums of 3, 5, 6 and 7 eighths need more than bf16's eight bits
     for count in range(1, 17):
         total = torch.empty(256)
-        fold(total, [g] * count, fresh=True)
+        fold(total, [g] * count, start=None)
         average_(total, count)
         assert torch.equal(total, g.float()), count
 

@@ -545,34 +545,44 @@ def read_between(want):
 # ----------------------------------------------------------------------------------------------- no_sync has its price
 
 
-def test_no_sync_holds_one_full_gradient_and_saves_passes(stage):
-    """Inside, nothing is reduced and one full-size fp32 sum is held; the backward after it makes one pass for all."""
+def test_no_sync_adds_up_in_the_resident_buffer_or_in_one_of_its_size_and_saves_passes(stage):
+    """Stages 0 and 1 hold nothing beside their full-size gradients; 2 and 3, which have none, one full-size fp32 sum."""
     assert "full-size" in zeroshard.Zero.no_sync.__doc__
     for world in (2, 3):
         ranks.run(world, no_sync_price, stage)
 
 
 def no_sync_price(stage):
-    for precision in (Precision(), Precision(param_dtype=torch.bfloat16)):
+    for precision in (Precision(), Precision(param_dtype=torch.bfloat16), Precision(nonfinite="raise")):
         model = models.build("gpt", hidden=12, layers=2)
         optimizer = optimizer_of(model)
         zero = zeroshard.shard(model, optimizer, stage=stage, precision=precision)
         full = 4 * sum(bucket.numel for bucket in zero.partition.buckets)
-        before = zero.ledger()
-        with zero.no_sync():
-            for a in range(3):
-                loss_of("gpt", model, 0, a).backward()
-                inside = zero.ledger()
-                assert inside.traffic.get("reduce", before.traffic.get("reduce")) == before.traffic.get("reduce")
-                assert inside.held["reduce"] == full
-                assert {k: v for k, v in inside.held.items() if v and k != "reduce"} == {
-                    k: v for k, v in before.held.items() if v and k != "reduce"
-                }
-        loss_of("gpt", model, 0, 3).backward()
-        after = zero.ledger()
-        assert after.traffic["reduce"].calls == len(zero.partition.buckets)
-        assert after.traffic["reduce"].logical == full
-        assert after.held["reduce"] == 0
+        own = 4 * sum(bucket.shard_numel(ranks.rank()) for bucket in zero.partition.buckets)
+        for earlier in (False, True):  # is there a reduced sum already when local backwards begin?
+            if earlier:
+                loss_of("gpt", model, 0, 4).backward()
+            before = zero.ledger()
+            # What a rank has of that sum goes aside; so does the contribution that must outlive the sum.
+            aside = own if earlier or precision.nonfinite == "raise" else 0
+            with zero.no_sync():
+                for a in range(3):
+                    loss_of("gpt", model, 0, a).backward()
+                    inside = zero.ledger()
+                    assert inside.traffic.get("reduce", before.traffic.get("reduce")) == before.traffic.get("reduce")
+                    assert inside.held.get("reduce", 0) == (full if stage >= 2 else aside)
+                    assert {k: v for k, v in inside.held.items() if v and k != "reduce"} == {
+                        k: v for k, v in before.held.items() if v and k != "reduce"
+                    }
+            calls = before.traffic["reduce"].calls if earlier else 0
+            loss_of("gpt", model, 0, 3).backward()
+            after = zero.ledger()
+            assert after.traffic["reduce"].calls - calls == len(zero.partition.buckets)
+            assert after.held["reduce"] == 0
+            if not earlier:
+                assert after.traffic["reduce"].logical == full
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 # ------------------------------------------------------------------------------------------------- when ranks disagree

@@ -896,11 +896,12 @@ def test_reductions_under_way():
     assert thin[-2].nbytes == {"upcast": 4 * 512}  # bucket by bucket
 
 
-def test_no_sync_holds_all_gradients_full_size():
+@pytest.mark.parametrize(("stage", "beside"), [(1, 0), (2, 1)])
+def test_no_sync_adds_up_in_full_size_gradients_and_else_holds_them_all(stage, beside):
     cut = wide()
-    found = instants(cut, STAGES[2], item_sizes(recipes.PRESETS["zeroshard"]), 0, no_sync=True)
+    found = instants(cut, STAGES[stage], item_sizes(recipes.PRESETS["zeroshard"]), 0, no_sync=True)
     numel = sum(bucket.numel for bucket in cut.buckets)
-    assert {i.name: i.nbytes for i in found}["reduce of bucket 8"] == {"reduce": 4 * (numel + 512)}
+    assert {i.name: i.nbytes for i in found}["reduce of bucket 8"] == {"reduce": 4 * (beside * numel + 512)}
 
 
 def test_the_peak_is_the_worst_instant():
@@ -913,7 +914,7 @@ def test_the_peak_is_the_worst_instant():
 
 
 @pytest.mark.parametrize("no_sync", [False, True])
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_one_rank_of_the_engine_passes_as_much(stage, no_sync):
     """The ledger's own peaks of gathered weights and gradients under way."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(96, 96, bias=False), nn.Tanh()) for _ in range(6)))
@@ -923,6 +924,7 @@ def test_one_rank_of_the_engine_passes_as_much(stage, no_sync):
         with zero.no_sync() if no_sync else contextlib.nullcontext():
             model(torch.ones(2, 96, requires_grad=True)).sum().backward()
         model(torch.ones(2, 96, requires_grad=True)).sum().backward()
+        model.zero_grad()
     found = instants(zero.partition, STAGES[stage], ItemSizes(4, 4, 4, 4), 0, accumulate=2, no_sync=no_sync)
     gathered, most = {}, 0
     for _, _, state, nbytes in zero._engine.ledger.record.held:

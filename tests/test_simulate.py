@@ -512,7 +512,7 @@ command = partial(ranks.command, timeout=120, cwd=ROOT)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("stages", [pytest.param(range(4), id="all"), [2]])
+@pytest.mark.parametrize("stages", [pytest.param(range(4), id="all"), [1], [2]])
 def test_predicted_equals_held_on_real_ranks(stages):
     """`zeroshard plan --check`: every state and every peak of every rank at every stage, to the byte."""
     words = ["--ranks", 2, "--check", "--json", "--accumulate", 2, "--no-sync", "--precision", "bf16"]

@@ -147,8 +147,9 @@ class Zero:
     def no_sync(self) -> Iterator[None]:
         """Backwards inside add up on this rank only; the next backward outside (or the next step) sends the sum.
 
-        At every stage. Costs one full-size gradient buffer in the accumulation dtype (`Precision.grad_dtype`) until
-        then, and saves one pass of the gradients per backward. Same bits at all stages; not the same as without it.
+        Saves one pass of the gradients per backward, at every stage. Stages 0 and 1 add up where their gradients rest,
+        and hold nothing more for it; 2 and 3 take a full-size buffer in the accumulation dtype (`Precision.grad_dtype`)
+        until then, and so does `Offload(gradients=...)`. Same bits at all stages; not the same as without it.
         """
         before, self._engine.schedule.local = self._engine.schedule.local, True
         try:

@@ -34,15 +34,22 @@ class Accumulator:
         self.spread = False  # has every rank the whole average? (replicated optimizer state needs it)
         self.rounded = False  # does a sum that rests in a file stand for the average that a step took of it in memory?
         self.local: Tensor | None = None  # full-size sum of what backward under no_sync left unreduced
+        self.aside: Tensor | None = None  # this rank's shard of `sum`, while `local` lies where it was
         self._blocks: BlockMap | None = None
+
+    @property
+    def own(self) -> Tensor:
+        """This rank's shard of the sum, 1-D; inside sum.here()."""
+        return self.sum.own if self.aside is None else self.aside
 
     def fragment(self, index: int) -> Tensor:
         """This rank's elements of one slot of the sum, 1-D (possibly empty); inside sum.here()."""
-        return self.sum.fragment(self.bucket.slots[index])
+        return self.own[self.bucket.slots[index].slice_of(*self.buffer.owned)]
 
     def zero(self, index: int) -> None:
-        with self.sum.here():
-            self.fragment(index).zero_()
+        if self.filled:  # else there is no sum, and what lies there may be `local`
+            with self.sum.here():
+                self.fragment(index).zero_()
 
     def holds(self, tensor: Tensor | None) -> bool:
         """Is this the accumulator's own memory, which contributions may be put together in while it is empty?"""

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..errors import TierError
 from ..events import DEVICE, ends
-from ..layout import Bucket, Slot
+from ..layout import Bucket
 from ..ranks.agreement import Group
 from ..ranks.transport import Work
 from ..stage import Degree
@@ -70,10 +70,6 @@ class Flat:
     def own(self) -> Tensor:
         """This rank's shard, 1-D; inside here()."""
         return self.of(*self.bucket.shard(self.team.position))
-
-    def fragment(self, slot: Slot) -> Tensor:
-        """The part of a slot that lies in this rank's shard, 1-D, possibly empty; inside here()."""
-        return self.own[slot.slice_of(*self.bucket.shard(self.team.position))]
 
     def part(self, first: int, last: int) -> Part:
         """Bucket elements [first, last), wherever they rest."""

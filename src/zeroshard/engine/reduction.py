@@ -159,8 +159,7 @@ class Reduction:
         if not any(entry.number in kept for entry in entries):
             self.gradients.hide(entries)
             accumulator.clear()
-            self._give_back(accumulator.local)
-            accumulator.local = None
+            self._drop(pending)
             return
         for entry in entries:
             cleared = entry.fragments and all(fragment.grad is None for fragment in entry.fragments)
@@ -218,17 +217,26 @@ class Reduction:
     def _send_buffer(self, pending: Pending) -> Tensor:
         """Where this rank's contribution is put together: full-size, in the dtype it is sent in."""
         accumulator, buffer = pending.accumulator, pending.accumulator.buffer
+        # A full-size accumulator doubles as the place to put contributions: they are of its size. What it holds already
+        # has to go aside; and where it may be asked whose contribution spoiled a sum, the own one must outlive that.
+        apart = buffer.place.gradients or not accumulator.sum.on_device
+        asked = self.finite.on and self.group.ranks > 1 and self.settings.reduce != "native"
         if self._local and accumulator.local is None:
-            accumulator.local = self._take(buffer.bucket.numel, buffer.grad_dtype).zero_()
+            if apart:
+                accumulator.local = self._take(buffer.bucket.numel, buffer.grad_dtype)
+            else:
+                if accumulator.filled or asked:
+                    accumulator.undo_average()
+                    own = self._take(accumulator.own.numel(), buffer.grad_dtype)
+                    accumulator.aside = own.copy_(accumulator.own)
+                accumulator.local = accumulator.sum.tensor
+            accumulator.local.zero_()
         if accumulator.local is not None:
             # no_sync promised two passes in all: what it added up travels with the next backward's gradients.
             pending.send = accumulator.local
         elif pending.send is None:
-            # Where it may be asked whose contribution spoiled a sum, the own one must outlive that.
-            asked = self.finite.on and self.group.ranks > 1 and self.settings.reduce != "native"
-            apart = buffer.place.gradients or not accumulator.sum.on_device or accumulator.filled or asked
+            apart = apart or accumulator.filled or asked
             if not apart and buffer.grad_dtype == buffer.reduce_dtype:
-                # A full-size accumulator that holds nothing yet doubles as the place to put contributions.
                 pending.send = accumulator.sum.tensor
             else:
                 pending.send = self._take(buffer.bucket.numel, buffer.reduce_dtype)
@@ -317,9 +325,7 @@ class Reduction:
         relay.hand_on()
         self._relayed.append(sent)
         self._give_back(receive)
-        if not accumulator.holds(sent.pending.send):
-            self._give_back(sent.pending.send)
-        accumulator.local = sent.pending.send = None
+        self._drop(sent.pending)
         if relay.back.done():
             self._settle(self._relayed.pop())
 
@@ -327,14 +333,14 @@ class Reduction:
         """Add this rank's contributions to what came, or, on the first replica, to what there is."""
         accumulator, relay = sent.accumulator, sent.relay
         into = relay.running if not relay.last else relay.average
-        total = accumulator.sum.own if into is None else into
-        start = (
-            relay.running if not relay.first else accumulator.sum.own.to(total.device) if accumulator.filled else None
-        )
+        total = accumulator.own if into is None or (relay.last and accumulator.aside is not None) else into
+        start = relay.running if not relay.first else accumulator.own.to(total.device) if accumulator.filled else None
         times = self.group.ranks if relay.first and accumulator.averaged else 1
         pieces = [piece.to(total.device) for piece in self._pieces(sent.pending, sent.receive)]
         fold(total, pieces, start=start, times=times, over=self.group.ranks if relay.last and early else 1)
         self.finite.look_at_gradient(accumulator, pieces, total)
+        if total is accumulator.aside:
+            accumulator.sum.own.copy_(total)
 
     def _settle_first(self) -> None:
         self._relayed[0].relay.back.wait()
@@ -356,6 +362,14 @@ class Reduction:
             self._land_first()
         while self._relayed:
             self._settle_first()
+
+    def _drop(self, pending: Pending) -> None:
+        """Nobody needs this rank's contribution any more, sent or not."""
+        accumulator = pending.accumulator
+        for transient in (accumulator.aside, accumulator.local if pending.send is None else pending.send):
+            if not accumulator.holds(transient):
+                self._give_back(transient)
+        accumulator.aside = accumulator.local = pending.send = None
 
     def _pieces(self, pending: Pending, receive: Tensor) -> list[Tensor]:
         """Each rank's contribution to the own shard, in rank order; or the backend's sum of them."""
@@ -451,10 +465,7 @@ class Reduction:
         if behind is not None:
             self.complete_relays()
         for pending in self.pending.values():
-            for transient in (pending.send, pending.accumulator.local):
-                if not pending.accumulator.holds(transient):
-                    self._give_back(transient)
-            pending.send = pending.accumulator.local = None
+            self._drop(pending)
             pending.received.clear()
             pending.accumulator.clear()
         self.gradients.hide(self.gradients.entries)

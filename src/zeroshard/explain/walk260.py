@@ -603,7 +603,7 @@ def _corrections(
         note("D", "traffic", "Identical communication volume",
              f"For one micro-batch. With four, reduced one by one, it is {passes[1]} passes at stage 2; a stage 1 that "
              f"adds up first and reduces once takes 2. Here stages 0 to 2 take {passes[0]}, or 2 under no_sync(), "
-             "whose price is a full-size gradient buffer."),
+             "for which stage 2 takes the full-size gradient buffer that stage 1 has."),
         note("D", "traffic", "Always use ZeRO-2: the memory savings are free", "For one micro-batch per step, yes."),
         note("A", "memory", "0.119 in BF16", f"bf16 has no 0.119; the nearest is {bf16['parameters_after'][w_q]!r}."),
         note("A", "memory", "Master copy of parameter: FP32, 4 bytes",

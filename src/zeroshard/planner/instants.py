@@ -173,12 +173,12 @@ def _reductions(
     The engine's bookkeeping of buffers with every reduction as late as allowed: a landing of the bucket's size and a
     buffer for what arrives (`headroom.room`); done, both wait in a pool for the next bucket of their size.
     The landings of the unit's other buckets may have begun, and count too. Under `no_sync` all landings exist already,
-    full-size, in the gradients' dtype. Replicated gradients of the dtype that is sent are their own landing in the
-    first backward (`fresh`).
+    full-size, in the gradients' dtype. Replicated gradients are their own landing then; and in the first backward
+    (`fresh`), if they are of the dtype that is sent.
     """
     itemsize = max(sizes.gradients, sizes.reduced) if no_sync else sizes.reduced
     trainable = [bucket for bucket in partition.buckets if bucket.trainable]
-    in_place = fresh and not no_sync and not place.gradients and sizes.gradients == sizes.reduced
+    in_place = not place.gradients and (no_sync or (fresh and sizes.gradients == sizes.reduced))
 
     def landing(bucket: Bucket) -> list[int]:
         return [] if in_place and _on_device(resting, bucket, "gradients") else [_nbytes(bucket.numel, itemsize)]

@@ -127,7 +127,7 @@ interface Sent {
 function reductions(buckets: Bucket[], by: Bucket[][], place: Placements, how: Sent): Map<Bucket, number> {
   const { ranks, gradients, sent, accumulate, noSync } = how;
   const each = noSync ? Math.max(gradients, sent) : sent;
-  const inPlace = accumulate === 1 && !noSync && !place.gradients && gradients === sent;
+  const inPlace = !place.gradients && (noSync || (accumulate === 1 && gradients === sent));
   const landing = ({ numel, rests }: Bucket) => (inPlace && rests.gradients === 'device' ? null : nbytes(numel, each));
   const receive = ({ shard }: Bucket) => nbytes(shard * (ranks > 2 ? ranks : ranks - 1), each);
 

@@ -150,8 +150,9 @@ def _corrections() -> tuple[str, ...]:
         "is saved; here they are the whole model.",
         "Averages are rounded to three digits: -0.011 is -0.0105.",
         "Volumes are identical for one micro-batch. With A of them, stage 2 as DeepSpeed does it reduces each: "
-        "(A+1) Psi against 2 Psi for its stage 1. Here stages 0 to 2 take A+1 passes, or 2 under no_sync(), whose "
-        "price is a full-size gradient buffer. So always using stage 2 is not free.",
+        "(A+1) Psi against 2 Psi for its stage 1. Here stages 0 to 2 take A+1 passes, or 2 under no_sync(). That "
+        "adds up in stage 1's gradients, which rest in full size already; stage 2 takes a buffer of that size for it, "
+        "so that always using stage 2 is not free.",
         "Averaged gradients in BF16 are what rests. In the step Adam gets an fp32 copy, 4 bytes for each element of "
         "the bucket it updates, which the text's bytes leave out.",
     )

@@ -342,6 +342,7 @@ def test_the_layout_imports_neither_torch_nor_anything_distributed():
         "bisect",
         "collections.abc",
         "dataclasses",
+        "fnmatch",
         "itertools",
         "typing",
         "errors",

@@ -18,6 +18,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from itertools import pairwise
 from typing import Literal, NamedTuple, get_args
 
@@ -43,6 +44,8 @@ class Layout:
         None finds them: the children of the outermost `ModuleList`s, and of a `Sequential` or `ModuleDict` that has no
         `ModuleList` inside, and large leaves.
     ignore: parameter names or patterns that zeroshard leaves entirely alone (not sharded, not averaged).
+    recompute: units whose forward keeps nothing for backward but its inputs, and runs again there, as by
+        `torch.utils.checkpoint` without re-entering: all but the root (True), or by name or pattern. Uncompiled.
     buffers: "broadcast" sends rank 0's buffers to all before each training forward; "always" before every forward, so
         that ranks that evaluate have the same ones, as with DDP (every rank calls every forward then); "local" never.
     """
@@ -52,6 +55,7 @@ class Layout:
     align: int = 128
     units: Sequence[str | type] | None = None
     ignore: Sequence[str] = ()
+    recompute: bool | Sequence[str] = False
     buffers: Buffers = "broadcast"
 
     def __post_init__(self) -> None:
@@ -75,13 +79,18 @@ class Layout:
                 got=repr(self.align),
                 instead="Layout(align=128)",
             )
-        for name in ("units", "ignore"):
+        for name in ("units", "ignore", "recompute"):
             if isinstance(getattr(self, name), (str, type)):
                 raise UserError(
                     f"Layout.{name} takes a sequence",
                     got=repr(getattr(self, name)),
                     instead=f"Layout({name}=[{getattr(self, name)!r}])",
                 )
+
+    def recomputes(self, unit: str) -> bool:
+        """Does backward run the forward of the unit of that name again? Never the root's, which all others run in."""
+        patterns = ("*" * self.recompute,) if isinstance(self.recompute, bool) else self.recompute
+        return bool(unit) and any(fnmatchcase(unit, pattern) for pattern in patterns)
 
 
 class Spec(NamedTuple):

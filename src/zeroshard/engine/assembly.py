@@ -88,7 +88,7 @@ class Assembly:
         self.told = True
         self.seed = agree(told, problem)
         self.told = False
-        self.units = [Unit(index, name, module) for index, (name, module) in enumerate(named)]
+        self.units = [Unit(at, *each, recomputed=layout.recomputes(each[0])) for at, each in enumerate(named)]
         for unit, others in zip(self.units, borrowed(named, self.managed), strict=True):
             unit.borrows = [self.units[other] for other in others]
         self.group.progress.units = [named[bucket.unit][0] or "the model" for bucket in self.partition.buckets]

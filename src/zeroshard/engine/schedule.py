@@ -2,7 +2,8 @@
 
     forward    unit's pre-hook: gather, open          post-hook: guard, release
     backward   saved weight unpacked: gather          released once its gradients are there, or two units later
-    recompute  (checkpointing) as forward             post-hook: guard, never release
+    recompute  (checkpointing) as forward             post-hook: guard, never release. `Layout.recompute` puts a
+                                                       checkpoint around a unit's forward, inside its hooks
 
 The first event of a backward, of any kind, begins it; a callback of the autograd engine ends it. A callback queued
 inside a nested backward (re-entrant checkpointing) runs at the nested end, so it then hooks the node that is being
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.checkpoint import checkpoint
 
 from ..errors import Error, PeerError, ReleasedError, StateError, TierError
 from ..events import Event, ends
@@ -125,6 +127,41 @@ class Schedule:
                 unit.module.register_forward_pre_hook(cast, prepend=True, with_kwargs=True)
             unit.module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
             unit.module.register_forward_hook(leave, always_call=True)
+            if unit.recomputed:
+                unit.module.forward = self._recomputing(unit)
+
+    def _recomputing(self, unit: Unit) -> Callable[..., Any]:
+        """The unit's forward, of which backward computes again what it needs."""
+        forward, begin, end = unit.module.forward, _weak(self._begin_segment, unit), _weak(self._end_segment, unit)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            entered = begin()
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                end(entered)
+
+        def again(*args: Any, **kwargs: Any) -> Any:
+            return checkpoint(run, *args, use_reentrant=False, **kwargs)
+
+        return torch.compiler.disable(again)  # type: ignore[no-any-return]
+
+    def _begin_segment(self, unit: Unit) -> bool | None:
+        """Has this entered the unit? Else, has it put our hooks above torch's, which would keep weights? (None: no)"""
+        if in_backward() and not (self._frames and self._frames[-1].unit is unit):
+            try:
+                self.enter(unit, unit.module, (), {})  # torch runs the segment again, and not the module with its hooks
+            except BaseException:
+                self._end_segment(unit, True)
+                raise
+            return True
+        return False if self.releases and self.saved.push() else None
+
+    def _end_segment(self, unit: Unit, entered: bool | None) -> None:
+        if entered:
+            self.leave(unit, unit.module, (), None)
+        elif entered is not None:
+            self.saved.pop()
 
     def hook_gradients(self) -> None:
         """Watch every trainable parameter's gradient. Called again after parameters were unfrozen."""

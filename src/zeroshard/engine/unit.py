@@ -51,6 +51,7 @@ class Unit:
     index: int
     name: str
     module: nn.Module
+    recomputed: bool = False  # does backward run its forward again? (`Layout.recompute`)
     buffers: list[Buffer] = field(default_factory=list)
     borrows: list[Unit] = field(default_factory=list)
     open_calls: int = 0  # forwards of this unit (or a borrower) running now
@@ -155,6 +156,10 @@ def find_units(model: nn.Module, layout: Layout) -> list[tuple[str, nn.Module]]:
     units: dict[int, tuple[str, nn.Module]] = {id(model): ("", model)}
     for name, module in chosen:
         units.setdefault(id(module), (name, module))
+    names = [name for name, _ in units.values() if name]
+    for pattern in () if isinstance(layout.recompute, bool) else layout.recompute:
+        if not fnmatch.filter(names, pattern):
+            raise UserError("Layout.recompute matches no unit", got=repr(pattern), instead=nearest(pattern, names[:40]))
     return list(units.values())
 
 

@@ -79,8 +79,8 @@ def simulate(
     """Run three steps of `module:function` (or of a function that returns a job's parts) as rank `rank` of `ranks`.
 
     offload: no file is made, whatever rests there. no_sync: all backwards of a step but the last are added up on the
-    rank. checkpoint: recompute every unit's
-    activations in backward. Raises `UserError` for what cannot be built, or needs values (`.item()`) to run.
+    rank. checkpoint: as `Layout(recompute=True)`. Raises `UserError` for what cannot be built, or needs values
+    (`.item()`) to run.
     """
     for name, value, least in (("ranks", ranks, 1), ("accumulate", accumulate, 1), ("rank", rank, 0)):
         if type(value) is not int or value < least:
@@ -100,11 +100,9 @@ def simulate(
             stage=stage,
             precision=precision,
             offload=offload,
-            layout=layout,
+            layout=dataclasses.replace(layout or Layout(), recompute=True) if checkpoint else layout,
             comm=dataclasses.replace(comm, group=Simulated(rank, ranks)),
         )
-        if checkpoint:
-            checkpoint_units(zero)
         counted = Counter(zero)
         for step in range(STEPS):
             if step == STEPS - RECORDED:
@@ -213,19 +211,6 @@ def leave_out_arithmetic(optimizer: torch.optim.Optimizer) -> None:
     hooked.hooked = True
     body = {"step": hooked, "__module__": plain.__module__}
     optimizer.__class__ = type(plain.__name__, (plain,), body)
-
-
-def checkpoint_units(zero: Zero) -> None:
-    """Recompute each unit's forward in backward, as `torch.utils.checkpoint` does without re-entering autograd."""
-    from torch.utils.checkpoint import checkpoint
-
-    for unit in zero._engine.units[1:]:
-        forward = unit.module.forward
-
-        def again(*args: Any, _forward: Any = forward, **kwargs: Any) -> Any:
-            return checkpoint(_forward, *args, use_reentrant=False, **kwargs)
-
-        unit.module.forward = again
 
 
 PASSING = ("gather", "prefetch", "reduce", "staging")  # states that come and go within a step

@@ -1,0 +1,119 @@
+"""`Layout(recompute=...)`: forwards that run again in backward, without a line in the model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import ranks
+import zeroshard
+from zeroshard import Layout
+from zeroshard.errors import UserError
+from zeroshard.planner.simulate import simulate
+
+STAGES = (0, 1, 2, 3)
+
+
+class Block(nn.Module):
+    """Dropout makes it draw the same numbers again; `by_hand` is what a model does without `Layout(recompute=...)`."""
+
+    def __init__(self, by_hand: bool) -> None:
+        super().__init__()
+        self.wide, self.narrow, self.by_hand = nn.Linear(24, 96), nn.Linear(96, 24), by_hand
+
+    def body(self, x):
+        return self.narrow(F.dropout(F.gelu(self.wide(x)), 0.2))
+
+    def forward(self, x, *, scale):
+        return x + scale * self.body(x)
+
+
+class Blocks(nn.Module):
+    def __init__(self, by_hand: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(by_hand) for _ in range(4))
+        self.head = nn.Linear(24, 1)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, scale=0.5, use_reentrant=False) if block.by_hand else block(x, scale=0.5)
+        return self.head(x).square().mean()
+
+
+def job(by_hand: bool = False):
+    torch.manual_seed(0)
+    return {
+        "model": Blocks(by_hand),
+        "optimizer": lambda params: torch.optim.AdamW(params, lr=1e-2),
+        "batch": lambda step, index: torch.randn(32, 24, generator=torch.Generator().manual_seed(100 * step + index)),
+        "loss": lambda model, x: model(x),
+    }
+
+
+def trained(stage, recompute, by_hand=False):
+    """Weights and losses after three steps, and what the last one did: recomputations, gathers, bytes sent, peaks."""
+    parts = job(by_hand)
+    model, optimizer = parts["model"], parts["optimizer"](parts["model"].parameters())
+    zero = zeroshard.shard(model, optimizer, stage=stage, layout=Layout(recompute=recompute))
+    torch.manual_seed(7 + ranks.rank())
+    losses = []
+    for step in range(3):
+        if step == 2:
+            zero.record()
+        loss = parts["loss"](model, parts["batch"](step, ranks.rank()))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    events = zero.events()
+    with torch.no_grad():
+        model(parts["batch"](0, 0))  # nothing to recompute
+    with zero.gathered():
+        weights = [parameter.detach().clone() for parameter in model.parameters()]
+    found = [(event.verb, event.unit, event.logical) for event in events if event.verb in ("recompute", "gather")]
+    return losses, weights, found, {phase: peak.total for phase, peak in zero.ledger().phases.items()}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_same_bits_messages_and_peaks_as_with_torchs_own_checkpoint_around_each_block(stage):
+    for rank, plain in enumerate(ranks.run(2, trained, stage, False)):
+        again, by_hand = (ranks.run(2, trained, stage, *how)[rank] for how in ((True,), (False, True)))
+        assert again[0] == plain[0] == by_hand[0]
+        assert all(torch.equal(a, b) for a, b in zip(again[1], plain[1], strict=True))
+        assert again[2:] == by_hand[2:]
+        done = [unit for verb, unit, _ in again[2] if verb == "recompute"]
+        assert done == [f"blocks.{number}" for number in (3, 2, 1, 0)]
+        assert not [verb for verb, *_ in plain[2] if verb == "recompute"]
+
+
+def test_only_the_units_named_run_again():
+    (losses, _, found, _), _ = ranks.run(2, trained, 3, ("blocks.[02]",))
+    assert [unit for verb, unit, _ in found if verb == "recompute"] == ["blocks.2", "blocks.0"]
+    assert losses == ranks.run(2, trained, 3, False)[0][0]
+
+
+def test_activations_are_planned_as_with_torchs_own_checkpoint():
+    plain, again, by_hand = (
+        simulate(make, ranks=2, checkpoint=recompute)
+        for make, recompute in ((job, False), (job, True), (lambda: job(by_hand=True), False))
+    )
+    assert again.activations == by_hand.activations < plain.activations / 3
+    assert again.ledger.phases == by_hand.ledger.phases
+    assert again.flops == by_hand.flops > plain.flops
+
+
+def test_what_names_no_unit_is_refused():
+    with pytest.raises(UserError, match=r"(?s)Layout.recompute matches no unit.*blokcs.*did you mean 'blocks"):
+        zeroshard.shard(Blocks(), None, stage=0, layout=Layout(recompute=["blokcs.0"]))
+    with pytest.raises(UserError, match=r"Layout.recompute takes a sequence"):
+        Layout(recompute="blocks.*")
+
+
+def test_a_shard_that_fails_leaves_the_forward_as_it_was():
+    model = Blocks()
+    with pytest.raises(UserError):
+        zeroshard.shard(model, torch.optim.LBFGS(model.parameters()), stage=3, layout=Layout(recompute=True))
+    assert all("forward" not in block.__dict__ for block in model.blocks)

@@ -91,6 +91,7 @@ def files(tmp_path):
         "lr 0": ("--lr 0", "--lr must be a number above 0, got 0.0; for 'tiny' try 0.006"),
         "lr nan": ("--lr nan", "--lr must be a number above 0, got nan"),
         "precision": ("--precision fp8", "'fp8' is not one of 'fp32', 'bf16'"),
+        "grad-dtype": ("--grad-dtype fp16", "'fp16' is not one of 'fp32', 'bf16'"),
         "size": ("--size huge", "'huge' is not one of 'tiny', 'small', 'medium'"),
         "steps word": ("--steps many", "Invalid value for '--steps'"),
         "unknown option": ("--stag 3", "No such option: --stag"),
@@ -135,14 +136,14 @@ def test_what_only_a_rank_can_refuse_is_one_line_too(tmp_path):
 def test_the_options_are_these():
     """A new option is a decision; this list makes it one."""
     wanted = {
-        "train": "accumulate batch data device help keep lr no-report offload offload-gradients offload-optimizer "
-        "offload-parameters offload-path out precision ranks report resume save-every seed size stage steps",
+        "train": "accumulate batch data device grad-dtype help keep lr no-recompute no-report offload offload-gradients offload-optimizer "
+        "offload-parameters offload-path out precision ranks recompute report resume save-every seed size stage steps",
         "demo": "help out ranks seed steps",
-        "plan": "accumulate align bounds bucket-mib bytes check checkpoint disk gpu-mem gpus-per-node help host-mem "
-        "json no-sync offload offload-gradients offload-optimizer offload-parameters optimizer params precision prefetch "
-        "preset ranks replicas shapes stage step-time text tokens units",
-        "simulate": "accumulate bucket-mib checkpoint help json machine offload offload-gradients offload-optimizer "
-        "offload-parameters precision prefetch rank ranks reduce stage trace",
+        "plan": "accumulate align bounds bucket-mib bytes check disk gpu-mem gpus-per-node grad-dtype help "
+        "host-mem json no-sync offload offload-gradients offload-optimizer offload-parameters optimizer params precision "
+        "prefetch preset ranks recompute replicas shapes stage step-time text tokens units",
+        "simulate": "accumulate bucket-mib grad-dtype help json machine offload offload-gradients offload-optimizer "
+        "offload-parameters precision prefetch rank ranks recompute reduce stage trace",
         "ckpt inspect": "help json",
         "ckpt verify": "help json",
         "ckpt diff": "help json",
@@ -209,6 +210,27 @@ def test_one_rank_that_adds_up_two_micro_batches_gives_the_same_bits(run, tmp_pa
     assert bits(out) == bits(run[0])
 
 
+def test_recomputing_gives_the_same_bits_and_a_gather_more_per_block(run, tmp_path):
+    """`--recompute`: also with two bytes per parameter less for gradients, where `--grad-dtype bf16` asks for that."""
+    out = tmp_path / "again"
+    done = zeroshard("train", *SHORT, "--ranks", 2, "--recompute", "--no-report", "--out", out)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    assert bits(out) == bits(run[0])
+    verbs = [
+        set(json.loads((each / "explain.json").read_text())["run"]["recording"]["verbs"]) for each in (run[0], out)
+    ]
+    assert verbs[1] - verbs[0] == {"recompute"}
+
+
+@pytest.mark.full
+def test_gradients_are_added_up_in_what_was_asked(tmp_path):
+    done = zeroshard("train", *SHORT, "--precision", "bf16", "--grad-dtype", "bf16", "--out", tmp_path / "thin")
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    assert "bf16, bf16 gradients, cpu" in done.stdout
+    (rank,) = json.loads((tmp_path / "thin" / "ledger.json").read_text())["ranks"]
+    assert 2 * rank["held"]["gradients"] == rank["held"]["master"]
+
+
 # -------------------------------------------------------------------------------------------------------------- resume
 
 
@@ -251,6 +273,11 @@ def test_a_resumed_run_is_the_run_that_never_stopped(run, tmp_path):
         pytest.param("--seed 3", "--seed 3: the run in {out} has 0", marks=pytest.mark.full),
         pytest.param("--batch 4", "--batch 4: the run in {out} has 2", marks=pytest.mark.full),
         pytest.param("--precision bf16", "--precision bf16: the run in {out} has fp32", marks=pytest.mark.full),
+        pytest.param(
+            "--grad-dtype bf16",
+            "--grad-dtype bf16: the run in {out} has fp32; leave --grad-dtype out",
+            marks=pytest.mark.full,
+        ),
     ],
     ids=lambda text: text if text.startswith("--") else "",
 )
@@ -458,6 +485,7 @@ def test_a_config_survives_the_command_line():
     config = RunConfig(
         out="run/x y", data=("a.txt", "b.txt"), stage=2, ranks=3, steps=7, batch=5, accumulate=2, precision="bf16",
         size="small", lr=1e-3 / 3, seed=11, device="cpu", report=False, save_every=3, keep=4, resume="run/z",
+        grad_dtype="bf16", recompute=True,
         offload_parameters="cpu", offload_gradients="0.5", offload_optimizer="nvme", offload_path="run/files",
     )  # fmt: skip
     words = config.command()
@@ -468,8 +496,10 @@ def test_a_config_survives_the_command_line():
             options.setdefault(word, []).append(words[at + 1])
     assert options["--data"] == ["a.txt", "b.txt"]
     assert float(options["--lr"][0]) == config.lr
-    assert "--no-report" in words
-    assert set(options) == {f"--{name.replace('_', '-')}" for name in config.__dataclass_fields__ if name != "report"}
+    assert {"--no-report", "--recompute"} <= set(words)
+    assert set(options) == {f"--{name.replace('_', '-')}" for name in config.__dataclass_fields__} - {
+        "--report", "--recompute"
+    }  # fmt: skip
     assert "--resume" not in replace(config, resume="").command()
 
 

@@ -34,10 +34,12 @@ class Check:
     accumulate: int = 1
     no_sync: bool = False
     precision: Literal["fp32", "bf16"] = "fp32"
+    grad_dtype: Literal["fp32", "bf16"] | None = None
     bounds: Literal["unit", "model", "tensor"] = "unit"
     align: int = 128
     bucket_mib: float = 24.0
     prefetch: int = 1
+    checkpoint: bool = False
     offload: dict[str, str] = field(default_factory=dict)  # {state: where it rests}, as on the command line
 
     def settings(self, folder: str) -> dict[str, Any]:
@@ -46,10 +48,10 @@ class Check:
         from zeroshard.planner.from_job import precision
         from zeroshard.ranks.comm import Comm
 
-        layout = Layout(bounds=self.bounds, align=self.align, bucket_mib=self.bucket_mib)
+        layout = Layout(bounds=self.bounds, align=self.align, bucket_mib=self.bucket_mib, recompute=self.checkpoint)
         return {
             "layout": layout,
-            "precision": precision(self.precision),
+            "precision": precision(self.precision, self.grad_dtype),
             "comm": Comm(prefetch=self.prefetch),
             "offload": offload_of(self.offload, folder if "nvme" in self.offload.values() else ""),
         }

@@ -28,6 +28,7 @@ def one_line(message: object) -> str:
 
 
 Precision = Literal["fp32", "bf16"]
+GradDtype = Literal["fp32", "bf16"]
 STATES = ("parameters", "gradients", "optimizer")
 FloatingPoint = Literal["fp64", "fp32", "bf16", "fp16"]
 Size = Literal["tiny", "small", "medium"]
@@ -106,6 +107,8 @@ class RunConfig:
     save_every: int  # steps; 0: only at the end
     keep: int  # checkpoints
     resume: str  # a run's folder or a checkpoint; empty: a new run
+    grad_dtype: GradDtype = "fp32"
+    recompute: bool = False
     offload_parameters: str = ""  # device, cpu, nvme or the fraction in host memory; empty: on the device
     offload_gradients: str = ""
     offload_optimizer: str = ""

@@ -21,6 +21,7 @@ from zeroshard.cli.config import (
     SIZES,
     Device,
     FloatingPoint,
+    GradDtype,
     InputError,
     Launch,
     Precision,
@@ -81,6 +82,16 @@ Report = Annotated[bool, _option(RUN, "Print the tables of bytes at the end.")]
 Batch = Annotated[int, _option(MODEL, "Sequences in one micro-batch of one rank.")]
 Accumulate = Annotated[int, _option(MODEL, "Micro-batches each rank adds up in one step.")]
 Bits = Annotated[Precision, _option(MODEL, "bf16 computes and sends in bfloat16 and keeps fp32 masters.")]
+Sums = Annotated[GradDtype, _option(MODEL, "What gradients are added up in; bf16 takes two bytes per parameter less.")]
+GradDtypeOfJob = Annotated[
+    GradDtype | None,
+    _option(
+        RUN, "What a job's gradients are added up in. [dim]\\[default: fp32 of 16-bit ones][/dim]", show_default=False
+    ),
+]
+Again = Annotated[
+    bool, _option(RUN, "Every block runs again in backward and keeps only its inputs.", "--recompute/--no-recompute")
+]
 Place = Annotated[
     str,
     _option(
@@ -135,9 +146,11 @@ def train(
     batch: Batch = 16,
     accumulate: Accumulate = 1,
     precision: Bits = "fp32",
+    grad_dtype: Sums = "fp32",
     size: Scale = "tiny",
     lr: Rate = None,
     seed: Seed = 0,
+    recompute: Again = False,
     save_every: SaveEvery = 0,
     keep: Keep = 2,
     resume: Resume = "",
@@ -171,8 +184,9 @@ def train(
         raise InputError(f"--ranks {ranks}, but torchrun started {place.ranks} ranks; leave --ranks out under torchrun")
     options: dict[str, Any] = {
         "out": out, "data": (*(data or ()), *(files or ())), "stage": stage, "steps": steps, "batch": batch,
-        "accumulate": accumulate, "precision": precision, "size": size, "lr": SIZES[size].lr if lr is None else lr,
-        "seed": seed, "device": device, "report": report, "save_every": save_every, "keep": keep, "resume": resume,
+        "accumulate": accumulate, "precision": precision, "grad_dtype": grad_dtype, "size": size,
+        "lr": SIZES[size].lr if lr is None else lr, "seed": seed, "device": device, "report": report,
+        "save_every": save_every, "keep": keep, "resume": resume, "recompute": recompute,
         "offload_parameters": offload_parameters or offload, "offload_gradients": offload_gradients or offload,
         "offload_optimizer": offload_optimizer or offload, "offload_path": offload_path,
     }  # fmt: skip
@@ -329,7 +343,10 @@ def plan(
             RUN, "Of a job: fp32, its own dtypes, or bf16 with fp32 masters.", metavar="fp32|bf16", show_default=False
         ),
     ] = None,
-    checkpoint: Annotated[bool, _option(RUN, "Every unit of a job recomputes in backward.", "--checkpoint")] = False,
+    grad_dtype: GradDtypeOfJob = None,
+    checkpoint: Annotated[
+        bool, _option(RUN, "Every unit of a job runs again in backward.", "--recompute", "--checkpoint")
+    ] = False,
     offload: Place = "",
     offload_parameters: PlaceOfParameters = "",
     offload_gradients: PlaceOfGradients = "",
@@ -455,7 +472,10 @@ def simulate(
     precision: Annotated[
         Precision, _option(RUN, "fp32: the job's own dtypes; bf16: bfloat16 weights and inputs, fp32 masters.")
     ] = "fp32",
-    checkpoint: Annotated[bool, _option(RUN, "Every unit recomputes in backward.", "--checkpoint")] = False,
+    grad_dtype: GradDtypeOfJob = None,
+    checkpoint: Annotated[
+        bool, _option(RUN, "Every unit runs again in backward.", "--recompute", "--checkpoint")
+    ] = False,
     bucket_mib: Annotated[float, _option(RUN, "The most one message moves.")] = 24.0,
     prefetch: Annotated[int, _option(RUN, "Units gathered ahead of use.")] = 1,
     reduce: Annotated[
@@ -486,7 +506,8 @@ def simulate(
     given = {"parameters": offload_parameters, "gradients": offload_gradients, "optimizer": offload_optimizer}
     show_simulation(
         job, ranks=ranks, rank=whole_numbers("--rank", rank), stage=stage, accumulate=accumulate,
-        precision=precision, checkpoint=checkpoint, bucket_mib=bucket_mib, prefetch=prefetch, reduce=reduce,
+        precision=precision, grad_dtype=grad_dtype, checkpoint=checkpoint, bucket_mib=bucket_mib, prefetch=prefetch,
+        reduce=reduce,
         offload=planned_offload(places(offload, **given)), on=machine, trace=trace, as_json=as_json,
     )  # fmt: skip
 

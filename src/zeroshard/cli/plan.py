@@ -70,7 +70,18 @@ def check_plan(*, as_json: bool, text: str | None, **settings: Any) -> int:
     from zeroshard.cli.check import Check, check
 
     job, stage = settings["job"], settings["stage"]
-    names = ("ranks", "accumulate", "no_sync", "precision", "bounds", "align", "bucket_mib", "prefetch")
+    names = (
+        "ranks",
+        "accumulate",
+        "no_sync",
+        "precision",
+        "grad_dtype",
+        "checkpoint",
+        "bounds",
+        "align",
+        "bucket_mib",
+        "prefetch",
+    )
     offload = _places(settings)
     planned_offload(offload)
     other = {name: value for name, value in settings.items() if name not in (*names, "job", "stage") and value}

@@ -1,9 +1,9 @@
 """`zeroshard train --resume`: which settings a run goes on with. Without torch, so that bad input is answered at once.
 
 A checkpoint of `zeroshard train` keeps its run's settings. What decides the losses stays as it was, and an option that
-says otherwise is refused: the model's size, the data, the seed, the batch, the rate, the precision. What must not
-change a bit may change: ranks, stage, device, where files go. So may the number of steps, which the learning rate falls
-over: that is said.
+says otherwise is refused: the model's size, the data, the seed, the batch, the rate, the precision, what gradients are
+added up in. What must not change a bit may change: ranks, stage, device, where files go. So may the number of steps,
+which the learning rate falls over: that is said.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from zeroshard.cli.config import STATES, InputError
 
 CHECKPOINTS = "checkpoints"  # in a run's folder
 MANIFEST = "manifest.json"
-FIXED = ("size", "precision", "batch", "lr", "seed")
-KEPT = ("stage", "steps", "save_every", "keep", "data")  # unless given anew
+FIXED = ("size", "precision", "grad_dtype", "batch", "lr", "seed")
+KEPT = ("stage", "steps", "save_every", "keep", "data", "recompute")  # unless given anew
 TIERS = tuple(f"offload_{state}" for state in STATES)  # and these
 
 
@@ -68,11 +68,12 @@ def _unplain(told: Any) -> Any:
 
 def settle(resume: str, options: Mapping[str, Any], given: frozenset[str], ranks: int | None) -> dict[str, Any]:
     """The settings to go on with: the stopped run's, but for what is `given`. ranks: as started or asked, if so."""
-    before = read(resume)
+    before: dict[str, Any] = {"grad_dtype": "fp32", "recompute": False} | read(resume)
     for name in FIXED:
         if name in given and options[name] != before[name]:
+            option = f"--{name.replace('_', '-')}"
             raise InputError(
-                f"--{name} {options[name]}: the run in {resume} has {before[name]}; leave --{name} out to go on with "
+                f"{option} {options[name]}: the run in {resume} has {before[name]}; leave {option} out to go on with "
                 f"it, or start a new run without --resume"
             )
     settled = {**options, **{name: before[name] for name in FIXED}}

@@ -33,6 +33,7 @@ def show_simulation(
     stage: int,
     accumulate: int,
     precision: str,
+    grad_dtype: str | None,
     checkpoint: bool,
     bucket_mib: float,
     prefetch: int,
@@ -54,7 +55,7 @@ def show_simulation(
             rank=one,
             stage=stage,
             accumulate=accumulate,
-            precision=from_job.precision(precision),
+            precision=from_job.precision(precision, grad_dtype),
             layout=Layout(bucket_mib=bucket_mib),
             comm=Comm(prefetch=prefetch, reduce=reduce),  # type: ignore[arg-type]
             offload=offload,

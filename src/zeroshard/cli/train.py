@@ -40,10 +40,14 @@ def train(config: RunConfig, launch: Launch, corpus: Corpus) -> None:
     torch.manual_seed(config.seed)
     model = GPT(config.shape)
     optimizer = torch.optim.AdamW(model.parameters(), config.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    precision = zeroshard.Precision(param_dtype=torch.bfloat16 if config.precision == "bf16" else None)
-    zero = zeroshard.shard(
-        model, optimizer, stage=config.stage, precision=precision, offload=config.offload, device=device
+    precision = zeroshard.Precision(
+        param_dtype=torch.bfloat16 if config.precision == "bf16" else None,
+        grad_dtype=torch.bfloat16 if config.grad_dtype == "bf16" else None,
     )
+    zero = zeroshard.shard(
+        model, optimizer, stage=config.stage, precision=precision, offload=config.offload, device=device,
+        layout=zeroshard.Layout(recompute=config.recompute),
+    )  # fmt: skip
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_then_cosine(config.steps))
 
     _agree_on(corpus)
@@ -266,7 +270,9 @@ def _open_run(config: RunConfig, corpus: Corpus, model: GPT, device: torch.devic
     numel = sum(param.numel() for param in model.parameters())
     tokens = config.batch * config.accumulate * config.ranks * shape.context
     screen.opening(
-        f"Stage {config.stage}, {screen.ranks_text(config.ranks)}, {config.precision}, {device.type}",
+        f"Stage {config.stage}, {screen.ranks_text(config.ranks)}, {config.precision}"
+        + f", {config.grad_dtype} gradients" * (config.grad_dtype != "fp32")
+        + f", {device.type}",
         {
             "model": f"{config.size}: {shape.blocks} blocks of {shape.hidden}, {numel:,} parameters",
             "data": f"{corpus.files:,} files, {len(corpus.text):,} bytes, sha256 {corpus.sha256[:12]}",

@@ -29,6 +29,7 @@ class Asked(NamedTuple):
     prefetch: int
     gpus_per_node: int | None
     precision: Literal["fp32", "bf16"]
+    grad_dtype: Literal["fp32", "bf16"] | None
     checkpoint: bool
     offload: Offload | None = None
     host_mem: int | None = None

@@ -33,7 +33,7 @@ def plan_job(job: str | Callable[[], dict[str, Any]], asked: Asked, layout: Layo
             "accumulate": asked.accumulate,
             "no_sync": asked.no_sync,
             "layout": layout,
-            "precision": precision(asked.precision),
+            "precision": precision(asked.precision, asked.grad_dtype),
             "checkpoint": asked.checkpoint,
             "comm": Comm(prefetch=asked.prefetch),
             "offload": asked.offload,
@@ -67,9 +67,15 @@ def plan_job(job: str | Callable[[], dict[str, Any]], asked: Asked, layout: Layo
     )
 
 
-def precision(name: str) -> Precision | None:
-    """ "fp32": the model's own dtypes; "bf16": bfloat16 parameters with fp32 masters, floating inputs cast."""
-    return Precision(param_dtype=torch.bfloat16, cast_inputs=True) if name == "bf16" else None
+def precision(name: str, grad_dtype: str | None = None) -> Precision | None:
+    """ "fp32": the model's own dtypes; "bf16": bfloat16 parameters with fp32 masters, floating inputs cast.
+
+    grad_dtype: what gradients are added up in, "fp32" or "bf16" (None: as `Precision` says).
+    """
+    sums = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16}[grad_dtype]
+    if name == "bf16":
+        return Precision(param_dtype=torch.bfloat16, grad_dtype=sums, cast_inputs=True)
+    return None if sums is None else Precision(grad_dtype=sums)
 
 
 def _fullest(run: Simulation) -> int:
@@ -196,12 +202,12 @@ def _advice(run: Callable[..., Simulation], asked: Asked, layout: Layout, limit:
         changes["checkpoint"] = True
         if attempt("and recompute activations in backward", stage, **changes):
             return tried
-    if asked.precision == "bf16":
-        changes["precision"] = replace(precision("bf16") or Precision(), grad_dtype=torch.bfloat16)
+    if asked.precision == "bf16" and asked.grad_dtype != "bf16":
+        changes["precision"] = precision("bf16", "bf16")
         if attempt("and Precision(grad_dtype=torch.bfloat16)", stage, **changes):
             return tried
-    else:
-        changes["precision"] = precision("bf16")
+    elif asked.precision != "bf16":
+        changes["precision"] = precision("bf16", asked.grad_dtype)
         if attempt("and Precision(param_dtype=torch.bfloat16)", stage, **changes):
             return tried
     if layout.bucket_mib > 4:

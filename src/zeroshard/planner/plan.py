@@ -52,6 +52,7 @@ def plan(
     prefetch: int = PREFETCH,
     gpus_per_node: int | None = None,
     precision: Literal["fp32", "bf16"] | None = None,
+    grad_dtype: Literal["fp32", "bf16"] | None = None,
     checkpoint: bool = False,
     offload: Offload | None = None,
     host_mem: str | None = None,
@@ -71,10 +72,10 @@ def plan(
     (instances: an older name for it). units: params in that many equal blocks, for the peaks of a step. align, bounds,
     bucket_mib: as `Layout`'s, for shapes and jobs; prefetch: units gathered ahead of use, as `Comm`'s. gpus_per_node:
     what one GPU's links inside and between nodes of that size carry. precision: "fp32", a job's own dtypes, or "bf16"
-    with fp32 masters. checkpoint: every unit of a job recomputes in backward. offload: where states rest, as `shard`'s;
-    gpu_mem is then about what stays on the device, host_mem ("200GiB") about one rank's share of host memory. disk: a
-    file that `zeroshard io-bench` wrote; tokens: of one rank's step, for what that disk allows; step_time: seconds, for
-    its wear.
+    with fp32 masters; grad_dtype: what its gradients are added up in. checkpoint: every unit of a job recomputes in
+    backward. offload: where states rest, as `shard`'s; gpu_mem is then about what stays on the device, host_mem
+    ("200GiB") about one rank's share of host memory. disk: a file that `zeroshard io-bench` wrote; tokens: of one
+    rank's step, for what that disk allows; step_time: seconds, for its wear.
 
     Raises `UserError` for whatever cannot be answered.
     """
@@ -83,6 +84,8 @@ def plan(
         raise UserError("preset and bytes both say how many bytes a parameter takes", instead="one of the two")
     if precision not in (None, *get_args(Literal["fp32", "bf16"])):
         raise UserError("no such precision", got=repr(precision), instead=nearest(precision, ("fp32", "bf16")))
+    if grad_dtype not in (None, *get_args(Literal["fp32", "bf16"])):
+        raise UserError("no such grad_dtype", got=repr(grad_dtype), instead=nearest(grad_dtype, ("fp32", "bf16")))
     if instances is not None and replicas is not None:
         raise UserError("replicas and instances are two names of one thing", instead=f"replicas={replicas!r}")
     replicas = instances if replicas is None else replicas
@@ -110,6 +113,7 @@ def plan(
         prefetch=prefetch,
         gpus_per_node=gpus_per_node,
         precision=precision or "fp32",
+        grad_dtype=grad_dtype,
         checkpoint=bool(checkpoint),
         offload=offload,
         host_mem=None if host_mem is None else quantities.budget(host_mem, "host_mem"),
@@ -126,6 +130,10 @@ def plan(
         return _plan_job(job, asked, _layout(of_layout))
     if precision is not None or checkpoint:
         raise UserError("precision and checkpoint are for jobs", instead='plan("module:function", ...)')
+    if grad_dtype is not None:
+        raise UserError(
+            "grad_dtype is for jobs", instead='preset="zeroshard-bf16-grads", or plan("module:function", ...)'
+        )
     if params is not None:
         if of_layout:
             raise UserError(

@@ -35,7 +35,7 @@ PLACEHOLDER = f"<!doctype html><title>t</title>{document.PLACE}<script>start()</
 @functools.cache
 def rebuilt(ranks) -> dict:
     """The document, run anew on this machine's kernels."""
-    return build.assemble(ranks.run(2, build.capture))
+    return build.assemble(ranks.run(2, build.capture), ranks.run(build.PROFILED, build.profiled))
 
 
 @functools.cache
@@ -413,6 +413,26 @@ def test_the_flat_buffer(kernels, walkthroughs):
         assert step["values"] == document.numbers(tensor[step["start"] : stop]), step["step"]
     assert found["cut"] == {"name": "layers.1.fc1.bias", "element": 33, "fragments": [[0, 0, 33], [1, 33, 52]]}
     assert (found["numel"], found["padded"]) == (4251, {"2": 4252, "3": 4251, "4": 4252})
+
+
+def test_the_profile_is_held_as_planned(walkthroughs):
+    """10 layers of 4,096 on four ranks: 8.75 GiB and counters, where the text's tables have 8.75; an eighth of it held."""
+    profile = walkthroughs["layers"]["profile"]
+    whole, scaled = profile["whole"], profile["scaled"]
+    assert whole["parameters"] == 1_342_382_080
+    rest = whole["predicted"][0]["rest"]
+    assert sum(rest.values()) == 7 * 1_342_382_080 + 4 * 40  # 2 + 2 + 12/4 bytes each, and Adam's counters
+    assert {state: f"{nbytes / 2**30:.2f}" for state, nbytes in rest.items()} == {
+        "parameters": "2.50", "gradients": "2.50", "master": "1.25", "exp_avg": "1.25", "exp_avg_sq": "1.25",
+        "step": "0.00",
+    }  # fmt: skip
+    assert {key: f"{nbytes / 2**30:.2f}" for key, nbytes in whole["baseline"].items()} == {
+        "rest": "17.50", "peak": "20.00"
+    }  # fmt: skip
+    assert whole["saved"]["rest"] == scaled["saved"]["rest"] == 0.5
+    assert whole["saved"]["peak"] == pytest.approx(0.55, abs=5e-5)
+    assert scaled["held"] == scaled["predicted"] and len(scaled["held"]) == 4
+    assert set(scaled["held"][0]["peaks"]) == {"forward", "backward", "step"}
 
 
 def test_the_closed_forms(walkthroughs):

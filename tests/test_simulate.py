@@ -536,6 +536,32 @@ def test_predicted_equals_held_on_real_ranks(stages):
     assert all(row["held"] > 0 for row in rows if row["what"] == "measured: process")
 
 
+PROFILE = ["--ranks", "4", "--stage", "1", "--precision", "bf16", "--grad-dtype", "bf16"]
+
+
+def test_the_texts_profile_is_simulated_with_gradients_in_bf16():
+    """1,342,382,080 parameters: 2.50 + 2.50 + 3 x 1.25 GiB, and Adam's counters; with fp32 gradients 2.50 more."""
+    numel = 1_342_382_080
+    for words, per_parameter in ((PROFILE, 7), (PROFILE[:6], 9)):
+        done = command("simulate", "zeroshard.explain.stacked_mlp:profile", *words, "--json")
+        assert (done.returncode, done.stderr) == (0, ""), done.stderr
+        (rank,) = json.loads(done.stdout)["simulated"]
+        assert sum(rank["held"].values()) == per_parameter * numel + 4 * 40
+        assert f"{per_parameter * numel / 2**30:.2f}" == {7: "8.75", 9: "11.25"}[per_parameter]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("words", [(), ("--recompute",), ("--accumulate", 3, "--no-sync")], ids=lambda words: words[:1])
+def test_the_texts_profile_is_held_as_planned_at_a_scale_that_fits(words):
+    """Four real ranks: every state at rest and every peak, to the byte, also while they accumulate."""
+    done = command("plan", "zeroshard.explain.stacked_mlp:scaled", *PROFILE, *words, "--check", "--json", timeout=300)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    rows = [row for row in json.loads(done.stdout)["rows"] if not row["what"].startswith("measured")]
+    assert {row["rank"] for row in rows} == {0, 1, 2, 3} and all(row["difference"] == 0 for row in rows)
+    rest = [row["held"] for row in rows if row["what"] == "at rest"]
+    assert rest == [7 * 20_997_120 + 4 * 10] * 4
+
+
 def checked_on_the_page():
     """The command of docs/planning.md that runs local ranks, and what it shows of their bytes."""
     page = (ROOT / "docs" / "planning.md").read_text()

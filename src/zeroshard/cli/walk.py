@@ -347,7 +347,33 @@ def _layers(of: dict[str, Any]) -> None:
     for row in rows:
         table.add_row(f"{row['replicas']}", *(f"{row[column]:g}" for column in columns))
     _table(table)
-    _corrections(of, "instances", "profile")
+    _corrections(of, "instances")
+    _profile(of["profile"])
+    _corrections(of, "profile")
+
+
+def _profile(of: dict[str, Any]) -> None:
+    whole, scaled = of["whole"], of["scaled"]
+    _say(
+        f"\n[bold]The profile[/bold] on {of['ranks']} ranks at stage {of['stage']}, parameters and gradients in bf16: "
+        f"{whole['parameters']:,} parameters planned; {scaled['parameters']:,}, an eighth of the width, held as well"
+    )
+    table = screen.new_table("Bytes of rank 0", "what", "whole, planned", "GiB", "scaled, planned", "scaled, held")
+    columns = (whole["predicted"][0], scaled["predicted"][0], scaled["held"][0])
+    rows = [(state, *(column["rest"][state] for column in columns)) for state in columns[0]["rest"]]
+    rows.append(("at rest", *(sum(column["rest"].values()) for column in columns)))
+    rows += [(f"most in {phase}", *(column["peaks"][phase] for column in columns)) for phase in columns[0]["peaks"]]
+    for what, planned, small, held in rows:
+        table.add_row(what, f"{planned:,}", f"{planned / 2**30:.2f}", f"{small:,}", f"{held:,}")
+    _table(table)
+    equal = "the same" if scaled["held"] == scaled["predicted"] else "not the same"
+    _say(f"  planned and held are {equal} on all {of['ranks']} ranks: {of['command']}", markup=False)
+    _say(
+        f"  One GPU with all of it: {whole['baseline']['rest'] / 2**30:.2f} GiB at rest without gradients, "
+        f"{whole['baseline']['peak'] / 2**30:.2f} with them. Saved at rest {100 * whole['saved']['rest']:.4g} %, step "
+        f"counters apart, at the peak {100 * whole['saved']['peak']:.4g} %; the text says 42.7 %.",
+        markup=False,
+    )
 
 
 def _overview(of: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""`python -m zeroshard.explain.build`: run the walkthroughs on two local ranks and write what the page shows of them.
+"""`python -m zeroshard.explain.build`: run the walkthroughs on local ranks and write what the page shows of them.
 
 The engine computes every number. What it writes depends on no clock, so it is the same at every run with the same torch
 on the same kind of processor: a test builds it anew and compares.
@@ -17,7 +17,7 @@ from ..cli import launch
 from ..cli.config import InputError, Launch
 from .document import document
 
-RANKS = 2
+RANKS, PROFILED = 2, 4
 TARGET = Path(__file__).with_name("walkthroughs.json")
 
 
@@ -28,12 +28,19 @@ def capture() -> dict[str, Any]:
     return {"transformer": walk260.capture(), "four": walk4.capture(), "layers": walk_layers.capture()}
 
 
-def assemble(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The whole document from what every rank captured."""
+def profiled() -> dict[str, Any]:
+    """What one rank held of the scaled profile. Collective, on four ranks; JSON-able."""
+    from . import profile
+
+    return profile.capture()
+
+
+def assemble(ranks: Sequence[dict[str, Any]], held: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The whole document from what every rank captured, and what each of the profile's ranks held."""
     import torch
 
     from ..planner.texts import text
-    from . import overview, walk4, walk260, walk_layers
+    from . import overview, profile, walk4, walk260, walk_layers
 
     read = json.loads(json.dumps(ranks))  # the launched ranks' captures come through files; all others alike
     of = {part: [rank[part] for rank in read] for part in read[0]}
@@ -43,7 +50,7 @@ def assemble(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "made": {"torch": str(torch.__version__), "cpu": torch.backends.cpu.get_cpu_capability()},
         "transformer": transformer,
         "four": walk4.assemble(of["four"]),
-        "layers": walk_layers.assemble(of["layers"]),
+        "layers": walk_layers.assemble(of["layers"]) | {"profile": profile.assemble(held)},
         "overview": overview.assemble(transformer, of["transformer"]),
         "texts": {letter: text(letter).json() for letter in "ABCDE"},
     }
@@ -69,11 +76,14 @@ def _lines(value: Any, indent: str) -> str:
 
 
 def main() -> int:
-    with tempfile.TemporaryDirectory(prefix="zeroshard-explain-") as folder:
-        if code := launch.start_ranks(["explain-rank", folder], RANKS):
-            return code
-        captured = [json.loads((Path(folder) / f"rank{rank}.json").read_text("utf-8")) for rank in range(RANKS)]
-    TARGET.write_text(written(assemble(captured)), encoding="utf-8")
+    captured: list[list[dict[str, Any]]] = []
+    for ranks in (RANKS, PROFILED):
+        with tempfile.TemporaryDirectory(prefix="zeroshard-explain-") as folder:
+            if code := launch.start_ranks(["explain-rank", folder], ranks):
+                return code
+            files = [Path(folder) / f"rank{rank}.json" for rank in range(ranks)]
+            captured.append([json.loads(file.read_text("utf-8")) for file in files])
+    TARGET.write_text(written(assemble(*captured)), encoding="utf-8")
     print(f"{TARGET}: {TARGET.stat().st_size:,} bytes")
     return 0
 
@@ -81,7 +91,7 @@ def main() -> int:
 def capture_rank(folder: str) -> None:
     """One rank, started by `main`."""
     place = Launch.from_environment()
-    if place is None or place.ranks != RANKS:
+    if place is None or place.ranks not in (RANKS, PROFILED):
         raise InputError("explain-rank is what `python -m zeroshard.explain.build` starts; run that")
     launch.end_at_once_when_told(launched=True)
     launch.alone(_capture, Path(folder), place)
@@ -91,7 +101,7 @@ def _capture(folder: Path, place: Launch) -> None:
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
-    captured = json.dumps(capture(), allow_nan=False)
+    captured = json.dumps(capture() if place.ranks == RANKS else profiled(), allow_nan=False)
     (folder / f"rank{place.rank}.json").write_text(captured, encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()

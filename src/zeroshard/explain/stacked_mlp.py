@@ -1,10 +1,20 @@
 """The test model of the article on ZeRO-1 as Buffer, DDP and Distributed Optimizer: residual MLP blocks.
 
-hidden 13 x 3 layers have 4,251 parameters, which neither 2 nor 4 divides: the article's test of padding.
+hidden 13 x 3 layers have 4,251 parameters, which neither 2 nor 4 divides: the article's test of padding. Jobs for the
+commands that ask for one by name, with Adam and the sum of all outputs as the loss, as there:
+
+    profile    the article's own: 10 layers of 4,096, 1,342,382,080 parameters
+    scaled     the same at an eighth of the width: 20,997,120 parameters, for a run on one machine
+
+    zeroshard simulate zeroshard.explain.stacked_mlp:profile --ranks 4 --stage 1 --precision bf16 --grad-dtype bf16
+    zeroshard plan zeroshard.explain.stacked_mlp:scaled --ranks 4 --stage 1 --precision bf16 --grad-dtype bf16 --check
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 
 
@@ -28,3 +38,26 @@ class StackedMLP(nn.Module):
         for layer in self.layers:
             x = x + layer(x)
         return x
+
+
+ROWS = 4  # of a micro-batch
+
+
+def job(hidden: int, layers: int) -> dict[str, Any]:
+    def batch(step: int, index: int) -> Tensor:
+        return torch.randn(ROWS, hidden, generator=torch.Generator().manual_seed(1000 * step + index))
+
+    return {
+        "model": StackedMLP(hidden, layers),
+        "optimizer": lambda params: torch.optim.Adam(params, lr=1e-3),
+        "batch": batch,
+        "loss": lambda model, x: model(x).sum(),
+    }
+
+
+def profile() -> dict[str, Any]:
+    return job(4096, 10)
+
+
+def scaled() -> dict[str, Any]:
+    return job(512, 10)

@@ -325,7 +325,28 @@ export interface ThreeLayers {
       saved_per_node: number;
     }[];
   };
+  profile: {
+    ranks: number;
+    stage: number;
+    command: string;
+    whole: Profiled;
+    scaled: Profiled & { held: ProfiledRank[] };
+  };
   corrections: Correction[];
+}
+
+/** Bytes of one rank at rest, by state, and the most in each phase of a step. */
+export interface ProfiledRank {
+  rest: Bytes;
+  peaks: Bytes;
+}
+
+/** The article's model, or the same at another width: what is planned for each rank, beside one GPU that has it all. */
+export interface Profiled {
+  parameters: number;
+  predicted: ProfiledRank[];
+  baseline: { rest: number; peak: number };
+  saved: { rest: number; peak: number };
 }
 
 export interface Overview {

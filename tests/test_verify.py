@@ -47,7 +47,7 @@ def warm(monkeypatch, capsys):
         return 0
 
     def run(name, *words):
-        code = app(["verify", f"jobs:{name}", *words, "--json"], standalone_mode=False)
+        code = app(["verify", *([f"jobs:{name}"] if name else []), *words, "--json"], standalone_mode=False)
         shown = capsys.readouterr()
         assert shown.err == ""
         return code, json.loads(shown.out)
@@ -58,6 +58,24 @@ def warm(monkeypatch, capsys):
 
 
 # --------------------------------------------------------------------------------------------------------- what is equal
+
+
+def test_without_a_job_the_three_scenarios_of_a_text_are_run(warm):
+    """Its model on 2 ranks, a narrow one on 3 and 4, and 4,251 parameters, which 2 and 4 do not divide; in bf16."""
+    code, found = warm(None, "--stage", "1", "--bucket-mib", "24", "--steps", "2", "--accumulate", "1")
+    assert (code, found["equal"]) == (0, True)
+    told = [
+        (each["scenario"], each["job"].partition(":")[2], each["settings"]["precision"], each["settings"]["ranks"])
+        for each in found["scenarios"]
+    ]
+    assert told == [
+        ("basic", "default", "bf16", [2]), ("more ranks", "narrow", "bf16", [3, 4]),
+        ("padding", "padding", "bf16", [2, 3, 4]),
+    ]  # fmt: skip
+    assert all(row["result"] == "equal" for each in found["scenarios"] for row in each["results"])
+    assert [len(each["results"]) for each in found["scenarios"]] == [2, 4, 7]
+    _, found = warm(None, "--ranks", "2", "--stage", "1", "--bucket-mib", "24", "--steps", "1", "--precision", "fp32")
+    assert {(each["settings"]["precision"], *each["settings"]["ranks"]) for each in found["scenarios"]} == {("fp32", 2)}
 
 
 @pytest.mark.full

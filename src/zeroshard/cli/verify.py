@@ -1,5 +1,6 @@
 """`zeroshard verify`: the user's job at every stage, bucket size and overlap, against the job without zeroshard.
 
+zeroshard verify                           the scenarios of a published text, one after the other
 zeroshard verify train:job --ranks 2,3     this process: plain runs into a temporary folder, then the grid
   ├─ zeroshard verify-rank FOLDER (x 2)    every configuration on two ranks, one line of results-2.jsonl each
   └─ zeroshard verify-rank FOLDER (x 3)    the same on three
@@ -38,8 +39,38 @@ class Cell(NamedTuple):
         return self.difference.place if self.difference else self.result
 
 
-def verify(question: Question, *, as_json: bool = False) -> int:
-    """Exit code 0 where every cell is equal, 1 where one is not; what cannot be run raises `UserError`."""
+# The tests of the article on ZeRO-1 in three layers, each with the numbers of ranks it is run on. Of its three
+# scenarios only the padding one is described; the others are its listing's own model, and a narrow one on more ranks.
+SCENARIOS = (
+    ("basic", "zeroshard.explain.stacked_mlp:default", (2,)),
+    ("more ranks", "zeroshard.explain.stacked_mlp:narrow", (3, 4)),
+    ("padding", "zeroshard.explain.stacked_mlp:padding", (2, 3, 4)),
+)
+
+
+def verify_scenarios(question: Question, *, ranks: tuple[int, ...] | None, as_json: bool = False) -> int:
+    """The article's scenarios one after the other: 0 where all are equal. ranks: instead of a scenario's own."""
+    told: list[dict[str, Any]] = []
+    code = 0
+    for name, job, own in SCENARIOS:
+        if not as_json:
+            screen.say(f"\n[bold]Scenario: {name}[/bold]")
+        failed = verify(replace(question, job=job, ranks=ranks or own), as_json=as_json, told=told)
+        if failed not in (0, launch.FAILED):
+            return failed
+        code = code or failed
+        if as_json:
+            told[-1] = {"scenario": name, **told[-1]}
+    if as_json:
+        print(json.dumps({"equal": not code, "scenarios": told}))
+    return code
+
+
+def verify(question: Question, *, as_json: bool = False, told: list[dict[str, Any]] | None = None) -> int:
+    """Exit code 0 where every cell is equal, 1 where one is not; what cannot be run raises `UserError`.
+
+    told: gets the object of `as_json`, which else is printed.
+    """
     if Launch.from_environment():
         raise InputError("verify starts its own ranks; run it without torchrun")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch reads it; see launch.start_ranks
@@ -50,7 +81,7 @@ def verify(question: Question, *, as_json: bool = False) -> int:
         for ranks in question.ranks:
             plain = compare.run_plain_twice(question, ranks, question.folder_of(folder, ranks))
             if plain.difference:
-                return _report_the_job_itself(question, plain.difference, as_json)
+                return _report_the_job_itself(question, plain.difference, as_json, told)
             question = replace(question, buffers=plain.buffers)
             trains = trains and plain.trains
         question.save(folder)
@@ -62,10 +93,17 @@ def verify(question: Question, *, as_json: bool = False) -> int:
             cells += _read(question, folder, ranks)
     said = notes(question, cells, trains)
     if as_json:
-        print(json.dumps(_record(question, cells, said)))
+        _tell(_record(question, cells, said), told)
     else:
         _show(question, cells, said)
     return launch.FAILED if any(cell.result != "equal" for cell in cells) else 0
+
+
+def _tell(record: dict[str, Any], told: list[dict[str, Any]] | None) -> None:
+    if told is None:
+        print(json.dumps(record))
+    else:
+        told.append(record)
 
 
 def verify_rank(folder: str) -> None:
@@ -169,7 +207,9 @@ def _cell_text(cell: Cell) -> str:
     return f"[green]{cell.text}[/green]" if cell.result == "equal" else f"[red]{escape(cell.text)}[/red]"
 
 
-def _report_the_job_itself(question: Question, difference: Difference, as_json: bool) -> int:
+def _report_the_job_itself(
+    question: Question, difference: Difference, as_json: bool, told: list[dict[str, Any]] | None
+) -> int:
     """Two plain runs differ, so no comparison with a third would mean anything."""
     place = difference.place.rpartition(", rank")[0]  # there is only one process
     note = (
@@ -177,7 +217,7 @@ def _report_the_job_itself(question: Question, difference: Difference, as_json: 
         f"make model, batch and loss depend on nothing but (step, index) and the generators of torch, numpy and random"
     )
     if as_json:
-        print(json.dumps(_record(question, [], [note])))
+        _tell(_record(question, [], [note]), told)
     else:
         screen.say(escape(note))
     return launch.FAILED

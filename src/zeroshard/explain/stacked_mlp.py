@@ -3,6 +3,9 @@
 hidden 13 x 3 layers have 4,251 parameters, which neither 2 nor 4 divides: the article's test of padding. Jobs for the
 commands that ask for one by name, with Adam and the sum of all outputs as the loss, as there:
 
+    default    the listing's defaults, 3 layers of 512: 6,299,136 parameters
+    narrow     3 layers of 64
+    padding    the article's test of padding
     profile    the article's own: 10 layers of 4,096, 1,342,382,080 parameters
     scaled     the same at an eighth of the width: 20,997,120 parameters, for a run on one machine
 
@@ -43,9 +46,12 @@ class StackedMLP(nn.Module):
 ROWS = 4  # of a micro-batch
 
 
-def job(hidden: int, layers: int) -> dict[str, Any]:
+def job(hidden: int, layers: int, *, alike: bool = False) -> dict[str, Any]:
+    """alike: the same micro-batch on every rank, as the article's tests have it."""
+
     def batch(step: int, index: int) -> Tensor:
-        return torch.randn(ROWS, hidden, generator=torch.Generator().manual_seed(1000 * step + index))
+        seed = 1000 * step + (0 if alike else index)
+        return torch.randn(ROWS, hidden, generator=torch.Generator().manual_seed(seed))
 
     return {
         "model": StackedMLP(hidden, layers),
@@ -53,6 +59,18 @@ def job(hidden: int, layers: int) -> dict[str, Any]:
         "batch": batch,
         "loss": lambda model, x: model(x).sum(),
     }
+
+
+def default() -> dict[str, Any]:
+    return job(512, 3, alike=True)
+
+
+def narrow() -> dict[str, Any]:
+    return job(64, 3, alike=True)
+
+
+def padding() -> dict[str, Any]:
+    return job(13, 3, alike=True)
 
 
 def profile() -> dict[str, Any]:

@@ -451,12 +451,18 @@ def test_the_four_weights(opened, walk, stage):
         tables = [
             values["master"],
             *values["gradients"],
-            *(
-                values[key]
-                for key in ("average", "exp_avg", "exp_avg_sq", "master_after", "parameters_after", "bf16_after")
-            ),
+            *(values[key] for key in ("average", "exp_avg", "exp_avg_sq")),
+            *([float(f"{each:.7g}") for each in values[f"{key}_corrected"]] for key in ("exp_avg", "exp_avg_sq")),
+            *(values[key] for key in ("master_after", "parameters_after", "bf16_after")),
         ]
         assert found[name][1:-1] == [shown(table[index]) for table in tables]
+    minus = "\N{MINUS SIGN}"
+    assert rows(page, "rank ") == {  # typed from the text, but for fp16's copies of 2.1, 2.9, 1.1 and 0.6 and fp32's v
+        "rank 0": ["rank 0", f"{minus}4.5", f"{minus}4.5", "0", f"[2.099609375, {minus}2.900390625, 1, 0.5]",
+                   f"w1: 2.1, {minus}0.55, 0.030250002; w2: {minus}2.9, {minus}0.275, 0.0075625004"],
+        "rank 1": ["rank 1", f"{minus}5.5", f"{minus}5.5", f"{minus}5.5", f"[2, {minus}3, 1.099609375, 0.60009765625]",
+                   f"w3: 1.1, {minus}0.275, 0.0075625004; w4: 0.6, {minus}0.5, 0.025000002"],
+    }  # fmt: skip
 
 
 @pytest.mark.full
@@ -493,6 +499,21 @@ def test_the_three_layers(opened, walk):
     page.get_by_role("slider", name="Time in the step").press("p")
     peak = data["overlap"]["recording"]["ranks"][0]["peak"]["total"]
     assert page.locator("[data-now]").get_attribute("data-now") == str(peak)
+
+
+@pytest.mark.full
+def test_the_profile_is_on_the_page(opened, walk):
+    """8.75 GiB planned, as the text's table; what is planned of a scaled one beside what four ranks held of it."""
+    page = opened("walkthroughs", "#layers")
+    found, scaled = rows(page, "profile "), walk["layers"]["profile"]["scaled"]
+    assert found["profile at rest"][1:3] == ["9,396,674,720", "8.75 GiB"]
+    for column, of in ((3, scaled["predicted"][0]), (4, scaled["held"][0])):
+        states = {what.removeprefix("profile "): cells[column] for what, cells in found.items()}
+        want = of["rest"] | {"at rest": sum(of["rest"].values())}
+        want |= {f"most in {phase}": nbytes for phase, nbytes in of["peaks"].items()}
+        assert states == {what: f"{nbytes:,}" for what, nbytes in want.items()}
+    told = page.locator("section", has_text="The profile: planned, and held").inner_text()
+    assert "Held is what was planned, on all 4 ranks" in told and "17.50 GiB" in told and "42.7 %" in told
 
 
 @pytest.mark.full

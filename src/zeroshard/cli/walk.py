@@ -38,6 +38,21 @@ def walkthroughs(built_in: dict[str, Any], element: str) -> None:
     _four(built_in["four"])
     _layers(built_in["layers"])
     _overview(built_in["overview"])
+    for letter, text in built_in["texts"].items():
+        _tables(letter, text)
+
+
+def _tables(letter: str, text: Mapping[str, Any]) -> None:
+    """The text's own numbers beside the recomputed ones, as `zeroshard plan --text` has them."""
+    _heading(f"Text {letter}: {text['title']}")
+    for table in text["tables"]:
+        shown = screen.new_table(table["title"], "line", "text says", "recomputed", "unit", "")
+        for line in table["lines"]:
+            value = line["value"]
+            told = value if isinstance(value, str) else f"{int(value):,}" if value == int(value) else f"{value:.6g}"
+            differs = "" if line["agrees"] else "[red]differs[/red]"
+            shown.add_row(escape(line["what"]), line["text_says"] or "-", told, line["unit"], differs)
+        _table(shown)
 
 
 def find_element(transformer: Mapping[str, Any], wanted: str) -> tuple[int, str]:
@@ -79,6 +94,12 @@ def _transformer(of: dict[str, Any], flat: int, name: str) -> None:
             *(f"{owned[rank]}" if owned[rank] else "" for rank in range(of["ranks"])), tensor["origin"],
         )  # fmt: skip
     _table(table)
+    dims = of["dims"]
+    _say(
+        f"Width d = {dims['width']}, {dims['heads']} heads of {dims['width'] // dims['heads']}, FFN {dims['inner']}, "
+        f"vocabulary V = {dims['words']}, T = {dims['tokens']} tokens, {of['ranks']} ranks. LN1 -> attention, + x "
+        "-> LN2 -> FFN, + -> W_vocab -> softmax -> cross-entropy"
+    )
     cut = next(tensor for tensor in of["tensors"] if len(tensor["owners"]) > 1)
     shares = ", ".join(f"{stop - start} of rank {rank}" for rank, start, stop in cut["owners"])
     _say(f"Flat, the model is {of['numel']} elements, cut at {of['cuts'][1]}: inside {cut['symbol']}, {shares}.")
@@ -99,13 +120,22 @@ def _matrices(of: dict[str, Any], values: dict[str, Any]) -> None:
     for rank, forward in enumerate(trace):
         letter = of["batches"][rank]["micro_batch"]
         _say(f"\n[bold]Forward of micro-batch {letter} on rank {rank}[/bold], first token, in float64")
-        for what in ("mu", "sigma", "x1", "q", "x2", "logits"):
-            width = forward[what]["shape"][-1]
-            numbers = "  ".join(f"{value:9.5f}" for value in forward[what]["values"][:width])
-            _say(f"  {what:<7}{numbers}", markup=False)
-        _say(f"  {'loss':<7}{forward['loss']:9.5f}", markup=False)
+        for what, found in ({"x": of["batches"][rank]["x"]} | forward).items():
+            if what != "loss":
+                shape, width = found["shape"], found["shape"][-1]
+                # The first token's row; of what the heads have apart, each head's; of the input, all rows.
+                every = width if what == "x" else math.prod(shape[-2:]) if len(shape) > 2 else len(found["values"])
+                starts = range(0, len(found["values"]), every)
+                rows = [found["values"][at : at + width] for at in starts]
+                numbers = " | ".join("  ".join(f"{value:8.5f}" for value in row) for row in rows)
+                _say(f"  {what:<14}{'x'.join(map(str, shape)):<6}{numbers}", markup=False)
+        targets = ", ".join(map(str, of["batches"][rank]["targets"]))
+        _say(f"  {'loss':<20}{forward['loss']:8.5f}, of the targets {targets}", markup=False)
+    for tensor in of["tensors"]:
+        if tensor["origin"] == "text" and tensor["symbol"] != "W_q":
+            _say(f"\n[bold]{tensor['symbol']}[/bold], as the texts print it")
+            _rows("", values["master"], tensor)
     w_q = next(tensor for tensor in of["tensors"] if tensor["symbol"] == "W_q")
-    first, last = w_q["start"], w_q["start"] + w_q["numel"]
     columns: list[tuple[str, Sequence[float]]] = [
         (f"gradient {batch['micro_batch']}", values["gradients"][batch["rank"]]) for batch in of["batches"]
     ]
@@ -115,10 +145,15 @@ def _matrices(of: dict[str, Any], values: dict[str, Any]) -> None:
         "the fp32 master"
     )
     for title, flat in columns:
-        rows = [flat[at : at + w_q["shape"][1]] for at in range(first, last, w_q["shape"][1])]
-        for number, row in enumerate(rows):
-            label = title if number == 0 else ""
-            _say(f"  {label:<11}{'  '.join(f'{value:10.6f}' for value in row)}", markup=False)
+        _rows(title, flat, w_q)
+
+
+def _rows(title: str, flat: Sequence[float], tensor: Mapping[str, Any]) -> None:
+    """A matrix out of the flat vector."""
+    first, width = tensor["start"], tensor["shape"][1]
+    for at in range(first, first + tensor["numel"], width):
+        numbers = "  ".join(f"{value:10.6f}" for value in flat[at : at + width])
+        _say(f"  {title if at == first else '':<11}{numbers}", markup=False)
 
 
 def _stage(of: dict[str, Any], stage: dict[str, Any]) -> None:
@@ -261,13 +296,22 @@ def _four(of: dict[str, Any]) -> None:
     row("weight", values["parameters"])
     for rank, gradient in enumerate(values["gradients"]):
         row(f"gradient, rank {rank}", gradient)
-    for what, key in (("average", "average"), ("m", "exp_avg"), ("v", "exp_avg_sq"), ("master", "master_after"),
-                      ("its fp16 copy", "parameters_after"), ("a bf16 copy", "bf16_after")):  # fmt: skip
-        row(what, values[key])
+    for what, key in (("average", "average"), ("m", "exp_avg"), ("v", "exp_avg_sq"),
+                      ("m, bias corrected", "exp_avg_corrected"), ("v, bias corrected", "exp_avg_sq_corrected"),
+                      ("master", "master_after"), ("its fp16 copy", "parameters_after"),
+                      ("a bf16 copy", "bf16_after")):  # fmt: skip
+        row(what, [float(f"{value:.7g}") for value in values[key]] if "corrected" in key else values[key])
+    for rank, half in enumerate(values["half_updated"]):
+        row(f"rank {rank}, half updated", half)
     _table(table)
     for rank, seen in enumerate(values["forward"]):
         numbers = ", ".join(f"{what} {value + 0.0!r}" for what, value in seen)
+        back = ", ".join(f"dL/d{what} {value + 0.0!r}" for what, value in values["flow"][rank])
         _say(f"  rank {rank}: {numbers}, loss {values['loss'][rank]!r}; after the step {values['loss_after'][rank]!r}")
+        _say(f"          backward: {back}")
+    for rank, kept in enumerate(values["states"]):
+        own = "; ".join(f"{name.split('.')[1]}: master {master!r}, m {m!r}, v {v!r}" for name, master, m, v in kept)
+        _say(f"  rank {rank} keeps {own}")
     _corrections(of, "values")
     for stage in of["stages"]:
         _say(

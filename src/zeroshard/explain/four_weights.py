@@ -22,6 +22,18 @@ LEARNING_RATE = 0.1
 Seen = list[tuple[str, float]]
 
 
+class Flow:
+    """The gradients of the loss with respect to what is computed on the way to it."""
+
+    def __init__(self) -> None:
+        self.gradients: dict[str, float] = {}
+
+    def watched(self, name: str, value: Tensor) -> Tensor:
+        if value.requires_grad:
+            value.register_hook(lambda gradient: self.gradients.__setitem__(name, gradient.item()))
+        return value
+
+
 class Sample(NamedTuple):
     x: tuple[float, float]
     t: float
@@ -31,42 +43,45 @@ SAMPLES = (Sample((1.0, 3.0), 5.0), Sample((2.0, 1.0), 7.0))  # of GPU 0 and GPU
 
 
 class Layer1(nn.Module):
-    def __init__(self, seen: Seen) -> None:
+    def __init__(self, seen: Seen, flow: Flow) -> None:
         super().__init__()
+        self.flow = flow
         self.w1 = nn.Parameter(torch.tensor(WEIGHTS["layer1.w1"]))
         self.w2 = nn.Parameter(torch.tensor(WEIGHTS["layer1.w2"]))
         self.seen = seen
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.w1 * x[0] + self.w2 * x[1]
+        h = self.flow.watched("h", self.w1 * x[0] + self.w2 * x[1])
         self.seen.append(("h", h.item()))
-        a = torch.relu(h)
+        a = self.flow.watched("a", torch.relu(h))
         self.seen.append(("a", a.item()))
         return a
 
 
 class Layer2(nn.Module):
-    def __init__(self, seen: Seen) -> None:
+    def __init__(self, seen: Seen, flow: Flow) -> None:
         super().__init__()
+        self.flow = flow
         self.w3 = nn.Parameter(torch.tensor(WEIGHTS["layer2.w3"]))
         self.w4 = nn.Parameter(torch.tensor(WEIGHTS["layer2.w4"]))
         self.seen = seen
 
     def forward(self, a: Tensor) -> Tensor:
-        y = self.w3 * a + self.w4
+        y = self.flow.watched("y", self.w3 * a + self.w4)
         self.seen.append(("y", y.item()))
         return y
 
 
 class FourWeights(nn.Module):
-    """`seen` records h, a and y as they are computed, recomputation in backward included."""
+    """`seen` records h, a and y as they are computed, recomputation in backward included; `flow` their gradients."""
 
     def __init__(self, checkpointing: Literal["none", "layers", "whole"] = "whole") -> None:
         super().__init__()
         self.seen: Seen = []
         self.checkpointing = checkpointing
-        self.layer1 = Layer1(self.seen)
-        self.layer2 = Layer2(self.seen)
+        self.flow = Flow()
+        self.layer1 = Layer1(self.seen, self.flow)
+        self.layer2 = Layer2(self.seen, self.flow)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.checkpointing == "whole":

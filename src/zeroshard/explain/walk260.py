@@ -53,6 +53,31 @@ def capture() -> dict[str, Any]:
         "float64": {stage: observed_step(stage, Precision(), torch.float64, BY_MODULE) for stage in STAGES},
         "singly": observed_step(2, BF16, torch.float32, SINGLY),
         "trained": {stage: trained(stage) for stage in STAGES},
+        "unsent": unsent(),
+    }
+
+
+def unsent() -> dict[str, Any]:
+    """After a backward under `no_sync` at stage 1: what this rank has of its own gradients, and what it has sent."""
+    rank = torch.distributed.get_rank()
+    model = transformer260.Transformer260()
+    transformer260.inject(model, rank)
+    own: dict[str, Any] = {}
+    for name, parameter in model.named_parameters():
+        parameter.register_hook(lambda gradient, name=name: own.__setitem__(name, numbers(gradient)))
+    zero = zeroshard.shard(model, torch.optim.Adam(model.parameters()), stage=1, precision=BF16, layout=BY_MODULE)
+    with zero.no_sync():
+        transformer260.loss(model, transformer260.batches(torch.bfloat16)[rank]).backward()
+        ledger = zero.ledger()
+        sums = [accumulator.sum for accumulator in zero._engine.gradients.accumulators]
+        held = [value for each in sums for value in numbers(each.tensor)]
+    assert held == [value for entry in TENSORS for value in own[entry.name]]
+    moved = ledger.traffic.get("reduce")
+    return {
+        "elements": len(held),
+        "gradients": ledger.held["gradients"],
+        "beside": ledger.held.get("reduce", 0),
+        "sent": moved.sent if moved else 0,
     }
 
 
@@ -219,6 +244,7 @@ def assemble(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
         },
         "plain": {"steps": STEPS, "equal": difference == 0, "max_difference": difference},
         "timing": [row for stage in STAGES for row in _timing(stage, runs["bf16"][0][stage])],
+        "unsent": one_of([rank["unsent"] for rank in ranks], "local gradients"),
         "unchanged": [
             at
             for at, (old, new) in enumerate(
@@ -226,7 +252,7 @@ def assemble(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
             )
             if old == new
         ],
-        "corrections": _corrections(values["float64"], values["bf16"], cuts, starts),
+        "corrections": _corrections(values["float64"], values["bf16"], cuts, starts, ranks[0]["unsent"]),
     }  # fmt: skip
 
 
@@ -569,7 +595,11 @@ def _says(stage: int, name: str) -> str:
 
 
 def _corrections(
-    exact: dict[str, Any], bf16: dict[str, Any], cuts: Sequence[int], starts: Sequence[tuple[int, int]]
+    exact: dict[str, Any],
+    bf16: dict[str, Any],
+    cuts: Sequence[int],
+    starts: Sequence[tuple[int, int]],
+    unsent: dict[str, Any],
 ) -> list[dict[str, str]]:
     symbols = [entry.symbol for entry in TENSORS]
     w1, w_q = starts[symbols.index("W1")], starts[symbols.index("W_q")][0]
@@ -594,6 +624,10 @@ def _corrections(
              f"The population's deviation is {sigma[0]:.5f}."),
         note("A", "forward", "x₁[0] = [0.565, -1.445, 1.319, -0.439]", f"x1[0] = [{listed(x1[:row])}]"),
         note("A", "forward", "Q[0] = [0.703, -0.319, ...]", f"Q[0] = [{listed(q[:row])}]"),
+        note("A", "backward", "Step 1: both GPUs now hold 260 gradient values. Step 2: Reduce-Scatter",
+             "Here stage 1 sends its gradients during backward, bucket by bucket, as stage 2 does; the texts put it "
+             f"after. Under no_sync() a rank has all {unsent['elements']} of its own first: {unsent['gradients']} "
+             f"bytes, in the buffer that rests there, {unsent['beside']} beside it, {unsent['sent']} sent."),
         note("D", "backward", "Peak gradient memory: ~130 values",
              "130 is what stays. For a moment a rank also has the whole gradients of what is being reduced: see "
              "the column \"at most\", on both ranks."),

@@ -26,6 +26,7 @@ from .walk260 import by_stage, one_of
 Checkpointing = Literal["none", "layers", "whole"]
 OWNERS = Layout(bounds="tensor", align=1, units=["layer1", "layer2"])  # a layer each
 FP16 = Precision(param_dtype=torch.float16, grad_dtype=torch.float16, store_params=True)
+BETAS = (0.9, 0.999)
 STEPS = 4  # of the comparison with an optimizer that forgets
 
 WAYS: dict[Checkpointing, str] = {
@@ -65,7 +66,8 @@ def observed_step(stage: int, dtype: torch.dtype, precision: Precision, checkpoi
         model.seen.clear()
         loss.backward()
         recomputed = list(model.seen)
-        optimizer.step()
+        with observer.watching_gathers():
+            optimizer.step()
         observer.land()
         averages = [numbers(accumulator.sum.own) for accumulator in zero._engine.gradients.accumulators]
         optimizer.zero_grad()
@@ -93,6 +95,8 @@ def observed_step(stage: int, dtype: torch.dtype, precision: Precision, checkpoi
             "layout": layout_json(zero.partition, told["unit_names"]),
             "forward": forward,
             "recomputed": recomputed,
+            "flow": [[name, model.flow.gradients[name] + 0.0] for name in ("y", "a", "h")],
+            "stepped": observer.seen["stepped"]["parameters"] if "stepped" in observer.seen else None,
             "loss": loss.item(),
             "gradients": [value for name in WEIGHTS for value in local[name]],
             "averages": averages,
@@ -121,7 +125,7 @@ def assemble(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "layout": runs["float16"][0][0]["layout"],
         "names": [name.split(".")[1] for name in WEIGHTS],
         "learning_rate": LEARNING_RATE,
-        "optimizer": {"name": "Adam", "lr": LEARNING_RATE, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8},
+        "optimizer": {"name": "Adam", "lr": LEARNING_RATE, "beta1": BETAS[0], "beta2": BETAS[1], "eps": 1e-8},
         "samples": [{"x": list(sample.x), "t": sample.t} for sample in SAMPLES],
         "values": values["float16"],
         "decimals": values["float64"],
@@ -135,6 +139,7 @@ def assemble(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _values(ranks: Sequence[dict[int, dict[str, Any]]]) -> dict[str, Any]:
     sharded = [stage for stage, place in STAGES.items() if place.optimizer]
+    replicated = [stage for stage in sharded if not STAGES[stage].parameters]  # there a gather follows the step
 
     def same(what: str, rank: dict[int, dict[str, Any]], stages: Sequence[int] = tuple(STAGES)) -> Any:
         return one_of([rank[stage][what] for stage in stages], what)
@@ -158,10 +163,15 @@ def _values(ranks: Sequence[dict[int, dict[str, Any]]]) -> dict[str, Any]:
         "forward": [same("forward", rank) for rank in ranks],
         "loss": [same("loss", rank) for rank in ranks],
         "recomputed": [same("recomputed", rank) for rank in ranks],
+        "flow": [same("flow", rank) for rank in ranks],
         "gradients": [same("gradients", rank) for rank in ranks],
         "average": average,
         "exp_avg": exp_avg,
         "exp_avg_sq": exp_avg_sq,
+        "exp_avg_corrected": [value / (1 - BETAS[0]) for value in exp_avg],
+        "exp_avg_sq_corrected": [value / (1 - BETAS[1]) for value in exp_avg_sq],
+        "half_updated": [same("stepped", rank, replicated) for rank in ranks],
+        "states": [same("kept", rank, sharded) for rank in ranks],
         "master": one_of([same("before", rank) for rank in ranks], "masters"),
         "master_after": masters,
         "parameters": one_of([same("start", rank) for rank in ranks], "parameters"),

@@ -228,6 +228,7 @@ export interface Transformer {
     logical: number;
     sent: number;
   }[];
+  unsent: { elements: number; gradients: number; beside: number; sent: number };
   unchanged: number[];
   corrections: Correction[];
 }
@@ -258,6 +259,14 @@ export interface FourValues {
   parameters_after: number[];
   bf16_after: number[];
   loss_after: number[];
+  /** By rank: the gradients with respect to y, a and h. */
+  flow: [what: string, value: number][][];
+  exp_avg_corrected: number[];
+  exp_avg_sq_corrected: number[];
+  /** By rank: all weights between Adam and the gather, at stages 1 and 2. */
+  half_updated: number[][];
+  /** By rank: name, master, m and v of each weight that it updates. */
+  states: [name: string, master: number, m: number, v: number][][];
 }
 
 export interface FourWeights {

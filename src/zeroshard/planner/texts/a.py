@@ -25,6 +25,7 @@ def text() -> Text:
         "A",
         "ZeRO-1: A Concrete Walkthrough",
         (
+            table("The model", tiny.model_lines(), tiny.shape_lines()),
             table("All parameters", tiny.numel_lines()),
             _bytes_per_parameter(),
             _on_two(),

@@ -23,6 +23,7 @@ def text() -> Text:
         "D",
         "ZeRO-2: A Concrete Walkthrough with Actual Numbers",
         (
+            table("The model", tiny.model_lines()),
             table("All parameters", tiny.numel_lines()),
             _on_two(),
             _owners(),

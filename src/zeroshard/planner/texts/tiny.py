@@ -20,6 +20,8 @@ MODULES_260 = (
 )  # fmt: skip
 SAID_NUMEL = ("4", "4", "16", "16", "16", "16", "4", "4", "64", "16", "64", "4", "32")
 
+HEADS = 2
+
 Matrix = tuple[tuple[Fraction, ...], ...]
 
 
@@ -63,6 +65,30 @@ def forward() -> tuple[Fraction, float, list[float], list[float]]:
     x1 = [float(x - mu) / sigma for x in X[0]]
     q = [sum(x * float(weights[column]) for x, weights in zip(x1, W_Q, strict=True)) for column in range(4)]
     return mu, sigma, x1, q
+
+
+def model_lines() -> list[Line]:
+    """Sizes that both texts have, and the shapes of what forward makes of three tokens."""
+    shapes = dict(TENSORS_260)
+    (width, inner), (_, words), tokens = shapes["W1"], shapes["W_vocab"], len(X)
+    return [
+        line("hidden dimension d", "4", width),
+        line("heads", "2", HEADS),
+        line("of each head, d_k", "2", Fraction(width, HEADS)),
+        line("FFN inner", "16", inner),
+        line("vocabulary V", "8", words),
+        line("tokens T", "3", tokens),
+        line("GPUs", "2", len(GRADIENTS)),
+    ]
+
+
+def shape_lines() -> list[Line]:
+    """Tokens by columns: what each matrix makes of its input."""
+    shapes, tokens = dict(TENSORS_260), len(X)
+    made = (("x", "3, 4", len(X[0])), ("Q = x1 W_q", "3, 4", shapes["W_q"][1]), ("x2 W1", "3, 16", shapes["W1"][1]),
+            ("FFN, after W2", "3, 4", shapes["W2"][1]),
+            ("logits, and their softmax", "3, 8", shapes["W_vocab"][1]))  # fmt: skip
+    return [row(f"shape of {name}", said, [tokens, columns]) for name, said, columns in made]
 
 
 def numel_lines() -> list[Line]:

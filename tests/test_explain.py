@@ -444,6 +444,10 @@ def test_the_closed_forms(walkthroughs):
         assert row["reduce_inside"] == row["gather_inside"] == 1 - k / 8
         assert row["reduce_between"] == 2 * (k - 1) / 8
         assert row["total"] == 1.75
+        # A card's part of a ring over all, and of an exchange with the ranks of other nodes; a ring of K, with K groups.
+        node = 8 // k
+        alone = 7 / 8 / node + (8 - node) / 8
+        assert row["saved_here"] == pytest.approx(1 - row["reduce_between"] / alone if k > 1 else 0)
     formulas = [lambda n: 16, lambda n: 4 + 12 / n, lambda n: 2 + 14 / n, lambda n: 16 / n]
     for stage, formula in zip(walkthroughs["overview"]["stages"], formulas, strict=True):
         for one in stage["at"]:

@@ -19,6 +19,7 @@ from ..numerics import Precision
 from ..planner import closed, traffic
 from ..planner.quantities import number, plain
 from ..planner.recipes import PRESETS
+from ..stage import STAGES
 from .document import numbers
 from .observe import Observer, ticking
 from .recording import Told, layout_json, one_step, together
@@ -207,7 +208,12 @@ def _path(found: Sequence[dict[str, Any]], first: int) -> list[dict[str, Any]]:
 
 def _row(copies: traffic.Replicas) -> dict[str, Any]:
     saved = {key: plain(getattr(copies, key)) for key in ("saved_per_rank", "saved_per_node")}
-    return {**copies.json(), **saved}
+    return {**copies.json(), **saved, "saved_here": plain(_slow(copies.replicas).saved)}
+
+
+def _slow(count: int) -> traffic.SlowLink:
+    """As this engine sends, where a node is as large as one of `count` groups."""
+    return traffic.slow_link(RANKS**2, RANKS, count, STAGES[1], PAPER, gpus_per_node=RANKS // count)
 
 
 def _changed(ranks: int) -> int:
@@ -254,9 +260,11 @@ def _corrections(numel: int) -> list[dict[str, str]]:
              f"Reduction P[(1-K/N) + 2(K-1)/N] and all-gather P(1-K/N) add up to 2(N-1)/N P for every K: "
              f"{number(one.total)}P here. The bytes change place, and memory grows: 12K/N bytes per parameter."),
         note("instances", "Slow-link traffic drops by ~62.5%",
-             f"That compares with 2P; a ring of {RANKS} carries {number(one.total)}P. It is "
-             f"{float(100 * four.saved_per_rank):.1f} % where every rank has a network card of its own, and "
-             f"{float(100 * four.saved_per_node):.1f} % where a node has one."),
+             f"That compares with a rounded 2P. As this engine sends it is {float(100 * _slow(4).saved):.1f} %: every "
+             "rank has a network card of its own, gathers are rings whose crossings a node's cards share, a reduction "
+             "goes from each rank straight to each owner. Were every collective a ring, which carries "
+             f"{number(one.total)}P, it would be {float(100 * four.saved_per_rank):.1f} % with a card per rank, and "
+             f"{float(100 * four.saved_per_node):.1f} % with one per node."),
         note("profile", "Theoretical saving: 50%. Net saving is ~42.7%",
              f"The gradient buffer is inside the {float(cut):.2f} GiB already, where the saving is "
              f"{percent(cut, base)}. With the shard's fp32 gradient in the step it is {percent(in_step, base)}; with "

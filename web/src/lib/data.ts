@@ -332,6 +332,7 @@ export interface ThreeLayers {
       total: number;
       saved_per_rank: number;
       saved_per_node: number;
+      saved_here: number;
     }[];
   };
   profile: {

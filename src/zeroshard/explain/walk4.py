@@ -31,7 +31,7 @@ STEPS = 4  # of the comparison with an optimizer that forgets
 
 WAYS: dict[Checkpointing, str] = {
     "none": "Nothing is recomputed: h and a are kept from forward to backward.",
-    "layers": "Each layer is a segment: a, which goes from one to the other, is kept.",
+    "layers": "Each layer is a segment, as by Layout(recompute=True): a, which goes from one to the other, is kept.",
     "whole": "The whole network is one segment: neither h nor a is kept.",
 }
 

@@ -210,6 +210,7 @@ def test_one_rank_that_adds_up_two_micro_batches_gives_the_same_bits(run, tmp_pa
     assert bits(out) == bits(run[0])
 
 
+@pytest.mark.full
 def test_recomputing_gives_the_same_bits_and_a_gather_more_per_block(run, tmp_path):
     """`--recompute`: also with two bytes per parameter less for gradients, where `--grad-dtype bf16` asks for that."""
     out = tmp_path / "again"

@@ -539,6 +539,7 @@ def test_predicted_equals_held_on_real_ranks(stages):
 PROFILE = ["--ranks", "4", "--stage", "1", "--precision", "bf16", "--grad-dtype", "bf16"]
 
 
+@pytest.mark.full
 def test_the_texts_profile_is_simulated_with_gradients_in_bf16():
     """1,342,382,080 parameters: 2.50 + 2.50 + 3 x 1.25 GiB, and Adam's counters; with fp32 gradients 2.50 more."""
     numel = 1_342_382_080

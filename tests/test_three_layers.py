@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 import ranks
@@ -84,6 +85,7 @@ def test_what_the_three_layers_are_cut_into():
     assert any(not a for a, _ in cuts) and any(not b for _, b in cuts)
 
 
+@pytest.mark.full
 def test_the_example_is_plain_torch_and_runs():
     assert "zeroshard" not in {line.split()[1].split(".")[0] for line in EXAMPLE.read_text().splitlines()
                                if line.startswith(("import ", "from "))}  # fmt: skip

@@ -60,6 +60,7 @@ def warm(monkeypatch, capsys):
 # --------------------------------------------------------------------------------------------------------- what is equal
 
 
+@pytest.mark.full
 def test_without_a_job_the_three_scenarios_of_a_text_are_run(warm):
     """Its model on 2 ranks, a narrow one on 3 and 4, and 4,251 parameters, which 2 and 4 do not divide; in bf16."""
     code, found = warm(None, "--stage", "1", "--bucket-mib", "24", "--steps", "2", "--accumulate", "1")

@@ -117,7 +117,7 @@ def tables() -> dict[str, Any]:
     return {
         "format": "zeroshard-planner",
         "version": 1,
-        "stages": [{"stage": stage, "placements": place._asdict()} for stage, place in STAGES.items()],
+        "stages": [{"stage": stage, "placements": place.sharded()} for stage, place in STAGES.items()],
         "recipes": [
             {**recipe.json(), "says": recipe.says, "per_tensor": dict(recipe.per_tensor)}
             for recipe in recipes.PRESETS.values()

@@ -899,9 +899,13 @@ def test_reductions_under_way():
 @pytest.mark.parametrize(("stage", "beside"), [(1, 0), (2, 1)])
 def test_no_sync_adds_up_in_full_size_gradients_and_else_holds_them_all(stage, beside):
     cut = wide()
-    found = instants(cut, STAGES[stage], item_sizes(recipes.PRESETS["zeroshard"]), 0, no_sync=True)
+    found = instants(cut, STAGES[stage], item_sizes(recipes.PRESETS["zeroshard"]), 0, accumulate=2, no_sync=True)
     numel = sum(bucket.numel for bucket in cut.buckets)
     assert {i.name: i.nbytes for i in found}["reduce of bucket 8"] == {"reduce": 4 * (beside * numel + 512)}
+    alone = instants(cut, STAGES[stage], item_sizes(recipes.PRESETS["zeroshard"]), 0, no_sync=True)
+    assert alone == instants(
+        cut, STAGES[stage], item_sizes(recipes.PRESETS["zeroshard"]), 0
+    )  # one backward: nothing to add
 
 
 def test_the_peak_is_the_worst_instant():

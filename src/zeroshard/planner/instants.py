@@ -92,8 +92,9 @@ def instants(
         return {GATHER: whole.get(0, 0) + sum(whole[unit] for unit in window)}
 
     reduced = _reductions(
-        partition, place, sizes, rank, in_flight, fresh=accumulate == 1, no_sync=no_sync, resting=resting
-    )
+        partition, place, sizes, rank, in_flight, fresh=accumulate == 1, no_sync=no_sync and accumulate > 1,
+        resting=resting,
+    )  # fmt: skip
     found = [_init(units, whole, sizes)]
     for at, unit in enumerate(order):
         found.append(Instant(f"forward of {shown[unit]}", gathered(at, 0, prefetch)))

@@ -94,7 +94,13 @@ export function instants(question: Question, place: Placements): Instant[] {
   const most = (values: number[]) => values.reduce((high, each) => Math.max(high, each), 0);
   tell('init', { gather: most(whole), build: most(buckets.map(({ numel }) => nbytes(numel, updated))) });
   for (let at = 0; at < units; at += 1) tell(`forward of units.${at}`, { gather: window(at, 0, PREFETCH) });
-  const reduced = reductions(buckets, by, place, { ranks, gradients, sent: recipe.sent, accumulate, noSync });
+  const reduced = reductions(buckets, by, place, {
+    ranks,
+    gradients,
+    sent: recipe.sent,
+    accumulate,
+    noSync: noSync && accumulate > 1,
+  });
   for (let at = units - 1; at >= 0; at -= 1) {
     const gather = window(at, PREFETCH, 1);
     tell(`backward of units.${at}`, { gather, reduce: most(by[at].map((bucket) => reduced.get(bucket) ?? 0)) });

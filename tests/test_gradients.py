@@ -585,6 +585,38 @@ def no_sync_price(stage):
             optimizer.zero_grad()
 
 
+def no_sync_in_replicas(stage, replicas, nonfinite, earlier):
+    """Weights after two steps of local backwards, with or without a reduced sum before them, and one that sends."""
+    model = models.build("gpt", hidden=12, layers=2)
+    optimizer = optimizer_of(model)
+    zero = zeroshard.shard(
+        model, optimizer, stage=stage, comm=Comm(replicas=replicas), precision=Precision(nonfinite=nonfinite)
+    )
+    for step in range(2):
+        if earlier:
+            loss_of("gpt", model, step, ranks.rank()).backward()
+        with zero.no_sync():
+            for a in (1, 2):
+                loss_of("gpt", model, step, 4 * a + ranks.rank()).backward()
+        loss_of("gpt", model, step, 12 + ranks.rank()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert zero.ledger().held["reduce"] == 0
+    with zero.gathered():
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("nonfinite", ["ignore", "raise"])
+@pytest.mark.parametrize("earlier", [False, True], ids=["", "earlier"])
+def test_no_sync_in_replicas_has_the_bits_of_one_copy(nonfinite, earlier):
+    """Also where the running sum comes from another replica to where local backwards have added up."""
+    want = ranks.run(4, no_sync_in_replicas, 2, 1, nonfinite, earlier)[0]
+    for stage, replicas in ((0, 2), (1, 2), (1, 4), (2, 2)):
+        for weights in ranks.run(4, no_sync_in_replicas, stage, replicas, nonfinite, earlier):
+            assert all(torch.equal(a, b) for a, b in zip(weights, want, strict=True)), (stage, replicas)
+
+
 # ------------------------------------------------------------------------------------------------- when ranks disagree
 
 

@@ -23,13 +23,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ranks
+import zeroshard as package
 from ranks import alive
 from zeroshard.checkpoint.manifest import Saved
 from zeroshard.cli import demo, difference, screen
-from zeroshard.cli.config import SIZES, RunConfig, Size
+from zeroshard.cli.config import SIZES, RunConfig, Size, in_options
 from zeroshard.cli.data import Corpus, standard_library
 from zeroshard.cli.model import GPT, complete_line
 from zeroshard.cli.train import warmup_then_cosine
+from zeroshard.errors import UserError
 
 TEXT = pydoc_data.topics.__file__
 STEPS = 12
@@ -139,7 +141,7 @@ def test_the_options_are_these():
         "train": "accumulate batch data device grad-dtype help keep lr no-recompute no-report offload offload-gradients offload-optimizer "
         "offload-parameters offload-path out precision ranks recompute report resume save-every seed size stage steps",
         "demo": "help out ranks seed steps",
-        "plan": "accumulate align bounds bucket-mib bytes check disk gpu-mem gpus-per-node grad-dtype help "
+        "plan": "accumulate align bounds bucket-mib bytes check disk exact gpu-mem gpus-per-node grad-dtype help "
         "host-mem json no-sync offload offload-gradients offload-optimizer offload-parameters optimizer params precision "
         "prefetch preset ranks recompute replicas shapes stage step-time text tokens units",
         "simulate": "accumulate bucket-mib grad-dtype help json machine offload offload-gradients offload-optimizer "
@@ -148,7 +150,7 @@ def test_the_options_are_these():
         "ckpt verify": "help json",
         "ckpt diff": "help json",
         "ckpt export": "dtype file-size help json overwrite",
-        "explain": "element help open out text",
+        "explain": "element help no-open open out stage text",
         "verify": "accumulate bucket-mib clip help json offload offload-path precision ranks seed stage steps timeout",
         "io-bench": "block depth direct help json offload offload-gradients offload-optimizer offload-parameters out params "
         "ranks rounds sharing size stage tokens",
@@ -159,6 +161,56 @@ def test_the_options_are_these():
         assert sorted({first or negated for first, negated in found}) == sorted(options.split())
     assert zeroshard().returncode == 2
     assert "train" in zeroshard("--help").stdout
+
+
+def test_the_version_and_suggestions_of_commands_that_users_have():
+    assert zeroshard("--version").stdout == f"zeroshard {package.__version__}\n"
+    said = zeroshard("explan").stderr
+    assert said == "zeroshard: No such command 'explan'. Did you mean 'explain', 'plan'?\n"
+    assert "rank" not in zeroshard("--help").stdout.replace("ranks", "")  # what a command starts for itself
+
+
+COMMANDS = ["train", "demo", "plan", "explain", "verify", "simulate", "io-bench", "ckpt diff", "ckpt export"]
+
+
+@pytest.mark.parametrize("width", [80, 100])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_fills_its_lines(command, width):
+    """No line is longer than the terminal, and none of a sentence ends before the next word would not fit."""
+    shown = zeroshard(*command.split(), "--help", TERM="dumb", COLUMNS=str(width)).stdout
+    assert max(map(len, shown.splitlines())) <= width
+    words, _, options = shown.partition("\u256d")
+    assert "FRACTION" not in options and options
+    for line, after in zip(words.splitlines(), words.splitlines()[1:], strict=False):
+        if line.strip() and after.strip() and not after.startswith("   "):
+            assert len(line.rstrip()) + 1 + len(after.split()[0]) > width - 2 or line.rstrip().endswith(":"), line
+
+
+def test_plan_shows_the_seven_common_options_first():
+    shown = zeroshard("plan", "--help", TERM="dumb", COLUMNS="100").stdout
+    names = re.findall(r"^\W*(--[a-z-]+)", shown.partition("Arguments")[2], re.MULTILINE)
+    assert names[:8] == ["--params", "--shapes", "--ranks", "--stage", "--gpu-mem", "--check", "--offload", "--help"]
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (UserError("gpu_mem: a budget", got="'80'", instead="80GiB"), "--gpu-mem: a budget; got: '80'; instead: 80GiB"),
+        (UserError("no such stage", got="5", instead="stage=3"), "no such stage; got: 5; instead: --stage 3"),
+        (UserError("stage and bytes both", instead="bytes="), "--stage and --bytes both; instead: --bytes"),
+        (UserError("no such file", where="/a/gpu_mem.json"), "no such file; where: /a/gpu_mem.json"),
+        (UserError("a stage of bytes", got="gpu_mem='x'"), "a stage of bytes; got: --gpu-mem x"),
+    ],
+)
+def test_errors_of_commands_speak_of_options(error, said):
+    assert in_options(error, ("gpu_mem", "stage", "bytes")) == said
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_header_knows_the_models_size(size):
+    """Before torch is loaded."""
+    with torch.device("meta"):
+        assert SIZES[size].numel == sum(param.numel() for param in GPT(SIZES[size]).parameters())
 
 
 # --------------------------------------------------------------------------------------------------------- what it does
@@ -196,7 +248,16 @@ def test_a_run_leaves_its_files(run):
     assert len(ranks) == 2
     for entry in ranks:
         assert {state: entry["held"][state] for state in entry["predicted"]} == entry["predicted"]
-    assert "held = predicted on 2 ranks, to the byte" in shown
+    sent = ranks[0]["traffic"]
+    said = shown.splitlines()
+    assert said.index("  starting 2 ranks ...") < said.index(f"  started on cpu, torch {torch.__version__}")
+    assert said[-5:] == [
+        f"  loss   {lines[0]['loss']:.3f} -> {lines[-1]['loss']:.3f} in {STEPS} steps",
+        f"  states {sum(ranks[0]['predicted'].values()):,} bytes per rank; held = predicted on 2 ranks, to the byte",
+        f"  sent   {sum(moved['sent'] for moved in sent.values()) // STEPS:,} bytes per step by rank 0",
+        f"  saved  {out / 'model.safetensors'} and {out / 'checkpoints' / 'step-00000012'}",
+        f"  next   zeroshard explain {out}",
+    ]
     assert f"step    {STEPS}/{STEPS}" in shown
     GPT(SIZES["tiny"]).load_state_dict(load_file(out / "model.safetensors"))
 
@@ -204,9 +265,9 @@ def test_a_run_leaves_its_files(run):
 def test_one_rank_that_adds_up_two_micro_batches_gives_the_same_bits(run, tmp_path):
     """At stage 0, without any launcher, and at stage 3 on two ranks: one micro-batch is one, whoever computes it."""
     out = tmp_path / "one"
-    done = zeroshard("train", *SHORT, "--accumulate", 2, "--stage", 0, "--no-report", "--out", out)
+    done = zeroshard("train", *SHORT, "--accumulate", 2, "--stage", 0, "--out", out)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
-    assert "predicted" not in done.stdout
+    assert "Model state per rank" not in done.stdout
     assert bits(out) == bits(run[0])
 
 
@@ -307,7 +368,7 @@ def test_what_the_ranks_find_out_is_refused_as_well(run, tmp_path, words, says):
     out = stopped(run[0], tmp_path / "run")
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
     done = zeroshard("train", "--resume", out, *words.split())
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done
     assert says in done.stderr
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
 
@@ -409,8 +470,8 @@ def test_demo(tmp_path):
     assert "From the checkpoint of step 11, saved on 2 ranks at stage 3, resumed on 1 rank at stage 1" in done.stdout
     assert f"The bits are equal: 1 losses, 1 gradient norms, all weights (sha256 {digest[:16]})" in done.stdout
     assert "What the model writes" in done.stdout
-    assert f"number by number: {tmp_path / 'stage3' / 'zero.html'}\n" in done.stdout
-    assert (tmp_path / "stage3" / "zero.html").stat().st_size < 450_000
+    assert f"Both runs compared, and ZeRO number by number: {tmp_path / 'stage3' / 'zero.html'}\n" in done.stdout
+    assert (tmp_path / "stage3" / "zero.html").stat().st_size < 550_000
     for stage in (3, 0):  # the README's table is of this model on two ranks
         rank_0 = json.loads((tmp_path / f"stage{stage}" / "ledger.json").read_text())["ranks"][0]
         nbytes = {state: rank_0["held"][state] for state in rank_0["predicted"]}
@@ -419,20 +480,60 @@ def test_demo(tmp_path):
         assert re.search(row.replace("|", r"\|"), README)
 
 
+def changed_by_one_bit(run, folder, what):
+    """A copy of a run in which one weight, or one loss, is the next number."""
+    shutil.copytree(run, folder)
+    if what == "weights":
+        weights = load_file(folder / "model.safetensors")
+        weights["norm.weight"].view(torch.int32)[7] ^= 1
+        save_file(weights, folder / "model.safetensors")
+    if what == "loss":
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        lines[3]["loss"] = math.nextafter(lines[3]["loss"], 9.0)
+        (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ("nothing", f"The bits are equal: {STEPS} losses and norms, and all weights."),
+        ("weights", "the weights are different."),
+        ("loss", "The bits differ from step 4 on: losses "),
+    ],
+)
+def test_two_runs_are_compared(run, tmp_path, changed, says):
+    """In the terminal and on the page: what each held, sent and lost, and whether one bit differs."""
+    other = changed_by_one_bit(run[0], tmp_path / "other", changed)
+    done = zeroshard("explain", run[0], other, "--text", COLUMNS="300")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert says in done.stdout
+    out = tmp_path / "two.html"
+    assert zeroshard("explain", run[0], other, "--out", out).returncode == 0
+    data = json.loads(re.search(r'id="data">(.*?)</script>', out.read_text())[1])
+    told = json.loads((run[0] / "explain.json").read_text())["run"]
+    assert {key: data["run"][key] for key in told if key != "curves"} == {
+        key: told[key] for key in told if key != "curves"
+    }
+    assert data["compared"]["names"] == [str(run[0]), str(other)]
+    assert data["compared"]["equal"] is (changed == "nothing")
+    assert (data["compared"]["differs"] or {}).get("step") == {"loss": 4}.get(changed)
+    assert zeroshard("explain", run[0], tmp_path).returncode == 2
+    assert "got 3 folders" in zeroshard("explain", run[0], other, other).stderr
+
+
+def test_one_stage_in_the_terminal():
+    one = zeroshard("explain", "--text", "--stage", 1).stdout
+    assert "Stage 1: sharded: optimizer. 4 + 12/N bytes per parameter, 2,600 bytes per rank" in one
+    assert "Stage 2" not in one
+    assert "--stage must be 0, 1, 2 or 3, got 7" in zeroshard("explain", "--text", "--stage", 7).stderr
+    assert "--stage is for the walkthrough in the terminal" in zeroshard("explain", "--stage", 1).stderr
+
+
 @pytest.mark.parametrize("changed", ["weights", "loss"])
 def test_demo_fails_when_one_bit_differs(run, tmp_path, capsys, changed):
-    for name in ("ledger.json", "metrics.jsonl", "model.safetensors"):
-        (tmp_path / name).write_bytes((run[0] / name).read_bytes())
-    assert demo.compare(run[0], tmp_path) == 0
-    if changed == "weights":
-        weights = load_file(tmp_path / "model.safetensors")
-        weights["norm.weight"].view(torch.int32)[7] ^= 1
-        save_file(weights, tmp_path / "model.safetensors")
-    else:
-        lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-        lines[3]["loss"] = math.nextafter(lines[3]["loss"], 9.0)
-        (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    assert demo.compare(run[0], tmp_path) == 1
+    assert demo.compare(run[0], shutil.copytree(run[0], tmp_path / "same")) == 0
+    assert demo.compare(run[0], changed_by_one_bit(run[0], tmp_path / "other", changed)) == 1
     assert {"weights": "weights different", "loss": "at step 4"}[changed] in capsys.readouterr().out
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import zeroshard
 from zeroshard import Comm, Layout, Offload, Precision
-from zeroshard.cli import demo, iobench, main, verify
+from zeroshard.cli import demo, iobench, main, start, verify
 from zeroshard.errors import Error
 
 JUNK = st.one_of(
@@ -128,7 +128,7 @@ BASES = {
     "io-bench": ["."], "ckpt inspect": ["none"], "ckpt verify": ["none"], "ckpt diff": ["none", "none"],
     "ckpt export": ["none", "out"],
 }  # fmt: skip
-SWITCHES = ("--help", "--open", "--check")
+SWITCHES = ("--help", "--open", "--check", "--exact")
 
 
 def options(words: str) -> list[str]:
@@ -154,7 +154,7 @@ def nothing_runs(tmp_path, monkeypatch):
     """What would start when the words are understood does not: only the reading of them is tried."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.setattr(main, "run_training", lambda *_: 0)
+    monkeypatch.setattr(start, "run_training", lambda *_: 0)
     monkeypatch.setattr(demo, "demo", lambda **_: 0)
     monkeypatch.setattr(verify, "verify", lambda *_, **__: 0)
     monkeypatch.setattr(iobench, "io_bench", lambda *_, **__: None)

@@ -23,6 +23,7 @@ import zeroshard
 from zeroshard import Comm, Layout
 from zeroshard.cli.config import InputError
 from zeroshard.cli.plan import one_line, show_plan, show_text
+from zeroshard.cli.screen import Amount
 from zeroshard.engine.unit import find_units
 from zeroshard.errors import UserError
 from zeroshard.explain.transformer260 import TENSORS, TEXT, W_Q_GRADIENTS
@@ -271,12 +272,10 @@ def test_a_budget_without_a_unit_is_refused(text, nearest):
     ],
 )  # fmt: skip
 def test_a_count_is_a_positive_whole_number(text, nearest):
-    with pytest.raises(
-        UserError, match=f"params, --params: a positive whole number is wanted(.|\n)*{nearest}"
-    ) as caught:
+    with pytest.raises(UserError, match=f"params: a positive whole number is wanted(.|\n)*{nearest}") as caught:
         zeroshard.plan(params=text)
     assert repr(text) in str(caught.value)
-    with pytest.raises(UserError, match="tokens, --tokens: a positive"):
+    with pytest.raises(UserError, match="tokens: a positive"):
         quantities.count(text, "tokens")
 
 
@@ -948,13 +947,9 @@ def test_the_command():
     done = run("--params", "7e9", "--ranks", 8, "--gpu-mem", "80GiB")
     assert (done.returncode, done.stderr) == (0, "")
     assert "paper: 2 parameters + 2 gradients + 4 master + 4 m + 4 v = 16 bytes per parameter" in done.stdout
-    for cell in (
-        "112,000,000,000  104.31",
-        "38,500,000,000   35.86",
-        "26,250,000,000   24.45",
-        "14,000,000,000   13.04",
-    ):
+    for cell in ("112.00  104.31", "38.50   35.86", "26.25   24.45", "14.00   13.04"):
         assert cell in done.stdout
+    assert "Into 85.90 GB (80.00 GiB) per rank" in done.stdout
     assert "the lowest stage that fits: 1" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 90
 
@@ -966,11 +961,28 @@ def integers(value):
     return [leaf for inner in value for leaf in integers(inner)] if isinstance(value, list) else [value]
 
 
-def test_bytes_are_shown_to_the_last_digit():
+def test_bytes_are_shown_to_the_last_digit_on_demand():
     """Also where the terminal is narrower than the table."""
-    done = run("--params", "123456789012345678", "--ranks", 7)
+    assert f"{123456789012345678 * 16:,}" not in run("--params", "123456789012345678", "--ranks", 7).stdout
+    done = run("--params", "123456789012345678", "--ranks", 7, "--exact")
     assert f"{123456789012345678 * 16:,}" in done.stdout
     assert "\u2026" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("largest", "nbytes", "shown"),
+    [
+        (112 * 10**9, 38_500_000_000, ("GB", "38.50", "35.86")),
+        (112 * 10**9, 4, ("GB", "< 0.01", "0.00")),
+        (5 * 10**6, 5_341_276, ("MB", "5.34", "5.09")),
+        (4160, 4160, ("KB", "4.16", "4.06")),
+        (999, 999, ("bytes", "999", "0.00")),
+        (0, 38_500_000_000, ("bytes", "38,500,000,000", "35.86")),
+    ],
+)
+def test_the_unit_is_that_of_the_largest(largest, nbytes, shown):
+    amount = Amount(largest)
+    assert (amount.unit, *amount.both(nbytes)) == shown
 
 
 def test_json_has_whole_bytes(tmp_path):
@@ -1011,8 +1023,8 @@ def test_no_torch_in_it(tmp_path):
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({}, "one of params, shapes and module:function; got: none"),
-        ({"params": 7, "shapes": "x"}, "got: params and shapes"),
+        ({}, "one of --params, --shapes and MODULE:FUNCTION; got: none"),
+        ({"params": 7, "shapes": "x"}, "got: --params and --shapes"),
         ({"job": "train:job"}, "cannot be imported; where: train"),
         ({"params": 7, "preset": "papr"}, "did you mean 'paper'?"),
         ({"params": 7, "preset": "paper", "bytes": "parameters=2,gradients=2"}, "one of the two"),
@@ -1023,19 +1035,19 @@ def test_no_torch_in_it(tmp_path):
         ({"params": 7, "bytes": "parameters=0,gradients=2"}, "more than no bytes"),
         ({"params": 7, "bytes": "parameters=2,gradients=-2"}, "got: 'gradients=-2'"),
         ({"params": 7, "bytes": "parameters=2,gradients=2,m=1/0"}, "got: 'm=1/0'"),
-        ({"params": 7, "ranks": 0}, "ranks must be a whole number of at least 1; got: 0"),
+        ({"params": 7, "ranks": 0}, "--ranks must be a whole number of at least 1; got: 0; instead: --ranks 1"),
         ({"params": 7, "ranks": -8}, "got: -8"),
         ({"params": 7, "ranks": 2.0}, "got: 2.0"),
-        ({"params": 7, "ranks": 10**9}, "ranks must be at most"),
+        ({"params": 7, "ranks": 10**9}, "--ranks must be at most"),
         ({"params": 7, "stage": 4}, "expected: 0, 1, 2 or 3; got: 4"),
         ({"params": 7, "stage": True}, "got: True"),
-        ({"params": 7, "accumulate": 0}, "accumulate must be"),
+        ({"params": 7, "accumulate": 0}, "--accumulate must be"),
         ({"params": 7, "gpu_mem": "80"}, "instead: 80GiB, or 80GB"),
         ({"params": 7, "ranks": 8, "replicas": 3}, "instead: one of 1, 2, 4, 8"),
-        ({"params": 7, "align": 1}, "align: a number of parameters has no layout"),
+        ({"params": 7, "align": 1}, "--align: a number of parameters has no layout"),
         ({"shapes": "/", "bounds": "modle"}, "did you mean 'model'?"),
-        ({"shapes": "/", "bucket_mib": 0.0}, "bucket_mib must be a positive number"),
-        ({"shapes": "/", "align": 3}, "align must be a power of two"),
+        ({"shapes": "/", "bucket_mib": 0.0}, "--bucket-mib must be a positive number"),
+        ({"shapes": "/", "align": 3}, "--align must be a power of two"),
     ],
 )  # fmt: skip
 def test_what_is_refused(given, says):
@@ -1052,12 +1064,12 @@ def test_what_is_refused(given, says):
     [
         ("", "plan takes one of"),
         ("train:job", "No module named 'train'"),
-        ("--params 7G", "params, --params: a positive whole number is wanted; got: '7G'; instead: 7B"),
-        ("--params 7B --host-mem 80", "host_mem, --host-mem: a budget of memory is a number and a unit"),
+        ("--params 7G", "--params: a positive whole number is wanted; got: '7G'; instead: 7B"),
+        ("--params 7B --host-mem 80", "--host-mem: a budget of memory is a number and a unit"),
         ("--params -3", "got: '-3'"),
         ("--shapes none.json", "no such file or folder of shapes; where: none.json"),
         ("--text F", "got: 'F'"),
-        ("--text A --ranks 3", "leave ranks out"),
+        ("--text A --ranks 3", "leave --ranks out"),
         ("--params 7 --ranks many", "Invalid value for '--ranks'"),
         ("--parms 7", "No such option: --parms"),
     ],

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, NamedTuple
 
@@ -27,6 +28,28 @@ def one_line(message: object) -> str:
     return "; ".join(line.strip() for line in str(message).splitlines())
 
 
+def in_options(error: object, names: Iterable[str]) -> str:
+    """An error of the Python call on one line, about a command's options: `gpu_mem="80GiB"` is `--gpu-mem 80GiB`.
+
+    An argument is meant where it stands before `=`, at the beginning, or has an underscore.
+    """
+    named = "|".join(sorted(map(re.escape, names), key=len, reverse=True))
+
+    def option(match: re.Match[str]) -> str:
+        return "--" + match[0].replace("_", "-")
+
+    def valued(match: re.Match[str]) -> str:
+        value = match[2].strip("\"'")
+        return f"--{match[1].replace('_', '-')}" + (f" {value}" if value else "")
+
+    text = one_line(error)
+    beginning = re.match(rf"(?:(?:{named})(?:, | and )?)+(?=[\s:;]|$)", text)
+    end = beginning.end() if beginning else 0
+    head = re.sub(rf"\b(?:{named})\b", option, text[:end])
+    rest = re.sub(rf"(?<![\w./-])({named})=([^\s,;)]*)", valued, text[end:])
+    return head + re.sub(rf"(?<![\w./-])(?=\w*_)(?:{named})\b(?!\.)", option, rest)
+
+
 Precision = Literal["fp32", "bf16"]
 GradDtype = Literal["fp32", "bf16"]
 STATES = ("parameters", "gradients", "optimizer")
@@ -43,6 +66,12 @@ class Shape(NamedTuple):
     heads: int
     context: int  # bytes the model sees at once
     lr: float
+
+    @property
+    def numel(self) -> int:
+        """Parameters of the model that this builds, without building it."""
+        of_block = 12 * self.hidden**2 + 9 * self.hidden  # weights; two norms, and the biases of the two linears
+        return self.blocks * of_block + (2 * 256 + self.context + 2) * self.hidden
 
 
 SIZES: Mapping[Size, Shape] = {

@@ -6,13 +6,13 @@ import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from zeroshard.cli import explain, launch, screen
 from zeroshard.cli.check import Check, check
+from zeroshard.cli.compared import journal
 from zeroshard.cli.config import SIZES, InputError, Launch, RunConfig
-from zeroshard.cli.data import make_writable
 from zeroshard.cli.resume import CHECKPOINTS
+from zeroshard.cli.start import run_beside
 from zeroshard.stage import STAGES
 
 # Lines, because a model of this size cannot count the blanks of an indented block.
@@ -54,8 +54,7 @@ def demo(*, steps: int, ranks: int, seed: int, out: str) -> int:
         )  # fmt: skip
         configs.append(again)
     for config in configs:
-        make_writable(config.out)
-        if code := launch.start_ranks(config.command(), config.ranks):
+        if code := run_beside(config):
             return code
     screen.console.print()
     code = compare(runs[3], runs[0])
@@ -73,7 +72,7 @@ def demo(*, steps: int, ranks: int, seed: int, out: str) -> int:
     screen.say("\n[bold]What the model writes, a line after each beginning[/bold]\n")
     for line in _sample(runs[3], seed):
         screen.console.print(f"  {line}", markup=False, style="cyan", soft_wrap=True)
-    screen.say(f"\nThe step of the run at stage 3, and ZeRO number by number: {explain.write(runs[3])}\n")
+    screen.say(f"\nBoth runs compared, and ZeRO number by number: {explain.write((runs[3], runs[0]))}\n")
     return code
 
 
@@ -87,7 +86,7 @@ def compare(sharded: Path, plain: Path) -> int:
 
 def same_bits(one: Path, other: Path, start: int = 0) -> int:
     """Exit code 0 where the weights are the same, and losses and norms after step `start`."""
-    journals = [_journal(run)[start:] for run in (one, other)]
+    journals = [journal(run)[start:] for run in (one, other)]
     digests = [hashlib.sha256((run / "model.safetensors").read_bytes()).hexdigest() for run in (one, other)]
     first = next((at for at, (a, b) in enumerate(zip(*journals, strict=True)) if a != b), None)
     count = len(journals[0])
@@ -104,12 +103,6 @@ def same_bits(one: Path, other: Path, start: int = 0) -> int:
 def _held_by_rank_0(run: Path) -> int:
     rank_0 = json.loads((run / "ledger.json").read_text(encoding="utf-8"))["ranks"][0]
     return sum(rank_0["held"][state] for state in rank_0["predicted"])
-
-
-def _journal(run: Path) -> list[tuple[Any, Any]]:
-    # JSON keeps every bit of a float: Python writes the shortest text that reads back as the same number.
-    lines = (json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
-    return [(line["loss"], line["grad_norm"]) for line in lines]
 
 
 def _sample(run: Path, seed: int) -> list[str]:

@@ -1,9 +1,11 @@
-"""`zeroshard explain`: the page of a run, or of the walkthroughs alone; or the same in the terminal."""
+"""`zeroshard explain`: the page of a run, of two, or of the walkthroughs alone; or the same in the terminal."""
 
 from __future__ import annotations
 
 import webbrowser
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from zeroshard.cli import screen
 from zeroshard.cli.config import InputError, one_line
@@ -12,27 +14,40 @@ from zeroshard.errors import UserError
 PAGE = "zero.html"
 
 
-def explain(run_dir: str | None, *, out: str | None, text: bool, element: str | None, browse: bool) -> None:
+def explain(
+    runs: tuple[str, ...], *, out: str | None, browse: bool, text: bool, stage: int | None, element: str | None
+) -> None:
     """Write the page and say where, or print it."""
-    if element is not None and (not text or run_dir is not None):
-        raise InputError("--element says which parameter the walkthrough in the terminal follows: --text, no RUN_DIR")
+    if len(runs) > 2:
+        raise InputError(f"explain shows one run, or compares two; got {len(runs)} folders")
+    for option, value in {"--element": element, "--stage": stage}.items():
+        if value is not None and (not text or runs):
+            raise InputError(f"{option} is for the walkthrough in the terminal: add --text, and leave RUN_DIR out")
     if text:
         if out is not None or browse:
             raise InputError("--text prints here and writes no page; leave --out and --open out")
-        _print(run_dir, element or "W_q[0,0]")
+        _print(runs, element or "W_q[0,0]", stage)
         return
-    path = write(run_dir, out)
+    path = write(runs, out)
     screen.say(f"{path}   {screen.nbytes_text(path.stat().st_size)}, opens without a network")
     if browse and not webbrowser.open(path.absolute().as_uri()):
         raise InputError(f"there is no browser to open {path} with")
 
 
-def write(run_dir: str | Path | None, out: str | None = None) -> Path:
-    """Write the page of a run's folder (None: of the walkthroughs alone); returns its path."""
+def write(runs: Sequence[str | Path], out: str | None = None) -> Path:
+    """Write the page of a run's folder, of two, or of the walkthroughs alone; returns its path."""
     from zeroshard.explain.document import Page, built_in, document
 
-    path = Path(out) if out is not None else Path(run_dir or ".") / PAGE
-    page = Page(document(walkthroughs=built_in(), run=_run(run_dir)))
+    path = Path(out) if out is not None else Path(runs[0] if runs else ".") / PAGE
+    told = [_read(run) for run in runs]
+    page = Page(
+        document(
+            walkthroughs=built_in(),
+            run=told[0] if told else None,
+            other=told[1] if len(told) == 2 else None,
+            compared=_compared(runs) if len(told) == 2 else None,
+        )
+    )
     try:
         page.write(path)
     except OSError as error:
@@ -40,9 +55,13 @@ def write(run_dir: str | Path | None, out: str | None = None) -> Path:
     return path
 
 
-def _run(run_dir: str | Path | None) -> dict[str, object] | None:
-    if run_dir is None:
-        return None
+def _compared(runs: Sequence[str | Path]) -> dict[str, Any]:
+    from zeroshard.cli.compared import compared
+
+    return compared(*map(Path, runs))
+
+
+def _read(run_dir: str | Path) -> dict[str, Any]:
     from zeroshard.explain.run import read
 
     try:
@@ -51,11 +70,15 @@ def _run(run_dir: str | Path | None) -> dict[str, object] | None:
         raise InputError(one_line(error)) from error
 
 
-def _print(run_dir: str | None, element: str) -> None:
+def _print(runs: Sequence[str], element: str, stage: int | None) -> None:
     from zeroshard.cli import walk
     from zeroshard.explain.document import built_in
 
-    if run_dir is None:
-        walk.walkthroughs(built_in(), element)
+    if not runs:
+        walk.walkthroughs(built_in(), element, stage)
+    elif len(runs) == 1:
+        walk.run(_read(runs[0]))
     else:
-        walk.run(_run(run_dir) or {})
+        from zeroshard.cli.compared import show
+
+        show((_read(runs[0]), _read(runs[1])), _compared(runs))

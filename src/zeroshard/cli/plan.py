@@ -11,7 +11,8 @@ from rich.table import Table
 from rich.text import Text as Styled
 
 from zeroshard.cli import screen
-from zeroshard.cli.config import STATES, InputError, one_line, places, planned_offload
+from zeroshard.cli.config import STATES, InputError, in_options, one_line, places, planned_offload
+from zeroshard.cli.screen import Amount
 from zeroshard.errors import UserError
 from zeroshard.events import HOST, NVME
 from zeroshard.planner.answer import Plan, StagePlan
@@ -31,33 +32,45 @@ LOOKS = {"parameters": ("█", "cyan"), "gradients": ("▓", "yellow"), PADDING:
 MORE_LOOKS = (("▒", "magenta"), ("░", "green"), ("#", "blue"), ("=", "bright_magenta"), ("+", "bright_green"))
 
 
-def show_plan(*, as_json: bool, **settings: Any) -> None:
+def show_plan(*, as_json: bool, exact: bool = False, **settings: Any) -> None:
     """Plan, and print. Raises `InputError`, one line, for what cannot be planned."""
+    _one_model(settings)
     settings["offload"] = planned_offload(_places(settings))
     try:
         found = plan(**settings)
     except UserError as error:
-        raise InputError(one_line(error)) from error
+        raise InputError(in_options(error, settings)) from error
     if as_json:
         print(json.dumps(found.json(), indent=2))
         return
+    amount = Amount(0 if exact else max(stage.total for stage in found.stages))
     _head(found)
-    _bars(found)
-    _states(found)
+    _bars(found, amount)
+    _states(found, amount)
     if found.offload is not None:
-        _tiers(found)
-        _files(found)
+        _tiers(found, amount)
+        _files(found, amount)
     if any(stage.instants for stage in found.stages):
-        _peaks(found)
-    _traffic(found)
+        _peaks(found, amount)
+    _traffic(found, amount)
     if found.replicas is not None:
-        _replicas(found)
+        _replicas(found, amount)
     if found.gpu_mem is not None:
-        _answers(found, found.gpu_mem)
+        _answers(found, found.gpu_mem, amount)
     for note in found.notes[:8]:
         screen.say(f"  [dim]{escape(note)}[/dim]")
     if len(found.notes) > 8:
         screen.say(f"  [dim]and {len(found.notes) - 8} more notes in --json[/dim]")
+
+
+def _one_model(settings: dict[str, Any]) -> None:
+    models = {"--params": "params", "--shapes": "shapes", "MODULE:FUNCTION": "job"}
+    named = [option for option, name in models.items() if settings.get(name) is not None]
+    if len(named) != 1:
+        raise InputError(
+            f"plan takes one of --params, --shapes and MODULE:FUNCTION; got: {' and '.join(named) or 'none of them'}; "
+            f"instead: --params 7B, --shapes model.safetensors, or train:job"
+        )
 
 
 def _places(settings: dict[str, Any]) -> dict[str, str]:
@@ -126,11 +139,6 @@ def _said(line: Line) -> str:
     return f"{int(line.says):,}" if line.says.isdecimal() else line.says
 
 
-def nbytes_cells(nbytes: int) -> tuple[str, str]:
-    """Exact bytes, and GiB."""
-    return f"{nbytes:,}", f"{nbytes / 2**30:,.2f}"
-
-
 def _head(found: Plan) -> None:
     recipe = found.recipe
     states = {"parameters": recipe.parameters, "gradients": recipe.gradients, **recipe.optimizer}
@@ -174,16 +182,16 @@ def _bar(stage: StagePlan, looks: dict[str, tuple[str, str]], longest: int) -> S
     return bar
 
 
-def _bars(found: Plan) -> None:
+def _bars(found: Plan, amount: Amount) -> None:
     looks = _looks(found)
     longest = max(stage.total + stage.most - stage.device for stage in found.stages)
     where = "" if found.offload is None else " in all tiers; saved: on the device"
     table = screen.new_table(
-        f"Model state per rank, at rest{where}", "stage", "bytes/param", "", "bytes", "GiB", "saved"
+        f"Model state per rank, at rest{where}", "stage", "bytes/param", "", *amount.units, "saved"
     )
     table.columns[2].justify = "left"
     for stage in found.stages:
-        cells = nbytes_cells(stage.total)
+        cells = amount.both(stage.total)
         table.add_row(
             str(stage.stage), stage.formula, _bar(stage, looks, longest), *cells, f"{100 * stage.saved:.1f} %"
         )
@@ -194,50 +202,59 @@ def _bars(found: Plan) -> None:
     screen.console.print(legend, soft_wrap=True)
 
 
-def _states(found: Plan) -> None:
+def _states(found: Plan, amount: Amount) -> None:
     columns = [f"stage {stage.stage}" for stage in found.stages]
-    table = screen.new_table("State by state, in bytes", "state", *columns)
+    table = screen.new_table(f"State by state, in {amount.unit}", "state", *columns)
     for state in dict.fromkeys(state for stage in found.stages for state in stage.states):
-        table.add_row(state, *(f"{stage.states.get(state, 0):,}" for stage in found.stages))
-    table.add_row("[bold]total[/bold]", *(f"[bold]{stage.total:,}[/bold]" for stage in found.stages))
+        table.add_row(state, *(amount(stage.states.get(state, 0)) for stage in found.stages))
+    table.add_row("[bold]total[/bold]", *(f"[bold]{amount(stage.total)}[/bold]" for stage in found.stages))
     _show(table)
 
 
-def _tiers(found: Plan) -> None:
+def _tiers(found: Plan, amount: Amount) -> None:
     table = screen.new_table(
-        "Where it rests, in bytes", "stage", "device", "host", "of it buffers", "of it pages", "files", "on the disk"
+        f"Where it rests, in {amount.unit}",
+        "stage",
+        "device",
+        "host",
+        "of it buffers",
+        "of it pages",
+        "files",
+        "on the disk",
     )
     for stage in found.stages:
         host = stage.tiers.get(HOST, {})
         filed = sum(stage.tiers.get(NVME, {}).values())
         cells = (stage.device, stage.host, host.get("staging", 0), stage.rounding, filed, stage.files)
-        table.add_row(str(stage.stage), *(f"{nbytes:,}" for nbytes in cells))
+        table.add_row(str(stage.stage), *map(amount, cells))
     _show(table)
     if found.host_mem is not None:
-        table = screen.new_table(f"Into {found.host_mem:,} bytes of host memory per rank", "stage", "fits", "to spare")
+        table = screen.new_table(
+            f"Into {_budget(found.host_mem, amount)} of host memory per rank", "stage", "fits", "to spare"
+        )
         for stage in found.stages:
             spare = found.host_mem - stage.host
             verdict = "[green]fits[/green]" if spare >= 0 else "[red]does not fit[/red]"
-            table.add_row(str(stage.stage), verdict, f"{spare:,}")
+            table.add_row(str(stage.stage), verdict, amount(spare))
         _show(table)
 
 
-def _files(found: Plan) -> None:
+def _files(found: Plan, amount: Amount) -> None:
     if not any(stage.files for stage in found.stages):
         return
     columns = ["stage", "read", "written"]
     columns += ["seconds"] * (found.disk is not None) + ["tokens/s of a rank"] * (found.tokens is not None)
-    table = screen.new_table("Files, bytes per step and rank", *columns)
+    table = screen.new_table(f"Files, {amount.unit} per step and rank", *columns)
     if worn := found.disk is not None or found.step_time is not None:
         table.add_column("written in a day", justify="right")
     for stage in found.stages:
-        cells = [f"{nbytes:,}" for nbytes in stage.moves]
+        cells = [amount(nbytes) for nbytes in stage.moves]
         if found.disk is not None:
             cells.append(f"{found.seconds(stage):.3g}")
         if found.tokens is not None:
             cells.append(f"{found.tokens_per_second(stage) or 0:,.0f}")
         if worn:
-            cells.append(f"{found.wear(stage) or 0:,}")
+            cells.append(amount(found.wear(stage) or 0))
         table.add_row(str(stage.stage), *cells)
     _show(table)
     if worn:
@@ -245,10 +262,10 @@ def _files(found: Plan) -> None:
         screen.say(f"  [dim]written in a day: of steps {how}[/dim]")
 
 
-def _peaks(found: Plan) -> None:
+def _peaks(found: Plan, amount: Amount) -> None:
     where = "" if found.offload is None else " on the device"
     table = screen.new_table(
-        f"At rest and passing{where}, at the peak of a step", "stage", "bytes", "GiB", "passing", "at"
+        f"At rest and passing{where}, at the peak of a step", "stage", *amount.units, "passing", "at"
     )
     kept = any(stage.activations for stage in found.stages)
     if kept:
@@ -256,8 +273,8 @@ def _peaks(found: Plan) -> None:
             table.add_column(column, justify="right")
     for stage in found.stages:
         assert stage.peak is not None
-        cells = (*nbytes_cells(stage.peak), f"{stage.peak - stage.device:,}", escape(str(stage.peak_at)))
-        table.add_row(str(stage.stage), *cells, *([f"{stage.activations:,}", f"{stage.working:,}"] if kept else []))
+        cells = (*amount.both(stage.peak), amount(stage.peak - stage.device), escape(str(stage.peak_at)))
+        table.add_row(str(stage.stage), *cells, *([amount(stage.activations), amount(stage.working)] if kept else []))
     _show(table)
     if kept:
         screen.say("  [dim]passing: the engine's own; what operators make, activations included, comes on top[/dim]")
@@ -265,23 +282,25 @@ def _peaks(found: Plan) -> None:
         screen.say("  [dim]an upper bound for units used one after the other; activations come on top[/dim]")
 
 
-def _traffic(found: Plan) -> None:
+def _traffic(found: Plan, amount: Amount) -> None:
     backwards = f"{found.accumulate} backward" + ("s" if found.accumulate > 1 else "")
     how = f"{backwards}, no_sync" if found.no_sync else backwards
     table = screen.new_table(
-        f"Bytes moved per step and rank ({how})", "stage", "passes", "logical", "sent", "sent + received"
+        f"Moved per step and rank, in {amount.unit} ({how})", "stage", "passes", "logical", "sent", "sent + received"
     )
     for stage in found.stages:
         total = stage.traffic.total
-        table.add_row(str(stage.stage), f"{stage.traffic.passes:g}", *(f"{nbytes:,}" for nbytes in total))
+        table.add_row(str(stage.stage), f"{stage.traffic.passes:g}", *map(amount, total))
         if stage.traffic.recompute != Moved(0, 0, 0):
-            table.add_row("", "recompute", *(f"{nbytes:,}" for nbytes in stage.traffic.recompute))
+            table.add_row("", "recompute", *map(amount, stage.traffic.recompute))
     _show(table)
     if any(stage.links for stage in found.stages):
-        table = screen.new_table("What one GPU sends over each link", "stage", "inside its node", "between nodes")
+        table = screen.new_table(
+            f"What one GPU sends over each link, in {amount.unit}", "stage", "inside its node", "between nodes"
+        )
         for stage in found.stages:
             if stage.links is not None:
-                table.add_row(str(stage.stage), *(f"{nbytes:,}" for nbytes in stage.links))
+                table.add_row(str(stage.stage), *map(amount, stage.links))
         _show(table)
         screen.say(
             "  [dim]gathers as a ring, whose node crossings all of a node's cards share; reductions to each owner. "
@@ -289,7 +308,7 @@ def _traffic(found: Plan) -> None:
         )
 
 
-def _replicas(found: Plan) -> None:
+def _replicas(found: Plan, amount: Amount) -> None:
     copies, link = found.replicas, found.slow_link
     assert copies is not None
     named = "1 replica" if copies.replicas == 1 else f"{copies.replicas} replicas"
@@ -303,8 +322,8 @@ def _replicas(found: Plan) -> None:
     }.items():
         table.add_row(what, number(elements / found.parameters))
     if link is not None:
-        table.add_row(f"sent between nodes of {link.gpus_per_node}, bytes of one GPU", f"{link.sent:,}")
-        table.add_row("with one replica", f"{link.with_one:,}")
+        table.add_row(f"sent between nodes of {link.gpus_per_node}, {amount.unit} of one GPU", amount(link.sent))
+        table.add_row("with one replica", amount(link.with_one))
         table.add_row("less on the slow link", f"{float(100 * link.saved):.1f} %")
     _show(table)
     screen.say(
@@ -314,18 +333,29 @@ def _replicas(found: Plan) -> None:
     )
 
 
-def _answers(found: Plan, limit: int) -> None:
+def _budget(nbytes: int, amount: Amount) -> str:
+    """`85.90 GB (80.00 GiB)`."""
+    here, binary = amount.both(nbytes)
+    return f"{here} {amount.unit} ({binary} {amount.units[1]})"
+
+
+def _answers(found: Plan, limit: int, amount: Amount) -> None:
     what = "at rest, without activations" if found.stages[0].peak is None else "at the peak, without activations"
     if any(stage.activations for stage in found.stages):
         what = "at the peak, with the most of operators beside it"
     table = screen.new_table(
-        f"Into {limit:,} bytes per rank", "stage", "fits", "to spare", "GiB", "largest by states alone"
+        f"Into {_budget(limit, amount)} per rank",
+        "stage",
+        "fits",
+        "to spare",
+        amount.units[1],
+        "largest by states alone",
     )
     for stage in found.stages:
         spare = limit - stage.most
         verdict = "[green]fits[/green]" if stage.fits else "[red]does not fit[/red]"
         largest = "-" if stage.largest is None else f"{stage.largest:,}"
-        table.add_row(str(stage.stage), verdict, *nbytes_cells(spare), largest)
+        table.add_row(str(stage.stage), verdict, *amount.both(spare), largest)
     _show(table)
     screen.say(f"  [dim]fits: {what}; largest: by states at rest alone[/dim]")
     fitting = [stage.stage for stage in found.stages if stage.fits]
@@ -333,10 +363,10 @@ def _answers(found: Plan, limit: int) -> None:
         screen.say(f"  the lowest stage that fits: [bold]{fitting[0]}[/bold]")
     if found.advice:
         last = max(stage.stage for stage in found.stages)
-        table = screen.new_table(f"To make stage {last} fit", "change", "bytes", "GiB", "")
+        table = screen.new_table(f"To make stage {last} fit", "change", *amount.units, "")
         for change in found.advice:
             verdict = "[green]fits[/green]" if change.fits else "does not fit"
-            table.add_row(change.what, *nbytes_cells(change.nbytes), verdict)
+            table.add_row(change.what, *amount.both(change.nbytes), verdict)
         _show(table)
     if not fitting and not any(change.fits for change in found.advice):
         screen.say("  nothing here is enough; a smaller model, or fewer bytes per parameter, would be")

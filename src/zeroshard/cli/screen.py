@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
@@ -27,6 +30,27 @@ def nbytes_text(nbytes: float) -> str:
         return f"{nbytes:.0f} B"
     power = min(int(math.log2(nbytes)) // 10, 3)
     return f"{nbytes / 1024**power:.2f} {'KMG'[power - 1]}iB"
+
+
+class Amount:
+    """Bytes in one answer: in the unit that suits the largest, or, for a largest of 0, to the last digit."""
+
+    def __init__(self, largest: int) -> None:
+        self.power = next((power for power in (3, 2, 1) if largest >= 1000**power), 0)
+        letter = " KMG"[self.power].strip()
+        self.unit = f"{letter}B" if self.power else "bytes"
+        self.units = (self.unit, f"{letter or 'G'}iB")  # of `both`
+
+    def __call__(self, nbytes: int) -> str:
+        """`38.50`; a little that would be 0.00 is shown as what it is less than."""
+        if not self.power:
+            return f"{nbytes:,}"
+        text = f"{nbytes / 1000**self.power:,.2f}"
+        return "< 0.01" if nbytes and text.strip("-") == "0.00" else text
+
+    def both(self, nbytes: int) -> tuple[str, str]:
+        """And in powers of 1024."""
+        return self(nbytes), f"{nbytes / 1024 ** (self.power or 3):,.2f}"
 
 
 def shown(told: Any) -> Any:
@@ -104,6 +128,34 @@ def ledger(ranks: Sequence[Mapping[str, Any]], steps: int) -> None:
         say(f"  [green]held = predicted on {ranks_text(len(ranks))}, to the byte[/green]")
     console.print()
     console.print(_traffic_table(ranks[0]["traffic"], steps))
+
+
+def closing(
+    ranks: Sequence[Mapping[str, Any]],
+    steps: int,
+    *,
+    losses: Sequence[float],
+    weights: Path,
+    checkpoint: Path,
+    run: Path,
+) -> None:
+    """Four lines about a run that has ended, and the next command; `ranks` as in `ledger.json`."""
+    held = [sum(entry["held"].get(state, 0) for state in entry["predicted"]) for entry in ranks]
+    sent = sum(moved["sent"] for moved in ranks[0]["traffic"].values())
+    off = [f"{state} of rank {rank}" for rank, entry in enumerate(ranks) for state in _off(entry)]
+    verdict = f"[green]held = predicted on {ranks_text(len(ranks))}, to the byte[/green]"
+    if off:
+        verdict = f"[bold red]held differs from predicted:[/bold red] {', '.join(off)}"
+    say("")
+    facts = {
+        "loss": f"{losses[0]:.3f} -> {losses[1]:.3f} in {many(steps, 'step')}",
+        "states": f"{max(held):,} bytes per rank; {verdict}",
+        "sent": f"{sent // steps:,} bytes per step by rank 0",
+        "saved": f"{escape(str(weights))} and {escape(str(checkpoint))}",
+        "next": f"[bold]zeroshard explain {escape(shlex.quote(str(run)))}[/bold]",
+    }
+    for name, fact in facts.items():
+        say(f"  [dim]{name:<6}[/dim] {fact}")
 
 
 def _bytes_table(ranks: Sequence[Mapping[str, Any]]) -> Table:

@@ -53,7 +53,7 @@ def train(config: RunConfig, launch: Launch, corpus: Corpus) -> None:
     _agree_on(corpus)
     start = _resume(config, zero, scheduler, corpus) if config.resume else 0
     if zero.rank == 0:
-        _open_run(config, corpus, model, device, start)
+        _open_run(config, corpus, device, start)
     explained = min(start + RECORDED, config.steps - 1)
     with Journal(config, zero, start) as journal:
         for step in range(start, config.steps):
@@ -90,7 +90,7 @@ def train(config: RunConfig, launch: Launch, corpus: Corpus) -> None:
         if zero.rank == 0:
             _save_weights(model, Path(config.out))
     if zero.rank == 0:
-        _close_run(config, ranks, config.steps - start, saved)
+        _close_run(config, ranks, start, saved)
 
 
 def _save(config: RunConfig, zero: zeroshard.Zero, scheduler: LRScheduler, corpus: Corpus, step: int) -> Path:
@@ -248,7 +248,7 @@ def _agree_on(corpus: Corpus) -> None:
             )
 
 
-def _open_run(config: RunConfig, corpus: Corpus, model: GPT, device: torch.device, start: int) -> None:
+def _open_run(config: RunConfig, corpus: Corpus, device: torch.device, start: int) -> None:
     facts = {
         "zeroshard": zeroshard.__version__,
         "torch": torch.__version__,
@@ -266,19 +266,8 @@ def _open_run(config: RunConfig, corpus: Corpus, model: GPT, device: torch.devic
         screen.say(f"\nthe earlier run in {out} is now in {_set_aside(out)}")
     (out / "run.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     (out / "metrics.jsonl").write_text(curve, encoding="utf-8")
-    shape = config.shape
-    numel = sum(param.numel() for param in model.parameters())
-    tokens = config.batch * config.accumulate * config.ranks * shape.context
-    screen.opening(
-        f"Stage {config.stage}, {screen.ranks_text(config.ranks)}, {config.precision}"
-        + f", {config.grad_dtype} gradients" * (config.grad_dtype != "fp32")
-        + f", {device.type}",
-        {
-            "model": f"{config.size}: {shape.blocks} blocks of {shape.hidden}, {numel:,} parameters",
-            "data": f"{corpus.files:,} files, {len(corpus.text):,} bytes, sha256 {corpus.sha256[:12]}",
-            "steps": f"{config.steps} of {tokens:,} bytes" + f", from {start} on" * bool(start),
-            "out": config.out,
-        },
+    screen.say(
+        f"  [dim]started[/dim] on {device.type}, torch {torch.__version__}" + f", from step {start} on" * bool(start)
     )
 
 
@@ -314,8 +303,14 @@ def _save_weights(model: GPT, out: Path) -> None:
     os.replace(out / "model.safetensors.part", out / "model.safetensors")
 
 
-def _close_run(config: RunConfig, ranks: list[Any], steps: int, saved: Path) -> None:
-    (Path(config.out) / "ledger.json").write_text(json.dumps({"ranks": ranks}, indent=2) + "\n", encoding="utf-8")
+def _close_run(config: RunConfig, ranks: list[Any], start: int, saved: Path) -> None:
+    out, steps = Path(config.out), config.steps - start
+    (out / "ledger.json").write_text(json.dumps({"ranks": ranks}, indent=2) + "\n", encoding="utf-8")
     if config.report:
         screen.ledger(ranks, steps)
-    screen.say(f"\n  weights in {Path(config.out) / 'model.safetensors'}, checkpoint in {saved}")
+    lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    screen.closing(
+        ranks, steps,
+        losses=[json.loads(lines[at])["loss"] for at in (start, -1)],
+        weights=out / "model.safetensors", checkpoint=saved, run=out,
+    )  # fmt: skip

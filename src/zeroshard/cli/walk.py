@@ -27,9 +27,12 @@ NORMS = (
 ELEMENT = re.compile(r"(\w+)\[(\d+)(?:,\s*(\d+))?\]")
 
 
-def walkthroughs(built_in: dict[str, Any], element: str) -> None:
-    """All of them, one after the other. Raises `InputError` where there is no such element."""
+def walkthroughs(built_in: dict[str, Any], element: str, stage: int | None = None) -> None:
+    """All of them, one after the other, or one stage. Raises `InputError` where there is no such element or stage."""
     chosen = find_element(built_in["transformer"], element)
+    if stage is not None:
+        _one_stage(built_in["transformer"], stage)
+        return
     titles = (
         f"{letter}: {text['title'].removeprefix(f'Text {letter}: ')}" for letter, text in built_in["texts"].items()
     )
@@ -53,6 +56,15 @@ def _tables(letter: str, text: Mapping[str, Any]) -> None:
             differs = "" if line["agrees"] else "[red]differs[/red]"
             shown.add_row(escape(line["what"]), line["text_says"] or "-", told, line["unit"], differs)
         _table(shown)
+
+
+def _one_stage(of: dict[str, Any], number: int) -> None:
+    stage = next((stage for stage in of["stages"] if stage["stage"] == number), None)
+    if stage is None:
+        raise InputError(f"--stage must be 0, 1, 2 or 3, got {number}")
+    _heading(f"{of['title']}, one step at stage {number}")
+    _stage(of, stage)
+    _tables({**of, "stages": [stage], "timing": [row for row in of["timing"] if row["stage"] == number]})
 
 
 def find_element(transformer: Mapping[str, Any], wanted: str) -> tuple[int, str]:
@@ -259,6 +271,12 @@ def _adam(of: dict[str, Any], values: dict[str, Any], flat: int, name: str) -> N
 
 
 def _comparison(of: dict[str, Any]) -> None:
+    _tables(of)
+    _corrections(of, "traffic")
+
+
+def _tables(of: dict[str, Any]) -> None:
+    """What each stage holds, and what it moves."""
     table = screen.new_table(
         "Bytes per rank at rest, predicted and held", "stage", "rank", "predicted", "held", "saved"
     )
@@ -278,7 +296,6 @@ def _comparison(of: dict[str, Any]) -> None:
         )  # fmt: skip
         last = row["stage"]
     _table(timing)
-    _corrections(of, "traffic")
 
 
 # ------------------------------------------------------------------------------------------------- the other three

@@ -49,10 +49,17 @@ class Page:
         return f"Page({', '.join(part for part in ('walkthroughs', 'run') if self.document[part])})"
 
 
-def document(*, walkthroughs: dict[str, Any] | None, run: dict[str, Any] | None) -> dict[str, Any]:
-    """What a page holds: the built-in walkthroughs, a run, or both."""
+def document(
+    *,
+    walkthroughs: dict[str, Any] | None,
+    run: dict[str, Any] | None,
+    other: dict[str, Any] | None = None,
+    compared: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """What a page holds: the built-in walkthroughs, a run, or both; and a second run to compare it with."""
     version = zeroshard.__version__
-    return {"format": FORMAT, "version": VERSION, "zeroshard": version, "walkthroughs": walkthroughs, "run": run}
+    page = {"format": FORMAT, "version": VERSION, "zeroshard": version, "walkthroughs": walkthroughs, "run": run}
+    return page if other is None else {**page, "other": other, "compared": compared}
 
 
 def embedded(document: dict[str, Any]) -> str:

@@ -129,10 +129,10 @@ def plan(
             raise UserError(f"{' and '.join(told)}: a job says itself what it holds", instead="leave it out")
         return _plan_job(job, asked, _layout(of_layout))
     if precision is not None or checkpoint:
-        raise UserError("precision and checkpoint are for jobs", instead='plan("module:function", ...)')
+        raise UserError("precision and checkpoint are for jobs", instead="name a job, module:function")
     if grad_dtype is not None:
         raise UserError(
-            "grad_dtype is for jobs", instead='preset="zeroshard-bf16-grads", or plan("module:function", ...)'
+            "grad_dtype is for jobs", instead='preset="zeroshard-bf16-grads", or name a job, module:function'
         )
     if params is not None:
         if of_layout:
@@ -152,7 +152,7 @@ def _exactly_one(**models: object) -> None:
         raise UserError(
             "plan takes one of params, shapes and module:function",
             got=" and ".join(named) or "none of them",
-            instead="params=7e9, or shapes='model.safetensors' (in a terminal --params and --shapes)",
+            instead="params=7e9, or shapes='model.safetensors'",
         )
 
 
@@ -172,7 +172,7 @@ def _check_numbers(
 
 def _check_stage(stage: object, replicas: int | None) -> None:
     if (replicas or 1) > 1 and stage not in (None, 1):
-        raise UserError("replicas of the optimizer are a matter of stage 1", got=f"stage={stage}", instead="stage=1")
+        raise UserError("replicas are a matter of stage 1", got=f"stage={stage}", instead="stage=1")
     if stage is not None and (type(stage) is not int or stage not in STAGES):
         raise UserError("no such ZeRO stage", expected="0, 1, 2 or 3", got=repr(stage), instead="stage=3")
 
@@ -188,7 +188,7 @@ def _check_files(offload: Offload | None, disk: object, step_time: object, token
         if value is not None and not on_disk:
             raise UserError(f"{name} is about files, and nothing rests in any", instead='offload="nvme"')
     if tokens is not None and disk is None:
-        raise UserError("tokens per second need what the disk moves", instead="disk=, from zeroshard io-bench DIR")
+        raise UserError("tokens need to know what the disk moves", instead="disk=, from zeroshard io-bench DIR")
 
 
 def _plan_job(job: str | Callable[[], Any], asked: Asked, layout: Layout) -> Plan:

@@ -19,7 +19,7 @@ def budget(text: str, name: str = "gpu_mem") -> int:
 
     name: of the argument, for the error.
     """
-    what = f"{_option(name)}: a budget of memory is a number and a unit"
+    what = f"{name}: a budget of memory is a number and a unit"
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(text))
     amount, unit = match.groups() if match else ("80", "")
     if match and unit in ("", "B"):
@@ -41,7 +41,7 @@ def budget(text: str, name: str = "gpu_mem") -> int:
         )
     nbytes = int(Fraction(amount) * UNITS[unit])
     if nbytes < 1:
-        raise UserError(f"{_option(name)}: a budget of memory is at least one byte", got=repr(text), instead="80GiB")
+        raise UserError(f"{name}: a budget of memory is at least one byte", got=repr(text), instead="80GiB")
     return nbytes
 
 
@@ -60,16 +60,11 @@ def count(text: str | float, name: str = "params") -> int:
     if not 0 < amount < Decimal("1e24") or amount != amount.to_integral_value():
         giga = re.fullmatch(r"\s*([0-9.]*[0-9])\s*[gG]\w*\s*", str(text))
         raise UserError(
-            f"{_option(name)}: a positive whole number is wanted",
+            f"{name}: a positive whole number is wanted",
             got=repr(text),
             instead=f"{giga[1]}B" if giga else "7B, 350M, 7e9 or 7_000_000_000",
         )
     return int(amount)
-
-
-def _option(name: str) -> str:
-    """The argument of the call, and the option of the command."""
-    return f"{name}, --{name.replace('_', '-')}"
 
 
 def plain(value: Fraction | int) -> int | float:

@@ -1,0 +1,214 @@
+"""`zeroshard explain`, `zeroshard verify` and `zeroshard ckpt`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from zeroshard.cli.commands.options import (
+    COMMON,
+    GRID,
+    WHERE,
+    AsJson,
+    OffloadPath,
+    option,
+    takes,
+    unset,
+)
+from zeroshard.cli.config import FloatingPoint, InputError, Precision, in_options
+from zeroshard.errors import UserError
+
+
+class Shown:
+    out: Annotated[
+        str | None, unset(COMMON, "The page. [dim]\\[default: RUN_DIR/zero.html, or ./zero.html][/dim]", "FILE")
+    ] = None
+    browse: Annotated[bool, option(COMMON, "Show the page in a browser, or only write it.", "--open/--no-open")] = False
+    text: Annotated[bool, option(COMMON, "Print it here instead of writing a page.", "--text")] = False
+    stage: Annotated[int | None, unset(COMMON, "With --text, without RUN_DIR: only this stage.")] = None
+    element: Annotated[
+        str | None,
+        unset(
+            COMMON,
+            "With --text, without RUN_DIR: which parameter to follow. [dim]\\[default: W_q\\[0,0]][/dim]",
+            "SYMBOL[ROW,COLUMN]",
+        ),
+    ] = None
+
+
+class Grid:
+    ranks: Annotated[str, option(GRID, "Numbers of local processes to run it on.")] = "2,3,4"
+    stage: Annotated[str, option(GRID, "Stages.")] = "0,1,2,3"
+    bucket_mib: Annotated[str, option(GRID, "Bucket sizes; small: that of the median tensor.")] = "24,small"
+    steps: Annotated[int, option(GRID, "Optimizer steps, each compared.")] = 4
+    accumulate: Annotated[int, option(GRID, "Micro-batches that each rank adds up in one step.")] = 2
+    precision: Annotated[
+        Precision, option(GRID, "fp32: the model's own dtypes; bf16: bfloat16 weights and inputs, fp32 masters.")
+    ] = "fp32"
+    clip: Annotated[float | None, unset(GRID, "Clip gradients to this norm. [dim]\\[default: no][/dim]")] = None
+    seed: Annotated[int, option(GRID, "The seed of the weights, and of what is drawn in batches and losses.")] = 0
+    timeout: Annotated[float, option(GRID, "Seconds after which a silent rank is an error.")] = 300.0
+    offload: Annotated[str, unset(WHERE, "Compare with all states in these tiers too: cpu,nvme.", "TIERS")] = ""
+    offload_path: OffloadPath = ""
+    as_json: AsJson = False
+
+
+@takes(Shown)
+def explain(
+    runs: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RUN_DIR [RUN_DIR]]", help="One or two folders of `zeroshard train`.", show_default=False
+        ),
+    ] = None,
+    **options: Any,
+) -> None:
+    """ZeRO number by number, a run of yours beside it, or two runs compared: one HTML page, or text.
+
+    Without a run, with one, and with two:
+
+      zeroshard explain                      260 parameters through one step of each stage
+      zeroshard explain run/mine             who held what, and waited for what, in that run
+      zeroshard explain run/mine run/other   peaks, timelines and losses, and whether the bits are equal
+      zeroshard explain --text --stage 1     one stage, in the terminal
+
+    The page needs no network and no server. Its numbers come from runs of the engine and from the planner's formulas.
+    """
+    from zeroshard.cli.explain import explain as show
+
+    show(tuple(runs or ()), **options)
+
+
+@takes(Grid)
+def verify(
+    context: typer.Context,
+    job: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODULE:FUNCTION",
+            help="train:job, or path/to/train.py:job. Without it: three scenarios of a published text.",
+            show_default=False,
+        ),
+    ] = None,
+    **options: Any,
+) -> None:
+    """Run your own model, optimizer and batches at every stage and compare every bit.
+
+    MODULE:FUNCTION names a function that returns a dict:
+
+      [bold]model[/bold]                an nn.Module
+      [bold]optimizer(params)[/bold]    a torch.optim optimizer
+      [bold]batch(step, index)[/bold]   micro-batch `index` of a step: turn * ranks + rank
+      [bold]loss(model, batch)[/bold]   a scalar
+
+    The reference has no zeroshard in it: one process that runs the same micro-batches one after the other. Then each
+    stage, bucket size, and overlap on and off run on local ranks, and with --offload each stage with its states in host
+    memory and in files. Losses and all parameters are compared with == after every step. Each cell of the grid says
+    "equal", or the first step, parameter, element and rank that differ. Fewer ranks with more micro-batches are
+    compared too, where two of the numbers of ranks are powers of two.
+
+    Every rank holds the whole model while it is compared, and the temporary folder takes a copy of it per step and
+    number of ranks.
+
+    Without a job it runs the tests of a text on ZeRO-1 in three layers: its own MLP in bf16, on micro-batches that are
+    alike on all ranks. It runs them on 2 ranks, on more, and with parameters that the ranks do not divide, at every stage.
+
+    Exit code 0: all equal. 1: something differs. 2: the input cannot be used.
+    """
+    from zeroshard.cli.question import Question, bucket_sizes, whole_numbers, words
+    from zeroshard.cli.verify import verify as run_verify
+    from zeroshard.cli.verify import verify_scenarios
+
+    given = {name for name in options if (how := context.get_parameter_source(name)) and how.name != "DEFAULT"}
+    if job is None and "precision" not in given:
+        options["precision"] = "bf16"
+    as_json = options.pop("as_json")
+    question = Question(
+        job=job or "",
+        ranks=whole_numbers("--ranks", options.pop("ranks")),
+        stages=whole_numbers("--stage", options.pop("stage")),
+        buckets=bucket_sizes(options.pop("bucket_mib")),
+        tiers=words(options.pop("offload")),
+        **options,
+    )
+    if job is None:
+        own = question.ranks if "ranks" in given else None
+        raise typer.Exit(verify_scenarios(question, ranks=own, as_json=as_json))
+    raise typer.Exit(run_verify(question, as_json=as_json))
+
+
+ckpt = typer.Typer(
+    help="Look into checkpoints, check, compare and export them: as files, without a model or ranks.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
+Checkpoint = Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A folder that zero.save(...) was given.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+@ckpt.command("inspect")
+@takes()
+def inspect_checkpoint(
+    path: Annotated[str, typer.Argument(metavar="FOLDER", help="A checkpoint, or a folder of several.")],
+    as_json: Json = False,
+) -> None:
+    """What is in a checkpoint, and what wrote it; or which checkpoints are in a folder: whole, damaged or left over.
+
+    Reads manifests and sizes only; `zeroshard ckpt verify` reads every byte.
+    """
+    from zeroshard.cli.checkpoints import inspect
+
+    inspect(path, as_json=as_json)
+
+
+@ckpt.command("verify")
+@takes()
+def verify_checkpoints(
+    paths: Annotated[list[str], typer.Argument(metavar="CHECKPOINT...", help="One or several.")],
+    as_json: Json = False,
+) -> None:
+    """Read every byte and check every digest. Exit code 1 if one is wrong, with its file and block."""
+    from zeroshard.cli.checkpoints import verify
+
+    raise typer.Exit(verify(paths, as_json=as_json))
+
+
+@ckpt.command("diff")
+@takes()
+def diff_checkpoints(a: Checkpoint, b: Checkpoint, as_json: Json = False) -> None:
+    """In what two checkpoints differ, bit for bit, however each was sharded. Exit code 0: in nothing, 1: in something.
+
+    Compares parameters, what optimizers keep and their options, buffers, and what was saved along. Does not compare who
+    wrote it and when, nor the random states, which are each rank's own.
+    """
+    from zeroshard.cli.difference import diff
+
+    raise typer.Exit(diff(a, b, as_json=as_json))
+
+
+@ckpt.command("export")
+@takes()
+def export_checkpoint(
+    path: Checkpoint,
+    out: Annotated[str, typer.Argument(metavar="OUT", help="The folder to write.")],
+    dtype: Annotated[
+        FloatingPoint | None,
+        typer.Option(help="Of all floating-point tensors. [dim]\\[default: each one's own][/dim]", show_default=False),
+    ] = None,
+    file_size: Annotated[str, typer.Option(help="The most bytes of tensors in one file.")] = "5GB",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a folder that is not an export.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write a checkpoint's weights as the safetensors files that Hugging Face's tools read, a block at a time.
+
+    --dtype casts from the fp32 masters where there are any. The same files as zero.export(OUT) on the running model.
+    """
+    from zeroshard.cli.checkpoints import export
+    from zeroshard.planner.quantities import budget
+
+    try:
+        file_nbytes = budget(file_size, "file_size")
+    except UserError as error:
+        raise InputError(in_options(error, ("file_size",))) from error
+    export(path, out, dtype=dtype, file_nbytes=file_nbytes, overwrite=overwrite, as_json=as_json)

@@ -1,0 +1,94 @@
+"""Options that several commands share, and how a command gets its options from classes that list them."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+import typer
+
+from zeroshard.cli.config import Device, GradDtype, Precision
+
+COMMON = None  # the panel that a help shows first
+DATA, RUN, MODEL = "Data", "Sharding and run", "Model and training"
+WHAT, BYTES, ANSWER, WHERE = "What is planned", "Bytes and messages", "The answer", "Where states rest"
+GRID = "What to compare"
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def option(panel: str | None, text: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=panel, **more)
+
+
+def unset(panel: str | None, text: str, metavar: str | None = None, *names: str, **more: Any) -> Any:
+    """An option without a default to show."""
+    return option(panel, text, *names, metavar=metavar, show_default=False, **more)
+
+
+def takes(*groups: type) -> Callable[[Command], Command]:
+    """Give a command the options that these classes list, in their order, where it says `**options`."""
+
+    def decorate(command: Command) -> Command:
+        own = inspect.signature(command, eval_str=True).parameters.values()
+        parameters = [each for each in own if each.kind is not inspect.Parameter.VAR_KEYWORD]
+        for group in groups:
+            for name, kind in get_type_hints(group, include_extras=True).items():
+                parameters.append(
+                    inspect.Parameter(
+                        name, inspect.Parameter.KEYWORD_ONLY, default=getattr(group, name), annotation=kind
+                    )
+                )
+        command.__dict__["__signature__"] = inspect.Signature(parameters)
+        command.__annotations__ = {each.name: each.annotation for each in parameters}
+        command.__doc__ = unwrapped(command.__doc__ or "")
+        return command
+
+    return decorate
+
+
+def unwrapped(text: str) -> str:
+    """A docstring whose sentences run on, for a terminal of any width; indented lines stay lines."""
+    return re.sub(r"(?<=[^\n])\n(?=[^\s])", " ", inspect.cleandoc(text))
+
+
+class Tiers:
+    """Where states rest: of every command that trains, plans or simulates."""
+
+    offload: Annotated[
+        str, unset(COMMON, "All states rest in host memory (cpu) or in files (nvme), not on the device.", "cpu|nvme")
+    ] = ""
+    offload_parameters: Annotated[
+        str, unset(WHERE, "Parameters: device, cpu, nvme, or the fraction of them in host memory.", "WHERE")
+    ] = ""
+    offload_gradients: Annotated[str, unset(WHERE, "Gradients, likewise.", "WHERE")] = ""
+    offload_optimizer: Annotated[str, unset(WHERE, "Masters and optimizer states, likewise.", "WHERE")] = ""
+
+
+def tiers_of(options: dict[str, Any]) -> dict[str, str]:
+    """Takes the options of `Tiers` out: {state: where it rests}."""
+    from zeroshard.cli.config import STATES, places
+
+    return places(options.pop("offload"), **{state: options.pop(f"offload_{state}") for state in STATES})
+
+
+Steps = Annotated[int, option(MODEL, "Optimizer steps.")]
+Seed = Annotated[int, option(MODEL, "The seed of the weights and of the micro-batches.")]
+Out = Annotated[
+    str,
+    option(RUN, "The run's folder. An earlier run there moves to RUN_DIR/earlier-1.", metavar="RUN_DIR"),
+]
+Stage = Annotated[
+    int, option(COMMON, "What is sharded: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters.")
+]
+LocalRanks = Annotated[int | None, unset(COMMON, "Local processes to start. [dim]\\[default: 1, or torchrun's][/dim]")]
+Where = Annotated[Device, option(RUN, "auto: one GPU per rank if there are enough, else the CPU.")]
+Bits = Annotated[Precision, option(MODEL, "bf16 computes and sends in bfloat16 and keeps fp32 masters.")]
+GradDtypeOfJob = Annotated[
+    GradDtype | None,
+    unset(RUN, "What a job's gradients are added up in. [dim]\\[default: fp32 of 16-bit ones][/dim]"),
+]
+OffloadPath = Annotated[str, unset(WHERE, "The folder on a local disk for states in files.", "DIR")]
+Job = Annotated[str, typer.Argument(metavar="MODULE:FUNCTION", help="train:job, or path/to/train.py:job.")]
+AsJson = Annotated[bool, option(ANSWER, "Print one JSON object, with bytes as integers.", "--json")]

@@ -1,0 +1,268 @@
+"""`zeroshard plan`, `zeroshard simulate` and `zeroshard io-bench`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from zeroshard.cli.commands.options import (
+    ANSWER,
+    BYTES,
+    COMMON,
+    GRID,
+    RUN,
+    WHAT,
+    AsJson,
+    GradDtypeOfJob,
+    Job,
+    Stage,
+    Tiers,
+    option,
+    takes,
+    tiers_of,
+    unset,
+)
+from zeroshard.cli.config import InputError, Precision, in_options, offload_of, planned_offload
+from zeroshard.errors import UserError
+
+
+class Question:
+    """The seven that most questions need."""
+
+    params: Annotated[str | None, unset(COMMON, "How many parameters: 7B, 350M, 7e9.", "NUMBER")] = None
+    shapes: Annotated[
+        str | None,
+        unset(
+            COMMON,
+            "Names and shapes from a file or folder: JSON, .safetensors, or a Hugging Face config.json.",
+            "FILE",
+        ),
+    ] = None
+    ranks: Annotated[int, option(COMMON, "Ranks that share the states.")] = 1
+    stage: Annotated[int | None, unset(COMMON, "One stage. [dim]\\[default: all four][/dim]")] = None
+    gpu_mem: Annotated[
+        str | None, unset(COMMON, "80GiB, 80GB, 24576MiB: does it fit, and if not, what would?", "BUDGET")
+    ] = None
+    check: Annotated[
+        bool, option(COMMON, "Run the job on local ranks too. Exit code 1 unless held = predicted.", "--check")
+    ] = False
+
+
+class Sharding:
+    accumulate: Annotated[int, option(RUN, "Backwards per step.")] = 1
+    no_sync: Annotated[bool, option(RUN, "Gradients are added up on the rank and reduced once.", "--no-sync")] = False
+    precision: Annotated[
+        str | None, unset(RUN, "Of a job: fp32 (its own dtypes), or bf16 with fp32 masters.", "fp32|bf16")
+    ] = None
+    grad_dtype: GradDtypeOfJob = None
+    checkpoint: Annotated[
+        bool, option(RUN, "Every unit of a job runs again in backward.", "--recompute", "--checkpoint")
+    ] = False
+    units: Annotated[int | None, unset(RUN, "With --params: the number of equal blocks, for the peaks of a step.")] = (
+        None
+    )
+    bounds: Annotated[
+        str | None, unset(RUN, "Where shards are cut: unit, model or tensor (shapes, jobs).", "BOUNDS")
+    ] = None
+    align: Annotated[int | None, unset(RUN, "Elements that no cut falls inside (shapes, jobs).")] = None
+    bucket_mib: Annotated[float | None, unset(RUN, "The most that one message moves (shapes, jobs).")] = None
+    prefetch: Annotated[int, option(RUN, "Units gathered ahead of use.")] = 1
+    gpus_per_node: Annotated[
+        int | None, unset(RUN, "GPUs in a node: what one GPU sends inside its node and between nodes.")
+    ] = None
+    replicas: Annotated[
+        int | None, unset(RUN, "Copies of the sharded optimizer, each over 1/K of the ranks.", None, "--replicas")
+    ] = None
+    instances: Annotated[int | None, unset(RUN, "An older name of --replicas.", None, "--instances", hidden=True)] = (
+        None
+    )
+
+
+class Bytes:
+    preset: Annotated[
+        str | None,
+        unset(
+            BYTES,
+            "Bytes per parameter by name: paper, zeroshard, zeroshard-bf16-grads, fp32, deepspeed, megatron-bf16, "
+            "megatron-fp16. [dim]\\[default: paper, with shapes zeroshard][/dim]",
+            "NAME",
+        ),
+    ] = None
+    optimizer: Annotated[
+        str | None,
+        unset(
+            BYTES,
+            "This optimizer's states instead of the preset's: adamw, sgd, sgd-momentum, muon, adam-8bit, "
+            "adamw-24bit-master, pure-bf16, or any class of torch.optim.",
+            "NAME",
+        ),
+    ] = None
+    bytes: Annotated[str | None, unset(BYTES, "Your own: parameters=2,gradients=2,master=4,m=4,v=4.", "FORMULA")] = None
+
+
+class Answer:
+    exact: Annotated[bool, option(ANSWER, "Every byte to the last digit, instead of GB.", "--exact")] = False
+    as_json: AsJson = False
+    host_mem: Annotated[str | None, unset(ANSWER, "A rank's share of host memory: does that suffice?", "BUDGET")] = None
+    disk: Annotated[
+        str | None, unset(ANSWER, "A file of zeroshard io-bench: how long a step's files take.", "FILE")
+    ] = None
+    tokens: Annotated[
+        str | None, unset(ANSWER, "A rank's tokens per step: the tokens/s that the disk allows.", "NUMBER")
+    ] = None
+    step_time: Annotated[float | None, unset(ANSWER, "Seconds of a step, for what is written in a day.")] = None
+    text: Annotated[str | None, unset(WHAT, "The tables of one of five published texts, recomputed.", "A|B|C|D|E")] = (
+        None
+    )
+
+
+class Simulated:
+    ranks: Annotated[int, option(COMMON, "How many ranks there would be.")] = 8
+    rank: Annotated[str, option(COMMON, "Which of them to simulate: 0, or 0,511,1023.")] = "0"
+    stage: Stage = 3
+    machine: Annotated[str, option(COMMON, "dgx-2, a100, a100-ethernet or h100.")] = "a100"
+    accumulate: Annotated[int, option(RUN, "Backwards per step.")] = 1
+    precision: Annotated[
+        Precision, option(RUN, "fp32: the job's own dtypes; bf16: bfloat16 weights and inputs, fp32 masters.")
+    ] = "fp32"
+    grad_dtype: GradDtypeOfJob = None
+    checkpoint: Annotated[bool, option(RUN, "Every unit runs again in backward.", "--recompute", "--checkpoint")] = (
+        False
+    )
+    bucket_mib: Annotated[float, option(RUN, "The most that one message moves.")] = 24.0
+    prefetch: Annotated[int, option(RUN, "Units gathered ahead of use.")] = 1
+    reduce: Annotated[str, option(RUN, "ordered: the same bits at every stage; native: the backend's sum.")] = "ordered"
+    trace: Annotated[str | None, unset(ANSWER, "Write what happened as a Chrome trace.", "FILE")] = None
+    as_json: AsJson = False
+
+
+class Disk:
+    size: Annotated[str, option(GRID, "The size of the file that is read and written.")] = "1GiB"
+    block: Annotated[str, option(GRID, "What one system call moves.")] = "4MiB"
+    depth: Annotated[int, option(GRID, "System calls at once.")] = 4
+    direct: Annotated[bool, option(GRID, "Past the page cache (O_DIRECT), or through it.", "--direct/--buffered")] = (
+        True
+    )
+    rounds: Annotated[int, option(GRID, "Runs of each pattern, in turn; the median counts.")] = 3
+    params: Annotated[str | None, unset(WHAT, "A model's parameters: 7B, 7e9.", "NUMBER")] = None
+    ranks: Annotated[int, option(RUN, "Ranks that share its states.")] = 1
+    stage: Stage = 3
+    sharing: Annotated[int, option(RUN, "Ranks that use this disk at once.")] = 1
+    tokens: Annotated[
+        str | None, unset(RUN, "A rank's tokens per backward: the tokens/s that the disk allows.", "NUMBER")
+    ] = None
+    out: Annotated[str | None, unset(ANSWER, "Leave the answer as JSON, for plan --disk.", "FILE")] = None
+    as_json: AsJson = False
+
+
+@takes(Question, Tiers, Sharding, Bytes, Answer)
+def plan(
+    context: typer.Context,
+    job: Annotated[
+        str | None,
+        typer.Argument(metavar="MODULE:FUNCTION", help="train:job, or path/to/train.py:job.", show_default=False),
+    ] = None,
+    **options: Any,
+) -> None:
+    """What each rank holds and sends at every stage, before anything is built.
+
+    A number of parameters, a file of shapes, or your own job:
+
+      zeroshard plan --params 7B --ranks 8 --gpu-mem 80GiB
+      zeroshard plan --shapes path/to/Llama-3-8B --ranks 64
+      zeroshard plan train:job --ranks 8 --gpu-mem 80GiB
+      zeroshard plan train:job --ranks 2 --check
+
+    --params is arithmetic on three numbers. --shapes lays the model out as the engine does, to the byte, with padding
+    and the peak of a step. A job's own model, optimizer and loss run through the engine on tensors without memory.
+    --check then runs them on local ranks and compares every byte.
+    """
+    from zeroshard.cli import plan as command
+
+    as_json, text, exact = options.pop("as_json"), options.pop("text"), options.pop("exact")
+    settings = {"job": job, **options}
+    if settings.pop("check"):
+        raise typer.Exit(command.check_plan(as_json=as_json, text=text, **settings))
+    if text is None:
+        command.show_plan(as_json=as_json, exact=exact, **settings)
+        return
+    sources = {name: context.get_parameter_source(name) for name in settings}
+    given = [name.replace("_", "-") for name, source in sources.items() if source and source.name != "DEFAULT"]
+    if given:
+        raise InputError(f"--text shows a text's own models; leave {', '.join(f'--{name}' for name in given)} out")
+    command.show_text(text, as_json=as_json)
+
+
+@takes(Simulated, Tiers)
+def simulate(job: Job, **options: Any) -> None:
+    """One rank of any number, on this machine, without the others and without memory.
+
+    For example rank 0, one in the middle and the last of 1,024:
+
+      zeroshard simulate train:job --ranks 1024 --rank 0,511,1023 --machine h100
+
+    The engine itself runs the job for three steps, as one rank of many, on tensors that have shapes but no memory. It
+    says what that rank holds at rest and at its peak, every message, how evenly the layout shares the model, and, from
+    the machine's bandwidths, how long a step takes and how much of it waits for messages. With states in host memory or
+    in files it says what each tier holds and what files move; no file is made, and the clock leaves these tiers out.
+    """
+    from zeroshard.cli.question import whole_numbers
+    from zeroshard.cli.simulate import show_simulation
+
+    offload, rank = planned_offload(tiers_of(options)), whole_numbers("--rank", options.pop("rank"))
+    try:
+        show_simulation(job, rank=rank, offload=offload, on=options.pop("machine"), **options)
+    except InputError:
+        raise
+    except UserError as error:
+        raise InputError(in_options(error, (*options, "rank", "machine"))) from error
+
+
+@takes(Disk, Tiers)
+def io_bench(
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="A folder on the disk to measure.")], **options: Any
+) -> None:
+    """What a disk moves in the engine's own pattern, and what that allows a model.
+
+    Measure a disk, ask what it allows, and plan with it:
+
+      zeroshard io-bench /scratch --out disk.json
+      zeroshard io-bench /scratch --params 7B --ranks 8 --tokens 16384
+      zeroshard plan --params 7B --ranks 8 --offload-optimizer nvme --disk disk.json
+
+    Reads, writes and both at once go through the engine's files, and through the same system calls without it. Of a
+    model it says how long a step's files take, the tokens/s that allows, and what would raise them. Without --offload,
+    the optimizer's states are in files and gradients in host memory. The file is removed at the end.
+    """
+    from zeroshard.cli.iobench import Setup
+    from zeroshard.cli.iobench import io_bench as run
+    from zeroshard.planner.quantities import budget
+
+    asked = tiers_of(options)
+    try:
+        size, block = budget(options["size"], "size"), budget(options["block"], "block")
+        setup = Setup(folder, size, block, options["depth"], options["direct"], options["rounds"])
+        model = _model(folder, options, asked)
+    except InputError:
+        raise
+    except UserError as error:
+        raise InputError(in_options(error, options)) from error
+    run(setup, model, out=options["out"], as_json=options["as_json"])
+
+
+def _model(folder: str, options: dict[str, Any], asked: dict[str, str]) -> Any:
+    """The model whose files the disk is asked about; None where there is none."""
+    from zeroshard.cli.iobench import Model
+    from zeroshard.planner.quantities import count
+
+    params, tokens = options["params"], options["tokens"]
+    if params is None:
+        if tokens is not None or asked:
+            raise InputError("--tokens and --offload are about a model; say how large: --params 7B")
+        return None
+    asked = asked or {"gradients": "cpu", "optimizer": "nvme"}
+    if "nvme" not in asked.values():
+        raise InputError("--offload: nothing of this model rests in files; try --offload-optimizer nvme")
+    per_rank = None if tokens is None else count(tokens, "tokens")
+    return Model(params, options["ranks"], options["stage"], per_rank, offload_of(asked, folder), options["sharing"])

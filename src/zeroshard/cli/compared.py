@@ -1,0 +1,91 @@
+"""Two runs of `zeroshard train` side by side: their peaks, bytes and losses, and whether their bits are equal."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from zeroshard.cli import screen
+from zeroshard.cli.config import InputError
+
+
+def compared(one: Path, other: Path) -> dict[str, Any]:
+    """A `Compared` of web/DATA.md: what only the folders tell, beside the two runs themselves."""
+    journals = [journal(run) for run in (one, other)]
+    both = min(map(len, journals))
+    first = next((at for at in range(both) if journals[0][at] != journals[1][at]), None)
+    digests = [_digest(run) for run in (one, other)]
+    return {
+        "names": [str(one), str(other)],
+        "steps": [len(journal) for journal in journals],
+        "compared": both,
+        "differs": None if first is None else {
+            "step": first + 1, "losses": [journal[first][0] for journal in journals],
+        },
+        "weights": digests,
+        "equal": first is None and len(journals[0]) == len(journals[1]) and digests[0] is not None
+        and digests[0] == digests[1],
+    }  # fmt: skip
+
+
+def journal(run: Path) -> list[tuple[Any, Any]]:
+    """(loss, gradient norm) of every step."""
+    # JSON keeps every bit of a float: Python writes the shortest text that reads back as the same number.
+    try:
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+        return [(line["loss"], line["grad_norm"]) for line in lines]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{run}: its losses cannot be read ({error}); give a RUN_DIR of zeroshard train") from error
+
+
+def _digest(run: Path) -> str | None:
+    """Of the full weights; None where the run has not ended."""
+    path = run / "model.safetensors"
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None
+
+
+def show(runs: tuple[dict[str, Any], dict[str, Any]], found: dict[str, Any]) -> None:
+    """The same in the terminal."""
+    table = screen.new_table("Two runs, bytes of rank 0", "what", *found["names"])
+    table.add_row("stage, ranks", *(f"{run['stage']}, {run['ranks']}" for run in runs))
+    for what, key in (("held at rest", "held"), ("of it predicted", "predicted")):
+        table.add_row(what, *(f"{sum((run['summary'][0][key] or {}).values()):,}" for run in runs))
+    table.add_row("peak of the recorded step", *(_number(run["summary"][0]["peak"]) for run in runs))
+    table.add_row("sent in the recorded step", *(_number(sum(row["sent"] for row in run["traffic"])) for run in runs))
+    table.add_row("milliseconds of that step", *(_milliseconds(run["summary"][0]["step"]) for run in runs))
+    table.add_row("waiting for communication", *(_milliseconds(run["summary"][0]["waited"]) for run in runs))
+    table.add_row("steps", *(f"{steps:,}" for steps in found["steps"]))
+    table.add_row("last loss", *(_last_loss(run) for run in runs))
+    table.add_row("weights, sha256", *("-" if digest is None else digest[:16] for digest in found["weights"]))
+    screen.wide(table)
+    screen.say("\n" + verdict(found))
+
+
+def verdict(found: dict[str, Any]) -> str:
+    """One sentence: the same bits, or the first step that differs."""
+    if found["equal"]:
+        return f"[bold green]The bits are equal:[/bold green] {found['compared']} losses and norms, and all weights."
+    if found["differs"] is not None:
+        a, b = found["differs"]["losses"]
+        return f"[bold red]The bits differ[/bold red] from step {found['differs']['step']} on: losses {a} and {b}."
+    if None in found["weights"]:
+        return f"The bits of {found['compared']} losses and norms are equal; a run that has not ended has no weights."
+    weights = "equal" if found["weights"][0] == found["weights"][1] else "different"
+    return f"{found['compared']} losses and norms are equal, and one run has more steps; the weights are {weights}."
+
+
+def _number(nbytes: int | None) -> str:
+    return "-" if nbytes is None else f"{nbytes:,}"
+
+
+def _milliseconds(nanoseconds: int | None) -> str:
+    return "-" if nanoseconds is None else f"{nanoseconds / 1e6:,.1f}"
+
+
+def _last_loss(run: dict[str, Any]) -> str:
+    curves = run["curves"]
+    if not curves or "loss" not in curves["columns"]:
+        return "-"
+    return f"{curves['rows'][-1][curves['columns'].index('loss')]:.4f}"

@@ -1,4 +1,4 @@
-"""A result as dated JSON and as a Markdown table, in bench/results/. `python -m bench.report`: the README quotes it."""
+"""A result as dated JSON and as a Markdown table, in bench/results/. `python -m bench.report` quotes it in docs/."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 RESULTS = Path(__file__).parent / "results"
-README = Path(__file__).parents[1] / "README.md"
+PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
 QUOTED_CASE = {"model": "69M", "dtype": "bf16", "ranks": 2}
 QUOTED = ("back-end", "over the limit", "CPU over the limit", "wire B/param", "peak B/param")
 OPENING, CLOSING = "<!-- bench/results/train.json -->\n", "<!-- end -->\n"
@@ -63,4 +63,4 @@ def quote(page: str, rows: Sequence[dict[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
-    README.write_text(quote(README.read_text(), json.loads((RESULTS / "train.json").read_text())["rows"]))
+    PAGE.write_text(quote(PAGE.read_text(), json.loads((RESULTS / "train.json").read_text())["rows"]))

@@ -1,4 +1,4 @@
-"""Write the lists of files in docs/architecture.md and README.md from the modules' docstrings. `make docs` runs it."""
+"""Write the lists of files in architecture.md and CONTRIBUTING.md from the modules' docstrings. `make docs` runs it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "zeroshard"
-ARCHITECTURE, README = ROOT / "docs" / "architecture.md", ROOT / "README.md"
+ARCHITECTURE, CONTRIBUTING = ROOT / "docs" / "architecture.md", ROOT / "CONTRIBUTING.md"
 
 # The core, in the order in which to read it: a file imports only what stands above it.
 ORDER = (
@@ -76,5 +76,5 @@ def written(page: Path, content: str) -> str:
 
 
 if __name__ == "__main__":
-    for page, content in ((ARCHITECTURE, every_file()), (README, every_room())):
+    for page, content in ((ARCHITECTURE, every_file()), (CONTRIBUTING, every_room())):
         page.write_text(written(page, content))

@@ -248,13 +248,13 @@ def test_a_run_leaves_its_files(run):
     assert len(ranks) == 2
     for entry in ranks:
         assert {state: entry["held"][state] for state in entry["predicted"]} == entry["predicted"]
-    sent = ranks[0]["traffic"]
+    sent = sum(ranks[0]["traffic"][verb]["sent"] for verb in ("gather", "reduce"))
     said = shown.splitlines()
     assert said.index("  starting 2 ranks ...") < said.index(f"  started on cpu, torch {torch.__version__}")
     assert said[-5:] == [
         f"  loss   {lines[0]['loss']:.3f} -> {lines[-1]['loss']:.3f} in {STEPS} steps",
         f"  states {sum(ranks[0]['predicted'].values()):,} bytes per rank; held = predicted on 2 ranks, to the byte",
-        f"  sent   {sum(moved['sent'] for moved in sent.values()) // STEPS:,} bytes per step by rank 0",
+        f"  sent   {sent // STEPS:,} bytes of parameters and gradients per step by rank 0",
         f"  saved  {out / 'model.safetensors'} and {out / 'checkpoints' / 'step-00000012'}",
         f"  next   zeroshard explain {out}",
     ]
@@ -476,7 +476,8 @@ def test_demo(tmp_path):
         rank_0 = json.loads((tmp_path / f"stage{stage}" / "ledger.json").read_text())["ranks"][0]
         nbytes = {state: rank_0["held"][state] for state in rank_0["predicted"]}
         sent = sum(rank_0["traffic"][verb]["sent"] for verb in ("gather", "reduce")) // STEPS
-        row = f"| {stage} | {sum(rank_0['predicted'].values()):,}( bytes)? | {sum(nbytes.values()):,} | {sent:,} |"
+        peak = max(phase["total"] for phase in rank_0["phases"].values())
+        row = f"| {stage} | {sum(rank_0['predicted'].values()):,}( bytes)? | {sum(nbytes.values()):,} | {peak:,} | {sent:,} |"
         assert re.search(row.replace("|", r"\|"), README)
 
 

@@ -1,6 +1,7 @@
 """What the documents say is run or looked up here: snippets, examples, commands, file names, links."""
 
 import importlib
+import importlib.util
 import json
 import os
 import re
@@ -21,36 +22,67 @@ def fenced(text, language):
     return [block for its_language, block in blocks if its_language == language]
 
 
+def snippets(text):
+    """Python that runs with what is installed. `<!-- needs: NAME -->` before one: only where that package is, too."""
+    found = re.findall(r"(?:^<!-- needs: (\w+) -->\n)?^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert len(found) == len(fenced(text, "python"))
+    return [code for needs, code in found if not needs or importlib.util.find_spec(needs)]
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed")  # what torch and we say of DCP, the pages say too
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_python_snippets_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     scope = {"__name__": "__main__"}  # of the page: a snippet may go on from the one before
-    for snippet in fenced(page.read_text(), "python"):
+    for snippet in snippets(page.read_text()):
         exec(compile(snippet, str(page), "exec"), scope)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
-    targets = re.findall(r"\]\(([^)#]+)", page.read_text())
+    targets = re.findall(r"\]\(([^)#]+)|\ssrc(?:set)?=\"([^\"]+)\"", page.read_text())
+    targets = [first or second for first, second in targets]
     assert [target for target in targets if "://" not in target and not (page.parent / target).exists()] == []
 
 
 def test_the_first_screen_differs_from_plain_torch_by_one_line():
     """The README's loop without zeroshard's line is a plain PyTorch loop that runs."""
     (snippet,) = fenced(README, "python")
+    snippet, _, shown = snippet.partition("    if zero.rank == 0:\n")
+    assert shown.startswith("        print(")
     plain = [line for line in snippet.splitlines() if "zeroshard" not in line]
     assert len(snippet.splitlines()) - len(plain) == 2  # the import and the one new line
     exec(compile("\n".join(plain), "README.md", "exec"), {})
 
 
-def test_the_readme_quotes_the_last_benchmark(monkeypatch):
+def test_the_first_screen_shows_what_its_program_prints(tmp_path):
+    """On two ranks, to the last digit; and there is a line to install it, and a picture."""
+    (snippet,) = fenced(README, "python")
+    (tmp_path / "train.py").write_text(snippet)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT, check=True)
+    assert [block for block in fenced(README, "") if block.startswith("step")] == [done.stdout]
+    first = README.partition("## ")[0]
+    assert "pip install ." in first and "docs/pictures/memory-dark.svg" in first
+
+
+def test_pictures_are_drawn_from_their_numbers(monkeypatch):
+    """`make docs` draws them; light and dark, and nothing is loaded from elsewhere."""
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    drawn = importlib.import_module("pictures").pictures()
+    assert {path.name: path.read_text() for path in (ROOT / "docs" / "pictures").glob("*.svg")} == drawn
+    assert sorted(drawn) == ["memory-dark.svg", "memory-light.svg", "speed-dark.svg", "speed-light.svg"]
+    assert all("http" not in content.replace("http://www.w3.org/2000/svg", "") for content in drawn.values())
+
+
+def test_a_page_quotes_the_last_benchmark(monkeypatch):
     """Its table is the one in bench/results; `python -m bench.report` brings it up to date."""
     monkeypatch.syspath_prepend(ROOT)
     report = importlib.import_module("bench.report")
     rows = json.loads((report.RESULTS / "train.json").read_text())["rows"]
-    assert report.OPENING in README
-    assert report.quote(README, rows) == README
+    page = report.PAGE.read_text()
+    assert report.OPENING in page
+    assert report.quote(page, rows) == page
 
 
 def test_the_walkthrough_in_the_documents_is_the_packages(tmp_path):
@@ -72,8 +104,8 @@ def test_commands_exist():
 
 
 def test_the_file_tree_is_the_one_on_disk():
-    """Each name in the README's tree exists, and no file or folder of the package is missing from it."""
-    (tree,) = (block for block in fenced(README, "") if "src/zeroshard/" in block)
+    """Each name in CONTRIBUTING's tree exists, and no file or folder of the package is missing from it."""
+    (tree,) = (block for block in fenced((ROOT / "CONTRIBUTING.md").read_text(), "") if "src/zeroshard/" in block)
     folder, named = ROOT, set()
     for line in tree.splitlines():
         name = line.split()[0]
@@ -84,6 +116,72 @@ def test_the_file_tree_is_the_one_on_disk():
         named.add(path)
     package = {path for path in (ROOT / "src" / "zeroshard").iterdir() if not path.name.startswith(("_", "py.typed"))}
     assert package - named == set()
+
+
+def test_the_notebook_runs(tmp_path, monkeypatch):
+    """Cell after cell; what is committed has no outputs."""
+    monkeypatch.chdir(tmp_path)
+    cells = [
+        cell for cell in json.loads((ROOT / "docs/notebook.ipynb").read_text())["cells"] if cell["cell_type"] == "code"
+    ]
+    scope = {"__name__": "__main__"}
+    for cell in cells:
+        assert cell["outputs"] == []
+        exec(compile("".join(cell["source"]), "notebook.ipynb", "exec"), scope)
+    assert scope["its"].stage == 1 and len(cells) == 7
+
+
+def masked(text):
+    return re.sub(r"weights [0-9a-f]{16}", "weights ...", text)
+
+
+def test_the_tutorial_prints_what_it_shows(tmp_path):
+    """Two ranks, one rank that goes on, and two that never stopped: the page's lines, and the last two's bits equal."""
+    page = (ROOT / "docs" / "tutorial.md").read_text()
+    program = next(code for code in fenced(page, "python") if "zeroshard.shard" in code)
+    said = []
+    for shown, folder in zip(fenced(page, "console"), ("a", "a", "b"), strict=True):
+        command, _, wanted = shown.partition("\n")
+        steps, launcher, *words = command.removeprefix("$ STEPS=").split()
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / "train.py").write_text(program)
+        launched = ["-m", "torch.distributed.run"] if launcher == "torchrun" else []
+        done = subprocess.run(
+            [sys.executable, *launched, *words], cwd=tmp_path / folder, env={**os.environ, "STEPS": steps},
+            capture_output=True, text=True, timeout=LIMIT, check=True,
+        )  # fmt: skip
+        assert masked(done.stdout) == masked(wanted)
+        said.append(done.stdout.splitlines()[-1])
+    assert said[1] == said[2] != said[0]
+
+
+@pytest.mark.full
+def test_the_site_is_built_from_these_pages(tmp_path):
+    """Every link leads somewhere, nothing is loaded from elsewhere, and docstrings are on the page of the API."""
+    built = subprocess.run(
+        [sys.executable, ROOT / "docs" / "site.py", tmp_path / "site"],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert built.returncode == 0, built.stdout + built.stderr
+    api = (tmp_path / "site" / "api.html").read_text()
+    assert "Which dtype each state has." in api and 'id="zeroshard.Zero.save"' in api
+    assert (tmp_path / "site" / "source" / "examples" / "job.py.txt").exists()
+    assert (tmp_path / "site" / "zero.html").exists()
+
+
+def test_the_site_refuses_what_is_loaded_from_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    spec = importlib.util.spec_from_file_location("docs_site", ROOT / "docs" / "site.py")
+    site = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(site)
+    (tmp_path / "a.html").write_text(
+        "<a href='https://example.org'>x</a><script src='https://example.org/x.js'></script>"
+    )
+    (tmp_path / "b.css").write_text("@import url('https://example.org/x.css');")
+    assert [line.split(":")[0] for line in sorted(site.from_elsewhere(tmp_path))] == ["a.html", "b.css"]
 
 
 @pytest.mark.full

@@ -85,12 +85,12 @@ def test_the_reading_order_names_every_file_of_the_core():
     assert sorted(str(path.relative_to(PACKAGE)) for path in files) == sorted(ORDER)
 
 
-@pytest.mark.parametrize("page", ["architecture", "README"])
+@pytest.mark.parametrize("page", ["architecture", "CONTRIBUTING"])
 def test_lists_of_files_are_what_the_files_say(page):
     """`make docs` writes them from the modules' docstrings."""
     path, content = {
         "architecture": (TREE.ARCHITECTURE, TREE.every_file()),
-        "README": (TREE.README, TREE.every_room()),
+        "CONTRIBUTING": (TREE.CONTRIBUTING, TREE.every_room()),
     }[page]
     assert path.read_text() == TREE.written(path, content)
 

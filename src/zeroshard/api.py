@@ -55,7 +55,10 @@ def shard(
         optimizer: a `torch.optim` object (or several, or None) over the model's parameters. Its groups, options,
             hooks, schedulers and existing state stay; its parameters become this rank's fragments.
         stage: 0 nothing sharded, 1 optimizer state, 2 also gradients, 3 also parameters (Rajbhandari et al. 2020).
-        precision, offload, layout, comm: policies; see their classes.
+        precision: which dtype each state has; see `Precision`.
+        offload: where each state rests; see `Offload`.
+        layout: how parameters are grouped and cut; see `Layout`.
+        comm: how ranks talk; see `Comm`.
         device: where the model computes (default: where it is; the CPU for a model on meta).
         init: initialises one module whose parameters were on meta (default: its `reset_parameters()`).
 

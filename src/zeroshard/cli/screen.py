@@ -43,7 +43,7 @@ class Amount:
 
     def __call__(self, nbytes: int) -> str:
         """`38.50`; a little that would be 0.00 is shown as what it is less than."""
-        if not self.power:
+        if not self.power or not nbytes:
             return f"{nbytes:,}"
         text = f"{nbytes / 1000**self.power:,.2f}"
         return "< 0.01" if nbytes and text.strip("-") == "0.00" else text
@@ -141,7 +141,7 @@ def closing(
 ) -> None:
     """Four lines about a run that has ended, and the next command; `ranks` as in `ledger.json`."""
     held = [sum(entry["held"].get(state, 0) for state in entry["predicted"]) for entry in ranks]
-    sent = sum(moved["sent"] for moved in ranks[0]["traffic"].values())
+    sent = sum(ranks[0]["traffic"].get(verb, {"sent": 0})["sent"] for verb in ("gather", "reduce"))
     off = [f"{state} of rank {rank}" for rank, entry in enumerate(ranks) for state in _off(entry)]
     verdict = f"[green]held = predicted on {ranks_text(len(ranks))}, to the byte[/green]"
     if off:
@@ -150,7 +150,7 @@ def closing(
     facts = {
         "loss": f"{losses[0]:.3f} -> {losses[1]:.3f} in {many(steps, 'step')}",
         "states": f"{max(held):,} bytes per rank; {verdict}",
-        "sent": f"{sent // steps:,} bytes per step by rank 0",
+        "sent": f"{sent // steps:,} bytes of parameters and gradients per step by rank 0",
         "saved": f"{escape(str(weights))} and {escape(str(checkpoint))}",
         "next": f"[bold]zeroshard explain {escape(shlex.quote(str(run)))}[/bold]",
     }

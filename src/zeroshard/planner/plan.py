@@ -62,20 +62,35 @@ def plan(
 ) -> Plan:
     """Bytes per rank of a model's states, at rest and at the worst instant, at one stage or all four.
 
-    One of: job, "module:function" or the function (see `planner.job`), run as it is on tensors without memory; params,
-    how many parameters (7e9, "7B"); shapes, a JSON, safetensors or Hugging Face file or folder.
+    Give one of `job`, `params` and `shapes`.
 
-    ranks: over which states are sharded. stage: 0 to 3 (None: all). preset: bytes per parameter by name ("paper" for
-    params, "zeroshard" for shapes); optimizer: another optimizer's states in it, by a preset's name or as a class of
-    torch.optim; bytes: a formula instead, "parameters=2,gradients=2,master=4,m=4,v=4". gpu_mem: "80GiB". accumulate:
-    backwards per step. no_sync: added up on the rank before one reduction. replicas: K copies of the sharded optimizer
-    (instances: an older name for it). units: params in that many equal blocks, for the peaks of a step. align, bounds,
-    bucket_mib: as `Layout`'s, for shapes and jobs; prefetch: units gathered ahead of use, as `Comm`'s. gpus_per_node:
-    what one GPU's links inside and between nodes of that size carry. precision: "fp32", a job's own dtypes, or "bf16"
-    with fp32 masters; grad_dtype: what its gradients are added up in. checkpoint: every unit of a job recomputes in
-    backward. offload: where states rest, as `shard`'s; gpu_mem is then about what stays on the device, host_mem
-    ("200GiB") about one rank's share of host memory. disk: a file that `zeroshard io-bench` wrote; tokens: of one
-    rank's step, for what that disk allows; step_time: seconds, for its wear.
+    job: "module:function" or the function (see `planner.job`), run as it is on tensors without memory.
+    params: how many parameters: 7e9, "7B".
+    shapes: a JSON, safetensors or Hugging Face file or folder.
+    ranks: how many ranks share the states.
+    stage: 0 to 3 (None: all four).
+    preset: bytes per parameter by name ("paper" for params, "zeroshard" for shapes).
+    optimizer: another optimizer's states in the preset, by a preset's name or as a class of torch.optim.
+    bytes: a formula instead of a preset: "parameters=2,gradients=2,master=4,m=4,v=4".
+    gpu_mem: a budget such as "80GiB": does it fit, and what would? With `offload`, about what stays on the device.
+    accumulate: backwards per step.
+    no_sync: gradients are added up on the rank before one reduction.
+    replicas: K copies of the sharded optimizer.
+    instances: an older name of replicas.
+    units: with params, the number of equal blocks, for the peaks of a step.
+    align: for shapes and jobs, as `Layout`'s.
+    bounds: for shapes and jobs, as `Layout`'s.
+    bucket_mib: for shapes and jobs, as `Layout`'s.
+    prefetch: units gathered ahead of use, as `Comm`'s.
+    gpus_per_node: what one GPU's links inside and between nodes of that size carry.
+    precision: "fp32", a job's own dtypes, or "bf16" with fp32 masters.
+    grad_dtype: what a job's gradients are added up in.
+    checkpoint: every unit of a job recomputes in backward.
+    offload: where states rest, as `shard`'s.
+    host_mem: a budget for one rank's share of host memory, such as "200GiB".
+    disk: a file that `zeroshard io-bench` wrote.
+    tokens: of one rank's step, for the tokens per second that the disk allows.
+    step_time: seconds of a step, for the disk's wear.
 
     Raises `UserError` for whatever cannot be answered.
     """

@@ -8,6 +8,7 @@ import importlib
 import json
 import math
 import os
+import re
 import shutil
 from decimal import Decimal
 from pathlib import Path
@@ -47,6 +48,19 @@ def fixture(name):
     return json.loads((WEB / "fixtures" / f"{name}.json").read_text())
 
 
+RUN = fixture("run")["run"]
+LOSSES = {"columns": ["step", "loss"], "rows": [[1, 5.5], [2, 4.25], [3, 4.0]], "note": None}
+COMPARED = {
+    "run": {**RUN, "curves": LOSSES},
+    "other": {**RUN, "stage": 0, "curves": {**LOSSES, "rows": [[1, 5.5], [2, 4.25], [3, 3.75]]}},
+    "compared": {
+        "names": ["run/a", "run/<b>"], "steps": [3, 3], "compared": 3, "differs": {"step": 3, "losses": [4.0, 3.75]},
+        "weights": ["ab" * 32, "cd" * 32], "equal": False,
+    },
+}  # fmt: skip
+LINKS = {"Documentation": "./", "Repository": "https://example.org/x", "Not an address": "javascript:alert(1)"}
+
+
 @pytest.fixture(scope="module")
 def browser():
     with sync_api.sync_playwright() as playwright:
@@ -61,6 +75,7 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pages")
     documents = {"walkthroughs": document(walkthroughs=built_in(), run=None)}
     documents |= {name: fixture(name) for name in ("run", "run-1000", "hostile", "tiers")}
+    documents["two"] = {**document(walkthroughs=None, run=None), **COMPARED, "links": LINKS}
     documents["version"] = {**document(walkthroughs=None, run=None), "version": 99}
     paths = {}
     for name, each in documents.items():
@@ -759,7 +774,8 @@ def test_a_dark_page_is_dark_before_its_script_runs(browser, files):
 @pytest.mark.full
 def test_on_a_phone_all_is_large_enough_to_press(opened):
     """Buttons, fields and radio buttons are 40 pixels high; what sticks to the top takes at most 110."""
-    small = """() => [...document.querySelectorAll('main button.button, main select, nav a, fieldset label, summary')]
+    small = """() => [...document.querySelectorAll(
+        'main button:not(.model button), header button, main select, nav a, fieldset label, summary, input[type=range]')]
       .filter(each => each.checkVisibility() && each.getBoundingClientRect().height < 40).map(each => each.outerHTML.slice(0, 90))"""
     for view in ("transformer?stage=3&beat=4", "weights", "layers", "calculator", "overview"):
         page = opened("walkthroughs", f"#{view}", width=390)
@@ -849,6 +865,55 @@ def test_a_run_shows_its_peak_and_every_moment(opened):
         assert held_now(page) == {"device": of["peak"]["total"]}
         # The address follows a moment later: not in the middle of the next one that is set here.
         page.wait_for_function("at => location.hash.includes(`t=${at}`)", arg=of["peak"]["at"])
+
+
+@pytest.mark.full
+def test_two_runs_are_compared(opened):
+    """What differs in one sentence, numbers side by side, and the curves of both on one pair of axes."""
+    page = opened("two", "#compare")
+    assert page.locator("[data-equal] > *").all_inner_texts() == [
+        "The bits differ",
+        "From step 3 on: the losses there are 4 and 3.75.",
+    ]
+    told, seen = rows(page), RUN["summary"][0]
+    held, sent = sum(seen["held"].values()), sum(row["sent"] for row in RUN["traffic"])
+    assert told["stage"] == ["stage", "3", "0"]
+    assert told["rest"][1:] == [f"{held:,} bytes"] * 2
+    assert told["peak"][1:] == [f"{seen['peak']:,} bytes"] * 2
+    assert told["sent"][1:] == [f"{sent:,} bytes"] * 2
+    assert told["weights"][1:] == ["abababababababab", "cdcdcdcdcdcdcdcd"]
+    figures = page.locator("section:has([data-line])")
+    assert [figure.locator("[data-line]").count() for figure in figures.all()] == [2, 2]
+    assert "run/<b>" in figures.last.inner_text()
+    svg = figures.last.locator("svg[role=img]")
+    svg.hover(position={"x": svg.bounding_box()["width"] - 14, "y": 60})
+    assert re.search(r"4\b.*3\.75\b.*at step 3", figures.last.inner_text(), re.DOTALL)
+    assert page.locator(".plot").count() == 2  # a timeline each
+
+
+def test_the_footer_links_to_addresses_alone(opened):
+    links = opened("two", "#compare").locator("footer a")
+    assert [(link.inner_text(), link.get_attribute("href")) for link in links.all()] == list(LINKS.items())[:2]
+    assert opened("run", "#run").locator("footer a").count() == 0
+
+
+def test_pointing_at_the_timeline_reads_it(opened):
+    """Time, bytes, phase and unit under the pointer; the cursor stays where it is."""
+    page = opened("run", "#run")
+    plot = page.locator(".plot")
+    plot.scroll_into_view_if_needed()
+    box, before = plot.bounding_box(), plot.get_attribute("aria-valuenow")
+    told = RUN["recording"]["ranks"]
+    rank = max(told, key=lambda each: each["peak"]["total"])
+    start, stop = rank["span"]
+    share = (rank["peak"]["at"] - start) / (stop - start)
+    page.mouse.move(box["x"] + box["width"] * share + 1, box["y"] + 40)
+    assert re.fullmatch(
+        r"[\d.]+ (ms|s) \N{MIDDLE DOT} .* held \N{MIDDLE DOT} .*", page.locator("[data-readout]").inner_text()
+    )
+    assert plot.get_attribute("aria-valuenow") == before
+    page.mouse.move(box["x"] + 10, box["y"] - 60)
+    assert page.locator("[data-readout]").count() == 0
 
 
 @pytest.mark.full

@@ -10,7 +10,7 @@ import html
 import json
 import math
 import os
-from importlib import resources
+from importlib import metadata, resources
 from typing import TYPE_CHECKING, Any
 
 import zeroshard
@@ -59,7 +59,20 @@ def document(
     """What a page holds: the built-in walkthroughs, a run, or both; and a second run to compare it with."""
     version = zeroshard.__version__
     page = {"format": FORMAT, "version": VERSION, "zeroshard": version, "walkthroughs": walkthroughs, "run": run}
-    return page if other is None else {**page, "other": other, "compared": compared}
+    if other is not None:
+        page |= {"other": other, "compared": compared}
+    return {**page, "links": found} if (found := links()) else page
+
+
+def links() -> dict[str, str]:
+    """{what: address} for the footer: what the package's metadata names, and `ZEROSHARD_DOCS` where that is set."""
+    try:
+        urls = metadata.metadata("zeroshard").get_all("Project-URL") or []
+    except metadata.PackageNotFoundError:
+        urls = []
+    named = {label: address for label, _, address in (url.partition(", ") for url in urls)}
+    docs = os.environ.get("ZEROSHARD_DOCS")
+    return {**named, "Documentation": docs} if docs else named
 
 
 def embedded(document: dict[str, Any]) -> str:

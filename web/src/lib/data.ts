@@ -424,12 +424,29 @@ export interface Walkthroughs {
   texts: Record<'A' | 'B' | 'C' | 'D' | 'E', Text>;
 }
 
+/** What two runs of `zeroshard train` have in common, beside what each of them tells. */
+export interface Compared {
+  names: [string, string];
+  steps: [number, number];
+  /** Losses and norms that both have. */
+  compared: number;
+  differs: { step: number; losses: [number, number] } | null;
+  /** Digests of the full weights; null where a run has not ended. */
+  weights: [string | null, string | null];
+  equal: boolean;
+}
+
 export interface Page {
   format: 'zeroshard-page';
   version: number;
   zeroshard: string;
   walkthroughs: Walkthroughs | null;
   run: Run | null;
+  /** A second run, and what it shares with the first. */
+  other?: Run;
+  compared?: Compared;
+  /** What the footer links to: by the package's metadata, or by whoever wrote the page. */
+  links?: Record<string, string>;
 }
 
 const VERSION = 1;

@@ -64,7 +64,7 @@ def _one_stage(of: dict[str, Any], number: int) -> None:
         raise InputError(f"--stage must be 0, 1, 2 or 3, got {number}")
     _heading(f"{of['title']}, one step at stage {number}")
     _stage(of, stage)
-    _tables({**of, "stages": [stage], "timing": [row for row in of["timing"] if row["stage"] == number]})
+    _beside({**of, "stages": [stage], "timing": [row for row in of["timing"] if row["stage"] == number]})
 
 
 def find_element(transformer: Mapping[str, Any], wanted: str) -> tuple[int, str]:
@@ -271,11 +271,11 @@ def _adam(of: dict[str, Any], values: dict[str, Any], flat: int, name: str) -> N
 
 
 def _comparison(of: dict[str, Any]) -> None:
-    _tables(of)
+    _beside(of)
     _corrections(of, "traffic")
 
 
-def _tables(of: dict[str, Any]) -> None:
+def _beside(of: dict[str, Any]) -> None:
     """What each stage holds, and what it moves."""
     table = screen.new_table(
         "Bytes per rank at rest, predicted and held", "stage", "rank", "predicted", "held", "saved"

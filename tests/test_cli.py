@@ -167,7 +167,7 @@ def test_the_version_and_suggestions_of_commands_that_users_have():
     assert zeroshard("--version").stdout == f"zeroshard {package.__version__}\n"
     said = zeroshard("explan").stderr
     assert said == "zeroshard: No such command 'explan'. Did you mean 'explain', 'plan'?\n"
-    assert "rank" not in zeroshard("--help").stdout.replace("ranks", "")  # what a command starts for itself
+    assert "-rank" not in zeroshard("--help").stdout  # what a command starts for itself
 
 
 COMMANDS = ["train", "demo", "plan", "explain", "verify", "simulate", "io-bench", "ckpt diff", "ckpt export"]

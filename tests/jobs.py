@@ -45,8 +45,8 @@ def mlp(*middle, **other):
 
 def last_micro_batch_dropped():
     """The step's last contribution arrives after the gradients have been read."""
-    reduction.fold = lambda total, pieces, *, fresh, **how: FOLD(
-        total, pieces if fresh else pieces[:-1], fresh=fresh, **how
+    reduction.fold = lambda total, pieces, *, start, **how: FOLD(
+        total, pieces if start is None else pieces[:-1], start=start, **how
     )
     return mlp()
 

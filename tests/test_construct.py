@@ -98,6 +98,7 @@ def test_public_names_are_locked():
             ("units", None),
             ("ignore", ()),
             ("buffers", "broadcast"),
+            ("recompute", False),
         ],
         Comm: [
             ("group", None),
@@ -106,6 +107,7 @@ def test_public_names_are_locked():
             ("overlap", True),
             ("prefetch", 1),
             ("release_after_forward", True),
+            ("replicas", None),
         ],
     }
     public = {name for name in dir(zeroshard.Zero) if not name.startswith("_")}
@@ -258,8 +260,8 @@ def contradictions():
     """Settings that contradict each other on two ranks."""
     with pytest.raises(UserError, match=r"(?s)shards of one size.*bounds='tensor'"):
         shard_mlp(layout=Layout(bounds="tensor"), comm=Comm(reduce="native"))
-    with pytest.raises(UserError, match=r"(?s)ndim 2.*mesh\["):
-        shard_mlp(comm=Comm(group=init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))))
+    with pytest.raises(UserError, match=r"(?s)3 axes.*mesh\["):
+        shard_mlp(comm=Comm(group=init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("a", "b", "c"))))
     zero = shard_mlp()
     with pytest.raises(UserError, match=r"(?s)did you mean '0\.weight'"), zero.gathered("0.wieght"):
         pass
@@ -269,7 +271,7 @@ def contradictions():
 
 @pytest.mark.row(64)
 def test_contradictory_settings_are_refused():
-    """A native reduction of unequal shards, a mesh of two dimensions, names and ranks that do not exist."""
+    """A native reduction of unequal shards, a mesh of three dimensions, names and ranks that do not exist."""
     ranks.run(2, contradictions)
 
 

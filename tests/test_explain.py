@@ -984,11 +984,11 @@ def test_train_leaves_what_explain_reads(ranks, tmp_path, template, capsys):
     assert (found["stage"], found["ranks"], len(found["recording"]["ranks"])) == (2, 2, 2)
     metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert found["curves"]["rows"] == [list(row.values()) for row in metrics]
-    explain(str(tmp_path), out=None, text=False, element=None, browse=False)
+    explain((str(tmp_path),), out=None, text=False, stage=None, element=None, browse=False)
     assert str(tmp_path / "zero.html") in capsys.readouterr().out.replace("\n", "")
     page = json.loads(Scripts((tmp_path / "zero.html").read_text(encoding="utf-8")).contents[0])
     assert page["run"] == found and page["walkthroughs"] == packaged()
-    explain(str(tmp_path), out=None, text=True, element=None, browse=False)
+    explain((str(tmp_path),), out=None, text=True, stage=None, element=None, browse=False)
     out = capsys.readouterr().out
     for shown in found["recording"]["ranks"]:
         assert f"The recorded step on rank {shown['rank']}" in out
@@ -1105,7 +1105,7 @@ def test_the_command_without_colours_in_a_narrow_terminal():
     ("words", "says"),
     [
         (["--text", "--out", "x.html"], "--text prints here"),
-        (["--element", "W_q[0,0]"], "--element says which parameter"),
+        (["--element", "W_q[0,0]"], "--element is for the walkthrough"),
         (["nowhere"], "there is no recorded step to explain; where: nowhere/explain.json"),
     ],
 )
@@ -1113,12 +1113,12 @@ def test_what_the_command_refuses(words, says, tmp_path, monkeypatch):
     from zeroshard.cli.explain import explain
 
     monkeypatch.chdir(tmp_path)
-    settings = {"out": None, "text": False, "element": None, "browse": False}
-    where = next((word for word in words if not word.startswith("--") and word not in ("x.html", "W_q[0,0]")), None)
+    settings = {"out": None, "text": False, "stage": None, "element": None, "browse": False}
+    runs = tuple(word for word in words if not word.startswith("--") and word not in ("x.html", "W_q[0,0]"))
     settings |= {"text": "--text" in words}
     settings |= {word[2:]: words[at + 1] for at, word in enumerate(words) if word in ("--out", "--element")}
     with pytest.raises(InputError, match=says):
-        explain(where, **settings)
+        explain(runs, **settings)
     assert list(tmp_path.iterdir()) == []
 
 

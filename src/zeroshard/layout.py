@@ -55,8 +55,8 @@ class Layout:
     align: int = 128
     units: Sequence[str | type] | None = None
     ignore: Sequence[str] = ()
-    recompute: bool | Sequence[str] = False
     buffers: Buffers = "broadcast"
+    recompute: bool | Sequence[str] = False
 
     def __post_init__(self) -> None:
         for name, choices in (("bounds", get_args(Bounds)), ("buffers", get_args(Buffers))):

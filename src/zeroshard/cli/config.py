@@ -42,7 +42,7 @@ def in_options(error: object, names: Iterable[str]) -> str:
         value = match[2].strip("\"'")
         return f"--{match[1].replace('_', '-')}" + (f" {value}" if value else "")
 
-    text = one_line(error)
+    text = re.sub(rf"\b(?:Layout|Comm|Offload|Precision)\.(?=(?:{named})\b)", "", one_line(error))
     beginning = re.match(rf"(?:(?:{named})(?:, | and )?)+(?=[\s:;]|$)", text)
     end = beginning.end() if beginning else 0
     head = re.sub(rf"\b(?:{named})\b", option, text[:end])

@@ -315,7 +315,7 @@ class Reduction:
             accumulator.undo_average()
         if accumulator.bucket.shard_numel(self.group.team.position):
             try:
-                begun = accumulator.sum.here(fresh=not accumulator.filled)
+                begun = accumulator.sum.here(changed=relay.last, fresh=not accumulator.filled)
                 with begun if relay.first else contextlib.nullcontext():
                     if not simulated(receive):
                         self._fold(sent, early=early)
@@ -343,12 +343,13 @@ class Reduction:
             accumulator.sum.own.copy_(total)
 
     def _settle_first(self) -> None:
-        self._relayed[0].relay.back.wait()
+        self._relayed[0].relay.back.wait()  # an interrupt may come here: then it is still under way
         self._settle(self._relayed.pop(0))
 
     def _settle(self, sent: Sent) -> None:
         """The average is here, and what this rank has sent is through."""
         accumulator, relay = sent.accumulator, sent.relay
+        relay.back.wait()
         self._give_back(relay.running)
         with self.gradients.reporting():
             if relay.average is not None and not accumulator.sum.on_device:

@@ -17,10 +17,6 @@ class Comm:
 
     group: the process group to shard over (None: all ranks; one process alone needs none). A `DeviceMesh` of one axis
         is taken as its group; of two the first replicates and the second shards, as with FSDP2.
-    replicas: how many copies of the sharded model there are (None: one, or as many as the mesh says). Of N ranks each
-        N/replicas that follow one another shard among themselves: r = replica * (N/replicas) + position. Gathers stay
-        inside a replica, where links are fast; gradients are summed over all ranks, in the same order for any number
-        of replicas, so that it never changes a bit. Costs as many times the memory of what is sharded.
     timeout: seconds after which a silent peer is an error (None: the process group's own, which is 30
         minutes by default; a dead one is an error at once in any case).
     reduce: "ordered" sums gradients in rank order (same bits at every stage and bucket size); "native" uses the
@@ -29,15 +25,19 @@ class Comm:
         for a moment, lest ranks that drop different layers wait for each other): same bits.
     prefetch: how many units ahead of use are gathered.
     release_after_forward: False keeps sharded parameters gathered until backward has used them.
+    replicas: how many copies of the sharded model there are (None: one, or as many as the mesh says). Of N ranks each
+        N/replicas that follow one another shard among themselves: r = replica * (N/replicas) + position. Gathers stay
+        inside a replica, where links are fast; gradients are summed over all ranks, in the same order for any number
+        of replicas, so that it never changes a bit. Costs as many times the memory of what is sharded.
     """
 
     group: Any = None
-    replicas: int | None = None
     timeout: float | None = None
     reduce: Reduce = "ordered"
     overlap: bool = True
     prefetch: int = PREFETCH
     release_after_forward: bool = True
+    replicas: int | None = None
 
     def __post_init__(self) -> None:
         if self.reduce not in get_args(Reduce):

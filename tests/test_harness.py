@@ -345,8 +345,8 @@ def test_a_command_finds_its_folder_and_neither_rank_nor_earlier_command(tmp_pat
     """A job beside it, no place among ranks, nothing that another command imported or set."""
     monkeypatch.setenv("RANK", "1")
     for turn in range(2):
-        (tmp_path / "train.py").write_text(
-            f"import os\nraise ValueError({turn}, os.getcwd(), os.environ.pop('RANK', None))"
+        (tmp_path / "train.py").write_text(  # longer each time: Python tells old bytecode by second and size
+            f"import os\nraise ValueError({turn}, os.getcwd(), os.environ.pop('RANK', None))" + "\n" * turn
         )
         done = ranks.command("plan", "train:job", cwd=tmp_path)
         assert (done.returncode, done.stdout) == (2, "")

@@ -288,7 +288,7 @@ def test_recomputing_gives_the_same_bits_and_a_gather_more_per_block(run, tmp_pa
 def test_gradients_are_added_up_in_what_was_asked(tmp_path):
     done = zeroshard("train", *SHORT, "--precision", "bf16", "--grad-dtype", "bf16", "--out", tmp_path / "thin")
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
-    assert "bf16, bf16 gradients, cpu" in done.stdout
+    assert "bf16, bf16 gradients" in done.stdout
     (rank,) = json.loads((tmp_path / "thin" / "ledger.json").read_text())["ranks"]
     assert 2 * rank["held"]["gradients"] == rank["held"]["master"]
 

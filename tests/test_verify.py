@@ -229,7 +229,6 @@ def test_jobs_that_cannot_be(name, says):
         ("jobs:mlp --stage 5", "zeroshard: --stage must be of 0, 1, 2 and 3, got 5\n"),
         ("jobs:mlp --stag 1", "No such option: --stag"),
         ("jobs:mlp --precision fp8", "'fp8' is not one of 'fp32', 'bf16'"),
-        ("", "Missing argument 'MODULE:FUNCTION'"),
         ("jobs:cannot_be_built", "zeroshard: the job's function raised; where: jobs:cannot_be_built(); got: OSError"),
         pytest.param(
             "jobs:whole_tensors --ranks 2 --stage 1",

@@ -118,8 +118,8 @@ def end_at_once_when_told(launched: bool) -> None:
             if not launched:
                 os.write(sys.stderr.fileno(), b"zeroshard: interrupted\n")
         try:
-            if "zeroshard.workplace" in sys.modules:  # else there is no checkpoint half written
-                sys.modules["zeroshard.workplace"].abandon()
+            if "zeroshard.checkpoint.staging" in sys.modules:  # else there is no checkpoint half written
+                sys.modules["zeroshard.checkpoint.staging"].abandon()
         finally:
             os._exit(INTERRUPTED)
 

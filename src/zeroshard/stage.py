@@ -66,10 +66,11 @@ ALONE = Seat()
 def seat(rank: int, ranks: int, replicas: int = 1) -> Seat:
     """Where a rank sits. Raises `UserError` where so many replicas do not divide the ranks."""
     if replicas < 1 or ranks % replicas:
+        divisors = [str(count) for count in range(1, ranks + 1) if ranks % count == 0]
         raise UserError(
             "replicas must divide the ranks",
             got=f"replicas={replicas}, ranks={ranks}",
-            instead=f"replicas= one of {[count for count in range(1, ranks + 1) if ranks % count == 0]}",
+            instead=f"one of {', '.join(divisors[:12])}",
         )
     size = ranks // replicas
     return Seat(rank % size, size, rank // size, replicas)

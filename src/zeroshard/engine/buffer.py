@@ -287,6 +287,7 @@ class Buffer:
                     self.gathered.take_memory(ahead=ahead)
                     self.saved.watch(self)
                 self.land()
+                # Not a write that autograd should see: who holds a view of weights that are still these may use it.
                 work = self.parameters.redistribute(alias(self.full))
                 self.edits.came(self.full, self._mine if self.casts else None, kept=kept)
                 work.hold(self.full)  # the alias does not

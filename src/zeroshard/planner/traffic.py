@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
-from ..errors import UserError
-from ..stage import Placements
+from ..stage import Placements, seat
 from .closed import share
 from .quantities import plain
 from .recipes import Bytes, Recipe
@@ -205,12 +204,7 @@ def replicas(numel: int, ranks: int, count: int, recipe: Recipe) -> Replicas:
 
     That is 2(N-1)/N P for every K from 1 to N: only the place of the bytes changes, and the memory.
     """
-    if count < 1 or ranks % count:
-        divisors = [str(k) for k in range(1, ranks + 1) if ranks % k == 0]
-        raise UserError(
-            "replicas must divide the ranks", got=f"replicas={count}, ranks={ranks}",
-            instead=f"one of {', '.join(divisors[:12])}",
-        )  # fmt: skip
+    seat(0, ranks, count)  # says which numbers divide
     inside = numel * (1 - Fraction(count, ranks))
     between = numel * Fraction(2 * (count - 1), ranks)
     optimizer = sum(recipe.optimizer.values(), Fraction()) * Fraction(count, ranks)

@@ -26,47 +26,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-
-import zeroshard
-from zeroshard import Comm
 
 from . import report
-from .backends import Trainer, plain
-from .model import GPT, LEARNING_RATE, SIZES, batch
+from .backends import Trainer, fsdp2, ours
+from .model import GPT, SIZES, batch
 from .train import connections, sent_by
 
 HOSTS, PER_HOST = ("10.77.0.1", "10.77.0.2"), 2
 RATES = {"100 Mbit/s": "100mbit", "1 Gbit/s": "1gbit", "as it is": None}
 
 
-def ours(model: nn.Module, *, stage: int, replicas: int) -> Trainer:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
-    zero = zeroshard.shard(model, optimizer, stage=stage, comm=Comm(replicas=replicas))
-    LEDGER.append(zero.ledger)
-    return plain(model, optimizer)
-
-
-def theirs(model: nn.Module, *, shape: tuple[int, ...]) -> Trainer:
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-    for block in model.blocks:  # type: ignore[union-attr]
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return plain(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True))
-
-
-LEDGER: list[Callable[[], Any]] = []  # of the model that is trained now
-BACKENDS: dict[str, Callable[[nn.Module], Trainer]] = {
+BACKENDS: dict[str, Callable[..., Trainer]] = {
     **{
         f"zeroshard {stage}, {replicas} replica{'s' * (replicas > 1)}": functools.partial(
-            ours, stage=stage, replicas=replicas
+            ours.build, stage=stage, replicas=replicas
         )
         for stage in (1, 2, 3)
         for replicas in (1, 2)
     },
-    "FSDP2": functools.partial(theirs, shape=(4,)),
-    "FSDP2, hybrid 2 x 2": functools.partial(theirs, shape=(2, 2)),
+    "FSDP2": functools.partial(fsdp2.build, reshard=True),
+    "FSDP2, hybrid 2 x 2": functools.partial(fsdp2.build, reshard=True, replicas=2),
 }
 
 
@@ -80,9 +59,10 @@ def crossed(own: str) -> int:
     return total
 
 
-def relayed() -> int:
+def relayed(model: nn.Module) -> int:
     """Bytes of payload that this rank has handed on so far."""
-    traffic = LEDGER[0]().traffic if LEDGER else {}
+    engine: Any = getattr(model, "_zeroshard_engine", None)
+    traffic = {} if engine is None else engine.ledger.snapshot().traffic
     return traffic["relay"].sent if "relay" in traffic else 0
 
 
@@ -99,22 +79,21 @@ def rank(folder: Path, size: str, steps: int) -> None:
             time.sleep(0.05)
         for name, build in BACKENDS.items():
             torch.manual_seed(0)
-            LEDGER.clear()
             model = GPT(SIZES[size])
-            train = build(model)
+            train = build(model, low=False)
             losses: list[float] = []
             started = before = payload = 0.0
             for step in range(steps + 1):
                 if step == 1:  # the first has optimizers make their state
                     dist.barrier()
-                    started, before, payload = time.perf_counter(), crossed(own), relayed()
+                    started, before, payload = time.perf_counter(), crossed(own), relayed(model)
                 losses.append(train.backward(batch(SIZES[size], step, number, dist.get_world_size())).item())
                 train.update()
             dist.barrier()
             seconds = (time.perf_counter() - started) / steps
             time.sleep(0.2)  # nothing more is sent behind the step's back
             told: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(told, (crossed(own) - before, relayed() - payload, losses[-1]))
+            dist.all_gather_object(told, (crossed(own) - before, relayed(model) - payload, losses[-1]))
             if number == 0:
                 sent, predicted = (max(each[at] for each in told) / steps / 1e6 for at in (0, 1))
                 row = {

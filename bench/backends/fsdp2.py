@@ -12,8 +12,10 @@ from ..model import LEARNING_RATE
 from . import Trainer, plain
 
 
-def build(model: nn.Module, *, low: bool, reshard: bool) -> Trainer:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+def build(model: nn.Module, *, low: bool, reshard: bool, replicas: int = 1) -> Trainer:
+    shape = (replicas, dist.get_world_size() // replicas)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    mesh = mesh if replicas > 1 else mesh["shard"]
     dtype = torch.bfloat16 if low else None
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
     for block in model.blocks:  # type: ignore[union-attr]

@@ -11,9 +11,9 @@ from ..model import LEARNING_RATE
 from . import Trainer, plain
 
 
-def build(model: nn.Module, *, low: bool, stage: int, low_gradients: bool = False) -> Trainer:
+def build(model: nn.Module, *, low: bool, stage: int, low_gradients: bool = False, replicas: int = 1) -> Trainer:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     dtype = torch.bfloat16 if low else None
     precision = zeroshard.Precision(param_dtype=dtype, grad_dtype=dtype if low_gradients else None)
-    zeroshard.shard(model, optimizer, stage=stage, precision=precision)
+    zeroshard.shard(model, optimizer, stage=stage, precision=precision, comm=zeroshard.Comm(replicas=replicas))
     return plain(model, optimizer)

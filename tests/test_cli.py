@@ -541,6 +541,34 @@ def test_demo_fails_when_one_bit_differs(run, tmp_path, capsys, changed):
 # -------------------------------------------------------------------------------------------------------------- its end
 
 
+BUSY_RENDEZVOUS = """
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous as rendezvous
+class Always(rendezvous._PeriodicTimer):
+    def __init__(self, interval, *work):
+        super().__init__(interval / 1_000_000, *work)
+rendezvous._PeriodicTimer = Always
+from zeroshard.cli.main import main
+main()
+"""
+
+
+@pytest.mark.full
+def test_an_interrupt_says_one_line_whichever_thread_lets_go_of_the_rendezvous(tmp_path):
+    """torch's keep-alive thread is nearly always at work here: it must not be the one that ends its rendezvous."""
+    command = [sys.executable, "-c", BUSY_RENDEZVOUS, "train", "--data", TEXT, "--ranks", "2", "--steps", "1000000"]
+    launcher = subprocess.Popen(
+        [*command, "--out", str(tmp_path)], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        while "tokens/s" not in (line := launcher.stdout.readline()):
+            assert line, launcher.communicate()
+        launcher.send_signal(signal.SIGINT)
+        _, said = launcher.communicate(timeout=LIMIT)
+        assert (launcher.returncode, said) == (130, "zeroshard: interrupted; all ranks have ended\n")
+    finally:
+        launcher.kill()
+
+
 @pytest.mark.full
 @pytest.mark.row(60)
 @pytest.mark.parametrize(

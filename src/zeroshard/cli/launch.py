@@ -33,6 +33,9 @@ FAILED, BAD_INPUT = 1, 2
 INTERRUPTED = 130  # 128 + SIGINT, what a shell reports for Ctrl-C
 LAUNCHER = "ZEROSHARD_LAUNCHER_PID"
 _told = threading.Event()  # to end: another thread is about to
+# What ended a launch holds the agent, hence its rendezvous. torch does not shut that down after a signal, and where its
+# own keep-alive thread drops the last reference, that thread tries to join itself and Python prints a traceback.
+_interruptions: list[BaseException] = []
 HANDLED_BY_AGENT = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -62,7 +65,8 @@ def start_ranks(command: Sequence[str], ranks: int) -> int:
         )
         try:
             elastic_launch(config, sys.executable)("-m", "zeroshard", *command)
-        except (SignalException, KeyboardInterrupt):
+        except (SignalException, KeyboardInterrupt) as interruption:
+            _interruptions.append(interruption)
             return INTERRUPTED
         except ChildFailedError as error:
             return _explain(*error.get_first_failure())

@@ -987,7 +987,8 @@ def patience_after(differ):
         zero = zeroshard.shard(model, None, stage=2, layout=Layout(bucket_mib=0.0001))
         Work.done = lambda self: False
         model(torch.ones(1, 8), skip=1 if differ and ranks.rank() else 0).sum().backward()
-        return zero._engine.reduction._patience
+        reduction_ = zero._engine.reduction
+        return reduction_.patience / reduction_._shortened
     finally:
         reduction.PATIENCE, Work.done = usual, done
 

@@ -180,6 +180,7 @@ def _train(asked: Check, stage: int, place: Launch, folder: Path) -> dict[str, A
     import torch
 
     import zeroshard
+    from zeroshard.engine.reduction import UNHURRIED
     from zeroshard.planner.job import build
     from zeroshard.planner.simulate import STEPS
 
@@ -193,6 +194,7 @@ def _train(asked: Check, stage: int, place: Launch, folder: Path) -> dict[str, A
     job.need("optimizer", "batch", "loss")
     optimizers = job.optimizers()
     zero = zeroshard.shard(job.model, optimizers, stage=stage, **asked.settings(str(folder / "files")))
+    zero._engine.reduction.patience = UNHURRIED
     most = inside = 0
     for step in range(STEPS):
         for turn in range(asked.accumulate):

@@ -40,6 +40,7 @@ from .sharded_grad import ShardedGrad
 from .unit import Unit, profiled
 
 PATIENCE = 0.5  # seconds that pause lasts at most
+UNHURRIED = 60.0  # where what is held is compared with a plan, which must not depend on how busy a machine is
 
 
 @dataclass
@@ -117,7 +118,8 @@ class Reduction:
         self._local = False
         self.silent = False  # does this rank's part of all gradients count as zero? (`Zero.join`)
         self._patient = True
-        self._patience = PATIENCE
+        self.patience = PATIENCE
+        self._shortened = 1  # by this factor, since ranks were seen to wait for each other in vain
         self._again: list[Entry] = []
         self._hidden: dict[int, Tensor | None] = {}  # by entry number, what makes way in p.grad
 
@@ -286,7 +288,7 @@ class Reduction:
         By count and not by what has come in already, so that the bytes held are known before the run.
         """
         allowed = IN_FLIGHT if self.settings.overlap else 0
-        deadline = time.monotonic() + self._patience
+        deadline = time.monotonic() + self.patience / self._shortened
         while self._relayed and self._relayed[0].relay.back.done():
             self._settle_first()
         while len(self._under_way) > allowed or len(self._relayed) > allowed + self.group.team.seat.replicas:
@@ -402,9 +404,9 @@ class Reduction:
                 pending.most = max(pending.received.values())
         got = received if usual else self.group.flags(received)
         if usual:
-            self._patience = PATIENCE
+            self._shortened = 1
         elif not self._patient:
-            self._patience /= 8
+            self._shortened *= 8
         if 2 in got:
             names = [entry.slot.name for entry in self.gradients.entries if got[entry.number] == 2]
             self.abort(0)

@@ -17,11 +17,11 @@ import torch
 
 from .. import events
 from ..api import Zero
+from ..engine.reduction import UNHURRIED
 from .document import numbers
 from .recording import Told, one_step
 
 _EVENTS: Any = events
-PATIENCE = 60.0  # seconds: how a reduction is waited for must not depend on how busy this machine is
 
 
 @contextlib.contextmanager
@@ -49,7 +49,7 @@ class Observer:
         self.zero = zero
         self.moments: list[tuple[str, int]] = []
         self.seen: dict[str, dict[str, list[Any]]] = {}
-        zero._engine.reduction._patience = PATIENCE
+        zero._engine.reduction.patience = UNHURRIED
         zero.record()
 
     def look(self, name: str) -> None:

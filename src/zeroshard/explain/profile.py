@@ -12,10 +12,10 @@ import torch
 
 import zeroshard
 
+from ..engine.reduction import UNHURRIED
 from ..planner.from_job import precision
 from ..planner.simulate import PASSING, STEPS, simulate
 from . import stacked_mlp
-from .observe import PATIENCE
 
 RANKS, STAGE = 4, 1
 BF16 = precision("bf16", "bf16")  # parameters and gradients, with fp32 masters
@@ -29,7 +29,7 @@ def capture() -> dict[str, Any]:
     job = stacked_mlp.scaled()
     optimizer = job["optimizer"](job["model"].parameters())
     zero = zeroshard.shard(job["model"], optimizer, stage=STAGE, precision=BF16)
-    zero._engine.reduction._patience = PATIENCE  # how much is under way must not depend on how busy this machine is
+    zero._engine.reduction.patience = UNHURRIED
     for step in range(STEPS):
         job["loss"](job["model"], job["batch"](step, zero.rank)).backward()
         optimizer.step()

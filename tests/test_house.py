@@ -5,10 +5,13 @@ import importlib.util
 import re
 import subprocess
 import sys
+import tarfile
 import tokenize
+import venv
 import zipfile
 from pathlib import Path
 
+import numpy
 import pytest
 
 import zeroshard
@@ -158,11 +161,63 @@ def test_nothing_is_left_unfinished_and_no_path_is_one_machines():
             assert unfinished.findall(path.read_text()) == [], path
 
 
-def test_the_wheel_is_pure_and_typed(tmp_path):
-    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+def built(kind, folder):
+    """The package, made of this tree as it is released."""
+    build = [sys.executable, "-m", "hatchling", "build", "-t", kind, "-d", str(folder)]
     subprocess.run(build, cwd=ROOT, timeout=60, check=True, capture_output=True)
-    (wheel,) = tmp_path.iterdir()
+    (package,) = folder.iterdir()
+    return package
+
+
+def test_the_wheel_is_pure_and_typed(tmp_path):
+    wheel = built("wheel", tmp_path)
     assert wheel.name == f"zeroshard-{zeroshard.__version__}-py3-none-any.whl"
     packed = set(zipfile.ZipFile(wheel).namelist())
     assert {f"zeroshard/{path.relative_to(PACKAGE)}" for path in PACKAGE.rglob("*.py")} <= packed
     assert {"zeroshard/py.typed", "zeroshard/explain/page.html", "zeroshard/explain/walkthroughs.json"} <= packed
+
+
+def test_the_source_package_has_what_its_tests_read(tmp_path):
+    package = built("sdist", tmp_path)
+    with tarfile.open(package) as archive:
+        packed = {name.split("/", 1)[1] for name in archive.getnames()}
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
+    tracked = {name for name in listed if (ROOT / name).exists()}  # none where this is no clone
+    assert {name for name in tracked if not Path(name).name.startswith(".") and name[0] != "."} <= packed
+    assert packed - tracked - {"PKG-INFO"} == {".gitignore"} - tracked if tracked else True
+
+
+@pytest.mark.full
+def test_the_wheel_works_where_nothing_else_of_the_tree_is(tmp_path):
+    """Installed into an environment of its own, beside the dependencies of this one: the command, and a step."""
+    environment, wheel = tmp_path / "environment", built("wheel", tmp_path / "wheel")
+    venv.create(environment, with_pip=True)
+    python = environment / "bin" / "python"
+    where = [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    place = Path(subprocess.run(where, timeout=60, check=True, capture_output=True, text=True).stdout.strip())
+    (place / "dependencies.pth").write_text(f"{Path(numpy.__file__).parents[1]}\n")
+    install = [python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", wheel]
+    subprocess.run(install, timeout=120, check=True)
+    program = """
+import torch, zeroshard
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.AdamW(model.parameters())
+zeroshard.shard(model, optimizer, stage=3)
+model(torch.ones(2, 4)).sum().backward()
+optimizer.step()
+print(zeroshard.__file__)
+"""
+    done = subprocess.run(
+        [python, "-c", program], cwd=tmp_path, timeout=120, check=True, capture_output=True, text=True
+    )
+    assert Path(done.stdout.strip()).is_relative_to(environment)
+    command = [environment / "bin" / "zeroshard", "--version"]
+    said = subprocess.run(command, cwd=tmp_path, timeout=60, check=True, capture_output=True, text=True).stdout
+    assert said == f"zeroshard {zeroshard.__version__}\n"
+
+
+@pytest.mark.parametrize("platform", ["darwin", "win32"])
+def test_another_system_is_refused_in_one_line(platform):
+    code = f"import sys; sys.platform = {platform!r}; import zeroshard"
+    done = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True, check=False)
+    assert done.stderr.splitlines()[-1] == f"ImportError: zeroshard runs on Linux only, and this is {platform}"

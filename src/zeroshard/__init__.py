@@ -18,7 +18,11 @@ ledger     bytes held now, by state, and bytes moved, by verb
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
+
+if sys.platform != "linux":  # files, processes and memory are asked for in Linux' own ways
+    raise ImportError(f"zeroshard runs on Linux only, and this is {sys.platform}")
 
 if TYPE_CHECKING:
     from .api import Zero as Zero

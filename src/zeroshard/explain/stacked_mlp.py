@@ -7,10 +7,13 @@ commands that ask for one by name, with Adam and the sum of all outputs as the l
     narrow     3 layers of 64
     padding    the article's test of padding
     profile    the article's own: 10 layers of 4,096, 1,342,382,080 parameters
+    whole      the same on the meta device: each rank makes one block at a time, and files can hold all states
     scaled     the same at an eighth of the width: 20,997,120 parameters, for a run on one machine
 
     zeroshard simulate zeroshard.explain.stacked_mlp:profile --ranks 4 --stage 1 --precision bf16 --grad-dtype bf16
     zeroshard plan zeroshard.explain.stacked_mlp:scaled --ranks 4 --stage 1 --precision bf16 --grad-dtype bf16 --check
+    zeroshard plan zeroshard.explain.stacked_mlp:whole --ranks 4 --stage 1 --precision bf16 --grad-dtype bf16 \\
+        --offload nvme --check
 """
 
 from __future__ import annotations
@@ -75,6 +78,11 @@ def padding() -> dict[str, Any]:
 
 def profile() -> dict[str, Any]:
     return job(4096, 10)
+
+
+def whole() -> dict[str, Any]:
+    with torch.device("meta"):
+        return job(4096, 10)
 
 
 def scaled() -> dict[str, Any]:

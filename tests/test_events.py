@@ -1,6 +1,7 @@
 """What is held in which phase, what happened in which order, who owns what, and the trace of it all."""
 
 import json
+import re
 import time
 
 import pytest
@@ -121,6 +122,47 @@ def test_an_exception_leaves_no_phase_behind():
         with pytest.raises(ZeroDivisionError):
             optimizer.step()
     assert [phase for phase, _ in ledger._running] == ["step"]
+
+
+def shown_in_a_notebook():
+    _, _, zero = trained(3)
+    ledger = zero.ledger()
+    held = [("device", state, nbytes) for state, nbytes in ledger.tiers["device"].items() if nbytes]
+    return held + [
+        ("device", f"peak in {phase}", peak.total) for phase, peak in ledger.phases.items()
+    ], ledger._repr_html_()
+
+
+def test_a_notebook_shows_a_ledger_as_a_table(ranks):
+    ((want, html),) = ranks.run(1, shown_in_a_notebook)
+    cells = [re.findall("<td>(.*?)</td>", row) for row in re.findall("<tr>(.*?)</tr>", html)[1:]]
+    assert [(tier, what, int(nbytes.replace(",", ""))) for tier, what, nbytes in cells] == want
+
+
+# ------------------------------------------------------------------------------------------------------------ metrics
+
+
+def told_to_a_tracker(stage):
+    _, _, zero = trained(stage)
+    ledger, metrics = zero.ledger(), zero.metrics()
+    assert {type(value) for value in metrics.values()} == {float}
+    said = {name.removeprefix("zeroshard/"): value for name, value in metrics.items()}
+    want = {"steps": 3, "steps/skipped": 0, "bytes/held/device": sum(ledger.tiers["device"].values())}
+    want |= {f"bytes/held/device/{state}": nbytes for state, nbytes in ledger.tiers["device"].items()}
+    want |= {f"bytes/peak/{phase}": peak.total for phase, peak in ledger.phases.items()}
+    for verb, moved in ledger.traffic.items():
+        both = {"calls": moved.calls, "logical": moved.logical, "sent": moved.sent}
+        both["received"] = moved.sent_and_received - moved.sent
+        want |= {f"bytes/{verb}/{what}": nbytes for what, nbytes in both.items()}
+    want["seconds/waited"] = sum(event.waited for event in zero.events()) / 1e9
+    zero.record(0)
+    assert "zeroshard/seconds/waited" not in zero.metrics()
+    return said == want, {verb for verb in ledger.traffic if said[f"bytes/{verb}/received"]}
+
+
+def test_a_tracker_is_told_what_the_ledger_says(ranks):
+    usual = {"control", "gather", "reduce"}
+    assert ranks.run(2, told_to_a_tracker, 3) == [(True, usual), (True, usual | {"broadcast"})]
 
 
 # ------------------------------------------------------------------------------------------------------------- events

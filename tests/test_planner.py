@@ -1147,3 +1147,15 @@ def test_the_readme_quotes_the_paper():
 
 def test_errors_on_one_line():
     assert one_line(UserError("no", got="x", instead="y")) == "no; got: x; instead: y"
+
+
+def test_a_notebook_shows_a_plan_as_a_table():
+    html = zeroshard.plan(params="7e9", ranks=8, gpu_mem="80GiB")._repr_html_()
+    rows = [re.findall("<t[hd]>(.*?)</t[hd]>", row) for row in re.findall("<tr>(.*?)</tr>", html)]
+    assert rows[0][0] == "bytes per rank at rest"
+    assert [row[-2:] for row in rows[1:]] == [
+        ["112,000,000,000", "too much"], ["38,500,000,000", "fits"], ["26,250,000,000", "fits"], ["14,000,000,000", "fits"]
+    ]  # fmt: skip
+    assert [sum(int(cell.replace(",", "")) for cell in row[1:-2]) for row in rows[1:]] == [
+        int(row[-2].replace(",", "")) for row in rows[1:]
+    ]

@@ -323,6 +323,17 @@ class Zero:
             binding.states.count()
         return self._engine.ledger.snapshot()
 
+    def metrics(self) -> dict[str, float]:
+        """This rank's numbers, flat, for a tracker: `wandb.log(zero.metrics())`.
+
+        Bytes held by tier and state, the most in each phase, bytes moved by verb, steps and skipped steps, so far; the
+        seconds waited for collectives while events are recorded. All names begin with "zeroshard/".
+        """
+        from .integrations import metrics
+
+        record, steps = self._engine.ledger.record, self._engine.group.progress.steps
+        return metrics.flat(self.ledger(), None if record is None else record.events, steps, self.skipped)
+
     def owners(self, name: str, state: str = "optimizer") -> list[Owner]:
         """Which rank holds which flat range of a parameter's "parameters", "gradients" or "optimizer" state.
 

@@ -97,6 +97,11 @@ class Ledger:
         self._most = sum(self.held.values())  # held on the device in the running phase
         self._total = self._most
 
+    def _repr_html_(self) -> str:
+        from .integrations import notebook
+
+        return notebook.of_ledger(self)
+
     # --- what is held -----------------------------------------------------------------------------------------------
 
     def hold(self, state: str, nbytes: int, tier: str = DEVICE) -> None:

@@ -124,6 +124,11 @@ class Plan:
     step_time: float | None = None
     tokens: int | None = None
 
+    def _repr_html_(self) -> str:
+        from ..integrations import notebook
+
+        return notebook.of_plan(self)
+
     def seconds(self, stage: StagePlan) -> float | None:
         """The least that a step's files take on the disk that was measured."""
         return None if self.disk is None else self.disk.seconds(stage.moves)

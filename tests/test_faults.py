@@ -427,7 +427,26 @@ def beside_fully_shard():
 
 def test_fully_shard_before_is_refused(ranks):
     for said in ranks.run(2, beside_fully_shard, timeout=60.0):
-        assert "fully_shard and zeroshard would both reduce the gradients" in said and "'0.weight'" in said
+        assert "fully_shard and zeroshard would both reduce the gradients" in said and "the model itself" in said
+
+
+def beside_tensor_parallel():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    model = models.build("mlp")
+    parallelize_module(model, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel()})
+    try:
+        zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    except Error as error:
+        return str(error)
+    return "nothing"
+
+
+def test_tensor_parallel_parameters_are_refused_as_what_they_are(ranks):
+    for said in ranks.run(2, beside_tensor_parallel, timeout=60.0):
+        assert "a parameter is a DTensor, cut by parallelize_module" in said and "'0.weight'" in said
+        assert "fully_shard" not in said
 
 
 def destroyed(stage: int):

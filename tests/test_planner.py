@@ -337,7 +337,8 @@ def lines(letter):
 
 
 DIFFER = {
-    "A": ["GPU-0: W1", "GPU-0: sum of these rows", "GPU-1: W1", "GPU-1: sum of these rows", "sigma", "x1[0]", "Q[0]"],
+    "A": ["GPU-0: W1", "GPU-0: sum of these rows", "GPU-1: W1", "GPU-1: sum of these rows", "sigma", "x1[0]", "Q[0]",
+          "W_q after, row 0, bf16 copy on both GPUs", "W_q after, row 3, bf16 copy on both GPUs"],
     "B": [*(f"K = {k}: reduction" for k in (1, 2, 4, 8)), "K = 1: all-gather", *(f"K = {k}: total" for k in (1, 2, 4, 8)),
           "K = 2: total of its own formulas", "K = 1, ring", "less: this engine, a card per rank",
           "less: rings alone, a card per rank", "less: rings alone, a card per node", "N = 3", "N = 8", "saved in the step",
@@ -345,7 +346,8 @@ DIFFER = {
     "C": ["fp16 parameters after", "GPU 0, half updated", "GPU 1, half updated",
           *(f"fp32: {w} + 1e-8" for w in (0.25, 0.5, 1, -3, 2)), "all-gather, sent per rank"],
     "D": ["ZeRO-2, GPU-1: peak, tensor by tensor", "ZeRO-2, GPU-0: peak, module by module",
-          "ZeRO-2, GPU-1: peak, module by module"],
+          "ZeRO-2, GPU-1: peak, module by module", "stage 2: gradients and their buffers at the peak",
+          "stage 2: saved at the peak"],
     "E": ["stage 1: reduction", "stage 2: reduction"],
 }  # fmt: skip
 
@@ -390,13 +392,17 @@ def test_the_texts(letter):
         ("E", "10B parameters on 8 GPUs", "stage 2: total at rest", Fraction(75, 2)),
         ("B", "Padding", "padded for 4 ranks", 4252),
         ("C", "7.5B parameters on 64 GPUs, and bytes per parameter", "stage 3: total", Fraction(1875, 1000)),
-        ("C", "Messages per step, in parameters", "stage 3: total", Fraction(7, 2)),
+        ("C", "Messages per step, in parameters", "stage 3: total, as the text gathers", Fraction(7, 2)),
+        ("C", "Bytes in the first backward, reduced layer by layer as here", "stage 1: peak", 28),
+        ("C", "Bytes in the first backward, reduced layer by layer as here", "stage 2: peak", 32),
         ("D", "260 parameters on 2 GPUs", "stage 3: total", 2080),
         ("D", "Gradient elements held in backward", "ZeRO-2, GPU-1: peak, tensor by tensor", 180),
         ("D", "Gradient elements held in backward", "ZeRO-2, GPU-1: peak, module by module", 194),
         ("D", "Messages per step", "ZeRO-2: total, logical", 1040),
         ("D", "7B parameters on 8 GPUs", "stage 2: total", Fraction(2625, 100)),
         ("E", "64 GPUs", "stage 2: reduction", Fraction(512, 71)),
+        ("E", "64 GPUs", "stage 2: its limit", 8),
+        ("E", "Messages per step", "stage 3, beside standard data parallelism", Fraction(3, 2)),
         ("E", "10B parameters on 8 GPUs", "stage 3: parameters", Fraction(5, 2)),
     ],
 )
@@ -430,13 +436,13 @@ def test_no_number_of_a_text_is_missing(letter):
 @pytest.mark.parametrize(
     ("letter", "named"),
     [
-        ("A", ["0.41458", "[0.5427, -1.3870, 1.2663, -0.4221]", "[0.6742, -0.3063, 0.1007, 0.4420]", "0.119140625", "0.119117",
+        ("A", ["0.41458", "[0.5427, -1.3870, 1.2663, -0.4221]", "[0.6742, -0.3063, 0.1007, 0.4420]", "0.119140625", "0.119117", "0.341796875", "-0.328125",
                "Cited, not computed: ZeRO-1 is not DeepSpeed's default"]),
         ("B", ["main_grad.copy_", "grad is None", "in place", "loss / world_size", "At N = 3 and N = 8", "for 21 and 60 of",
                "zero_grad(set_to_none=True), not in optimizer.step()", "36.8 %", "57.1 %", "14.3 %", "2P exactly",
                "as text E's 2 Psi does"]),
-        ("C", ["2.099609375, -2.900390625, 1.099609375 and 0.60009765625", "only below 0.25", "3.5 Psi"]),
-        ("D", ["2,080 bytes, is above stage 1's, 1,820", "180 for a moment", "(A+1) Psi"]),
+        ("C", ["2.099609375, -2.900390625, 1.099609375 and 0.60009765625", "only below 0.25", "3.5 Psi", "takes 3 Psi with it", "peaks at 32"]),
+        ("D", ["2,080 bytes, is above stage 1's, 1,820", "180 for a moment", "(A+1) Psi", "11.79 GB", "the one in backward"]),
         ("E", ["37.5 GB per GPU at stage 2", "Cited, not computed: a single DGX-2", "3.82x"]),
     ],
 )  # fmt: skip

@@ -118,7 +118,10 @@ def _step() -> Table:
             row(f"W_q after, row {number}", said, values)
             for number, (said, values) in enumerate(zip(UPDATED, tiny.updated(), strict=True))
         ],
-        row("W_q[0,0] after, in bf16", None, [bf16(float(tiny.first().weight))]),
+        [
+            row(f"W_q after, row {number}, bf16 copy on both GPUs", said, [bf16(float(value)) for value in values])
+            for number, (said, values) in enumerate(zip(UPDATED, tiny.updated(), strict=True))
+        ],
     )
 
 
@@ -132,7 +135,9 @@ def _corrections() -> tuple[str, ...]:
         "x1[0] follows from sigma: [0.5427, -1.3870, 1.2663, -0.4221]. With the text's own sigma its last value would "
         "be -0.440, not -0.439.",
         "Q[0] follows from x1: [0.6742, -0.3063, 0.1007, 0.4420]. From the text's own x1 it would begin with 0.7022.",
-        "0.119 is the fp32 master: bf16 has no such number, and the parameter becomes 0.119140625.",
+        "0.119 is the fp32 master: bf16 has no such number, and the parameter becomes 0.119140625. The table of W_q "
+        "after the step is of bf16 parameters on both GPUs. None of its 16 numbers is one of bf16, and two differ in "
+        "the third digit: 0.341 is 0.341796875 and -0.329 is -0.328125.",
         f"The master has to begin as the fp32 weight. From the bf16 copy of 0.12 the same step gives {from_bf16:.6f}.",
         "Messages: 1,040 bytes as send 520 + receive 520 and as reduce-scatter 520 + all-gather 520 are equal only "
         "because N = 2. Sent per rank is 2(N-1)/N of 520: 520 bytes here.",

@@ -53,7 +53,8 @@ def _on_64() -> Table:
             line(f"stage {stage}: reduction", said, per_parameter[0] / per_parameter[stage], "x", exact=True)
             for stage, said in ((1, "4"), (2, "8"), (3, "64"))
         ],
-        [line(f"stage {stage}: its limit", None, limit, "x") for stage, limit in ((1, 4), (2, 8))],
+        line("stage 1: its limit", None, PAPER.total / (PAPER.parameters + PAPER.gradients), "x"),
+        line("stage 2: its limit", None, PAPER.total / PAPER.parameters, "x"),
     )
 
 
@@ -65,7 +66,12 @@ def _messages() -> Table:
             line(f"stage {stage}: passes of Psi", said, int(sends[stage].passes))
             for stage, said in zip(STAGES, ("2", "2", "2", "3"), strict=True)
         ],
-        line("stage 3, beside standard data parallelism", "1.5", Fraction(3, 2), "x"),
+        line(
+            "stage 3, beside standard data parallelism",
+            "1.5",
+            Fraction(sends[3].passes) / Fraction(sends[0].passes),
+            "x",
+        ),
         [
             line(f"stage {stage}: sent per rank, 64 GPUs", None, Fraction(sends[stage].total.sent, 64 * 2), "Psi")
             for stage in STAGES

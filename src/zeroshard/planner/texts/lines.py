@@ -9,8 +9,10 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import NamedTuple
 
+from ...layout import Partition
 from ...stage import STAGES
 from .. import closed, traffic
+from ..instants import instants, item_sizes
 from ..quantities import number, plain
 from ..recipes import PRESETS
 
@@ -137,6 +139,22 @@ def message_lines(name: str, stage: int, says: tuple[str, str, str]) -> list[Lin
         line(f"{name}: total, sent per rank", None, moved.total.sent, "B"),
         line(f"{name}: total, sent + received", None, moved.total.sent_and_received, "B"),
     ]
+
+
+def backward_lines(cut: Partition, numel: int) -> list[Line]:
+    """The first backward of a step at stages 1 and 2: Adam has no m and v yet."""
+    lines = []
+    for stage in (1, 2):
+        found = instants(cut, STAGES[stage], item_sizes(PAPER), 0)
+        passing = max(each.nbytes.get("reduce", 0) for each in found)
+        states = held(stage, numel, 2)
+        rest = states["parameters"] + states["gradients"] + states["master"]
+        lines += [
+            line(f"stage {stage}: parameters, gradients, masters", None, rest, "B"),
+            line(f"stage {stage}: buffers of reductions, at most", None, passing, "B"),
+            line(f"stage {stage}: peak", None, rest + passing, "B"),
+        ]
+    return lines
 
 
 FULL_7B = {"parameters": "14.0", "gradients": "14.0", "master": "28.0", "m": "28.0", "v": "28.0", "total": "112.0"}

@@ -195,6 +195,8 @@ def test_a_rank_that_fails_ends_its_column():
         ("--timeout 0", "--timeout must be a number above 0, got 0.0"),
         ("--bucket-mib smal", "--bucket-mib: 'smal' is no size; did you mean 'small'? (one of: small, 24, 0.5)"),
         ("--bucket-mib -1", "--bucket-mib must be above 0 MiB, got -1"),
+        ("--replicas 4 --ranks 2,3", "--replicas must divide one of --ranks each, got 4 for [2, 3]"),
+        ("--replicas 2 --ranks 2,3", "--replicas: one must divide 3 of --ranks, got [2]"),
         ("--bucket-mib nan", "--bucket-mib must be above 0 MiB, got nan"),
     ],
 )
@@ -285,8 +287,31 @@ def test_where_fewer_ranks_must_equal_more(more, most):
         if most is None or world == 3 or world == most:
             assert extra == []
         else:
-            ((stage, _, _, accumulate, plain, tier),) = extra
+            ((stage, _, _, accumulate, plain, tier, _),) = extra
             assert (stage, accumulate * world, plain, tier) == (3, asked.accumulate * most, most, "device")
+
+
+def test_replicas_are_compared_like_stages():
+    """Each number of them where it divides the ranks, over the whole grid; a row is shown once."""
+    asked = question(ranks=(4, 2, 3), replicas=(1, 2, 4), tiers=("cpu",))
+    grid = {world: asked.configurations(world) for world in asked.ranks}
+    assert {world: {each.replicas for each in found} for world, found in grid.items()} == {
+        4: {1, 2, 4}, 2: {1, 2}, 3: {1},
+    }  # fmt: skip
+    each = 2 * 2 * 2 + 2  # stages x buckets x overlap, and stages in host memory
+    assert [len(grid[world]) for world in (4, 2, 3)] == [3 * each, 2 * each + 1, each]
+    assert len(asked.rows()) == 3 * each
+    assert "2 replicas" in str(grid[2][each])
+    assert "replicas" not in str(grid[2][0])
+
+
+@pytest.mark.full
+def test_replicas_are_held_against_plain_torch(warm):
+    words = ("--ranks", "3,4", "--replicas", "1,2", "--stage", "1,3", "--bucket-mib", "small", "--steps", "2")
+    code, found = warm("dropout", *words)
+    assert (code, found["equal"]) == (0, True)
+    counts = [(each["ranks"], each["replicas"]) for each in found["results"]]
+    assert counts == [(3, 1)] * 4 + [(4, 1)] * 4 + [(4, 2)] * 4
 
 
 def test_equal_means_bits():

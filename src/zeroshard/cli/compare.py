@@ -211,7 +211,9 @@ def _run(
             precision=precision,
             offload=_offload(question, configuration.tier),
             layout=zeroshard.Layout(bucket_mib=_bucket_mib(configuration.bucket, model, precision)),
-            comm=zeroshard.Comm(timeout=question.timeout, overlap=configuration.overlap),
+            comm=zeroshard.Comm(
+                timeout=question.timeout, overlap=configuration.overlap, replicas=configuration.replicas
+            ),
         )
     except UserError as error:
         raise InputError(f"{configuration}: {error}") from error  # the ranks have agreed on it: one of them says so
@@ -312,9 +314,9 @@ class Comparison:
 
 
 def _owner(zero: zeroshard.Zero, name: str, element: int) -> int:
-    """The rank whose shard holds the element: it summed the gradients there."""
+    """The rank whose shard holds the element: it summed the gradients there. Of several replicas, in the first."""
     bucket, slot = zero.partition.find(name)
-    spans = [bucket.shard(rank) for rank in range(zero.world_size)]
+    spans = [bucket.shard(position) for position in range(zero.partition.ranks)]
     return next(rank for rank, (first, last) in enumerate(spans) if first <= slot.start + element < last)
 
 

@@ -142,6 +142,7 @@ class RunConfig:
     offload_gradients: str = ""
     offload_optimizer: str = ""
     offload_path: str = ""
+    replicas: int = 1
 
     def __post_init__(self) -> None:
         # Here rather than in the option parser, whose refusals do not say what they got.
@@ -151,6 +152,8 @@ class RunConfig:
         for name, least in least_of.items():
             if getattr(self, name) < least:
                 raise InputError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(self, name)}")
+        if self.replicas < 1 or self.ranks % self.replicas:
+            raise InputError(f"--replicas must divide --ranks {self.ranks}, got {self.replicas}")
         if not (self.lr > 0 and math.isfinite(self.lr)):
             raise InputError(f"--lr must be a number above 0, got {self.lr}; for {self.size!r} try {self.shape.lr}")
 

@@ -21,7 +21,7 @@ from zeroshard.planner.quantities import number
 from zeroshard.planner.recipes import PADDING
 from zeroshard.planner.texts import Line, text
 from zeroshard.planner.traffic import Moved
-from zeroshard.stage import STAGES
+from zeroshard.stage import STAGES, seat
 
 BAR = 24  # characters of the longest bar
 PASSING = "passing at the peak"
@@ -94,6 +94,7 @@ def check_plan(*, as_json: bool, text: str | None, **settings: Any) -> int:
         "align",
         "bucket_mib",
         "prefetch",
+        "replicas",
     )
     offload = _places(settings)
     planned_offload(offload)
@@ -103,6 +104,8 @@ def check_plan(*, as_json: bool, text: str | None, **settings: Any) -> int:
         raise InputError(f"--check runs a job; {'leave out ' + what if other else 'name one: train:job'}")
     if settings["ranks"] < 1 or settings["accumulate"] < 1:
         raise InputError("--ranks and --accumulate must be at least 1")
+    if settings["replicas"] is not None:
+        seat(0, settings["ranks"], settings["replicas"])
     given = {name: settings[name] for name in names if settings[name] is not None}
     stages = tuple(STAGES) if stage is None else (stage,)
     return check(Check(job=job, stages=stages, offload=offload, **given), as_json=as_json)
@@ -293,6 +296,8 @@ def _traffic(found: Plan, amount: Amount) -> None:
         table.add_row(str(stage.stage), f"{stage.traffic.passes:g}", *map(amount, total))
         if stage.traffic.recompute != Moved(0, 0, 0):
             table.add_row("", "recompute", *map(amount, stage.traffic.recompute))
+        if stage.traffic.relay != Moved(0, 0, 0):
+            table.add_row("", "of it relay", *map(amount, stage.traffic.relay))
     _show(table)
     if any(stage.links for stage in found.stages):
         table = screen.new_table(
@@ -303,33 +308,40 @@ def _traffic(found: Plan, amount: Amount) -> None:
                 table.add_row(str(stage.stage), *map(amount, stage.links))
         _show(table)
         screen.say(
-            "  [dim]gathers as a ring, whose node crossings all of a node's cards share; reductions to each owner. "
+            "  [dim]gathers as a ring, whose node crossings all of a node's cards share; reductions to each owner; "
+            "sums from replica to replica, on average. "
             "A ring's bytes are on both links: together they can be more than what is sent[/dim]"
         )
 
 
 def _replicas(found: Plan, amount: Amount) -> None:
-    copies, link = found.replicas, found.slow_link
+    copies = found.replicas
     assert copies is not None
     named = "1 replica" if copies.replicas == 1 else f"{copies.replicas} replicas"
-    table = screen.new_table(f"{named} of the optimizer on {found.ranks} ranks (stage 1)", "what", "amount")
+    table = screen.new_table(f"{named} of {found.ranks // copies.replicas} ranks, for one backward", "what", "amount")
     table.add_row("optimizer, bytes per parameter and rank", number(copies.optimizer))
     for what, elements in {
-        "reduced inside a group, P sent per rank": copies.reduce_inside,
-        "reduced between the groups": copies.reduce_between,
-        "gathered inside a group": copies.gather_inside,
+        "reduced inside a replica, P sent per rank": copies.reduce_inside,
+        "handed on and back between them": copies.reduce_between,
+        "gathered once inside a replica": copies.gather_inside,
         "total, the same for every K": copies.total,
     }.items():
         table.add_row(what, number(elements / found.parameters))
-    if link is not None:
-        table.add_row(f"sent between nodes of {link.gpus_per_node}, {amount.unit} of one GPU", amount(link.sent))
-        table.add_row("with one replica", amount(link.with_one))
-        table.add_row("less on the slow link", f"{float(100 * link.saved):.1f} %")
     _show(table)
+    compared = [(stage.stage, stage.slow_link) for stage in found.stages if stage.slow_link is not None]
+    if compared:
+        node = compared[0][1].gpus_per_node
+        table = screen.new_table(
+            f"Sent between nodes of {node}, bytes of one GPU in a step", "stage", named, "1 replica", "less"
+        )
+        for number_of_stage, link in compared:
+            saved = f"{float(100 * link.saved):.1f} %"
+            table.add_row(str(number_of_stage), f"{link.sent:,}", f"{link.with_one:,}", saved)
+        _show(table)
     screen.say(
-        "  [dim]P per rank: every collective a ring. Between nodes: as this engine sends, each GPU with a network card "
-        "of its own; gathers are rings whose crossings a node's cards share, reductions go straight to each owner. "
-        "--text B has the answers of other assumptions[/dim]"
+        "  [dim]P per rank: on average. Between nodes: as this engine sends, each GPU with a network card of its own; "
+        "gathers are rings whose crossings a node's cards share, reductions go straight to each owner, running sums "
+        "from replica to replica. --text B has the answers of other assumptions[/dim]"
     )
 
 

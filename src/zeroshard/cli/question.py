@@ -49,11 +49,13 @@ class Configuration(NamedTuple):
     accumulate: int
     plain: int
     tier: str = "device"  # where all states rest
+    replicas: int = 1
 
     def __str__(self) -> str:
         size = self.bucket if self.bucket == SMALL else f"{self.bucket} MiB"
         where = "" if self.tier == "device" else f", all states in {self.tier}"
-        return f"stage {self.stage}, buckets {size}, overlap {'on' if self.overlap else 'off'}{where}"
+        copies = "" if self.replicas == 1 else f", {self.replicas} replicas"
+        return f"stage {self.stage}, buckets {size}, overlap {'on' if self.overlap else 'off'}{where}{copies}"
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ class Question:
     buffers: tuple[str, ...] = ()
     tiers: tuple[str, ...] = ()  # of cpu and nvme, beside the device
     offload_path: str = ""
+    replicas: tuple[int, ...] = (1,)
 
     def __post_init__(self) -> None:
         for stage in self.stages:
@@ -89,6 +92,12 @@ class Question:
         for count in self.ranks:
             if count < 1:
                 raise InputError(f"--ranks must be at least 1 each, got {count}")
+        for count in self.replicas:
+            if count < 1 or all(ranks % count for ranks in self.ranks):
+                raise InputError(f"--replicas must divide one of --ranks each, got {count} for {list(self.ranks)}")
+        for ranks in self.ranks:
+            if not self.copies(ranks):
+                raise InputError(f"--replicas: one must divide {ranks} of --ranks, got {list(self.replicas)}")
         for name in ("clip", "timeout"):
             value = getattr(self, name)
             if value is not None and not (value > 0 and math.isfinite(value)):
@@ -96,24 +105,44 @@ class Question:
 
     # --- the grid ---------------------------------------------------------------------------------------------------
 
+    def copies(self, ranks: int) -> list[int]:
+        """The numbers of replicas that divide so many ranks."""
+        return [count for count in self.replicas if ranks % count == 0]
+
     def configurations(self, ranks: int) -> list[Configuration]:
         """What `ranks` ranks run, in the order of the grid's rows; the last may be the elastic one."""
+        copies = self.copies(ranks)
         grid = [
-            Configuration(stage, bucket, overlap, self.accumulate, ranks)
+            Configuration(stage, bucket, overlap, self.accumulate, ranks, replicas=count)
+            for count in copies
             for stage in self.stages
             for bucket in self.buckets
             for overlap in (True, False)
         ]
         # In the smallest buckets asked for: then there are more than a file of states has buffers.
         grid += [
-            Configuration(stage, self.buckets[-1], True, self.accumulate, ranks, tier)
+            Configuration(stage, self.buckets[-1], True, self.accumulate, ranks, tier, count)
             for tier in self.tiers
+            for count in copies
             for stage in self.stages
         ]
         most = self.elastic
         if most is not None and ranks < most and _is_power_of_two(ranks):
-            grid.append(Configuration(max(self.stages), self.buckets[0], True, self.accumulate * most // ranks, most))
+            more = self.accumulate * most // ranks
+            grid.append(Configuration(max(self.stages), self.buckets[0], True, more, most, replicas=copies[0]))
         return grid
+
+    def rows(self) -> list[Configuration]:
+        """Of the grid: what any number of ranks runs, but for the elastic one."""
+        each = [self.configurations(ranks) for ranks in sorted(self.ranks, reverse=True)]
+        return list(
+            dict.fromkeys(
+                one._replace(plain=0)
+                for ranks, found in zip(sorted(self.ranks, reverse=True), each, strict=True)
+                for one in found
+                if one.plain == ranks
+            )
+        )
 
     @property
     def elastic(self) -> int | None:

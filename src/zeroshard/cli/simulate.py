@@ -22,6 +22,7 @@ from zeroshard.planner import from_job, predict_states, timeline
 from zeroshard.planner.machines import Machine, machine
 from zeroshard.planner.simulate import PASSING, RECORDED, Simulation, simulate
 from zeroshard.ranks.comm import Comm
+from zeroshard.stage import seat
 from zeroshard.tiers.tier import Offload
 
 
@@ -38,6 +39,7 @@ def show_simulation(
     bucket_mib: float,
     prefetch: int,
     reduce: str,
+    replicas: int,
     offload: Offload | None,
     on: str,
     trace: str | None,
@@ -57,7 +59,7 @@ def show_simulation(
             accumulate=accumulate,
             precision=from_job.precision(precision, grad_dtype),
             layout=Layout(bucket_mib=bucket_mib),
-            comm=Comm(prefetch=prefetch, reduce=reduce),  # type: ignore[arg-type]
+            comm=Comm(prefetch=prefetch, reduce=reduce, replicas=replicas),  # type: ignore[arg-type]
             offload=offload,
             checkpoint=checkpoint,
         )
@@ -70,11 +72,16 @@ def show_simulation(
             name = trace if len(rank) == 1 else f"{trace}.rank{one}"
             put(name, json.dumps(timeline.chrome(line, one)), MADE_BY)
     if as_json:
-        print(json.dumps({"job": job, "ranks": ranks, "stage": stage, "machine": on, "simulated": found}, indent=2))
+        print(
+            json.dumps(
+                {"job": job, "ranks": ranks, "replicas": replicas, "stage": stage, "machine": on, "simulated": found},
+                indent=2,
+            )
+        )
         return
     facts = {
         "job": escape(job),
-        "ranks": f"{ranks:,} at stage {stage}; nothing runs, nothing is sent",
+        "ranks": f"{ranks:,} at stage {stage}{_copies(ranks, replicas)}; nothing runs, nothing is sent",
         "on": f"{cluster.name}: {escape(cluster.source)}",
         "clock": f"{100 * cluster.efficiency:.0f} % of {cluster.flops / 1e12:,.0f} TFLOP/s, its 16-bit peak; any dtype",
     }
@@ -83,12 +90,18 @@ def show_simulation(
         _show(each)
 
 
+def _copies(ranks: int, replicas: int) -> str:
+    return f", in {replicas:,} replicas of {ranks // replicas:,}" if replicas > 1 else ""
+
+
 def clock(run: Simulation, cluster: Machine, *, ordered: bool) -> timeline.Timeline:
     # Of what the device holds: what is updated elsewhere the CPU updates, and no clock here knows how fast.
     held = {state: n for state, n in run.ledger.tiers.get(DEVICE, {}).items() if state not in (*PASSING, "parameters")}
+    sits = seat(run.rank, run.ranks, run.zero.replicas)
     return timeline.replay(
-        run.events, cluster, ranks=run.ranks, updated_nbytes=sum(held.values()), ordered=ordered, steps=run.steps
-    )
+        run.events, cluster, ranks=sits.size, updated_nbytes=sum(held.values()), ordered=ordered, steps=run.steps,
+        replica=sits.replica, replicas=sits.replicas,
+    )  # fmt: skip
 
 
 def report(run: Simulation, cluster: Machine, line: timeline.Timeline) -> dict[str, Any]:
@@ -97,6 +110,7 @@ def report(run: Simulation, cluster: Machine, line: timeline.Timeline) -> dict[s
     held = {state: nbytes for state, nbytes in ledger.held.items() if nbytes and state not in PASSING}
     peak_phase, peak = max(ledger.phases.items(), key=lambda item: item[1].total if item[0] != "init" else 0)
     moved = [event for event in run.events if event.verb in timeline.TRAVELS and event.logical]
+    asked = [event for event in run.events if event.verb == "control"]
     return {
         "rank": run.rank,
         "predicted": predict_states(zero),
@@ -119,6 +133,10 @@ def report(run: Simulation, cluster: Machine, line: timeline.Timeline) -> dict[s
                 "sent_and_received": sum(e.sent + e.received for e in moved if e.verb == verb) // RECORDED,
             }
             for verb in timeline.TRAVELS
+        },
+        "control": {
+            "calls": len(asked) / RECORDED,
+            "sent": sum(event.sent for event in asked) / RECORDED,
         },
         "layout": balance(zero),
         "checkpoint": saved(zero),
@@ -159,7 +177,8 @@ def saved(zero: Zero) -> dict[str, int]:
 def balance(zero: Zero) -> dict[str, Any]:
     """How evenly the layout shares the model: padding, the fullest and emptiest rank, ranks without a part."""
     buckets = zero.partition.buckets
-    elements = [sum(bucket.shard_numel(rank) for bucket in buckets) for rank in range(zero.world_size)]
+    positions = range(zero.partition.ranks)
+    elements = [sum(bucket.shard_numel(position) for bucket in buckets) for position in positions]
     padding = sum(bucket.padding * zero.dtypes(bucket).param.itemsize for bucket in buckets)
     total = sum(bucket.numel * zero.dtypes(bucket).param.itemsize for bucket in buckets)
     return {
@@ -168,7 +187,7 @@ def balance(zero: Zero) -> dict[str, Any]:
         "padding_fraction": padding / total if total else 0.0,
         "fullest_rank_elements": max(elements, default=0),
         "emptiest_rank_elements": min(elements, default=0),
-        "empty_shards": sum(not bucket.shard_numel(rank) for bucket in buckets for rank in range(zero.world_size)),
+        "empty_shards": sum(not bucket.shard_numel(position) for bucket in buckets for position in positions),
     }
 
 
@@ -194,9 +213,15 @@ def _show(found: dict[str, Any]) -> None:
         _show_tiers(found["tiers"], found["files"])
     table = screen.new_table("Collectives of one step", "verb", "calls", "logical", "sent", "sent + received")
     for verb, moved in found["traffic"].items():
+        if verb == "relay" and not moved["calls"]:
+            continue  # of one replica
         cells = (f"{moved[column]:,}" for column in ("logical", "sent", "sent_and_received"))
         table.add_row(verb, f"{moved['calls']:g}", *cells)
     screen.console.print(table)
+    control = found["control"]
+    screen.say(
+        f"  [dim]beside it {control['calls']:g} agreements of all ranks, {control['sent']:,.0f} bytes sent[/dim]"
+    )
     share = found["layout"]
     screen.say(
         f"  [dim]{share['buckets']:,} buckets; padding {share['padding_bytes']:,} bytes "

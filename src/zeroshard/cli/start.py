@@ -49,7 +49,9 @@ def show_header(config: RunConfig, corpus: Corpus) -> None:
     shape = config.shape
     tokens = config.batch * config.accumulate * config.ranks * shape.context
     screen.opening(
-        f"Stage {config.stage}, {screen.ranks_text(config.ranks)}, {config.precision}"
+        f"Stage {config.stage}, {screen.ranks_text(config.ranks)}"
+        + f" in {config.replicas} replicas" * (config.replicas > 1)
+        + f", {config.precision}"
         + f", {config.grad_dtype} gradients" * (config.grad_dtype != "fp32"),
         {
             "model": f"{config.size}: {shape.blocks} blocks of {shape.hidden}, {shape.numel:,} parameters",

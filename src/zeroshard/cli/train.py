@@ -46,7 +46,7 @@ def train(config: RunConfig, launch: Launch, corpus: Corpus) -> None:
     )
     zero = zeroshard.shard(
         model, optimizer, stage=config.stage, precision=precision, offload=config.offload, device=device,
-        layout=zeroshard.Layout(recompute=config.recompute),
+        layout=zeroshard.Layout(recompute=config.recompute), comm=zeroshard.Comm(replicas=config.replicas),
     )  # fmt: skip
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_then_cosine(config.steps))
 

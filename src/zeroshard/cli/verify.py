@@ -55,7 +55,9 @@ def verify_scenarios(question: Question, *, ranks: tuple[int, ...] | None, as_js
     for name, job, own in SCENARIOS:
         if not as_json:
             screen.say(f"\n[bold]Scenario: {name}[/bold]")
-        failed = verify(replace(question, job=job, ranks=ranks or own), as_json=as_json, told=told)
+        on = ranks or own
+        copies = tuple(count for count in question.replicas if any(each % count == 0 for each in on))
+        failed = verify(replace(question, job=job, ranks=on, replicas=copies), as_json=as_json, told=told)
         if failed not in (0, launch.FAILED):
             return failed
         code = code or failed
@@ -171,19 +173,24 @@ def _show(question: Question, cells: list[Cell], said: list[str]) -> None:
     screen.say(f"\n[bold]{escape(question.job)}[/bold]: {counted}{clip}\n")
     columns = [screen.ranks_text(ranks) for ranks in question.ranks]
     tiers = ["tier"] if question.tiers else []
-    table = Table("stage", "bucket MiB", "overlap", *tiers, *columns, box=None, pad_edge=False, header_style="dim")
+    copies = ["replicas"] if question.replicas != (1,) else []
+    table = Table(
+        *copies, "stage", "bucket MiB", "overlap", *tiers, *columns, box=None, pad_edge=False, header_style="dim"
+    )
     found = {(cell.ranks, cell.configuration._replace(plain=0)): cell for cell in cells}
-    for configuration in question.configurations(max(question.ranks)):
+    for configuration in question.rows():
         stage, bucket, overlap = configuration[:3]
         rests = [configuration.tier] if question.tiers else []
-        row = [found[ranks, configuration._replace(plain=0)] for ranks in question.ranks]
-        table.add_row(str(stage), bucket, "on" if overlap else "off", *rests, *(_cell_text(cell) for cell in row))
+        count = [str(configuration.replicas)] if copies else []
+        row = [found.get((ranks, configuration)) for ranks in question.ranks]
+        cells_text = [_cell_text(cell) if cell else "" for cell in row]
+        table.add_row(*count, str(stage), bucket, "on" if overlap else "off", *rests, *cells_text)
     elastic = {cell.ranks: cell for cell in cells if cell.configuration.plain != cell.ranks}
     if elastic and question.elastic:
         row_text = [_cell_text(elastic[ranks]) if ranks in elastic else "" for ranks in question.ranks]
         row_text[question.ranks.index(question.elastic)] = "[dim]the reference[/dim]"
         table.add_section()
-        table.add_row("elastic", "", "", *([""] if question.tiers else []), *row_text)
+        table.add_row(*([""] if copies else []), "elastic", "", "", *([""] if question.tiers else []), *row_text)
     screen.console.print(table, width=WIDEST, crop=False, no_wrap=True)
     screen.say("")
     for note in said:

@@ -213,7 +213,8 @@ def _row(copies: traffic.Replicas) -> dict[str, Any]:
 
 def _slow(count: int) -> traffic.SlowLink:
     """As this engine sends, where a node is as large as one of `count` groups."""
-    return traffic.slow_link(RANKS**2, RANKS, count, STAGES[1], PAPER, gpus_per_node=RANKS // count)
+    with_count, with_one = (traffic.per_step(RANKS**2, RANKS, STAGES[1], PAPER, replicas=each) for each in (count, 1))
+    return traffic.slow_link(RANKS, count, with_count, with_one, RANKS // count)
 
 
 def _changed(ranks: int) -> int:
@@ -262,7 +263,8 @@ def _corrections(numel: int) -> list[dict[str, str]]:
         note("instances", "Slow-link traffic drops by ~62.5%",
              f"That compares with a rounded 2P. As this engine sends it is {float(100 * _slow(4).saved):.1f} %: every "
              "rank has a network card of its own, gathers are rings whose crossings a node's cards share, a reduction "
-             "goes from each rank straight to each owner. Were every collective a ring, which carries "
+             "goes from each rank straight to each owner, and between replicas running sums are handed on in fp32, so "
+             "that K changes no bit. Were every collective a ring, which carries "
              f"{number(one.total)}P, it would be {float(100 * four.saved_per_rank):.1f} % with a card per rank, and "
              f"{float(100 * four.saved_per_node):.1f} % with one per node."),
         note("profile", "Theoretical saving: 50%. Net saving is ~42.7%",

@@ -24,16 +24,18 @@ class Change(NamedTuple):
 Total = Callable[[int, int, Recipe], int]  # (stage, ranks, recipe) -> bytes per rank
 
 
-def changes(stage: int, ranks: int, recipe: Recipe, limit: int, nbytes_of: Total, most_ranks: int) -> list[Change]:
+def changes(
+    stage: int, ranks: int, recipe: Recipe, limit: int, nbytes_of: Total, most_ranks: int, replicas: int = 1
+) -> list[Change]:
     """What would make it fit, cheapest first: a higher stage, 16-bit gradients, more ranks; all of them if none does.
 
-    More ranks means the smallest power of two that fits, up to `most_ranks`.
+    More ranks means the smallest power of two that fits, up to `most_ranks`; of several replicas, in each.
     """
     tried = [_change(f"stage {higher}", nbytes_of(higher, ranks, recipe), limit) for higher in STAGES if higher > stage]
     thin = _thin(recipe)
     if thin is not None:
         tried.append(_change("bf16 gradients", nbytes_of(stage, ranks, thin), limit))
-    tried += _more_ranks(stage, ranks, recipe, limit, nbytes_of, most_ranks, "")
+    tried += _more_ranks(stage, ranks, recipe, limit, nbytes_of, most_ranks, replicas, "")
     if any(change.fits for change in tried):
         return tried
     last, words = max(STAGES), []
@@ -46,7 +48,7 @@ def changes(stage: int, ranks: int, recipe: Recipe, limit: int, nbytes_of: Total
         if len(words) > 1:  # one alone has been tried
             tried.append(_change(both, nbytes_of(last, ranks, thin or recipe), limit))
         if not tried[-1].fits:
-            tried += _more_ranks(last, ranks, thin or recipe, limit, nbytes_of, most_ranks, f"{both} and ")
+            tried += _more_ranks(last, ranks, thin or recipe, limit, nbytes_of, most_ranks, replicas, f"{both} and ")
     return tried
 
 
@@ -62,9 +64,9 @@ def _thin(recipe: Recipe) -> Recipe | None:
 
 
 def _more_ranks(
-    stage: int, ranks: int, recipe: Recipe, limit: int, nbytes_of: Total, most_ranks: int, before: str
+    stage: int, ranks: int, recipe: Recipe, limit: int, nbytes_of: Total, most_ranks: int, replicas: int, before: str
 ) -> list[Change]:
-    more = 1 << ranks.bit_length()
+    more = replicas << (ranks // replicas).bit_length()
     while more <= most_ranks:
         change = _change(f"{before}{more} ranks", nbytes_of(stage, more, recipe), limit)
         if change.fits:

@@ -32,8 +32,8 @@ class StagePlan:
     and the most of both together (None in the closed form, which knows no units). activations: what a job's forward
     keeps for backward; working: the most alive at once of what its operators make, activations included. It has to fit
     beside the peak, though it need not be at the same moment. links: what one GPU sends over each kind of link in a
-    step, where a size of node was given. largest: the most parameters whose states alone fit. snapshot: host memory
-    that a save behind the training takes until it is written.
+    step, where a size of node was given; slow_link: between nodes, beside one replica. largest: the most parameters
+    whose states alone fit. snapshot: host memory that a save behind the training takes until it is written.
     """
 
     stage: int
@@ -50,6 +50,7 @@ class StagePlan:
     activations: int = 0
     working: int = 0
     links: Links | None = None
+    slow_link: SlowLink | None = None
     snapshot: int = 0
     tiers: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     rounding: int = 0
@@ -91,6 +92,7 @@ class StagePlan:
             "activations": self.activations,
             "working": self.working,
             "links": self.links and self.links._asdict(),
+            "slow_link": self.slow_link and self.slow_link.json(),
             "fits": self.fits,
             "largest": self.largest,
             "snapshot": self.snapshot,
@@ -114,7 +116,6 @@ class Plan:
     stages: tuple[StagePlan, ...]
     layout: Layout | None = None
     replicas: Replicas | None = None
-    slow_link: SlowLink | None = None
     gpu_mem: int | None = None
     advice: tuple[Change, ...] = ()
     notes: tuple[str, ...] = ()
@@ -156,8 +157,7 @@ class Plan:
             "layout": layout,
             "gpu_mem": self.gpu_mem,
             "stages": [stage.json() for stage in self.stages],
-            "instances": self.replicas and self.replicas.json(),
-            "slow_link": self.slow_link and self.slow_link.json(),
+            "replicas": self.replicas and self.replicas.json(),
             "advice": [change.json() for change in self.advice],
             "notes": list(self.notes),
             "offload": self.offload and {kind: self.offload.tiers(kind) for kind in states.KINDS},
@@ -184,10 +184,14 @@ def finish(
     of: Callable[[int], StagePlan],
     advise: Callable[[int], list[Change]],
     notes: list[str],
-    sharing: Callable[[int, int], int] = lambda stage, ranks: ranks,
+    alone: Callable[[int], Traffic] | None = None,
 ) -> Plan:
-    """What every plan has beside its bytes: savings, whether it fits, the largest that would, advice."""
-    ranks, recipe, limit = asked.ranks, asked.recipe, asked.gpu_mem
+    """What every plan has beside its bytes: savings, whether it fits, the largest that would, advice.
+
+    alone: what one replica of as many ranks moves at a stage.
+    """
+    ranks, recipe, limit, copies = asked.ranks, asked.recipe, asked.gpu_mem, asked.copies
+    node = asked.gpus_per_node or (ranks // copies if copies > 1 else None)  # else as large as a replica
     lowest = of(min(STAGES))
     whole = lowest.total - lowest.states.get(states.STAGING, 0)
     stages = []
@@ -197,10 +201,13 @@ def finish(
             found,
             saved=float(plain(1 - recipes.Bytes(found.device, whole))),
             fits=None if limit is None else found.most <= limit,
-            largest=_largest(sharing(stage, ranks), STAGES[stage], asked, limit),
+            largest=_largest(ranks // copies, STAGES[stage], asked, limit),
             links=None
             if asked.gpus_per_node is None
-            else traffic.links(found.traffic, ranks, asked.gpus_per_node, ranks // sharing(stage, ranks)),
+            else traffic.links(found.traffic, ranks, asked.gpus_per_node, copies),
+            slow_link=None
+            if asked.replicas is None or node is None or alone is None
+            else traffic.slow_link(ranks, copies, found.traffic, alone(stage), node),
         )
         stages.append(found)
     copied = max(found.snapshot for found in stages)
@@ -222,7 +229,6 @@ def finish(
         tuple(stages),
         layout,
         None if asked.replicas is None else traffic.replicas(numel, ranks, asked.replicas, recipe),
-        None if asked.replicas is None else _slow_link(numel, asked),
         limit,
         tuple(advice),
         tuple(notes),
@@ -232,18 +238,6 @@ def finish(
         asked.step_time,
         asked.tokens,
     )
-
-
-def _slow_link(numel: int, asked: Asked) -> SlowLink | None:
-    """Of nodes as large as was said, else as a group of ranks that shards: one replica then has no link between."""
-    replicas = asked.replicas or 1
-    node = asked.gpus_per_node or asked.ranks // replicas
-    if replicas == 1 and asked.gpus_per_node is None:
-        return None
-    return traffic.slow_link(
-        numel, asked.ranks, replicas, STAGES[1], asked.recipe, gpus_per_node=node, accumulate=asked.accumulate,
-        no_sync=asked.no_sync,
-    )  # fmt: skip
 
 
 def _of_files(asked: Asked) -> list[str]:

@@ -37,6 +37,10 @@ class Asked(NamedTuple):
     step_time: float | None = None
     tokens: int | None = None
 
+    @property
+    def copies(self) -> int:
+        return self.replicas or 1
+
     def resting(self, cut: Partition) -> states.Resting | None:
         """For each bucket the tier of each state."""
         return None if self.offload is None else self.offload.buckets(cut.buckets)

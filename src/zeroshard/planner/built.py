@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..events import NVME
 from ..layout import Bucket, Slot
+from ..stage import seat
 from .optimizers import Shown, probe, takes_whole_tensors
 from .states import Holding, Kept, Stored, Tiers, elsewhere
 
@@ -56,4 +57,5 @@ def holding(zero: Zero) -> Holding:
             return {file_name(state, number) if each[1] else state: each for state, each in found.items()}
         return found
 
-    return Holding(zero.partition, zero.placements, zero.rank, stored, kept, zero._engine.resting)
+    sits = seat(zero.rank, zero.world_size, zero.replicas)
+    return Holding(zero.partition, zero.placements, sits, stored, kept, zero._engine.resting)

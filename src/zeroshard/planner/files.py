@@ -79,8 +79,12 @@ def moves(
     *,
     accumulate: int = 1,
     no_sync: bool = False,
+    first: bool = True,
 ) -> Moves:
-    """Bytes of a step of `accumulate` backwards, after the first ones. mastered: which buckets have masters."""
+    """Bytes of a step of `accumulate` backwards, after the first ones. mastered: which buckets have masters.
+
+    first: is it the first replica, which adds to what it has? The others replace it by what comes.
+    """
     found = {state: _Buffers(file.slots) for state, file in files.items()}
     parameters, gradients = found.get("parameters", _Buffers({})), found.get("gradients", _Buffers({}))
     kept = [found[state] for state, file in files.items() if file.kind == "optimizer"]
@@ -96,7 +100,7 @@ def moves(
                 parameters.use(bucket.index, changed=False)
             if not no_sync or turn == accumulate - 1:
                 for bucket in reversed(trained):
-                    gradients.use(bucket.index, fresh=no_sync or turn == 0)
+                    gradients.use(bucket.index, fresh=no_sync or turn == 0 or not first)
                     gradients.behind(bucket.index)
         for at, number in enumerate(alone):
             updating = kept if mastered[number] else [parameters, *kept]
@@ -132,15 +136,25 @@ def recipe_moves(
     *,
     accumulate: int = 1,
     no_sync: bool = False,
+    replicas: int = 1,
 ) -> Moves:
     """`moves` with the bytes of a recipe."""
-    files = of_recipe(partition, place, rank, recipe, resting).files()
+    holding = of_recipe(partition, place, rank, recipe, resting, replicas=replicas)
     mastered = ["master" in recipe.optimizer or elsewhere(at) for at in resting]
-    return moves(partition, place, resting, files, mastered, accumulate=accumulate, no_sync=no_sync)
+    first = holding.sits.replica == 0
+    return moves(
+        partition, place, resting, holding.files(), mastered, accumulate=accumulate, no_sync=no_sync, first=first
+    )
 
 
 def closed_moves(
-    held: Mapping[str, int], place: Placements, *, mastered: bool, accumulate: int = 1, no_sync: bool = False
+    held: Mapping[str, int],
+    place: Placements,
+    *,
+    mastered: bool,
+    accumulate: int = 1,
+    no_sync: bool = False,
+    first: bool = True,
 ) -> Moves:
     """`moves` of a model of so many buckets that no buffer is met again. held: {state: bytes} in files."""
     whole, added = held.get("parameters", 0), held.get("gradients", 0)
@@ -150,7 +164,7 @@ def closed_moves(
     published = place.optimizer and not place.parameters
     read = whole * (2 * accumulate + (not (mastered and place.parameters)) + published)
     written = whole * (1 + published)
-    return Moves(read + kept + added * backwards, written + kept + added * backwards)
+    return Moves(read + kept + added * (backwards if first else 1), written + kept + added * backwards)
 
 
 def predict_moves(zero: Zero, *, accumulate: int = 1, no_sync: bool = False) -> Moves:
@@ -163,7 +177,9 @@ def predict_moves(zero: Zero, *, accumulate: int = 1, no_sync: bool = False) -> 
         )
         return dtypes.master != dtypes.param or copied
 
+    found = holding(zero)
     return moves(
-        zero.partition, zero.placements, zero._engine.resting, holding(zero).files(),
+        zero.partition, zero.placements, zero._engine.resting, found.files(),
         [mastered(bucket) for bucket in zero.partition.buckets], accumulate=accumulate, no_sync=no_sync,
+        first=found.sits.replica == 0,
     )  # fmt: skip

@@ -35,7 +35,7 @@ def plan_job(job: str | Callable[[], dict[str, Any]], asked: Asked, layout: Layo
             "layout": layout,
             "precision": precision(asked.precision, asked.grad_dtype),
             "checkpoint": asked.checkpoint,
-            "comm": Comm(prefetch=asked.prefetch),
+            "comm": Comm(prefetch=asked.prefetch, replicas=asked.replicas),
             "offload": asked.offload,
         } | changes
         simulated = simulate(job, stage=stage, rank=rank or 0, **settings)
@@ -79,7 +79,7 @@ def precision(name: str, grad_dtype: str | None = None) -> Precision | None:
 
 
 def _fullest(run: Simulation) -> int:
-    """The rank that holds most at rest; of equals the first."""
+    """The rank that holds most at rest; of equals the first, so one of the first replica."""
     if run.ranks == 1:
         return 0
     recipe, place = _recipe(run), STAGES[run.stage]
@@ -154,8 +154,9 @@ def _stage(run: Simulation, recipe: recipes.Recipe) -> StagePlan:
         peak_at = named[0]
     last = [event for event in run.events if event.verb == "step"][-1 - run.steps].end
     moves = (sum(e.logical for e in run.events if e.verb == verb and e.start > last) for verb in ("read", "write"))
+    formula = recipes.with_replicas(recipe.formula(place), run.zero.replicas)
     return StagePlan(
-        run.stage, run.rank, recipe.formula(place), at_rest, 0.0, _traffic(run), tuple(found), peak, peak_at,
+        run.stage, run.rank, formula, at_rest, 0.0, _traffic(run), tuple(found), peak, peak_at,
         activations=run.activations, working=run.working,
         snapshot=holding.snapshot(), tiers=tiers, moves=Moves(*moves),
         files=sum(file.nbytes for file in holding.files().values()),
@@ -178,9 +179,13 @@ def _traffic(run: Simulation) -> traffic.Traffic:
     model = sum(bucket.numel * run.zero.dtypes(bucket).param.itemsize for bucket in run.zero.partition.buckets)
     passes = round(gathered.logical / model, 2) if model else 0.0
     trained = sum(b.numel * run.zero.dtypes(b).param.itemsize for b in run.zero.partition.buckets if b.trainable)
+    relays = [event for event in run.events if event.verb == "relay"]
+    # Of a rank of the first replica, which sends sums and receives averages.
+    on, back = (sum(column) // RECORDED for column in ([e.sent for e in relays], [e.received for e in relays]))
     return traffic.Traffic(
-        round(reduced.logical / trained, 2) if trained else 0.0, passes, reduced, gathered, traffic.Moved(0, 0, 0)
-    )
+        round(reduced.logical / trained, 2) if trained else 0.0, passes, reduced, gathered, traffic.NOTHING,
+        traffic.relayed(on, back, run.zero.replicas),
+    )  # fmt: skip
 
 
 def _advice(run: Callable[..., Simulation], asked: Asked, layout: Layout, limit: int) -> list[advice.Change]:
@@ -214,7 +219,7 @@ def _advice(run: Callable[..., Simulation], asked: Asked, layout: Layout, limit:
         changes["layout"] = replace(layout, bucket_mib=4)
         if attempt("and Layout(bucket_mib=4)", stage, **changes):
             return tried
-    ranks = asked.ranks
+    ranks = asked.ranks  # of any number of replicas twice as many divide as well
     while ranks < RANKS_TRIED:
         ranks *= 2
         if attempt(f"and {ranks} ranks", stage, **changes, ranks=ranks):

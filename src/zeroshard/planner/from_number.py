@@ -20,17 +20,18 @@ RANKS_LIMIT = 1 << 20
 
 
 def plan_params(numel: int, asked: Asked) -> Plan:
-    ranks, recipe, copies = asked.ranks, asked.recipe, asked.replicas or 1
-    if ranks % copies:
-        traffic.replicas(numel, ranks, copies, recipe)  # says which numbers divide
+    ranks, recipe, copies = asked.ranks, asked.recipe, asked.copies
+    group = ranks // copies  # among which a state is cut
 
-    def sharing(stage: int, among: int) -> int:
-        """Ranks among which a state is cut: each of K replicas of the optimizer is cut among N/K of them."""
-        return among // copies if stage == 1 and among % copies == 0 else among
+    def moved(stage: int, replicas: int) -> traffic.Traffic:
+        backwards, no_sync = asked.accumulate, asked.no_sync
+        return traffic.per_step(
+            numel, ranks, STAGES[stage], recipe, accumulate=backwards, no_sync=no_sync, replicas=replicas
+        )
 
     def of(stage: int) -> StagePlan:
         place = STAGES[stage]
-        tiers = _shared_out(numel, sharing(stage, ranks), place, recipe, asked)
+        tiers = _shared_out(numel, group, place, recipe, asked)
         at_rest = states.together(tiers)
         found = tuple(_of_equal_units(numel, asked, place))
         peak, peak_at = instants.peak(tiers.get(DEVICE, {}), found) if found else (None, None)
@@ -39,28 +40,25 @@ def plan_params(numel: int, asked: Asked) -> Plan:
         return StagePlan(
             stage,
             ranks - 1,
-            formula.replace("/N", f"*{copies}/N" if sharing(stage, ranks) < ranks else "/N"),
+            recipes.with_replicas(formula, copies),
             at_rest,
             0.0,
-            traffic.per_step(
-                numel, ranks, place, recipe, accumulate=asked.accumulate, no_sync=asked.no_sync,
-                replicas=ranks // sharing(stage, ranks),
-            ),
+            moved(stage, copies),
             found,
             peak,
             peak_at,
-            snapshot=math.ceil(recipe.saved * -(-numel // ranks)),
+            snapshot=math.ceil(recipe.saved * -(-closed.share(numel, group) // copies)),
             tiers=tiers,
             files=sum(on_disk.values()),
             moves=files.closed_moves(
                 on_disk, place, mastered="master" in with_copies(recipe, asked).optimizer,
-                accumulate=asked.accumulate, no_sync=asked.no_sync,
+                accumulate=asked.accumulate, no_sync=asked.no_sync, first=copies == 1,
             ),
         )  # fmt: skip
 
     def nbytes_of(stage: int, more_ranks: int, other: Recipe) -> int:
         mine = recipes.part(with_copies(other, asked), asked.shares(DEVICE), device=True)
-        return closed.total(numel, sharing(stage, more_ranks), STAGES[stage], mine)
+        return closed.total(numel, more_ranks // copies, STAGES[stage], mine)
 
     notes = []
     if asked.units is None:
@@ -71,9 +69,9 @@ def plan_params(numel: int, asked: Asked) -> Plan:
         notes.append("tiers approximate: in full buckets, without rounding to pages; shapes and jobs are exact")
 
     def advise(limit: int) -> list[Change]:
-        return advice.changes(max(asked.stages), ranks, recipe, limit, nbytes_of, RANKS_LIMIT)
+        return advice.changes(max(asked.stages), ranks, recipe, limit, nbytes_of, RANKS_LIMIT, copies)
 
-    return finish("parameters", numel, asked, None, of, advise, notes, sharing)
+    return finish("parameters", numel, asked, None, of, advise, notes, lambda stage: moved(stage, 1))
 
 
 def _shared_out(numel: int, ranks: int, place: Placements, recipe: Recipe, asked: Asked) -> states.Tiers:
@@ -106,8 +104,9 @@ def _of_equal_units(numel: int, asked: Asked, place: Placements) -> list[instant
         for part, size in enumerate(sizes)
     ]
     names = ["root", *(f"units.{number}" for number in range(asked.units))]
-    cut = partition(specs, Layout(), asked.ranks)
+    cut = partition(specs, Layout(), asked.ranks // asked.copies)
     return instants.instants(
         cut, place, instants.item_sizes(asked.recipe), asked.ranks - 1, prefetch=asked.prefetch,
         accumulate=asked.accumulate, no_sync=asked.no_sync, names=names, resting=asked.resting(cut),
+        replicas=asked.copies,
     )  # fmt: skip

@@ -13,6 +13,7 @@ from .advice import Change
 from .answer import Plan, StagePlan, finish
 from .asked import Asked
 from .recipes import Recipe
+from .traffic import Traffic
 
 RANKS_LIMIT = 1 << 13  # a layout writes down every rank's bounds
 ADVISED_RANKS_LIMIT = 1 << 10  # where several are tried
@@ -27,32 +28,45 @@ def plan_shapes(path: str | os.PathLike[str], asked: Asked, layout: Layout) -> P
 
     cuts: dict[int, tuple[Partition, list[states.Owned]]] = {}
 
+    def cut_among(group: int) -> tuple[Partition, list[states.Owned]]:
+        if group not in cuts:
+            laid_out = partition(specs, layout, group)
+            cuts[group] = laid_out, states.owned(laid_out)
+        return cuts[group]
+
+    copies = asked.copies
+
+    def alone(stage: int) -> Traffic:
+        cut, owned = cut_among(asked.ranks)
+        rank = states.fullest_rank(owned, STAGES[stage], recipe)
+        return states.recipe_traffic(
+            cut, STAGES[stage], rank, recipe, accumulate=asked.accumulate, no_sync=asked.no_sync
+        )
+
     def planned(stage: int, ranks: int, other: Recipe) -> StagePlan:
-        if ranks not in cuts:
-            laid_out = partition(specs, layout, ranks)
-            cuts[ranks] = laid_out, states.owned(laid_out)
-        cut, owned = cuts[ranks]
+        cut, owned = cut_among(ranks // copies)
         place = STAGES[stage]
-        rank = states.fullest_rank(owned, place, other)
+        rank = ranks - cut.ranks + states.fullest_rank(owned, place, other)  # of the last replica, as of equal ranks
         resting = asked.resting(cut)
-        holding = states.of_recipe(cut, place, rank, other, resting)
+        holding = states.of_recipe(cut, place, rank, other, resting, replicas=copies)
         tiers = holding.tiers(apart=True)
         at_rest = states.together(tiers)
         backwards, no_sync = asked.accumulate, asked.no_sync
-        moved = states.recipe_traffic(cut, place, rank, other, accumulate=backwards, no_sync=no_sync)
+        moved = states.recipe_traffic(cut, place, rank, other, accumulate=backwards, no_sync=no_sync, replicas=copies)
         sizes = instants.item_sizes(other)
         found = instants.instants(
             cut, place, sizes, rank, prefetch=asked.prefetch, accumulate=backwards, no_sync=no_sync, names=names,
-            resting=resting,
+            resting=resting, replicas=copies,
         )  # fmt: skip
         peak, peak_at = instants.peak(tiers.get(DEVICE, {}), found)
         formula = recipes.cast_here(other, asked.shares(DEVICE)).formula(place)
+        formula = recipes.with_replicas(formula, copies)
         beside: dict[str, Any] = {}
         if resting is not None:
             beside["files"] = sum(file.nbytes for file in holding.files().values())
             beside["rounding"] = holding.rounding()
             beside["moves"] = files.recipe_moves(
-                cut, place, rank, other, resting, accumulate=backwards, no_sync=no_sync
+                cut, place, rank, other, resting, accumulate=backwards, no_sync=no_sync, replicas=copies
             )
         return StagePlan(
             stage, rank, formula, at_rest, 0.0, moved, tuple(found), peak, peak_at,
@@ -66,12 +80,13 @@ def plan_shapes(path: str | os.PathLike[str], asked: Asked, layout: Layout) -> P
         return planned(stage, ranks, other).most
 
     of(max(asked.stages))
-    padding = sum(bucket.padding for bucket in cuts[asked.ranks][0].buckets)
-    notes = [f"padding over all ranks: {padding:,} elements"] if padding else []
+    padding = sum(bucket.padding for bucket in cut_among(asked.ranks // copies)[0].buckets)
+    where = "a replica" if copies > 1 else "all ranks"
+    notes = [f"padding over {where}: {padding:,} elements"] if padding else []
     notes += [f"{name} is {shared}, counted once" for name, shared in model.ties.items()]
     notes += [f"{name} left out: {why}" for name, why in model.left_out.items()]
 
     def advise(limit: int) -> list[Change]:
-        return advice.changes(max(asked.stages), asked.ranks, recipe, limit, nbytes_of, ADVISED_RANKS_LIMIT)
+        return advice.changes(max(asked.stages), asked.ranks, recipe, limit, nbytes_of, ADVISED_RANKS_LIMIT, copies)
 
-    return finish(model.source, model.numel, asked, layout, of, advise, notes)
+    return finish(model.source, model.numel, asked, layout, of, advise, notes, alone)

@@ -3,7 +3,8 @@
     init                  one unit at a time is put together, one bucket of it in the masters' dtype
     forward of unit k     the root, unit k, and `prefetch` units after it
     backward of unit k    the root, unit k, the one just left and `prefetch` units before it, and the reductions
-    reduce of bucket j    its contributions and what arrives for them, `in_flight` buckets under way before it
+    reduce of bucket j    its contributions and what arrives for them, `in_flight` buckets under way before it, and the
+                          running sums of those that K replicas hand on, up to K more
     step                  one bucket's gradients in the masters' dtype, where that is another
     gather                after the step, into the replicated parameters' own memory: nothing
 
@@ -24,7 +25,7 @@ from typing import NamedTuple
 from ..events import DEVICE
 from ..headroom import IN_FLIGHT, POOLED, PREFETCH, room
 from ..layout import Bucket, Partition
-from ..stage import Placements
+from ..stage import Placements, Seat, seat
 from .recipes import Recipe
 from .states import Resting
 
@@ -38,6 +39,11 @@ class ItemSizes(NamedTuple):
     gradients: Fraction | int
     reduced: Fraction | int
     updated: Fraction | int
+
+    @property
+    def running(self) -> Fraction | int:
+        """Of a sum that is handed on: 16-bit gradients are summed in fp32."""
+        return max(self.gradients, 4)
 
 
 class Instant(NamedTuple):
@@ -71,8 +77,10 @@ def instants(
     no_sync: bool = False,
     names: Sequence[str] = (),
     resting: Resting | None = None,
+    replicas: int = 1,
 ) -> list[Instant]:
     """All named instants of a step on the device, in the order they come. `names[k]` is shown for unit k, if given."""
+    sits = seat(rank, partition.ranks * replicas, replicas)
     units: dict[int, list[Bucket]] = {}
     for bucket in partition.buckets:
         units.setdefault(bucket.unit, []).append(bucket)
@@ -92,7 +100,7 @@ def instants(
         return {GATHER: whole.get(0, 0) + sum(whole[unit] for unit in window)}
 
     reduced = _reductions(
-        partition, place, sizes, rank, in_flight, fresh=accumulate == 1, no_sync=no_sync and accumulate > 1,
+        partition, place, sizes, sits, in_flight, fresh=accumulate == 1, no_sync=no_sync and accumulate > 1,
         resting=resting,
     )  # fmt: skip
     found = [_init(units, whole, sizes)]
@@ -107,7 +115,7 @@ def instants(
         found += _each_bucket(units[unit], reduced, gathered(at, prefetch, 1))
     if 0 in units:
         found += _each_bucket(units[0], reduced, gathered(0, 0, 1))
-    found.append(Instant("step", _some(_step(partition, place, sizes, rank, resting))))
+    found.append(Instant("step", _some(_step(partition, place, sizes, sits, resting))))
     # A copy that rests elsewhere passes through the device, bucket by bucket.
     published = [nbytes(b) for b in partition.buckets if b.trainable and b.index in brought and not place.parameters]
     found.append(Instant("gather", _some({GATHER: max(published, default=0) * place.optimizer})))
@@ -140,14 +148,14 @@ def _init(units: Mapping[int, list[Bucket]], whole: Mapping[int, int], sizes: It
 
 
 def _step(
-    partition: Partition, place: Placements, sizes: ItemSizes, rank: int, resting: Resting | None
+    partition: Partition, place: Placements, sizes: ItemSizes, sits: Seat, resting: Resting | None
 ) -> dict[str, int]:
     """The optimizer gets every gradient in the dtype of what it updates, bucket by bucket."""
     if sizes.gradients == sizes.updated:
         return {}
     stepped = [b for b in partition.buckets if b.trainable and _on_device(resting, b, "optimizer")]
-    numels = [bucket.shard_numel(rank) if place.optimizer else bucket.numel for bucket in stepped]
-    return {UPCAST: _nbytes(max(numels, default=0), sizes.updated)}
+    held = [bucket.held(sits, place.optimizer) for bucket in stepped]
+    return {UPCAST: _nbytes(max((last - first for first, last in held), default=0), sizes.updated)}
 
 
 def _each_bucket(buckets: Sequence[Bucket], reduced: Mapping[int, int], gathered: Mapping[str, int]) -> list[Instant]:
@@ -162,7 +170,7 @@ def _reductions(
     partition: Partition,
     place: Placements,
     sizes: ItemSizes,
-    rank: int,
+    sits: Seat,
     in_flight: int,
     *,
     fresh: bool,
@@ -176,6 +184,9 @@ def _reductions(
     The landings of the unit's other buckets may have begun, and count too. Under `no_sync` all landings exist already,
     full-size, in the gradients' dtype. Replicated gradients are their own landing then; and in the first backward
     (`fresh`), if they are of the dtype that is sent.
+
+    With replicas each reduction has a running sum of the own shard beside it, and an average where gradients rest
+    elsewhere: until the average is back, which `in_flight` and as many reductions as there are replicas may wait for.
     """
     itemsize = max(sizes.gradients, sizes.reduced) if no_sync else sizes.reduced
     trainable = [bucket for bucket in partition.buckets if bucket.trainable]
@@ -185,7 +196,14 @@ def _reductions(
         return [] if in_place and _on_device(resting, bucket, "gradients") else [_nbytes(bucket.numel, itemsize)]
 
     def receive(bucket: Bucket) -> list[int]:
-        return [_nbytes(bucket.shard_numel(rank) * room(partition.ranks), itemsize)]
+        return [_nbytes(bucket.shard_numel(sits.position) * room(sits.size), itemsize)]
+
+    def handed_on(bucket: Bucket) -> list[int]:
+        if sits.replicas == 1:
+            return []
+        own = bucket.shard_numel(sits.position)
+        average = [] if _on_device(resting, bucket, "gradients") else [_nbytes(own, sizes.gradients)]
+        return [_nbytes(own, sizes.running), *average]
 
     pool: list[int] = []
 
@@ -194,7 +212,8 @@ def _reductions(
             pool.remove(nbytes)
 
     begun: set[int] = set()
-    alive: list[list[int]] = []  # buffers of the reductions under way, oldest first
+    alive: list[tuple[list[int], list[int]]] = []  # buffers of the reductions under way, oldest first
+    relayed: list[list[int]] = []  # of those that were handed on
     most: dict[int, int] = {}
     if no_sync:
         begun = {bucket.index for bucket in trainable}
@@ -206,12 +225,18 @@ def _reductions(
                 waiting[other.index] = sum(landing(other))
                 for nbytes in landing(other):
                     take(nbytes)
-        for nbytes in receive(bucket):
+        for nbytes in (*receive(bucket), *handed_on(bucket)):
             take(nbytes)
         waiting.pop(bucket.index, 0)
-        alive.append([*landing(bucket), *receive(bucket)])
-        most[bucket.index] = sum(waiting.values()) + sum(map(sum, alive)) + sum(pool)
+        alive.append(([*landing(bucket), *receive(bucket)], handed_on(bucket)))
+        under_way = sum(sum(run) for both in alive for run in both) + sum(map(sum, relayed))
+        most[bucket.index] = sum(waiting.values()) + under_way + sum(pool)
         while len(alive) > in_flight:
-            for nbytes in filter(None, reversed(alive.pop(0))):
+            done, on = alive.pop(0)
+            relayed.append(on)
+            for nbytes in filter(None, reversed(done)):
+                pool = [*pool, nbytes][-POOLED:]
+        while len(relayed) > in_flight + sits.replicas:
+            for nbytes in filter(None, relayed.pop(0)):
                 pool = [*pool, nbytes][-POOLED:]
     return most

@@ -52,6 +52,17 @@ class Machine:
         outside = (ranks - near) / ranks * nbytes / self.network
         return (ranks > 1) * (self.link_latency if ranks <= self.gpus else self.network_latency) + max(inside, outside)
 
+    def relay_seconds(self, on: float, back: float, replicas: int, group: int) -> tuple[float, float]:
+        """A shard's running sum through `replicas` replicas of `group` ranks, and the average back to all of them.
+
+        How long it takes, and for how much of that one rank's link is busy: the replicas run a hop apart. With several
+        nodes every hop is as slow as one between them.
+        """
+        near = replicas * group <= self.gpus
+        link, latency = (self.link, self.link_latency) if near else (self.network, self.network_latency)
+        hop, return_ = latency + on / link, latency + back / link
+        return (replicas - 1) * (hop + latency) + back / link, hop + return_
+
 
 _GB = 10**9
 MACHINES: Mapping[str, Machine] = {

@@ -18,7 +18,7 @@ from ..errors import UserError, nearest
 from ..events import NVME
 from ..headroom import PREFETCH
 from ..layout import Bounds, Layout
-from ..stage import STAGES
+from ..stage import STAGES, seat
 from . import from_number, from_shapes, quantities, recipes, states
 from .answer import Plan
 from .asked import Asked
@@ -75,7 +75,7 @@ def plan(
     gpu_mem: a budget such as "80GiB": does it fit, and what would? With `offload`, about what stays on the device.
     accumulate: backwards per step.
     no_sync: gradients are added up on the rank before one reduction.
-    replicas: K copies of the sharded optimizer.
+    replicas: as `Comm`'s, K copies of what is sharded, each over 1/K of the ranks.
     instances: an older name of replicas.
     units: with params, the number of equal blocks, for the peaks of a step.
     align: for shapes and jobs, as `Layout`'s.
@@ -110,13 +110,11 @@ def plan(
         _whole("units", units, UNITS_LIMIT)
         if params is None:
             raise UserError("units stand for shapes that are not known", got="a job or shapes", instead="leave it out")
-    _check_stage(stage, replicas)
+    _check_stage(stage)
     _check_files(offload, disk, step_time, tokens)
-    if offload is not None and replicas is not None:
-        raise UserError("replicas are planned on the device", got="offload", instead="one of the two")
     asked = Asked(
         ranks=ranks,
-        stages=(1,) if (replicas or 1) > 1 else tuple(STAGES) if stage is None else (stage,),
+        stages=tuple(STAGES) if stage is None else (stage,),
         recipe=recipes.recipe(
             preset or ("paper" if params is not None else "zeroshard"), optimizer=optimizer, custom=bytes
         ),
@@ -139,7 +137,7 @@ def plan(
     of_layout = {"align": align, "bounds": bounds, "bucket_mib": bucket_mib}
     of_layout = {name: value for name, value in of_layout.items() if value is not None}
     if job is not None:
-        closed_form = {"preset": preset, "bytes": bytes, "optimizer": optimizer, "replicas": replicas}
+        closed_form = {"preset": preset, "bytes": bytes, "optimizer": optimizer}
         if told := [name for name, value in closed_form.items() if value is not None]:
             raise UserError(f"{' and '.join(told)}: a job says itself what it holds", instead="leave it out")
         return _plan_job(job, asked, _layout(of_layout))
@@ -156,8 +154,6 @@ def plan(
             )
         return from_number.plan_params(quantities.count(params), asked)
     assert shapes is not None
-    if replicas is not None:
-        raise UserError("replicas are answered in the closed form", got="shapes", instead="params=...")
     return from_shapes.plan_shapes(shapes, asked, _layout(of_layout))
 
 
@@ -183,11 +179,11 @@ def _check_numbers(
     if replicas is not None:
         assert type(ranks) is int
         _whole("replicas", replicas, ranks)
+        assert type(replicas) is int
+        seat(0, ranks, replicas)  # says which numbers divide
 
 
-def _check_stage(stage: object, replicas: int | None) -> None:
-    if (replicas or 1) > 1 and stage not in (None, 1):
-        raise UserError("replicas are a matter of stage 1", got=f"stage={stage}", instead="stage=1")
+def _check_stage(stage: object) -> None:
     if stage is not None and (type(stage) is not int or stage not in STAGES):
         raise UserError("no such ZeRO stage", expected="0, 1, 2 or 3", got=repr(stage), instead="stage=3")
 

@@ -78,6 +78,11 @@ class Recipe:
         }
 
 
+def with_replicas(formula: str, replicas: int) -> str:
+    """What is sharded is so among N/K ranks: `6 + 12*4/N`."""
+    return formula if replicas == 1 else formula.replace("/N", f"*{replicas}/N")
+
+
 def _recipe(
     name: str, says: str, *, p: int, g: int, sent: int | None = None, own: bool = False, step: bool = False,
     **optimizer: int | Fraction,

@@ -10,9 +10,9 @@ from typing import NamedTuple
 from ..events import DEVICE, HOST, NVME
 from ..headroom import BUFFERS, aligned
 from ..layout import Bucket, Partition, Slot
-from ..stage import Placements
+from ..stage import SAVED, Placements, Seat, seat
 from .recipes import PADDING, Recipe
-from .traffic import Moved, Traffic, moved, passes, widths
+from .traffic import NOTHING, Moved, Traffic, moved, passes, relayed, running, widths
 
 
 class Stored(NamedTuple):
@@ -55,7 +55,7 @@ class Reserved(NamedTuple):
 def reserved(
     bucket: Bucket,
     place: Placements,
-    rank: int,
+    sits: Seat,
     sizes: Stored,
     kept: Callable[[Bucket, Slot], Kept],
     at: Mapping[str, str] = DEVICE_ALONE,
@@ -65,13 +65,11 @@ def reserved(
     A bucket stores its padding with each state. An optimizer sees fragments, which have none; but what it keeps in a
     file has room for the whole bucket, and what it keeps of a parameter as a whole then rests in host memory.
     """
-    shard = bucket.shard_numel(rank)
-    own = [bucket.fragment(slot, rank).numel for slot in bucket.slots]
 
     def store(kind: str, state: str, itemsize: Fraction | int) -> Reserved:
-        if getattr(place, kind):
-            return Reserved(at[kind], kind, state, shard, shard - sum(own), itemsize)
-        return Reserved(at[kind], kind, state, bucket.numel, bucket.padding, itemsize)
+        first, last = bucket.held(sits, getattr(place, kind))
+        filled = sum(slot.within(first, last).numel for slot in bucket.slots)
+        return Reserved(at[kind], kind, state, last - first, last - first - filled, itemsize)
 
     if not (sizes.cast and bucket.trainable and place.parameters and at["parameters"] == at["optimizer"] == DEVICE):
         yield store("parameters", "parameters", sizes.parameters)
@@ -81,8 +79,9 @@ def reserved(
     yield store("optimizer", "master", sizes.master)
     filed: dict[str, Fraction | int] = {}
     tier = at["optimizer"]
-    for slot, fragment in zip(bucket.slots, own, strict=True):
-        numel = fragment if place.optimizer else slot.numel
+    updated = bucket.held(sits, place.optimizer)
+    for slot in bucket.slots:
+        numel = slot.within(*updated).numel
         if numel:  # of a rank that owns nothing of it, the optimizer has no state
             for state, (itemsize, grows) in kept(bucket, slot).items():
                 if grows and tier == NVME:
@@ -129,7 +128,7 @@ class Holding(NamedTuple):
 
     partition: Partition
     place: Placements
-    rank: int
+    sits: Seat
     stored: Callable[[Bucket], Stored]
     kept: Callable[[Bucket, Slot], Kept]
     resting: Resting | None = None
@@ -139,7 +138,7 @@ class Holding(NamedTuple):
         return self.resting[bucket.index] if self.resting else DEVICE_ALONE
 
     def reserved(self, bucket: Bucket) -> Iterator[Reserved]:
-        return reserved(bucket, self.place, self.rank, self.stored(bucket), self.kept, self.at(bucket))
+        return reserved(bucket, self.place, self.sits, self.stored(bucket), self.kept, self.at(bucket))
 
     def tiers(self, *, apart: bool = False) -> Tiers:
         """{tier: {state: bytes}} at rest.
@@ -176,8 +175,8 @@ class Holding(NamedTuple):
             itemsizes = sizes.parameters, sizes.gradients, sizes.master or sizes.parameters
             for kind, itemsize in zip(KINDS, itemsizes, strict=True):
                 if at[kind] == NVME and (bucket.trainable or kind == "parameters"):
-                    numel = bucket.shard_numel(self.rank) if getattr(self.place, kind) else bucket.numel
-                    largest[kind] = max(largest[kind], math.ceil(numel * itemsize))
+                    first, last = bucket.held(self.sits, getattr(self.place, kind))
+                    largest[kind] = max(largest[kind], math.ceil((last - first) * itemsize))
             for each in self.reserved(bucket):
                 if each.tier == NVME and each.nbytes:
                     slots.setdefault(each.state, (each.kind, {}))[1][bucket.index] = each.nbytes
@@ -196,7 +195,7 @@ class Holding(NamedTuple):
         )
 
     def snapshot(self) -> int:
-        """Bytes that a save behind the training copies: of what the rank owns, at any stage, each value and state.
+        """Bytes that a save behind the training copies: of what the rank writes, at any stage, each value and state.
 
         Buffers of the model and what else is saved come on top.
         """
@@ -205,7 +204,7 @@ class Holding(NamedTuple):
             sizes = self.stored(bucket)
             value = sizes.master if bucket.trainable and sizes.master else sizes.parameters
             for slot in bucket.slots:
-                part = bucket.fragment(slot, self.rank)
+                part = slot.within(*bucket.held(self.sits, SAVED))
                 total += value * part.numel
                 if bucket.trainable and part.numel:
                     for nbytes, grows in self.kept(bucket, slot).values():
@@ -214,7 +213,13 @@ class Holding(NamedTuple):
 
 
 def of_recipe(
-    partition: Partition, place: Placements, rank: int, recipe: Recipe, resting: Resting | None = None
+    partition: Partition,
+    place: Placements,
+    rank: int,
+    recipe: Recipe,
+    resting: Resting | None = None,
+    *,
+    replicas: int = 1,
 ) -> Holding:
     """With the bytes of a recipe, on a GPU. Its gradients count for trainable buckets only, as the engine's do."""
     master = recipe.optimizer.get("master", Fraction())
@@ -227,7 +232,8 @@ def of_recipe(
         copied = resting is not None and elsewhere(resting[bucket.index])
         return Stored(recipe.parameters, recipe.gradients, master or recipe.parameters * copied, bool(recipe.cast))
 
-    return Holding(partition, place, rank, stored, lambda bucket, slot: kept, resting)
+    sits = seat(rank, partition.ranks * replicas, replicas)
+    return Holding(partition, place, sits, stored, lambda bucket, slot: kept, resting)
 
 
 def elsewhere(at: Mapping[str, str]) -> bool:
@@ -236,7 +242,7 @@ def elsewhere(at: Mapping[str, str]) -> bool:
 
 
 class Owned(NamedTuple):
-    """What one rank has of a partition: elements of its shards, of parameters in them, and how many fragments."""
+    """What one position has of a partition: elements of its shards, of parameters in them, and how many fragments."""
 
     shard: int
     numel: int
@@ -244,7 +250,7 @@ class Owned(NamedTuple):
 
 
 def owned(partition: Partition) -> list[Owned]:
-    """For every rank. Walks bounds and slots side by side: a large model has thousands of either."""
+    """For every position. Walks bounds and slots side by side: a large model has thousands of either."""
     found = [[0, 0, 0] for _ in range(partition.ranks)]
     for bucket in partition.buckets:
         first = 0  # of the slots, the first that can reach into this shard
@@ -264,7 +270,7 @@ def owned(partition: Partition) -> list[Owned]:
 
 
 def fullest_rank(ranks: Sequence[Owned], place: Placements, recipe: Recipe) -> int:
-    """The rank that holds most at rest; of equals the last, where the padding lies."""
+    """The position that holds most at rest; of equals the last, where the padding lies."""
     stored = recipe.parameters * (1 - recipe.cast) * place.parameters + recipe.gradients * place.gradients
     stored += recipe.optimizer.get("master", Fraction()) * place.optimizer
     kept = sum((nbytes for state, nbytes in recipe.optimizer.items() if state != "master"), Fraction())
@@ -278,14 +284,25 @@ def fullest_rank(ranks: Sequence[Owned], place: Placements, recipe: Recipe) -> i
 
 
 def recipe_traffic(
-    partition: Partition, place: Placements, rank: int, recipe: Recipe, *, accumulate: int = 1, no_sync: bool = False
+    partition: Partition,
+    place: Placements,
+    rank: int,
+    recipe: Recipe,
+    *,
+    accumulate: int = 1,
+    no_sync: bool = False,
+    replicas: int = 1,
 ) -> Traffic:
     """Bytes that one rank moves in a step, bucket by bucket; recomputation finds its unit gathered already."""
+    position, on, back = rank % partition.ranks, 0, 0
     reductions, gathers = passes(place, accumulate=accumulate, no_sync=no_sync)
     reduced, gathered = widths(place, recipe, no_sync=no_sync)
     totals = [Moved(0, 0, 0), Moved(0, 0, 0)]
     for bucket in partition.buckets:
-        own = bucket.shard_numel(rank)
+        own = bucket.shard_numel(position)
+        if bucket.trainable:
+            on += reductions * math.ceil(own * running(recipe))
+            back += reductions * math.ceil(own * recipe.gradients)
         both = (
             moved(bucket.numel, own, partition.ranks, reduced)[0].times(reductions if bucket.trainable else 0),
             moved(bucket.numel, own, partition.ranks, gathered)[1].times(
@@ -293,4 +310,4 @@ def recipe_traffic(
             ),
         )
         totals = [Moved(*map(sum, zip(*pair, strict=True))) for pair in zip(totals, both, strict=True)]
-    return Traffic(reductions, gathers, totals[0], totals[1], Moved(0, 0, 0))
+    return Traffic(reductions, gathers, totals[0], totals[1], NOTHING, relayed(on, back, replicas))

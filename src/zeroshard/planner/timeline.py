@@ -15,7 +15,7 @@ from ..errors import UserError
 from ..events import Event
 from .machines import Machine
 
-TRAVELS = ("gather", "reduce")
+TRAVELS = ("gather", "reduce", "relay")
 
 
 @dataclass(frozen=True)
@@ -51,26 +51,43 @@ class Timeline:
 
 
 def replay(
-    events: Sequence[Event], machine: Machine, *, ranks: int, updated_nbytes: int, ordered: bool = True, steps: int = 1
+    events: Sequence[Event],
+    machine: Machine,
+    *,
+    ranks: int,
+    updated_nbytes: int,
+    ordered: bool = True,
+    steps: int = 1,
+    replica: int = 0,
+    replicas: int = 1,
 ) -> Timeline:
     """Put recorded steps on a clock; what is reported is the last of them.
 
-    updated_nbytes: bytes that the optimizers' step reads and writes on this rank. steps: how many optimizers. ordered:
-    reductions are exchanges and a sum in rank order (else the backend's reduce-scatter, a ring).
+    ranks: of a team, the one of `replica` among `replicas`. updated_nbytes: bytes that the optimizers' step reads and
+    writes on this rank. steps: how many optimizers. ordered: reductions are exchanges and a sum in rank order (else the
+    backend's reduce-scatter, a ring).
     """
     turns = sorted(
         [(event.start, 0, number) for number, event in enumerate(events)]
         + [(event.end, 1, number) for number, event in enumerate(events) if event.end and event.verb in TRAVELS]
     )
-    clock = _Clock(machine, ranks, ordered)
+    clock = _Clock(machine, ranks, replica, replicas, ordered)
     marks: list[tuple[float, ...]] = []
+    relays: list[int] = []  # under way
     for _, ends, number in turns:
         event = events[number]
-        if event.verb in TRAVELS and event.logical:
+        if event.verb == "relay":
+            if not ends:  # a simulated one has its average at once; it is waited for where backward ends
+                clock.launch(number, event)
+                relays.append(number)
+        elif event.verb in TRAVELS and event.logical:
             clock.wait(number, event) if ends else clock.launch(number, event)
         elif event.verb == "compute":
             clock.run(event.logical / (machine.flops * machine.efficiency))
         elif event.verb == "step":
+            for relay in relays:
+                clock.wait(relay, events[relay])
+            relays.clear()
             clock.update(2 * updated_nbytes / machine.memory_bandwidth / steps)
             marks.append((clock.now, clock.exposed, clock.moving, clock.compute, clock.summing))
     marks = marks[steps - 1 :: steps]  # of several optimizers the last ends a step
@@ -108,8 +125,9 @@ def chrome(line: Timeline, rank: int) -> dict[str, Any]:
 
 
 class _Clock:
-    def __init__(self, machine: Machine, ranks: int, ordered: bool) -> None:
+    def __init__(self, machine: Machine, ranks: int, replica: int, replicas: int, ordered: bool) -> None:
         self.machine, self.ranks, self.ordered = machine, ranks, ordered
+        self.replica, self.replicas = replica, replicas
         self.now = self.exposed = self.moving = self.compute = self.summing = 0.0
         self.slices: list[Slice] = []
         self._link_free = 0.0
@@ -126,9 +144,15 @@ class _Clock:
 
     def launch(self, number: int, event: Event) -> None:
         exchange = event.verb == "reduce" and self.ordered
-        seconds = (self.machine.exchange_seconds if exchange else self.machine.ring_seconds)(event.logical, self.ranks)
+        if event.verb == "relay":
+            last = self.replica == self.replicas - 1
+            back = event.sent // (self.replicas - 1) if last else event.received - event.logical * (self.replica > 0)
+            seconds, busy = self.machine.relay_seconds(event.logical, back, self.replicas, self.ranks)
+        else:
+            time_of = self.machine.exchange_seconds if exchange else self.machine.ring_seconds
+            seconds = busy = time_of(event.logical, self.ranks)
         start = max(self.now, self._link_free)
-        self._link_free = self._ends[number] = start + seconds
+        self._link_free, self._ends[number] = start + busy, start + seconds
         self.moving += seconds
         self.slices.append(Slice("link", event.verb, event.unit, start, start + seconds))
 

@@ -1,7 +1,7 @@
-"""What a step moves: passes of the parameters, bytes of one rank, what each kind of link carries, and replicas of the
-optimizer.
+"""What a step moves: passes of the parameters, bytes of one rank, what each kind of link carries, and replicas.
 
 One flat vector of parameters, padded to a multiple of the ranks, or the buckets of a layout: both count with `moved`.
+Of N ranks in K replicas each N/K gather and reduce among themselves, and hand running sums on (`relayed`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _added(*parts: Moved) -> Moved:
 class Traffic:
     """What a step moves: passes of the whole parameters, and what recomputation gathers once more, apart.
 
-    between: of `reduce` what K replicas of the optimizer add up among their groups, after each has inside.
+    relay: what K replicas hand on to each other, on average: the first sends no averages, the last no sums.
     """
 
     reductions: float  # a job that does not use or train all of itself takes less than whole passes
@@ -47,7 +47,7 @@ class Traffic:
     reduce: Moved
     gather: Moved
     recompute: Moved
-    between: Moved = NOTHING
+    relay: Moved = NOTHING
 
     @property
     def passes(self) -> float:
@@ -55,11 +55,11 @@ class Traffic:
 
     @property
     def total(self) -> Moved:
-        return _added(self.reduce, self.gather, self.recompute)
+        return _added(self.reduce, self.gather, self.recompute, self.relay)
 
     def json(self) -> dict[str, object]:
-        moved = {"reduce": self.reduce, "gather": self.gather, "recompute": self.recompute, "total": self.total}
-        return {"passes": self.passes, **{verb: nbytes._asdict() for verb, nbytes in moved.items()}}
+        verbs = ("reduce", "gather", "recompute", "relay", "total")
+        return {"passes": self.passes, **{verb: getattr(self, verb)._asdict() for verb in verbs}}
 
 
 def passes(place: Placements, *, accumulate: int = 1, no_sync: bool = False) -> tuple[int, int]:
@@ -92,6 +92,23 @@ def moved(numel: int, own: int, ranks: int, nbytes: Bytes) -> tuple[Moved, Moved
     )
 
 
+def running(recipe: Recipe) -> Bytes:
+    """Bytes of one element of a running sum: what is narrower than fp32 is summed up in it."""
+    return max(recipe.gradients, Bytes(4))
+
+
+def relayed(on: int, back: int, replicas: int) -> Moved:
+    """What one reduction of a shard sends between K replicas, per rank and on average; rounded up.
+
+    on: bytes of its running sum, which goes from each replica to the next. back: of its average, which goes from the
+    last one to all others. A ring that adds up K shards sends as many elements.
+    """
+    if replicas == 1:
+        return NOTHING
+    sent = -(-(replicas - 1) * (on + back) // replicas)
+    return Moved(on, sent, 2 * sent)
+
+
 def per_step(
     numel: int,
     ranks: int,
@@ -105,28 +122,26 @@ def per_step(
 ) -> Traffic:
     """Bytes moved per step and rank. `recompute`: elements that recomputation gathers once more, in the whole step.
 
-    Each of K replicas reduces and gathers among its N/K ranks; each shard is then all-reduced, two passes, among K.
+    Each of K replicas gathers and reduces among its N/K ranks.
     """
     reductions, gathers = passes(place, accumulate=accumulate, no_sync=no_sync)
     reduced, gathered = widths(place, recipe, no_sync=no_sync)
 
     group = ranks // replicas
 
-    def once(elements: int, nbytes: Bytes, among: int = group) -> tuple[Moved, Moved]:
-        part = share(elements, among)
-        return moved(part * among, part, among, nbytes)
+    def once(elements: int, nbytes: Bytes) -> tuple[Moved, Moved]:
+        part = share(elements, group)
+        return moved(part * group, part, group, nbytes)
 
-    inside = once(numel, reduced)[0].times(reductions)
-    between = NOTHING
-    if replicas > 1:
-        between = _added(*once(share(numel, group), reduced, replicas)).times(reductions)
+    own = share(numel, group)
+    on, back = (reductions * math.ceil(own * nbytes) for nbytes in (running(recipe), recipe.gradients))
     return Traffic(
         reductions,
         gathers,
-        _added(inside, between),
+        once(numel, reduced)[0].times(reductions),
         once(numel, gathered)[1].times(gathers),
         once(recompute, recipe.parameters)[1],
-        between,
+        relayed(on, back, replicas),
     )
 
 
@@ -141,27 +156,27 @@ def links(moved: Traffic, ranks: int, gpus_per_node: int, replicas: int = 1) -> 
     """A gather is a ring over all ranks, which leaves each node once and shares the node's cards; a reduction is an
     exchange, in which each card carries whatever its own GPU sends to other nodes.
 
-    Of K replicas each is so among its own ranks, which follow one another: a node holds whole groups, or a group whole
-    nodes. Between groups a shard is all-reduced on a ring.
+    Of K replicas each is so among its own ranks, which follow one another: a node holds whole replicas, or a replica
+    whole nodes. Sums are handed on along the replicas and averages back, K-1 hops each, of which those between nodes
+    share the cards of the replicas in a node. On average over the replicas: the first and the last send less.
     """
     group, near = ranks // replicas, min(ranks // replicas, gpus_per_node)
-    ring, exchange = moved.gather.logical + moved.recompute.logical, moved.reduce.logical - moved.between.logical
+    ring, exchange = moved.gather.logical + moved.recompute.logical, moved.reduce.logical
     inside = Fraction(group - 1, group) * ring + Fraction(near - 1, group) * exchange
     outside = Fraction()
     if group > near:
         outside = Fraction(group - 1, group * near) * ring + Fraction(group - near, group) * exchange
-    groups = min(max(gpus_per_node // group, 1), replicas)  # in a node
-    among = Fraction(replicas - 1, replicas) * moved.between.logical
-    return Links(
-        math.ceil(inside + (among if groups > 1 else 0)),
-        math.ceil(outside + (among / groups if replicas > groups else 0)),
-    )
+    if replicas > 1:
+        crossed = -(-replicas // max(gpus_per_node // group, 1)) - 1  # of K-1 hops
+        outside += Fraction(crossed, replicas - 1) * moved.relay.sent
+        inside += Fraction(replicas - 1 - crossed, replicas - 1) * moved.relay.sent
+    return Links(math.ceil(inside), math.ceil(outside))
 
 
 class Replicas(NamedTuple):
-    """K replicas of the sharded optimizer in N ranks: groups of N/K ranks shard, and reduce among the K groups.
+    """K replicas of what is sharded in N ranks: groups of N/K ranks shard, and hand sums on between the K groups.
 
-    In elements that each rank sends per step, if every collective is a ring. The total is 2(N-1)/N P for every K.
+    In elements that each rank sends per reduction and gather, on average. The total is 2(N-1)/N P for every K.
     """
 
     replicas: int  # K
@@ -179,7 +194,7 @@ class Replicas(NamedTuple):
     def saved_per_rank(self) -> Fraction:
         """How much less than with one replica a rank sends over a slow link between groups.
 
-        Assumes that every collective is a ring, that every rank has a network card of its own, and that with one
+        Assumes that gathers and reductions are rings, that every rank has a network card of its own, and that with one
         replica all that a rank sends crosses the slow link.
         """
         return self._saved(1)
@@ -200,7 +215,7 @@ class Replicas(NamedTuple):
 
 
 def replicas(numel: int, ranks: int, count: int, recipe: Recipe) -> Replicas:
-    """Reduce-scatter inside, all-reduce between, all-gather inside: P[(1-K/N) + 2(K-1)/N] + P(1-K/N).
+    """Reduced inside, handed on and back between, gathered inside: P[(1-K/N) + 2(K-1)/N] + P(1-K/N).
 
     That is 2(N-1)/N P for every K from 1 to N: only the place of the bytes changes, and the memory.
     """
@@ -212,7 +227,7 @@ def replicas(numel: int, ranks: int, count: int, recipe: Recipe) -> Replicas:
 
 
 class SlowLink(NamedTuple):
-    """What one GPU sends between nodes in a step, with K replicas of the optimizer and with one.
+    """What one GPU sends between nodes in a step, with K replicas and with one.
 
     As this engine sends, where every GPU has a network card of its own: a gather is a ring, whose crossings all of a
     node's cards share; a reduction goes from each rank straight to each owner. See `links`.
@@ -230,21 +245,10 @@ class SlowLink(NamedTuple):
         return {**self._asdict(), "saved": plain(self.saved)}
 
 
-def slow_link(
-    numel: int,
-    ranks: int,
-    count: int,
-    place: Placements,
-    recipe: Recipe,
-    *,
-    gpus_per_node: int,
-    accumulate: int = 1,
-    no_sync: bool = False,
-) -> SlowLink:
+def slow_link(ranks: int, count: int, with_count: Traffic, with_one: Traffic, gpus_per_node: int) -> SlowLink:
     """For `count` replicas. gpus_per_node: ranks of a node, which follow one another."""
-
-    def between(replicas: int) -> int:
-        moved = per_step(numel, ranks, place, recipe, accumulate=accumulate, no_sync=no_sync, replicas=replicas)
-        return links(moved, ranks, gpus_per_node, replicas).between
-
-    return SlowLink(gpus_per_node, between(count), between(1))
+    return SlowLink(
+        gpus_per_node,
+        links(with_count, ranks, gpus_per_node, count).between,
+        links(with_one, ranks, gpus_per_node).between,
+    )

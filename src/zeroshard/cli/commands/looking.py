@@ -40,6 +40,9 @@ class Shown:
 class Grid:
     ranks: Annotated[str, option(GRID, "Numbers of local processes to run it on.")] = "2,3,4"
     stage: Annotated[str, option(GRID, "Stages.")] = "0,1,2,3"
+    replicas: Annotated[
+        str, option(GRID, "And with that many copies of the sharded model, where they divide the ranks: 1,2,4.")
+    ] = "1"
     bucket_mib: Annotated[str, option(GRID, "Bucket sizes; small: that of the median tensor.")] = "24,small"
     steps: Annotated[int, option(GRID, "Optimizer steps, each compared.")] = 4
     accumulate: Annotated[int, option(GRID, "Micro-batches that each rank adds up in one step.")] = 2
@@ -131,6 +134,7 @@ def verify(
         stages=whole_numbers("--stage", options.pop("stage")),
         buckets=bucket_sizes(options.pop("bucket_mib")),
         tiers=words(options.pop("offload")),
+        replicas=whole_numbers("--replicas", options.pop("replicas")),
         **options,
     )
     if job is None:

@@ -83,6 +83,7 @@ Stage = Annotated[
     int, option(COMMON, "What is sharded: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters.")
 ]
 LocalRanks = Annotated[int | None, unset(COMMON, "Local processes to start. [dim]\\[default: 1, or torchrun's][/dim]")]
+Replicas = Annotated[int, option(RUN, "Copies of what is sharded, each over 1/K of the ranks: the same bits.")]
 Where = Annotated[Device, option(RUN, "auto: one GPU per rank if there are enough, else the CPU.")]
 Bits = Annotated[Precision, option(MODEL, "bf16 computes and sends in bfloat16 and keeps fp32 masters.")]
 GradDtypeOfJob = Annotated[

@@ -16,6 +16,7 @@ from zeroshard.cli.commands.options import (
     AsJson,
     GradDtypeOfJob,
     Job,
+    Replicas,
     Stage,
     Tiers,
     option,
@@ -72,7 +73,7 @@ class Sharding:
         int | None, unset(RUN, "GPUs in a node: what one GPU sends inside its node and between nodes.")
     ] = None
     replicas: Annotated[
-        int | None, unset(RUN, "Copies of the sharded optimizer, each over 1/K of the ranks.", None, "--replicas")
+        int | None, unset(RUN, "Copies of what is sharded, each over 1/K of the ranks.", None, "--replicas")
     ] = None
     instances: Annotated[int | None, unset(RUN, "An older name of --replicas.", None, "--instances", hidden=True)] = (
         None
@@ -132,6 +133,7 @@ class Simulated:
     )
     bucket_mib: Annotated[float, option(RUN, "The most that one message moves.")] = 24.0
     prefetch: Annotated[int, option(RUN, "Units gathered ahead of use.")] = 1
+    replicas: Replicas = 1
     reduce: Annotated[str, option(RUN, "ordered: the same bits at every stage; native: the backend's sum.")] = "ordered"
     trace: Annotated[str | None, unset(ANSWER, "Write what happened as a Chrome trace.", "FILE")] = None
     as_json: AsJson = False

@@ -15,6 +15,7 @@ from zeroshard.cli.commands.options import (
     LocalRanks,
     OffloadPath,
     Out,
+    Replicas,
     Seed,
     Stage,
     Steps,
@@ -53,6 +54,7 @@ class Training:
             "RUN_DIR",
         ),
     ] = ""
+    replicas: Replicas = 1
     out: Out = "run/train"
     report: Annotated[bool, option(RUN, "Print the tables of bytes at the end.")] = False
     device: Where = "auto"

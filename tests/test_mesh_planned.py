@@ -1,0 +1,194 @@
+"""Replicas, known beforehand: what is predicted, simulated and compared of several copies of the sharded model."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import ranks
+import zeroshard
+from zeroshard import Comm, Layout, shard
+from zeroshard.cli import check, launch
+from zeroshard.cli.config import Launch
+from zeroshard.cli.main import app
+from zeroshard.layout import Spec, partition
+from zeroshard.planner import built, recipes, states
+from zeroshard.planner.machines import machine
+from zeroshard.planner.simulate import RECORDED, simulate
+from zeroshard.stage import STAGES
+
+STEPS = 3
+
+
+def job():
+    torch.manual_seed(0)
+    blocks = nn.ModuleList([nn.Linear(24, 24) for _ in range(5)])
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.blocks, self.last = nn.Linear(16, 24), blocks, nn.Linear(24, 5)
+
+        def forward(self, x):
+            x = self.first(x)
+            for block in self.blocks:
+                x = block(x).relu()
+            return self.last(x)
+
+    return {
+        "model": Model(),
+        "optimizer": lambda params: torch.optim.AdamW(params, lr=1e-3),
+        "batch": lambda step, index: torch.full((4, 16), float(step + index)),
+        "loss": lambda model, batch: model(batch).square().mean(),
+    }
+
+
+def check_rank(folder):
+    check._train_all(Path(folder), Launch.from_environment())
+
+
+@pytest.fixture
+def warm(monkeypatch):
+    """`check.compare` has its ranks in processes that need not import torch."""
+
+    def start_ranks(command, world):
+        ranks.run(world, check_rank, command[1], group="env", timeout=120)
+        return 0
+
+    monkeypatch.setattr(launch, "start_ranks", start_ranks)
+
+
+@pytest.mark.row(86)
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.full), "bf16"])
+def test_what_replicas_hold_is_predicted_to_the_byte(warm, stage, precision):
+    """4 ranks in 2 replicas, every stage: each state at rest on each rank, as `plan --check --replicas 2` has it.
+
+    When an average is back from the other replica is nobody's to know: of peaks the highest there can be is predicted.
+    """
+    asked = check.Check(f"{__file__}:job", 4, (stage,), accumulate=2, precision=precision, replicas=2, bucket_mib=0.003)
+    rows = check.compare(asked)
+    assert {(row["stage"], row["rank"]) for row in rows} == {(stage, rank) for rank in range(4)}
+    peaks = [row for row in rows if row["what"].startswith("peak")]
+    rest = [row for row in rows if row not in peaks and row["what"] not in check.MEASURED]
+    assert {row["what"] for row in rest} >= {"at rest", "gradients", "exp_avg"}
+    assert [row for row in rest if row["difference"]] == []
+    assert [row for row in peaks if row["held"] > row["predicted"]] == []
+    assert [
+        row for row in peaks if row["difference"] and row["what"] not in ("peak in backward", "peak in reduce")
+    ] == []
+    assert check.wrong(rows, 2) == []
+    spoiled = [{**row, "difference": 4} for row in rest[:1]]
+    assert check.wrong([*rows, *spoiled], 2) == spoiled
+
+
+def real(stage, options):
+    rank = torch.distributed.get_rank()
+    parts = job()
+    optimizer = parts["optimizer"](parts["model"].parameters())
+    zero = shard(parts["model"], optimizer, stage=stage, **options)
+    for step in range(STEPS):
+        if step == 1:
+            zero.record(1 << 20)
+        parts["loss"](parts["model"], parts["batch"](step, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return told(zero)
+
+
+def told(zero):
+    """Bytes at rest, traffic by verb, and the order of what is launched."""
+    ledger = zero.ledger()
+    return (
+        {state: n for state, n in ledger.held.items() if n},
+        {verb: t for verb, t in ledger.traffic.items() if verb in ("gather", "reduce", "relay")},
+        [
+            (e.verb, e.unit, e.bucket, e.logical, e.sent, e.received)
+            for e in zero.events()
+            if e.verb in ("gather", "reduce", "relay", "forward", "step")
+        ],
+    )
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_a_simulated_rank_of_a_replica_is_the_real_one(ranks, stage, replicas):
+    """Rest, traffic of every verb and the order of things, on every rank of every replica."""
+    options = {"comm": Comm(replicas=replicas), "layout": Layout(bucket_mib=0.003)}
+    for rank, outcome in enumerate(ranks.run(4, real, stage, options)):
+        found = simulate(job, ranks=4, rank=rank, stage=stage, **options)
+        assert outcome == told(found.zero)
+
+
+@pytest.mark.row(86)
+def test_what_a_relay_sends_is_planned_to_the_byte(stage):
+    """Over all replicas, what a simulated rank of each sends is what the plan says on average, bucket by bucket."""
+    specs = [Spec(name, tuple(param.shape), "float32", 4, 0, True) for name, param in job()["model"].named_parameters()]
+    layout = Layout(bucket_mib=0.003, units=())
+    for replicas in (2, 4):
+        cut = partition(specs, layout, 8 // replicas)
+        runs = [
+            simulate(job, ranks=8, rank=rank, stage=stage, layout=layout, comm=Comm(replicas=replicas))
+            for rank in range(0, 8, 8 // replicas)
+        ]
+        sent = sum(run.ledger.traffic["relay"].sent for run in runs)
+        planned = states.recipe_traffic(cut, STAGES[stage], 0, recipes.PRESETS["fp32"], replicas=replicas)
+        assert sent == 3 * replicas * planned.relay.sent  # three steps
+
+
+def test_512_replicas_of_8_ranks():
+    """4,096 ranks: states and messages inside of a run of 8, one relay for each reduction, agreement in a few messages."""
+    one = simulate(job, ranks=8, stage=3)
+    for rank in (0, 8 * 300 + 3, 4095):
+        run = simulate(job, ranks=4096, rank=rank, stage=3, comm=Comm(replicas=512))
+        small = one if rank % 8 == 0 else simulate(job, ranks=8, rank=rank % 8, stage=3)
+        assert built.predict_states(run.zero) == built.predict_states(small.zero)
+        assert {state: n for state, n in run.ledger.held.items() if n} == {
+            state: n for state, n in small.ledger.held.items() if n
+        }
+        for verb in ("gather", "reduce"):
+            assert run.ledger.traffic[verb] == small.ledger.traffic[verb]
+        relays = [event for event in run.events if event.verb == "relay"]
+        assert len(relays) == sum(event.verb == "reduce" and event.bucket is not None for event in run.events)
+        own = sum(event.logical for event in relays)
+        last = rank == 4095
+        assert sum(event.sent for event in relays) == own * (511 if last else 1)
+        assert sum(event.received for event in relays) == own * (1 if last or not rank else 2)
+        asked, before = ([e for e in r.events if e.verb == "control"] for r in (run, small))
+        assert (
+            len(asked) <= len(before) + 2 * RECORDED
+        )  # digests of what replicas hold alike are not compared in a step
+        assert sum(event.sent for event in asked) < 40 * sum(event.sent for event in before)
+
+
+def test_what_512_replicas_send_between_nodes():
+    """Nodes of 8, which are replicas: gathers and reductions stay inside; (K-1)/K of a shard goes on and back between."""
+    (found,) = zeroshard.plan(job, ranks=4096, stage=3, replicas=512, gpus_per_node=8).stages
+    one = simulate(job, ranks=8, stage=3)
+    own = sum(bucket.shard_numel(0) for bucket in one.zero.partition.buckets)
+    assert found.traffic.relay.logical == 4 * own
+    assert found.links.between == found.traffic.relay.sent == -(-511 * 8 * own // 512)
+    assert found.links.inside == -(-7 * (found.traffic.gather.logical + found.traffic.reduce.logical) // 8)
+
+
+def test_a_simulation_shows_replicas(capsys):
+    """The command: what is handed on, how often ranks agree, and a clock on which a relay takes its hops."""
+    words = ["simulate", f"{__file__}:job", "--ranks", "16", "--json"]
+    moving = []
+    for replicas in ("1", "2", "8"):
+        with pytest.raises(SystemExit) as ended:
+            app([*words, "--replicas", replicas])
+        assert ended.value.code == 0
+        told = json.loads(capsys.readouterr().out)
+        (found,) = told["simulated"]
+        assert told["replicas"] == int(replicas)
+        assert found["predicted"] == found["held"]
+        assert bool(found["traffic"]["relay"]["calls"]) == (replicas != "1")
+        assert found["control"]["calls"] >= 1
+        moving.append(found["time"]["moving"])
+    assert moving[1] < moving[2]
+    a100 = machine("a100")
+    long, busy = a100.relay_seconds(25e9, 5e9, 3, 8)  # a second on, a fifth of one back, over the network
+    assert long == pytest.approx(2.2, abs=1e-3)
+    assert busy == pytest.approx(1.2, abs=1e-3)
+    assert a100.relay_seconds(30e9, 30e9, 4, 2)[1] == pytest.approx(0.2, abs=1e-3)  # all on one node

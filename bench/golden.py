@@ -51,8 +51,8 @@ def questions() -> list[dict[str, Any]]:
         if draw.random() < 0.3:
             question["gpus_per_node"] = draw.choice([1, 2, 4, 8, 16])
         if draw.random() < 0.2:
-            question["instances"] = draw.choice([k for k in range(1, min(ranks, 64) + 1) if ranks % k == 0])
-        elif draw.random() < 0.2:
+            question["replicas"] = draw.choice([k for k in range(1, min(ranks, 64) + 1) if ranks % k == 0])
+        if draw.random() < 0.2:
             question["stage"] = draw.choice(list(STAGES))
         asked.append(question)
     return asked + [_offloaded(draw) for _ in range(OFFLOADED)]
@@ -77,6 +77,8 @@ def _offloaded(draw: random.Random) -> dict[str, Any]:
     if draw.random() < 0.3:
         question["no_sync"] = True
     question["gpu_mem"] = draw.choice(["512MiB", "16GiB", "80GiB"])
+    if draw.random() < 0.3:
+        question["replicas"] = draw.choice([k for k in range(1, question["ranks"] + 1) if question["ranks"] % k == 0])
     return question
 
 

@@ -436,18 +436,19 @@ def test_the_profile_is_held_as_planned(walkthroughs):
 
 
 def test_the_closed_forms(walkthroughs):
-    """K instances, bytes per parameter and tiers, by the formulas themselves."""
-    rows = walkthroughs["layers"]["instances"]["rows"]
+    """K replicas, bytes per parameter and tiers, by the formulas themselves."""
+    rows = walkthroughs["layers"]["replicas"]["rows"]
     for row in rows:
         k = row["replicas"]
         assert row["optimizer"] == 12 * k / 8
         assert row["reduce_inside"] == row["gather_inside"] == 1 - k / 8
         assert row["reduce_between"] == 2 * (k - 1) / 8
         assert row["total"] == 1.75
-        # A card's part of a ring over all, and of an exchange with the ranks of other nodes; a ring of K, with K groups.
+        # A card's part of a ring over all, and of an exchange with the ranks of other nodes; with K groups, running sums
+        # in fp32 one way and 16-bit averages back: one and a half times what a ring in 16 bits has.
         node = 8 // k
         alone = 7 / 8 / node + (8 - node) / 8
-        assert row["saved_here"] == pytest.approx(1 - row["reduce_between"] / alone if k > 1 else 0)
+        assert row["saved_here"] == pytest.approx(1 - 1.5 * row["reduce_between"] / alone if k > 1 else 0)
     formulas = [lambda n: 16, lambda n: 4 + 12 / n, lambda n: 2 + 14 / n, lambda n: 16 / n]
     for stage, formula in zip(walkthroughs["overview"]["stages"], formulas, strict=True):
         for one in stage["at"]:

@@ -13,6 +13,7 @@ from zeroshard import Comm, Layout, shard
 from zeroshard.cli import check, launch
 from zeroshard.cli.config import Launch
 from zeroshard.cli.main import app
+from zeroshard.explain.run import read, record_step
 from zeroshard.layout import Spec, partition
 from zeroshard.planner import built, recipes, states
 from zeroshard.planner.machines import machine
@@ -192,3 +193,28 @@ def test_a_simulation_shows_replicas(capsys):
     assert long == pytest.approx(2.2, abs=1e-3)
     assert busy == pytest.approx(1.2, abs=1e-3)
     assert a100.relay_seconds(30e9, 30e9, 4, 2)[1] == pytest.approx(0.2, abs=1e-3)  # all on one node
+
+
+def recorded(folder):
+    parts = job()
+    optimizer = parts["optimizer"](parts["model"].parameters())
+    zero = shard(parts["model"], optimizer, stage=3, comm=Comm(replicas=2))
+    zero.record(1 << 16)
+    for step in range(2):
+        parts["loss"](parts["model"], parts["batch"](step, zero.rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    record_step(zero, folder)
+
+
+def test_a_recorded_run_with_replicas_is_one_the_page_takes(ranks, tmp_path):
+    """Shards of a team and ranks of two of them; what was handed on is a message like any other."""
+    ranks.run(4, recorded, tmp_path)
+    run = read(tmp_path)
+    assert run["title"] == "Model, stage 3, 4 ranks in 2 replicas"
+    assert (run["ranks"], run["layout"]["ranks"], len(run["summary"])) == (4, 2, 4)
+    assert [one["numel"] for one in run["summary"][:2]] == [one["numel"] for one in run["summary"][2:]]
+    assert "relay" in run["recording"]["verbs"]
+    rows = {row["verb"]: row for row in run["traffic"]}
+    assert rows["relay"]["calls"] == rows["reduce"]["calls"]
+    assert rows["relay"]["sent"] == rows["relay"]["logical"]

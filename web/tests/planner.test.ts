@@ -13,7 +13,7 @@ interface Asked {
   optimizer?: string;
   accumulate?: number;
   no_sync?: boolean;
-  instances?: number;
+  replicas?: number;
   gpu_mem?: string;
   bytes?: string;
   gpus_per_node?: number;
@@ -21,7 +21,7 @@ interface Asked {
   offload?: Record<keyof planner.Placements, string | Record<string, number>>;
 }
 
-const answered = golden.cases as { asked: Asked; plan: { stages: Stage[]; instances: Instances } }[];
+const answered = golden.cases as { asked: Asked; plan: { stages: Stage[]; replicas: Replicas } }[];
 
 interface Stage {
   stage: number;
@@ -39,7 +39,7 @@ interface Stage {
   fits: boolean | null;
   largest: number | null;
 }
-type Instances = Record<string, number> | null;
+type Replicas = Record<string, number> | null;
 
 const placements = new Map(tables.stages.map(({ stage, placements }) => [stage, placements]));
 
@@ -86,7 +86,7 @@ function question(asked: Asked): planner.Question {
     recipe: asked.optimizer ? planner.withOptimizer(found, asked.optimizer, optimizers[asked.optimizer]) : found,
     accumulate: asked.accumulate,
     noSync: asked.no_sync,
-    instances: asked.instances,
+    replicas: asked.replicas,
     units: asked.units,
     node: asked.gpus_per_node,
     offload: offload(asked),
@@ -152,10 +152,10 @@ describe('the closed form', () => {
           );
         }
       }
-      if (asked.instances) {
-        const found = planner.instances(asks.parameters, asks.ranks, asked.instances, asks.recipe);
+      if (asked.replicas) {
+        const found = planner.replicasOf(asks.parameters, asks.ranks, asked.replicas, asks.recipe);
         // Python rounds each fraction once; products of doubles round twice.
-        for (const [key, value] of Object.entries(plan.instances as Record<string, number>))
+        for (const [key, value] of Object.entries(plan.replicas as Record<string, number>))
           expect(found[key as keyof typeof found], key).toBeCloseTo(value, value > 1 ? -Math.log10(value * 1e-14) : 13);
       }
     },

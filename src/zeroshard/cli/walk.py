@@ -401,14 +401,14 @@ def _layers(of: dict[str, Any]) -> None:
         blank = " " * 9 * (step["start"] - first)
         _say(f"    {who:<7}{blank}{''.join(f'{value:9.4f}' for value in step['values'])}", markup=False)
     _corrections(of, "buffer")
-    rows = of["instances"]["rows"]
+    rows = of["replicas"]["rows"]
     columns = ("optimizer", "reduce_inside", "reduce_between", "gather_inside", "total")
-    title = f"K optimizer instances on {of['instances']['ranks']} ranks: bytes per parameter, and P sent per rank"
+    title = f"K replicas of the optimizer on {of['replicas']['ranks']} ranks: bytes per parameter, and P sent per rank"
     table = screen.new_table(title, "K", *(column.replace("_", " ") for column in columns))
     for row in rows:
         table.add_row(f"{row['replicas']}", *(f"{row[column]:g}" for column in columns))
     _table(table)
-    _corrections(of, "instances")
+    _corrections(of, "replicas")
     _profile(of["profile"])
     _corrections(of, "profile")
 

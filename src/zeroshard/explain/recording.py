@@ -16,7 +16,7 @@ from ..layout import Partition
 PHASES = ("forward", "backward", "reduce", "step", "gather", "save", "export")
 WORK = ("forward", "recompute", "backward")  # what a unit does
 STANDING = ("control", "broadcast")  # nobody goes on before these are through
-TRAVELS = ("gather", "reduce", "broadcast")
+TRAVELS = ("gather", "reduce", "relay", "broadcast")
 SPARE = ("copy", "control", "release")  # what a record that is too long does without, in this order
 MOVES_LIMIT, HELD_LIMIT = 6_000, 6_000  # of one rank in one step
 
@@ -237,9 +237,14 @@ def _reduced(
     def needs(found: Sequence[Sequence[Any]]) -> int:
         return sum(move[6] + apart * move[4] for move in found)
 
+    handing = [m for m in moves if m[0] == "relay" and m[7] < after and m[8] > at]
     flying, done = [m for m in begun if m[8] > at], [m for m in begun if m[8] <= at]
     words = [f"gradients on their way: {_names([*dict.fromkeys(m[3] for m in flying)])}"] if flying else []
-    left = nbytes - rests - needs(flying)
+    if handing:
+        words.append(
+            f"running sums on their way through the replicas: {_names([*dict.fromkeys(m[3] for m in handing)])}"
+        )
+    left = nbytes - rests - needs(flying) - sum(move[4] for move in handing)
     if left > 0 and left == needs(done):
         # What is left is exactly theirs.
         words.append(

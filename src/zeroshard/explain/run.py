@@ -77,7 +77,7 @@ def gather(zero: Zero) -> dict[str, Any]:
         recording = together([one for one in steps if one is not None], units, clock="ns", notes=notes)
     return {
         "title": f"{type(zero.model).__name__}, stage {zero.stage}, {zero.world_size} "
-        f"rank{'s' * (zero.world_size != 1)}",
+        f"rank{'s' * (zero.world_size != 1)}" + f" in {zero.replicas} replicas" * (zero.replicas > 1),
         "stage": zero.stage,
         "ranks": zero.world_size,
         "placements": zero.placements.sharded(),
@@ -150,7 +150,7 @@ def _summary(zero: Zero, step: dict[str, Any] | None) -> dict[str, Any]:
         predicted = None
     return {
         "rank": zero.rank,
-        "numel": owned(zero.partition)[zero.rank].numel,
+        "numel": owned(zero.partition)[zero.rank % zero.partition.ranks].numel,
         "held": _some(ledger.held),
         "predicted": predicted,
         "tiers": {tier: rests for tier, held in ledger.tiers.items() if (rests := _some(held))},

@@ -124,14 +124,15 @@ def _loose_end(run: dict[str, Any]) -> str | None:
     """An index that points at nothing."""
     layout, recording = run["layout"], run["recording"]
     units, buckets, slots = (len(layout[part]) for part in ("units", "buckets", "slots"))
-    if run["ranks"] != layout["ranks"] or [one["rank"] for one in run["summary"]] != list(range(run["ranks"])):
+    size = layout["ranks"]  # of a team; with several replicas there are as many teams
+    if size < 1 or run["ranks"] % size or [one["rank"] for one in run["summary"]] != list(range(run["ranks"])):
         return "run.summary has no row for each rank"
     for at, bucket in enumerate(layout["buckets"]):
-        even = type(bucket.get("share")) is int and bucket["share"] * run["ranks"] == bucket["numel"]
+        even = type(bucket.get("share")) is int and bucket["share"] * size == bucket["numel"]
         bounds = bucket.get("bounds", [])
-        cut = _problem(bounds, Row(*[int] * (run["ranks"] + 1)), "") is None and bounds[-1] == bucket["numel"]
+        cut = _problem(bounds, Row(*[int] * (size + 1)), "") is None and bounds[-1] == bucket["numel"]
         if not (even or cut):
-            return f"run.layout.buckets[{at}] is not cut into {run['ranks']} shards"
+            return f"run.layout.buckets[{at}] is not cut into {size} shards"
         if not (0 <= bucket["unit"] < units and 0 <= bucket["first"] <= bucket["last"] <= slots):
             return f"run.layout.buckets[{at}] names a unit or slots that are not there"
     tables = () if recording is None else tuple(len(recording[part]) for part in ("verbs", "states", "tiers"))

@@ -31,7 +31,7 @@ BF16 = Precision(param_dtype=torch.bfloat16)
 ONE_BUFFER = Layout(align=1, units=())
 AROUND = 8  # elements shown on either side of the cut
 PAPER = PRESETS["paper"]
-RANKS, REPLICAS = 8, (1, 2, 4, 8)  # of the table of instances
+RANKS, REPLICAS = 8, (1, 2, 4, 8)  # of the table of replicas
 
 
 def model() -> StackedMLP:
@@ -154,7 +154,7 @@ def assemble(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
             f"bytes of bf16 parameters, and {4 * count * sizes:,} of gradients, which backward makes in bf16 and the "
             "rank adds up in fp32.",
         },
-        "instances": {"ranks": RANKS, "rows": [_row(each) for each in copies]},
+        "replicas": {"ranks": RANKS, "rows": [_row(each) for each in copies]},
         "corrections": _corrections(whole),
     }  # fmt: skip
 
@@ -257,10 +257,10 @@ def _corrections(numel: int) -> list[dict[str, str]]:
              f"N times g/N is g in bf16 sums at N = 2 and 4. At N = 3 it is another number for {_changed(3)} of the "
              f"128 values of g between 1 and 2, at N = 8 for {_changed(8)}. An fp32 sum in rank order is the same at "
              "every N as one process that adds in that order."),
-        note("instances", "Total: > 2P; strictly increases with redundancy",
+        note("replicas", "Total: > 2P; strictly increases with redundancy",
              f"Reduction P[(1-K/N) + 2(K-1)/N] and all-gather P(1-K/N) add up to 2(N-1)/N P for every K: "
              f"{number(one.total)}P here. The bytes change place, and memory grows: 12K/N bytes per parameter."),
-        note("instances", "Slow-link traffic drops by ~62.5%",
+        note("replicas", "Slow-link traffic drops by ~62.5%",
              f"That compares with a rounded 2P. As this engine sends it is {float(100 * _slow(4).saved):.1f} %: every "
              "rank has a network card of its own, gathers are rings whose crossings a node's cards share, a reduction "
              "goes from each rank straight to each owner, and between replicas running sums are handed on in fp32, so "

@@ -321,7 +321,7 @@ export interface ThreeLayers {
   window: [start: number, stop: number];
   path: { step: string; says: string; dtype: string; rank: number | null; start: number; values: number[] }[];
   overlap: { layout: Layout; recording: Recording; note: string };
-  instances: {
+  replicas: {
     ranks: number;
     rows: {
       replicas: number;

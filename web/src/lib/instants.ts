@@ -5,7 +5,16 @@
  * counted. All units are alike, so a unit is its messages.
  */
 import tables from '../../fixtures/planner.json';
-import { nbytes, type Offload, ON_DEVICE, type Placements, percentIn, type Question, type Tier } from './planner';
+import {
+  nbytes,
+  type Offload,
+  ON_DEVICE,
+  type Placements,
+  percentIn,
+  type Question,
+  running,
+  type Tier,
+} from './planner';
 
 const { align: ALIGN, message: MESSAGE, in_flight: IN_FLIGHT, prefetch: PREFETCH } = tables.constants;
 const POOL = 2 * IN_FLIGHT; // used buffers kept for the next bucket of that size
@@ -39,7 +48,15 @@ function messages(numel: number, units: number, each: number): [message: number,
 
 const up = (numel: number): number => Math.ceil(numel / ALIGN) * ALIGN;
 
-function bucketsOf({ parameters, ranks, recipe, units = 0, offload = ON_DEVICE }: Question): Bucket[] {
+function bucketsOf({
+  parameters,
+  ranks: all,
+  replicas = 1,
+  recipe,
+  units = 0,
+  offload = ON_DEVICE,
+}: Question): Bucket[] {
+  const ranks = all / replicas;
   const [message, unit] = messages(parameters, units, recipe.bytes_per_parameter.parameters);
   const sizes = new Array<number>(Math.floor(unit / message)).fill(message);
   if (unit % message) sizes.push(unit % message);
@@ -73,7 +90,8 @@ function assign(buckets: Bucket[], state: keyof Placements, offload: Offload): v
 
 /** All instants of a step on the device, in the order they come. */
 export function instants(question: Question, place: Placements): Instant[] {
-  const { ranks, recipe, accumulate = 1, noSync = false, units = 0 } = question;
+  const { recipe, accumulate = 1, noSync = false, units = 0, replicas = 1 } = question;
+  const ranks = question.ranks / replicas;
   const buckets = bucketsOf(question);
   const { parameters, gradients, master } = recipe.bytes_per_parameter;
   const updated = master ?? parameters;
@@ -96,6 +114,7 @@ export function instants(question: Question, place: Placements): Instant[] {
   for (let at = 0; at < units; at += 1) tell(`forward of units.${at}`, { gather: window(at, 0, PREFETCH) });
   const reduced = reductions(buckets, by, place, {
     ranks,
+    replicas,
     gradients,
     sent: recipe.sent,
     accumulate,
@@ -123,6 +142,7 @@ function upcast(buckets: Bucket[], place: Placements, updated: number): number {
 
 interface Sent {
   ranks: number;
+  replicas: number;
   gradients: number;
   sent: number;
   accumulate: number;
@@ -131,11 +151,17 @@ interface Sent {
 
 /** {bucket: bytes of contributions and of what arrives for them when it has been sent}, every one as late as allowed. */
 function reductions(buckets: Bucket[], by: Bucket[][], place: Placements, how: Sent): Map<Bucket, number> {
-  const { ranks, gradients, sent, accumulate, noSync } = how;
+  const { ranks, replicas, gradients, sent, accumulate, noSync } = how;
   const each = noSync ? Math.max(gradients, sent) : sent;
   const inPlace = !place.gradients && (noSync || (accumulate === 1 && gradients === sent));
   const landing = ({ numel, rests }: Bucket) => (inPlace && rests.gradients === 'device' ? null : nbytes(numel, each));
   const receive = ({ shard }: Bucket) => nbytes(shard * (ranks > 2 ? ranks : ranks - 1), each);
+
+  /** A running sum of the own shard; and, where gradients rest elsewhere, what the average comes to. */
+  const handedOn = ({ shard, rests }: Bucket) =>
+    replicas === 1
+      ? []
+      : [nbytes(shard, running(gradients)), ...(rests.gradients === 'device' ? [] : [nbytes(shard, gradients)])];
 
   let pool: number[] = [];
   const take = (bytes: number) => {
@@ -144,7 +170,8 @@ function reductions(buckets: Bucket[], by: Bucket[][], place: Placements, how: S
   };
   const add = (values: number[]) => values.reduce((sum, value) => sum + value, 0);
   let waiting = noSync ? add(buckets.map((bucket) => landing(bucket) ?? 0)) : 0;
-  const alive: number[][] = [];
+  const alive: [number[], number[]][] = [];
+  const relayed: number[][] = [];
   const most = new Map<Bucket, number>();
   for (const run of [...by].reverse()) {
     if (!noSync)
@@ -155,13 +182,19 @@ function reductions(buckets: Bucket[], by: Bucket[][], place: Placements, how: S
       }
     for (const bucket of [...run].reverse()) {
       const bytes = landing(bucket);
-      take(receive(bucket));
+      for (const each of [receive(bucket), ...handedOn(bucket)]) take(each);
       waiting -= bytes ?? 0;
-      alive.push(bytes === null ? [receive(bucket)] : [bytes, receive(bucket)]);
-      most.set(bucket, waiting + add(alive.map(add)) + add(pool));
+      alive.push([bytes === null ? [receive(bucket)] : [bytes, receive(bucket)], handedOn(bucket)]);
+      most.set(bucket, waiting + add(alive.flat().map(add)) + add(relayed.map(add)) + add(pool));
+      const give = (used: number) => {
+        if (used) pool = [...pool, used].slice(-POOL);
+      };
       while (alive.length > IN_FLIGHT) {
-        for (const used of (alive.shift() as number[]).reverse()) if (used) pool = [...pool, used].slice(-POOL);
+        const [done, on] = alive.shift() as [number[], number[]];
+        relayed.push(on);
+        for (const used of done.reverse()) give(used);
       }
+      while (relayed.length > IN_FLIGHT + replicas) for (const used of relayed.shift() as number[]) give(used);
     }
   }
   return most;

@@ -3,13 +3,18 @@ import type { Bucket, Layout, Slot } from './data';
 
 export const numel = (shape: number[]): number => shape.reduce((a, b) => a * b, 1);
 
+/** The shard of a rank. With several replicas of the model ranks at the same position of each have the same. */
 export function bounds(bucket: Bucket, rank: number): [start: number, stop: number] {
-  if (bucket.bounds) return [bucket.bounds[rank], bucket.bounds[rank + 1]];
+  if (bucket.bounds) {
+    const position = rank % (bucket.bounds.length - 1);
+    return [bucket.bounds[position], bucket.bounds[position + 1]];
+  }
   const share = bucket.share ?? bucket.numel;
-  return [rank * share, (rank + 1) * share];
+  const position = share ? rank % Math.round(bucket.numel / share) : 0;
+  return [position * share, (position + 1) * share];
 }
 
-/** The parts of a tensor that each rank owns, in the tensor's own elements; ranks without a part are left out. */
+/** The parts of a tensor that each rank (of one replica, the first) owns, in the tensor's own elements; ranks without a part are left out. */
 export function fragments(layout: Layout, bucket: Bucket, slot: Slot): [rank: number, start: number, stop: number][] {
   const [, shape, first] = slot;
   const last = first + numel(shape);

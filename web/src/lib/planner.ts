@@ -52,6 +52,8 @@ export interface Traffic {
   passes: number;
   reduce: Moved;
   gather: Moved;
+  /** Running sums that replicas hand on, and averages back, on average over the replicas. */
+  relay: Moved;
   total: Moved;
 }
 
@@ -64,8 +66,8 @@ export interface Question {
   /** Backwards per step. */
   accumulate?: number;
   noSync?: boolean;
-  /** K copies of the sharded optimizer, each over ranks / K; of stage 1. */
-  instances?: number;
+  /** K copies of what is sharded, each over ranks / K. */
+  replicas?: number;
   offload?: Offload;
   /** The model in so many equal units, for the peak of a step. */
   units?: number;
@@ -106,11 +108,6 @@ const kind = (state: string): Kind => (state === 'parameters' || state === 'grad
 
 /** Elements each rank reserves of a vector that is padded to a multiple of the ranks. */
 export const share = (numel: number, ranks: number): number => Math.ceil(numel / ranks);
-
-/** Ranks among which a state is cut: each of K instances of the optimizer is cut among N/K of them. */
-export function sharing(stage: number, ranks: number, instances = 1): number {
-  return stage === 1 && ranks % instances === 0 ? ranks / instances : ranks;
-}
 
 const MILLION = 1_000_000;
 
@@ -207,7 +204,7 @@ function restingEach(place: Placements, recipe: Recipe, offload: Offload): Recor
 }
 
 /** `6 + 12/N`: bytes per parameter and rank. */
-export function formula(place: Placements, recipe: Recipe, instances = 1, offload = ON_DEVICE): string {
+export function formula(place: Placements, recipe: Recipe, replicas = 1, offload = ON_DEVICE): string {
   let whole = 0;
   let cut = 0;
   for (const [state, nbytes] of Object.entries(restingEach(place, recipe, offload))) {
@@ -215,7 +212,7 @@ export function formula(place: Placements, recipe: Recipe, instances = 1, offloa
     else whole += nbytes;
   }
   cut = Number(cut.toFixed(6));
-  const over = instances > 1 ? `*${instances}/N` : '/N';
+  const over = replicas > 1 ? `*${replicas}/N` : '/N';
   return [whole ? `${whole}` : '', cut ? `${cut}${over}` : ''].filter(Boolean).join(' + ');
 }
 
@@ -238,10 +235,10 @@ export function traffic(
   recipe: Recipe,
   accumulate = 1,
   noSync = false,
-  instances = 1,
-): Traffic & { between: Moved } {
-  // Each of K instances reduces and gathers among its N/K ranks; each shard is then all-reduced, two passes, among K.
-  const group = ranks / instances;
+  replicas = 1,
+): Traffic {
+  // Each of K replicas reduces and gathers among its N/K ranks, and hands sums on to the next.
+  const group = ranks / replicas;
   const part = share(numel, group);
   const [reductions, gathers] = passes(place, accumulate, noSync);
   const [reduced, gathered] = widths(place, recipe, noSync);
@@ -252,12 +249,22 @@ export function traffic(
   };
   const [reduceWhole, reduceAway, reduceOwn] = once(reduced, part, group);
   const [gatherWhole, gatherAway, gatherOwn] = once(gathered, part, group);
-  const [allWhole, allAway, allOwn] = once(reduced, share(part, instances), instances);
-  const inside = moved(reduceWhole, reduceAway, reduceOwn, reductions);
-  const between = instances > 1 ? moved(2 * allWhole, allAway + allOwn, allAway + allOwn, reductions) : NOTHING;
-  const reduce = added(inside, between);
+  const reduce = moved(reduceWhole, reduceAway, reduceOwn, reductions);
   const gather = moved(gatherWhole, gatherOwn, gatherAway, gathers);
-  return { passes: reductions + gathers, reduce, gather, total: added(reduce, gather), between };
+  const { gradients } = recipe.bytes_per_parameter;
+  const relay = relayed(reductions * nbytes(part, running(gradients)), reductions * nbytes(part, gradients), replicas);
+  return { passes: reductions + gathers, reduce, gather, relay, total: added(added(reduce, gather), relay) };
+}
+
+/** Bytes of an element of a running sum: what is narrower than fp32 is summed up in it. */
+export const running = (gradients: number): number => Math.max(gradients, 4);
+
+/** What is handed on and comes back, per rank and on average: `on` bytes of sums, `back` of averages, K - 1 hops each. */
+function relayed(on: number, back: number, replicas: number): Moved {
+  if (replicas === 1) return NOTHING;
+  const [all, K] = [BigInt(replicas - 1) * (BigInt(on) + BigInt(back)), BigInt(replicas)];
+  const sent = Number((all + K - 1n) / K);
+  return { logical: on, sent, sent_and_received: 2 * sent };
 }
 
 const added = (one: Moved, other: Moved): Moved => ({
@@ -297,73 +304,70 @@ function moves(
   mastered: boolean,
   accumulate: number,
   noSync: boolean,
+  replicas: number,
 ) {
   const { parameters: whole = 0, gradients: added = 0 } = onDisk;
   const kept = sum(onDisk) - whole - added;
   const backwards = noSync ? 1 : accumulate;
+  const again = replicas > 1 ? 1 : backwards; // only the first replica adds to what it has; of the others is told
   // What was cast from masters into a shard is written alone; into a copy or in place, that is read before.
   const published = Number(place.optimizer && !place.parameters);
   return {
-    read: whole * (2 * accumulate + Number(!(mastered && place.parameters)) + published) + kept + added * backwards,
+    read: whole * (2 * accumulate + Number(!(mastered && place.parameters)) + published) + kept + added * again,
     written: whole * (1 + published) + kept + added * backwards,
   };
 }
 
 /** Bytes that one GPU sends in a step inside its node of `node` GPUs, and to others: a gather is a ring, which the cards
- * of a node share; a reduction is an exchange. Of K instances each is so among its own ranks, which follow one another:
- * a node holds whole groups, or a group whole nodes. Between groups a shard is all-reduced on a ring. */
-export function links(
-  { gather, reduce, between }: ReturnType<typeof traffic>,
-  ranks: number,
-  node: number,
-  instances = 1,
-) {
-  const group = ranks / instances;
+ * of a node share; a reduction is an exchange. Of K replicas each is so among its own ranks, which follow one another:
+ * a node holds whole replicas, or a replica whole nodes. Sums are handed on in K - 1 hops; those between nodes share the
+ * cards of the replicas in a node. */
+export function links({ gather, reduce, relay }: Traffic, ranks: number, node: number, replicas = 1) {
+  const group = ranks / replicas;
   const near = Math.min(group, node);
-  const here = Math.min(Math.max(Math.floor(node / group), 1), instances); // groups in a node
   const up = (over: bigint, under: bigint) => Number((over + under - 1n) / under);
-  const [ring, all] = [BigInt(gather.logical), BigInt(between.logical)];
-  const exchange = BigInt(reduce.logical) - all;
-  const [R, G, K, C] = [BigInt(group), BigInt(near), BigInt(instances), BigInt(here)];
-  const among = (K - 1n) * all; // of K
+  const [ring, exchange, on] = [BigInt(gather.logical), BigInt(reduce.logical), BigInt(relay.sent)];
+  const [R, G] = [BigInt(group), BigInt(near)];
+  const hops = BigInt(Math.max(replicas - 1, 1));
+  const crossed = BigInt(Math.ceil(replicas / Math.max(Math.floor(node / group), 1)) - 1);
   const inside = (R - 1n) * ring + (G - 1n) * exchange; // of R
   const outside = group > near ? (R - 1n) * ring + (R - G) * G * exchange : 0n; // of R * G
   return {
-    inside: up(inside * K + (here > 1 ? among * R : 0n), R * K),
-    between: up(outside * K * C + (instances > here ? among * R * G : 0n), R * G * K * C),
+    inside: up(inside * hops + (replicas > 1 ? (hops - crossed) * on * R : 0n), R * hops),
+    between: up(outside * hops + (replicas > 1 ? crossed * on * R * G : 0n), R * G * hops),
   };
 }
 
 /** One stage's answer. */
 export function plan(question: Question, stage: number, place: Placements): StagePlan {
-  const { parameters, ranks, recipe, accumulate = 1, noSync = false, instances = 1, offload = ON_DEVICE } = question;
-  const among = sharing(stage, ranks, instances);
+  const { parameters, ranks, recipe, accumulate = 1, noSync = false, replicas = 1, offload = ON_DEVICE } = question;
+  const among = ranks / replicas;
   const tiers = atRest(parameters, among, place, recipe, offload);
   const states: Record<string, number> = {};
   const names = statesOf(recipe, offload).map(({ state }) => state);
   for (const state of [...names, STAGING, PADDING])
     for (const tier of TIERS) if (state in tiers[tier]) states[state] = (states[state] ?? 0) + tiers[tier][state];
   const device = sum(tiers.device);
-  const { between, ...moved } = traffic(parameters, ranks, place, recipe, accumulate, noSync, ranks / among);
+  const moved = traffic(parameters, ranks, place, recipe, accumulate, noSync, replicas);
   const passing = question.units ? instants(question, place) : [];
   const worst = passing.reduce<Instant | null>((most, each) => (most && most.total >= each.total ? most : each), null);
   const peak = worst && device + worst.total;
   return {
     stage,
-    formula: formula(place, recipe, among < ranks ? instances : 1, offload),
+    formula: formula(place, recipe, replicas, offload),
     each: restingEach(place, recipe, offload),
     states,
     tiers,
     total: sum(states),
     device,
     traffic: moved,
-    moves: moves(tiers.nvme, place, names.includes('master'), accumulate, noSync),
+    moves: moves(tiers.nvme, place, names.includes('master'), accumulate, noSync, replicas),
     instants: passing,
     peak,
     peakAt: worst?.name ?? null,
     saved: (other) => 1 - device / (other.total - (other.states[STAGING] ?? 0)),
     most: peak ?? device,
-    links: question.node ? links({ ...moved, between }, ranks, question.node, ranks / among) : null,
+    links: question.node ? links(moved, ranks, question.node, replicas) : null,
     sharing: among,
   };
 }
@@ -390,12 +394,12 @@ export function largest(ranks: number, place: Placements, recipe: Recipe, limit:
   return low;
 }
 
-/** K copies of the sharded optimizer: elements each rank sends per step. The total is 2(N-1)/N P for every K. */
-export function instances(numel: number, ranks: number, count: number, recipe: Recipe) {
+/** K copies of what is sharded: elements each rank sends per backward. The total is 2(N-1)/N P for every K. */
+export function replicasOf(numel: number, ranks: number, count: number, recipe: Recipe) {
   const { parameters, gradients, ...optimizer } = recipe.bytes_per_parameter;
   const inside = (numel * (ranks - count)) / ranks;
   const between = (numel * 2 * (count - 1)) / ranks;
-  const ring = (2 * (ranks - 1) * numel) / ranks; // one instance: every element may cross the slow link
+  const ring = (2 * (ranks - 1) * numel) / ranks; // one replica: every element may cross the slow link
   return {
     replicas: count,
     optimizer: (sum(optimizer) * count) / ranks,

@@ -244,7 +244,7 @@ export function starts(layout: Layout): number[] {
   });
 }
 
-/** What flies in a beat, between the shown ranks: weights from their owners, gradients to them. */
+/** What flies in a beat, between the shown ranks of a replica: weights from their owners, gradients to them. */
 export function flights(beat: Beat, layout: Layout, ranks: readonly number[]): Flight[] {
   const first = starts(layout);
   const found: Flight[] = [];
@@ -256,8 +256,9 @@ export function flights(beat: Beat, layout: Layout, ranks: readonly number[]): F
       const [low, high] = bounds(layout.buckets[bucket], rank);
       if (low >= high) continue;
       const [start, stop] = [first[bucket] + low, first[bucket] + high];
+      const replica = (at: number) => Math.floor(ranks[at] / layout.ranks);
       for (const other of ranks.keys())
-        if (other !== owner)
+        if (other !== owner && replica(other) === replica(owner))
           found.push({ state, from: reduce ? other : owner, to: reduce ? owner : other, start, stop });
     }
   return found;

@@ -147,7 +147,11 @@ def _settled() -> int:
 def measure(names: list[str], size: str, low: bool, world: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     """One row per back-end, the limit first."""
     rows: dict[str, dict[str, Any]] = {}
-    others = [name for name in names if name != "limit" and (low or not backends.BACKENDS[name].bf16_only)]
+
+    def can(backend: backends.Backend) -> bool:
+        return (low or not backend.bf16_only) and world >= backend.least
+
+    others = [name for name in names if name != "limit" and can(backends.BACKENDS[name])]
     together = _together(size, world)
     for first in range(0, len(others), together):
         for row in _group(["limit", *others[first : first + together]], size, low, world, options):
@@ -255,6 +259,7 @@ def _report(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
         "All: fused AdamW, gloo, one thread per rank. bf16: bfloat16 parameters and reductions, fp32 masters. DDP, "
         "ZeroRedundancyOptimizer and fairscale have them from an AdamW that keeps masters (backends/masters.py), FSDP2 "
         "from its MixedPrecisionPolicy, DeepSpeed from its bf16 switch.",
+        "Replicas: at 4 ranks, 2 of 2 ranks each. HSDP is what torch calls that: fully_shard over a mesh of two axes.",
     ]
     report.write(options.out, "train-quick" if options.quick else "train", facts, rows, notes)
 

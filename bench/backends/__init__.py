@@ -30,6 +30,7 @@ class Backend(NamedTuple):
     options: Mapping[str, Any] = MappingProxyType({})
     needs: str = "torch"
     bf16_only: bool = False
+    least: int = 1  # ranks
 
 
 BACKENDS = {
@@ -42,10 +43,13 @@ BACKENDS = {
         f"zeroshard {stage}, bf16 gradients": Backend("ours", {"stage": stage, "low_gradients": True}, bf16_only=True)
         for stage in (1, 2, 3)
     },
+    **{f"zeroshard {stage}, 2 replicas": Backend("ours", {"stage": stage, "replicas": 2}, least=4) for stage in (2, 3)},
     "DDP": Backend("ddp"),
     "DDP + ZeroRedundancyOptimizer": Backend("redundancy"),
     "FSDP2, no reshard": Backend("fsdp2", {"reshard": False}),
     "FSDP2": Backend("fsdp2", {"reshard": True}),
+    "FSDP2, HSDP of 2 replicas, no reshard": Backend("fsdp2", {"reshard": False, "replicas": 2}, least=4),
+    "FSDP2, HSDP of 2 replicas": Backend("fsdp2", {"reshard": True, "replicas": 2}, least=4),
     "DeepSpeed 1": Backend("deepspeed", {"stage": 1}, needs="deepspeed"),
     "DeepSpeed 2": Backend("deepspeed", {"stage": 2}, needs="deepspeed"),
     "DeepSpeed 3": Backend("deepspeed", {"stage": 3}, needs="deepspeed"),

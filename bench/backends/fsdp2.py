@@ -1,4 +1,7 @@
-"""torch's fully_shard, block by block; in bfloat16 by its MixedPrecisionPolicy, gradients reduced in bfloat16 too."""
+"""torch's fully_shard, block by block; in bfloat16 by its MixedPrecisionPolicy, gradients reduced in bfloat16 too.
+
+With replicas it is what torch calls hybrid sharding (HSDP): a mesh of two axes, of which the first replicates.
+"""
 
 from __future__ import annotations
 

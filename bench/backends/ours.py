@@ -1,4 +1,4 @@
-"""zeroshard, with its defaults; or with gradients that rest in bfloat16, as all the peers keep them."""
+"""zeroshard, with its defaults; with gradients that rest in bfloat16, as all the peers keep them; or with replicas."""
 
 from __future__ import annotations
 

@@ -89,6 +89,7 @@ def files(tmp_path):
         "too short": ("--data {files}/short.txt", "--data has 5 bytes in all, and one sequence needs 65"),
         "ranks 0": ("--ranks 0", "--ranks must be at least 1, got 0"),
         "stage 4": ("--stage 4", "--stage must be 0, 1, 2 or 3, got 4"),
+        "replicas 3": ("--ranks 4 --replicas 3", "--replicas must divide --ranks 4, got 3"),
         "steps -1": ("--steps -1", "--steps must be at least 1, got -1"),
         "lr 0": ("--lr 0", "--lr must be a number above 0, got 0.0; for 'tiny' try 0.006"),
         "lr nan": ("--lr nan", "--lr must be a number above 0, got nan"),
@@ -139,19 +140,19 @@ def test_the_options_are_these():
     """A new option is a decision; this list makes it one."""
     wanted = {
         "train": "accumulate batch data device grad-dtype help keep lr no-recompute no-report offload offload-gradients offload-optimizer "
-        "offload-parameters offload-path out precision ranks recompute report resume save-every seed size stage steps",
+        "offload-parameters offload-path out precision ranks recompute replicas report resume save-every seed size stage steps",
         "demo": "help out ranks seed steps",
         "plan": "accumulate align bounds bucket-mib bytes check disk exact gpu-mem gpus-per-node grad-dtype help "
         "host-mem json no-sync offload offload-gradients offload-optimizer offload-parameters optimizer params precision "
         "prefetch preset ranks recompute replicas shapes stage step-time text tokens units",
         "simulate": "accumulate bucket-mib grad-dtype help json machine offload offload-gradients offload-optimizer "
-        "offload-parameters precision prefetch rank ranks recompute reduce stage trace",
+        "offload-parameters precision prefetch rank ranks recompute reduce replicas stage trace",
         "ckpt inspect": "help json",
         "ckpt verify": "help json",
         "ckpt diff": "help json",
         "ckpt export": "dtype file-size help json overwrite",
         "explain": "element help no-open open out stage text",
-        "verify": "accumulate bucket-mib clip help json offload offload-path precision ranks seed stage steps timeout",
+        "verify": "accumulate bucket-mib clip help json offload offload-path precision ranks replicas seed stage steps timeout",
         "io-bench": "block depth direct help json offload offload-gradients offload-optimizer offload-parameters out params "
         "ranks rounds sharing size stage tokens",
     }

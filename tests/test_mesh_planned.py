@@ -9,7 +9,8 @@ from torch import nn
 
 import ranks
 import zeroshard
-from zeroshard import Comm, Layout, shard
+from zeroshard import Comm, Layout, Offload, shard
+from zeroshard.checkpoint.content import pieces
 from zeroshard.cli import check, launch
 from zeroshard.cli.config import Launch
 from zeroshard.cli.main import app
@@ -193,6 +194,30 @@ def test_a_simulation_shows_replicas(capsys):
     assert long == pytest.approx(2.2, abs=1e-3)
     assert busy == pytest.approx(1.2, abs=1e-3)
     assert a100.relay_seconds(30e9, 30e9, 4, 2)[1] == pytest.approx(0.2, abs=1e-3)  # all on one node
+
+
+def copied(stage, offload):
+    parts = job()
+    optimizer = parts["optimizer"](parts["model"].parameters())
+    zero = shard(parts["model"], optimizer, stage=stage, comm=Comm(replicas=2), offload=offload)
+    parts["loss"](parts["model"], parts["batch"](0, zero.rank)).backward()
+    optimizer.step()
+    own = pieces(zero._engine.model_state())
+    held = {tier: {state: n for state, n in held.items() if n} for tier, held in zero.ledger().tiers.items()}
+    predicted = {tier: held for tier, held in built.predict_tiers(zero).items() if held}
+    return built.holding(zero).snapshot(), sum(p.tensor.numel() * p.tensor.itemsize for p in own), predicted, held
+
+
+def test_a_save_copies_a_replica_s_part_and_tiers_hold_what_is_predicted(ranks, stage):
+    """Each element is some rank's to write, and nobody's beside: values, states, and step counters."""
+    numel = sum(param.numel() for param in job()["model"].parameters())
+    tensors = len(list(job()["model"].parameters()))
+    for offload in (None, Offload(optimizer="cpu", gradients="cpu")):
+        found = ranks.run(4, copied, stage, offload)
+        assert sum(written for _, written, _, _ in found) == 12 * numel + 4 * tensors
+        for predicted, written, rests, held in found:
+            assert predicted == written
+            assert rests == {tier: states for tier, states in held.items() if states}
 
 
 def recorded(folder):

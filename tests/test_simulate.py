@@ -496,7 +496,7 @@ def test_prefetch_is_planned():
 def test_a_plan_of_a_job_refuses_what_it_cannot_use():
     for settings, word in (
         ({"preset": "paper"}, "preset"),
-        ({"replicas": 1}, "replicas"),
+        ({"replicas": 2}, "replicas"),  # of one rank
         ({"precision": "fp8"}, "fp"),
         ({"params": 7}, "one of"),
     ):

@@ -63,26 +63,23 @@ def warm(monkeypatch):
 
 
 @pytest.mark.row(86)
+@pytest.mark.parametrize("files", [(), pytest.param(("gradients", "optimizer"), marks=pytest.mark.full)])
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.full), "bf16"])
-def test_what_replicas_hold_is_predicted_to_the_byte(warm, stage, precision):
-    """4 ranks in 2 replicas, every stage: each state at rest on each rank, as `plan --check --replicas 2` has it.
+def test_what_replicas_hold_is_predicted_to_the_byte(warm, stage, precision, files):
+    """4 ranks in 2 replicas, every stage: each state at rest and each peak, on each rank, by `plan --check`.
 
-    When an average is back from the other replica is nobody's to know: of peaks the highest there can be is predicted.
+    When an average is back from the other replica is nobody's to know, and decides nothing: not what passes through,
+    and not what is still in a file's buffers.
     """
-    asked = check.Check(f"{__file__}:job", 4, (stage,), accumulate=2, precision=precision, replicas=2, bucket_mib=0.003)
+    asked = check.Check(
+        f"{__file__}:job", 4, (stage,), accumulate=2, precision=precision, replicas=2, bucket_mib=0.003,
+        offload=dict.fromkeys(files, "nvme"),
+    )  # fmt: skip
     rows = check.compare(asked)
     assert {(row["stage"], row["rank"]) for row in rows} == {(stage, rank) for rank in range(4)}
-    peaks = [row for row in rows if row["what"].startswith("peak")]
-    rest = [row for row in rows if row not in peaks and row["what"] not in check.MEASURED]
-    assert {row["what"] for row in rest} >= {"at rest", "gradients", "exp_avg"}
-    assert [row for row in rest if row["difference"]] == []
-    assert [row for row in peaks if row["held"] > row["predicted"]] == []
-    assert [
-        row for row in peaks if row["difference"] and row["what"] not in ("peak in backward", "peak in reduce")
-    ] == []
-    assert check.wrong(rows, 2) == []
-    spoiled = [{**row, "difference": 4} for row in rest[:1]]
-    assert check.wrong([*rows, *spoiled], 2) == spoiled
+    assert {row["what"] for row in rows} >= {"at rest", "parameters", "peak in backward", "peak in reduce"}
+    assert {row["what"] for row in rows} >= ({"read in 3 steps"} if files else {"gradients", "exp_avg"})
+    assert [row for row in rows if row["difference"] and row["what"] not in check.MEASURED] == []
 
 
 def real(stage, options):

@@ -289,13 +289,11 @@ class Reduction:
         """
         allowed = IN_FLIGHT if self.settings.overlap else 0
         deadline = time.monotonic() + self.patience / self._shortened
-        while self._relayed and self._relayed[0].relay.back.done():
-            self._settle_first()
-        while len(self._under_way) > allowed or len(self._relayed) > allowed + self.group.team.seat.replicas:
-            if self._under_way and self._under_way[0].here():
-                self._land_first()
-            elif self._relayed and self._relayed[0].relay.back.done():
+        while (full := len(self._relayed) > allowed + self.group.team.seat.replicas) or len(self._under_way) > allowed:
+            if full and self._relayed[0].relay.back.done():
                 self._settle_first()
+            elif not full and self._under_way[0].here():
+                self._land_first()
             elif not self._patient:
                 return
             elif time.monotonic() > deadline:
@@ -303,7 +301,7 @@ class Reduction:
             else:
                 since = time.perf_counter_ns()
                 time.sleep(0.0001)
-                (self._under_way or self._relayed)[0].work.stood_still(since)
+                (self._relayed[0].relay.back if full else self._under_way[0].work).stood_still(since)
 
     def _land_first(self) -> None:
         sent = self._under_way[0]
@@ -328,7 +326,7 @@ class Reduction:
         self._relayed.append(sent)
         self._give_back(receive)
         self._drop(sent.pending)
-        if relay.back.done():
+        if relay.running is None:
             self._settle(self._relayed.pop())
 
     def _fold(self, sent: Sent, *, early: bool) -> None:

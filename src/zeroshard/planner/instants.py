@@ -186,7 +186,7 @@ def _reductions(
     (`fresh`), if they are of the dtype that is sent.
 
     With replicas each reduction has a running sum of the own shard beside it, and an average where gradients rest
-    elsewhere: until the average is back, which `in_flight` and as many reductions as there are replicas may wait for.
+    elsewhere. They are kept until `in_flight` and as many reductions as there are replicas have been added up since.
     """
     itemsize = max(sizes.gradients, sizes.reduced) if no_sync else sizes.reduced
     trainable = [bucket for bucket in partition.buckets if bucket.trainable]
@@ -233,7 +233,7 @@ def _reductions(
         most[bucket.index] = sum(waiting.values()) + under_way + sum(pool)
         while len(alive) > in_flight:
             done, on = alive.pop(0)
-            relayed.append(on)
+            relayed += [on] if any(on) else []
             for nbytes in filter(None, reversed(done)):
                 pool = [*pool, nbytes][-POOLED:]
         while len(relayed) > in_flight + sits.replicas:

@@ -26,7 +26,6 @@ from torch.utils.flop_counter import flop_registry, shape_wrapper
 from ..api import Zero, shard
 from ..errors import Error, UserError
 from ..events import DEVICE, Event, Ledger
-from ..headroom import IN_FLIGHT
 from ..layout import Layout
 from ..numerics import Precision
 from ..ranks.comm import Comm, Simulated
@@ -79,8 +78,6 @@ def simulate(
 ) -> Simulation:
     """Run three steps of `module:function` (or of a function that returns a job's parts) as rank `rank` of `ranks`.
 
-    Of several replicas (`Comm.replicas`) the averages come as late as can be: what passes through is then the most.
-
     offload: no file is made, whatever rests there. no_sync: all backwards of a step but the last are added up on the
     rank. checkpoint: as `Layout(recompute=True)`. Raises `UserError` for what cannot be built, or needs values
     (`.item()`) to run.
@@ -106,8 +103,6 @@ def simulate(
             layout=dataclasses.replace(layout or Layout(), recompute=True) if checkpoint else layout,
             comm=dataclasses.replace(comm, group=Simulated(rank, ranks)),
         )
-        if zero.replicas > 1:
-            _come_late(zero)
         counted = Counter(zero)
         for step in range(STEPS):
             if step == STEPS - RECORDED:
@@ -127,27 +122,6 @@ def simulate(
             counted.working,
             len(optimizers),
         )
-
-
-class _Average:
-    """One on its way back through the replicas: the engine keeps its running sum until it is here."""
-
-    def __init__(self, under_way: Callable[[], int], allowed: int) -> None:
-        self._under_way, self._allowed = under_way, allowed
-
-    def is_completed(self) -> bool:
-        return self._under_way() > self._allowed
-
-
-def _come_late(zero: Zero) -> None:
-    """Averages come back as late as the engine lets them: a run, whose replicas are a hop apart, holds no more."""
-    engine = zero._engine
-    allowed = engine.comm.overlap * IN_FLIGHT + zero.replicas
-
-    def hand_back(average: Tensor) -> list[Any]:
-        return [_Average(lambda: len(engine.reduction._relayed), allowed)]
-
-    engine.group.team._hand_back = hand_back  # type: ignore[method-assign]
 
 
 def _train(

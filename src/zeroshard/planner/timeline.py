@@ -73,21 +73,13 @@ def replay(
     )
     clock = _Clock(machine, ranks, replica, replicas, ordered)
     marks: list[tuple[float, ...]] = []
-    relays: list[int] = []  # under way
     for _, ends, number in turns:
         event = events[number]
-        if event.verb == "relay":
-            if not ends:  # a simulated one has its average at once; it is waited for where backward ends
-                clock.launch(number, event)
-                relays.append(number)
-        elif event.verb in TRAVELS and event.logical:
+        if event.verb in TRAVELS and event.logical:
             clock.wait(number, event) if ends else clock.launch(number, event)
         elif event.verb == "compute":
             clock.run(event.logical / (machine.flops * machine.efficiency))
         elif event.verb == "step":
-            for relay in relays:
-                clock.wait(relay, events[relay])
-            relays.clear()
             clock.update(2 * updated_nbytes / machine.memory_bandwidth / steps)
             marks.append((clock.now, clock.exposed, clock.moving, clock.compute, clock.summing))
     marks = marks[steps - 1 :: steps]  # of several optimizers the last ends a step

@@ -1,9 +1,11 @@
 """Two hosts of two ranks, and a slow link between them: `python -m bench.links`, as root, on Linux; ten minutes.
 
 A host is a network namespace; the link is a pair of virtual devices whose rate `tc` limits (a token bucket). Ranks of
-one host talk over its loopback, which nothing limits. Every back-end trains the same model in turn, at every rate.
+one host talk over its loopback, which nothing limits. At every rate all back-ends train the same model in turn, a step
+each, round after round, and the next round begins with the next of them.
 
-step s          time of a step, waiting at both ends of several
+step s          time of a step, waiting at both ends: the median over the rounds
+over hybrid     that over the step of FSDP2's hybrid sharding in the same round: the median, least and most
 sent MB         what the TCP connections of one rank have sent to the other host in a step, by the kernel: the most
 predicted MB    payload by the ledger: of zeroshard with two replicas all that crosses is the relay
 """
@@ -14,7 +16,9 @@ import argparse
 import contextlib
 import functools
 import json
+import math
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -41,12 +45,14 @@ BACKENDS: dict[str, Callable[..., Trainer]] = {
         f"zeroshard {stage}, {replicas} replica{'s' * (replicas > 1)}": functools.partial(
             ours.build, stage=stage, replicas=replicas
         )
-        for stage in (1, 2, 3)
+        for stage in (2, 3)
         for replicas in (1, 2)
     },
     "FSDP2": functools.partial(fsdp2.build, reshard=True),
     "FSDP2, hybrid 2 x 2": functools.partial(fsdp2.build, reshard=True, replicas=2),
 }
+HYBRID = [*BACKENDS][-1]
+COLOURS = ("#0969da", "#54aeff", "#1a7f37", "#4ac26b", "#6e7781", "#afb8c1")
 
 
 def crossed(own: str) -> int:
@@ -66,45 +72,109 @@ def relayed(model: nn.Module) -> int:
     return traffic["relay"].sent if "relay" in traffic else 0
 
 
-def rank(folder: Path, size: str, steps: int) -> None:
-    """One rank of one host: every back-end in turn, once for each rate that the parent sets."""
+class Held:
+    """One rank of one back-end: its model, and what its steps have cost at the rate that is set."""
+
+    def __init__(self, name: str, size: str) -> None:
+        torch.manual_seed(0)
+        self.size = SIZES[size]
+        self.model = GPT(self.size)
+        self._train = BACKENDS[name](self.model, low=False)
+        self._steps = 0
+        self.loss = 0.0
+
+    def step(self) -> None:
+        tokens_BT = batch(self.size, self._steps, dist.get_rank(), dist.get_world_size())
+        self._steps += 1
+        self.loss = self._train.backward(tokens_BT).item()
+        self._train.update()
+
+    def timed(self, own: str) -> tuple[float, int, int, float]:
+        """Seconds from all ready to all done, bytes sent to the other host, bytes handed on, the loss."""
+        dist.barrier()
+        started, before, payload = time.perf_counter(), crossed(own), relayed(self.model)
+        self.step()
+        dist.barrier()
+        seconds = time.perf_counter() - started
+        time.sleep(0.1)  # nothing more is sent behind the step's back
+        return seconds, crossed(own) - before, relayed(self.model) - payload, self.loss
+
+
+def rank(folder: Path, size: str, rounds: int) -> None:
+    """One rank of one host: every back-end in turn, round after round, once for each rate that the parent sets."""
     number, own = int(os.environ["RANK"]), os.environ["HOST"]
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    held = {name: Held(name, size) for name in BACKENDS}
+    for one in held.values():
+        one.step()  # the first has optimizers make their state, and libraries their connections
+    names = [*BACKENDS]
     for rate in RATES:
         dist.barrier()
         if number == 0:
             (folder / "ask").write_text(rate)
         while not (folder / f"set {RATES[rate]}").exists():
             time.sleep(0.05)
-        for name, build in BACKENDS.items():
-            torch.manual_seed(0)
-            model = GPT(SIZES[size])
-            train = build(model, low=False)
-            losses: list[float] = []
-            started = before = payload = 0.0
-            for step in range(steps + 1):
-                if step == 1:  # the first has optimizers make their state
-                    dist.barrier()
-                    started, before, payload = time.perf_counter(), crossed(own), relayed(model)
-                losses.append(train.backward(batch(SIZES[size], step, number, dist.get_world_size())).item())
-                train.update()
-            dist.barrier()
-            seconds = (time.perf_counter() - started) / steps
-            time.sleep(0.2)  # nothing more is sent behind the step's back
-            told: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(told, (crossed(own) - before, relayed(model) - payload, losses[-1]))
-            if number == 0:
-                sent, predicted = (max(each[at] for each in told) / steps / 1e6 for at in (0, 1))
-                row = {
-                    "link": rate, "back-end": name, "step s": round(seconds, 3), "sent MB": round(sent, 3),
-                    "predicted MB": round(predicted, 3) if predicted else "-", "losses": [each[2] for each in told],
-                }  # fmt: skip
-                with (folder / "rows").open("a") as file:
-                    file.write(json.dumps(row) + "\n")
-            del model, train
+        mine: dict[str, list[Any]] = {name: [] for name in names}
+        for turn in range(rounds):
+            for at in range(len(names)):
+                name = names[(turn + at) % len(names)]
+                mine[name].append(held[name].timed(own))
+        told: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(told, mine)
+        if number == 0:
+            with (folder / "rows").open("a") as file:
+                file.writelines(json.dumps(row) + "\n" for row in _rows(rate, told))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _rows(rate: str, told: list[dict[str, list[Any]]]) -> list[dict[str, Any]]:
+    """Of all ranks' steps at one rate: a row for each back-end."""
+    steps = {
+        name: [max(one[0] for one in turn) for turn in zip(*(each[name] for each in told), strict=True)]
+        for name in BACKENDS
+    }
+    rows = []
+    for name, seconds in steps.items():
+        ratios = [mine / its for mine, its in zip(seconds, steps[HYBRID], strict=True)]
+        sent, payload = (
+            max(statistics.median(step[at] for step in each[name]) for each in told) / 1e6 for at in (1, 2)
+        )
+        rows.append({
+            "link": rate, "back-end": name, "step s": round(statistics.median(seconds), 3),
+            "over hybrid": report.spread(ratios), "sent MB": round(sent, 3),
+            "predicted MB": round(payload, 3) if payload else "-",
+            "losses": [[step[3] for step in each[name]] for each in told],
+        })  # fmt: skip
+    return rows
+
+
+def plot(rows: list[dict[str, Any]]) -> str:
+    """An SVG of bars: seconds of a step for each back-end, a group for each link, on a logarithmic scale."""
+    names = list(dict.fromkeys(row["back-end"] for row in rows))
+    links = list(dict.fromkeys(row["link"] for row in rows))
+    least, most = (pick(row["step s"] for row in rows) for pick in (min, max))
+    left, wide, line = 190, 380, 18
+    low = math.log10(least / 2)
+    scale = wide / (math.log10(most) - low)
+    text, y = (
+        [f'<text x="8" y="20">seconds of a step, {rows[0]["link"]} to {rows[-1]["link"]}; shorter is better</text>'],
+        44,
+    )
+    for link in links:
+        text.append(f'<text x="8" y="{y}" font-weight="600">{link}</text>')
+        y += 8
+        for row in (row for row in rows if row["link"] == link):
+            long = scale * (math.log10(row["step s"]) - low)
+            text.append(f'<text x="{left - 8}" y="{y + 13}" text-anchor="end">{row["back-end"]}</text>')
+            colour = COLOURS[names.index(row["back-end"]) % len(COLOURS)]
+            text.append(f'<rect x="{left}" y="{y + 2}" width="{long:.1f}" height="{line - 4}" fill="{colour}"/>')
+            text.append(f'<text x="{left + long + 6:.1f}" y="{y + 13}">{row["step s"]:g}</text>')
+            y += line
+        y += 26
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 640 {y}" font-family="sans-serif" font-size="12">'
+    return head + f'<rect width="640" height="{y}" fill="white"/>' + "".join(text) + "</svg>\n"
 
 
 def ip(*words: str) -> None:
@@ -114,12 +184,12 @@ def ip(*words: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--size", choices=SIZES, default="10M")
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=report.RESULTS)
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
-        rank(options.rank, options.size, options.steps)
+        rank(options.rank, options.size, options.rounds)
         return
     folder = Path(tempfile.mkdtemp(prefix="links-"))
     spaces = [f"zs-link-{os.getpid()}-{at}" for at in range(len(HOSTS))]
@@ -138,15 +208,20 @@ def main() -> None:
         for space in spaces:
             subprocess.run(["ip", "netns", "del", space], check=False, timeout=20)
     rows = [json.loads(line) for line in (folder / "rows").read_text().splitlines()]
-    first = rows[0]["losses"]
+    first: dict[tuple[str, str], Any] = {}
     for row in rows:
-        row["losses"] = "same bits" if row["losses"] == first else "other bits"
+        of_one = first.setdefault((row["link"], row["back-end"][:5]), row["losses"])  # its library's first row
+        row["losses"] = "same bits" if row["losses"] == of_one else "other bits"
     notes = [
-        f"{len(HOSTS)} network namespaces of {PER_HOST} ranks, fp32, {options.size} parameters, {options.steps} steps.",
+        f"{len(HOSTS)} network namespaces of {PER_HOST} ranks, fp32, {options.size} parameters.",
+        f"{options.rounds} interleaved rounds of a step each; ratios: median, least and most.",
         "The rate is limited by tc's token bucket at both ends. No delay: the kernel here has no netem.",
-        "losses: of the last step, on each rank, against the first row's.",
+        "sent: by the kernel, what one rank's TCP connections send to the other host in a step, the most of all ranks. "
+        "predicted: payload of the relay, all that crosses with two replicas.",
+        "losses: of all steps at this rate, on each rank, against those of the first row there of the same library.",
     ]
-    report.write(options.out, "links", {"size": options.size, "steps": options.steps}, rows, notes)
+    report.write(options.out, "links", {"size": options.size, "rounds": options.rounds}, rows, notes)
+    (options.out / "links.svg").write_text(plot(rows))
 
 
 def _train(folder: Path, spaces: list[str], devices: list[str], options: argparse.Namespace) -> None:
@@ -159,7 +234,7 @@ def _train(folder: Path, spaces: list[str], devices: list[str], options: argpars
             "OMP_NUM_THREADS": "1",
         }  # fmt: skip
         command = ["ip", "netns", "exec", spaces[at], sys.executable, "-m", "bench.links", "--rank", str(folder)]
-        command += ["--size", options.size, "--steps", str(options.steps)]
+        command += ["--size", options.size, "--rounds", str(options.rounds)]
         processes.append(subprocess.Popen(command, env=environment))
     asked = ""
     while any(process.poll() is None for process in processes):

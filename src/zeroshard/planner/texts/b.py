@@ -30,10 +30,18 @@ def stacked(hidden: int, layers: int) -> int:
 
 def _summary() -> Table:
     one = traffic.replicas(1, RANKS, 1, PAPER)
-    passes = sum(traffic.passes(STAGES[1]))
+    passes, cut = sum(traffic.passes(STAGES[1])), held(1, RANKS, RANKS, RANKS)
     return table(
         "Optimizer state and messages, N = 8",
+        [line(f"{state}, plain", "4", nbytes, "B/param") for state, nbytes in PAPER.optimizer.items()],
+        [line(f"{state}, ZeRO-1", "4/N", _over(cut[state]), "B/param") for state in PAPER.optimizer],
         line("optimizer, plain", "12", OPTIMIZER, "B/param"),
+        line(
+            "optimizer, ZeRO-1, for any N",
+            "12/N",
+            _over(sum((cut[state] for state in PAPER.optimizer), Fraction())),
+            "B/param",
+        ),
         line("optimizer, ZeRO-1", "1.5", one.optimizer, "B/param"),
         line("all-reduce", "2", sum(traffic.passes(STAGES[0])), "passes of P"),
         line("reduce-scatter", "1", traffic.passes(STAGES[1])[0], "passes of P"),
@@ -41,6 +49,11 @@ def _summary() -> Table:
         line("reduce-scatter + all-gather", "2", passes, "passes of P"),
         line("either, sent per rank", None, one.total, "P"),
     )
+
+
+def _over(per_rank: Fraction) -> str:
+    """Bytes on one of `RANKS` ranks, as what all of them hold together over N."""
+    return f"{number(per_rank * RANKS)}/N"
 
 
 def _padding() -> Table:
@@ -60,6 +73,11 @@ def _said(count: int) -> tuple[Fraction, Fraction]:
     return 1 + Fraction(2 * (count - 1), RANKS), 1 - Fraction(count, RANKS)
 
 
+def _about(count: int, says: Fraction) -> str:
+    """As the text writes it: ~P of one replica, exactly of several."""
+    return f"{'~' if count == 1 else ''}{number(says)}"
+
+
 def _replicas() -> Table:
     by_k = {count: traffic.replicas(1, RANKS, count, PAPER) for count in COPIES}
     said = {count: _said(count) for count in COPIES}
@@ -67,17 +85,14 @@ def _replicas() -> Table:
         "K replicas of the optimizer, N = 8, in P sent per rank",
         [line(f"K = {count}: optimizer", None, k.optimizer, "B/param") for count, k in by_k.items()],
         [
-            line(f"K = {count}: reduction", number(says), k.reduce_inside + k.reduce_between, "P", exact=True)
+            line(f"K = {count}: reduction", _about(count, says), k.total - k.gather_inside, "P", exact=count > 1)
             for (count, k), (says, _) in zip(by_k.items(), said.values(), strict=True)
         ],
         [
-            line(f"K = {count}: all-gather", number(says), k.gather_inside, "P", exact=True)
+            line(f"K = {count}: all-gather", _about(count, says), k.gather_inside, "P", exact=count > 1)
             for (count, k), (_, says) in zip(by_k.items(), said.values(), strict=True)
         ],
-        [
-            line(f"K = {count}: total", "2" if count == 1 else "> 2", k.total, "P", exact=True)
-            for count, k in by_k.items()
-        ],
+        [line(f"K = {count}: total", "~2" if count == 1 else "> 2", k.total, "P") for count, k in by_k.items()],
         [
             line(f"K = {count}: total of its own formulas", "> 2", sum(both, Fraction()), "P")
             for count, both in said.items() if count > 1
@@ -90,11 +105,16 @@ def _slow_link() -> Table:
     with_four, with_one = (traffic.per_step(RANKS**2, RANKS, STAGES[1], PAPER, replicas=count) for count in (4, 1))
     ours = traffic.slow_link(RANKS, 4, with_four, with_one, NODE)
     unit = RANKS**2 * PAPER.parameters
+    gathers = four.gather_inside if RANKS // 4 > NODE else Fraction()  # which a node's ranks have among themselves
     return table(
         "The slow link, N = 8, nodes of two, K = 4 beside K = 1",
-        line("K = 1, ring", "2", one.total, "P", exact=True),
+        line("K = 1, ring: reduction", "~1", one.reduce_inside, "P"),
+        line("K = 1, ring: parameters", "~1", one.gather_inside, "P"),
+        line("K = 1, ring: total", "~2", one.total, "P"),
         line("K = 4: what a rank holds after the reduce-scatter", "0.5", Fraction(4, RANKS), "P"),
-        line("K = 4, ring", "0.75", four.reduce_between, "P"),
+        line("K = 4, ring: reduction", "0.75", four.reduce_between, "P"),
+        line("K = 4, ring: parameters", "0", gathers, "P"),
+        line("K = 4, ring: total", "0.75", four.reduce_between + gathers, "P"),
         line("K = 1, as this engine sends, a card", None, ours.with_one / unit, "P"),
         line("K = 4, as this engine sends, a card", None, ours.sent / unit, "P"),
         line("less: this engine, a card per rank", "62.5", 100 * ours.saved, "%"),
@@ -168,6 +188,10 @@ def _corrections() -> tuple[str, ...]:
         "fp32, so that K changes no bit. In 16 bits they would make it 36.8 %. Were every collective a ring, it "
         "would be 57.1 % where each rank has a card and all of a rank's 1.75P crosses the slow link, 14.3 % where a "
         "node has one card (its 2 ranks send 0.75P each, against one ring's 1.75P).",
+        "The fp32 masters are seeded from the bf16 buffer. Here they begin as the weights from before rounding: from "
+        "the bf16 copy the first steps would differ, as in text A.",
+        "FP8 parameters in buffers of their own: not here yet. Parameters are fp64, fp32, bf16 or fp16.",
+        "The dp-cp group is whatever group of ranks shards: Comm(group=...).",
         "The baseline frees param.grad in zero_grad(set_to_none=True), not in optimizer.step(), which leaves it as it "
         "is.",
         "42.7 %: its gradient buffer is inside 8.75 already, where the saving is 50 %. The shard's fp32 gradient "

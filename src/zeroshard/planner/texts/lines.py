@@ -24,7 +24,7 @@ Values = tuple[Fraction, ...]
 class Line(NamedTuple):
     """One number, a row of numbers or a formula.
 
-    says: the text's own, None where it gives none; "> 2" of a number, "1, 2, ..." of the first of a row. exact:
+    says: the text's own, None where it gives none; "> 2" or "~2" of a number, "1, 2, ..." of the first of a row. exact:
     rounding is no excuse, because the text draws a conclusion from the number.
     """
 
@@ -54,7 +54,7 @@ class Line(NamedTuple):
             return all(self._is(value, says) for value, says in zip(self.value, said, strict=False))
         if self.says.startswith("> "):
             return self.value > Fraction(self.says.removeprefix("> "))
-        return self._is(self.value, self.says.replace(",", ""))
+        return self._is(self.value, self.says.removeprefix("~").replace(",", ""))
 
     def _is(self, value: Fraction, said: str) -> bool:
         says = Decimal(said)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ..tiers.tier import Offload
 
 UNITS_LIMIT = 1 << 12
+DTYPES = ("fp32", "bf16")
 
 
 def plan(
@@ -94,22 +95,13 @@ def plan(
 
     Raises `UserError` for whatever cannot be answered.
     """
+    # Long by its settings alone: each stands here three times, as an argument, in words, and in what is asked.
     _exactly_one(job=job, params=params, shapes=shapes)
-    if preset is not None and bytes is not None:
-        raise UserError("preset and bytes both say how many bytes a parameter takes", instead="one of the two")
-    if precision not in (None, *get_args(Literal["fp32", "bf16"])):
-        raise UserError("no such precision", got=repr(precision), instead=nearest(precision, ("fp32", "bf16")))
-    if grad_dtype not in (None, *get_args(Literal["fp32", "bf16"])):
-        raise UserError("no such grad_dtype", got=repr(grad_dtype), instead=nearest(grad_dtype, ("fp32", "bf16")))
-    if instances is not None and replicas is not None:
-        raise UserError("replicas and instances are two names of one thing", instead=f"replicas={replicas!r}")
-    replicas = instances if replicas is None else replicas
+    _check_words(preset=preset, bytes=bytes, precision=precision, grad_dtype=grad_dtype)
+    replicas = _one_name(replicas, instances)
     most = from_number.RANKS_LIMIT if params is not None else from_shapes.RANKS_LIMIT
     _check_numbers(ranks, most, accumulate, prefetch, gpus_per_node, replicas)
-    if units is not None:
-        _whole("units", units, UNITS_LIMIT)
-        if params is None:
-            raise UserError("units stand for shapes that are not known", got="a job or shapes", instead="leave it out")
+    _check_units(units, known=params is None)
     _check_stage(stage)
     _check_files(offload, disk, step_time, tokens)
     asked = Asked(
@@ -134,27 +126,26 @@ def plan(
         step_time=step_time,
         tokens=None if tokens is None else quantities.count(tokens, "tokens"),
     )
-    of_layout = {"align": align, "bounds": bounds, "bucket_mib": bucket_mib}
-    of_layout = {name: value for name, value in of_layout.items() if value is not None}
+    layout = _given(align=align, bounds=bounds, bucket_mib=bucket_mib)
     if job is not None:
-        closed_form = {"preset": preset, "bytes": bytes, "optimizer": optimizer}
-        if told := [name for name, value in closed_form.items() if value is not None]:
-            raise UserError(f"{' and '.join(told)}: a job says itself what it holds", instead="leave it out")
-        return _plan_job(job, asked, _layout(of_layout))
-    if precision is not None or checkpoint:
-        raise UserError("precision and checkpoint are for jobs", instead="name a job, module:function")
-    if grad_dtype is not None:
-        raise UserError(
-            "grad_dtype is for jobs", instead='preset="zeroshard-bf16-grads", or name a job, module:function'
-        )
+        _refuse("a job says itself what it holds", "leave it out", preset=preset, bytes=bytes, optimizer=optimizer)
+        return _plan_job(job, asked, _layout(layout))
+    instead = 'name a job, module:function; for bytes per parameter preset="zeroshard-bf16-grads" and the like'
+    _refuse("for jobs only", instead, precision=precision, checkpoint=checkpoint or None, grad_dtype=grad_dtype)
     if params is not None:
-        if of_layout:
-            raise UserError(
-                f"{' and '.join(of_layout)}: a number of parameters has no layout", instead="shapes, or leave it out"
-            )
+        _refuse("a number of parameters has no layout", "shapes, or leave it out", **layout)
         return from_number.plan_params(quantities.count(params), asked)
     assert shapes is not None
-    return from_shapes.plan_shapes(shapes, asked, _layout(of_layout))
+    return from_shapes.plan_shapes(shapes, asked, _layout(layout))
+
+
+def _given(**settings: Any) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if value is not None}
+
+
+def _refuse(why: str, instead: str, **settings: object) -> None:
+    if told := _given(**settings):
+        raise UserError(f"{' and '.join(told)}: {why}", instead=instead)
 
 
 def _exactly_one(**models: object) -> None:
@@ -165,6 +156,27 @@ def _exactly_one(**models: object) -> None:
             got=" and ".join(named) or "none of them",
             instead="params=7e9, or shapes='model.safetensors'",
         )
+
+
+def _check_words(*, preset: object, bytes: object, **dtypes: object) -> None:
+    if preset is not None and bytes is not None:
+        raise UserError("preset and bytes both say how many bytes a parameter takes", instead="one of the two")
+    for name, value in dtypes.items():
+        if value not in (None, *DTYPES):
+            raise UserError(f"no such {name}", got=repr(value), instead=nearest(value, DTYPES))
+
+
+def _one_name(replicas: int | None, instances: int | None) -> int | None:
+    if instances is not None and replicas is not None:
+        raise UserError("replicas and instances are two names of one thing", instead=f"replicas={replicas!r}")
+    return instances if replicas is None else replicas
+
+
+def _check_units(units: object, *, known: bool) -> None:
+    if units is not None:
+        _whole("units", units, UNITS_LIMIT)
+        if known:
+            raise UserError("units stand for shapes that are not known", got="a job or shapes", instead="leave it out")
 
 
 def _check_numbers(

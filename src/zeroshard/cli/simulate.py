@@ -79,15 +79,19 @@ def show_simulation(
             )
         )
         return
+    _open(job, f"{ranks:,} at stage {stage}{_copies(ranks, replicas)}", cluster)
+    for each in found:
+        _show(each)
+
+
+def _open(job: str, ranks: str, cluster: Machine) -> None:
     facts = {
         "job": escape(job),
-        "ranks": f"{ranks:,} at stage {stage}{_copies(ranks, replicas)}; nothing runs, nothing is sent",
+        "ranks": f"{ranks}; nothing runs, nothing is sent",
         "on": f"{cluster.name}: {escape(cluster.source)}",
         "clock": f"{100 * cluster.efficiency:.0f} % of {cluster.flops / 1e12:,.0f} TFLOP/s, its 16-bit peak; any dtype",
     }
     screen.opening("Simulation", facts)
-    for each in found:
-        _show(each)
 
 
 def _copies(ranks: int, replicas: int) -> str:
@@ -191,18 +195,18 @@ def balance(zero: Zero) -> dict[str, Any]:
     }
 
 
+def _both(nbytes: int) -> tuple[str, str]:
+    return f"{nbytes:,}", f"{nbytes / 2**30:.3f}"
+
+
 def _show(found: dict[str, Any]) -> None:
     screen.say(f"\n[bold]Rank {found['rank']:,}[/bold]")
-    table = screen.new_table("Held, in bytes", "state", "at rest", "at the peak", "GiB at the peak")
+    table = screen.new_table("Held, in bytes", "state", "at rest", "GiB", "at the peak", "GiB")
     peak = found["peak"]
     for state in dict.fromkeys([*found["held"], *peak["held"]]):
-        at_peak = peak["held"].get(state, 0)
-        table.add_row(state, f"{found['held'].get(state, 0):,}", f"{at_peak:,}", f"{at_peak / 2**30:.3f}")
-    rest = sum(found["held"].values())
-    table.add_row("[bold]total[/bold]", f"{rest:,}", f"{peak['total']:,}", f"{peak['total'] / 2**30:.3f}")
-    table.add_row(
-        "[dim]activations, beside[/dim]", "", f"{found['activations']:,}", f"{found['activations'] / 2**30:.3f}"
-    )
+        table.add_row(state, *_both(found["held"].get(state, 0)), *_both(peak["held"].get(state, 0)))
+    table.add_row("[bold]total[/bold]", *_both(sum(found["held"].values())), *_both(peak["total"]))
+    table.add_row("[dim]activations, beside[/dim]", "", "", *_both(found["activations"]))
     screen.console.print(table)
     screen.say(f"  [dim]the peak is in {peak['phase']}; activations are what forward keeps for backward[/dim]")
     most, verdict = peak["total"] + found["working"], "fits in" if found["fits"] else "[red]does not fit in[/red]"

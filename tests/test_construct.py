@@ -231,7 +231,8 @@ CALLS = {
     "unit name": (lambda: shard_mlp(layout=Layout(units=["O"])), r"(?s)matches no module.*did you mean|one of"),
     "unit pattern": (lambda: shard_mlp(layout=Layout(units=["blocks.*"])), r"(?s)matches no module.*blocks"),
     "unit class": (lambda: shard_mlp(layout=Layout(units=[nn.LSTM])), r"(?s)matches no module.*LSTM.*Linear"),
-    "unit type": (lambda: shard_mlp(layout=Layout(units=[3])), r"(?s)names, patterns or module classes"),
+    "unit type": (lambda: shard_mlp(layout=Layout(units=[3])), r"(?s)names, patterns, module classes or their names"),
+    "unit class by name": (lambda: shard_mlp(layout=Layout(units=["Linaer"])), r"(?s)matches no module.*mean 'Linear'"),
     "ignore": (
         lambda: shard_mlp(layout=Layout(ignore=["0.wieght"])),
         r"(?s)matches no parameter.*did you mean '0\.weight'",
@@ -254,6 +255,15 @@ def test_wrong_arguments_are_refused(name):
     call, says = CALLS[name]
     with pytest.raises(UserError, match=says):
         call()
+
+
+def test_units_may_be_named_by_their_class():
+    """The class, and its name, choose the same modules; a pattern that is no class's name chooses by the modules' names."""
+    names = []
+    for wanted in (nn.Linear, "Linear", "[024]"):
+        zero = shard_mlp(layout=Layout(units=[wanted]))
+        names.append([unit.name for unit in zero._engine.units])
+    assert names[0] == names[1] == names[2] == ["", "0", "2", "4"]
 
 
 def contradictions():
@@ -625,6 +635,51 @@ def on_meta_bf16():
         with zero.gathered():
             found.append(reference.weights(model))
     return found
+
+
+class Said(nn.Module):
+    """A model with a say in its modules' first values, as Hugging Face's have it; one of them has none of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.grown, self.norm = nn.Linear(7, 7), Grown(), nn.LayerNorm(5)
+        self.inner = Quiet()
+
+    def _init_weights(self, module):
+        if isinstance(module, (nn.Linear, Grown)):
+            for parameter in module.parameters(recurse=False):
+                nn.init.constant_(parameter, 0.5)
+
+
+class Quiet(nn.Module):
+    """A model inside it, with a say of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def _init_weights(self, module):
+        if isinstance(module, nn.Linear):
+            nn.init.constant_(module.weight, 0.25)
+            nn.init.zeros_(module.bias)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_models_own_say_in_first_values_counts(stage):
+    """What it says nothing of is as its modules have it; `init=` comes before all of it."""
+    for init, want in ((None, {"linear": 0.5, "grown": 0.5, "norm": 1.0, "inner": 0.25}), (zeros, {})):
+        with torch.device("meta"):
+            model = Said()
+        zero = zeroshard.shard(model, None, stage=stage, init=init)
+        with zero.gathered():
+            for name, parameter in model.named_parameters():
+                value = 0.0 if name in ("norm.bias", "inner.linear.bias") else want.get(name.split(".")[0], 0.0)
+                assert (parameter == value).all(), name
+
+
+def zeros(module):
+    for parameter in module.parameters(recurse=False):
+        nn.init.zeros_(parameter)
 
 
 def test_what_cannot_initialise_itself_is_refused():

@@ -281,7 +281,35 @@ class Known(torch.optim.Optimizer):
                     param.sub_(state["sign"] * group["lr"])
 
 
-KINDS["Known"] = Known
+class Together(torch.optim.Optimizer):
+    """A user's own optimizer that updates blocks of 256 elements together, as quantized states do."""
+
+    block = 256
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    for grad, flat in zip(param.grad.reshape(-1).split(256), param.view(-1).split(256), strict=True):
+                        flat.sub_(grad * (group["lr"] / grad.abs().max()))
+
+
+def lion(params):
+    return pytest.importorskip("lion_pytorch").Lion(params, lr=0.01, weight_decay=0.1)
+
+
+def schedule_free(params):
+    optimizer = pytest.importorskip("schedulefree").AdamWScheduleFree(params, lr=0.01, warmup_steps=2)
+    optimizer.train()
+    return optimizer
+
+
+KINDS |= {"Known": Known, "Together": Together, "Lion": lion, "schedule-free": schedule_free}
+BLOCKS = {"sizes": (7, 256, 256, 5)}  # every tensor of over 256 elements is a multiple of that
 
 
 @pytest.mark.parametrize("kind", ["Adafactor", "Muon", "Muon of one matrix", "Unknown"])
@@ -296,6 +324,17 @@ def test_whole_tensor_optimizers_where_nothing_is_cut(kind):
 def test_an_optimizer_may_say_that_it_is_elementwise():
     """A user's class with `elementwise = True` is cut like any other, its state included."""
     check(training, "Known", 2)
+
+
+def test_an_optimizer_may_say_which_elements_it_updates_together():
+    """One with `block = 256` is cut at such blocks, at which it has plain PyTorch's bits."""
+    check(training, "Together", 1, "mlp", BLOCKS, Layout(align=256))
+
+
+@pytest.mark.parametrize("kind", ["Lion", "schedule-free"])
+def test_elementwise_optimizers_of_other_packages_are_known(kind):
+    pytest.importorskip({"Lion": "lion_pytorch", "schedule-free": "schedulefree"}[kind])
+    check(training, kind, 1)
 
 
 def lbfgs(engine, line_search):
@@ -352,6 +391,8 @@ def refusals():
             lambda m: torch.optim.SparseAdam(m.parameters()), layout=Layout(bounds=bounds)
         )
         found["LBFGS", bounds] = attempt(lambda m: torch.optim.LBFGS(m.parameters()), layout=Layout(bounds=bounds))
+    found["blocks"] = attempt(lambda m: Together(m.parameters()))
+    found["odd blocks"] = attempt(lambda m: Together(m.parameters()), layout=Layout(align=256))
     found["fused"] = attempt(lambda m: torch.optim.AdamW(m.parameters(), fused=True), layout=Layout(align=1))
     found["string"] = attempt(lambda m: "adamw")
     found["class"] = attempt(lambda m: torch.optim.AdamW)
@@ -377,6 +418,8 @@ def test_what_cannot_be_cut_is_refused_by_name(world):
                 assert "weight" in found[what, 3]
                 assert 'bounds="tensor"' in found[what, 3]
             assert "elementwise = True" in found["Unknown", 3]
+            assert "Layout(align=256)" in found["blocks"] and "align=128" in found["blocks"]
+            assert "'0.weight' is cut" in found["odd blocks"] and 'bounds="tensor"' in found["odd blocks"]
         assert "stage=0" in found["LBFGS", 1]
         assert "sparse=False" in found["SparseAdam", 0]
         assert "fused=False" in found["fused"]

@@ -19,6 +19,7 @@ from .checkpoint.files import absolute
 from .checkpoint.saving import Saving
 from .engine.finite import Finding
 from .engine.guard import refuse_inside
+from .engine.preflight import unwrapped
 from .errors import StateError, UserError, nearest
 from .events import Event, Ledger, Record
 from .layout import Bucket, Layout, Slot
@@ -60,7 +61,8 @@ def shard(
         layout: how parameters are grouped and cut; see `Layout`.
         comm: how ranks talk; see `Comm`.
         device: where the model computes (default: where it is; the CPU for a model on meta).
-        init: initialises one module whose parameters were on meta (default: its `reset_parameters()`).
+        init: initialises one module whose parameters were on meta (default: its `reset_parameters()`, then its model's
+            `_init_weights(module)` where there is one, as in Hugging Face's models).
 
     Raises `UserError` (a ValueError) for what cannot work, `PeerError` where the ranks do not agree. With `torchrun`
     (or any process group) every rank calls it; without a launcher it runs as one rank.
@@ -72,7 +74,8 @@ def shard(
     if not isinstance(model, nn.Module):
         raise UserError("not a model", expected="an nn.Module", got=type(model).__name__)
     several = optimizer is None or isinstance(optimizer, (list, tuple))
-    optimizers: list[Any] = list(optimizer or ()) if several else [optimizer]  # type: ignore[arg-type]
+    given: list[Any] = list(optimizer or ()) if several else [optimizer]  # type: ignore[arg-type]
+    optimizers = list(map(unwrapped, given))
     device = _device(model, device)
     return Zero(Engine(model, optimizers, stage, precision, offload, layout, comm, device, init))
 

@@ -40,7 +40,8 @@ class Layout:
         cut at the tensor boundary nearest to i*P/N (needed by whole-matrix optimizers).
     bucket_mib: the most parameter bytes (MiB) one collective moves; a larger single tensor gets a bucket of its own.
     align: elements per block. 128 keeps fused kernels bit-exact under any cut; 1 cuts anywhere.
-    units: which submodules are gathered together: module names, name patterns ("blocks.*") or module classes.
+    units: which submodules are gathered together: module names, name patterns ("blocks.*"), module classes or the
+        names of these ("LlamaDecoderLayer").
         None finds them: the children of the outermost `ModuleList`s, and of a `Sequential` or `ModuleDict` that has no
         `ModuleList` inside, and large leaves.
     ignore: parameter names or patterns that zeroshard leaves entirely alone (not sharded, not averaged).

@@ -36,7 +36,17 @@ from .preflight import (
     describe,
 )
 from .undo import Before
-from .unit import Managed, Unit, borrowed, check_initialisers, find_units, managed_parameters, materialise, on_meta
+from .unit import (
+    Initialiser,
+    Managed,
+    Unit,
+    borrowed,
+    check_initialisers,
+    find_units,
+    managed_parameters,
+    materialise,
+    on_meta,
+)
 
 
 @dataclass
@@ -133,16 +143,17 @@ class Assembly:
         """
         by_name = {record.name: record for record in self.managed}
         modules = _own_modules(self.units)
+        initialise = Initialiser(self.model, init)
         buckets = {unit.index: [b for b in self.partition.buckets if b.unit == unit.index] for unit in self.units}
         if on_meta(self.model):
-            check_initialisers([pair for unit in self.units for pair in modules[unit.index]], init)
+            check_initialisers([pair for unit in self.units for pair in modules[unit.index]], initialise)
             state = torch.get_rng_state()
             self.group.broadcast(state)
             torch.set_rng_state(state)
         # A parameter belongs to the unit that registers it first, so units in order never meet one half-built.
         for unit in self.units:
             flats, memory = self._memory_for_meta(buckets[unit.index], by_name)
-            materialise(modules[unit.index], self.group.device, init, memory)
+            materialise(modules[unit.index], self.group.device, initialise, memory)
             for module in (module for _, module in modules[unit.index]):
                 self._place_buffers(module, before)
             for bucket in buckets[unit.index]:

@@ -28,6 +28,22 @@ from .unit import Managed
 ELEMENTWISE = {"SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "NAdam", "RAdam", "Adamax", "ASGD", "Rprop"}
 WHOLE_TENSORS = {"Adafactor", "Muon"}
 BY_TENSOR = ELEMENTWISE | WHOLE_TENSORS  # what happens to a tensor depends on no other
+# Of other packages: how many elements, counted from a tensor's start, are updated together. torchao quantizes blocks of
+# 256 or 128, but nothing of what has fewer than 4096 elements.
+TOGETHER = {
+    "lion_pytorch": {"Lion": 1},
+    "schedulefree": {"AdamWScheduleFree": 1, "RAdamScheduleFree": 1, "SGDScheduleFree": 1},
+    "torchao": dict.fromkeys(("Adam8bit", "AdamW8bit", "Adam4bit", "AdamW4bit", "AdamFp8", "AdamWFp8"), 4096),
+}
+WRAPPERS = {"accelerate.optimizer": "optimizer", "lightning.fabric.wrappers": "_optimizer"}
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer whose step updates the parameters: others' wrappers have no hooks of their own."""
+    for kind in type(optimizer).__mro__:
+        if kind.__module__ in WRAPPERS:
+            return unwrapped(getattr(optimizer, WRAPPERS[kind.__module__]))
+    return optimizer
 
 
 def check_model(model: nn.Module) -> None:
@@ -195,10 +211,20 @@ def check_settings(partition: Partition, layout: Layout, comm: Comm) -> None:
         )
 
 
+def block_of(optimizer: Any) -> int | None:
+    """How many elements this optimizer updates together, counted from a tensor's start; None: it is not known."""
+    kind = type(optimizer)
+    if kind.__module__.startswith("torch.optim"):
+        return 1 if kind.__name__ in ELEMENTWISE else None
+    block = 1 if getattr(optimizer, "elementwise", False) else getattr(kind, "block", None)
+    known = TOGETHER.get(kind.__module__.partition(".")[0], {}).get(kind.__name__)
+    return block if isinstance(block, int) else known
+
+
 def by_bucket(optimizer: Any) -> bool:
     """May this optimizer be stepped one bucket after the other?"""
-    known = type(optimizer).__module__.startswith("torch.optim")
-    return bool(getattr(optimizer, "elementwise", known and type(optimizer).__name__ in BY_TENSOR))
+    known = type(optimizer).__module__.startswith("torch.optim") and type(optimizer).__name__ in BY_TENSOR
+    return bool(getattr(optimizer, "elementwise", known or block_of(optimizer) == 1))
 
 
 def check_offload(optimizers: list[Any], offload: Offload) -> None:
@@ -318,12 +344,23 @@ def check_optimizer(optimizer: Any, partition: Partition, *, replicated: bool) -
             instead='shard(..., layout=Layout(bounds="tensor")), or stage=0',
         )
     known = is_torch and name in BY_TENSOR | {"LBFGS"}
-    if not known and cut and not getattr(optimizer, "elementwise", False):
+    block = block_of(optimizer)
+    odd = [each for each in cut if block and (partition.find(each)[1].numel % block or partition.align % block)]
+    if not known and block and odd:
+        raise UserError(
+            f"this optimizer updates blocks of {block} elements, and a cut would fall into one",
+            where=f"{name}, parameter {odd[0]!r} is cut",
+            expected=f"Layout(align={block}), and a multiple of that many elements",
+            got=f"align={partition.align}, and {partition.find(odd[0])[1].numel} elements",
+            instead=f'Layout(align={block}), or Layout(bounds="tensor") where tensors are no multiple',
+        )
+    if not known and cut and block is None:
         raise UserError(
             "zeroshard does not know whether this optimizer is elementwise",
             where=where,
             expected=f"one of {sorted(ELEMENTWISE)}, or an attribute elementwise = True on the class",
-            instead='set elementwise = True if each element is updated by itself, else layout=Layout(bounds="tensor")',
+            instead="set elementwise = True if each element is updated by itself, block = 256 if 256 elements are "
+            'together, else layout=Layout(bounds="tensor")',
         )
     if partition.align < 128 and any(group.get("fused") for group in optimizer.param_groups):
         raise UserError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -169,18 +170,20 @@ def _chosen(model: nn.Module, layout: Layout) -> list[tuple[str, nn.Module]]:
     assert layout.units is not None
     for wanted in layout.units:
         if isinstance(wanted, str):
-            hits = [(name, module) for name, module in modules if fnmatch.fnmatchcase(name, wanted)]
+            hits = [(n, m) for n, m in modules if fnmatch.fnmatchcase(n, wanted) or type(m).__name__ == wanted]
         elif isinstance(wanted, type) and issubclass(wanted, nn.Module):
             hits = [(name, module) for name, module in modules if isinstance(module, wanted)]
         else:
             raise UserError(
-                "Layout.units takes module names, patterns or module classes",
+                "Layout.units takes module names, patterns, module classes or their names",
                 got=repr(wanted),
                 instead='Layout(units=["blocks.*"])',
             )
         if not hits:
             hint = (
-                nearest(wanted, [name for name, _ in modules if name][:40])
+                nearest(
+                    wanted, sorted({type(m).__name__ for _, m in modules}) + [name for name, _ in modules if name][:40]
+                )
                 if isinstance(wanted, str)
                 else f"{wanted.__name__} is not among {sorted({type(m).__name__ for _, m in modules})}"
             )
@@ -220,13 +223,40 @@ def on_meta(module: nn.Module) -> bool:
     return any(t.is_meta for t in (*module.parameters(), *module.buffers()))
 
 
-def check_initialisers(modules: list[tuple[str, nn.Module]], init: Callable[[nn.Module], None] | None) -> None:
+class Initialiser:
+    """First values for what a module had on meta: by `init`, else by the module, and then by its model if that can.
+
+    Hugging Face's models have an `_init_weights(module)` for all their modules, inner models for their own.
+    """
+
+    def __init__(self, model: nn.Module, init: Callable[[nn.Module], None] | None) -> None:
+        self._init = init
+        self._own: dict[int, Callable[[nn.Module], None]] = {}
+        for module in model.modules():  # the inner ones last
+            own: Any = getattr(module, "_init_weights", None)
+            if callable(own) and len(inspect.signature(own).parameters) == 1:
+                self._own |= dict.fromkeys(map(id, module.modules()), own)
+
+    def knows(self, module: nn.Module) -> bool:
+        return self._init is not None or id(module) in self._own or hasattr(type(module), "reset_parameters")
+
+    def __call__(self, module: nn.Module) -> None:
+        if self._init is not None:
+            return self._init(module)
+        if hasattr(type(module), "reset_parameters"):
+            module.reset_parameters()  # type: ignore[operator]
+        if id(module) in self._own:
+            self._own[id(module)](module)
+        return None
+
+
+def check_initialisers(modules: list[tuple[str, nn.Module]], init: Initialiser) -> None:
     """Before anything is changed: every module that has something on meta must say how to fill it."""
     seen: set[int] = set()
     for path, module in modules:
         own = {id(tensor) for tensor in _own_meta(module)} - seen
         seen |= own
-        if own and init is None and not hasattr(type(module), "reset_parameters"):
+        if own and not init.knows(module):
             raise UserError(
                 "a module on the meta device does not say how to initialise itself",
                 where=f"module {path!r} ({type(module).__name__})",
@@ -239,10 +269,10 @@ def check_initialisers(modules: list[tuple[str, nn.Module]], init: Callable[[nn.
 def materialise(
     modules: list[tuple[str, nn.Module]],
     device: torch.device,
-    init: Callable[[nn.Module], None] | None,
+    init: Initialiser,
     memory: dict[int, Tensor],
 ) -> None:
-    """Give one unit's own modules real memory and initial values: `init(module)`, or `reset_parameters()`.
+    """Give one unit's own modules real memory and initial values.
 
     `memory` (by the parameter's id) is what becomes a parameter's; others get their own. The parameters stay the same
     Python objects, so ties and the user's optimizer survive. What a module has beside its tensors on meta (a weight
@@ -263,7 +293,7 @@ def materialise(
                 real = nn.Parameter(real, requires_grad=tensor.requires_grad)
             torch.utils.swap_tensors(tensor, real)
         with torch.no_grad(), _standing_in(module, {id(tensor) for tensor in own}, device):
-            init(module) if init is not None else module.reset_parameters()  # type: ignore[operator]
+            init(module)
         if recurrent:
             module._init_flat_weights()  # type: ignore[operator]
 

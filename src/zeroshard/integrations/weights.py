@@ -21,6 +21,7 @@ from ..checkpoint.content import persistent
 from ..checkpoint.files import MANIFEST, absolute
 from ..checkpoint.loading import put, renew, resting
 from ..checkpoint.manifest import Saved
+from ..engine.unit import Initialiser
 from ..errors import CheckpointError, Error, UserError
 from ..events import Ledger
 from ..layout import Layout
@@ -55,7 +56,7 @@ def load(
     strict: False leaves what the folder does not have, or has in another shape, to `init`; and what the model does not
         have in the folder.
     init: as in `shard`, for the modules on meta of which something is not in the folder, such as buffers that are not
-        saved (default: `reset_parameters()`).
+        saved (default: as in `shard`).
 
     Raises `CheckpointError` on every rank where the folder and the model do not fit. The other arguments are `shard`'s.
     """
@@ -66,14 +67,16 @@ def load(
     try:
         tensors = _shapes(path)
         problem = "".join(f"\n    {each}" for each in _differences(model, tensors)) if strict else None
-        _check_initialisers(model, tensors, init)
+        _check_initialisers(model, tensors, Initialiser(model, init))
     except Exception as error:  # the other ranks must hear of it, whatever it is
         problem = f"{error}" if isinstance(error, Error) else f"{type(error).__name__}: {error}"
     told = group.problems(problem)
     if told:
         raise CheckpointError("the model was not loaded", where=str(path), got=told[0])
     settings: dict[str, Any] = {"precision": precision, "offload": offload, "layout": layout, "comm": comm}
-    zero = shard(model, optimizer, stage=stage, device=device, init=_fill(model, tensors, init), **settings)
+    zero = shard(
+        model, optimizer, stage=stage, device=device, init=_fill(model, tensors, Initialiser(model, init)), **settings
+    )
     if (path / MANIFEST).exists():
         zero.load(path, strict=strict)
         return zero
@@ -193,10 +196,10 @@ def _unfilled(model: nn.Module, tensors: dict[str, tuple[int, ...]]) -> set[int]
     }
 
 
-def _check_initialisers(model: nn.Module, tensors: dict[str, tuple[int, ...]], init: Any) -> None:
+def _check_initialisers(model: nn.Module, tensors: dict[str, tuple[int, ...]], init: Initialiser) -> None:
     unfilled = _unfilled(model, tensors)
     for path, module in model.named_modules():
-        if id(module) in unfilled and init is None and not hasattr(type(module), "reset_parameters"):
+        if id(module) in unfilled and not init.knows(module):
             raise UserError(
                 "a module on the meta device holds something that the folder does not, such as a buffer that is not "
                 "saved, and does not say how to initialise it", where=f"module {path!r} ({type(module).__name__})",
@@ -204,12 +207,12 @@ def _check_initialisers(model: nn.Module, tensors: dict[str, tuple[int, ...]], i
             )  # fmt: skip
 
 
-def _fill(model: nn.Module, tensors: dict[str, tuple[int, ...]], init: Any) -> Callable[[nn.Module], None]:
+def _fill(model: nn.Module, tensors: dict[str, tuple[int, ...]], init: Initialiser) -> Callable[[nn.Module], None]:
     unfilled = _unfilled(model, tensors)
 
     def fill(module: nn.Module) -> None:
         if id(module) in unfilled:
-            init(module) if init is not None else module.reset_parameters()  # type: ignore[operator]
+            init(module)
 
     return fill
 

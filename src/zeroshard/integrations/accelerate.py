@@ -1,0 +1,236 @@
+"""Hugging Face Accelerate: `ZeroAccelerator`, an `Accelerator` that shards what it prepares.
+
+    accelerator = ZeroAccelerator(stage=3, gradient_accumulation_steps=4)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+
+Accelerate has no place to plug another kind of training in: `prepare` asks for one of its own. So this is a subclass.
+It lets Accelerate do all but the wrapping by DDP, and shards the model and its optimizer once both are prepared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+
+from .. import api
+from ..engine.preflight import unwrapped
+from ..engine.unit import on_meta
+from ..errors import StateError, UserError
+from ..layout import Layout
+from ..numerics import Precision
+from ..ranks.comm import Comm
+from ..tiers.tier import Offload
+
+FOLDER = "zeroshard"  # in a folder of save_state: what zero.save writes; of the second model zeroshard_1, and so on
+_OWN = "_zeroshard_zero"  # where a sharded model has its Zero
+_OTHERS = {DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA}
+
+
+class ZeroAccelerator(Accelerator):
+    """An `Accelerator` whose models are sharded; `stage` and the policies are those of `zeroshard.shard`."""
+
+    _models: list[Any]
+    _optimizers: list[Any]
+
+    def __init__(
+        self,
+        *args: Any,
+        stage: int = 3,
+        precision: Precision | None = None,
+        offload: Offload | None = None,
+        layout: Layout | None = None,
+        comm: Comm | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        if self.ddp_handler is not None:
+            raise UserError(
+                "there is no DistributedDataParallel that could take these arguments",
+                got="kwargs_handlers=[DistributedDataParallelKwargs(...)]",
+                instead="layout=Layout(bucket_mib=...), comm=Comm(...)",
+            )
+        self._begin({"stage": stage, "precision": precision, "offload": offload, "layout": layout, "comm": comm})
+
+    @classmethod
+    def of(cls, accelerator: Accelerator, **settings: Any) -> ZeroAccelerator:
+        """Make one of an `Accelerator` that has prepared nothing yet, as a trainer builds it."""
+        accelerator.__class__ = cls
+        accelerator._begin(settings)
+        made: ZeroAccelerator = accelerator
+        return made
+
+    def _begin(self, settings: dict[str, Any]) -> None:
+        self._settings = settings
+        if self.distributed_type in _OTHERS or self.parallelism_config is not None:
+            got = "a ParallelismConfig" if self.parallelism_config is not None else self.distributed_type.value
+            raise UserError(
+                "Accelerate is configured to distribute the model by something else",
+                expected="plain data parallelism: as many processes as ranks, and none of its plugins",
+                got=got,
+                instead="ZeroAccelerator(stage=...) with no fsdp_plugin, deepspeed_plugin or parallelism_config, and "
+                "no ACCELERATE_USE_FSDP or ACCELERATE_USE_DEEPSPEED in the environment",
+            )
+        if self.mixed_precision == "fp8":
+            raise UserError(
+                "Accelerate's fp8 replaces layers, and that was not tried with sharded ones",
+                got='mixed_precision="fp8"', instead='mixed_precision="bf16"',
+            )  # fmt: skip
+
+    # --- what is sharded --------------------------------------------------------------------------------------------
+
+    @property
+    def zero(self) -> api.Zero:
+        """The `Zero` of the one sharded model; of several ask `zero_of(model)`."""
+        found = [zero for zero in map(self.zero_of, self._models) if zero is not None]
+        if len(found) != 1:
+            raise StateError(
+                "there is no one sharded model", expected="1", got=len(found),
+                instead="accelerator.prepare(model, optimizer) first; of several accelerator.zero_of(model)",
+            )  # fmt: skip
+        return found[0]
+
+    def zero_of(self, model: nn.Module) -> api.Zero | None:
+        """What `zeroshard.shard` returned for this model; None while it is not sharded."""
+        found: api.Zero | None = getattr(self.unwrap_model(model, keep_torch_compile=False), _OWN, None)
+        return found
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """As Accelerate's, without DDP around it. The model is sharded once an optimizer of it is prepared too."""
+        if on_meta(model):
+            device_placement = False  # shard does it, unit by unit
+        made: nn.Module = super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
+        return made
+
+    def prepare(self, *args: Any, device_placement: Any = None) -> Any:
+        """As Accelerate's. A model and its optimizers may come in one call or in several; then they are sharded."""
+        prepared = super().prepare(*args, device_placement=device_placement)
+        for wrapped in self._models:
+            model = self.unwrap_model(wrapped, keep_torch_compile=False)
+            own = {id(param) for param in model.parameters()}
+            optimizers = [
+                optimizer
+                for optimizer in map(unwrapped, self._optimizers)
+                if any(id(param) in own for group in optimizer.param_groups for param in group["params"])
+            ]
+            if optimizers and self.zero_of(model) is None:
+                device = self.device if on_meta(model) else None
+                setattr(model, _OWN, api.shard(model, optimizers, device=device, **self._settings))
+        return prepared
+
+    # --- training ---------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Gradients add up on this rank only. `accumulate` enters it for all but the last micro-batch."""
+        zero = self.zero_of(model)
+        with contextlib.nullcontext() if zero is None else zero.no_sync():
+            yield
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """As Accelerate's; refuses gradients of a model whose optimizer was not prepared: nobody would average them."""
+        super().backward(loss, **kwargs)
+        for model in self._models:
+            if self.zero_of(model) is None and any(param.grad is not None for param in model.parameters()):
+                raise StateError(
+                    "a prepared model has gradients, and is not sharded: none of its optimizers was prepared",
+                    where=f"model {type(self.unwrap_model(model)).__name__}",
+                    instead="model, optimizer = accelerator.prepare(model, optimizer)",
+                )
+
+    @contextlib.contextmanager
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
+        """Does nothing where loaders are even, as Accelerate's are by default; else it is refused."""
+        if not (self.even_batches if even_batches is None else even_batches):
+            raise UserError(
+                "join_uneven_inputs is for DistributedDataParallel",
+                got="even_batches=False",
+                instead="for batch in accelerator.zero.join(loader): ...",
+            )
+        yield
+
+    # --- weights and checkpoints ------------------------------------------------------------------------------------
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """All weights, on the CPU of rank 0; on the other ranks nothing, as with FSDP. Collective."""
+        zero = self.zero_of(model)
+        return super().get_state_dict(model, unwrap) if zero is None else whole_state(zero)
+
+    def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **save_model_func_kwargs: Any) -> Any:
+        """As Accelerate's, with the sharded models and optimizers in folders written by `zero.save`. Collective."""
+        with self._hidden() as sharded:
+            where = super().save_state(output_dir, safe_serialization, **save_model_func_kwargs)
+        for folder, zero in _folders(where, sharded):
+            zero.save(folder)
+        return where
+
+    def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **load_model_func_kwargs: Any) -> None:
+        """Load what `save_state` wrote, on any number of ranks and at any stage. Collective."""
+        if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
+            saved = (Path(self.project_dir) / "checkpoints").iterdir()
+            input_dir = max(saved, key=lambda path: int(re.findall(r"\d+", path.name)[-1]))
+        with self._hidden() as sharded:
+            super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
+        for folder, zero in _folders(Path(input_dir).expanduser(), sharded):
+            zero.load(folder)
+
+    @contextlib.contextmanager
+    def _hidden(self) -> Iterator[list[api.Zero]]:
+        """Inside, Accelerate knows only of what is not sharded. Gives the `Zero` of each model that is."""
+        models, optimizers = self._models, self._optimizers
+        zeros = [zero for zero in map(self.zero_of, models) if zero is not None]
+        bound = {id(optimizer) for zero in zeros for optimizer, _, _ in zero.optimizer_members()}
+        self._models = [model for model in models if self.zero_of(model) is None]
+        self._optimizers = [optimizer for optimizer in optimizers if id(unwrapped(optimizer)) not in bound]
+        try:
+            yield zeros
+        finally:
+            self._models, self._optimizers = models, optimizers
+
+    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> NoReturn:
+        """Refused."""
+        _refuse_hook("register_save_state_pre_hook")
+
+    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> NoReturn:
+        """Refused."""
+        _refuse_hook("register_load_state_pre_hook")
+
+
+def _refuse_hook(name: str) -> NoReturn:
+    raise UserError(
+        f"{name}: such a hook is given whole weights, to save or load them itself",
+        instead="accelerator.register_for_checkpointing(what), or accelerator.get_state_dict(model) on every rank",
+    )
+
+
+def _folders(where: Any, zeros: list[api.Zero]) -> Iterator[tuple[Path, api.Zero]]:
+    for number, zero in enumerate(zeros):
+        yield Path(where) / (f"{FOLDER}_{number}" if number else FOLDER), zero
+
+
+def whole_state(zero: api.Zero) -> dict[str, Any]:
+    """The model's `state_dict()` on the CPU of rank 0, ties kept; on the other ranks nothing. Collective."""
+    with zero.gathered():
+        if zero.rank:
+            return {}
+        copies: dict[Any, Tensor] = {}
+
+        def copy(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            place = value.data_ptr(), value.shape, value.dtype
+            if place not in copies:
+                copies[place] = value.detach().to("cpu", copy=True)
+            return copies[place]
+
+        with torch.no_grad():
+            return {name: copy(value) for name, value in zero.model.state_dict().items()}

@@ -19,15 +19,20 @@ STAGES = (0, 1, 2, 3)
 LIMIT = 150  # seconds of a run: each rank imports accelerate first
 
 
-def accelerator(stage, **options):
-    """Plain Accelerate where there is no stage. Its state is the process's, so each one starts anew."""
+def fresh():
+    """Accelerate's state is the process's: each run starts anew."""
     from accelerate.state import AcceleratorState, GradientState
-
-    from zeroshard.integrations.accelerate import ZeroAccelerator
 
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     accelerate.utils.set_seed(3)
+
+
+def accelerator(stage, **options):
+    """Plain Accelerate where there is no stage."""
+    from zeroshard.integrations.accelerate import ZeroAccelerator
+
+    fresh()
     return (
         accelerate.Accelerator(cpu=True, **options)
         if stage is None

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
@@ -28,9 +27,8 @@ from ..layout import Layout
 from ..numerics import Precision
 from ..ranks.comm import Comm
 from ..tiers.tier import Offload
+from .whole import FOLDER, OWN, whole_state
 
-FOLDER = "zeroshard"  # in a folder of save_state: what zero.save writes; of the second model zeroshard_1, and so on
-_OWN = "_zeroshard_zero"  # where a sharded model has its Zero
 _OTHERS = {DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA}
 
 
@@ -99,7 +97,7 @@ class ZeroAccelerator(Accelerator):
 
     def zero_of(self, model: nn.Module) -> api.Zero | None:
         """What `zeroshard.shard` returned for this model; None while it is not sharded."""
-        found: api.Zero | None = getattr(self.unwrap_model(model, keep_torch_compile=False), _OWN, None)
+        found: api.Zero | None = getattr(self.unwrap_model(model, keep_torch_compile=False), OWN, None)
         return found
 
     def prepare_model(
@@ -124,7 +122,7 @@ class ZeroAccelerator(Accelerator):
             ]
             if optimizers and self.zero_of(model) is None:
                 device = self.device if on_meta(model) else None
-                setattr(model, _OWN, api.shard(model, optimizers, device=device, **self._settings))
+                setattr(model, OWN, api.shard(model, optimizers, device=device, **self._settings))
         return prepared
 
     # --- training ---------------------------------------------------------------------------------------------------
@@ -213,24 +211,6 @@ def _refuse_hook(name: str) -> NoReturn:
 
 
 def _folders(where: Any, zeros: list[api.Zero]) -> Iterator[tuple[Path, api.Zero]]:
+    """Of the second model it is zeroshard_1, and so on."""
     for number, zero in enumerate(zeros):
         yield Path(where) / (f"{FOLDER}_{number}" if number else FOLDER), zero
-
-
-def whole_state(zero: api.Zero) -> dict[str, Any]:
-    """The model's `state_dict()` on the CPU of rank 0, ties kept; on the other ranks nothing. Collective."""
-    with zero.gathered():
-        if zero.rank:
-            return {}
-        copies: dict[Any, Tensor] = {}
-
-        def copy(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            place = value.data_ptr(), value.shape, value.dtype
-            if place not in copies:
-                copies[place] = value.detach().to("cpu", copy=True)
-            return copies[place]
-
-        with torch.no_grad():
-            return {name: copy(value) for name, value in zero.model.state_dict().items()}

@@ -1,0 +1,207 @@
+"""Hugging Face's Trainer: `ZeroTrainer` trains, evaluates and saves as the plain Trainer with DDP does, to the bit.
+
+Tiny models from their configurations, token ids for data. `max_grad_norm=0` wherever bits are compared with DDP's: clipping
+takes exact norms here.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import ranks
+from test_accelerate import fresh
+from zeroshard import Layout
+from zeroshard.errors import CheckpointError, UserError
+
+transformers = pytest.importorskip("transformers")
+
+STAGES = (0, 1, 2, 3)
+LIMIT = 150  # seconds of a run: each rank imports transformers first
+
+
+def llama(**options):
+    torch.manual_seed(1)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads, **options))
+
+
+def examples(number, length=8):
+    generator = torch.Generator().manual_seed(number)
+    rows = torch.randint(0, 64, (number, length), generator=generator).tolist()
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def trainer(stage, folder, model=None, layout=None, **options):
+    """The plain one where there is no stage."""
+    from zeroshard.integrations.transformers import ZeroTrainer
+
+    fresh()
+    arguments = {
+        "use_cpu": True, "report_to": "none", "disable_tqdm": True, "logging_steps": 1, "per_device_train_batch_size": 2,
+        "max_steps": 6, "learning_rate": 0.01, "max_grad_norm": 0.0, "save_strategy": "no", "seed": 7,
+    }  # fmt: skip
+    arguments = transformers.TrainingArguments(output_dir=str(folder), **arguments | options)
+    data = {"train_dataset": examples(24), "eval_dataset": examples(10)}
+    model = llama() if model is None else model
+    if stage is None:
+        return transformers.Trainer(model, arguments, **data)
+    return ZeroTrainer(model, arguments, **data, stage=stage, layout=layout)
+
+
+def history(made):
+    """What the trainer logged of the training, without what depends on time."""
+    kept = ("loss", "eval_loss", "learning_rate", "step")
+    return [{key: log[key] for key in kept if key in log} for log in made.state.log_history]
+
+
+def weights(made):
+    state = made.accelerator.get_state_dict(made.model)
+    return {name: tensor.tolist() for name, tensor in state.items()} if ranks.rank() == 0 else None
+
+
+def runs(stages, folder, options):
+    found = []
+    for stage in stages:
+        made = trainer(stage, folder / str(stage), **options)
+        made.train()
+        found.append((history(made), made.evaluate()["eval_loss"], weights(made)))
+    return found
+
+
+OPTIONS = {
+    "plain": {},
+    "accumulation": {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "max_steps": 4},
+    "bf16, recomputed": {"bf16": True, "gradient_checkpointing": True, "optim": "adamw_torch_fused", "max_steps": 4},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_bits_are_those_of_the_plain_trainer(name, tmp_path):
+    """Logged losses and rates, the evaluation during and after training, and the weights: equal at stages 0-3."""
+    for plain, *sharded in ranks.run(2, runs, (None, *STAGES), tmp_path, OPTIONS[name], group="env", timeout=LIMIT):
+        assert len(plain[0]) >= 4
+        for found in sharded:
+            assert found == plain
+
+
+def goes_on(folder, stage, saves, resumes, accumulation=1):
+    options = {"save_strategy": "steps", "save_steps": 3, "gradient_accumulation_steps": accumulation}
+    made = trainer(stage, folder, **options if saves else {"gradient_accumulation_steps": accumulation})
+    made.train(resume_from_checkpoint=str(folder / "checkpoint-3") if resumes else None)
+    return history(made), weights(made)
+
+
+def test_a_checkpoint_is_gone_on_from(tmp_path):
+    """Saved on two ranks at stage 3: on two ranks at stage 1, and on one that accumulates two micro-batches, the second
+    half has the bits of the run that never stopped. Its weights are read by `from_pretrained`."""
+    whole = ranks.run(2, goes_on, tmp_path, 3, True, False, group="env", timeout=LIMIT)[0]
+    saved = tmp_path / "checkpoint-3"
+    assert {path.name for path in saved.iterdir()} >= {"zeroshard", "model.safetensors", "scheduler.pt", "config.json"}
+    assert not (saved / "optimizer.pt").exists()
+    again = ranks.run(2, goes_on, tmp_path, 1, False, True, group="env", timeout=LIMIT)[0]
+    alone = ranks.run(1, goes_on, tmp_path, 0, False, True, 2, group="env", timeout=LIMIT)[0]
+    assert whole == again == alone
+    last = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "checkpoint-6").state_dict()
+    assert {name: tensor.tolist() for name, tensor in last.items()} == whole[1]
+
+
+def best(stages, folder):
+    found = []
+    for stage in stages:
+        options = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 2, "save_steps": 2}
+        options |= {"load_best_model_at_end": True, "learning_rate": 0.5, "max_steps": 6, "save_total_limit": 2}
+        options |= {"metric_for_best_model": "loss", "greater_is_better": True}  # the worst, which is not the last
+        made = trainer(stage, folder / str(stage), **options)
+        made.train()
+        which = made.state.best_model_checkpoint
+        first = weights(made)
+        made.save_model(str(folder / f"{stage} again"))
+        found.append((which.rpartition("/")[2], first, history(made), made.evaluate()["eval_loss"]))
+        made.args.max_steps = 8
+        made.train()  # once more: the model is sharded already
+        found[-1] += (weights(made),)
+    return found
+
+
+def test_the_best_model_is_loaded_at_the_end(tmp_path):
+    """At stages 0 and 3 as with DDP, also in the middle of training; and `train` may be called again."""
+    both = ranks.run(2, best, (None, 0, 3), tmp_path, group="env", timeout=LIMIT)
+    for plain, *sharded in both:
+        assert plain[0] in ("checkpoint-2", "checkpoint-4")
+        for found in sharded:
+            assert found == plain
+    read = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "3 again").state_dict()
+    assert {name: tensor.tolist() for name, tensor in read.items()} == both[0][0][1]
+
+
+def lora(stages, folder):
+    import peft
+
+    found = []
+    for stage in stages:
+        fresh()
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", lora_dropout=0.1)
+        made = trainer(stage, folder / f"run {stage}", peft.get_peft_model(llama(), config), eval_strategy="epoch")
+        made.train()
+        made.save_model(str(folder / str(stage)))
+        found.append((history(made), weights(made)))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_adapters_of_peft(tmp_path):
+    """LoRA at stages 0-3 as with DDP; what is saved is an adapter alone, which `PeftModel.from_pretrained` reads."""
+    peft = pytest.importorskip("peft")
+    plain, *sharded = ranks.run(2, lora, (None, *STAGES), tmp_path, group="env", timeout=LIMIT)[0]
+    for stage, found in zip(STAGES, sharded, strict=True):
+        assert found == plain
+        assert not (tmp_path / str(stage) / "model.safetensors").exists()
+        read = peft.PeftModel.from_pretrained(llama(), tmp_path / str(stage)).state_dict()
+        assert {name: tensor.tolist() for name, tensor in read.items()} == plain[1]
+    assert any(any(map(any, value)) for name, value in plain[1].items() if "lora_B" in name)  # begins as zeros
+
+
+def other_things(folder):
+    """What is asked of a model beside training, at stage 3 on two ranks."""
+    made = trainer(3, folder, layout=Layout(units=["LlamaDecoderLayer"]))
+    made.train()
+    assert [unit.name for unit in made.zero._engine.units] == ["", "model.layers.0", "model.layers.1"]
+    prompt = torch.tensor([[1, 2, 3]])
+    written = made.model.generate(prompt, max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=None)
+    with made.zero.gathered():
+        inside = made.model.generate(prompt, max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=None)
+    return written.tolist(), inside.tolist(), made.predict(examples(6)).predictions.shape
+
+
+def test_generation_and_prediction(tmp_path):
+    first, second = ranks.run(2, other_things, tmp_path, group="env", timeout=LIMIT)
+    assert first == second
+    assert first[0] == first[1] and len(first[0][0]) == 7
+    assert first[2] == (6, 8, 64)
+
+
+def test_a_model_on_meta_has_its_own_first_values():
+    """`_init_weights` of Hugging Face's models, whose rotary buffers no file has either."""
+    import zeroshard
+
+    plain = llama()
+    with torch.device("meta"):
+        model = llama(initializer_range=0.5)
+    zero = zeroshard.shard(model, None)
+    with zero.gathered():
+        for name, buffer in model.named_buffers():
+            assert torch.equal(buffer, plain.get_buffer(name)), name
+        assert bool((model.model.norm.weight == 1).all())
+        assert 0.4 < model.model.layers[0].mlp.up_proj.weight.std() < 0.6  # torch's own would be 0.1
+
+
+def test_what_cannot_work_is_refused(tmp_path):
+    for name, value in (("auto_find_batch_size", True), ("ddp_bucket_cap_mb", 10), ("ddp_broadcast_buffers", False)):
+        with pytest.raises(UserError, match=f"(?s){name}={value}.*instead"):
+            trainer(3, tmp_path, **{name: value})
+    made = trainer(None, tmp_path, save_strategy="steps", save_steps=2)
+    made.train()
+    with pytest.raises(CheckpointError, match="(?s)does not shard.*checkpoint-2"):
+        trainer(3, tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))

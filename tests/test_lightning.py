@@ -1,0 +1,201 @@
+"""PyTorch Lightning: a fit by `ZeroStrategy` has the bits of the fit by DDP. On two ranks, as a launcher started them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import ranks
+from zeroshard.errors import CheckpointError, StateError
+
+lightning = pytest.importorskip("lightning")
+
+STAGES = (0, 1, 2, 3)
+LIMIT = 150  # seconds of a run: each rank imports lightning first
+
+
+class Module(lightning.LightningModule):
+    """Calls itself in its steps, as most do; notes what it sees."""
+
+    def __init__(self, *, meta=False, alike=False):
+        """alike: what it computes does not depend on the number of ranks."""
+        super().__init__()
+        torch.manual_seed(2)
+        self.alike, self.seen = alike, []
+        self.net = None if meta else self.build()
+
+    def build(self):
+        drop = nn.Dropout(0.0 if self.alike else 0.1)
+        return nn.Sequential(nn.Linear(8, 32), nn.GELU(), drop, nn.Linear(32, 300), nn.Linear(300, 1))
+
+    def configure_model(self):
+        if self.net is None:
+            with torch.device("meta"):
+                self.net = self.build()
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch, number):
+        loss = self(batch).square().mean()
+        self.log("loss", loss)
+        self.seen.append(loss.item())
+        return loss
+
+    def validation_step(self, batch, number):
+        self.log("val", self(batch).square().mean(), sync_dist=True)
+
+    test_step = validation_step
+
+    def predict_step(self, batch, number):
+        return self(batch)
+
+    def on_validation_epoch_end(self):
+        self.seen.append(self.trainer.callback_metrics["val"].item())
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+def loader():
+    rows = torch.randn(24, 8, generator=torch.Generator().manual_seed(4))
+    return torch.utils.data.DataLoader(rows, batch_size=2, shuffle=True)
+
+
+def trainer(stage, folder, epochs=2, **options):
+    import zeroshard.integrations.lightning  # noqa: F401  # it registers the names
+
+    torch.manual_seed(7)
+    return lightning.Trainer(
+        accelerator="cpu", devices=ranks.world(), strategy="ddp" if stage is None else f"zeroshard_stage_{stage}",
+        max_epochs=epochs, default_root_dir=folder, logger=False, enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False, **options,
+    )  # fmt: skip
+
+
+def weights(module):
+    zero = getattr(module, "_zeroshard_zero", None)
+    if zero is None:
+        return {name: tensor.tolist() for name, tensor in module.state_dict().items()}
+    with zero.gathered():
+        return {name: tensor.tolist() for name, tensor in module.state_dict().items()}
+
+
+def runs(stages, folder, options):
+    found = []
+    for stage in stages:
+        made, module = trainer(stage, folder, **options), Module()
+        made.fit(module, loader(), loader())
+        after = made.validate(module, loader(), verbose=False)
+        predicted = torch.cat(made.predict(module, loader())).tolist()
+        rates = [group["lr"] for group in made.optimizers[0].param_groups] if made.optimizers else None
+        found.append((module.seen, weights(module), after, predicted, rates))
+    return found
+
+
+OPTIONS = {
+    "plain": {},
+    "accumulation": {"accumulate_grad_batches": 4, "val_check_interval": 3},
+    "bf16": {
+        "precision": "bf16-mixed",
+        "accumulate_grad_batches": 2,
+        "gradient_clip_val": 0.05,
+        "gradient_clip_algorithm": "value",
+    },
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_bits_are_those_of_ddp(name, tmp_path):
+    """Losses, validation in and after training, predictions and final weights: equal at stages 0-3."""
+    for plain, *sharded in ranks.run(2, runs, (None, *STAGES), tmp_path, OPTIONS[name], group="env", timeout=LIMIT):
+        assert len(plain[0]) >= 14
+        for found in sharded:
+            assert found[:4] == plain[:4]
+
+
+def clipped(stages, folder):
+    found = []
+    for stage in stages:
+        made, module = trainer(stage, folder, gradient_clip_val=0.01), Module()
+        made.fit(module, loader())
+        found.append((module.seen, weights(module)))
+    return found
+
+
+def test_clipping_by_norm_is_alike_at_all_stages(tmp_path):
+    """By exact norms, of the whole model: so not to the last bit that of DDP."""
+    for plain, *sharded in ranks.run(2, clipped, (None, *STAGES), tmp_path, group="env", timeout=LIMIT):
+        assert all(found == sharded[0] for found in sharded)
+        assert sharded[0][0] == pytest.approx(plain[0], rel=1e-4)
+
+
+def goes_on(folder, stage, epochs, saves, resumes, **options):
+    made, module = trainer(stage, folder, epochs, use_distributed_sampler=False, **options), Module(alike=True)
+    batches = loader().dataset.split(2)[ranks.rank() :: ranks.world()]
+    made.fit(
+        module,
+        torch.utils.data.DataLoader(batches, batch_size=None),
+        ckpt_path=str(folder / "half.ckpt") if resumes else None,
+    )
+    if saves:
+        made.save_checkpoint(folder / "half.ckpt")
+        made.save_checkpoint(folder / "weights.ckpt", weights_only=True)
+    return module.seen, made.optimizers[0].param_groups[0]["lr"], weights(module)
+
+
+def test_a_fit_goes_on_from_a_checkpoint(tmp_path):
+    """Saved on two ranks at stage 3: on two ranks at stage 1, and on one that accumulates two micro-batches, the second
+    epoch has the bits of the fit that never stopped. Weights alone are a file that `load_from_checkpoint` reads."""
+    whole = ranks.run(2, goes_on, tmp_path, 2, 2, False, False, group="env", timeout=LIMIT)
+    first = ranks.run(2, goes_on, tmp_path, 3, 1, True, False, group="env", timeout=LIMIT)
+    assert sorted(path.name for path in (tmp_path / "half.ckpt").iterdir()) == ["lightning.ckpt", "zeroshard"]
+    again = ranks.run(2, goes_on, tmp_path, 1, 2, False, True, group="env", timeout=LIMIT)
+    assert [a[0] + b[0] for a, b in zip(first, again, strict=True)] == [each[0] for each in whole]
+    assert [each[1:] for each in again] == [each[1:] for each in whole]
+    alone = ranks.run(1, goes_on, tmp_path, 0, 2, False, True, accumulate_grad_batches=2, group="env", timeout=LIMIT)[0]
+    assert alone[0][::2] == again[0][0] and alone[0][1::2] == again[1][0]
+    assert alone[1:] == whole[0][1:]
+    read = Module.load_from_checkpoint(tmp_path / "weights.ckpt")
+    assert {name: tensor.tolist() for name, tensor in read.state_dict().items()} == first[0][2]
+
+
+def other_ways(folder):
+    """A module on meta; evaluation of one that is whole, and of one that is on meta, from a checkpoint."""
+    made, module = trainer(3, folder, 1), Module(meta=True)
+    made.fit(module, loader())
+    made.save_checkpoint(folder / "a.ckpt")
+    told = [made.validate(module, loader(), verbose=False)]
+    for meta in (False, True):
+        torch.manual_seed(99)
+        again = Module(meta=meta)
+        found = trainer(2, folder).test(again, loader(), ckpt_path=str(folder / "a.ckpt"), verbose=False)
+        told.append(found)
+        told.append(weights(again) == weights(module))
+    refused = []
+    for call in (
+        lambda: made.fit(module, loader()),
+        lambda: trainer(3, folder, 2).fit(Module(), loader(), ckpt_path=str(folder / "plain.ckpt")),
+    ):
+        try:
+            call()
+        except (StateError, CheckpointError) as error:
+            refused.append(str(error))
+    return told, refused
+
+
+def test_meta_evaluation_and_refusals(tmp_path):
+    plain = ranks.run(1, plain_checkpoint, tmp_path, group="env", timeout=LIMIT)
+    assert plain == [None]
+    for told, refused in ranks.run(2, other_ways, tmp_path, group="env", timeout=LIMIT):
+        assert told[0] == told[1] == told[3] and told[2] and told[4]
+        assert "sharded by an earlier fit" in refused[0]
+        assert "plain.ckpt" in refused[1] and "load_from_checkpoint" in refused[1]
+
+
+def plain_checkpoint(folder):
+    made = trainer(None, folder, 1)
+    made.fit(Module(), loader())
+    made.save_checkpoint(folder / "plain.ckpt")

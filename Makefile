@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PYTHONDONTWRITEBYTECODE := # tests and zeroshard are compiled once, not in each process that a test starts
 
-.PHONY: install demo test full slow check docs bench gpu web
+.PHONY: install demo test full slow check docs bench gpu trainers web
 
 install: .venv/installed
 
@@ -34,6 +34,12 @@ bench: install ## zeroshard beside its peers: training steps, checkpoints; an ho
 
 gpu: install ## on a machine with a GPU: the same bits there, and what the engine costs beside plain PyTorch
 	$(BIN)/pytest -m gpu && $(BIN)/python -m bench.gpu
+
+trainers: .venv-trainers/installed ## Accelerate, Hugging Face's Trainer and Lightning, from a virtual environment of their own
+	.venv-trainers/bin/pytest -n 2 --dist loadfile tests/test_accelerate.py tests/test_trainer.py tests/test_lightning.py tests/test_docs.py -k "not site and not notebook and not tutorial"
+
+.venv-trainers/installed: pyproject.toml constraints-trainers.txt
+	$(PYTHON) -m venv --clear .venv-trainers && .venv-trainers/bin/pip install -q -c constraints-trainers.txt -e '.[trainers]' && touch $@
 
 web: ## the page's template, from web/ into the package; needs Node 20.19 or later
 	cd web && npm ci --no-audit --no-fund && npm run check && npm test && npm run build && cp dist/index.html ../src/zeroshard/explain/page.html

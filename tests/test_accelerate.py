@@ -11,21 +11,12 @@ from torch import nn
 
 import ranks
 import zeroshard
+from trainers import LIMIT, fresh, run_example
 from zeroshard.errors import StateError, UserError
 
 accelerate = pytest.importorskip("accelerate")
 
 STAGES = (0, 1, 2, 3)
-LIMIT = 150  # seconds of a run: each rank imports accelerate first
-
-
-def fresh():
-    """Accelerate's state is the process's: each run starts anew."""
-    from accelerate.state import AcceleratorState, GradientState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    accelerate.utils.set_seed(3)
 
 
 def accelerator(stage, **options):
@@ -265,3 +256,7 @@ def test_what_cannot_work_is_refused():
     for register in (made.register_save_state_pre_hook, made.register_load_state_pre_hook):
         with pytest.raises(UserError, match="register_for_checkpointing"):
             register(print)
+
+
+def test_the_example_is_short_and_runs(tmp_path):
+    run_example("accelerate_loop", tmp_path)

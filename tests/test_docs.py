@@ -30,6 +30,7 @@ def snippets(text):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed")  # what torch and we say of DCP, the pages say too
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec:FutureWarning")  # Lightning's own use of torch
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_python_snippets_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

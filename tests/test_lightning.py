@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 import ranks
+from trainers import LIMIT, run_example
 from zeroshard.errors import CheckpointError, StateError
 
 lightning = pytest.importorskip("lightning")
 
 STAGES = (0, 1, 2, 3)
-LIMIT = 150  # seconds of a run: each rank imports lightning first
 
 
 class Module(lightning.LightningModule):
@@ -199,3 +199,7 @@ def plain_checkpoint(folder):
     made = trainer(None, folder, 1)
     made.fit(Module(), loader())
     made.save_checkpoint(folder / "plain.ckpt")
+
+
+def test_the_example_is_short_and_runs(tmp_path):
+    run_example("lightning_fit", tmp_path)

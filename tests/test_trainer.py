@@ -10,14 +10,13 @@ import pytest
 import torch
 
 import ranks
-from test_accelerate import fresh
+from trainers import LIMIT, fresh, run_example
 from zeroshard import Layout
 from zeroshard.errors import CheckpointError, UserError
 
 transformers = pytest.importorskip("transformers")
 
 STAGES = (0, 1, 2, 3)
-LIMIT = 150  # seconds of a run: each rank imports transformers first
 
 
 def llama(**options):
@@ -73,7 +72,7 @@ def runs(stages, folder, options):
 OPTIONS = {
     "plain": {},
     "accumulation": {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "max_steps": 4},
-    "bf16, recomputed": {"bf16": True, "gradient_checkpointing": True, "optim": "adamw_torch_fused", "max_steps": 4},
+    "bf16, recomputed": {"bf16": True, "activation_checkpointing": True, "optim": "adamw_torch_fused", "max_steps": 4},
 }
 
 
@@ -205,3 +204,7 @@ def test_what_cannot_work_is_refused(tmp_path):
     made.train()
     with pytest.raises(CheckpointError, match="(?s)does not shard.*checkpoint-2"):
         trainer(3, tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def test_the_example_is_short_and_runs(tmp_path):
+    run_example("hf_trainer", tmp_path)

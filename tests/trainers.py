@@ -1,0 +1,29 @@
+"""What the tests of trainers share: Accelerate's, the Trainer's, Lightning's."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+LIMIT = 150  # seconds of a run: each rank imports the trainer first
+
+
+def run_example(name, folder):
+    """On two ranks, as torchrun starts them; under 40 lines."""
+    example = Path(__file__).parents[1] / "examples" / f"{name}.py"
+    assert len(example.read_text().splitlines()) < 40
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(example)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LIMIT, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "loss" in done.stdout
+
+
+def fresh():
+    """Accelerate's state is the process's: each run starts anew."""
+    import accelerate
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    accelerate.utils.set_seed(3)

@@ -162,6 +162,49 @@ def test_adapters_of_peft(tmp_path):
     assert any(any(map(any, value)) for name, value in plain[1].items() if "lora_B" in name)  # begins as zeros
 
 
+def tuned(stages, folder):
+    """TRL's trainer, packing rows of several lengths, with adapters or without."""
+    import datasets
+    import peft
+    import tokenizers
+    import trl
+
+    from zeroshard.integrations.transformers import ZeroTrainerMixin
+
+    class Sharded(ZeroTrainerMixin, trl.SFTTrainer):
+        pass
+
+    words = tokenizers.models.WordLevel({str(number): number for number in range(64)}, unk_token="62")
+    tokens = {"pad_token": "62", "eos_token": "63", "unk_token": "62"}
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(words), **tokens)
+    rows = [{"input_ids": row["input_ids"][: 3 + at % 6]} for at, row in enumerate(examples(24))]
+    found = []
+    for stage in stages:
+        for adapters in (None, peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")):
+            fresh()
+            arguments = trl.SFTConfig(
+                str(folder / f"{stage} {adapters is None}"), use_cpu=True, report_to="none", disable_tqdm=True, max_steps=3,
+                packing=True, max_length=16, per_device_train_batch_size=1, logging_steps=1, max_grad_norm=0.0, bf16=False,
+                learning_rate=0.01,
+            )  # fmt: skip
+            kind, settings = (trl.SFTTrainer, {}) if stage is None else (Sharded, {"stage": stage})
+            data = {"train_dataset": datasets.Dataset.from_list(rows), "processing_class": tokenizer}
+            made = kind(llama(), arguments, **data, peft_config=adapters, **settings)
+            made.train()
+            found.append((history(made), weights(made)))
+    return found
+
+
+def test_trls_trainer_with_packing(tmp_path):
+    """SFTTrainer by the mixin, whole and with adapters, has the bits of its own DDP run."""
+    pytest.importorskip("trl")
+    pytest.importorskip("peft")
+    for found in ranks.run(2, tuned, (None, *STAGES), tmp_path, group="env", timeout=LIMIT):
+        assert len(found[0][0]) == 4 and found[0] != found[1]
+        assert found[2::2] == found[:1] * 4
+        assert found[3::2] == found[1:2] * 4
+
+
 def other_things(folder):
     """What is asked of a model beside training, at stage 3 on two ranks."""
     made = trainer(3, folder, layout=Layout(units=["LlamaDecoderLayer"]))

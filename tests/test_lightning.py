@@ -8,7 +8,7 @@ from torch import nn
 
 import ranks
 from trainers import LIMIT, run_example
-from zeroshard.errors import CheckpointError, StateError
+from zeroshard.errors import CheckpointError, StateError, UserError
 
 lightning = pytest.importorskip("lightning")
 
@@ -199,6 +199,61 @@ def plain_checkpoint(folder):
     made = trainer(None, folder, 1)
     made.fit(Module(), loader())
     made.save_checkpoint(folder / "plain.ckpt")
+
+
+def fabric_runs(stages, folder, resumed):
+    """A loop of Fabric's that accumulates two micro-batches; `resumed` from half of it."""
+    import zeroshard.integrations.fabric  # noqa: F401  # it registers the names
+
+    found = []
+    for stage in stages:
+        torch.manual_seed(7)
+        kind = "ddp" if stage is None else f"zeroshard_stage_{stage}"
+        fabric = lightning.Fabric(accelerator="cpu", devices=ranks.world(), strategy=kind, precision="bf16-mixed")
+        fabric.launch()
+        net = Module(alike=True).net
+        model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
+        state = {"model": model, "optimizer": optimizer, "at": 0, "losses": []}
+        if resumed:
+            fabric.load(folder / "half", state)
+        batches = loader().dataset.split(2)[ranks.rank() :: ranks.world()]
+        losses = []
+        while state["at"] < len(batches):
+            at = state["at"]
+            with fabric.no_backward_sync(model, enabled=at % 2 == 0):
+                loss = model(batches[at]).square().mean()
+                fabric.backward(loss)
+            losses.append(loss.item())
+            if at % 2:
+                fabric.clip_gradients(model, optimizer, clip_val=0.01)
+                optimizer.step()
+                optimizer.zero_grad()
+            state["at"] += 1
+            if stage == 3 and state["at"] == 2:
+                fabric.save(folder / "half", state)
+        found.append((losses, weights(net)))
+    return found
+
+
+def test_fabric_has_the_bits_of_ddp_and_resumes(tmp_path):
+    """At stages 0-3 with accumulation, clipping by value and bf16; from the half that stage 3 saved, at stages 1 and 3."""
+    both = ranks.run(2, fabric_runs, (None, *STAGES), tmp_path, False, group="env", timeout=LIMIT)
+    again = ranks.run(2, fabric_runs, (1, 3), tmp_path, True, group="env", timeout=LIMIT)
+    for (plain, *sharded), later in zip(both, again, strict=True):
+        assert all(found == plain for found in sharded)
+        assert all(found == (plain[0][2:], plain[1]) for found in later)
+
+
+def test_fabric_refuses_what_would_not_be_averaged():
+    from zeroshard.integrations.fabric import ZeroFabricStrategy
+
+    fabric = lightning.Fabric(accelerator="cpu", devices=1, strategy=ZeroFabricStrategy(stage=3))
+    fabric.launch()
+    model = fabric.setup(nn.Linear(3, 1))
+    with pytest.raises(StateError, match=r"(?s)module Linear.*fabric\.setup\(model, optimizer\)"):
+        fabric.backward(model(torch.ones(1, 3)).sum())
+    with pytest.raises(UserError, match=r"fabric\.setup\(model, optimizer\)"):
+        fabric.setup_optimizers(torch.optim.SGD(model.parameters()))
 
 
 def test_the_example_is_short_and_runs(tmp_path):

@@ -27,7 +27,7 @@ from ..layout import Layout
 from ..numerics import Precision
 from ..ranks.comm import Comm
 from ..tiers.tier import Offload
-from .whole import FOLDER, OWN, whole_state
+from .common import FOLDER, OWN, whole_state
 
 _OTHERS = {DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA}
 

@@ -1,4 +1,4 @@
-"""PyTorch Lightning: `ZeroStrategy`, also by name once this module is imported.
+"""PyTorch Lightning: `ZeroStrategy`, also by name once this module is imported. Fabric's is in `fabric`.
 
     import zeroshard.integrations.lightning
 
@@ -21,7 +21,6 @@ import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import nn
 
 from .. import api
 from ..engine.unit import on_meta
@@ -30,7 +29,7 @@ from ..layout import Layout
 from ..numerics import Precision
 from ..ranks.comm import Comm
 from ..tiers.tier import Offload
-from .whole import FOLDER, OWN, whole_state
+from .common import FOLDER, OWN, params_of, whole_state
 
 REST = "lightning.ckpt"  # in a checkpoint's folder, beside FOLDER
 
@@ -105,19 +104,9 @@ class ZeroStrategy(DDPStrategy):
         zero = api.shard(module, optimizers, device=self.root_device, **self._settings)
         object.__setattr__(module, OWN, zero)
         # Lightning clips, by norm and by value, what the optimizer's groups hold: here that is this rank's part.
-        self.precision_plugin.main_params = self._params_of
+        self.precision_plugin.main_params = lambda optimizer: params_of(zero, optimizer)
         if len(optimizers) > 1:
             module.toggle_optimizer = _refuse_toggle
-
-    def _params_of(self, optimizer: Any) -> Iterator[nn.Parameter]:
-        """The module's parameters that an optimizer updates, on whichever rank."""
-        params = dict(self.lightning_module.named_parameters())
-        if isinstance(optimizer, LightningOptimizer):
-            optimizer = optimizer._optimizer
-        assert self.zero is not None
-        for each, _, places in self.zero.optimizer_members():
-            if each is optimizer:
-                yield from (params[slot.name] for _, slot in places)
 
     def teardown(self) -> None:
         """The module stays sharded, and where it is."""

@@ -27,7 +27,7 @@ from ..numerics import Precision
 from ..ranks.comm import Comm
 from ..tiers.tier import Offload
 from .accelerate import ZeroAccelerator
-from .whole import FOLDER, whole_state
+from .common import FOLDER, whole_state
 
 _SCHEDULER = "scheduler.pt"  # as the Trainer names it
 

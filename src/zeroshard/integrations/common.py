@@ -1,11 +1,12 @@
-"""A sharded model's whole weights in one process, as trainers write them into files of their own."""
+"""What the integrations of trainers share."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..api import Zero
 
@@ -30,3 +31,11 @@ def whole_state(zero: Zero) -> dict[str, Any]:
 
         with torch.no_grad():
             return {name: copy(value) for name, value in zero.model.state_dict().items()}
+
+
+def params_of(zero: Zero, optimizer: Any) -> Iterator[nn.Parameter]:
+    """The model's parameters that an optimizer updates, on whichever rank: its groups hold this rank's part of them."""
+    params = dict(zero.model.named_parameters())
+    for each, _, places in zero.optimizer_members():
+        if each is optimizer:
+            yield from (params[slot.name] for _, slot in places)

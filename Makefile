@@ -36,7 +36,7 @@ gpu: install ## on a machine with a GPU: the same bits there, and what the engin
 	$(BIN)/pytest -m gpu && $(BIN)/python -m bench.gpu
 
 trainers: .venv-trainers/installed ## Accelerate, Hugging Face's Trainer and Lightning, from a virtual environment of their own
-	.venv-trainers/bin/pytest -n 2 --dist loadfile tests/test_accelerate.py tests/test_trainer.py tests/test_lightning.py tests/test_docs.py -k "not site and not notebook and not tutorial"
+	.venv-trainers/bin/pytest -n 2 --dist loadfile tests/test_accelerate.py tests/test_trainer.py tests/test_lightning.py tests/test_docs.py tests/test_optimizer.py -k "trainer or lightning or accelerate or packages or torchao"
 
 .venv-trainers/installed: pyproject.toml constraints-trainers.txt
 	$(PYTHON) -m venv --clear .venv-trainers && .venv-trainers/bin/pip install -q -c constraints-trainers.txt -e '.[trainers]' && touch $@

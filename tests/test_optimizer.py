@@ -12,6 +12,7 @@ import math
 import warnings
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ import ranks
 import reference
 import zeroshard
 from zeroshard import Layout, Precision
-from zeroshard.errors import PeerError, StateError, UserError
+from zeroshard.errors import CheckpointError, PeerError, StateError, UserError
 
 STAGES = (0, 1, 2, 3)
 SIZES = (7, 131, 37, 5)  # no tensor is a multiple of the block; at 2 and 3 ranks cuts fall inside tensors
@@ -335,6 +336,39 @@ def test_an_optimizer_may_say_which_elements_it_updates_together():
 def test_elementwise_optimizers_of_other_packages_are_known(kind):
     pytest.importorskip({"Lion": "lion_pytorch", "schedule-free": "schedulefree"}[kind])
     check(training, kind, 1)
+
+
+def quantized(kind, folder):
+    """Weights after three steps, by plain torch on all ranks' data and at stages 0 and 3; and what `save` says."""
+    import torchao.optim
+
+    found, said = [], ""
+    with mock.patch("torch.compile", lambda function, **_: function):  # compiling its step takes a minute
+        for stage in (None, 0, 3):
+            model = models.build("mlp", sizes=(7, 1024, 1024, 5))
+            optimizer = getattr(torchao.optim, kind)(model.parameters(), lr=0.01)
+            engine = Engine(ranks.world(), stage)
+            engine.shard(model, optimizer, layout=Layout(align=4096, bounds="model"))
+            engine.train(model, optimizer, range(3))
+            with engine.gathered() if stage is not None else contextlib.nullcontext():
+                found.append(reference.weights(model))
+            if stage == 3:
+                with pytest.raises(CheckpointError) as refused:
+                    engine.zero.save(folder / "saved")
+                said = str(refused.value)
+                assert "2.weight" in engine.zero.partition.cut_tensors()
+    differences = [reference.first_difference(weights, found[0]) for weights in found[1:]]
+    return differences, {type(state["exp_avg"]).__name__ for state in optimizer.state.values()}, said
+
+
+@pytest.mark.parametrize("kind", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
+def test_quantized_states_of_torchao(kind, tmp_path):
+    """Cut where its blocks end, they have plain torch's bits. They cannot be saved, and `save` says which."""
+    pytest.importorskip("torchao")
+    for differences, kinds, said in ranks.run(2, quantized, kind, tmp_path):
+        assert not any(differences)
+        assert any(name.startswith("OptimState") for name in kinds)
+        assert "exp_avg of parameter" in said and "cannot be saved" in said
 
 
 def lbfgs(engine, line_search):

@@ -16,6 +16,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from html import escape
 
 DEVICE, HOST, NVME = "device", "host", "nvme"  # tiers
 
@@ -98,9 +99,11 @@ class Ledger:
         self._total = self._most
 
     def _repr_html_(self) -> str:
-        from .integrations import notebook
-
-        return notebook.of_ledger(self)
+        """A notebook shows what is held, and the most in each phase."""
+        rows = {f"{state}, {tier}": n for tier, held in self.tiers.items() for state, n in held.items() if n}
+        rows |= {f"peak in {phase}, {DEVICE}": peak.total for phase, peak in self.phases.items()}
+        cells = "".join(f"<tr><td>{escape(what)}</td><td>{nbytes:,}</td></tr>" for what, nbytes in rows.items())
+        return f"<table><tr><th>what</th><th>bytes</th></tr>{cells}</table>"
 
     # --- what is held -----------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 from ..events import DEVICE, HOST, NVME
@@ -126,9 +127,15 @@ class Plan:
     tokens: int | None = None
 
     def _repr_html_(self) -> str:
-        from ..integrations import notebook
-
-        return notebook.of_plan(self)
+        """A notebook shows each stage's bytes per rank at rest, and whether they fit."""
+        names = dict.fromkeys(state for stage in self.stages for state in stage.states)
+        fits = {True: "fits", False: "too much", None: ""}
+        rows: list[list[str]] = [["bytes per rank at rest", *names, "total", ""]]
+        for stage in self.stages:
+            held = (stage.states.get(name, 0) for name in names)
+            rows.append([f"stage {stage.stage}", *(f"{n:,}" for n in held), f"{stage.total:,}", fits[stage.fits]])
+        lines = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows)
+        return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
 
     def seconds(self, stage: StagePlan) -> float | None:
         """The least that a step's files take on the disk that was measured."""

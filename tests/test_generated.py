@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from bench import pages, report, tensors
+from bench import links, pages, report, tensors
 
 import ranks
 from zeroshard.explain.document import document
@@ -23,8 +23,9 @@ def test_a_table_of_results_is_its_numbers(name):
     """bench/results/NAME.md is NAME.json as a page, and the curve is drawn from the same numbers."""
     whole = json.loads((report.RESULTS / f"{name}.json").read_text())
     assert report.page(whole) == (report.RESULTS / f"{name}.md").read_text()
-    if name == "tensors":
-        assert tensors.plot(whole["rows"]) == (report.RESULTS / "tensors.svg").read_text()
+    plots = {"tensors": tensors.plot, "links": links.plot}
+    if name in plots:
+        assert plots[name](whole["rows"]) == (report.RESULTS / f"{name}.svg").read_text()
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ ORDER = (
     "engine/flat.py", "engine/guard.py", "engine/gathered.py", "engine/edits.py", "engine/buffer.py", "engine/unit.py",
     "engine/accumulator.py", "engine/sharded_grad.py", "engine/gradient.py", "engine/finite.py", "engine/reduction.py",
     "engine/calls.py", "engine/script.py", "engine/schedule.py", "engine/fragment.py", "engine/optim.py",
-    "engine/preflight.py", "engine/undo.py", "engine/assembly.py",
+    "engine/accepted.py", "engine/preflight.py", "engine/undo.py", "engine/assembly.py",
     "checkpoint/staging.py", "checkpoint/files.py", "checkpoint/manifest.py", "checkpoint/content.py",
     "checkpoint/replicas.py", "checkpoint/saving.py", "checkpoint/loading.py",
     "sharded.py", "api.py",

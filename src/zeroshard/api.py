@@ -17,9 +17,9 @@ from .checkpoint import loading, saving
 from .checkpoint.content import drawing
 from .checkpoint.files import absolute
 from .checkpoint.saving import Saving
+from .engine.accepted import unwrapped
 from .engine.finite import Finding
 from .engine.guard import refuse_inside
-from .engine.preflight import unwrapped
 from .errors import StateError, UserError, nearest
 from .events import Event, Ledger, Record
 from .layout import Bucket, Layout, Slot

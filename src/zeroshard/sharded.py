@@ -22,13 +22,14 @@ from .checkpoint.content import ModelState
 from .checkpoint.replicas import check_replicas
 from .checkpoint.saving import Saving
 from .digests import fingerprint
+from .engine.accepted import by_bucket, check_added, check_options
 from .engine.assembly import Assembly
 from .engine.buffer import Buffer
 from .engine.finite import Finite
 from .engine.gradient import Gradients
 from .engine.guard import Guarded, cover_constructors
 from .engine.optim import Binding
-from .engine.preflight import Contents, Structure, by_bucket, check_added, check_options, refuse_wrapper
+from .engine.preflight import Contents, Structure, refuse_wrapper
 from .engine.reduction import Reduction
 from .engine.schedule import Schedule, in_backward
 from .engine.undo import Before

@@ -21,6 +21,7 @@ from ..ranks.comm import Comm
 from ..stage import placements
 from ..tiers.nvme import NvmeTier
 from ..tiers.tier import STATES, DeviceTier, HostTier, Offload, Tier
+from .accepted import check_offload, check_optimizers
 from .buffer import Buffer, Place
 from .guard import SavedTensors
 from .preflight import (
@@ -29,8 +30,6 @@ from .preflight import (
     check_buffers,
     check_memory,
     check_model,
-    check_offload,
-    check_optimizers,
     check_parameters,
     check_settings,
     describe,

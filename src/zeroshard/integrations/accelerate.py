@@ -20,7 +20,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from .. import api
-from ..engine.preflight import unwrapped
+from ..engine.accepted import unwrapped
 from ..engine.unit import on_meta
 from ..errors import StateError, UserError
 from ..layout import Layout

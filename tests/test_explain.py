@@ -689,12 +689,12 @@ REDUCTIONS = [["reduce", "gradients", bucket, f"blocks.{bucket}", 8, 4, 4, start
     ("bytes_of_reduce", "moves", "says"),
     [
         # Three, each with its own contribution (8) and room for the other rank's (4): the first is done, and still there.
-        ([12, 24, 36], 3, "gradients on their way: blocks.1, blocks.0; buffers of blocks.2, whose sums are done, kept for the next"),
-        ([12, 24], 2, "gradients on their way: blocks.2, blocks.1"),
-        ([12, 24, 30], 3, "gradients on their way: blocks.1, blocks.0; buffers of those done, kept for the next, or being filled"),
-        ([12, 20], 1, "gradients on their way: blocks.2; the next being put together"),
+        ([12, 24, 36], 3, "gradients of blocks.1, blocks.0 on their way; buffers of blocks.2, kept for reuse"),
+        ([12, 24], 2, "gradients of blocks.2, blocks.1 on their way"),
+        ([12, 24, 30], 3, "gradients of blocks.1, blocks.0 on their way; other buffers, kept for reuse or being filled"),
+        ([12, 20], 1, "gradients of blocks.2 on their way; the next being put together"),
         # Contributions that lie in the accumulator itself.
-        ([4, 8, 12], 3, "gradients on their way: blocks.1, blocks.0; buffers of blocks.2, whose sums are done, kept for the next"),
+        ([4, 8, 12], 3, "gradients of blocks.1, blocks.0 on their way; buffers of blocks.2, kept for reuse"),
         ([12], 0, "gradients being put together"),
     ],
 )  # fmt: skip
@@ -718,7 +718,7 @@ def test_the_bytes_of_a_peak_are_those_of_the_units_it_names(transformer):
     for rank in (0, 1):
         peak = backward["ranks"][rank]["peak"]
         assert peak["held"]["reduce"] == 780
-        assert peak["why"]["reduce"].startswith("gradients on their way: ")
+        assert peak["why"]["reduce"].startswith("gradients of ")
         assert {unit for unit in MODULES_260 if unit in peak["why"]["reduce"]} == MODULES_260
         peak = forward["ranks"][rank]["peak"]
         assert (peak["held"]["gather"], peak["why"]) == (148 * 2, {"gather": "full weights of feed_forward"})

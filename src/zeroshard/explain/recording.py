@@ -239,21 +239,17 @@ def _reduced(
 
     handing = [m for m in moves if m[0] == "relay" and m[7] < after and m[8] > at]
     flying, done = [m for m in begun if m[8] > at], [m for m in begun if m[8] <= at]
-    words = [f"gradients on their way: {_names([*dict.fromkeys(m[3] for m in flying)])}"] if flying else []
+    words = [f"gradients of {_names([*dict.fromkeys(m[3] for m in flying)])} on their way"] if flying else []
     if handing:
         words.append(
-            f"running sums on their way through the replicas: {_names([*dict.fromkeys(m[3] for m in handing)])}"
+            f"running sums of {_names([*dict.fromkeys(m[3] for m in handing)])} on their way through the replicas"
         )
     left = nbytes - rests - needs(flying) - sum(move[4] for move in handing)
     if left > 0 and left == needs(done):
         # What is left is exactly theirs.
-        words.append(
-            f"buffers of {_names([*dict.fromkeys(m[3] for m in done)])}, whose sums are done, kept for the next"
-        )
+        words.append(f"buffers of {_names([*dict.fromkeys(m[3] for m in done)])}, kept for reuse")
     elif left > 0:
-        words.append(
-            "buffers of those done, kept for the next, or being filled" if done else "the next being put together"
-        )
+        words.append("other buffers, kept for reuse or being filled" if done else "the next being put together")
     return "; ".join(words) or "gradients being put together"
 
 

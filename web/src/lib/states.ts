@@ -17,7 +17,7 @@ const KNOWN: Record<string, [label: string, colour: string, passing?: true]> = {
   norms: ['map for the norm', 'var(--norms)'],
   gather: ['gathered parameters', 'var(--parameters)', true],
   prefetch: ['prefetched parameters', 'var(--prefetch)', true],
-  reduce: ['gradients under way', 'var(--gradients)', true],
+  reduce: ['reduction buffers', 'var(--gradients)', true],
   staging: ['buffers of what rests elsewhere', 'var(--other)', true],
   snapshot: ['copy to be saved', 'var(--other)', true],
   upcast: ['fp32 gradients of the step', 'var(--gradients)', true],

@@ -242,6 +242,29 @@ def test_bytes_and_messages_of_the_260(transformer, stage):
             assert sum(row[column] for row in rows) == want[column]
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_the_steps_after_the_first_hold(transformer, stage):
+    """In backward m, v and step counters come on top; stage 3 gathers ahead, too. Adam gets fp32 gradients."""
+    found = transformer["stages"][stage]
+    backward = next(moment for moment in found["moments"] if moment["key"] == "backward")
+    for rank, later in enumerate(found["later"]):
+        rest = found["held"][rank]
+        first, made = backward["ranks"][rank]["peak"], sum(rest[state] for state in ("exp_avg", "exp_avg_sq", "step"))
+        assert later["backward"]["total"] == sum(later["backward"]["held"].values())
+        if stage < 3:
+            assert later["backward"]["total"] == first["total"] + made
+        else:
+            assert later["backward"]["total"] > first["total"] + made
+            assert later["backward"]["held"]["prefetch"] and "prefetch" not in first["held"]
+        assert later["step"]["total"] == sum(rest.values()) + later["step"]["held"].get("upcast", 0)
+    peaks = [
+        next(moment for moment in transformer["stages"][of]["moments"] if moment["key"] == "backward") for of in (1, 2)
+    ]
+    for rank in (0, 1):
+        one, two = (moment["ranks"][rank]["peak"]["total"] for moment in peaks)
+        assert one < two and "In this tiny model stage 2 holds more" in peaks[1]["says"]
+
+
 def _named(found: dict, rank: int) -> list:
     """A rank's moves with the names of verbs and states."""
     moves = found["ranks"][rank]["moves"]
@@ -411,6 +434,8 @@ def test_the_flat_buffer(kernels, walkthroughs):
         stop = step["start"] + len(step["values"])
         assert first <= step["start"] < stop <= last
         assert step["values"] == document.numbers(tensor[step["start"] : stop]), step["step"]
+    for rank in found["overlap"]["recording"]["ranks"]:  # of a step that Adam has m and v in
+        assert rank["peak"]["where"].startswith("in backward") and "exp_avg" in rank["peak"]["rests"]
     assert found["cut"] == {"name": "layers.1.fc1.bias", "element": 33, "fragments": [[0, 0, 33], [1, 33, 52]]}
     assert (found["numel"], found["padded"]) == (4251, {"2": 4252, "3": 4251, "4": 4252})
 
@@ -482,6 +507,10 @@ def test_corrections_are_the_runs_numbers(walkthroughs, transformer):
     ]
     assert "50 elements (three rows and 2 of the fourth) are rank 0's, 14 are rank 1's" in rights["A", "ownership"]
     assert "add up to 112 and 148, not 130 and 130" in rights["A", "ownership"]
+    stage3 = [note["right"] for note in walkthroughs["four"]["corrections"] if note["at"] == "stage 3"]
+    assert "28 bytes at stage 1, 32 at stage 2" in stage3[1] and "36 against 40 bytes" in stage3[1]
+    (cards,) = (note["right"] for note in walkthroughs["overview"]["corrections"] if note["at"] == "stages")
+    assert "55 GB at stage 1 and 37.5 GB at stage 2" in cards
     for part in ("transformer", "four", "layers", "overview"):
         for note in walkthroughs[part]["corrections"]:
             assert note["text"] in "ABCDE"
@@ -1069,6 +1098,15 @@ def test_the_terminal_tells_the_same(capsys):
     for part in ("transformer", "four", "layers", "overview"):
         for note in packaged()[part]["corrections"]:
             assert " ".join(note["right"].split()) in flat
+    for text in packaged()["texts"].values():
+        for correction in text["corrections"]:
+            assert " ".join(correction.split()) in flat
+    assert flat.count("x is left out by the text and drawn from a seed") == flat.count("x is printed in the text") == 1
+    assert flat.count("Its targets are left out by the text and drawn from a seed") == 2
+    for stage in transformer["stages"]:
+        later = ", ".join(f"rank {rank} {one['backward']['total']:,}" for rank, one in enumerate(stage["later"]))
+        assert f"From the second on at most: {later} bytes" in flat
+    assert "at most: 780 reduce, gradients of norm2, attention, norm1 on their way" in flat
     for value in packaged()["four"]["values"]["parameters_after"]:
         assert repr(value) in out
     assert "stage 3 moves 2.97 passes" in flat and f"their sum, kept in bfloat16 {values['sum'][130]}" in flat

@@ -92,8 +92,12 @@ def _corrections() -> list[dict[str, str]]:
     def times(stage: int, ranks: int) -> str:
         return number(round(_per_parameter(0, ranks) / _per_parameter(stage, ranks), 2))
 
+    large = {stage: number(LARGE * _per_parameter(stage, RANKS) / 10**9) for stage in (1, 2)}
     limits = {stage: 16 / sum(n for _, n, cut in PAPER.states(STAGES[stage]) if not cut) for stage in (1, 2)}
     return [
+        note("stages", "Without Stage 3 you simply cannot train the model with pure data parallelism",
+             f"10 B parameters on {RANKS} ranks rest in {large[1]} GB at stage 1 and {large[2]} GB at stage 2. "
+             "Both fit a card of 80 GB."),
         note("limits", "With 64 GPUs: [stage 1] a 4x reduction, [stage 2] an 8x reduction",
              f"{times(1, 64)}x and {times(2, 64)}x at 64. {limits[1]}x and {limits[2]}x are what they tend to; only "
              f"stage 3's {times(3, 64)}x is exact."),

@@ -15,10 +15,12 @@ import torch
 import zeroshard
 
 from ..cli.reference import accumulate
+from ..engine.reduction import UNHURRIED
 from ..layout import Layout
 from ..numerics import Precision
 from ..planner import predict_states, traffic
 from ..planner.recipes import PRESETS
+from ..planner.simulate import STEPS as SETTLED
 from ..stage import STAGES
 from . import transformer260
 from .document import matrix, numbers, plain
@@ -54,6 +56,26 @@ def capture() -> dict[str, Any]:
         "singly": observed_step(2, BF16, torch.float32, SINGLY),
         "trained": {stage: trained(stage) for stage in STAGES},
         "unsent": unsent(),
+        "later": {stage: later(stage) for stage in STAGES},
+    }
+
+
+def later(stage: int) -> dict[str, Any]:
+    """The most this rank holds in each phase from the second step on: Adam has m and v, gathers run ahead of use."""
+    rank = torch.distributed.get_rank()
+    model = transformer260.Transformer260()
+    transformer260.inject(model, rank)
+    optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
+    zero = zeroshard.shard(model, optimizer, stage=stage, precision=BF16, layout=BY_MODULE)
+    zero._engine.reduction.patience = UNHURRIED
+    batch = transformer260.batches(torch.bfloat16)[rank]
+    for _ in range(SETTLED):  # no phase of the first step holds as much as the same phase later
+        transformer260.loss(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = zero.ledger().phases
+    return {
+        phase: {"total": found[phase].total, "held": found[phase].held} for phase in ("forward", "backward", "step")
     }
 
 
@@ -197,8 +219,10 @@ def assemble(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     starts = _starts(layout)
     stages = [_stage(stage, [rank[stage] for rank in runs["bf16"]], own, values["bf16"]) for stage in STAGES]
     whole = stages[0]["nbytes"]
+    later = [by_stage(rank["later"]) for rank in ranks]
     for stage in stages:
         stage["saved"] = 1 - stage["nbytes"] / whole
+        stage["later"] = [rank[stage["stage"]] for rank in later]
     trained_at = [by_stage(rank["trained"]) for rank in ranks]
     plain_result = plain_weights()
     difference = max(
@@ -563,20 +587,35 @@ def _says(stage: int, name: str) -> str:
     if name == "forward":
         if place.parameters:
             return (
-                "Each rank runs its own micro-batch. Before a module computes, its parameters are gathered from both "
-                "ranks; after it they are released."
+                "Each rank runs its own micro-batch. Before a module computes, its weights are gathered into a buffer "
+                "that has room for all of them, also where a rank owns them all. After it they are released. In this "
+                "first step nothing is gathered ahead. From the second step on the order is known, and the next "
+                "module's weights are prefetched while one computes."
             )
         return "Each rank runs the whole model on its own micro-batch. Nothing is sent."
     if name == "backward":
-        gathers = " Parameters are gathered once more, module by module." if place.parameters else ""
+        gathers = (
+            " Weights are gathered once more, module by module, and released later than in forward. When a module has "
+            "its gradients, torch still holds its parameters. So a rank keeps the last two modules, and releases one "
+            "when backward asks for the weights of the second module after it, or ends."
+            if place.parameters
+            else ""
+        )
         keeps = (
             "What a rank does not own is sent to its owner and not kept."
             if place.gradients
             else "The full-size buffer stays: outside its own part a rank has only what its own micro-batch gave."
         )
+        more = (
+            " In this tiny model stage 2 holds more in backward than stage 1: the buffers of its reductions are larger "
+            "than the gradients that it does not keep."
+            if place.gradients and not place.parameters
+            else ""
+        )
         return (
-            "As soon as a module has its gradients they are reduced: every rank receives the other's contribution to "
-            f"its own part, and adds them up in rank order. {keeps}{gathers}"
+            "As soon as a module has its gradients their reduction starts: each rank receives the other rank's "
+            "gradients for the part it owns, and adds up both in rank order. Up to three reductions are under way at "
+            f"a time. {keeps}{more}{gathers}"
         )
     if name == "gathered gradients":
         return "The sums are divided by the number of ranks, and gathered: every rank is to update everything."
@@ -584,10 +623,13 @@ def _says(stage: int, name: str) -> str:
         if not place.optimizer:
             return "Both ranks update all parameters, and do the same work twice. This is what stage 1 ends."
         if place.parameters:
-            return "Each rank updates its own part. Nothing has to be sent: its shard is all it keeps."
+            return (
+                "The sums are divided by the number of ranks, and each rank updates its own part. Nothing has to be "
+                "sent: its shard is all it keeps."
+            )
         return (
-            "Each rank has updated its own part and nothing else. For this moment the model is half new and half old, "
-            "and the halves differ between the ranks."
+            "The sums are divided by the number of ranks. Each rank has updated its own part and nothing else. For "
+            "this moment the model is half new and half old, and the halves differ between the ranks."
         )
     if name == "gathered parameters":
         return "Each rank sends its new part to the other. Now both have the whole new model."

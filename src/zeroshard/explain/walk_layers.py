@@ -91,19 +91,22 @@ def observed_step() -> dict[str, Any]:
 
 
 def overlapped() -> dict[str, Any]:
-    """From one backward to the end of the next forward, with a bucket per layer: where messages overlap with work."""
+    """From the second backward to the end of the next forward, a bucket per layer: where messages overlap with work."""
     with ticking():
         rank = torch.distributed.get_rank()
         stack = model()
         optimizer = torch.optim.Adam(stack.parameters(), lr=1e-3)
         zero = zeroshard.shard(stack, optimizer, stage=1, precision=BF16, layout=Layout(align=1))
+        stack(batch(0, rank)).sum().backward()  # a first step, after which Adam has m and v
+        optimizer.step()
+        optimizer.zero_grad()
         observer = Observer(zero)
-        loss = stack(batch(0, rank)).sum()
+        loss = stack(batch(1, rank)).sum()
         observer.look("backward")
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        stack(batch(1, rank))
+        stack(batch(2, rank))
         observer.look("end")
         units = [unit.name for unit in zero._engine.units]
         record = zero._engine.ledger.record
@@ -148,11 +151,11 @@ def assemble(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "overlap": {
             "layout": overlap[0]["layout"],
             "recording": together([one["step"] for one in overlap], overlap[0]["units"], clock="tick"),
-            "note": "Ticks say what came before what, not how long it took. Reductions are sent while backward goes "
-            "on; the gathers launched after the step are waited for by the next forward, layer by layer. Here the "
-            f"model is not one buffer but {count} of {sizes:,} elements, one for each block: {2 * count * sizes:,} "
-            f"bytes of bf16 parameters, and {4 * count * sizes:,} of gradients, which backward makes in bf16 and the "
-            "rank adds up in fp32.",
+            "note": "This is the second step: Adam has m and v. Ticks say what came before what, not how long it took. "
+            "Reductions are sent while backward goes on. Gathers start after the step, and the next forward waits for "
+            f"them layer by layer. Here the model is not one buffer but {count} of {sizes:,} elements, one for each "
+            f"block: {2 * count * sizes:,} bytes of bf16 parameters, and {4 * count * sizes:,} of gradients. Backward "
+            "makes them in bf16, and the rank adds them up in fp32.",
         },
         "replicas": {"ranks": RANKS, "rows": [_row(each) for each in copies]},
         "corrections": _corrections(whole),

@@ -24,6 +24,7 @@ NORMS = (
     "norms: the map from elements to parameters, for the norm of gradients. It is made when that norm is first asked "
     "for and stays; the prediction does not have it."
 )
+ORIGINS = {"text": "printed in the text", "seed": "left out by the text and drawn from a seed"}
 ELEMENT = re.compile(r"(\w+)\[(\d+)(?:,\s*(\d+))?\]")
 
 
@@ -56,6 +57,8 @@ def _tables(letter: str, text: Mapping[str, Any]) -> None:
             differs = "" if line["agrees"] else "[red]differs[/red]"
             shown.add_row(escape(line["what"]), line["text_says"] or "-", told, line["unit"], differs)
         _table(shown)
+    for correction in text["corrections"]:
+        _prose(f"- {correction}", 2)
 
 
 def _one_stage(of: dict[str, Any], number: int) -> None:
@@ -108,9 +111,10 @@ def _transformer(of: dict[str, Any], flat: int, name: str) -> None:
     _table(table)
     dims = of["dims"]
     _say(
-        f"Width d = {dims['width']}, {dims['heads']} heads of {dims['width'] // dims['heads']}, FFN {dims['inner']}, "
-        f"vocabulary V = {dims['words']}, T = {dims['tokens']} tokens, {of['ranks']} ranks. LN1 -> attention, + x "
-        "-> LN2 -> FFN, + -> W_vocab -> softmax -> cross-entropy"
+        f"Width d = {dims['width']}, {dims['heads']} heads of {dims['width'] // dims['heads']}, feed_forward "
+        f"{dims['inner']}, "
+        f"vocabulary V = {dims['words']}, T = {dims['tokens']} tokens, {of['ranks']} ranks. norm1 -> "
+        "attention, + x -> norm2 -> feed_forward, + -> head -> softmax -> cross-entropy"
     )
     cut = next(tensor for tensor in of["tensors"] if len(tensor["owners"]) > 1)
     shares = ", ".join(f"{stop - start} of rank {rank}" for rank, start, stop in cut["owners"])
@@ -130,8 +134,10 @@ def _transformer(of: dict[str, Any], flat: int, name: str) -> None:
 def _matrices(of: dict[str, Any], values: dict[str, Any]) -> None:
     trace = of["runs"]["float64"]["forward"]
     for rank, forward in enumerate(trace):
-        letter = of["batches"][rank]["micro_batch"]
+        batch = of["batches"][rank]
+        letter = batch["micro_batch"]
         _say(f"\n[bold]Forward of micro-batch {letter} on rank {rank}[/bold], first token, in float64")
+        _prose(f"x is {ORIGINS[batch['x_origin']]}. Its targets are {ORIGINS[batch['targets_origin']]}.", 2)
         for what, found in ({"x": of["batches"][rank]["x"]} | forward).items():
             if what != "loss":
                 shape, width = found["shape"], found["shape"][-1]
@@ -188,6 +194,13 @@ def _stage(of: dict[str, Any], stage: dict[str, Any]) -> None:
             line.append(f"  {total:,} bytes{peak}")
             screen.console.print(line, soft_wrap=True)
             _say(f"            [dim]{_held(seen['held'])}[/dim]")
+            if peak:
+                for state, why in seen["peak"]["why"].items():
+                    there = seen["peak"]["held"][state] - seen["peak"]["rests"].get(state, 0)
+                    _say(f"            [dim]at most: {there:,} {state}, {escape(why)}[/dim]")
+        if moment["key"] == "backward":
+            later = ", ".join(f"rank {rank} {one['backward']['total']:,}" for rank, one in enumerate(stage["later"]))
+            _prose(f"This is the first step: Adam has no m and v yet. From the second on at most: {later} bytes.", 4)
         moved = _moved(stage["recording"], moment)
         if moved:
             _say(f"    [dim]sent by rank 0: {moved}[/dim]")
@@ -470,7 +483,8 @@ def _counted(of: dict[str, Any]) -> str:
     less = [stage for stage in of["stages"] if stage["counted"]["passes"] != stage["passes"]]
     return "".join(
         f"In the step of 260 parameters stage {stage['stage']} moves {stage['counted']['passes']:.2f} passes: "
-        "backward does not need norm1's weights."
+        "norm1's weights are not gathered in backward. Its input x needs no gradient, and the gradients of gamma and "
+        "beta do not depend on gamma and beta."
         for stage in less
     )
 

@@ -1,7 +1,8 @@
 import { readFileSync } from 'node:fs';
 import { describe, expect, test } from 'vitest';
 import type { Page } from '../src/lib/data';
-import { beatsOf, counters, flights, followed, hasAt, merged, parts } from '../src/lib/play';
+import { changes, heldAt, mostWithin } from '../src/lib/memory';
+import { arriving, beatsOf, caption, counters, flights, followed, hasAt, merged, parts } from '../src/lib/play';
 
 const at = (path: string): Page => JSON.parse(readFileSync(new URL(path, import.meta.url), 'utf8'));
 const walk = at('../../src/zeroshard/explain/walkthroughs.json').walkthroughs;
@@ -69,6 +70,53 @@ describe('the 260 parameters', () => {
       ],
       [[130, 260, 'old']],
     ]);
+  });
+
+  test.each(told)('stage $stage: a sum arrives in the frame from which its owners have it', (stage) => {
+    const { layout } = transformer;
+    let first = 0;
+    const buckets = layout.buckets.map(({ unit, numel, bounds = [] }) => {
+      first += numel;
+      return { unit, bounds: bounds.map((at) => first - numel + at) };
+    });
+    const summed = (at: number) =>
+      buckets.filter(({ bounds }) =>
+        RANKS.every((rank) => {
+          const [low, high] = [bounds[rank], bounds[rank + 1]];
+          const { gradients } = hasAt(stage.beats, at, layout, stage.placements, rank);
+          return (
+            low === high || gradients.some(([start, stop, what]) => start <= low && high <= stop && what === 'sum')
+          );
+        }),
+      );
+    let told = 0;
+    stage.beats.forEach(({ chapter, kind }, at) => {
+      if (chapter !== 'backward' || kind === 'land') return;
+      const before = summed(at - 1).map(({ unit }) => unit);
+      const expected = summed(at).flatMap(({ unit }) => (before.includes(unit) ? [] : [layout.units[unit]]));
+      expect(arriving(stage.beats, at, layout, RANKS).sort()).toEqual(expected.sort());
+      const words = caption(stage.beats, at, layout, stage.placements, RANKS);
+      for (const unit of expected) expect(words).toMatch(new RegExp(`The sum of .*${unit}.* has arrived`));
+      told += expected.length;
+    });
+    expect(told).toBeGreaterThan(0);
+  });
+
+  test.each(told)('stage $stage: what frames say was held reaches the peaks, and adds up', (stage) => {
+    const { recording, beats, moments } = stage;
+    parts(beats).forEach(({ first, last }, number) => {
+      for (const rank of RANKS) {
+        const found = Array.from({ length: last - first + 1 }, (_, index) => {
+          const before = beats[Math.max(first + index - 1, 0)].at[rank];
+          const now = beats[first + index].at[rank];
+          const [old, held] = [heldAt(recording, rank, before), heldAt(recording, rank, now)];
+          const total = (bytes: Record<string, number>) => Object.values(bytes).reduce((a, b) => a + b, 0);
+          expect(changes(old, held).reduce((sum, [, nbytes]) => sum + nbytes, total(old))).toBe(total(held));
+          return mostWithin(recording, rank, before, now);
+        });
+        expect(Math.max(...found)).toBe(moments[number].ranks[rank].peak?.total);
+      }
+    });
   });
 
   test('a unit computes after its gather and before its reduction, at every stage', () => {

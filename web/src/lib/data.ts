@@ -180,6 +180,8 @@ export interface Stage {
   owners: Record<'parameters' | 'gradients' | 'optimizer', [rank: number, start: number, stop: number, tier: string][]>;
   traffic: Traffic[][];
   moments: Moment[];
+  /** By rank: the most in each phase from the second step on. */
+  later: Record<'forward' | 'backward' | 'step', { total: number; held: Bytes }>[];
   recording: Recording;
 }
 

@@ -51,6 +51,20 @@ export function columns(found: Snapshot[], start: number, stop: number, count: n
   return shown;
 }
 
+/** The most that a shown rank held in a tier after one time and up to another. */
+export function mostWithin(recording: Recording, rank: number, after: number, until: number, tier = 'device'): number {
+  const found = snapshots(recording.ranks[rank], recording.tiers.indexOf(tier), recording.states.length);
+  const within = found.slice(indexAt(found, after), indexAt(found, until) + 1);
+  return Math.max(...within.map(({ total }) => total));
+}
+
+/** How many bytes of each state there are more, or less, of those that changed. */
+export function changes(before: Bytes, now: Bytes): [state: string, nbytes: number][] {
+  return Object.keys({ ...before, ...now })
+    .map((state): [string, number] => [state, (now[state] ?? 0) - (before[state] ?? 0)])
+    .filter(([, nbytes]) => nbytes);
+}
+
 /** Bytes that a shown rank held at a time in a tier, by state; nothing of what was not there. */
 export function heldAt(recording: Recording, rank: number, time: number, tier = 'device'): Bytes {
   const held: Bytes = {};

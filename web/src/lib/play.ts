@@ -377,9 +377,51 @@ export function hasAt(
   return has;
 }
 
+const called = (layout: Layout, unit: number): string => (unit < 0 ? '' : layout.units[unit] || 'the root');
+
+/** When the sum of each bucket was at its owners: the last shown owner's time. */
+function sumsAt(beats: readonly Beat[], layout: Layout, ranks: readonly number[]): Map<number, [number, number][]> {
+  const found = new Map<number, [number, number][]>();
+  for (const beat of beats)
+    if (beat.kind === 'reduce')
+      beat.moves.forEach((moves, shown) => {
+        for (const move of moves) {
+          const [low, high] = bounds(layout.buckets[move[2]], ranks[shown]);
+          if (low < high) found.set(move[2], [...(found.get(move[2]) ?? []), [shown, move[8]]]);
+        }
+      });
+  return found;
+}
+
+/** The units whose sums arrive at their owners in this beat: they had not all arrived in the one before. */
+export function arriving(beats: readonly Beat[], at: number, layout: Layout, ranks: readonly number[]): string[] {
+  if (!at || beats[at].chapter !== 'backward' || beats[at].kind === 'land') return [];
+  const sent = new Set(beats.slice(0, at + 1).flatMap(({ kind, buckets }) => (kind === 'reduce' ? buckets : [])));
+  const here = (of: readonly [number, number][], beat: number) =>
+    of.every(([rank, end]) => end <= beats[beat].at[rank]);
+  const units = [...sumsAt(beats.slice(0, at + 1), layout, ranks)]
+    .filter(([bucket, of]) => sent.has(bucket) && here(of, at) && !here(of, at - 1))
+    .map(([bucket]) => called(layout, layout.buckets[bucket].unit));
+  return [...new Set(units)];
+}
+
+/** A beat in words, and what arrives in it. */
+export function caption(
+  beats: readonly Beat[],
+  at: number,
+  layout: Layout,
+  placements: Placements,
+  ranks: readonly number[],
+): string {
+  const units = arriving(beats, at, layout, ranks);
+  const some = units.length > 3 ? `${units.length} modules` : units.join(' and ');
+  const sums = units.length ? ` The sum of ${some} has arrived at its owner.` : '';
+  return `${says(beats[at], layout, placements)}${sums}`;
+}
+
 /** What a beat is, in words. */
 export function says(beat: Beat, layout: Layout, placements: Placements): string {
-  const name = beat.unit < 0 ? '' : layout.units[beat.unit] || 'the root';
+  const name = called(layout, beat.unit);
   switch (beat.kind) {
     case 'start':
       return placements.parameters
@@ -387,23 +429,25 @@ export function says(beat: Beat, layout: Layout, placements: Placements): string
         : 'Before the step. Each rank has all parameters.';
     case 'gather':
       return beat.ahead
-        ? `The weights of ${name} are sent ahead of their use.`
+        ? `Prefetch ${name}: its weights are sent ahead of their use.`
         : `Gather ${name}: each owner sends its part of the weights to every rank.`;
     case 'compute':
       if (beat.verb === 'forward') return `Compute ${name}, forward: each rank on its own data.`;
       if (beat.verb === 'recompute') return `Compute ${name} once more: backward needs what forward did not keep.`;
       return `Compute ${name}, backward: each rank gets the gradients of its own data.`;
     case 'release':
-      return `Release ${name}: each rank keeps only its own part of the weights.`;
+      return beat.chapter === 'backward'
+        ? `Release ${name}: each rank keeps only its own part of the weights. In backward this comes late: a rank keeps the last two modules until it goes on.`
+        : `Release ${name}: each rank keeps only its own part of the weights.`;
     case 'reduce':
-      return `Reduce ${name}: each rank sends the gradients that it does not own to their owner.`;
+      return `The reduction of ${name} starts here: each rank sends the gradients that it does not own to their owner. It ends some frames later.`;
     case 'land':
       return 'The last gradients arrive. Each owner has the sum of all ranks.';
     case 'spread':
-      return `The averaged gradients of ${name} go to every rank.`;
+      return `The sums of ${name} are divided by the number of ranks, ${layout.ranks}, and go to every rank.`;
     case 'adam':
       return placements.optimizer
-        ? 'Adam: each rank updates only its own part.'
+        ? `Adam: each sum is divided by the number of ranks, ${layout.ranks}. Each rank updates only its own part.`
         : 'Adam: every rank updates everything.';
     case 'return':
       return `The new parameters of ${name} go from their owner to every rank.`;

@@ -299,6 +299,20 @@ def test_the_arrows_step_and_pause_holds(opened):
 
 
 @pytest.mark.full
+def test_a_frame_tells_what_changed_and_what_was_held_in_between(opened):
+    """Two changes at once are named, and a peak that no frame ends at."""
+    page = opened("walkthroughs", "#transformer?stage=3", reduced=True)
+    assert "1,040 bytes (no m and v yet)" in " ".join(page.locator(".rank").first.inner_text().split())
+    beats(page, "gather:backward:4")
+    changed = page.locator("[data-changed]")
+    assert changed.all_inner_texts() == ["+296 gathered, +296 reduction buffers"] * 2
+    beats(page, "release:backward:5")
+    assert changed.nth(1).inner_text() == "\N{MINUS SIGN}64 gathered, +16 reduction buffers (2,036 in between)"
+    beats(page, "release:backward:4")
+    assert "The sum of head has arrived at its owner." in page.locator("[data-beat]").inner_text()
+
+
+@pytest.mark.full
 def test_another_stage_is_at_the_same_frame(opened):
     page = opened("walkthroughs", "#transformer?stage=3", reduced=True)
     beats(page, "compute:forward:3")
@@ -337,8 +351,16 @@ def test_memory_of_the_stages_on_one_axis(opened, walk):
             assert page.locator("[data-curves] .number").all_inner_texts() == [f"{nbytes:,}" for nbytes in held]
         moments = [next(each for each in stage["moments"] if each["key"] == "backward") for stage in stages]
         peaks = [moment["ranks"][rank]["peak"]["total"] for moment in moments]
-        named = page.locator("[data-peak-of] b").all_inner_texts()
-        assert named == [f"Stage {stage}: {nbytes:,} bytes" for stage, nbytes in enumerate(peaks)]
+        later = [stage["later"][rank] for stage in stages]
+        expected = [
+            [f"{first:,}", f"{each['backward']['total']:,}", f"{each['step']['total']:,}"]
+            for first, each in zip(peaks, later, strict=True)
+        ]
+        assert [row.locator("td.number").all_inner_texts() for row in page.locator("[data-peak-of]").all()] == expected
+        drawn = page.locator("svg .peak").all_text_contents()
+        assert drawn[0].split() == ["peaks", "of", "step", "1", "on", "rank", str(rank)]
+        labels = {f"stage {stage}: {nbytes:,}" for stage, nbytes in enumerate(peaks)}
+        assert {" ".join(each.split()) for each in drawn[1:]} == labels
     assert peaks[2] > peaks[1]
 
 
@@ -461,16 +483,15 @@ def test_the_four_weights(opened, walk, stage):
     for _ in range(min(map(len, data["stages"][stage]["story"])) - 1):
         page.get_by_label("Next", exact=True).click()
     assert page.get_by_label("Next", exact=True).is_disabled()
-    found, values = rows(page, "w"), data["values"]
-    for index, name in enumerate(data["names"]):
-        tables = [
-            values["master"],
-            *values["gradients"],
-            *(values[key] for key in ("average", "exp_avg", "exp_avg_sq")),
-            *([float(f"{each:.7g}") for each in values[f"{key}_corrected"]] for key in ("exp_avg", "exp_avg_sq")),
-            *(values[key] for key in ("master_after", "parameters_after", "bf16_after")),
-        ]
-        assert found[name][1:-1] == [shown(table[index]) for table in tables]
+    found, values = rows(page, "through "), data["values"]
+    tables = [
+        values["master"],
+        *values["gradients"],
+        *(values[key] for key in ("average", "exp_avg", "exp_avg_sq")),
+        *([float(f"{each:.7g}") for each in values[f"{key}_corrected"]] for key in ("exp_avg", "exp_avg_sq")),
+        *(values[key] for key in ("master_after", "parameters_after", "bf16_after")),
+    ]
+    assert [cells[1:] for cells in found.values()][:-1] == [[shown(value) for value in table] for table in tables]
     minus = "\N{MINUS SIGN}"
     assert rows(page, "rank ") == {  # typed from the text, but for fp16's copies of 2.1, 2.9, 1.1 and 0.6 and fp32's v
         "rank 0": ["rank 0", f"{minus}4.5", f"{minus}4.5", "0", f"[2.099609375, {minus}2.900390625, 1, 0.5]",
@@ -528,7 +549,9 @@ def test_the_profile_is_on_the_page(opened, walk):
         want |= {f"most in {phase}": nbytes for phase, nbytes in of["peaks"].items()}
         assert states == {what: f"{nbytes:,}" for what, nbytes in want.items()}
     told = page.locator("section", has_text="The profile: planned, and held").inner_text()
-    assert "Held is what was planned, on all 4 ranks" in told and "17.50 GiB" in told and "42.7 %" in told
+    assert (
+        "What was held is exactly what was planned, on all 4 ranks" in told and "17.50 GiB" in told and "42.7 %" in told
+    )
 
 
 @pytest.mark.full

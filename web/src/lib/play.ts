@@ -396,6 +396,8 @@ function sumsAt(beats: readonly Beat[], layout: Layout, ranks: readonly number[]
 /** The units whose sums arrive at their owners in this beat: they had not all arrived in the one before. */
 export function arriving(beats: readonly Beat[], at: number, layout: Layout, ranks: readonly number[]): string[] {
   if (!at || beats[at].chapter !== 'backward' || beats[at].kind === 'land') return [];
+  // With replicas that is a running sum, which goes on to the next of them.
+  if (ranks.some((rank) => rank >= layout.ranks)) return [];
   const sent = new Set(beats.slice(0, at + 1).flatMap(({ kind, buckets }) => (kind === 'reduce' ? buckets : [])));
   const here = (of: readonly [number, number][], beat: number) =>
     of.every(([rank, end]) => end <= beats[beat].at[rank]);
@@ -444,10 +446,10 @@ export function says(beat: Beat, layout: Layout, placements: Placements): string
     case 'land':
       return 'The last gradients arrive. Each owner has the sum of all ranks.';
     case 'spread':
-      return `The sums of ${name} are divided by the number of ranks, ${layout.ranks}, and go to every rank.`;
+      return `The sums of ${name} are divided by the number of ranks, and go to every rank.`;
     case 'adam':
       return placements.optimizer
-        ? `Adam: each sum is divided by the number of ranks, ${layout.ranks}. Each rank updates only its own part.`
+        ? 'Adam: each sum is divided by the number of ranks. Each rank updates only its own part.'
         : 'Adam: every rank updates everything.';
     case 'return':
       return `The new parameters of ${name} go from their owner to every rank.`;

@@ -107,7 +107,10 @@ def test_the_printed_parameters(data, shown, name):
 def test_the_input_and_the_architecture(data, shown):
     transformer = data["transformer"]
     assert transformer["dims"] == SIZES
-    assert "Width d = 4, 2 heads of 2, FFN 16, vocabulary V = 8, T = 3 tokens, 2 ranks. LN1 -> attention" in shown
+    assert (
+        "Width d = 4, 2 heads of 2, feed_forward 16, vocabulary V = 8, T = 3 tokens, 2 ranks. norm1 -> attention"
+        in shown
+    )
     assert transformer["batches"][0]["x"]["values"] == floats(X)
     assert numbers_after(shown, "x             3x4", 1) == floats(X)
     for name, shape in SHAPES.items():

@@ -12,12 +12,13 @@ ARCHITECTURE, CONTRIBUTING = ROOT / "docs" / "architecture.md", ROOT / "CONTRIBU
 # The core, in the order in which to read it: a file imports only what stands above it.
 ORDER = (
     "errors.py", "events.py", "stage.py", "layout.py", "headroom.py", "numerics.py", "digests.py",
-    "ranks/launcher.py", "ranks/watch.py", "ranks/comm.py", "ranks/transport.py", "ranks/agreement.py",
-    "ranks/groups.py", "ranks/process_group.py",
+    "ranks/launcher.py", "ranks/watch.py", "ranks/calls.py", "ranks/comm.py", "ranks/transport.py",
+    "ranks/agreement.py",
+    "ranks/streams.py", "ranks/groups.py", "ranks/process_group.py",
     "tiers/pool.py", "tiers/tier.py", "tiers/nvme.py",
     "engine/flat.py", "engine/guard.py", "engine/gathered.py", "engine/edits.py", "engine/buffer.py", "engine/unit.py",
     "engine/accumulator.py", "engine/sharded_grad.py", "engine/gradient.py", "engine/finite.py", "engine/reduction.py",
-    "engine/calls.py", "engine/script.py", "engine/schedule.py", "engine/fragment.py", "engine/optim.py",
+    "engine/script.py", "engine/schedule.py", "engine/fragment.py", "engine/optim.py",
     "engine/accepted.py", "engine/preflight.py", "engine/undo.py", "engine/assembly.py",
     "checkpoint/staging.py", "checkpoint/files.py", "checkpoint/manifest.py", "checkpoint/content.py",
     "checkpoint/replicas.py", "checkpoint/saving.py", "checkpoint/loading.py",

@@ -22,7 +22,7 @@ import zeroshard
 from zeroshard import Comm, Layout, Precision
 from zeroshard.engine.buffer import Buffer
 from zeroshard.engine.reduction import Reduction
-from zeroshard.errors import Error, PeerError, StateError
+from zeroshard.errors import Error, StateError
 from zeroshard.ranks.process_group import Link
 from zeroshard.ranks.watch import GONE, Watch
 
@@ -179,40 +179,6 @@ def twice(stage: int, steps: int):
 @pytest.mark.row(33)
 def test_the_same_run_twice_has_the_same_bits(ranks, stage):
     assert ranks.run(2, twice, stage, 8) == ["", ""]
-
-
-# --- memory that is not there ---------------------------------------------------------------------------------------------
-
-
-def out_of_memory(stage: int):
-    rank = rank_processes.rank()
-    model = models.build("mlp")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    zeroshard.shard(model, optimizer, stage=stage)
-    gather, calls = Buffer._gather, 0
-
-    def fails(self, ahead):
-        nonlocal calls
-        calls += 1
-        if rank == 1 and calls == 5:
-            raise MemoryError("no memory for 4096 bytes")
-        return gather(self, ahead)
-
-    Buffer._gather = fails
-    for index in range(20):
-        models.loss("mlp", model, models.batch("mlp", index, rank)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-@pytest.mark.row(59)
-@pytest.mark.parametrize("stage", [1, 3])
-def test_no_memory_for_a_gather_on_one_rank(ranks, stage):
-    """It raises what it met; the others are told at once that it gave up, and why. The program is to end."""
-    first, second = ranks.run(2, out_of_memory, stage, expect_errors=True, group_timeout=100.0, timeout=30.0)
-    assert (second.type, second.message) == ("MemoryError", "no memory for 4096 bytes")
-    assert first.type == PeerError.__name__
-    assert "did not complete: rank 1 gave up: MemoryError: no memory for 4096 bytes" in first.message
 
 
 # --- threads, forks, and process groups that end --------------------------------------------------------------------------

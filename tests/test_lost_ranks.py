@@ -259,10 +259,16 @@ def test_an_exception_on_one_rank_reaches_the_others_and_the_step_can_be_tried_a
         "step": "rank 0 is at step 3; rank 1 is at forward 4",
     }
     (first, second) = (outcomes[0][1], outcomes[1][1])
-    assert second[0] == "Boom: only once" and len(first) == len(second) - 1 == 1
-    for error in (first[0], second[1]):
-        assert error.startswith("PeerError: the ranks are not doing the same thing"), error
-        assert said.get(where, "rank 1: an exception ended backward 3") in error, error
+    assert second[0] == "Boom: only once" and len(first) == 1
+    if where in said:  # found where rank 1 comes again, by both
+        assert len(second) == 2
+        for error in (first[0], second[1]):
+            assert error.startswith("PeerError: the ranks are not doing the same thing"), error
+            assert said[where] in error, error
+    else:  # rank 1 calls all to end what is under way
+        assert len(second) == 1
+        assert first[0].startswith("PeerError: a rank was interrupted"), first
+        assert "rank 1: an exception ended backward 3" in first[0], first
 
 
 def accumulated(stage: int):

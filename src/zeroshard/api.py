@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
+import signal as _signal
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
+from signal import Signals
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +39,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("zeroshard")
 Batch = TypeVar("Batch")
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def shard(
@@ -123,6 +128,18 @@ class Owner(NamedTuple):
     tier: str
 
 
+def _whole(method: Method) -> Method:
+    """Of a method in which ranks meet more than once: see `Group.whole`."""
+
+    @functools.wraps(method)
+    def called(self: Zero, *args: Any, **kwargs: Any) -> Any:
+        self._engine.refuse_within()
+        with self._engine.group.whole():
+            return method(self, *args, **kwargs)
+
+    return cast(Method, called)
+
+
 class Zero:
     """A sharded model: what `shard` returns, and where everything beside the plain loop is asked for."""
 
@@ -132,6 +149,7 @@ class Zero:
         self.stage, self.placements, self.partition = engine.stage, engine.placements, engine.partition
         self.rank, self.world_size = engine.group.rank, engine.group.ranks
         self.replicas = engine.replicas
+        self._handlers: dict[int, Any] = {}  # of signals, before `save_on`
 
     @property
     def seed(self) -> int:
@@ -195,6 +213,7 @@ class Zero:
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
+    @_whole
     def save(
         self,
         path: str | os.PathLike[str],
@@ -222,6 +241,49 @@ class Zero:
             self._engine.saving = saving.save(state, path, extra, asynchronous=asynchronous, keep=keep, ledger=ledger)
         return self._engine.saving
 
+    def save_on(
+        self,
+        signal: int,
+        path: str | os.PathLike[str] | None,
+        extra: Callable[[], Mapping[str, Any]] | None = None,
+        *,
+        keep: int | None = None,
+    ) -> None:
+        """Save at `path`, once, when any rank gets this signal: on all ranks, before the first forward after a step.
+
+        extra: called then; what it returns is saved along.
+        path: None only notes the signal, for a loop that looks at `signalled` after a step and saves by itself.
+
+        The handler sets a flag, and the row with which the next step begins tells all ranks: so a signal to one of them
+        is enough, wherever it finds the program. Then the handlers that were there before are back. The program goes
+        on; to end it, look at `signalled`. For several signals call it several times. Main thread, every rank.
+        """
+        group, before = self._engine.group, _signal.getsignal(signal)
+
+        def note(number: int, frame: Any) -> None:
+            group.signal = number
+
+        def save() -> None:
+            if path is not None:
+                self.save(path, None if extra is None else extra(), keep=keep)
+                log.warning("%s: saved %s after step %d", self.signalled, path, group.progress.steps)
+            for number, handler in self._handlers.items():
+                _signal.signal(number, handler)
+
+        if threading.current_thread() is not threading.main_thread():
+            raise UserError(
+                "only the main thread can handle signals", instead="zero.save_on(...) where the program starts"
+            )
+        self._handlers.setdefault(signal, before)
+        _signal.signal(signal, note)
+        self._engine.on_signal = save
+
+    @property
+    def signalled(self) -> Signals | None:
+        """The signal given to `save_on` that some rank got: the same on every rank, from a step on."""
+        return Signals(self._engine.group.signalled) if self._engine.group.signalled else None
+
+    @_whole
     def load(self, path: str | os.PathLike[str], *, strict: bool = True) -> loading.Loaded:
         """Load what `save` wrote, into whatever ranks, stage, bounds and precision; returns what was in `extra`.
 
@@ -236,9 +298,10 @@ class Zero:
             engine = self._engine.model_state()
             loaded = loading.load(engine, path, strict=strict)
         self._engine.seed = engine.seed
-        self._engine.forget_old_weights()
+        self._engine.loaded()
         return loaded
 
+    @_whole
     def state_dict(self) -> dict[str, Any]:
         """This rank's pieces for `torch.distributed.checkpoint`: `dcp.save({"app": zero}, checkpoint_id=...)`.
 
@@ -250,6 +313,7 @@ class Zero:
         self._engine.meet_for_checkpoint("saving")
         return dcp.state_dict(self._engine.model_state())
 
+    @_whole
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take a `state_dict()` that DCP has read into, as `dcp.load({"app": zero}, checkpoint_id=...)` does.
 
@@ -259,8 +323,9 @@ class Zero:
 
         self._engine.meet_for_checkpoint("loading")
         dcp.load_state_dict(self._engine.model_state(), state_dict)
-        self._engine.forget_old_weights()
+        self._engine.loaded()
 
+    @_whole
     def export(
         self, folder: str | Path, *, file_nbytes: int = 5 * 10**9, dtype: Any = None, overwrite: bool = False
     ) -> None:
@@ -281,6 +346,7 @@ class Zero:
         with self._engine.ledger.during("export"):
             export.export(self._engine.model_state(), folder, wanted)
 
+    @_whole
     def check_replicas(self) -> None:
         """Raise `PeerError`, on every rank, if ranks hold different copies of what each of them holds whole.
 
@@ -290,6 +356,7 @@ class Zero:
         """
         self._engine.meet_for_checkpoint(COMPARING)
 
+    @_whole
     def latest(self, folder: str | os.PathLike[str]) -> Path | None:
         """The newest complete checkpoint in `folder`, for `load`; None if there is none.
 
@@ -385,6 +452,7 @@ class Zero:
         events = list(self._engine.ledger.record.events)
         return [e if e.bucket is None else dataclasses.replace(e, unit=units[e.bucket]) for e in events]
 
+    @_whole
     def trace(self, path: str | os.PathLike[str]) -> None:
         """Write what all ranks recorded as one Chrome trace, for ui.perfetto.dev. Collective; rank 0 writes."""
         from .integrations import chrome_trace
@@ -399,6 +467,7 @@ class Zero:
             )
         self._engine.group.first_writes(path, lambda: chrome_trace.write(path, ranks))
 
+    @_whole
     def explain(
         self, path: str | os.PathLike[str] | None = None, *, metrics: Sequence[Mapping[str, float]] | None = None
     ) -> Page:

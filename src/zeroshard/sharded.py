@@ -31,7 +31,7 @@ from .engine.guard import Guarded, cover_constructors
 from .engine.optim import Binding
 from .engine.preflight import Contents, Structure, refuse_wrapper
 from .engine.reduction import Reduction
-from .engine.schedule import Schedule, in_backward
+from .engine.schedule import Schedule, Step, in_backward
 from .engine.undo import Before
 from .engine.unit import Managed, Unit
 from .errors import StateError, UserError, nearest
@@ -104,8 +104,9 @@ class Engine:
         self.partition, self.seed = parts.partition, parts.seed
         self.managed, self.units, self.buffers = parts.managed, parts.units, parts.buffers
         self.tier, self.tiers, self.resting = parts.tier, parts.tiers, parts.resting
-        self._checkpoints = 0
         self.saving: Saving | None = None
+        self.on_signal: Callable[[], object] | None = None  # what is to happen where all ranks have heard of a signal
+        self._stepped = 0  # steps completed when a forward that trains last began
         self.gradients = Gradients(self.group, self)
         self.finite = Finite(self.group, precision.nonfinite)
         self.reduction = Reduction(self.gradients, self.group, self.tier, comm, self.finite)
@@ -123,7 +124,6 @@ class Engine:
         self._structure = Structure(model)
         self._sending: dict[str, Tensor] = {}  # buffers, before a forward that trains
         self._source = 0  # the rank whose buffers count
-        self._joined = 0  # batches that `join` has given
         self._content = Contents()  # of buffers that are made of several tensors
         self._now: dict[str, Any] = {}  # what `_alike` has found, and what of it was alike when it last met the others
         self._found: dict[str, Any] = {}
@@ -253,6 +253,20 @@ class Engine:
         noticed = [binding.notice(replaced=replaced) for binding in self.bindings]  # all of them look
         return any(noticed)
 
+    def refuse_within(self) -> None:
+        """A signal's handler may call anything anywhere."""
+        self.group.refuse_within(busy=any(binding.busy for binding in self.bindings))
+
+    def optimizers(self) -> Sequence[Step]:
+        return self.bindings
+
+    def boundary(self) -> None:
+        """A forward that trains begins: if it is the first after a step, and a signal was heard by then, save."""
+        before, self._stepped = self._stepped, self.group.progress.steps
+        if self.on_signal is not None and self.group.signalled and before != self._stepped:
+            self.on_signal()
+            self.on_signal = None
+
     def publish(self) -> None:
         """What fragments were edited to, on any rank, becomes the weights of every rank, as after a step."""
         mine = set().union(*(binding.edited for binding in self.bindings))
@@ -322,14 +336,14 @@ class Engine:
             while True:
                 batch = next(iterator, none)
                 last = last if batch is none else batch
-                self._joined += 1
                 self.schedule.recover()
-                told = self.group.poll("joining", self._joined, batch is not none, last is not none)
-                having = [rank for rank, (has, _) in enumerate(told) if has]
-                if not having:
-                    self.alike(True)
-                    self.broadcast_buffers()
-                    return
+                with self.group.whole():
+                    told = self.group.poll("joining", self.group.number("joining"), batch is not none, last is not none)
+                    having = [rank for rank, (has, _) in enumerate(told) if has]
+                    if not having:
+                        self.alike(True)
+                        self.broadcast_buffers()
+                        return
                 if empty := [f"rank {rank}" for rank, (_, had) in enumerate(told) if not had]:
                     raise StateError(
                         "a rank has no batch at all, so it cannot take part in what the others do with theirs",
@@ -353,18 +367,22 @@ class Engine:
             instead = "touch the parameter, or gather before backward"
             raise StateError("gathered() inside backward cannot be answered", instead=instead)
         units = self.units_of(what)
+        self.refuse_within()
         self.schedule.recover()
         which = zlib.crc32(repr([unit.index for unit in units]).encode())
-        self.schedule.meet("gathered()", len(units), which, -1 if write_from is None else write_from)
-        self.ledger.begin("gather")
-        for unit in units:
-            unit.land()
+        with self.group.whole():
+            self.schedule.meet("gathered()", len(units), which, -1 if write_from is None else write_from)
+            self.ledger.begin("gather")
+            for unit in units:
+                unit.land()
         try:
             with self.schedule.pin(units):
                 try:
                     yield
                 finally:
-                    self._leave_gathered(units, write_from)
+                    if not self.group.interrupted:
+                        with self.group.whole():
+                            self._leave_gathered(units, write_from)
         finally:
             self.ledger.end("gather")
             if not self.schedule.script.active:
@@ -387,6 +405,7 @@ class Engine:
         for buffer in (buffer for unit in units for buffer in unit.buffers):
             buffer.rebind()
             if write_from is not None:
+                self.group.torn = "an exception ended gathered(write_from=...) while the weights were sent"
                 self.group.broadcast(buffer.full, write_from)
             buffer.follow_edits()
             if write_from is not None and buffer.master is not None and not buffer.place.optimizer:
@@ -397,6 +416,7 @@ class Engine:
             if not buffer.place.parameters and write_from is None:
                 # Whatever each rank did to its copy, the owner's edit of every element is the one that counts.
                 buffer.publish().wait()
+        self.group.torn = ""
         self._wrote = self._writes()
 
     def units_of(self, what: Sequence[nn.Module | str]) -> list[Unit]:
@@ -433,10 +453,12 @@ class Engine:
     def meet_for_checkpoint(self, what: str) -> None:
         self.schedule.recover()
         if in_backward() or self.schedule.script.active or any(unit.pinned for unit in self.units):
-            raise StateError(f"{what} inside forward, backward or gathered()", instead="after step")
+            instead = "after step; in place of a signal's handler, zero.save_on(signal.SIGUSR1, path=...)"
+            raise StateError(f"{what} inside forward, backward or gathered()", instead=instead)
         self.before_step()
-        self.schedule.meet(what, self._checkpoints + 1)
-        self._checkpoints += 1
+        with self.schedule.telling():
+            told = self.group.poll(what, self.group.number("checkpoint"), self.group.progress.steps)
+        self._furthest = max(steps for (steps,) in told)
         if self.saving is not None and not self.saving.reported and what != COMPARING:
             self.saving.wait()
         for buffer in self.buffers:
@@ -449,9 +471,11 @@ class Engine:
 
     def _compare(self, buffers: list[Buffer]) -> None:
         with self.ledger.during("compare"):
-            check_replicas(self.model_state(), buffers, self._checkpoints)
+            check_replicas(self.model_state(), buffers, self.group.numbers["checkpoint"])
 
-    def forget_old_weights(self) -> None:
+    def loaded(self) -> None:
+        """All ranks hold the weights of one step, whatever they held."""
+        self.group.torn, self.group.progress.steps = "", self._furthest
         self._wrote = self._writes()
         self.gradients.hide(self.gradients.entries)
         for unit in self.units:

@@ -340,6 +340,7 @@ class _Pool:
         path = [here, *(entry for entry in sys.path if entry != here)]
         serve = f"from ranks import nursery; nursery.serve({theirs.fileno()}, {self._files.name!r})"
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+        flags += ["-O"] * bool(os.environ.get("RANKS_OPTIMIZED"))  # without asserts in ranks, while tests keep theirs
         self._nursery = subprocess.Popen(
             [sys.executable, *flags, "-c", f"import sys; sys.path[:] = {path!r}; {serve}"],
             pass_fds=[theirs.fileno()],

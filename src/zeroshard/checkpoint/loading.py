@@ -100,6 +100,7 @@ def _load(running: ModelState, folder: Path, opened: contextlib.ExitStack, *, st
                 "the ranks see different checkpoints", where=f"rank {rank}", expected=str(folder), got="another one"
             )
     assert saved is not None
+    group.torn = "a load did not get to its end: the model holds only some of it"
     try:
         commit(running, staged)
         saved.reader.finish()

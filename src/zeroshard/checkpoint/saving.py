@@ -111,7 +111,7 @@ def save(
     target, group = Path(), running.group
     if Saving.running is not None:
         Saving.running.join()
-    apart, snapshot, problem, digests, kinds = group.apart(), None, None, {}, []
+    apart, snapshot, problem, digests, kinds = group.apart(behind=asynchronous), None, None, {}, []
     wrong: UserError | None = None
     try:
         target = absolute(path)

@@ -269,17 +269,7 @@ class Buffer:
         return self.full[self.parameters.first : self.parameters.last]
 
     def gather(self, *, ahead: bool = False) -> Work:
-        """Launch the gather of this bucket into its own storage; `ahead` of its use it counts as prefetched.
-
-        A rank that cannot, for want of memory say, tells the others: they would wait for its part.
-        """
-        try:
-            return self._gather(ahead)
-        except BaseException as error:
-            self.group.give_up(error)
-            raise
-
-    def _gather(self, ahead: bool) -> Work:
+        """Launch the gather of this bucket into its own storage; `ahead` of its use it counts as prefetched."""
         with torch.inference_mode(False), torch.no_grad():
             if not self.resident:
                 kept = not self.gathered.released
@@ -296,6 +286,15 @@ class Buffer:
             self.gathered.arriving()
         self._work.append(work)
         return work
+
+    def stand_in(self) -> Tensor:
+        """The whole bucket with this rank's shard of the weights in it, for ranks that wait for that."""
+        if self.resident or not self.gathered.released:
+            return self.full
+        whole = torch.zeros(self.bucket.numel, dtype=self.dtype, device=self.tier.device)
+        first, last = self.owned
+        self.parameters.copy(first, whole[first:last])
+        return whole
 
     def publish(self) -> Work:
         """What the owners updated of replicated parameters goes to every rank."""

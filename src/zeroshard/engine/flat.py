@@ -118,7 +118,7 @@ class Flat:
         if to is not None:
             here = self.degree is Degree.RANK and not owned
             first, last = (0, self.bucket.numel) if here else self.bucket.shard(self.team.position)
-            self._copy(first, to[first:last])
+            self.copy(first, to[first:last])
             return Work() if here else self.team.gather(to, self.bucket, self.state)
         if self.on_device:
             return self.team.gather(self.tensor, self.bucket, self.state)
@@ -129,7 +129,7 @@ class Flat:
                 whole.copy_(moved)
         return Work()
 
-    def _copy(self, first: int, to: Tensor) -> None:
+    def copy(self, first: int, to: Tensor) -> None:
         """Elements from `first` on, in the dtype of `to`, on its device."""
         try:
             with self.here(changed=False):

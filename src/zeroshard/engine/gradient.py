@@ -49,7 +49,6 @@ class Gradients:
         self._displaced: list[Entry] = []  # those with something in `displaced`
         self.made: dict[int, ShardedGrad] = {}  # what parameters and fragments show, by id: while these are the same
         self._judged: Tensor | None = None  # the found_inf that already has all ranks' verdict
-        self._questions = 0
         self._answers: dict[float, Tensor] = {}
 
     def add(self, buffer: Buffer) -> Accumulator:
@@ -160,9 +159,13 @@ class Gradients:
         if edit not in self._edits[-1:]:
             self._edits.append(edit)
 
-    def take_edits(self) -> list[str]:
-        edits, self._edits, self._edited_with = self._edits, [], None
-        return edits
+    @property
+    def edits(self) -> list[str]:
+        """By which numbers they were edited since the last step, or since they were dropped."""
+        return list(self._edits)
+
+    def take_edits(self) -> None:
+        self._edits, self._edited_with = [], None
 
     # --- questions: every rank asks, one collective answers for all parameters --------------------------------------
 
@@ -173,8 +176,7 @@ class Gradients:
 
     def agree(self) -> None:
         self.keeper.recover()
-        self.group.meet("a question about gradients", self._questions + 1)
-        self._questions += 1
+        self.group.meet("a question about gradients", self.group.number("question"))
 
     def norm(self, entry: Entry, order: float) -> Tensor:
         """0-d fp32 tensor: the norm of one parameter's whole gradient, the same on every rank."""
@@ -187,7 +189,8 @@ class Gradients:
                     got=f"order {order}",
                     instead="norm_type=2.0, 1.0 or float('inf')",
                 )
-            self._answers[order] = self._norms(order)
+            with self.group.whole():
+                self._answers[order] = self._norms(order)
         return self._answers[order][entry.number]
 
     def _norms(self, order: float) -> Tensor:
@@ -236,6 +239,10 @@ class Gradients:
 
     def full(self, entry: Entry) -> Tensor:
         """The whole averaged gradient of one parameter, on every rank."""
+        with self.group.whole():
+            return self._full(entry)
+
+    def _full(self, entry: Entry) -> Tensor:
         self.ask()
         accumulator, slot = entry.accumulator, entry.slot
         whole = torch.empty(accumulator.bucket.numel, dtype=accumulator.sum.dtype, device=self.group.device)
@@ -254,13 +261,14 @@ class Gradients:
         settles the verdict for everything that the optimizer updates.
         """
         if found_inf is not self._judged:
-            self.ask()
-            self._judged = found_inf
-            mine = [entry for entry in self.entries if entry.updater == grads[0]._entry.updater]
-            having = self.having(mine)
-            finite = all(self._finite(entry) for entry in mine if entry.number in having)
-            agreed = torch.tensor([0 if finite else 1], dtype=torch.uint8, device="cpu")
-            self.group.maximum(agreed)
+            with self.group.whole():
+                self.ask()
+                mine = [entry for entry in self.entries if entry.updater == grads[0]._entry.updater]
+                having = self.having(mine)
+                finite = all(self._finite(entry) for entry in mine if entry.number in having)
+                agreed = torch.tensor([0 if finite else 1], dtype=torch.uint8, device="cpu")
+                self.group.maximum(agreed)
+                self._judged = found_inf
             found_inf.fill_(max(float(agreed), float(found_inf)))
             self.keeper.judge(bool(agreed))
         self.note_edit("unscale", inv_scale)

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from ..errors import StateError, TierError, UserError
 from ..events import NVME, ends
 from ..numerics import simulated
+from ..ranks.calls import Call
 from .accumulator import Entry
 from .buffer import Buffer, Place
-from .calls import Call
 from .finite import Finite
 from .fragment import Fragment, Member, Shapes, States, fixed_shapes
 from .gradient import Gradients
@@ -83,7 +83,7 @@ class Binding:
         self._entry_of: dict[int, Entry] = {}  # by fragment's id
         self._averages: dict[int, Tensor] = {}  # by fragment's id, where its averaged gradient always lies
         self._copies: dict[int, tuple[Buffer, Tensor]] = {}  # by bucket, of its averages in the fragments' dtype
-        self._steps = 0
+        self._marks: int | None = None  # what the running step was about to update, by versions
         self._updated: list[Buffer] = []  # what the running step updates
         self._bound: dict[int, Tensor] = {}  # by fragment's id, the gradient that it was given
         self._known: list[Any] = []  # what is in the groups
@@ -93,6 +93,7 @@ class Binding:
         )  # buckets whose fragments were written to outside a step, which the others must hear
         self._skips = False  # does the running step pass over its update?
         self._call: Call | None = None  # the running step, until its end
+        self._lent = False  # does its closure run, which is the program's?
         self._bound_now = False  # has it got its gradients? With a closure it gets them when that was called
         self.states = States(optimizer, number, finite.group)
         self.adopt(broadcast_state=True)
@@ -271,7 +272,11 @@ class Binding:
                     if not self._alone(buffer):
                         self._write_back(buffer)
                 self._show(self.fragments)
-            loss = closure(*inner, **options)
+            self._lent = True
+            try:
+                loss = closure(*inner, **options)
+            finally:
+                self._lent = False
             with torch.no_grad():
                 self.gradients.keeper.settle()
                 self._bind()
@@ -298,21 +303,46 @@ class Binding:
             where = [*range(1, len(args)), *kwargs]
         return next((at for at in where if callable(args[at] if isinstance(at, int) else kwargs[at])), None)
 
+    @property
+    def stepping(self) -> bool:
+        """Is a step under way, or was it when an exception came?"""
+        return self._call is not None
+
+    def interrupted(self) -> bool:
+        return self._call is not None and not self._call.running()
+
+    @property
+    def busy(self) -> bool:
+        return self.stepping and not (self._lent or self.interrupted())
+
+    def torn(self) -> bool:
+        return self._marks is not None and self._versions() != self._marks
+
+    def forget_step(self) -> None:
+        """What an exception left of a step is nothing any more: it had not begun to update, or all was loaded anew."""
+        self._call = self._marks = None
+
+    def _versions(self) -> int:
+        """How often what a step updates was written to so far."""
+        held = [fragment.param for fragment in self.fragments]
+        states = [value for state in self.optimizer.state.values() for value in state.values()]
+        return len(states) + sum(each._version for each in (*held, *states) if isinstance(each, Tensor))
+
     def _nested(self) -> bool:
         """Is this a step that a running step of the same optimizer calls? (`super().step()`: torch hooks both.)"""
         return self._bound_now and self._call is not None and Call(_STEP) != self._call and self._call.running()
 
     def _begin(self) -> None:
         self.schedule.before_step()
-        options, edits = self._options(), self.gradients.take_edits()
+        options, edits, number = self._options(), self.gradients.edits, self.group.number(f"step {self.number}")
         having = sorted(self.gradients.having(self._entries))
         self.schedule.meet(
-            "step", self._steps + 1, self.number, zlib.crc32(options.encode()),
+            "step", number, self.number, zlib.crc32(options.encode()),
             zlib.crc32(repr((edits, having)).encode()),
             facts=lambda: f"{len(having)} of {len(self._entries)} parameters have gradients, which were scaled by "
             f"{edits[-3:]}; options {options}",
         )  # fmt: skip
-        self._steps += 1
+        self.gradients.take_edits()
         self.gradients.keeper.settle()
         self.watcher.before_step()
         for buffer in self.buffers:
@@ -355,6 +385,7 @@ class Binding:
         # On any rank, and shown in the optimizer's groups: it is enough to clear one of the two.
         given = {which for which, entry in self._entry_of.items() if which in shown and entry.number in having}
         one_by_one = [buffer for buffer in self._updated if self._alone(buffer)]
+        self._marks = -1 if one_by_one else self._versions()
         try:
             for at, buffer in enumerate(one_by_one):
                 for coming in one_by_one[at : at + 2]:
@@ -450,7 +481,7 @@ class Binding:
     def _after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._nested():
             return
-        self._call, self._bound_now = None, False
+        self._bound_now = False
         replaced = {buffer.bucket.index for buffer in self.states.replaced(self.fragments, whole=self.whole)}
         self.edited |= replaced - {buffer.bucket.index for buffer in self._updated}
         self.states.followed()
@@ -459,7 +490,7 @@ class Binding:
             if not self._alone(buffer):
                 self._write_back(buffer)
         if any(tier.name == NVME for buffer in self._updated for tier in buffer.tiers.values()):
-            self.group.meet("end of step", self._steps, self.number)
+            self.group.meet("end of step", self.group.numbers[f"step {self.number}"], self.number)
         for buffer in self._updated:
             buffer.spread(overlap=self.schedule.settings.overlap)
         self.schedule.after_step()
@@ -469,6 +500,7 @@ class Binding:
         )
         self._drop_copies()
         self.states.count(changed=True)
+        self._call = self._marks = None
         self.group.progress.steps += 1
         self.group.ledger.end("step")
 

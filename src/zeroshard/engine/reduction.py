@@ -117,6 +117,7 @@ class Reduction:
         self._pool: list[Tensor] = []
         self._local = False
         self.silent = False  # does this rank's part of all gradients count as zero? (`Zero.join`)
+        self._settling = False
         self._patient = True
         self.patience = PATIENCE
         self._shortened = 1  # by this factor, since ranks were seen to wait for each other in vain
@@ -143,7 +144,6 @@ class Reduction:
 
     def begin(self, kept: set[int], *, local: bool) -> None:
         """Start counting. kept: as above. local: under no_sync, contributions are added up here and not sent."""
-        self.complete_relays()
         self._local, self._next, self._patient = local, 0, True
         self._again.clear()
         self.gradients.forget_answers()
@@ -304,10 +304,9 @@ class Reduction:
                 (self._relayed[0].relay.back if full else self._under_way[0].work).stood_still(since)
 
     def _land_first(self) -> None:
-        sent = self._under_way[0]
-        sent.work.wait()  # an interrupt may come here: then it is still under way
+        sent = self._under_way[0]  # until it has landed: an exception may come at any moment
+        sent.work.wait()
         sent.relay.came.wait()
-        self._under_way.pop(0)
         accumulator, relay, receive = sent.accumulator, sent.relay, sent.receive
         # Where nothing is lost by it the sum is divided as it lands, which saves a step a pass of its own.
         early = divides_exactly(accumulator.buffer.grad_dtype, receive.dtype, self.group.ranks)
@@ -326,6 +325,7 @@ class Reduction:
         self._relayed.append(sent)
         self._give_back(receive)
         self._drop(sent.pending)
+        self._under_way.pop(0)
         if relay.running is None:
             self._settle(self._relayed.pop())
 
@@ -374,8 +374,7 @@ class Reduction:
 
     def _pieces(self, pending: Pending, receive: Tensor) -> list[Tensor]:
         """Each rank's contribution to the own shard, in rank order; or the backend's sum of them."""
-        assert pending.send is not None
-        if self.settings.reduce == "native":
+        if self.settings.reduce == "native" or pending.send is None:
             return [receive]
         return self.group.team.contributions(pending.send, receive, pending.bucket)
 
@@ -407,7 +406,7 @@ class Reduction:
             self._shortened *= 8
         if 2 in got:
             names = [entry.slot.name for entry in self.gradients.entries if got[entry.number] == 2]
-            self.abort(0)
+            self.abort()
             raise StateError(
                 "a parameter received a second gradient from a re-entrant checkpoint after its first was reduced",
                 where=f"parameters {names}",
@@ -434,6 +433,11 @@ class Reduction:
         self.gradients.put_back(self._hidden, got)  # autograd.grad(), for one, takes gradients without adding them
         self.gradients.show(entry for entry in self.gradients.entries if got[entry.number])
 
+    @property
+    def busy(self) -> bool:
+        """Are sums on their way, or were they when an exception came?"""
+        return self._settling or bool(self._under_way or self._relayed)
+
     def settle(self) -> None:
         """Send what no_sync left unsent, because somebody asks for gradients before another backward would."""
         pending = [index for index, pending in self.pending.items() if pending.accumulator.local is not None]
@@ -442,45 +446,34 @@ class Reduction:
         self.gradients.forget_answers()
         self.gradients.agree()
         with self.group.ledger.during("reduce"):
+            self._settling = True
             for index in sorted(pending, reverse=True):
                 self._send(self.pending[index])
             self._land_all()
+            self._settling = False
             self._trim()
 
-    def abort(self, behind: int | None) -> None:
-        """A backward failed half-way: what it had sent and added cannot be told from what was there, so all goes.
-
-        behind: how many reductions other ranks have launched in it that this one has not: they wait for its part. None
-            where the others do not know yet: they may not hand on what this rank waits for before they do.
-        """
-        for index in self.order[self._next : self._next + (behind or 0)]:
-            self._next += 1
-            self._send(self.pending[index])
-        under_way, relayed = self._under_way, self._relayed
-        self._under_way, self._relayed = [], []
-        for sent in under_way:
+    def abort(self) -> None:
+        """A backward failed half-way: what it had sent and added cannot be told from what was there, so all goes."""
+        left = [*self._relayed, *self._under_way]
+        self._relayed, self._under_way, self._settling = [], [], False
+        for sent in left:
             if not self.group.lost:
                 sent.work.wait()
             self._give_back(sent.receive)
-        self._left += [*relayed, *under_way]
-        if behind is not None:
-            self.complete_relays()
+            self._give_back(sent.relay.running)
+            if not sent.accumulator.sum.on_device:
+                self._give_back(sent.relay.average)
         for pending in self.pending.values():
             self._drop(pending)
             pending.received.clear()
             pending.accumulator.clear()
         self.gradients.hide(self.gradients.entries)
+        self.gradients.forget_answers()
+        self.gradients.take_edits()
         self._hidden.clear()
         self._trim()
         logging.getLogger("zeroshard").warning("a backward ended by an exception: all gradients were dropped")
-
-    def complete_relays(self) -> None:
-        """What a failed backward left of relays ends, now that every rank knows of it."""
-        left, self._left = self._left, []
-        for sent in left:
-            if not self.group.lost:
-                sent.relay.complete()
-            self._give_back(sent.relay.running)
 
     # --- buffers, reused within a backward --------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ import re
 import sys
 import weakref
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -28,12 +28,13 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from ..errors import Error, PeerError, ReleasedError, StateError, TierError
+from ..errors import PeerError, ReleasedError, StateError, TierError
 from ..events import Event, ends
+from ..layout import Bucket
 from ..numerics import Precision
+from ..ranks.calls import Call
 from ..ranks.comm import Comm
 from .buffer import Buffer
-from .calls import Call
 from .gradient import Gradients
 from .guard import SavedTensors, outside, refuse_inside
 from .reduction import Reduction
@@ -76,6 +77,29 @@ class Watcher(Protocol):
     def publish(self) -> None:
         """What was written to fragments on any rank becomes the weights of every rank. All ranks call it together."""
 
+    def optimizers(self) -> Sequence[Step]:
+        """The optimizers, of which each may be in a step."""
+
+    def boundary(self) -> None:
+        """The program is between two steps, on all ranks alike."""
+
+
+class Step(Protocol):
+    """An optimizer that may be in a step."""
+
+    @property
+    def stepping(self) -> bool:
+        """Is it, or was it when an exception came?"""
+
+    def interrupted(self) -> bool:
+        """Did an exception end its step?"""
+
+    def torn(self) -> bool:
+        """Has it begun to update, and not got through?"""
+
+    def forget_step(self) -> None:
+        """What an exception left of a step is nothing any more."""
+
 
 class Schedule:
     """The hooks of one sharded model on one rank."""
@@ -107,13 +131,12 @@ class Schedule:
         self._outermost: Call | None = None  # of a module, whose forward is the first of them
         self._grad_forward = False  # was the running root forward called in grad mode?
         self._own_segment = False  # did the running backward begin a segment of gathers? (not inside a forward)
-        self._forwards = 0
-        self._backwards = 0
         self._backward: int | None = None  # graph task of the running backward, None outside
         self._ending: Callable[[], Callable[[], None] | None] = lambda: None  # its callback, while autograd holds it
         self._recent: list[Unit] = []  # units gathered in this backward, oldest first
         self._at: tuple[Unit, Event | None] | None = None  # the unit that backward is working on
-        group.on_disagreement = _weak(self._level)
+        group.party = self
+        self._buffers = [buffer for unit in units for buffer in unit.buffers]
         self._unit_of = {id(buffer): unit for unit in units for buffer in unit.buffers}
         self._hooked: dict[int, int] = {}  # by entry number, its hook's in the parameter's table
         reader = _Reader(self)
@@ -174,12 +197,13 @@ class Schedule:
     def telling(self) -> Iterator[None]:
         """Around a meeting: what was written to fragments before it, on any rank, counts after it on every rank."""
         self.group.news = self.watcher.notice()
-        try:
-            yield
-        finally:
-            self.group.news = False
-        if self.group.heard:
-            self.watcher.publish()
+        with self.group.whole():
+            try:
+                yield
+            finally:
+                self.group.news = False
+            if self.group.heard:
+                self.watcher.publish()
 
     def meet(self, what: str, number: int, *same: int, facts: Callable[[], str] = str) -> None:
         with self.telling():
@@ -201,12 +225,12 @@ class Schedule:
         if recompute:
             self._event()
         elif self._outermost is None or not self._outermost.running():
-            if self._frames:  # an interrupt went through the last forward, past every hook
-                self._unwind(None)
-                self.script.abandon()
-                self.ledger.end("forward")
+            self.group.refuse_within()
+            if torch.is_grad_enabled():
+                self.watcher.boundary()
+            with self.group.whole():
+                self._begin_forward(unit)
             self._outermost = Call(nn.Module._call_impl)
-            self._begin_forward(unit)
         frame = Frame(unit, recompute)  # there before anything is opened: an interrupt may come at any moment
         self._frames.append(frame)
         for needed in (unit, *unit.borrows):
@@ -267,8 +291,7 @@ class Schedule:
         kind = "forward" if self._grad_forward else "forward without grad"
         if self._grad_forward or self.releases or self.watcher.sends_always:
             alike, words = self.watcher.alike(training)
-            self.meet(kind, self._forwards + 1, unit.index, training, alike, facts=words)
-            self._forwards += 1
+            self.meet(kind, self.group.number("forward"), unit.index, training, alike, facts=words)
         elif self.watcher.notice() and (
             self.group.failed or any(buffer.place.optimizer for each in self.units for buffer in each.buffers)
         ):
@@ -276,7 +299,9 @@ class Schedule:
                 "an optimizer's part of the weights was edited on this rank: before a forward without grad every rank "
                 "enters `with zero.gathered():`, where that becomes everybody's weights"
             )
-            self.meet("publishing edits", self._forwards)  # a rank may evaluate alone, but not what others hold
+            self.meet(
+                "publishing edits", self.group.numbers["forward"]
+            )  # a rank may evaluate alone, but not what others hold
         self.ledger.begin("forward")
         try:
             self.watcher.before_forward(training)
@@ -296,12 +321,11 @@ class Schedule:
     def _finish_forward(self, output: Any) -> None:
         error = sys.exc_info()[1]
         if error is not None and not isinstance(error, PeerError):
-            self.group.progress.trouble = f"forward {self._forwards} raised {type(error).__name__}: {error}"
-        if self.script.active:
-            if isinstance(error, (PeerError, TierError)) or self.group.lost:
-                self.script.abandon()  # asking the peers again would only wait for them again
-            else:
-                self.script.finish()
+            forward = f"forward {self.group.numbers['forward']}"
+            self.group.progress.trouble = f"{forward} raised {type(error).__name__}: {error}"
+        # Asking the peers again after these would only wait for them again: the next verb does it otherwise.
+        if self.script.active and not (isinstance(error, (PeerError, TierError)) or self.group.interrupted):
+            self.script.finish()
         for unit in self.units:
             if unit.touched:
                 unit.close()
@@ -384,23 +408,19 @@ class Schedule:
         if self._backward is not None and self._ending() is not None:
             return
         if self._backward is not None:  # autograd dropped the callback: an exception ended that backward
-            self._abort_backward()
+            self.group.level(self._trouble())
         kept, kind = self.reduction.kept(), "backward under no_sync" if self.local else "backward"
         which = zlib.crc32(repr(sorted(kept)).encode())
         facts = f"{len(kept)} parameters have gradients that this backward adds to"
-        self.meet(kind, self._backwards + 1, which, facts=lambda: facts)
-        self._backwards += 1
-        self._backward = torch._C._current_graph_task_id()
-        self._recent.clear()
-        self._stay_last()
-        try:
+        with self.group.whole():
+            self.meet(kind, self.group.number("backward"), which, facts=lambda: facts)
+            self._recent.clear()
+            self._stay_last()
+            self._backward = torch._C._current_graph_task_id()
             self.reduction.begin(kept, local=self.local)
-            self._own_segment = self.releases and not self.script.active
-            if self._own_segment:
-                self.script.begin(("backward", 0))
-        except BaseException:
-            self._backward = None
-            raise
+        self._own_segment = self.releases and not self.script.active
+        if self._own_segment:
+            self.script.begin(("backward", 0))
         self.ledger.begin("backward")
         self._queue_end(_weak(self._end))
 
@@ -424,8 +444,7 @@ class Schedule:
         if node is not None:
             # The end of a nested backward: come back when the node that runs it is through.
             handles: list[Any] = []
-            end = self._ending()
-            assert end is not None
+            end = self._ending() or _weak(self._end)
 
             def again(*_: Any) -> None:
                 handles.pop().remove()
@@ -434,29 +453,21 @@ class Schedule:
 
             handles.append(node.register_hook(again))
             return
-        try:
-            received = self.reduction.received()
-            usual = received.count(1) == len(received)
-            if self._own_segment:
-                usual = self.script.finish(usual=usual)
-            else:
-                usual = all(told for (told,) in self.group.poll("end of backward", self._backwards, usual))
-            self._work_on(None)
-            with self.ledger.during("reduce"):
-                self.reduction.finish(received, usual=usual)
-        except Error:  # on all ranks alike
-            self._end_on_all()
-            raise
-        # Any other exception went through this rank alone, in the middle: `recover` finds a backward that did not end.
-        self._end_on_all()
+        # After an exception in here `recover` finds a backward that did not end.
+        received = self.reduction.received()
+        usual = received.count(1) == len(received)
+        if self._own_segment:
+            usual = self.script.finish(usual=usual)
+        else:
+            usual = all(told for (told,) in self.group.poll("end of backward", self.group.numbers["backward"], usual))
+        self._work_on(None)
+        with self.ledger.during("reduce"):
+            self.reduction.finish(received, usual=usual)
+        self._release_all()
+        self._backward = None
+        self.ledger.end("backward")
         for unit in self.units:
             unit.calls = max(unit.calls - 1, 0)
-
-    def _end_on_all(self) -> None:
-        """Nothing of this backward is under way any more, on any rank."""
-        self._backward = None
-        self._release_all()
-        self.ledger.end("backward")
 
     def _release_all(self) -> None:
         self._recent.clear()
@@ -465,33 +476,60 @@ class Schedule:
             unit.close()
             unit.release()
 
-    def _level(self, behind: int) -> None:
-        """The ranks do different things: whatever was under way ends on all of them alike, so that they can try again.
+    # --- an exception -----------------------------------------------------------------------------------------------
 
-        A rank that an exception took out of backward has launched fewer reductions than the others: see `abort`.
-        """
-        if self._backward is not None or behind:
-            self._abort_backward(behind)
-        elif self.script.active:
-            self.script.abandon()
-        self.reduction.complete_relays()
+    def recover(self) -> None:
+        """If an exception went through the last forward, backward or step, what it left under way ends."""
+        self.group.check_process()
+        refuse_inside("a call of zeroshard's, or a step,")
+        self.watcher.notice(replaced=True)  # before anything is released: that would undo what was written
+        if self._frames and (self._outermost is None or not self._outermost.running()):
+            self._unwind(None)  # an interrupt went past every hook
+            self.ledger.end("forward")
+        steps = [step for step in self.watcher.optimizers() if step.interrupted()]
+        backward = self._backward is not None and not in_backward()
+        segment = self.script.active and not self._frames and self._backward is None
+        if self.group.interrupted or backward or segment or steps:
+            self.group.level(self._trouble())
 
-    def _abort_backward(self, behind: int | None = None) -> None:
-        """The last backward never reached its end: an exception went through it. All gradients are dropped, alike.
+    def _trouble(self) -> str:
+        """What is told to the others of an exception on this rank."""
+        if self._backward is not None:
+            return f"an exception ended backward {self.group.numbers['backward']}"
+        return self.group.progress.trouble or f"an exception ended what came after {self.group.progress.met}"
 
-        behind: what `_level` was told, where it was another rank's exception.
-        """
-        self._backward = None
-        if behind is None:
-            self.group.progress.trouble = (
-                self.group.progress.trouble or f"an exception ended backward {self._backwards}"
-            )
-        if self.script.active:
-            self.script.abandon()
-        self.reduction.abort(behind)
-        self._release_all()
-        self._work_on(None)
-        self.ledger.end("backward")
+    def unsettled(self) -> bool:
+        return (
+            self._backward is not None
+            or self.reduction.busy
+            or any(step.stepping for step in self.watcher.optimizers())
+        )
+
+    def edits(self) -> str:
+        return repr(self.gradients.edits)
+
+    def bucket(self, index: int) -> Bucket:
+        return next(buffer.bucket for buffer in self._buffers if buffer.bucket.index == index)
+
+    def stand_in(self, bucket: int, state: str) -> Tensor | None:
+        found = [buffer for buffer in self._buffers if buffer.bucket.index == bucket and state == "parameters"]
+        return found[0].stand_in() if found else None
+
+    def levelled(self, drop: bool) -> None:
+        self.script.forget()
+        self.reduction.order = sorted(self.reduction.pending, reverse=True)
+        if drop:
+            self.reduction.abort()
+        for step in self.watcher.optimizers():
+            if step.torn() and self.group.ranks > 1:  # one rank goes on as in plain torch
+                number = self.group.progress.steps + 1
+                self.group.torn = f"an exception ended step {number} while it updated the weights"
+            step.forget_step()
+        if self._backward is not None:
+            self._backward = None
+            self._release_all()
+            self._work_on(None)
+            self.ledger.end("backward")
 
     def after_accumulation(self, number: int, param: nn.Parameter) -> None:
         """`p.grad` is complete, for this graph at least."""
@@ -508,16 +546,6 @@ class Schedule:
             pending.unit.release()
 
     # --- what else gathers ------------------------------------------------------------------------------------------
-
-    def recover(self) -> None:
-        """If an exception went through the last forward or backward, what it left under way ends."""
-        self.group.check_process()
-        refuse_inside("a call of zeroshard's, or a step,")
-        self.watcher.notice(replaced=True)  # before anything is released: that would undo what was written
-        if self._backward is not None and not in_backward():
-            self._abort_backward()
-        elif self.script.active and not self._frames and self._backward is None:
-            self.script.abandon()
 
     def before_step(self) -> None:
         """An optimizer is about to change the weights."""
@@ -538,22 +566,25 @@ class Schedule:
     @contextlib.contextmanager
     def pin(self, units: list[Unit]) -> Iterator[None]:
         """Hold units open, for `gathered()`. Every rank calls it with the same units."""
-        for unit in units:
-            if self.script.active:
-                self.script.demand(unit)
-            elif not unit.ready:
-                unit.gather(wait=not self.settings.overlap)
-            unit.pinned += 1
-        for unit in units:
-            unit.open()
-        # What is computed with the weights here, a penalty say, saves them for a backward that may come later.
-        pushed = self.releases and torch.is_grad_enabled() and not in_backward() and self.saved.push()
+        pinned, pushed = [], False
         try:
+            with self.group.whole():
+                for unit in units:
+                    if self.script.active:
+                        self.script.demand(unit)
+                    elif not unit.ready:
+                        unit.gather(wait=not self.settings.overlap)
+                    pinned.append(unit)
+                    unit.pinned += 1
+            for unit in units:
+                unit.open()
+            # What is computed with the weights here, a penalty say, saves them for a backward that may come later.
+            pushed = self.releases and torch.is_grad_enabled() and not in_backward() and self.saved.push()
             yield
         finally:
             if pushed:
                 self.saved.pop()
-            for unit in units:
+            for unit in pinned:
                 unit.pinned -= 1
 
 

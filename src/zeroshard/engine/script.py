@@ -36,7 +36,6 @@ class Script:
         self._sequence: list[int] = []
         self._used: list[bool] = []
         self._at = 0  # how much of the sequence is launched
-        self._number = 0
 
     @property
     def active(self) -> bool:
@@ -44,48 +43,46 @@ class Script:
 
     def begin(self, kind: Kind) -> None:
         """A new segment. The caller has agreed with the other ranks that they begin it too."""
-        assert not self.active, self.kind
         self.kind = kind
-        self._number += 1
+        self._number = self.group.number("segment")
         self._sequence = list(self._known.get(kind, ()))
         self._used = [False] * len(self._sequence)
         self._at = 0
 
     def demand(self, unit: Unit) -> None:
         """This rank needs the unit now: its gather is launched, or was."""
-        if not unit.released:
+        if not unit.released or (unit.ready and not unit.ahead):
             return
-        if not (unit.ahead and unit.ready):
-            if unit.ready:
-                return
-            self._reach(unit)
-        unit.ahead -= 1
-        unit.claim()
-        self._mark_used(unit)
-        if self.overlap:
-            while self._at < len(self._sequence) and self._ahead() < self.prefetch:
-                self._launch_next()
+        with self.group.whole():
+            if not (unit.ahead and unit.ready):
+                self._reach(unit)
+            unit.ahead -= 1
+            unit.claim()
+            self._mark_used(unit)
+            if self.overlap:
+                while self._at < len(self._sequence) and self._ahead() < self.prefetch:
+                    self._launch_next()
 
     def finish(self, *, usual: bool = True) -> bool:
         """Take part in everything the other ranks still need; remember the sequence for next time.
 
         usual: what this rank says for the caller in the last round. Returns whether all ranks said so.
         """
-        while self._at < len(self._sequence):
-            self._launch_next()
-        usual = self._negotiate(None, usual)
-        kind, self.kind = self.kind, None
-        assert kind is not None
-        self._known[kind] = self._sequence
+        with self.group.whole():
+            while self._at < len(self._sequence):
+                self._launch_next()
+            usual = self._negotiate(None, usual)
+        if self.kind is not None:
+            self._known[self.kind] = self._sequence
+        self.kind = None
         for unit in self.units:
             unit.ahead = 0
         return usual
 
-    def abandon(self) -> None:
-        """The segment failed here, if not on every rank: no rank may wait for this one's part of what it knew."""
-        while self._at < len(self._sequence) and not self.group.lost:
-            self._launch_next()
+    def forget(self) -> None:
+        """The segment ended in its middle, on all ranks alike: they may have come to know different sequences."""
         self.kind = None
+        self._known.clear()
         for unit in self.units:
             unit.ahead = 0
 
@@ -103,10 +100,10 @@ class Script:
 
     def _launch_next(self, wanted: Unit | None = None) -> None:
         unit = self.units[self._sequence[self._at]]
-        self._at += 1
-        self.group.progress.turn = self._at, len(self._sequence)
-        unit.ahead += 1
+        self.group.progress.turn = self._at + 1, len(self._sequence)
         unit.gather(wait=not self.overlap, ahead=unit is not wanted)
+        self._at += 1
+        unit.ahead += 1
 
     def _mark_used(self, unit: Unit) -> None:
         for at in range(self._at):

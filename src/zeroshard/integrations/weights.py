@@ -232,4 +232,4 @@ def _read(zero: Zero, weights: Weights, tensors: dict[str, tuple[int, ...]]) -> 
         if tensors.get(name) == tuple(tensor.shape):
             tensor.copy_(weights.interval(name, 0, tensor.numel()).view(tensor.shape))
     renew(running)
-    zero._engine.forget_old_weights()
+    zero._engine.loaded()

@@ -19,21 +19,28 @@ where rows differ are they all sent to everybody.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
-from collections.abc import Callable
-from typing import Any, NoReturn
+import sys
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
 from ..errors import Error, PeerError, StateError, UserError
 from ..events import Event, Ledger, ends
+from ..layout import Bucket
+from .calls import Call
 from .transport import Team, count
 
 LONGEST_AXIS = 8  # ranks that exchange rows directly
-# engine, meeting, number, steps completed, three integers of the meeting's own, reductions launched, failed and news
+# engine, meeting, number, steps completed, three integers of the meeting's own, levellings, and what flags say
 ROW = 9
+LOADING, TELLING = "loading", "telling the others"  # meetings
 
 
 def axes(ranks: int) -> tuple[int, ...]:
@@ -107,6 +114,24 @@ def refuse_forked(process: int, rank: int) -> None:
         )
 
 
+class Party(Protocol):
+    """Who is in the middle of something when ranks are levelled (`streams.py`)."""
+
+    def unsettled(self) -> bool:
+        """Are gradients on their way, or in use?"""
+
+    def edits(self) -> str:
+        """By which numbers gradients were edited."""
+
+    def bucket(self, index: int) -> Bucket: ...
+
+    def stand_in(self, bucket: int, state: str) -> Tensor | None:
+        """All of a bucket, 1-D, in which this rank's shard of a state is right: others wait for it."""
+
+    def levelled(self, drop: bool) -> None:
+        """Nothing is under way any more. drop: nor may any gradient stay."""
+
+
 class Group:
     """One rank's end of all ranks of a model, and what it counts. By itself it sends nothing.
 
@@ -127,8 +152,13 @@ class Group:
         self.failed: Error | None = None  # what the other ranks are to hear at the next agreement
         self.news = False  # were fragments written to here? The others hear of it at the next meeting
         self.heard = False  # was there such news on any rank at the last meeting?
-        # Told how many reductions this rank is behind the others, before it hears that they do different things.
-        self.on_disagreement: Callable[[int], None] = lambda behind: None
+        self._party: Callable[[], Party | None] = lambda: None
+        self.numbers: dict[str, int] = defaultdict(int)  # of meetings, by kind
+        self._inside: Call | None = None  # of a function with several meetings that belong together
+        self.left = False  # did an exception end something between two meetings that belong together?
+        self.torn = ""  # why this rank's weights are of no step
+        self.signal = 0  # that came to this rank, and that all are to hear of
+        self.signalled = 0  # that came to any of them
 
     @property
     def lost(self) -> bool:
@@ -140,6 +170,59 @@ class Group:
 
     def check_process(self) -> None:
         refuse_forked(self.process, self.rank)
+
+    @property
+    def party(self) -> Party | None:
+        return self._party()
+
+    @party.setter
+    def party(self, party: Party) -> None:
+        self._party = weakref.ref(party)  # parameters refer to this, and must not keep the engine alive
+
+    def number(self, what: str) -> int:
+        """Of the next meeting of a kind. Counted before it is sent: no two share one, whatever an exception ends."""
+        self.numbers[what] += 1
+        return self.numbers[what]
+
+    @property
+    def interrupted(self) -> bool:
+        """Did an exception end something that others wait for this rank in?"""
+        return self.left
+
+    @property
+    def launched(self) -> tuple[int, int]:
+        """How many collectives were launched so far, and how many levellings there were."""
+        return 0, 0
+
+    def level(self, why: str) -> None:
+        """End all that is under way, on all ranks alike, because an exception ended it on this one."""
+        self.left = False
+        if self.party is not None:
+            self.party.levelled(self.party.unsettled())
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """Around verbs that belong together: after an exception between the first and the last, `level` must follow."""
+        (launched, levelled), around, self._inside = self.launched, self._inside, Call(frame=sys._getframe(2))
+        try:
+            yield
+        except PeerError:  # after which nothing is under way, or for ever
+            raise
+        except BaseException:
+            self.left |= self.launched[0] != launched and self.launched[1] == levelled
+            raise
+        finally:
+            self._inside = around
+
+    def refuse_within(self, *, busy: bool = False, around: bool = True) -> None:
+        """What other ranks take part in does not begin inside anything of that kind: what is `busy`, or `around` it."""
+        if busy or (around and self._inside is not None and self._inside.running()):
+            raise StateError(
+                "a call of zeroshard's inside another one, in which other ranks take part",
+                where=f"rank {self.rank}, which met the others last at {self.progress.met}",
+                expected="handlers of signals that only note the signal: they run wherever it finds the program",
+                instead="zero.save_on(signal.SIGUSR1, path=...), and all ranks save at the end of a step",
+            )
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         """tensor becomes the source rank's, everywhere."""
@@ -169,9 +252,11 @@ class Group:
         Where all of them are equal it gets them once.
         """
         ends(self._count_rows())
-        self.heard = self.news
+        self.heard, self.signalled = self.news, max(self.signalled, self.signal)
+        if self.torn and what != LOADING:
+            raise StateError(self.torn, instead="zero.load(...) the last checkpoint")
         if self.failed is not None:
-            self._fail(behind=0)
+            self._fail()
         return [mine]
 
     def flags(self, mine: bytes) -> bytes:
@@ -187,7 +272,7 @@ class Group:
         """Elementwise sum over the ranks of a CPU tensor of integers, in place."""
         ends(self._count_control(tensor.numel() * tensor.itemsize))
 
-    def describe(self, facts: Any, what: str = "telling the others") -> list[Any]:
+    def describe(self, facts: Any, what: str = TELLING) -> list[Any]:
         """Every rank's JSON-able `facts`, in rank order. what: the meeting that this is."""
         return [facts]
 
@@ -210,18 +295,18 @@ class Group:
         """Something failed here while peers go on to wait for this rank: raise at the next agreement, on every rank."""
         self.failed = self.failed or error
 
-    def _fail(self, behind: int) -> NoReturn:
+    def _fail(self) -> NoReturn:
         """Something was reported on some rank: all of them raise."""
         mine, self.failed = self.failed, None
         told = self.problems(None if mine is None else str(mine))
-        self.on_disagreement(behind)
+        self.level("")
         self.failed = None  # what fails while all that was under way ends is no news
         if mine is not None:
             raise mine
         raise PeerError("another rank failed", got="; ".join(told), instead="mend that, and load the last checkpoint")
 
-    def apart(self) -> Group:
-        """The same ranks with a control group of their own, for a thread that agrees behind the training.
+    def apart(self, *, behind: bool) -> Group:
+        """The same ranks with a control group of their own, for a save; `behind` the training it is a thread's.
 
         Collective where it is made, the first time. Nothing else orders it, and it waits half an hour at least: ranks
         may take very different times to write.

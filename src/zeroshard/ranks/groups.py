@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import copy
 import os
 import resource
 import sys
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,9 +24,11 @@ import torch.distributed as dist
 from ..errors import Error, PeerError, UserError
 from ..stage import Seat
 from .agreement import axes, lines
+from .calls import Call
 from .comm import Comm
 from .launcher import could_not_meet, find_master
-from .watch import Watch, attend, cannot_come, come_together, host_towards
+from .streams import Stream
+from .watch import Attended, Watch, attend, cannot_come, come_together, host_towards
 
 LEAVING = 10.0  # seconds that a rank whose program ends waits for the others
 
@@ -185,14 +186,18 @@ class Groups:
         copies = ranks[sits.position :: sits.size]
         self.seat = sits
         self._patient = {**options, "timeout": max(PATIENT, options.get("timeout", PATIENT))}
-        self._apart: Groups | None = None
-        self.engines = 0
+        self._apart: Attended | None = None
+        self._engines = 0
+        self.engines: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by number, its `Group`
+        self.call: Call | None = None  # the verb that this rank is in
+        self.levelled = 0  # levellings so far
+        self.limit = (limit or PATIENT).total_seconds()
         self.speaker: Callable[[], Speaker | None] = lambda: None  # the engine that waited last
         self.loss: str | None = None  # why a collective did not complete
         self.seen = ""  # what the other ranks said then
         about = weakref.WeakMethod(self._about)
         try:
-            self.watch = self._come_together(parent, sits, limit or PATIENT, lambda: (about() or _nothing)())
+            self.watch = self._come_together(parent, sits, self.limit, lambda: (about() or _nothing)())
             atexit.register(_last_words, weakref.ref(self))
             wanted = [(backend, team), (backend, team), ("gloo", options), *(("gloo", line) for line in along)]
             pairs = _pairs(sits)
@@ -204,15 +209,25 @@ class Groups:
                 raise
             where = f"rank {dist.get_rank(parent)}"
             raise PeerError("the ranks could not come together", where=where, got=error) from error
-        self.broadcasts = made.pop() if pairs else made[0]  # among all ranks
-        self.copies = made.pop() if pairs else None  # among those of this position
-        of_pairs = [(pair, made.pop()) for pair in reversed(pairs)]
-        self.pairs = {pair[0]: group for pair, group in of_pairs if len(pair) == 2}  # by the first of the two replicas
-        self.gathers, self.reductions, self.control, *grid = made
-        self.axes = grid or [self.control]
+        everyone = range(len(ranks))
+        own_team = everyone[first : first + sits.size]
+        of: list[Sequence[int]] = [own_team, own_team, everyone]
+        of += lying if len(lying) > 1 else []
+        copied = everyone[sits.position :: sits.size]
+        of += [[copied[at] for at in pair] for pair in pairs] + ([copied, everyone] if pairs else [])
+        # On every rank a kind of group has the same place.
+        self.streams = [Stream(group, members) for group, members in zip(made, of, strict=True)]
+        self.gathers, self.reductions, self.control, *rest = self.streams
+        axes_, relays = rest[: len(along)], rest[len(along) :]
+        self.broadcasts = relays.pop() if pairs else self.gathers  # among all ranks
+        self.copies = relays[-1] if pairs else self.gathers  # among those of this position
+        # By the first of the two replicas.
+        self.pairs = {pair[0]: stream for pair, stream in zip(pairs, relays, strict=False) if len(pair) == 2}
+        self.sums = [self.streams.index(stream) for stream in (self.reductions, *relays)]
+        self.axes = axes_ or [self.control]
 
     @staticmethod
-    def _come_together(parent: Any, sits: Seat, limit: timedelta, about: Callable[[], dict[str, Any]]) -> Watch:
+    def _come_together(parent: Any, sits: Seat, limit: float, about: Callable[[], dict[str, Any]]) -> Watch:
         """Wait until every rank is here and knows where to ask the others: making groups, none could be asked."""
         rank, ranks, name = dist.get_rank(parent), dist.get_world_size(parent), str(parent.group_name)
         store = dist.distributed_c10d._get_default_store()
@@ -233,8 +248,7 @@ class Groups:
             cannot_come(store, at, rank, str(few))
             raise few
         watch = Watch(rank, host_towards(_store()), about)
-        alike = f"has replicas={sits.replicas}"
-        come_together(watch, store, at, ranks, lambda: _broken(connections), limit.total_seconds(), alike)
+        come_together(watch, store, at, ranks, lambda: _broken(connections), limit, f"has replicas={sits.replicas}")
         if connections is not None:
             attend(watch, connections.wait)
         return watch
@@ -247,12 +261,19 @@ class Groups:
     def parent(self) -> Any:
         return self._parent()
 
-    def apart(self) -> Groups:
+    def number(self) -> int:
+        """Of the next model that is sharded over this."""
+        self._engines += 1
+        return self._engines
+
+    def apart(self) -> Stream:
+        """Made once, also where an interrupt ends the wait for it."""
         if self._apart is None:
-            self._apart = copy.copy(self)
-            self._apart.control = attend(self.watch, lambda: dist.new_group(backend="gloo", **self._patient))
-            self._apart.axes = [self._apart.control]
-        return self._apart
+            self._apart = Attended(lambda: dist.new_group(backend="gloo", **self._patient))
+        group = self._apart.attend(self.watch)
+        if all(group is not stream.group for stream in self.streams):
+            self.streams.append(Stream(group, self.control.members))
+        return next(stream for stream in self.streams if stream.group is group)
 
 
 # The groups of a parent are made once: making them anew for every engine would leak sockets. Those in which a

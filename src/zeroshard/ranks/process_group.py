@@ -5,7 +5,8 @@ mistaken for another. Control runs on gloo and CPU tensors even beside NCCL, so 
 
 Named hazard, *sizes must meet*: two ranks in collectives of different size abort the process in gloo, without an
 exception. So every control collective starts with a row of fixed size (`meet`), which says what the rank is
-about to do; only ranks that say the same go on.
+about to do; only ranks that say the same go on. A rank that an interrupt takes out of the middle of anything that
+others wait for calls all of them to a levelling first: see `streams.py`.
 
 Named hazard, *a wait for the dead*: gloo tells of a dead peer only the ranks that wait for that very peer, and wakes no
 rank before its time-out. So ranks wait in slices, and between two look at `watch.alarm`; Python's signals are seen too.
@@ -14,34 +15,42 @@ rank before its time-out. So ranks wait in slices, and between two look at `watc
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import logging
 import os
+import time
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from ..errors import PeerError, StateError, UserError
 from ..events import Ledger, ends
+from ..layout import Bucket
 from ..stage import seat
-from .agreement import Group, Progress, refuse_forked
+from .agreement import LOADING, TELLING, Group, Progress, refuse_forked
+from .calls import Call
 from .comm import Comm, Simulated
 from .groups import Groups, groups_of, start
 from .launcher import ranks_to_join
+from .streams import Launch, Stream, prune
 from .transport import Team
+from .watch import GONE
 
 log = logging.getLogger("zeroshard")
 _CHOOSING = "choosing what to gather"
 _ALIKE, _OWN, _FLAGS = 4, 7, 8  # where in a row the meeting's own integers begin and end, and the last
-_FAILED, _NEWS = 1, 2
-SLICE = timedelta(seconds=0.2)  # of a wait; between two, alarms and signals are seen
+_FAILED, _NEWS, _TORN, _SIGNALLED = 1, 2, 4, 8  # the last times the number of a signal
+SLICE = timedelta(seconds=0.2)  # of a wait; between two, alarms, calls and signals are seen
+Verb = TypeVar("Verb", bound=Callable[..., Any])
 
 
 class Link:
@@ -53,11 +62,13 @@ class Link:
         self.progress = progress
         self.rank = dist.get_rank(groups.parent)
         self.process = os.getpid()
-        self.backend = str(dist.get_backend(groups.gathers))
-        self.reductions = 0  # launched so far
+        self.backend = str(dist.get_backend(groups.gathers.group))
+        self.behind = False  # does a thread behind the training use it? That has no interrupts, and hears of none
+        self.engine = groups.number()  # models sharded over one group are told apart by the order of their making
         self._weak = weakref.ref(self)
 
-    def launch(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def launch(self, stream: Stream, what: Launch, call: Callable[..., Any], *args: Any) -> Any:
+        """Launch a collective: `what` it is, so that others can join it, and a function of C with its arguments."""
         refuse_forked(self.process, self.rank)
         if not dist.is_initialized():
             raise StateError(
@@ -65,37 +76,164 @@ class Link:
                 where=f"rank {self.rank}: {self.doing()}",
                 instead="torch.distributed.destroy_process_group() after the last use of the model",
             )
+        self.heed()
+        stream.behind = self.behind
         try:
-            return call(*args, async_op=True, **kwargs)
+            return stream.launch(what, call, *args)
         except (RuntimeError, ValueError) as error:
             raise self._loss(error) from error
+
+    def broadcast(self, stream: Stream, part: Tensor, source: int, whole: Launch, low: int) -> Any:
+        """whole: bucket, state and bytes of what `part` begins at byte `low` of. source: among all processes."""
+        root = dist.get_group_rank(stream.group, source)
+        what = "broadcast", self.engine, *whole, low, low + part.numel(), root
+        return self.launch(stream, what, *broadcast(stream, part, root))
 
     def wait(self, verb: str, bucket: int | None, handle: Any) -> None:
         refuse_forked(self.process, self.rank)
         self.groups.speaker = self._weak
         self.progress.waits = verb, bucket
-        try:
-            if self.backend == "nccl" and bucket is not None:
-                handle.wait()  # the device's stream waits, not this thread
-            else:
-                self._wait_in_slices(handle)
-        except (RuntimeError, ValueError) as error:
-            if isinstance(error, PeerError):
-                raise
-            raise self._loss(error) from error
+        within = self.groups.call
+        if not self.behind and (within is None or not within.running()):
+            self.groups.call = Call()  # of a verb's own waits it is the verb's
+        if self.backend == "nccl" and bucket is not None:
+            self._wait_for(handle)  # the device's stream waits, not this thread
+        else:
+            self._wait_in_slices(handle)
         self.progress.waits = None
+        if not self.behind:
+            self.groups.call = within
+            prune(self.groups.streams)
 
-    def _wait_in_slices(self, handle: Any) -> None:
+    def _wait_in_slices(self, handle: Any, *, levelling: bool = False) -> None:
         while True:
             try:
                 handle.wait(SLICE)
                 return
-            except RuntimeError as error:
+            except (RuntimeError, ValueError) as error:
+                if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+                    raise  # not the collective has failed: a signal's handler has
                 if handle.is_completed():
-                    handle.wait()  # it failed, or ended after the slice did
+                    self._wait_for(handle)  # it failed, or ended after the slice did
                     return
                 if self.groups.watch.alarm or self.lost:
                     raise self._loss(error) from error
+            if not levelling:
+                self.heed()
+
+    def _wait_for(self, handle: Any) -> None:
+        try:
+            handle.wait()
+        except (RuntimeError, ValueError) as error:
+            raise self._loss(error) from error
+
+    # --- interrupts -------------------------------------------------------------------------------------------------
+
+    def begin(self, call: Call) -> None:
+        """A verb begins: not inside another one, nor after one that an interrupt left before that is levelled."""
+        if self.behind:
+            return
+        if self.lost:
+            raise self._loss(RuntimeError("an earlier collective did not complete"))
+        self.heed()
+        self.groups.call = call
+
+    def end(self) -> None:
+        if not self.behind:
+            self.groups.call = None
+
+    @property
+    def interrupted(self) -> bool:
+        """Did an exception leave a verb in its middle?"""
+        return self.groups.call is not None and not self.groups.call.running()
+
+    def heed(self) -> None:
+        """Where a rank has called for a levelling, take part in it, and say so."""
+        groups = self.groups
+        if self.behind or not (groups.watch.called > groups.levelled or self.interrupted):
+            return
+        where = f"rank {self.rank}: {self.doing()}"
+        whys = self.level("an exception ended what it was at" * self.interrupted)
+        raise PeerError(
+            "a rank was interrupted: what was under way has ended on all ranks alike",
+            where=where,
+            got="; ".join(whys),
+            instead="try again on every rank, from zero_grad() or the call that was interrupted; or end the program",
+        )
+
+    def level(self, why: str) -> list[str]:
+        """End what is under way on all ranks alike; in words, what ended it where it had to be ended."""
+        groups = self.groups
+        number, engines = groups.levelled + 1, dict(groups.engines)
+        if number not in groups.watch.posted:  # else an interrupt ended this before it was through
+            streams = [[each.count, each.last, each.behind, [*each.members]] for each in groups.streams]
+            told = {"why": why, "streams": streams, "engines": {each: group.told() for each, group in engines.items()}}
+            groups.watch.posted[number] = json.dumps(told)
+        states = self._posted(number)
+        at_place = [[each["streams"][at] for each in states] for at in groups.sums]
+        # Of any sums, also of those that this rank has no part in: all drop gradients, or none does.
+        uneven = any(there[rank][0] != own[0] for there in at_place for own in there for rank in own[3])
+        ours = []
+        for at, stream in enumerate(groups.streams):
+            found = [states[rank]["streams"][at] for rank in stream.members if at < len(states[rank]["streams"])]
+            if all(each[2] for each in found):
+                continue  # a save behind the training goes on
+            most, last = max(found, key=lambda each: int(each[0]))[:2]
+            ours.append(stream)
+            if most - stream.count > len(last):
+                raise self._loss(RuntimeError(f"{most - stream.count} collectives behind the others"))
+            for what in last[len(last) - (most - stream.count) :]:
+                self._stand_in(stream, what)
+        for handle in [handle for stream in ours for handle in stream.under_way]:
+            self._wait_in_slices(handle, levelling=True)
+        for engine, group in engines.items():
+            group.levelled([each["engines"][str(engine)] for each in states if str(engine) in each["engines"]], uneven)
+        groups.watch.posted.pop(number - 1, None)  # which all have heard: they were here
+        groups.call, self.progress.waits, groups.levelled = None, None, number
+        return [f"rank {rank}: {each['why']}" for rank, each in enumerate(states) if each["why"]]
+
+    def _posted(self, number: int) -> list[dict[str, Any]]:
+        """What every rank has posted for a levelling, once all have."""
+        watch, ranks = self.groups.watch, dist.get_world_size(self.groups.parent)
+        heard, deadline = {self.rank: watch.posted[number]}, time.monotonic() + self.groups.limit
+        while absent := [rank for rank in range(ranks) if rank not in heard]:
+            answers = watch.call(number, absent)
+            heard |= {rank: answer.posted for rank, answer in answers.items() if answer.posted}
+            gone = any(answer.silence == GONE for answer in answers.values())
+            if self.lost or watch.alarm or gone or time.monotonic() > deadline:
+                raise self._loss(RuntimeError(f"ranks {absent} did not come to levelling {number}"))
+            time.sleep(0.01 * (len(heard) < ranks))
+        return [json.loads(heard[rank]) for rank in range(ranks)]
+
+    def _relaying(self) -> list[Stream]:
+        return [self.groups.streams[at] for at in self.groups.sums]
+
+    def _stand_in(self, stream: Stream, what: Launch) -> None:
+        """Join a collective that others have launched, with memory of which only own parameters are ever used."""
+        verb, engine, bucket, *facts = what
+        group: Any = self.groups.engines.get(engine)
+        control = group is None or stream not in (self.groups.gathers, self.groups.broadcasts, *self._relaying())
+        at = torch.device("cpu") if control else group.device
+        try:
+            if verb == "broadcast":
+                state, nbytes, low, high, source = facts
+                whole = group.party.stand_in(bucket, state) if group is not None and state else None
+                if whole is None or whole.numel() * whole.itemsize != nbytes:
+                    whole = torch.zeros(nbytes, dtype=torch.uint8, device=at)
+                stream.launch(what, *broadcast(stream, whole.view(torch.uint8)[low:high], source))
+            elif verb == "all_gather":
+                own = torch.zeros(facts[0], dtype=torch.uint8, device=at)
+                stream.launch(what, *all_gather(stream, own.repeat(len(stream.members)), own))
+            elif verb == "all_reduce":
+                numel, dtype, op = facts
+                stream.launch(what, *all_reduce(stream, torch.zeros(numel, dtype=getattr(torch, dtype), device=at), op))
+            else:
+                team, cut = group.team, group.party.bucket(bucket)
+                send = torch.zeros(cut.numel, dtype=getattr(torch, facts[0]), device=at)
+                receive = send.new_zeros(cut.shard_numel(team.position) * (team.arriving if verb == "reduce" else 1))
+                stream.launch(what, *(team.to_owners if verb == "reduce" else team.scatter)(send, receive, cut))
+        except (RuntimeError, AttributeError) as error:
+            raise self._loss(RuntimeError(f"cannot take part in {what}: {error}")) from error
 
     @property
     def lost(self) -> bool:
@@ -138,6 +276,32 @@ class Link:
         )
 
 
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# Each answers a function of C and its arguments: see *counted is launched* in `streams.py`.
+
+
+def broadcast(stream: Stream, part: Tensor, source: int) -> tuple[Any, ...]:
+    options = c10d.BroadcastOptions()
+    options.rootRank, options.rootTensor, options.asyncOp = source, 0, True
+    return stream.group.broadcast, [part], options
+
+
+def all_gather(stream: Stream, everyone: Tensor, own: Tensor) -> tuple[Any, ...]:
+    options = c10d.AllgatherOptions()  # type: ignore[attr-defined]
+    options.asyncOp = True
+    # torch 2.13 renamed this one and two below; the old names warn there and the new ones are missing before.
+    return getattr(stream.group, "all_gather_single", None) or stream.group._allgather_base, everyone, own, options
+
+
+def all_reduce(stream: Stream, tensor: Tensor, how: str) -> tuple[Any, ...]:
+    options = c10d.AllreduceOptions()
+    options.reduceOp, options.asyncOp = getattr(dist.ReduceOp, how), True
+    return stream.group.allreduce, [tensor], options
+
+
 class ProcessTeam(Team):
     """The verbs of data over `torch.distributed`."""
 
@@ -149,49 +313,79 @@ class ProcessTeam(Team):
         self._global = everyone[first : first + self.size]  # the team's
         self._copies = everyone[self.position :: self.size]  # those at this position of each replica
 
-    def _gather(self, full: Tensor, bounds: Sequence[int]) -> list[Any]:
+    def _gather(self, full: Tensor, bucket: Bucket, state: str) -> list[Any]:
         if self.size == 1:
             return []
-        raw, group = full.view(torch.uint8), self._link.groups.gathers
-        cuts = [bound * full.itemsize for bound in bounds]
-        if self._link.backend == "nccl" and len({high - low for low, high in pairwise(cuts)}) == 1:
-            own_part = raw[cuts[self.position] : cuts[self.position + 1]]
-            return [self._link.launch(_all_gather, raw, own_part, group=group)]
+        raw, link, stream = full.view(torch.uint8), self._link, self._link.groups.gathers
+        cuts = [bound * full.itemsize for bound in bucket.bounds]
+        if link.backend == "nccl" and len({high - low for low, high in pairwise(cuts)}) == 1:
+            own = raw[cuts[self.position] : cuts[self.position + 1]]
+            return [link.launch(stream, ("all_gather", link.engine, -1, own.numel()), *all_gather(stream, raw, own))]
+        what = bucket.index, state, raw.numel()
         return [
-            self._link.launch(dist.broadcast, raw[low:high], self._global[source], group=group)
-            for source, (low, high) in enumerate(pairwise(cuts))
+            link.broadcast(stream, raw[low:high], source, what, low)
+            for source, (low, high) in zip(self._global, pairwise(cuts), strict=True)
             if high > low
         ]
 
-    def _reduce(self, send: Tensor, receive: Tensor, bounds: Sequence[int]) -> list[Any]:
+    def to_owners(self, send: Tensor, receive: Tensor, bucket: Bucket) -> tuple[Any, ...]:
+        """Every rank's contribution to each shard goes to the shard's owner."""
+        bounds, group = bucket.bounds, self._link.groups.reductions.group
         own = [bounds[self.position + 1] - bounds[self.position]] * self.size
         splits = [high - low for low, high in pairwise(bounds)]
         if self.arriving < self.size:
             send = send[bounds[1] :] if self.position == 0 else send[: bounds[-2]]
             own[self.position] = splits[self.position] = 0
-        self._link.reductions += 1
+        options = c10d.AllToAllOptions()
+        options.asyncOp = True
+        return getattr(group, "all_to_all_single", None) or group.alltoall_base, receive, send, own, splits, options
+
+    def scatter(self, send: Tensor, receive: Tensor, bucket: Bucket) -> tuple[Any, ...]:
+        """The backend's sum of all contributions goes to each shard's owner."""
+        group, options = self._link.groups.reductions.group, c10d.ReduceScatterOptions()
+        options.asyncOp = True
+        return getattr(group, "reduce_scatter_single", None) or group._reduce_scatter_base, receive, send, options
+
+    def _reduce(self, send: Tensor, receive: Tensor, bucket: Bucket) -> list[Any]:
         if self.size == 1:
             return []
-        group = self._link.groups.reductions
-        return [self._link.launch(dist.all_to_all_single, receive, send, own, splits, group=group)]
+        what, link = ("reduce", self._link.engine, bucket.index, _name(send.dtype)), self._link
+        return [link.launch(link.groups.reductions, what, *self.to_owners(send, receive, bucket))]
 
-    def _reduce_native(self, send: Tensor, receive: Tensor) -> list[Any]:
-        self._link.reductions += 1
+    def _reduce_native(self, send: Tensor, receive: Tensor, bucket: Bucket) -> list[Any]:
         if self.size == 1:
-            return super()._reduce_native(send, receive)
-        return [self._link.launch(_reduce_scatter, receive, send, group=self._link.groups.reductions)]
+            return super()._reduce_native(send, receive, bucket)
+        what, link = ("reduce natively", self._link.engine, bucket.index, _name(send.dtype)), self._link
+        return [link.launch(link.groups.reductions, what, *self.scatter(send, receive, bucket))]
 
     # A broadcast, and not a message: gloo breaks the connection when one has waited for a message for a while.
     def _hand_on(self, running: Tensor, source: int) -> list[Any]:
-        group = self._link.groups.pairs[source]
-        return [self._link.launch(dist.broadcast, running.view(torch.uint8), self._copies[source], group=group)]
+        return self._hand(self._link.groups.pairs[source], running, self._copies[source])
 
     def _hand_back(self, average: Tensor) -> list[Any]:
-        group = self._link.groups.copies
-        return [self._link.launch(dist.broadcast, average.view(torch.uint8), self._copies[-1], group=group)]
+        return self._hand(self._link.groups.copies, average, self._copies[-1])
+
+    def _hand(self, stream: Stream, tensor: Tensor, source: int) -> list[Any]:
+        raw = tensor.view(torch.uint8)
+        return [self._link.broadcast(stream, raw, source, (-1, "", raw.numel()), 0)]
 
     def _wait(self, verb: str, bucket: int, handle: Any) -> None:
         self._link.wait(verb, bucket, handle)
+
+
+def verb(method: Verb) -> Verb:
+    """A verb of agreement: from its first message to its last no other one may come between."""
+
+    @functools.wraps(method)
+    def called(self: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        if not self._link.behind:
+            self.refuse_within(busy=self._groups.call is not None and self._groups.call.running(), around=False)
+        self._link.begin(Call())
+        answer = method(self, *args, **kwargs)
+        self._link.end()  # and after an exception not before a levelling
+        return answer
+
+    return cast(Verb, called)
 
 
 class ProcessGroup(Group):
@@ -202,11 +396,37 @@ class ProcessGroup(Group):
         super().__init__(team, dist.get_rank(parent), dist.get_world_size(parent))
         self._link = link
         self._groups = link.groups
+        self._global = dist.get_process_group_ranks(parent)
+        self._stream, self._axes = link.groups.control, link.groups.axes
         self.progress = link.progress
         self.backend = link.backend
-        self._global = dist.get_process_group_ranks(parent)
-        self._groups.engines += 1
-        self._engine = self._groups.engines  # models sharded over one group are told apart by the order of their making
+        self._groups.engines[link.engine] = self
+        weakref.finalize(self, prune, self._groups.streams).atexit = False
+
+    @property
+    def interrupted(self) -> bool:
+        return self.left or self._link.interrupted
+
+    @property
+    def launched(self) -> tuple[int, int]:
+        return sum(stream.count for stream in self._groups.streams), self._groups.levelled
+
+    def level(self, why: str) -> None:
+        self._link.level(why)
+
+    def told(self) -> dict[str, Any]:
+        """What this rank says of this model at a levelling."""
+        unsettled, edits = (self.party.unsettled(), self.party.edits()) if self.party is not None else (False, "")
+        return {"numbers": self.numbers, "unsettled": unsettled, "edits": edits}
+
+    def levelled(self, told: list[dict[str, Any]], uneven: bool) -> None:
+        """What was under way has ended on all ranks. uneven: but for sums of which some lack a rank's part."""
+        for what in {what for each in told for what in each["numbers"]}:
+            self.numbers[what] = max(each["numbers"].get(what, 0) for each in told)
+        self.left = False
+        if self.party is not None:
+            differ = len({each["edits"] for each in told}) > 1
+            self.party.levelled(uneven or differ or any(each["unsettled"] for each in told))
 
     @property
     def lost(self) -> bool:
@@ -215,14 +435,17 @@ class ProcessGroup(Group):
     def give_up(self, error: BaseException) -> None:
         self._link.give_up(error)
 
+    @verb
     def _broadcast(self, tensor: Tensor, source: int) -> None:
-        group = self._groups.broadcasts
-        handle = self._link.launch(dist.broadcast, tensor.view(torch.uint8), self._global[source], group=group)
+        raw = tensor.view(torch.uint8)
+        handle = self._link.broadcast(self._groups.broadcasts, raw, self._global[source], (-1, "", raw.numel()), 0)
         self._link.wait("a broadcast", None, handle)
 
+    @verb
     def meet(self, what: str, number: int, *same: int, facts: Callable[[], str] = str) -> None:
         self._exchange(what, number, same, compared=_OWN, facts=facts)
 
+    @verb
     def poll(self, what: str, number: int, *mine: int) -> list[tuple[int, ...]]:
         rows = self._exchange(what, number, mine, compared=_ALIKE)
         return [tuple(row[_ALIKE : _ALIKE + len(mine)]) for row in rows]
@@ -233,16 +456,20 @@ class ProcessGroup(Group):
         """Every rank's row, in rank order; where all rows are equal, the one."""
         event = self._count_rows()
         at = f"{what} {number}"
-        own = [self._engine, zlib.crc32(what.encode()), number, self.progress.steps, *integers]
+        mends = what in (LOADING, TELLING)  # at which ranks need not hold the weights of one step
+        own = [self._link.engine, zlib.crc32(what.encode()), number, 0 if mends else self.progress.steps, *integers]
         own += [0] * (_OWN - len(own))
-        flags = _FAILED * (self.failed is not None) + _NEWS * self.news
-        rows = self._rows([*own, self._link.reductions, flags], at)
+        flags = _FAILED * (self.failed is not None) + _NEWS * self.news + _TORN * bool(self.torn)
+        rows = self._rows([*own, self._groups.levelled, flags + _SIGNALLED * self.signal], at)
         ends(event)
         self.heard = any(row[_FLAGS] & _NEWS for row in rows)
+        self.signalled = max(self.signalled, *(row[_FLAGS] // _SIGNALLED for row in rows))
         if any(row[_FLAGS] & _FAILED for row in rows):
-            self._fail(max(row[_OWN] for row in rows) - self._link.reductions)
-        if any(row[:compared] != rows[0][:compared] for row in rows):
-            self._disagree(rows, at, facts)
+            self._link.end()
+            self._fail()
+        torn = not mends and any(row[_FLAGS] & _TORN for row in rows)
+        if torn or any(row[:compared] != rows[0][:compared] for row in rows):
+            self._disagree(rows, at, facts, torn=torn)
         self.progress.met = at
         if what != _CHOOSING:  # at which a rank whose forward raised takes part to its end
             self.progress.trouble = ""
@@ -250,27 +477,33 @@ class ProcessGroup(Group):
 
     def _rows(self, own: list[int], at: str) -> list[list[int]]:
         """One exchange on each axis of the grid; all rows of all ranks only where two differ."""
-        if len(self._groups.axes) == 1:
-            return self._gathered(own, self._groups.axes[0], at)
+        if len(self._axes) == 1:
+            return self._gathered(own, self._axes[0], at)
         differ = 0
-        for axis in self._groups.axes:
+        for axis in self._axes:
             rows = self._gathered([*own, differ], axis, at)
             differ = int(any(row != [*own, 0] for row in rows))
         if not differ:
             return [own]
-        return self._gathered(own, self._groups.control, at)
+        return self._gathered(own, self._stream, at)
 
-    def _gathered(self, own: list[int], group: Any, at: str) -> list[list[int]]:
+    def _gathered(self, own: list[int], stream: Stream, at: str) -> list[list[int]]:
         row = torch.tensor(own, dtype=torch.int64, device="cpu")
-        everyone = torch.empty(dist.get_world_size(group) * len(own), dtype=torch.int64, device="cpu")
-        self._control(_all_gather, everyone, row, at=at, group=group)
+        everyone = self._everyones(row.view(torch.uint8), stream, at).view(torch.int64)
         rows: list[list[int]] = everyone.view(-1, len(own)).tolist()
         return rows
 
-    def _disagree(self, rows: list[list[int]], at: str, facts: Callable[[], str]) -> None:
+    def _everyones(self, own: Tensor, stream: Stream, at: str) -> Tensor:
+        everyone = torch.empty(len(stream.members) * own.numel(), dtype=torch.uint8, device="cpu")
+        what = "all_gather", self._link.engine, -1, own.numel()
+        self._link.wait(at, None, self._link.launch(stream, what, *all_gather(stream, everyone, own)))
+        return everyone
+
+    def _disagree(self, rows: list[list[int]], at: str, facts: Callable[[], str], *, torn: bool) -> None:
         detail = all(row[1:_ALIKE] == rows[0][1:_ALIKE] for row in rows)
-        steps = any(row[3] != rows[0][3] for row in rows)
-        told = [text.partition("\n") for text in self._tell(f"{at}\n{self.progress.trouble or detail * facts()}")]
+        steps = torn or any(row[3] != rows[0][3] for row in rows)
+        said = self.torn or self.progress.trouble or detail * facts()
+        told = [text.partition("\n") for text in self._tell(f"{at}\n{said}")]
         where = "; ".join(
             f"rank {rank} is at {meeting}"
             + (f" after {row[3]} steps" if steps else "")
@@ -278,50 +511,50 @@ class ProcessGroup(Group):
             for rank, (row, (meeting, _, _)) in enumerate(zip(rows, told, strict=True))
         )
         trouble = [f"rank {rank}: {said}" for rank, (_, _, said) in enumerate(told) if said]
-        self.on_disagreement(max(row[_OWN] for row in rows) - self._link.reductions)
+        self._link.level("")
         raise PeerError(
-            "the ranks are not doing the same thing",
+            "the ranks do not hold the weights of one step" if torn else "the ranks are not doing the same thing",
             where=where,
             expected="the same forwards, backwards, steps and questions on every rank, in the same order",
             got="; ".join(trouble) or None,
-            instead="zero.load(...) in a new run: an optimizer did not finish its step on every rank"
+            instead="zero.load(...) the last checkpoint: an optimizer or a load did not get to its end on every rank"
             if steps
             else "mend that, or try the step again on every rank until it works"
             if trouble
             else "as many batches on every rank, and zeroshard's collective methods on all of them, alike",
         )
 
+    @verb
     def flags(self, mine: bytes) -> bytes:
-        tensor = (
-            torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-            if mine
-            else torch.empty(0, dtype=torch.uint8, device="cpu")
-        )
-        self.maximum(tensor)
+        tensor = torch.tensor([*mine], dtype=torch.uint8, device="cpu")
+        self._all_reduce(tensor, "MAX")
         return tensor.numpy().tobytes()
 
+    @verb
     def maximum(self, tensor: Tensor) -> None:
-        self._all_reduce(tensor, dist.ReduceOp.MAX)
+        self._all_reduce(tensor, "MAX")
 
+    @verb
     def total(self, tensor: Tensor) -> None:
-        self._all_reduce(tensor, dist.ReduceOp.SUM)
+        self._all_reduce(tensor, "SUM")
 
-    def _all_reduce(self, tensor: Tensor, op: Any) -> None:
+    def _all_reduce(self, tensor: Tensor, how: str) -> None:
         event = self._count_control(tensor.numel() * tensor.itemsize)
-        self._control(dist.all_reduce, tensor, op, at=f"what follows {self.progress.met}")
+        what = "all_reduce", self._link.engine, -1, tensor.numel(), _name(tensor.dtype), how
+        at = f"what follows {self.progress.met}"
+        self._link.wait(at, None, self._link.launch(self._stream, what, *all_reduce(self._stream, tensor, how)))
         ends(event)
 
-    def describe(self, facts: Any, what: str = "telling the others") -> list[Any]:
+    @verb
+    def describe(self, facts: Any, what: str = TELLING) -> list[Any]:
         text = json.dumps(facts).encode()
-        lengths = [row[0] for row in self.poll(what, 0, len(text))]
+        lengths = [row[_ALIKE] for row in self._exchange(what, 0, (len(text),), compared=_ALIKE)]
         return [json.loads(told) for told in self._texts(text, lengths * (self.ranks // len(lengths)))]
 
     def _texts(self, mine: bytes, lengths: list[int]) -> list[bytes]:
         padded = torch.zeros(max(*lengths, 1), dtype=torch.uint8, device="cpu")
         padded[: len(mine)] = torch.frombuffer(bytearray(mine or b"\0"), dtype=torch.uint8)[: len(mine)]
-        everyone = torch.empty(self.ranks * padded.numel(), dtype=torch.uint8, device="cpu")
-        self._control(_all_gather, everyone, padded, at=f"what follows {self.progress.met}")
-        rows = everyone.view(self.ranks, -1)
+        rows = self._everyones(padded, self._stream, f"what follows {self.progress.met}").view(self.ranks, -1)
         return [rows[rank, :length].numpy().tobytes() for rank, length in enumerate(lengths)]
 
     def _tell(self, trouble: str) -> list[str]:
@@ -329,14 +562,12 @@ class ProcessGroup(Group):
         texts = self._texts(trouble.encode()[:999], [999] * self.ranks)
         return [text.rstrip(b"\0").decode(errors="replace") for text in texts]
 
-    def _control(self, call: Callable[..., Any], *args: Any, at: str, group: Any = None) -> None:
-        self._link.wait(at, None, self._link.launch(call, *args, group=group or self._groups.control))
-
-    def apart(self) -> Group:
+    def apart(self, *, behind: bool) -> Group:
         other = copy.copy(self)
-        other._groups = self._groups.apart()
+        other._stream = self._groups.apart()
+        other._axes = [other._stream]
         other._link = copy.copy(self._link)
-        other._link.groups = other._groups
+        other._link.behind = behind
         other._link.progress = other.progress = copy.copy(self.progress)
         return other
 
@@ -412,8 +643,3 @@ def _everyone_of(mesh: Any) -> Any:
     if mesh.mesh.numel() == dist.get_world_size():
         return dist.group.WORLD
     return mesh._flatten().get_group()
-
-
-# torch 2.13 renamed these two; the old names warn there and the new ones are missing before.
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

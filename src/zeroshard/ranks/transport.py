@@ -86,7 +86,7 @@ class Team:
         nbytes, own = full.numel() * full.itemsize, bucket.shard_numel(self.position) * full.itemsize
         sent, received = own * (self.size - 1), nbytes - own
         event = count(self.ledger, self.size, "gather", nbytes, sent, received, state, bucket.index)
-        return Work(self._gather(full, bucket.bounds), event, lambda handle: self._wait("gather", bucket.index, handle))
+        return Work(self._gather(full, bucket, state), event, lambda handle: self._wait("gather", bucket.index, handle))
 
     @property
     def arriving(self) -> int:
@@ -115,12 +115,12 @@ class Team:
         """receive (`room` x own shard, 1-D) gets `arriving` contributions to the own shard, in rank order."""
         event = self._count_reduce(send, bucket)
         receive = receive[: self.arriving * bucket.shard_numel(self.position)]
-        return self._reduction(self._reduce(send, receive, bucket.bounds), event, bucket)
+        return self._reduction(self._reduce(send, receive, bucket), event, bucket)
 
     def reduce_native(self, send: Tensor, receive: Tensor, bucket: Bucket) -> Work:
         """receive (own shard) gets the backend's sum of all contributions."""
         event = self._count_reduce(send, bucket)
-        return self._reduction(self._reduce_native(send, receive), event, bucket)
+        return self._reduction(self._reduce_native(send, receive, bucket), event, bucket)
 
     def relay(self, bucket: Bucket, running: Tensor | None, average: Tensor | None) -> Relay:
         """The way of the own shard's sum through the replicas. With one replica there is none, and both are None.
@@ -155,13 +155,13 @@ class Team:
     def _reduction(self, handles: list[Any], event: Event | None, bucket: Bucket) -> Work:
         return Work(handles, event, lambda handle: self._wait("reduce", bucket.index, handle))
 
-    def _gather(self, full: Tensor, bounds: Sequence[int]) -> list[Any]:
+    def _gather(self, full: Tensor, bucket: Bucket, state: str) -> list[Any]:
         return []
 
-    def _reduce(self, send: Tensor, receive: Tensor, bounds: Sequence[int]) -> list[Any]:
+    def _reduce(self, send: Tensor, receive: Tensor, bucket: Bucket) -> list[Any]:
         return []
 
-    def _reduce_native(self, send: Tensor, receive: Tensor) -> list[Any]:
+    def _reduce_native(self, send: Tensor, receive: Tensor, bucket: Bucket) -> list[Any]:
         if self.size == 1:
             receive.copy_(send)
         return []

@@ -26,14 +26,14 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple, NoReturn, cast
 
 from ..errors import PeerError
 
 PATIENCE = 1.0  # seconds that a peer has to answer
-_LONGEST = 1 << 16  # bytes of a question or an answer
+_LONGEST = 1 << 20  # bytes of a question or an answer
 
 GONE = "is gone: its process has ended"
 SILENT = "is silent: it is stopped, holds the interpreter, or its host cannot be reached"
@@ -49,6 +49,7 @@ class Answer(NamedTuple):
     doing: str = ""
     waits: bool = False  # for other ranks, in a collective
     failed: bool = False  # one of its collectives did not complete either
+    posted: str = ""  # what it has posted for the levelling that it was asked about
 
 
 class Watch:
@@ -59,6 +60,8 @@ class Watch:
         self.rank = rank
         self.alarm: dict[int, str] = {}  # rank -> what it did: none of them will come to any collective
         self.peers: dict[int, Place] = {}  # by rank: those that have come so far
+        self.called = 0  # the last levelling that anybody has called for: see `streams.py`
+        self.posted: dict[int, str] = {}  # by levelling, what this rank says there
         self._about = about
         self._server = socket.create_server(
             (host, 0), backlog=4096
@@ -83,6 +86,10 @@ class Watch:
         others = {rank: place for rank, place in self.peers.items() if rank != self.rank}
         return _ask(others, message)
 
+    def call(self, number: int, ranks: Iterable[int]) -> dict[int, Answer]:
+        """Call these ranks to a levelling; what each of them that is there has posted."""
+        return _ask({rank: self.peers[rank] for rank in ranks}, {"level": number})
+
     def blame(self) -> dict[int, str]:
         """Which ranks will not come any more, as far as the others can be asked."""
         return self.alarm or {rank: answer.silence for rank, answer in self.ask().items() if answer.silence}
@@ -93,7 +100,9 @@ class Watch:
             return {}
         for rank, what in message.get("alarm", {}).items():
             self.alarm.setdefault(int(rank), str(what))
-        return self._about()
+        if number := int(message.get("level", 0)):
+            self.called = max(self.called, number)
+        return self._about() | {"posted": self.posted.get(number, "")}
 
 
 _watches: weakref.WeakSet[Watch] = weakref.WeakSet()
@@ -149,32 +158,39 @@ def cannot_come(store: Any, at: str, rank: int, why: str) -> None:
 
 
 def attend(watch: Watch, call: Callable[[], Any]) -> Any:
-    """What `call()` returns, which waits for the other ranks where nothing else could end it: given up, with a
-    `PeerError`, when one of them has ended."""
-    ended: list[Any] = []
+    return Attended(call).attend(watch)
 
-    def work() -> None:
+
+class Attended:
+    """A call that waits for the other ranks where nothing else could end it, on a thread that no interrupt ends."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self._ended: list[Any] = []
+        self._thread = threading.Thread(target=self._work, args=(call,), name="groups", daemon=True)
+        self._thread.start()
+
+    def _work(self, call: Callable[[], Any]) -> None:
         try:
-            ended.append((call(), None))
+            self._ended.append((call(), None))
         except BaseException as error:
-            ended.append((None, error))
+            self._ended.append((None, error))
 
-    thread, patience = threading.Thread(target=work, name="groups", daemon=True), PATIENCE
-    thread.start()
-    asked = time.monotonic()
-    while thread.is_alive() and not watch.alarm:
-        thread.join(0.1)
-        if time.monotonic() > asked + patience:
-            if lost := watch.blame():
-                lose(watch, lost)
-            asked, patience = time.monotonic(), 2 * patience
-    value, error = ended[0] if ended else (None, None)
-    if ended and error is None:
-        return value
-    if (lost := watch.blame()) or error is None:
-        lose(watch, lost, error)
-    watch.tell({watch.rank: f"gave up: {error}"})
-    raise error
+    def attend(self, watch: Watch) -> Any:
+        """What the call returns: given up, with a `PeerError`, when a rank has ended."""
+        asked, patience = time.monotonic(), PATIENCE
+        while self._thread.is_alive() and not watch.alarm:
+            self._thread.join(0.1)
+            if time.monotonic() > asked + patience:
+                if lost := watch.blame():
+                    lose(watch, lost)
+                asked, patience = time.monotonic(), 2 * patience
+        value, error = self._ended[0] if self._ended else (None, None)
+        if self._ended and error is None:
+            return value
+        if (lost := watch.blame()) or error is None:
+            lose(watch, lost, error)
+        watch.tell({watch.rank: f"gave up: {error}"})
+        raise error
 
 
 def lose(watch: Watch, lost: dict[int, str], error: BaseException | None = None) -> NoReturn:
@@ -235,7 +251,7 @@ def _understood(line: bytes) -> Answer:
         return Answer(GONE)  # it ended between the question and the answer
     with suppress(ValueError, TypeError, KeyError):
         told = json.loads(line)
-        return Answer("", str(told["doing"]), bool(told["waits"]), bool(told["failed"]))
+        return Answer("", str(told["doing"]), bool(told["waits"]), bool(told["failed"]), str(told.get("posted", "")))
     return Answer("cannot be asked: another program answers at its address")
 
 

@@ -1,6 +1,6 @@
-"""Which call of torch's a hook of ours was called by, and whether that call still runs.
+"""Which call a hook of ours was called by, or a verb between ranks is in, and whether that call still runs.
 
-A forward or a step that an interrupt left never calls the hook at its end. Then the next one finds what it left behind,
+A forward, a step or a verb that an interrupt left never gets to its end. Then the next one finds what it left behind,
 and must tell that from a call that runs inside it, perhaps on another thread.
 """
 
@@ -14,13 +14,15 @@ from typing import Any
 
 
 class Call:
-    """The innermost running call of a file of torch's, `made_by` one of its functions, seen from a hook."""
+    """The innermost running call of a file of torch's, `made_by` one of its functions, seen from a hook. Without
+    `made_by`: a given frame's, or that of the function that makes this."""
 
-    def __init__(self, made_by: Callable[..., Any]) -> None:
-        file = made_by.__code__.co_filename
-        frame = sys._getframe(1)
-        while frame.f_code.co_filename != file and frame.f_back is not None:
-            frame = frame.f_back
+    def __init__(self, made_by: Callable[..., Any] | None = None, frame: FrameType | None = None) -> None:
+        frame = frame or sys._getframe(1)
+        if made_by is not None:
+            file = made_by.__code__.co_filename
+            while frame.f_code.co_filename != file and frame.f_back is not None:
+                frame = frame.f_back
         self._frame = frame  # held, so that no other frame can be taken for it
         self._thread = threading.get_ident()
 

@@ -1,0 +1,76 @@
+"""What this rank has launched, process group by process group: so that ranks can end alike what an interrupt has left.
+
+Every rank launches the same collectives in a process group, in the same order: what one rank has launched of them is a
+beginning of what another has. An exception, Ctrl-C or want of memory takes a rank out of that at any point, and others
+then wait for its part. Its next verb calls all ranks to a *levelling*, beside the collectives (`watch.py`):
+
+    1  each posts how far it is in every stream, and what it has launched last
+    2  once all have posted, each launches what any other has launched and it has not, with memory that stands in
+    3  each waits for all of that, forgets what it was in the middle of, and numbers its meetings as the furthest does
+
+No rank that waits comes to anything but that, so nothing that stood in for data is ever used. Afterwards the ranks are
+at one point, and can try again. A levelling that is interrupted itself is gone on with by the next verb.
+
+Named hazard, *counted is launched*: Python runs signal handlers between any two of its instructions. So a collective is
+launched and counted by one call of C, and whatever an exception leaves is counted exactly if it was sent.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+KEPT = 2048  # collectives that a rank remembers in each stream: others may be so far behind
+Launch = tuple[Any, ...]  # a verb and what it takes to join it; JSON-able
+
+
+def _numbered(flight: tuple[int, Launch, Any]) -> tuple[int, Launch]:
+    return flight[:2]
+
+
+def prune(streams: Sequence[Stream]) -> None:
+    for stream in streams:
+        stream.prune()
+
+
+class Stream:
+    """The collectives of one process group."""
+
+    def __init__(self, group: Any, members: Sequence[int]) -> None:
+        """members: their ranks among the ranks of the model."""
+        self.group = group
+        self.members = members
+        self.behind = False  # was the last one launched by a thread behind the training?
+        self._flights: deque[tuple[int, Launch, Any]] = deque()
+        self._landed: deque[tuple[int, Launch]] = deque(maxlen=KEPT)
+
+    @property
+    def count(self) -> int:
+        """How many were launched so far."""
+        last: Any = self._flights or self._landed
+        return int(last[-1][0]) if last else 0
+
+    def launch(self, what: Launch, call: Callable[..., Any], *args: Any) -> Any:
+        """Launch one: `call` is a function of C, so that no signal comes between it and its number."""
+        self.prune()
+        self._flights.extend(zip((self.count + 1,), (what,), map(call, *([arg] for arg in args)), strict=True))
+        return self._flights[-1][2]
+
+    def prune(self) -> None:
+        """Let go of the handles of what is through, and of the memory that these hold."""
+        while self._flights and self._flights[0][2].is_completed():
+            self._landed.append(
+                _numbered(self._flights[0])
+            )  # an interrupt after this leaves it in both: the same number
+            self._flights.popleft()
+
+    @property
+    def last(self) -> list[Launch]:
+        """The last ones, the newest at the end."""
+        numbered = dict([*self._landed, *map(_numbered, self._flights)])
+        return list(numbered.values())[-KEPT:]
+
+    @property
+    def under_way(self) -> list[Any]:
+        return [handle for *_, handle in self._flights]

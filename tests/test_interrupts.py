@@ -1,0 +1,322 @@
+"""An exception or a signal anywhere leaves all ranks whole: at every wait, a step is tried again or all hear why not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import interrupts
+import ranks as rank_processes
+import reference
+import test_lost_ranks
+import zeroshard
+from zeroshard.engine.buffer import Buffer
+from zeroshard.errors import PeerError, StateError
+from zeroshard.ranks.process_group import Link
+
+LIMITS = {"group_timeout": 100.0, "timeout": 45.0}
+
+
+def found(outcomes):
+    return [(seed, outcome, words if outcome == "not named" else "") for seed, outcome, words in outcomes]
+
+
+@pytest.mark.row(89)
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_exceptions_at_drawn_waits_change_no_bit(tmp_path, world, stage):
+    """KeyboardInterrupt, MemoryError and a handler's save, at drawn waits of drawn ranks, with retries."""
+    for _, outcome, words in interrupts.run(world, stage, [*range(6)], str(tmp_path), timeout=100.0):
+        assert outcome.startswith(("the same bits", "named")), words
+
+
+@pytest.mark.row(89)
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_two_thousand_drawn_cases(tmp_path):
+    for each in range(0, 2000, 25):
+        world, stage = (2, 3)[each // 25 % 2], each // 50 % 4
+        seeds = [*range(each, each + 25)]
+        for _, outcome, words in interrupts.run(world, stage, seeds, str(tmp_path), timeout=300.0):
+            assert outcome.startswith(("the same bits", "named")), words
+
+
+@pytest.mark.row(65)
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_equality_and_faults_hold_without_asserts_in_ranks():
+    """Tests that compare outside the ranks, with their ranks under `python -O`: no promise rests on an assert."""
+    here = os.path.dirname(__file__)
+    tests = ["test_lost_ranks.py", "test_interrupts.py", "test_bits.py", "test_disagreement.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-m", "not full and not slow", *tests]
+    done = subprocess.run(
+        command, cwd=here, env=os.environ | {"RANKS_OPTIMIZED": "1"}, capture_output=True, text=True, timeout=1700
+    )
+    assert done.returncode == 0, done.stdout[-5000:]
+
+
+# --- what was found, one by one -----------------------------------------------------------------------------------------
+
+
+def interrupted_at(what: str, stage: int, kind: str):
+    """The weights where rank 1's first wait for `what` in step 3 is interrupted and every rank tries again."""
+    rank, armed = rank_processes.rank(), False
+    model, optimizer, zero = test_lost_ranks.three(stage, optimizer=torch.optim.SGD)
+    wait, raised = Link._wait_in_slices, []
+
+    def waiting(link, handle, **kwargs):
+        nonlocal armed
+        if armed and what in link.doing() and not kwargs.get("levelling"):
+            armed = False
+            if kind == "handler":
+                zero.save(str(rank))
+            raise (KeyboardInterrupt if kind == "Ctrl-C" else MemoryError)("only once")
+        return wait(link, handle, **kwargs)
+
+    Link._wait_in_slices = waiting
+    try:
+        for index in range(4):
+            armed = index == 2 and rank == 1
+            while True:
+                try:
+                    optimizer.zero_grad()
+                    model(test_lost_ranks.x(index)).square().sum().backward()
+                    if what == "a question":
+                        zero.clip_grad_norm_(1e9)
+                    optimizer.step()
+                    break
+                except (KeyboardInterrupt, MemoryError, PeerError, StateError) as error:
+                    raised.append(f"{type(error).__name__}: {error}")
+                    if len(raised) == 3:
+                        return raised
+    finally:
+        Link._wait_in_slices = wait
+    with zero.gathered():
+        return reference.weights(model), raised
+
+
+WAITS = [
+    "waiting for forward",
+    "waiting for backward",
+    "waiting for reduce",
+    "waiting for end of backward",
+    "a question",
+]
+
+
+@pytest.mark.row(89)
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("what", WAITS)
+@pytest.mark.parametrize("kind", ["Ctrl-C", "no memory", "handler"])
+def test_one_rank_is_interrupted_while_it_waits_and_the_step_is_tried_again(ranks, what, stage, kind):
+    """The others hear of it while they wait themselves; both go on with plain PyTorch's bits after one error each."""
+    if what == "waiting for end of backward" and stage == 3:
+        what = "waiting for choosing what to gather"
+    first, second = ranks.run(2, interrupted_at, what, stage, kind, **LIMITS)
+    for weights, _ in (first, second):
+        assert reference.first_difference(weights, test_lost_ranks.plain_steps(4)) == ""
+    assert [error.partition(":")[0] for error in second[1]] == [
+        {"Ctrl-C": "KeyboardInterrupt", "no memory": "MemoryError", "handler": "StateError"}[kind]
+    ]
+    if kind == "handler":
+        assert "zero.save_on(signal.SIGUSR1, path=...)" in second[1][0]
+    (told,) = first[1]
+    assert told.startswith("PeerError: a rank was interrupted") and "rank 1: an exception ended" in told, told
+
+
+def interrupted_in_a_step(stage: int, folder: str):
+    """Ctrl-C on rank 1 while others update: what both hear each time, and the weights after a load."""
+    rank, (model, optimizer, zero) = rank_processes.rank(), test_lost_ranks.three(stage, optimizer=torch.optim.SGD)
+    test_lost_ranks.step(model, optimizer, 0)
+    zero.save(f"{folder}/one")
+    wait, told, armed = Link._wait_in_slices, [], rank == 1
+
+    def waiting(link, handle, **kwargs):
+        nonlocal armed
+        wait(link, handle, **kwargs)
+        if armed and "waiting for step" in link.doing():
+            armed = False
+            raise KeyboardInterrupt
+
+    Link._wait_in_slices = waiting
+    try:
+        while not (told and "zero.load(" in told[-1]) and len(told) < 9:
+            try:
+                test_lost_ranks.step(model, optimizer, 1)
+            except (KeyboardInterrupt, PeerError) as error:
+                told.append(f"{type(error).__name__}: {error}")
+    finally:
+        Link._wait_in_slices = wait
+    zero.load(f"{folder}/one")
+    for index in (1, 2, 3):
+        test_lost_ranks.step(model, optimizer, index)
+    with zero.gathered():
+        return reference.weights(model), told
+
+
+@pytest.mark.row(90)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_step_that_only_some_ranks_finished_is_named_until_a_load(ranks, tmp_path, stage):
+    for weights, told in ranks.run(2, interrupted_in_a_step, stage, str(tmp_path), **LIMITS):
+        assert reference.first_difference(weights, test_lost_ranks.plain_steps(4)) == ""
+        assert "PeerError" in told[-1] and "zero.load(...) the last checkpoint" in told[-1], told
+
+
+def load_interrupted(stage: int, folder: str):
+    """Ctrl-C on rank 1 in the middle of a load, and what a step says after it."""
+    rank, (model, optimizer, zero) = rank_processes.rank(), test_lost_ranks.three(stage, optimizer=torch.optim.SGD)
+    zero.save(f"{folder}/zero")
+    test_lost_ranks.step(model, optimizer, 0)
+    told, renew = [], zeroshard.checkpoint.loading.renew
+
+    def renewing(*args):
+        renew(*args)
+        raise KeyboardInterrupt
+
+    try:
+        if rank == 1:
+            zeroshard.checkpoint.loading.renew = renewing
+        zero.load(f"{folder}/zero")
+    except (KeyboardInterrupt, PeerError) as error:
+        told.append(type(error).__name__)
+    finally:
+        zeroshard.checkpoint.loading.renew = renew
+    for _ in range(2):
+        try:
+            test_lost_ranks.step(model, optimizer, 0)
+        except PeerError as error:
+            told.append(str(error))
+    zero.load(f"{folder}/zero")
+    for index in range(4):
+        test_lost_ranks.step(model, optimizer, index)
+    with zero.gathered():
+        return reference.weights(model), told
+
+
+@pytest.mark.row(90)
+def test_a_load_that_ended_in_its_middle_is_named_until_the_next(ranks, tmp_path):
+    for weights, told in ranks.run(2, load_interrupted, 3, str(tmp_path), **LIMITS):
+        assert reference.first_difference(weights, test_lost_ranks.plain_steps(4)) == ""
+        assert "a load did not get to its end" in told[-1], told
+
+
+# --- preemption -----------------------------------------------------------------------------------------------------------
+
+
+def preempted(stage: int, where: str, folder: str):
+    """A signal to rank 1 alone in the middle of step 3; how often all ranks saved, and after which step."""
+    rank, (model, optimizer, zero) = rank_processes.rank(), test_lost_ranks.three(stage, optimizer=torch.optim.SGD)
+    saves, done = [], 0
+
+    def extra():
+        saves.append(done)
+        return {"done": done}
+
+    before = signal.getsignal(signal.SIGUSR2)
+    zero.save_on(signal.SIGUSR2, f"{folder}/now", extra)
+    if rank == 1:
+        test_lost_ranks.arm(
+            where, model, optimizer, lambda: os.kill(os.getpid(), signal.SIGUSR2) if done == 2 else None
+        )
+    for done in range(5):
+        test_lost_ranks.step(model, optimizer, done)
+    assert signal.getsignal(signal.SIGUSR2) is before
+    assert zero.signalled is signal.SIGUSR2
+    with zero.gathered():
+        return reference.weights(model), saves
+
+
+def resumed(stage: int, folder: str):
+    model, optimizer, zero = test_lost_ranks.three(stage, optimizer=torch.optim.SGD)
+    for index in range(zero.load(f"{folder}/now").extra["done"], 5):
+        test_lost_ranks.step(model, optimizer, index)
+    with zero.gathered():
+        return reference.weights(model)
+
+
+@pytest.mark.row(91)
+@pytest.mark.parametrize("where", ["forward", "backward", "reduce", "step"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_signal_to_one_rank_makes_all_save_once_at_a_steps_end(ranks, tmp_path, where, stage):
+    """Wherever it arrives; the training goes on as if it had not been, and what was saved goes on bit-equal."""
+    for weights, saves in ranks.run(2, preempted, stage, where, str(tmp_path), **LIMITS):
+        assert reference.first_difference(weights, test_lost_ranks.plain_steps(5)) == ""
+        assert saves in ([3], [4])  # after the step in whose row it was, or after the next
+    (after,) = ranks.run(1, resumed, 3 - stage, str(tmp_path), group=False)
+    assert reference.first_difference(after, test_lost_ranks.plain_steps(5)) == ""
+
+
+@pytest.mark.row(91)
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
+def test_train_saves_on_sigterm_and_resumes_bit_equal(tmp_path, number):
+    """`zeroshard train` on two ranks, told to end in its middle: it says what it saved, and `--resume` ends alike."""
+    train = [sys.executable, "-m", "zeroshard", "train", "--data", os.path.abspath(__file__), "--batch", "2"]
+    train += ["--ranks", "2", "--steps", "80", "--out"]
+    surroundings = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run([*train, str(tmp_path / "whole")], env=surroundings, check=True, capture_output=True, timeout=300)
+    part, metrics = tmp_path / "part", tmp_path / "part" / "metrics.jsonl"
+    launcher = subprocess.Popen([*train, str(part)], env=surroundings, stdout=subprocess.PIPE, text=True)
+    try:
+        rank_processes.until(lambda: metrics.exists() and '"step": 20' in metrics.read_text(), 120.0)
+        launcher.send_signal(number)
+        said, _ = launcher.communicate(timeout=60)
+    finally:
+        launcher.kill()
+    assert launcher.returncode == 130 and f"{number.name}: saved {part}/checkpoints/step-000000" in said, said
+    resume = [sys.executable, "-m", "zeroshard", "train", "--resume", str(part)]
+    subprocess.run(resume, env=surroundings, check=True, capture_output=True, timeout=300)
+    first, second = ((run / "model.safetensors").read_bytes() for run in (tmp_path / "whole", part))
+    assert first == second
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def out_of_memory(stage: int):
+    """A gather for which rank 1 finds no memory, in the forward of step 3, once; all try again."""
+    rank, (model, optimizer, zero) = rank_processes.rank(), test_lost_ranks.three(stage, optimizer=torch.optim.SGD)
+    gather, armed, told = Buffer.gather, False, []
+
+    def fails(self, **kwargs):
+        nonlocal armed
+        if armed:
+            armed = False
+            raise MemoryError("no memory for 4096 bytes")
+        return gather(self, **kwargs)
+
+    Buffer.gather = fails
+    try:
+        for index in range(4):
+            armed = index == 2 and rank == 1
+            while True:
+                try:
+                    test_lost_ranks.step(model, optimizer, index)
+                    break
+                except (MemoryError, PeerError) as error:
+                    told.append(f"{type(error).__name__}: {error}")
+                    if len(told) == 3:
+                        return told
+    finally:
+        Buffer.gather = gather
+    with zero.gathered():
+        return reference.weights(model), told
+
+
+@pytest.mark.row(59)
+def test_no_memory_for_a_gather_is_tried_again(ranks):
+    for weights, _ in ranks.run(2, out_of_memory, 3, **LIMITS):
+        assert reference.first_difference(weights, test_lost_ranks.plain_steps(4)) == ""
+
+
+@pytest.mark.row(59)
+def test_no_memory_to_spread_what_a_step_updated_is_named_on_both(ranks):
+    first, second = ranks.run(2, out_of_memory, 1, **LIMITS)
+    assert second[0] == "MemoryError: no memory for 4096 bytes"
+    for told in (first, second):
+        assert "did not get to its end" in told[-1] or "a rank was interrupted" in told[-1], told

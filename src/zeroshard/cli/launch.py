@@ -36,7 +36,9 @@ _told = threading.Event()  # to end: another thread is about to
 # What ended a launch holds the agent, hence its rendezvous. torch does not shut that down after a signal, and where its
 # own keep-alive thread drops the last reference, that thread tries to join itself and Python prints a traceback.
 _interruptions: list[BaseException] = []
-HANDLED_BY_AGENT = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+HANDLED_BY_AGENT = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)  # sent on to ranks
+PREEMPTING = (signal.SIGTERM, signal.SIGUSR1)  # on which a rank that trains saves, and ends
+_noted: set[int] = set()  # signals with handlers that end the rank in their own time
 
 
 def start_ranks(command: Sequence[str], ranks: int) -> int:
@@ -61,6 +63,7 @@ def start_ranks(command: Sequence[str], ranks: int) -> int:
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",
             max_restarts=0,
+            signals_to_handle=",".join(number.name for number in HANDLED_BY_AGENT),
             logs_specs=DefaultLogsSpecs(log_dir=stack.enter_context(tempfile.TemporaryDirectory(prefix="zeroshard-"))),
         )
         try:
@@ -112,8 +115,9 @@ def end_at_once_when_told(launched: bool) -> None:
     launcher = int(os.environ.get(LAUNCHER, os.getppid())) if launched else None
 
     def watch() -> None:
-        while not select.select([read_end], [], [], 1.0)[0]:
-            if launcher is not None and os.getppid() != launcher:
+        while launcher is None or os.getppid() == launcher:
+            # Python writes the numbers of the signals that came.
+            if select.select([read_end], [], [], 1.0)[0] and not set(os.read(read_end, 64)) <= _noted:
                 break
         _told.set()
         with suppress(OSError):
@@ -128,6 +132,11 @@ def end_at_once_when_told(launched: bool) -> None:
             os._exit(INTERRUPTED)
 
     threading.Thread(target=watch, name="end-at-once", daemon=True).start()
+
+
+def leave_to_handlers(numbers: Sequence[int]) -> None:
+    """From now on these signals end this rank in their handlers' time: the program has set such."""
+    _noted.update(numbers)
 
 
 def alone(work: Callable[..., None], *args: Any) -> None:

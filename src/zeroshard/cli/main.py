@@ -84,7 +84,7 @@ def main() -> None:
         code = _say(f"{who}{error}", launch.BAD_INPUT if isinstance(error, UserError) else launch.FAILED)
     except KeyboardInterrupt:
         code = launch.INTERRUPTED
-    if code == launch.INTERRUPTED and place is None:
+    if code == launch.INTERRUPTED and place is None and "zeroshard.cli.train" not in sys.modules:
         _say("interrupted; all ranks have ended", code)
     sys.exit(code or 0)
 

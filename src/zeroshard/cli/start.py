@@ -28,8 +28,7 @@ def run_training(config: RunConfig, place: Launch | None) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch reads it; see start_ranks
     from zeroshard.cli.train import train as train_rank
 
-    train_rank(config, place or Launch(rank=0, ranks=1, local_rank=0, local_ranks=1), corpus)
-    return 0
+    return train_rank(config, place or Launch(rank=0, ranks=1, local_rank=0, local_ranks=1), corpus)
 
 
 def run_beside(config: RunConfig) -> int:

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import platform
+import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 import zeroshard
+from zeroshard.cli import launch as launching
 from zeroshard.cli import screen
 from zeroshard.cli.config import Device, InputError, Launch, RunConfig, one_line
 from zeroshard.cli.data import RUN_FILES, Corpus, holds_run
@@ -35,7 +37,8 @@ RECORDED = 2  # steps are recorded, and the later one explained: the first gathe
 EXCHANGE_EVERY = 10  # steps between two exchanges of losses; the ranks run on without each other's in between
 
 
-def train(config: RunConfig, launch: Launch, corpus: Corpus) -> None:
+def train(config: RunConfig, launch: Launch, corpus: Corpus) -> int:
+    """The exit code: `INTERRUPTED` where a signal made it save before its last step."""
     device = _pick_device(config.device, launch)
     torch.manual_seed(config.seed)
     model = GPT(config.shape)
@@ -54,6 +57,9 @@ def train(config: RunConfig, launch: Launch, corpus: Corpus) -> None:
     start = _resume(config, zero, scheduler, corpus) if config.resume else 0
     if zero.rank == 0:
         _open_run(config, corpus, device, start)
+    for number in launching.PREEMPTING:  # SLURM's, Kubernetes', a spot machine's: there is time to save
+        zero.save_on(number, None)
+    launching.leave_to_handlers(launching.PREEMPTING)
     explained = min(start + RECORDED, config.steps - 1)
     with Journal(config, zero, start) as journal:
         for step in range(start, config.steps):
@@ -80,6 +86,16 @@ def train(config: RunConfig, launch: Launch, corpus: Corpus) -> None:
             if step == explained:
                 record_step(zero, Path(config.out))
                 zero.record(0)
+            if zero.signalled and step + 1 < config.steps:
+                journal.flush()
+                saved = _save(config, zero, scheduler, corpus, step + 1)
+                if zero.rank == 0:
+                    screen.say(
+                        f"\n{zero.signalled.name}: saved {saved} after step {step + 1} of {config.steps}; "
+                        f"zeroshard train --resume {config.out} goes on"
+                    )
+                    sys.stdout.flush()
+                return launching.INTERRUPTED
             if config.save_every and (step + 1) % config.save_every == 0 and step + 1 < config.steps:
                 journal.flush()  # so that the curve reaches as far as the checkpoint
                 _save(config, zero, scheduler, corpus, step + 1)
@@ -91,6 +107,7 @@ def train(config: RunConfig, launch: Launch, corpus: Corpus) -> None:
             _save_weights(model, Path(config.out))
     if zero.rank == 0:
         _close_run(config, ranks, start, saved)
+    return 0
 
 
 def _save(config: RunConfig, zero: zeroshard.Zero, scheduler: LRScheduler, corpus: Corpus, step: int) -> Path:

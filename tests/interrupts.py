@@ -4,7 +4,8 @@
 
 A case is training of a few steps in which each rank tries again what an exception ended, as a program would: the step
 from `zero_grad()`, or the one call that it was; after three failures, or where the error says so, from the newest
-checkpoint. It ends with the bits of the run that was left alone, or with a named error on every rank.
+checkpoint. It ends with the bits of the run that was left alone, and holds as many bytes of each state; or with a
+named error on every rank.
 """
 
 from __future__ import annotations
@@ -168,8 +169,9 @@ def train(stage: int, seed: int, interrupts: Interrupts, folder: str) -> dict:
         if act is again:
             todo = [step, other] if done < STEPS else [read]
     interrupts.plan.clear()
-    return {"bits": bits, "waits": interrupts.seen, "loads": loads, "errors": errors, "raised": interrupts.raised,
-            "seconds": time.monotonic() - begun}  # fmt: skip
+    held = {state: nbytes for state, nbytes in zero.ledger().held.items() if nbytes}
+    return {"bits": bits, "held": held, "waits": interrupts.seen, "loads": loads, "errors": errors,
+            "raised": interrupts.raised, "seconds": time.monotonic() - begun}  # fmt: skip
 
 
 def several(stage: int, seeds: list[int], folder: str) -> list[dict]:
@@ -195,6 +197,9 @@ def several(stage: int, seeds: list[int], folder: str) -> list[dict]:
             case = train(stage, seeds[0], interrupts, str(place / "case"))
             if "bits" in case:
                 got, want = case.pop("bits"), alone["bits"]
+                held, least = case.pop("held"), alone["held"]
+                case["leaks"] = [(what, held.get(what), least.get(what)) for what in {*held, *least}
+                                 if held.get(what) != least.get(what)]  # fmt: skip
                 case["differs"] = [name for name in want if not torch.equal(got[name], want[name])]
             found.append(case)
             if "ended" in case:  # this group is lost, and a program would end now
@@ -222,6 +227,8 @@ def judged(cases: list[dict]) -> tuple[str, str]:
     words = json.dumps(cases, indent=1, default=str)
     if any(case.get("differs") for case in cases):
         return "other bits", words
+    if any(case.get("leaks") for case in cases):
+        return "other bytes held", words
     if any("ended" in case for case in cases):
         errors = [case["ended"][-1] for case in cases if "ended" in case]
         named = all(error.split(":")[0] in ("PeerError", "StateError", "CheckpointError") for error in errors)

@@ -253,6 +253,7 @@ def test_a_signal_to_one_rank_makes_all_save_once_at_a_steps_end(ranks, tmp_path
 
 @pytest.mark.row(91)
 @pytest.mark.full
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
 def test_train_saves_on_sigterm_and_resumes_bit_equal(tmp_path, number):
     """`zeroshard train` on two ranks, told to end in its middle: it says what it saved, and `--resume` ends alike."""
@@ -312,6 +313,44 @@ def out_of_memory(stage: int):
 def test_no_memory_for_a_gather_is_tried_again(ranks):
     for weights, _ in ranks.run(2, out_of_memory, 3, **LIMITS):
         assert reference.first_difference(weights, test_lost_ranks.plain_steps(4)) == ""
+
+
+def half_launched():
+    """Rank 1 finds no memory for the second broadcast of a gather; all try again. What it holds before and after."""
+    rank, (model, optimizer, zero) = rank_processes.rank(), test_lost_ranks.three(3, optimizer=torch.optim.SGD)
+    launch, launched, held = Link.launch, None, []
+
+    def fails(link, stream, *args):
+        nonlocal launched
+        if launched is not None and stream is link.groups.gathers:
+            launched += 1
+            if launched == 2:
+                raise MemoryError("no memory for 64 bytes")
+        return launch(link, stream, *args)
+
+    Link.launch = fails
+    try:
+        for index in range(4):
+            launched = 0 if index == 2 and rank == 1 else None
+            while True:
+                try:
+                    test_lost_ranks.step(model, optimizer, index)
+                    break
+                except (MemoryError, PeerError):
+                    continue
+            held.append({state: nbytes for state, nbytes in zero.ledger().held.items() if nbytes})
+    finally:
+        Link.launch = launch
+    with zero.gathered():
+        return reference.weights(model), held
+
+
+@pytest.mark.row(59)
+def test_memory_that_an_interrupted_gather_took_serves_the_next(ranks):
+    """It is counted once, and none of its addresses is remembered for another tensor's."""
+    for weights, held in ranks.run(2, half_launched, **LIMITS):
+        assert reference.first_difference(weights, test_lost_ranks.plain_steps(4)) == ""
+        assert held[1] == held[2] == held[3]
 
 
 @pytest.mark.row(59)

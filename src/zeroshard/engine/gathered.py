@@ -159,8 +159,11 @@ class Gathered:
 
     def take_memory(self, *, ahead: bool) -> None:
         """Memory to gather into; `ahead` of its use it counts as prefetched."""
-        self._counted = "prefetch" if ahead else "gather"
-        self._lie_in(self.tier.reserve(self._counted, self.bucket.numel, self.dtype, zeroed=False))
+        before, self._counted = self._counted, "prefetch" if ahead else "gather"
+        if self.views is self._shapes:
+            self._lie_in(self.tier.reserve(self._counted, self.bucket.numel, self.dtype, zeroed=False))
+        elif before != self._counted:  # an exception ended a gather after it took this
+            self.tier.ledger.rename(before, self._counted, self.nbytes)
         self.note_holders()
 
     def note_holders(self) -> None:

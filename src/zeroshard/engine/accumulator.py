@@ -51,10 +51,6 @@ class Accumulator:
             with self.sum.here():
                 self.fragment(index).zero_()
 
-    def holds(self, tensor: Tensor | None) -> bool:
-        """Is this the accumulator's own memory, which contributions may be put together in while it is empty?"""
-        return self.sum.on_device and tensor is self.sum.tensor
-
     def average(self, *, kept: bool = True) -> None:
         """Turn the sum into the average, in place; one that is not to be `kept` ends with `forget_step`."""
         if not self.averaged:

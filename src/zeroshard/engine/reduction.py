@@ -113,8 +113,8 @@ class Reduction:
         self._next = 0
         self._under_way: list[Sent] = []  # until this rank has added its part
         self._relayed: list[Sent] = []  # and from then on until it has the average
-        self._left: list[Sent] = []  # by a backward that failed, and not ended yet
         self._pool: list[Tensor] = []
+        self._lent: list[Tensor] = []  # taken, and not given back
         self._local = False
         self.silent = False  # does this rank's part of all gradients count as zero? (`Zero.join`)
         self._settling = False
@@ -368,8 +368,7 @@ class Reduction:
         """Nobody needs this rank's contribution any more, sent or not."""
         accumulator = pending.accumulator
         for transient in (accumulator.aside, accumulator.local if pending.send is None else pending.send):
-            if not accumulator.holds(transient):
-                self._give_back(transient)
+            self._give_back(transient)
         accumulator.aside = accumulator.local = pending.send = None
 
     def _pieces(self, pending: Pending, receive: Tensor) -> list[Tensor]:
@@ -406,7 +405,7 @@ class Reduction:
             self._shortened *= 8
         if 2 in got:
             names = [entry.slot.name for entry in self.gradients.entries if got[entry.number] == 2]
-            self.abort()
+            self.group.level("")
             raise StateError(
                 "a parameter received a second gradient from a re-entrant checkpoint after its first was reduced",
                 where=f"parameters {names}",
@@ -454,20 +453,17 @@ class Reduction:
             self._trim()
 
     def abort(self) -> None:
-        """A backward failed half-way: what it had sent and added cannot be told from what was there, so all goes."""
-        left = [*self._relayed, *self._under_way]
+        """A backward failed half-way: what it had sent and added cannot be told from what was there, so all goes.
+
+        Nothing is on its way any more: the ranks were levelled.
+        """
         self._relayed, self._under_way, self._settling = [], [], False
-        for sent in left:
-            if not self.group.lost:
-                sent.work.wait()
-            self._give_back(sent.receive)
-            self._give_back(sent.relay.running)
-            if not sent.accumulator.sum.on_device:
-                self._give_back(sent.relay.average)
         for pending in self.pending.values():
             self._drop(pending)
             pending.received.clear()
             pending.accumulator.clear()
+        for tensor in [*self._lent]:
+            self._give_back(tensor)
         self.gradients.hide(self.gradients.entries)
         self.gradients.forget_answers()
         self.gradients.take_edits()
@@ -478,15 +474,17 @@ class Reduction:
     # --- buffers, reused within a backward --------------------------------------------------------------------------
 
     def _take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        for at, tensor in enumerate(self._pool):
-            if numel and tensor.numel() == numel and tensor.dtype == dtype:
-                return self._pool.pop(at)
+        fitting = [at for at, each in enumerate(self._pool) if each.numel() == numel and each.dtype == dtype]
         # Not zeroed: every element that anybody reads is written first, and padding is never read.
-        return self.tier.reserve("reduce", numel, dtype, zeroed=False)
+        taken = self._pool.pop(fitting[0]) if fitting else self.tier.reserve("reduce", numel, dtype, zeroed=False)
+        if numel:
+            self._lent.append(taken)
+        return taken
 
     def _give_back(self, tensor: Tensor | None) -> None:
-        if tensor is not None and tensor.numel():
-            self._pool.append(tensor)
+        """Where it was taken here: twice does no harm, and an accumulator's own memory stays what it is."""
+        if lent := [at for at, each in enumerate(self._lent) if each is tensor]:
+            self._pool.append(self._lent.pop(lent[0]))
             # More would pile up where no two buckets are of one size.
             self._trim(POOLED)
 

@@ -275,12 +275,10 @@ def export(running: ModelState, path: str | os.PathLike[str], wanted: Wanted) ->
                 weights = folder.begin(wanted, tensors, config=_config_writer(running.model) is not None)
         _agree(group, target, problems)
         for buffer in running.buffers:
-            flat = _gathered(buffer, wanted, problems)
-            with _noting(problems):
+            with _gathered(buffer, wanted, problems) as flat, _noting(problems):
                 if weights is not None and not problems:
                     for slot in buffer.bucket.slots:
                         weights.write(slot.name, 0, flat[slot.start : slot.stop].cpu())
-            buffer.tier.give_back("gather", flat)
         with _noting(problems):
             if weights is not None and not problems:
                 for name, tensor in whole.items():
@@ -308,16 +306,20 @@ def _whole(running: ModelState) -> dict[str, Tensor]:
     return dict(persistent(running.model)) | {n: p for n, p in running.model.named_parameters() if n not in managed}
 
 
-def _gathered(buffer: Buffer, wanted: Wanted, problems: list[str]) -> Tensor:
+@contextlib.contextmanager
+def _gathered(buffer: Buffer, wanted: Wanted, problems: list[str]) -> Iterator[Tensor]:
     """The bucket as it is written, on every rank: each casts what it owns."""
     flat = buffer.tier.reserve("gather", buffer.bucket.numel, wanted.of(buffer.dtype))
     first, last = buffer.owned
-    with _noting(problems):
-        where = f"a parameter from {buffer.bucket.slots[0].name!r} on"
-        with buffer.updating.part(first, last).here() as own:
-            flat[first:last] = wanted.cast(where, own, buffer.dtype)
-    buffer.team.gather(flat, buffer.bucket, "parameters").wait()
-    return flat
+    try:
+        with _noting(problems):
+            where = f"a parameter from {buffer.bucket.slots[0].name!r} on"
+            with buffer.updating.part(first, last).here() as own:
+                flat[first:last] = wanted.cast(where, own, buffer.dtype)
+        buffer.team.gather(flat, buffer.bucket, "parameters").wait()
+        yield flat
+    finally:  # after an interrupt it may be arriving still: before anybody takes this memory the ranks are levelled
+        buffer.tier.give_back("gather", flat)
 
 
 @contextlib.contextmanager

@@ -176,9 +176,10 @@ def train(stage: int, seed: int, interrupts: Interrupts, folder: str) -> dict:
 
 def several(stage: int, seeds: list[int], folder: str) -> list[dict]:
     """Cases one after the other, each after the run that was left alone; without the bits where they are the same."""
-    logging.getLogger("zeroshard").setLevel(logging.ERROR)
-    logging.getLogger("torch").setLevel(logging.ERROR)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    loggers = [logging.getLogger(name) for name in ("zeroshard", "torch")]
+    levels, before = [each.level for each in loggers], signal.signal(signal.SIGINT, signal.default_int_handler)
+    for each in loggers:
+        each.setLevel(logging.ERROR)
     interrupts, found = Interrupts(), []
     try:
         for seed in seeds:
@@ -207,8 +208,11 @@ def several(stage: int, seeds: list[int], folder: str) -> list[dict]:
                 os._exit(3)
             if ranks.rank() == 0:
                 shutil.rmtree(place, ignore_errors=True)
-    finally:
+    finally:  # this process is the next test's
         interrupts.close()
+        signal.signal(signal.SIGINT, before)
+        for each, level in zip(loggers, levels, strict=True):
+            each.setLevel(level)
     return found
 
 

@@ -203,7 +203,8 @@ def main() -> None:
     torch.set_num_threads(1)
     draw, counted, violations = random.Random(asked.seed), collections.Counter(), []
     begun, end = time.monotonic(), time.monotonic() + 60 * asked.minutes
-    with tempfile.TemporaryDirectory() as place:
+    place = tempfile.mkdtemp()  # no TemporaryDirectory: ranks, which are forked, would remove it as they end
+    try:
         alone = f"{place}/alone.pt"
         log = Path(asked.out + ".log")
         assert not life(f"{place}/alone", 2, 1, alone, None, collections.Counter(), log), log.read_text()
@@ -225,6 +226,8 @@ def main() -> None:
             figures = {"hours": round((time.monotonic() - begun) / 3600, 3), **counted, "violations": violations}
             Path(asked.out).write_text(json.dumps(figures, indent=2) + "\n")
             print(json.dumps(figures), flush=True)
+    finally:
+        shutil.rmtree(place)
     sys.exit(bool(violations))
 
 

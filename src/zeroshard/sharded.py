@@ -105,6 +105,7 @@ class Engine:
         self.managed, self.units, self.buffers = parts.managed, parts.units, parts.buffers
         self.tier, self.tiers, self.resting = parts.tier, parts.tiers, parts.resting
         self.saving: Saving | None = None
+        self._furthest = 0  # steps that some rank had completed when a checkpoint was met for
         self.on_signal: Callable[[], object] | None = None  # what is to happen where all ranks have heard of a signal
         self._stepped = 0  # steps completed when a forward that trains last began
         self.gradients = Gradients(self.group, self)

@@ -31,6 +31,7 @@ from torch import nn
 import zeroshard
 
 STEPS, MICRO, EVERY = 40, 4, 4  # of a run; micro-batches of a step, over all ranks; steps between two checkpoints
+BEGINS = "begins to train"  # what a rank says then
 DONE, NAMED, PREEMPTED = 0, 3, 4  # exit codes
 LONGEST = 150.0  # seconds that ranks may take to end, once one of them has
 
@@ -44,6 +45,7 @@ def rank_of_a_life(folder: str, stage: int, out: str, slowly: bool) -> int:
     done, todo, tries = 0, "start", 0
     zero = zeroshard.shard(model, optimizer, stage=stage, comm=zeroshard.Comm(timeout=25))
     zero.save_on(signal.SIGTERM, None)
+    print(BEGINS, flush=True)
     share = MICRO // zero.world_size
 
     def step() -> None:
@@ -81,7 +83,7 @@ def rank_of_a_life(folder: str, stage: int, out: str, slowly: bool) -> int:
                 zero.save(f"{folder}/step-{done}", extra={"done": done}, keep=3)
                 todo = "step"
             if slowly:
-                time.sleep(0.02)
+                time.sleep(0.1)
         except (KeyboardInterrupt, zeroshard.Error) as error:
             said = f"{type(error).__name__}: {error}"
             print(f"rank {zero.rank}, {todo} after {done}: {said}", flush=True)
@@ -141,10 +143,13 @@ def life(folder: str, ranks: int, stage: int, out: str, draw: random.Random | No
             Rank(said, place | {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}"}, folder, stage, out, draw is not None)
             for rank in range(ranks)
         ]
-        killed, ended, interrupted, deadline = set(), 0.0, 0, time.monotonic() + 600
-        following = time.monotonic() + (draw.uniform(1, 5) if draw else 1e9)
+        killed, told, ended, interrupted, deadline = set(), set(), 0.0, 0, time.monotonic() + 600
+        early = draw is not None and draw.random() < 0.2  # while ranks start, or once all of them train
+        following = time.monotonic() + draw.uniform(1, 5) if draw and early else 1e9
         while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
             time.sleep(0.05)
+            if draw and following == 1e9 and log.read_text().count(BEGINS) == ranks:
+                following = time.monotonic() + draw.uniform(0.2, 3)
             if not ended and any(process.poll() is not None for process in processes):
                 ended = time.monotonic()
                 deadline = min(deadline, ended + LONGEST)
@@ -162,6 +167,8 @@ def life(folder: str, ranks: int, stage: int, out: str, draw: random.Random | No
                     number = {"kill": signal.SIGKILL, "preempt": signal.SIGTERM}.get(kind, signal.SIGINT)
                     for process in chosen:
                         process.send_signal(number)
+                    if kind == "preempt":
+                        told.add(victim)
                     if kind == "kill":
                         killed.add(victim)
                         killed.add("after")
@@ -174,6 +181,8 @@ def life(folder: str, ranks: int, stage: int, out: str, draw: random.Random | No
             process.wait()
         elif rank in killed and process.returncode == -signal.SIGKILL:
             counted["ranks killed"] += 1
+        elif rank in told and process.returncode == -signal.SIGTERM and log.read_text().count(BEGINS) < ranks:
+            counted["ranks ended by a preemption while they started"] += 1
         elif process.returncode in (DONE, NAMED, PREEMPTED):
             counted[
                 "ranks "
@@ -182,7 +191,9 @@ def life(folder: str, ranks: int, stage: int, out: str, draw: random.Random | No
         else:
             said = log.read_text()
             starting = "KeyboardInterrupt" in said and "Traceback" in said  # before the loop that tries again
-            if starting or "could not come together" in said or "did not complete" in said:
+            if starting or any(
+                words in said for words in ("could not come together", "could not meet", "did not complete")
+            ):
                 counted["ranks ended by an interrupt or a named error outside the loop"] += 1
             else:
                 problems.append(f"rank {rank} of {ranks} at stage {stage} ended with {process.returncode}")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,9 +17,11 @@ import ranks as rank_processes
 import reference
 import test_lost_ranks
 import zeroshard
+from zeroshard.digests import digest
 from zeroshard.engine.buffer import Buffer
-from zeroshard.errors import PeerError, StateError
+from zeroshard.errors import CheckpointError, PeerError, StateError
 from zeroshard.ranks.process_group import Link
+from zeroshard.tiers.pool import Pool
 
 LIMITS = {"group_timeout": 100.0, "timeout": 45.0}
 
@@ -359,3 +363,107 @@ def test_no_memory_to_spread_what_a_step_updated_is_named_on_both(ranks):
     assert second[0] == "MemoryError: no memory for 4096 bytes"
     for told in (first, second):
         assert "did not get to its end" in told[-1] or "a rank was interrupted" in told[-1], told
+
+
+# --- what the system itself runs out of -----------------------------------------------------------------------------------
+
+
+def large(stage: int):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(3)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    return model, optimizer, zeroshard.shard(model, optimizer, stage=stage)
+
+
+def address_space() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+def limited(stage: int, limit: bool):
+    """`ulimit -v` on rank 1 leaves no room from step 3 on, for one try; what each rank hears, and the weights' digest."""
+    model, optimizer, zero = large(stage)
+    before, told = resource.getrlimit(resource.RLIMIT_AS), []
+    generator = torch.Generator().manual_seed(rank_processes.rank())
+    for index in range(4):
+        x = torch.randn(10240 if index == 2 else 64, 1024, generator=generator)  # 40 MiB: malloc keeps nothing as large
+        if limit and index == 2 and rank_processes.rank() == 1:
+            resource.setrlimit(resource.RLIMIT_AS, (address_space() + (1 << 20), before[1]))
+        while True:
+            try:
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+                break
+            except (MemoryError, RuntimeError, OSError) as error:
+                resource.setrlimit(resource.RLIMIT_AS, before)
+                told.append(f"{type(error).__name__}: {error}")
+                if len(told) == 4:
+                    return told, None
+    with zero.gathered():
+        return told, digest(b"".join(bytes(p.detach().view(-1).view(torch.uint8).numpy()) for p in model.parameters()))
+
+
+def out_of_blocks():
+    """What the memory of buckets says where the system gives none."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (address_space() + (1 << 20), before[1]))
+    try:
+        Pool().take(1 << 26, torch.float32)
+    except MemoryError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@pytest.mark.row(92)
+def test_memory_of_buckets_that_the_system_refuses_is_a_memory_error(ranks):
+    (said,) = ranks.run(1, out_of_blocks, group=False)
+    assert said.startswith("the system has no 268,435,456 bytes for weights or gradients")
+
+
+@pytest.mark.row(92)
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_an_address_space_without_room_is_an_error_and_the_step_is_tried_again(ranks, stage):
+    """What the system refuses: rank 1 says what it could not allocate, rank 0 hears of it, both go on bit-equal."""
+    (_, want), _ = ranks.run(2, limited, stage, False, **LIMITS)
+    (first, got), (second, other) = ranks.run(2, limited, stage, True, **LIMITS)
+    assert got == other == want
+    assert first and first[0].startswith("PeerError: ") and "rank 1: " in first[0], first
+    assert "allocate memory" in second[0].lower(), second
+
+
+def saved_while_full(folder: str):
+    """A save for which there is no room, and one after some was made."""
+    model, optimizer, zero = test_lost_ranks.three(3, optimizer=torch.optim.SGD)
+    test_lost_ranks.step(model, optimizer, 0)
+    filler, told = Path(folder, "filler"), ""
+    if zero.rank == 0:
+        with pytest.raises(OSError, match="No space left"), filler.open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(1 << 16))
+    try:
+        zero.save(f"{folder}/one")
+    except CheckpointError as error:
+        told = str(error)
+    if zero.rank == 0:
+        filler.unlink()
+    test_lost_ranks.step(model, optimizer, 1)
+    zero.save(f"{folder}/now", extra={"done": 2})
+    return told, sorted(each.name for each in Path(folder).iterdir())
+
+
+@pytest.mark.row(92)
+@pytest.mark.slow
+def test_a_disk_that_fills_and_drains(ranks, tmp_path):
+    """Both ranks hear that there is no room, nothing is left of that save, and the next is complete."""
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(tmp_path)], capture_output=True).returncode:
+        pytest.skip("no file system may be mounted here")
+    try:
+        for told, left in ranks.run(2, saved_while_full, str(tmp_path), **LIMITS):
+            assert "No space left on device" in told, told
+            assert left == ["now"]
+        (after,) = ranks.run(1, resumed, 0, str(tmp_path), group=False)
+        assert reference.first_difference(after, test_lost_ranks.plain_steps(5)) == ""
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)

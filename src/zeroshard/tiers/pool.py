@@ -25,7 +25,10 @@ def zeros(numel: int, dtype: torch.dtype) -> Tensor:
 
 
 def _block(nbytes: int) -> mmap.mmap:
-    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"the system has no {nbytes:,} bytes for weights or gradients: {error}") from error
 
 
 class Pool:

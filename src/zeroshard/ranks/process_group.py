@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import json
 import logging
 import os
@@ -49,7 +50,8 @@ log = logging.getLogger("zeroshard")
 _CHOOSING = "choosing what to gather"
 _ALIKE, _OWN, _FLAGS = 4, 7, 8  # where in a row the meeting's own integers begin and end, and the last
 _FAILED, _NEWS, _TORN, _SIGNALLED = 1, 2, 4, 8  # the last times the number of a signal
-SLICE = timedelta(seconds=0.2)  # of a wait; between two, alarms, calls and signals are seen
+SLICE = timedelta(seconds=0.2)  # of a wait; between two, alarms and signals are seen
+PATIENT = 3  # slices, after which calls to a levelling are seen too
 Verb = TypeVar("Verb", bound=Callable[..., Any])
 
 
@@ -76,7 +78,8 @@ class Link:
                 where=f"rank {self.rank}: {self.doing()}",
                 instead="torch.distributed.destroy_process_group() after the last use of the model",
             )
-        self.heed()
+        if self.interrupted:
+            self.heed()
         stream.behind = self.behind
         try:
             return stream.launch(what, call, *args)
@@ -106,7 +109,7 @@ class Link:
             prune(self.groups.streams)
 
     def _wait_in_slices(self, handle: Any, *, levelling: bool = False) -> None:
-        while True:
+        for slices in itertools.count(1):
             try:
                 handle.wait(SLICE)
                 return
@@ -118,7 +121,9 @@ class Link:
                     return
                 if self.groups.watch.alarm or self.lost:
                     raise self._loss(error) from error
-            if not levelling:
+            # Not at once: of an exception that all ranks raise alike a slower rank comes to its own, since others have
+            # launched all that it waits for until then. A wait that does not end is for what nobody will launch.
+            if not levelling and (slices >= PATIENT or self.interrupted):
                 self.heed()
 
     def _wait_for(self, handle: Any) -> None:

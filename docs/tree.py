@@ -14,7 +14,7 @@ ORDER = (
     "errors.py", "events.py", "stage.py", "layout.py", "headroom.py", "numerics.py", "digests.py",
     "ranks/launcher.py", "ranks/watch.py", "ranks/calls.py", "ranks/comm.py", "ranks/transport.py",
     "ranks/agreement.py",
-    "ranks/streams.py", "ranks/groups.py", "ranks/process_group.py",
+    "ranks/streams.py", "ranks/groups.py", "ranks/link.py", "ranks/process_group.py",
     "tiers/pool.py", "tiers/tier.py", "tiers/nvme.py",
     "engine/flat.py", "engine/guard.py", "engine/gathered.py", "engine/edits.py", "engine/buffer.py", "engine/unit.py",
     "engine/accumulator.py", "engine/sharded_grad.py", "engine/gradient.py", "engine/finite.py", "engine/reduction.py",

@@ -30,7 +30,7 @@ import ranks
 import zeroshard
 from zeroshard import Layout, Precision
 from zeroshard.digests import digest
-from zeroshard.ranks.process_group import Link
+from zeroshard.ranks.link import Link
 
 STEPS = 3
 TRIES = 12  # of one thing, before the program gives up

@@ -23,7 +23,7 @@ from zeroshard import Comm, Layout, Precision
 from zeroshard.engine.buffer import Buffer
 from zeroshard.engine.reduction import Reduction
 from zeroshard.errors import Error, StateError
-from zeroshard.ranks.process_group import Link
+from zeroshard.ranks.link import Link
 from zeroshard.ranks.watch import GONE, Watch
 
 

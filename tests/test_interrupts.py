@@ -20,7 +20,7 @@ import zeroshard
 from zeroshard.digests import digest
 from zeroshard.engine.buffer import Buffer
 from zeroshard.errors import CheckpointError, PeerError, StateError
-from zeroshard.ranks.process_group import Link
+from zeroshard.ranks.link import Link
 from zeroshard.tiers.pool import Pool
 
 LIMITS = {"group_timeout": 100.0, "timeout": 45.0}

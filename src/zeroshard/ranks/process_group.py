@@ -5,26 +5,19 @@ mistaken for another. Control runs on gloo and CPU tensors even beside NCCL, so 
 
 Named hazard, *sizes must meet*: two ranks in collectives of different size abort the process in gloo, without an
 exception. So every control collective starts with a row of fixed size (`meet`), which says what the rank is
-about to do; only ranks that say the same go on. A rank that an interrupt takes out of the middle of anything that
-others wait for calls all of them to a levelling first: see `streams.py`.
-
-Named hazard, *a wait for the dead*: gloo tells of a dead peer only the ranks that wait for that very peer, and wakes no
-rank before its time-out. So ranks wait in slices, and between two look at `watch.alarm`; Python's signals are seen too.
+about to do; only ranks that say the same go on.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-import itertools
 import json
 import logging
 import os
-import time
 import weakref
 import zlib
 from collections.abc import Callable
-from datetime import timedelta
 from itertools import pairwise
 from typing import Any, TypeVar, cast
 
@@ -33,278 +26,24 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
-from ..errors import PeerError, StateError, UserError
+from ..errors import PeerError, UserError
 from ..events import Ledger, ends
 from ..layout import Bucket
 from ..stage import seat
-from .agreement import LOADING, TELLING, Group, Progress, refuse_forked
+from .agreement import LOADING, TELLING, Group, Progress
 from .calls import Call
 from .comm import Comm, Simulated
-from .groups import Groups, groups_of, start
+from .groups import groups_of, start
 from .launcher import ranks_to_join
-from .streams import Launch, Stream, prune
+from .link import Link, all_gather, all_reduce, dtype_name
+from .streams import Stream, prune
 from .transport import Team
-from .watch import GONE
 
 log = logging.getLogger("zeroshard")
 _CHOOSING = "choosing what to gather"
 _ALIKE, _OWN, _FLAGS = 4, 7, 8  # where in a row the meeting's own integers begin and end, and the last
 _FAILED, _NEWS, _TORN, _SIGNALLED = 1, 2, 4, 8  # the last times the number of a signal
-SLICE = timedelta(seconds=0.2)  # of a wait; between two, alarms and signals are seen
-PATIENT = 3  # slices, after which calls to a levelling are seen too
 Verb = TypeVar("Verb", bound=Callable[..., Any])
-
-
-class Link:
-    """How one engine launches collectives and waits for them, and who is to blame when one does not complete."""
-
-    def __init__(self, groups: Groups, ledger: Ledger, progress: Progress) -> None:
-        self.groups = groups
-        self.ledger = ledger
-        self.progress = progress
-        self.rank = dist.get_rank(groups.parent)
-        self.process = os.getpid()
-        self.backend = str(dist.get_backend(groups.gathers.group))
-        self.behind = False  # does a thread behind the training use it? That has no interrupts, and hears of none
-        self.engine = groups.number()  # models sharded over one group are told apart by the order of their making
-        self._weak = weakref.ref(self)
-
-    def launch(self, stream: Stream, what: Launch, call: Callable[..., Any], *args: Any) -> Any:
-        """Launch a collective: `what` it is, so that others can join it, and a function of C with its arguments."""
-        refuse_forked(self.process, self.rank)
-        if not dist.is_initialized():
-            raise StateError(
-                "the process group is gone",
-                where=f"rank {self.rank}: {self.doing()}",
-                instead="torch.distributed.destroy_process_group() after the last use of the model",
-            )
-        if self.interrupted:
-            self.heed()
-        stream.behind = self.behind
-        try:
-            return stream.launch(what, call, *args)
-        except (RuntimeError, ValueError) as error:
-            raise self._loss(error) from error
-
-    def broadcast(self, stream: Stream, part: Tensor, source: int, whole: Launch, low: int) -> Any:
-        """whole: bucket, state and bytes of what `part` begins at byte `low` of. source: among all processes."""
-        root = dist.get_group_rank(stream.group, source)
-        what = "broadcast", self.engine, *whole, low, low + part.numel(), root
-        return self.launch(stream, what, *broadcast(stream, part, root))
-
-    def wait(self, verb: str, bucket: int | None, handle: Any) -> None:
-        refuse_forked(self.process, self.rank)
-        self.groups.speaker = self._weak
-        self.progress.waits = verb, bucket
-        within = self.groups.call
-        if not self.behind and (within is None or not within.running()):
-            self.groups.call = Call()  # of a verb's own waits it is the verb's
-        if self.backend == "nccl" and bucket is not None:
-            self._wait_for(handle)  # the device's stream waits, not this thread
-        else:
-            self._wait_in_slices(handle)
-        self.progress.waits = None
-        if not self.behind:
-            self.groups.call = within
-            prune(self.groups.streams)
-
-    def _wait_in_slices(self, handle: Any, *, levelling: bool = False) -> None:
-        for slices in itertools.count(1):
-            try:
-                handle.wait(SLICE)
-                return
-            except (RuntimeError, ValueError) as error:
-                if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
-                    raise  # not the collective has failed: a signal's handler has
-                if handle.is_completed():
-                    self._wait_for(handle)  # it failed, or ended after the slice did
-                    return
-                if self.groups.watch.alarm or self.lost:
-                    raise self._loss(error) from error
-            # Not at once: of an exception that all ranks raise alike a slower rank comes to its own, since others have
-            # launched all that it waits for until then. A wait that does not end is for what nobody will launch.
-            if not levelling and (slices >= PATIENT or self.interrupted):
-                self.heed()
-
-    def _wait_for(self, handle: Any) -> None:
-        try:
-            handle.wait()
-        except (RuntimeError, ValueError) as error:
-            raise self._loss(error) from error
-
-    # --- interrupts -------------------------------------------------------------------------------------------------
-
-    def begin(self, call: Call) -> None:
-        """A verb begins: not inside another one, nor after one that an interrupt left before that is levelled."""
-        if self.behind:
-            return
-        if self.lost:
-            raise self._loss(RuntimeError("an earlier collective did not complete"))
-        self.heed()
-        self.groups.call = call
-
-    def end(self) -> None:
-        if not self.behind:
-            self.groups.call = None
-
-    @property
-    def interrupted(self) -> bool:
-        """Did an exception leave a verb in its middle?"""
-        return self.groups.call is not None and not self.groups.call.running()
-
-    def heed(self) -> None:
-        """Where a rank has called for a levelling, take part in it, and say so."""
-        groups = self.groups
-        if self.behind or not (groups.watch.called > groups.levelled or self.interrupted):
-            return
-        where = f"rank {self.rank}: {self.doing()}"
-        whys = self.level("an exception ended what it was at" * self.interrupted)
-        raise PeerError(
-            "a rank was interrupted: what was under way has ended on all ranks alike",
-            where=where,
-            got="; ".join(whys),
-            instead="try again on every rank, from zero_grad() or the call that was interrupted; or end the program",
-        )
-
-    def level(self, why: str) -> list[str]:
-        """End what is under way on all ranks alike; in words, what ended it where it had to be ended."""
-        groups = self.groups
-        number, engines = groups.levelled + 1, dict(groups.engines)
-        if number not in groups.watch.posted:  # else an interrupt ended this before it was through
-            streams = [[each.count, each.last, each.behind, [*each.members]] for each in groups.streams]
-            told = {"why": why, "streams": streams, "engines": {each: group.told() for each, group in engines.items()}}
-            groups.watch.posted[number] = json.dumps(told)
-        states = self._posted(number)
-        at_place = [[each["streams"][at] for each in states] for at in groups.sums]
-        # Of any sums, also of those that this rank has no part in: all drop gradients, or none does.
-        uneven = any(there[rank][0] != own[0] for there in at_place for own in there for rank in own[3])
-        ours = []
-        for at, stream in enumerate(groups.streams):
-            found = [states[rank]["streams"][at] for rank in stream.members if at < len(states[rank]["streams"])]
-            if all(each[2] for each in found):
-                continue  # a save behind the training goes on
-            most, last = max(found, key=lambda each: int(each[0]))[:2]
-            ours.append(stream)
-            if most - stream.count > len(last):
-                raise self._loss(RuntimeError(f"{most - stream.count} collectives behind the others"))
-            for what in last[len(last) - (most - stream.count) :]:
-                self._stand_in(stream, what)
-        for handle in [handle for stream in ours for handle in stream.under_way]:
-            self._wait_in_slices(handle, levelling=True)
-        for engine, group in engines.items():
-            group.levelled([each["engines"][str(engine)] for each in states if str(engine) in each["engines"]], uneven)
-        groups.watch.posted.pop(number - 1, None)  # which all have heard: they were here
-        groups.call, self.progress.waits, groups.levelled = None, None, number
-        return [f"rank {rank}: {each['why']}" for rank, each in enumerate(states) if each["why"]]
-
-    def _posted(self, number: int) -> list[dict[str, Any]]:
-        """What every rank has posted for a levelling, once all have."""
-        watch, ranks = self.groups.watch, dist.get_world_size(self.groups.parent)
-        heard, deadline = {self.rank: watch.posted[number]}, time.monotonic() + self.groups.limit
-        while absent := [rank for rank in range(ranks) if rank not in heard]:
-            answers = watch.call(number, absent)
-            heard |= {rank: answer.posted for rank, answer in answers.items() if answer.posted}
-            gone = any(answer.silence == GONE for answer in answers.values())
-            if self.lost or watch.alarm or gone or time.monotonic() > deadline:
-                raise self._loss(RuntimeError(f"ranks {absent} did not come to levelling {number}"))
-            time.sleep(0.01 * (len(heard) < ranks))
-        return [json.loads(heard[rank]) for rank in range(ranks)]
-
-    def _relaying(self) -> list[Stream]:
-        return [self.groups.streams[at] for at in self.groups.sums]
-
-    def _stand_in(self, stream: Stream, what: Launch) -> None:
-        """Join a collective that others have launched, with memory of which only own parameters are ever used."""
-        verb, engine, bucket, *facts = what
-        group: Any = self.groups.engines.get(engine)
-        control = group is None or stream not in (self.groups.gathers, self.groups.broadcasts, *self._relaying())
-        at = torch.device("cpu") if control else group.device
-        try:
-            if verb == "broadcast":
-                state, nbytes, low, high, source = facts
-                whole = group.party.stand_in(bucket, state) if group is not None and state else None
-                if whole is None or whole.numel() * whole.itemsize != nbytes:
-                    whole = torch.zeros(nbytes, dtype=torch.uint8, device=at)
-                stream.launch(what, *broadcast(stream, whole.view(torch.uint8)[low:high], source))
-            elif verb == "all_gather":
-                own = torch.zeros(facts[0], dtype=torch.uint8, device=at)
-                stream.launch(what, *all_gather(stream, own.repeat(len(stream.members)), own))
-            elif verb == "all_reduce":
-                numel, dtype, op = facts
-                stream.launch(what, *all_reduce(stream, torch.zeros(numel, dtype=getattr(torch, dtype), device=at), op))
-            else:
-                team, cut = group.team, group.party.bucket(bucket)
-                send = torch.zeros(cut.numel, dtype=getattr(torch, facts[0]), device=at)
-                receive = send.new_zeros(cut.shard_numel(team.position) * (team.arriving if verb == "reduce" else 1))
-                stream.launch(what, *(team.to_owners if verb == "reduce" else team.scatter)(send, receive, cut))
-        except (RuntimeError, AttributeError) as error:
-            raise self._loss(RuntimeError(f"cannot take part in {what}: {error}")) from error
-
-    @property
-    def lost(self) -> bool:
-        return self.groups.loss is not None
-
-    def give_up(self, error: BaseException) -> None:
-        if not self.lost:
-            why = f"gave up: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            self.groups.loss = f"rank {self.rank} {why}"
-            self.groups.watch.tell({self.rank: why})
-
-    def doing(self) -> str:
-        return self.progress.words(self.ledger.phase)
-
-    def about(self) -> dict[str, Any]:
-        return {"doing": self.doing(), "waits": bool(self.progress.waits), "failed": self.lost}
-
-    def _loss(self, error: Exception) -> PeerError:
-        """The error for a collective that did not complete: who is to blame, as far as it can be found out."""
-        groups, watch = self.groups, self.groups.watch
-        if groups.loss is None:
-            groups.loss = ""  # whoever asks from now on hears that this rank has failed
-            answers = watch.ask()
-            culprits = watch.alarm or {rank: answer.silence for rank, answer in answers.items() if answer.silence}
-            if not watch.alarm and culprits:
-                watch.tell(culprits)
-            blamed = culprits or {
-                rank: "did not come" for rank, answer in answers.items() if not (answer.waits or answer.failed)
-            }
-            groups.loss = "; ".join(f"rank {rank} {what}" for rank, what in sorted(blamed.items()))
-            groups.seen = "; ".join(
-                f"rank {rank}: {answer.doing or answer.silence}" for rank, answer in sorted(answers.items())
-            )
-        return PeerError(
-            f"a collective did not complete: {groups.loss or 'a peer had an error of its own'}",
-            where=f"rank {self.rank}: {self.doing()}",
-            got=f"{groups.seen}; {str(error).splitlines()[0]}",
-            instead="read the first error among all ranks' output, end the program, and load the last checkpoint; "
-            "Comm(timeout=...) sets how long to wait for a silent rank",
-        )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-# Each answers a function of C and its arguments: see *counted is launched* in `streams.py`.
-
-
-def broadcast(stream: Stream, part: Tensor, source: int) -> tuple[Any, ...]:
-    options = c10d.BroadcastOptions()
-    options.rootRank, options.rootTensor, options.asyncOp = source, 0, True
-    return stream.group.broadcast, [part], options
-
-
-def all_gather(stream: Stream, everyone: Tensor, own: Tensor) -> tuple[Any, ...]:
-    options = c10d.AllgatherOptions()  # type: ignore[attr-defined]
-    options.asyncOp = True
-    # torch 2.13 renamed this one and two below; the old names warn there and the new ones are missing before.
-    return getattr(stream.group, "all_gather_single", None) or stream.group._allgather_base, everyone, own, options
-
-
-def all_reduce(stream: Stream, tensor: Tensor, how: str) -> tuple[Any, ...]:
-    options = c10d.AllreduceOptions()
-    options.reduceOp, options.asyncOp = getattr(dist.ReduceOp, how), True
-    return stream.group.allreduce, [tensor], options
 
 
 class ProcessTeam(Team):
@@ -354,13 +93,13 @@ class ProcessTeam(Team):
     def _reduce(self, send: Tensor, receive: Tensor, bucket: Bucket) -> list[Any]:
         if self.size == 1:
             return []
-        what, link = ("reduce", self._link.engine, bucket.index, _name(send.dtype)), self._link
+        what, link = ("reduce", self._link.engine, bucket.index, dtype_name(send.dtype)), self._link
         return [link.launch(link.groups.reductions, what, *self.to_owners(send, receive, bucket))]
 
     def _reduce_native(self, send: Tensor, receive: Tensor, bucket: Bucket) -> list[Any]:
         if self.size == 1:
             return super()._reduce_native(send, receive, bucket)
-        what, link = ("reduce natively", self._link.engine, bucket.index, _name(send.dtype)), self._link
+        what, link = ("reduce natively", self._link.engine, bucket.index, dtype_name(send.dtype)), self._link
         return [link.launch(link.groups.reductions, what, *self.scatter(send, receive, bucket))]
 
     # A broadcast, and not a message: gloo breaks the connection when one has waited for a message for a while.
@@ -545,7 +284,7 @@ class ProcessGroup(Group):
 
     def _all_reduce(self, tensor: Tensor, how: str) -> None:
         event = self._count_control(tensor.numel() * tensor.itemsize)
-        what = "all_reduce", self._link.engine, -1, tensor.numel(), _name(tensor.dtype), how
+        what = "all_reduce", self._link.engine, -1, tensor.numel(), dtype_name(tensor.dtype), how
         at = f"what follows {self.progress.met}"
         self._link.wait(at, None, self._link.launch(self._stream, what, *all_reduce(self._stream, tensor, how)))
         ends(event)

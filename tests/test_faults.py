@@ -21,6 +21,7 @@ import reference
 import zeroshard
 from zeroshard import Comm, Layout, Precision
 from zeroshard.engine.buffer import Buffer
+from zeroshard.engine.pending import Scratch
 from zeroshard.engine.reduction import Reduction
 from zeroshard.errors import Error, StateError
 from zeroshard.ranks.link import Link
@@ -94,7 +95,7 @@ def padding(buffer: Buffer):
 def poisoned(stage: int, bounds: str, path: str):
     """The same training with NaN in all padding, and in all memory that is handed out for reductions."""
     clean, norms, _ = train(stage, layout=Layout(bounds=bounds))
-    take, begin = Reduction._take, Reduction.begin
+    take, begin = Scratch.take, Reduction.begin
 
     def take_poison(self, numel, dtype):
         return take(self, numel, dtype).fill_(torch.nan)
@@ -112,7 +113,7 @@ def poisoned(stage: int, bounds: str, path: str):
                 tensor[which] = torch.nan
         return begin(self, kept, local=local)
 
-    Reduction._take, Reduction.begin = take_poison, poison
+    Scratch.take, Reduction.begin = take_poison, poison
     try:
         spoiled, others, zero = train(stage, layout=Layout(bounds=bounds), precision=Precision(nonfinite="raise"))
         zero.save(path)
@@ -120,7 +121,7 @@ def poisoned(stage: int, bounds: str, path: str):
         with zero.gathered():
             loaded = reference.weights(zero.model)
     finally:
-        Reduction._take, Reduction.begin = take, begin
+        Scratch.take, Reduction.begin = take, begin
     held = sum(int(padding(buffer).sum()) for buffer in zero._engine.buffers)
     return reference.first_difference(spoiled, clean), reference.first_difference(loaded, clean), others == norms, held
 

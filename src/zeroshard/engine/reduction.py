@@ -19,83 +19,27 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from ..errors import StateError, TierError
-from ..headroom import IN_FLIGHT, POOLED
-from ..layout import Bucket
+from ..headroom import IN_FLIGHT
 from ..numerics import divides_exactly, fold, running_dtype, simulated
 from ..ranks.agreement import Group
 from ..ranks.comm import Comm
-from ..ranks.transport import Relay, Work
+from ..ranks.transport import Relay
 from ..tiers.tier import DeviceTier
 from .accumulator import Accumulator, Entry
 from .buffer import Buffer
 from .finite import Finite
 from .gradient import Gradients
+from .pending import Pending, Scratch, Sent
 from .sharded_grad import ShardedGrad
 from .unit import Unit, profiled
 
 PATIENCE = 0.5  # seconds that pause lasts at most
 UNHURRIED = 60.0  # where what is held is compared with a plan, which must not depend on how busy a machine is
-
-
-@dataclass
-class Pending:
-    """What one backward knows of one bucket."""
-
-    accumulator: Accumulator
-    unit: Unit
-    send: Tensor | None = None  # full-size, this rank's contribution
-    received: dict[int, int] = field(default_factory=dict)  # slot index -> gradients received
-    missing: set[int] = field(default_factory=set)  # slot indices that it waits for
-    whole: bool = True  # does every parameter want a gradient?
-    launched: bool = False
-    hold: bool = False  # may receive again: wait for the end
-    most: int | None = None  # gradients a slot received in the last backward; None before the first
-
-    @property
-    def bucket(self) -> Bucket:
-        return self.accumulator.bucket
-
-    def place(self, send: Tensor, position: int) -> Tensor:
-        """Where the gradient of one slot goes, in its parameter's shape and strides."""
-        slot, strides = self.bucket.slots[position], self.accumulator.buffer.gathered.strides[position]
-        return send.as_strided(slot.shape, strides, slot.start)
-
-    def expect(self) -> None:
-        """A backward begins: it waits for what wants a gradient."""
-        with torch._C.DisableTorchFunctionSubclass():
-            wanting = [param.requires_grad for param in self.accumulator.buffer.params]
-        slots = self.bucket.slots
-        self.whole = all(wanting)
-        self.missing = {at for at, wants in enumerate(wanting) if wants and slots[at].numel}
-
-    @property
-    def complete(self) -> bool:
-        """Has every parameter that wants one its gradient, with no more to come in this backward?"""
-        return not (self.missing or self.hold)
-
-
-@dataclass
-class Sent:
-    """One bucket's contributions on their way to the owners, and the owners' sums on theirs to other replicas."""
-
-    pending: Pending
-    work: Work
-    receive: Tensor
-    relay: Relay
-
-    @property
-    def accumulator(self) -> Accumulator:
-        return self.pending.accumulator
-
-    def here(self) -> bool:
-        """Has all come that this rank adds up?"""
-        return self.work.done() and self.relay.came.done()
 
 
 class Reduction:
@@ -105,7 +49,6 @@ class Reduction:
         self.finite = finite
         self.gradients = gradients
         self.group = group
-        self.tier = tier
         self.settings = settings
         self.pending: dict[int, Pending] = {}  # bucket index -> pending
         self.pending_of: list[Pending] = []  # by number of entry
@@ -113,8 +56,7 @@ class Reduction:
         self._next = 0
         self._under_way: list[Sent] = []  # until this rank has added its part
         self._relayed: list[Sent] = []  # and from then on until it has the average
-        self._pool: list[Tensor] = []
-        self._lent: list[Tensor] = []  # taken, and not given back
+        self.scratch = Scratch(tier, "reduce")
         self._local = False
         self.silent = False  # does this rank's part of all gradients count as zero? (`Zero.join`)
         self._settling = False
@@ -225,11 +167,11 @@ class Reduction:
         asked = self.finite.on and self.group.ranks > 1 and self.settings.reduce != "native"
         if self._local and accumulator.local is None:
             if apart:
-                accumulator.local = self._take(buffer.bucket.numel, buffer.grad_dtype)
+                accumulator.local = self.scratch.take(buffer.bucket.numel, buffer.grad_dtype)
             else:
                 if accumulator.filled or asked:
                     accumulator.undo_average()
-                    own = self._take(accumulator.own.numel(), buffer.grad_dtype)
+                    own = self.scratch.take(accumulator.own.numel(), buffer.grad_dtype)
                     accumulator.aside = own.copy_(accumulator.own)
                 accumulator.local = accumulator.sum.tensor
             accumulator.local.zero_()
@@ -241,7 +183,7 @@ class Reduction:
             if not apart and buffer.grad_dtype == buffer.reduce_dtype:
                 pending.send = accumulator.sum.tensor
             else:
-                pending.send = self._take(buffer.bucket.numel, buffer.reduce_dtype)
+                pending.send = self.scratch.take(buffer.bucket.numel, buffer.reduce_dtype)
         return pending.send
 
     def _send_ready(self) -> None:
@@ -263,10 +205,10 @@ class Reduction:
         own = buffer.bucket.shard_numel(self.group.team.position)
         with profiled("reduce", pending.unit.name):
             if self.settings.reduce == "native":
-                receive = self._take(own, send.dtype)
+                receive = self.scratch.take(own, send.dtype)
                 work = self.group.team.reduce_native(send, receive, buffer.bucket)
             else:
-                receive = self._take(own * self.group.team.room, send.dtype)
+                receive = self.scratch.take(own * self.group.team.room, send.dtype)
                 work = self.group.team.reduce(send, receive, buffer.bucket)
         pending.launched = True
         self._under_way.append(Sent(pending, work, receive, self._relay(accumulator)))
@@ -277,9 +219,9 @@ class Reduction:
         if team.seat.replicas == 1:
             return team.relay(bucket, None, None)
         own = bucket.shard_numel(team.position)
-        running = self._take(own, running_dtype(buffer.grad_dtype))
+        running = self.scratch.take(own, running_dtype(buffer.grad_dtype))
         # What replaces a shard of the sum comes straight to where that rests: it cannot come before that was read.
-        average = accumulator.sum.own if accumulator.sum.on_device else self._take(own, buffer.grad_dtype)
+        average = accumulator.sum.own if accumulator.sum.on_device else self.scratch.take(own, buffer.grad_dtype)
         return team.relay(bucket, running, average)
 
     def _make_room(self) -> None:
@@ -323,7 +265,7 @@ class Reduction:
         accumulator.filled, accumulator.averaged, accumulator.spread = True, early, False
         relay.hand_on()
         self._relayed.append(sent)
-        self._give_back(receive)
+        self.scratch.give_back(receive)
         self._drop(sent.pending)
         self._under_way.pop(0)
         if relay.running is None:
@@ -350,12 +292,12 @@ class Reduction:
         """The average is here, and what this rank has sent is through."""
         accumulator, relay = sent.accumulator, sent.relay
         relay.back.wait()
-        self._give_back(relay.running)
+        self.scratch.give_back(relay.running)
         with self.gradients.reporting():
             if relay.average is not None and not accumulator.sum.on_device:
                 with accumulator.sum.here(fresh=True):
                     accumulator.sum.own.copy_(relay.average)
-                self._give_back(relay.average)
+                self.scratch.give_back(relay.average)
             accumulator.sum.behind()
 
     def _land_all(self) -> None:
@@ -368,7 +310,7 @@ class Reduction:
         """Nobody needs this rank's contribution any more, sent or not."""
         accumulator = pending.accumulator
         for transient in (accumulator.aside, accumulator.local if pending.send is None else pending.send):
-            self._give_back(transient)
+            self.scratch.give_back(transient)
         accumulator.aside = accumulator.local = pending.send = None
 
     def _pieces(self, pending: Pending, receive: Tensor) -> list[Tensor]:
@@ -426,7 +368,7 @@ class Reduction:
             self._land_all()
         for pending in self.pending.values():
             pending.send = None
-        self._trim()
+        self.scratch.trim()
         # Buckets that nobody had a gradient for go last next time, so that they do not hold the others back.
         self.order = sorted(self.pending, key=lambda index: (index not in with_gradient, -index))
         self.gradients.put_back(self._hidden, got)  # autograd.grad(), for one, takes gradients without adding them
@@ -450,7 +392,7 @@ class Reduction:
                 self._send(self.pending[index])
             self._land_all()
             self._settling = False
-            self._trim()
+            self.scratch.trim()
 
     def abort(self) -> None:
         """A backward failed half-way: what it had sent and added cannot be told from what was there, so all goes.
@@ -462,32 +404,10 @@ class Reduction:
             self._drop(pending)
             pending.received.clear()
             pending.accumulator.clear()
-        for tensor in [*self._lent]:
-            self._give_back(tensor)
+        self.scratch.give_back_all()
         self.gradients.hide(self.gradients.entries)
         self.gradients.forget_answers()
         self.gradients.take_edits()
         self._hidden.clear()
-        self._trim()
+        self.scratch.trim()
         logging.getLogger("zeroshard").warning("a backward ended by an exception: all gradients were dropped")
-
-    # --- buffers, reused within a backward --------------------------------------------------------------------------
-
-    def _take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        fitting = [at for at, each in enumerate(self._pool) if each.numel() == numel and each.dtype == dtype]
-        # Not zeroed: every element that anybody reads is written first, and padding is never read.
-        taken = self._pool.pop(fitting[0]) if fitting else self.tier.reserve("reduce", numel, dtype, zeroed=False)
-        if numel:
-            self._lent.append(taken)
-        return taken
-
-    def _give_back(self, tensor: Tensor | None) -> None:
-        """Where it was taken here: twice does no harm, and an accumulator's own memory stays what it is."""
-        if lent := [at for at, each in enumerate(self._lent) if each is tensor]:
-            self._pool.append(self._lent.pop(lent[0]))
-            # More would pile up where no two buckets are of one size.
-            self._trim(POOLED)
-
-    def _trim(self, keep: int = 0) -> None:
-        while len(self._pool) > keep:
-            self.tier.give_back("reduce", self._pool.pop(0))

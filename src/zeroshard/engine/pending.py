@@ -1,0 +1,107 @@
+"""One bucket's gradients in one backward: what has come of them, what is sent, and the memory of messages.
+
+`Pending` counts until a bucket's gradients are complete. `Sent` is its contributions on their way. `Scratch` is the
+memory of both, taken again and again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..headroom import POOLED
+from ..layout import Bucket
+from ..ranks.transport import Relay, Work
+from ..tiers.tier import DeviceTier
+from .accumulator import Accumulator
+from .unit import Unit
+
+
+@dataclass
+class Pending:
+    """What one backward knows of one bucket."""
+
+    accumulator: Accumulator
+    unit: Unit
+    send: Tensor | None = None  # full-size, this rank's contribution
+    received: dict[int, int] = field(default_factory=dict)  # slot index -> gradients received
+    missing: set[int] = field(default_factory=set)  # slot indices that it waits for
+    whole: bool = True  # does every parameter want a gradient?
+    launched: bool = False
+    hold: bool = False  # may receive again: wait for the end
+    most: int | None = None  # gradients a slot received in the last backward; None before the first
+
+    @property
+    def bucket(self) -> Bucket:
+        return self.accumulator.bucket
+
+    def place(self, send: Tensor, position: int) -> Tensor:
+        """Where the gradient of one slot goes, in its parameter's shape and strides."""
+        slot, strides = self.bucket.slots[position], self.accumulator.buffer.gathered.strides[position]
+        return send.as_strided(slot.shape, strides, slot.start)
+
+    def expect(self) -> None:
+        """A backward begins: it waits for what wants a gradient."""
+        with torch._C.DisableTorchFunctionSubclass():
+            wanting = [param.requires_grad for param in self.accumulator.buffer.params]
+        slots = self.bucket.slots
+        self.whole = all(wanting)
+        self.missing = {at for at, wants in enumerate(wanting) if wants and slots[at].numel}
+
+    @property
+    def complete(self) -> bool:
+        """Has every parameter that wants one its gradient, with no more to come in this backward?"""
+        return not (self.missing or self.hold)
+
+
+@dataclass
+class Sent:
+    """One bucket's contributions on their way to the owners, and the owners' sums on theirs to other replicas."""
+
+    pending: Pending
+    work: Work
+    receive: Tensor
+    relay: Relay
+
+    @property
+    def accumulator(self) -> Accumulator:
+        return self.pending.accumulator
+
+    def here(self) -> bool:
+        """Has all come that this rank adds up?"""
+        return self.work.done() and self.relay.came.done()
+
+
+class Scratch:
+    """Memory of messages on the device, kept for the next one of its size and counted under one name."""
+
+    def __init__(self, tier: DeviceTier, state: str) -> None:
+        self._tier = tier
+        self._state = state
+        self._kept: list[Tensor] = []  # the longest kept first
+        self._taken: list[Tensor] = []  # and not given back
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """1-D, of whatever was there: every element that anybody reads is to be written first."""
+        fitting = [at for at, each in enumerate(self._kept) if each.numel() == numel and each.dtype == dtype]
+        taken = self._kept.pop(fitting[0]) if fitting else self._tier.reserve(self._state, numel, dtype, zeroed=False)
+        if numel:
+            self._taken.append(taken)
+        return taken
+
+    def give_back(self, tensor: Tensor | None) -> None:
+        """Where it was taken here: twice does no harm, and what is not of here stays what it is."""
+        if taken := [at for at, each in enumerate(self._taken) if each is tensor]:
+            self._kept.append(self._taken.pop(taken[0]))
+            self.trim(POOLED)  # more would pile up where no two buckets are of one size
+
+    def give_back_all(self) -> None:
+        for tensor in [*self._taken]:
+            self.give_back(tensor)
+
+    def trim(self, keep: int = 0) -> None:
+        """Let the memory go that nobody uses, but for so many."""
+        while len(self._kept) > keep:
+            self._tier.give_back(self._state, self._kept.pop(0))

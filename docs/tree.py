@@ -19,7 +19,7 @@ ORDER = (
     "engine/flat.py", "engine/guard.py", "engine/gathered.py", "engine/edits.py", "engine/buffer.py", "engine/unit.py",
     "engine/accumulator.py", "engine/sharded_grad.py", "engine/gradient.py", "engine/finite.py",
     "engine/pending.py", "engine/reduction.py",
-    "engine/script.py", "engine/schedule.py", "engine/fragment.py", "engine/optim.py",
+    "engine/script.py", "engine/backward.py", "engine/schedule.py", "engine/fragment.py", "engine/optim.py",
     "engine/accepted.py", "engine/preflight.py", "engine/undo.py", "engine/assembly.py",
     "checkpoint/staging.py", "checkpoint/files.py", "checkpoint/manifest.py", "checkpoint/content.py",
     "checkpoint/replicas.py", "checkpoint/saving.py", "checkpoint/loading.py",

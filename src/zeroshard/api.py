@@ -175,11 +175,12 @@ class Zero:
         and hold nothing more for it; 2 and 3 take a full-size buffer in the accumulation dtype (`Precision.grad_dtype`)
         until then, and so does `Offload(gradients=...)`. Same bits at all stages; not the same as without it.
         """
-        before, self._engine.schedule.local = self._engine.schedule.local, True
+        backward = self._engine.schedule.backward
+        before, backward.local = backward.local, True
         try:
             yield
         finally:
-            self._engine.schedule.local = before
+            backward.local = before
 
     def join(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """This rank's batches, then the last of them again until no rank has one left: for loaders of uneven length.

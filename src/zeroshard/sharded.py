@@ -24,6 +24,7 @@ from .checkpoint.saving import Saving
 from .digests import fingerprint
 from .engine.accepted import by_bucket, check_added, check_options
 from .engine.assembly import Assembly
+from .engine.backward import in_backward
 from .engine.buffer import Buffer
 from .engine.finite import Finite
 from .engine.gradient import Gradients
@@ -31,7 +32,7 @@ from .engine.guard import Guarded, cover_constructors
 from .engine.optim import Binding
 from .engine.preflight import Contents, Structure, refuse_wrapper
 from .engine.reduction import Reduction
-from .engine.schedule import Schedule, Step, in_backward
+from .engine.schedule import Schedule, Step
 from .engine.undo import Before
 from .engine.unit import Managed, Unit
 from .errors import StateError, UserError, nearest
@@ -116,7 +117,7 @@ class Engine:
                 self.reduction.add(self.gradients.add(buffer), self.units[buffer.bucket.unit])
         self.sends_always = self.layout.buffers == "always"
         self.schedule = Schedule(self, self.units, self.gradients, self.reduction, parts.saved, comm, precision)
-        self.schedule.hook_gradients()
+        self.schedule.backward.hook_gradients()
         whole = not self.placements.optimizer or not self.partition.cut_tensors()
         parts_of_a_step = self.buffers, self.gradients, self.schedule, self.finite
         self.bindings: list[Binding] = []
@@ -310,7 +311,7 @@ class Engine:
             self.reduction.add(self.gradients.add(buffer), self.units[buffer.bucket.unit])
             for binding in self.bindings:
                 binding.retarget(buffer)
-        self.schedule.hook_gradients()
+        self.schedule.backward.hook_gradients()
         for binding in self.bindings:
             binding.adopt()
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
@@ -394,3 +395,17 @@ def _without_ours(forbid: Callable[..., Any]) -> Callable[..., Any]:
                 torch._C._autograd._push_saved_tensors_default_hooks(*pair)
 
     return without_ours
+
+
+def weak(method: Callable[..., Any], *args: Any, inside: bool = False) -> Callable[..., Any]:
+    """A hook that calls the method for as long as its object lives, outside of transforms unless it is to be `inside`.
+
+    Hooks of tensors live in C++, where the garbage collector sees no cycles: they must not keep the engine alive.
+    """
+    reference, function = weakref.ref(method.__self__), method.__func__  # type: ignore[attr-defined]
+
+    def hook(*given: Any) -> Any:
+        owner = reference()
+        return None if owner is None else function(owner, *args, *given)
+
+    return hook if inside else outside(hook)

@@ -26,11 +26,12 @@ from ..events import NVME, ends
 from ..numerics import simulated
 from ..ranks.calls import Call
 from .accumulator import Entry
+from .backward import in_backward
 from .buffer import Buffer, Place
 from .finite import Finite
 from .fragment import Fragment, Member, Shapes, States, fixed_shapes
 from .gradient import Gradients
-from .schedule import Schedule, in_backward
+from .schedule import Schedule
 from .sharded_grad import ShardedGrad
 
 _STEP = torch.optim.Optimizer.profile_hook_step  # calls the hooks and, between them, the optimizer's own step

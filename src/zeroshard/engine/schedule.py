@@ -5,9 +5,7 @@
     recompute  (checkpointing) as forward             post-hook: guard, never release. `Layout.recompute` puts a
                                                        checkpoint around a unit's forward, inside its hooks
 
-The first event of a backward, of any kind, begins it; a callback of the autograd engine ends it. A callback queued
-inside a nested backward (re-entrant checkpointing) runs at the nested end, so it then hooks the node that is being
-evaluated and queues itself again, until it runs at the end of the outermost one.
+When a backward begins and ends says `backward.py`.
 """
 
 from __future__ import annotations
@@ -18,13 +16,11 @@ import json
 import re
 import sys
 import weakref
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
@@ -34,17 +30,13 @@ from ..layout import Bucket
 from ..numerics import Precision
 from ..ranks.calls import Call
 from ..ranks.comm import Comm
+from .backward import Backward, in_backward
 from .buffer import Buffer
 from .gradient import Gradients
-from .guard import SavedTensors, outside, refuse_inside
+from .guard import SavedTensors, outside, refuse_inside, weak
 from .reduction import Reduction
 from .script import Script
 from .unit import Unit, profiled
-
-
-def in_backward() -> bool:
-    """Is this thread inside the autograd engine?"""
-    return torch._C._current_graph_task_id() != -1
 
 
 @dataclasses.dataclass
@@ -124,29 +116,23 @@ class Schedule:
         self.script = Script(units, group, prefetch=settings.prefetch, overlap=settings.overlap)
         self.saved = saved
         self.releases = any(unit.released for unit in units)
-        self.local = False  # inside no_sync()
+        self.backward = Backward(units, gradients, reduction, self.script, self.meet, releases=self.releases)
         self._cast_to = precision.param_dtype
         self._cast_everywhere = precision.cast_inputs == "units"  # and not only where a forward of the model begins
         self._frames: list[Frame] = []
         self._outermost: Call | None = None  # of a module, whose forward is the first of them
         self._grad_forward = False  # was the running root forward called in grad mode?
-        self._own_segment = False  # did the running backward begin a segment of gathers? (not inside a forward)
-        self._backward: int | None = None  # graph task of the running backward, None outside
-        self._ending: Callable[[], Callable[[], None] | None] = lambda: None  # its callback, while autograd holds it
-        self._recent: list[Unit] = []  # units gathered in this backward, oldest first
-        self._at: tuple[Unit, Event | None] | None = None  # the unit that backward is working on
         group.party = self
         self._buffers = [buffer for unit in units for buffer in unit.buffers]
         self._unit_of = {id(buffer): unit for unit in units for buffer in unit.buffers}
-        self._hooked: dict[int, int] = {}  # by entry number, its hook's in the parameter's table
         reader = _Reader(self)
         for unit in units:
             for buffer in unit.buffers:
                 buffer.reader = reader
             # Not to be compiled: what a hook finds differs from call to call, what it opens is what a graph may hold.
-            enter, leave = (torch.compiler.disable(_weak(hook, unit)) for hook in (self.enter, self.leave))
+            enter, leave = (torch.compiler.disable(weak(hook, unit)) for hook in (self.enter, self.leave))
             if precision.cast_inputs:
-                cast = torch.compiler.disable(_weak(self.cast_inputs, inside=True))
+                cast = torch.compiler.disable(weak(self.cast_inputs, inside=True))
                 unit.module.register_forward_pre_hook(cast, prepend=True, with_kwargs=True)
             unit.module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
             unit.module.register_forward_hook(leave, always_call=True)
@@ -155,7 +141,7 @@ class Schedule:
 
     def _recomputing(self, unit: Unit) -> Callable[..., Any]:
         """The unit's forward, of which backward computes again what it needs."""
-        forward, begin, end = unit.module.forward, _weak(self._begin_segment, unit), _weak(self._end_segment, unit)
+        forward, begin, end = unit.module.forward, weak(self._begin_segment, unit), weak(self._end_segment, unit)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             entered = begin()
@@ -186,13 +172,6 @@ class Schedule:
         elif entered is not None:
             self.saved.pop()
 
-    def hook_gradients(self) -> None:
-        """Watch every trainable parameter's gradient. Called again after parameters were unfrozen."""
-        for entry in self.gradients.entries:
-            if entry.param.requires_grad and entry.number not in self._hooked:
-                hook = _weak(self.after_accumulation, entry.number)
-                self._hooked[entry.number] = entry.param.register_post_accumulate_grad_hook(hook).id
-
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
         """Around a meeting: what was written to fragments before it, on any rank, counts after it on every rank."""
@@ -209,21 +188,13 @@ class Schedule:
         with self.telling():
             self.group.meet(what, number, *same, facts=facts)
 
-    def _stay_last(self) -> None:
-        """Hooks that the user registered since see the gradient before it is taken."""
-        with torch._C.DisableTorchFunctionSubclass():
-            for number, ours in self._hooked.items():
-                hooks = self.gradients.entries[number].param._post_accumulate_grad_hooks
-                if next(reversed(hooks)) != ours:
-                    hooks[ours] = hooks.pop(ours)
-
     # --- forward ----------------------------------------------------------------------------------------------------
 
     def enter(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
         """A unit's forward begins."""
         recompute = in_backward()
         if recompute:
-            self._event()
+            self.backward.event()
         elif self._outermost is None or not self._outermost.running():
             self.group.refuse_within()
             if torch.is_grad_enabled():
@@ -335,7 +306,7 @@ class Schedule:
         if self._grad_forward:
             for leaf in tree_leaves(output):
                 if isinstance(leaf, Tensor) and leaf.requires_grad and not leaf.is_leaf:
-                    leaf.register_hook(_weak(self._event))
+                    leaf.register_hook(weak(self.backward.event))
         self._grad_forward = False
 
     def flush_pinned(self) -> None:
@@ -354,7 +325,7 @@ class Schedule:
             unit.open()
             return
         if in_backward():
-            self._event()
+            self.backward.event()
         elif not self._frames:
             name = buffer.bucket.slots[index].name
             raise ReleasedError(
@@ -382,15 +353,9 @@ class Schedule:
     def fetch(self, buffer: Buffer) -> None:
         """Autograd needs a saved weight."""
         if in_backward():
-            self._event()
+            self.backward.event()
         unit = self._unit_of[id(buffer)]
-        self._work_on(unit)
-        if self._backward is not None and (not self._recent or self._recent[-1] is not unit):
-            self._recent = [*(other for other in self._recent if other is not unit), unit]
-            # The unit before the last is through, except for whatever still holds its storage.
-            for done in self._recent[:-2]:
-                done.release()
-            self._recent = self._recent[-2:]
+        self.backward.needs(unit)
         if buffer.ready and not unit.ahead:
             return
         if not self.script.active:
@@ -400,81 +365,6 @@ class Schedule:
                 instead="with zero.gathered(): ...   (on every rank)",
             )
         self.script.demand(unit)
-
-    # --- backward ---------------------------------------------------------------------------------------------------
-
-    def _event(self, *_: Any) -> None:
-        """Something of a backward happened: begin it if this is the first."""
-        if self._backward is not None and self._ending() is not None:
-            return
-        if self._backward is not None:  # autograd dropped the callback: an exception ended that backward
-            self.group.level(self._trouble())
-        kept, kind = self.reduction.kept(), "backward under no_sync" if self.local else "backward"
-        which = zlib.crc32(repr(sorted(kept)).encode())
-        facts = f"{len(kept)} parameters have gradients that this backward adds to"
-        with self.group.whole():
-            self.meet(kind, self.group.number("backward"), which, facts=lambda: facts)
-            self._recent.clear()
-            self._stay_last()
-            self._backward = torch._C._current_graph_task_id()
-            self.reduction.begin(kept, local=self.local)
-        self._own_segment = self.releases and not self.script.active
-        if self._own_segment:
-            self.script.begin(("backward", 0))
-        self.ledger.begin("backward")
-        self._queue_end(_weak(self._end))
-
-    def _work_on(self, unit: Unit | None) -> None:
-        """For the record: backward has come to this unit, or to none."""
-        if self.ledger.record is not None and (self._at is None or self._at[0] is not unit):
-            if self._at is not None:
-                ends(self._at[1])
-            running = unit is not None and self._backward is not None
-            self._at = (unit, self.ledger.note("backward", unit=unit.name)) if unit is not None and running else None
-
-    def _queue_end(self, end: Callable[[], None]) -> None:
-        # Only autograd holds the callback: it lives exactly as long as the backward that will call it.
-        self._ending = weakref.ref(end)
-        Variable._execution_engine.queue_callback(end)
-
-    def _end(self) -> None:
-        if self._backward is None:
-            return
-        node = torch._C._current_autograd_node()
-        if node is not None:
-            # The end of a nested backward: come back when the node that runs it is through.
-            handles: list[Any] = []
-            end = self._ending() or _weak(self._end)
-
-            def again(*_: Any) -> None:
-                handles.pop().remove()
-                self._backward = torch._C._current_graph_task_id()
-                self._queue_end(end)
-
-            handles.append(node.register_hook(again))
-            return
-        # After an exception in here `recover` finds a backward that did not end.
-        received = self.reduction.received()
-        usual = received.count(1) == len(received)
-        if self._own_segment:
-            usual = self.script.finish(usual=usual)
-        else:
-            usual = all(told for (told,) in self.group.poll("end of backward", self.group.numbers["backward"], usual))
-        self._work_on(None)
-        with self.ledger.during("reduce"):
-            self.reduction.finish(received, usual=usual)
-        self._release_all()
-        self._backward = None
-        self.ledger.end("backward")
-        for unit in self.units:
-            unit.calls = max(unit.calls - 1, 0)
-
-    def _release_all(self) -> None:
-        self._recent.clear()
-        for unit in self.units:
-            unit.touched = False
-            unit.close()
-            unit.release()
 
     # --- an exception -----------------------------------------------------------------------------------------------
 
@@ -487,23 +377,19 @@ class Schedule:
             self._unwind(None)  # an interrupt went past every hook
             self.ledger.end("forward")
         steps = [step for step in self.watcher.optimizers() if step.interrupted()]
-        backward = self._backward is not None and not in_backward()
-        segment = self.script.active and not self._frames and self._backward is None
+        backward = self.backward.begun and not in_backward()
+        segment = self.script.active and not self._frames and not self.backward.begun
         if self.group.interrupted or backward or segment or steps:
             self.group.level(self._trouble())
 
     def _trouble(self) -> str:
         """What is told to the others of an exception on this rank."""
-        if self._backward is not None:
-            return f"an exception ended backward {self.group.numbers['backward']}"
+        if self.backward.begun:
+            return self.backward.trouble
         return self.group.progress.trouble or f"an exception ended what came after {self.group.progress.met}"
 
     def unsettled(self) -> bool:
-        return (
-            self._backward is not None
-            or self.reduction.busy
-            or any(step.stepping for step in self.watcher.optimizers())
-        )
+        return self.backward.begun or self.reduction.busy or any(step.stepping for step in self.watcher.optimizers())
 
     def edits(self) -> str:
         return repr(self.gradients.edits)
@@ -525,25 +411,7 @@ class Schedule:
                 number = self.group.progress.steps + 1
                 self.group.torn = f"an exception ended step {number} while it updated the weights"
             step.forget_step()
-        if self._backward is not None:
-            self._backward = None
-            self._release_all()
-            self._work_on(None)
-            self.ledger.end("backward")
-
-    def after_accumulation(self, number: int, param: nn.Parameter) -> None:
-        """`p.grad` is complete, for this graph at least."""
-        early = None
-        if self._backward is None or self._ending() is None:
-            early = self.gradients.set_aside(number)
-            self._event()
-        pending = self.reduction.pending_of[number]
-        if self.ledger.record is not None:
-            self._work_on(pending.unit)
-        nested = torch._C._current_graph_task_id() != self._backward
-        landed = self.reduction.arrived(self.gradients.entries[number], pending, early, nested=nested)
-        if landed and not pending.missing and all(self.reduction.complete(buffer) for buffer in pending.unit.buffers):
-            pending.unit.release()
+        self.backward.forget()
 
     # --- what else gathers ------------------------------------------------------------------------------------------
 
@@ -605,17 +473,3 @@ class _Reader:
         schedule = self._schedule()
         if schedule is not None:
             schedule.fetch(buffer)
-
-
-def _weak(method: Callable[..., Any], *args: Any, inside: bool = False) -> Callable[..., Any]:
-    """A hook that calls the method for as long as its object lives, outside of transforms unless it is to be `inside`.
-
-    Hooks of tensors live in C++, where the garbage collector sees no cycles: they must not keep the engine alive.
-    """
-    reference, function = weakref.ref(method.__self__), method.__func__  # type: ignore[attr-defined]
-
-    def hook(*given: Any) -> Any:
-        owner = reference()
-        return None if owner is None else function(owner, *args, *given)
-
-    return hook if inside else outside(hook)

@@ -1,0 +1,195 @@
+"""When a backward begins and ends, and what it does at each gradient.
+
+The first event of a backward, of any kind, begins it; a callback of the autograd engine ends it. A callback queued
+inside a nested backward (re-entrant checkpointing) runs at the nested end, so it then hooks the node that is being
+evaluated and queues itself again, until it runs at the end of the outermost one.
+"""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+
+from ..events import Event, ends
+from .gradient import Gradients
+from .guard import weak
+from .reduction import Reduction
+from .script import Script
+from .unit import Unit
+
+
+def in_backward() -> bool:
+    """Is this thread inside the autograd engine?"""
+    return torch._C._current_graph_task_id() != -1
+
+
+class Backward:
+    """The running backward of one sharded model on one rank, if there is one."""
+
+    def __init__(
+        self,
+        units: list[Unit],
+        gradients: Gradients,
+        reduction: Reduction,
+        script: Script,
+        meet: Callable[..., None],
+        *,
+        releases: bool,
+    ) -> None:
+        """meet: how the ranks agree that it begins. releases: are there units whose weights are gathered for it?"""
+        self.units = units
+        self.gradients = gradients
+        self.reduction = reduction
+        self.group = gradients.group
+        self.ledger = gradients.group.ledger
+        self.local = False  # inside no_sync()
+        self._script = script
+        self._meet = meet
+        self._releases = releases
+        self._task: int | None = None  # the graph task of the running one
+        self._ending: Callable[[], Callable[[], None] | None] = lambda: None  # its callback, while autograd holds it
+        self._own_segment = False  # did it begin a segment of gathers? (not inside a forward)
+        self._recent: list[Unit] = []  # units gathered in it, oldest first
+        self._at: tuple[Unit, Event | None] | None = None  # the unit that it is working on
+        self._hooked: dict[int, int] = {}  # by entry number, its hook's in the parameter's table
+
+    @property
+    def begun(self) -> bool:
+        """Has one begun that did not get to its end? An exception may have ended it."""
+        return self._task is not None
+
+    @property
+    def trouble(self) -> str:
+        """What is told to the others where an exception ended it."""
+        return f"an exception ended backward {self.group.numbers['backward']}"
+
+    def hook_gradients(self) -> None:
+        """Watch every trainable parameter's gradient. Called again after parameters were unfrozen."""
+        for entry in self.gradients.entries:
+            if entry.param.requires_grad and entry.number not in self._hooked:
+                hook = weak(self._after_accumulation, entry.number)
+                self._hooked[entry.number] = entry.param.register_post_accumulate_grad_hook(hook).id
+
+    def _stay_last(self) -> None:
+        """Hooks that the user registered since see the gradient before it is taken."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for number, ours in self._hooked.items():
+                hooks = self.gradients.entries[number].param._post_accumulate_grad_hooks
+                if next(reversed(hooks)) != ours:
+                    hooks[ours] = hooks.pop(ours)
+
+    # --- its beginning ----------------------------------------------------------------------------------------------
+
+    def event(self, *_: Any) -> None:
+        """Something of a backward happened: begin it if this is the first."""
+        if self.begun and self._ending() is not None:
+            return
+        if self.begun:  # autograd dropped the callback: an exception ended that backward
+            self.group.level(self.trouble)
+        kept, kind = self.reduction.kept(), "backward under no_sync" if self.local else "backward"
+        which = zlib.crc32(repr(sorted(kept)).encode())
+        facts = f"{len(kept)} parameters have gradients that this backward adds to"
+        with self.group.whole():
+            self._meet(kind, self.group.number("backward"), which, facts=lambda: facts)
+            self._recent.clear()
+            self._stay_last()
+            self._task = torch._C._current_graph_task_id()
+            self.reduction.begin(kept, local=self.local)
+        self._own_segment = self._releases and not self._script.active
+        if self._own_segment:
+            self._script.begin(("backward", 0))
+        self.ledger.begin("backward")
+        self._queue_end(weak(self._end))
+
+    # --- under way --------------------------------------------------------------------------------------------------
+
+    def needs(self, unit: Unit) -> None:
+        """It has come to this unit, and needs its weights: the unit before the last is through."""
+        self._work_on(unit)
+        if self.begun and (not self._recent or self._recent[-1] is not unit):
+            self._recent = [*(other for other in self._recent if other is not unit), unit]
+            for done in self._recent[:-2]:
+                done.release()  # except for what somebody holds of it
+            self._recent = self._recent[-2:]
+
+    def _work_on(self, unit: Unit | None) -> None:
+        """For the record: backward has come to this unit, or to none."""
+        if self.ledger.record is not None and (self._at is None or self._at[0] is not unit):
+            if self._at is not None:
+                ends(self._at[1])
+            running = unit is not None and self.begun
+            self._at = (unit, self.ledger.note("backward", unit=unit.name)) if unit is not None and running else None
+
+    def _after_accumulation(self, number: int, param: nn.Parameter) -> None:
+        """`p.grad` is complete, for this graph at least."""
+        early = None
+        if not self.begun or self._ending() is None:
+            early = self.gradients.set_aside(number)
+            self.event()
+        pending = self.reduction.pending_of[number]
+        if self.ledger.record is not None:
+            self._work_on(pending.unit)
+        nested = torch._C._current_graph_task_id() != self._task
+        landed = self.reduction.arrived(self.gradients.entries[number], pending, early, nested=nested)
+        if landed and not pending.missing and all(self.reduction.complete(buffer) for buffer in pending.unit.buffers):
+            pending.unit.release()
+
+    # --- its end ----------------------------------------------------------------------------------------------------
+
+    def _queue_end(self, end: Callable[[], None]) -> None:
+        # Only autograd holds the callback: it lives exactly as long as the backward that will call it.
+        self._ending = weakref.ref(end)
+        Variable._execution_engine.queue_callback(end)
+
+    def _end(self) -> None:
+        if not self.begun:
+            return
+        node = torch._C._current_autograd_node()
+        if node is not None:
+            # The end of a nested backward: come back when the node that runs it is through.
+            handles: list[Any] = []
+            end = self._ending() or weak(self._end)
+
+            def again(*_: Any) -> None:
+                handles.pop().remove()
+                self._task = torch._C._current_graph_task_id()
+                self._queue_end(end)
+
+            handles.append(node.register_hook(again))
+            return
+        # After an exception in here it has still begun.
+        received = self.reduction.received()
+        usual = received.count(1) == len(received)
+        if self._own_segment:
+            usual = self._script.finish(usual=usual)
+        else:
+            usual = all(told for (told,) in self.group.poll("end of backward", self.group.numbers["backward"], usual))
+        self._work_on(None)
+        with self.ledger.during("reduce"):
+            self.reduction.finish(received, usual=usual)
+        self._release_all()
+        self._task = None
+        self.ledger.end("backward")
+        for unit in self.units:
+            unit.calls = max(unit.calls - 1, 0)
+
+    def forget(self) -> None:
+        """What an exception left of it is nothing any more: the ranks were levelled."""
+        if self.begun:
+            self._task = None
+            self._release_all()
+            self._work_on(None)
+            self.ledger.end("backward")
+
+    def _release_all(self) -> None:
+        self._recent.clear()
+        for unit in self.units:
+            unit.touched = False
+            unit.close()
+            unit.release()

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import operator
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -23,16 +22,16 @@ from torch import Tensor, nn
 
 from ..errors import StateError, TierError, UserError
 from ..events import NVME, ends
-from ..numerics import simulated
 from ..ranks.calls import Call
 from .accumulator import Entry
+from .averages import Averages
 from .backward import in_backward
 from .buffer import Buffer, Place
 from .finite import Finite
 from .fragment import Fragment, Member, Shapes, States, fixed_shapes
 from .gradient import Gradients
+from .options import Options, same
 from .schedule import Schedule
-from .sharded_grad import ShardedGrad
 
 _STEP = torch.optim.Optimizer.profile_hook_step  # calls the hooks and, between them, the optimizer's own step
 
@@ -81,14 +80,10 @@ class Binding:
         self._groups: list[dict[str, Any]] = []  # its groups when they were last looked through
         self._held: list[nn.Parameter] = []  # and what they held
         self._entries: list[Entry] = []  # the gradients of its members
-        self._entry_of: dict[int, Entry] = {}  # by fragment's id
-        self._averages: dict[int, Tensor] = {}  # by fragment's id, where its averaged gradient always lies
-        self._copies: dict[int, tuple[Buffer, Tensor]] = {}  # by bucket, of its averages in the fragments' dtype
+        self._averages = Averages(gradients)
+        self._options = Options(optimizer, self._check_options)
         self._marks: int | None = None  # what the running step was about to update, by versions
         self._updated: list[Buffer] = []  # what the running step updates
-        self._bound: dict[int, Tensor] = {}  # by fragment's id, the gradient that it was given
-        self._known: list[Any] = []  # what is in the groups
-        self._words = ""  # and in words
         self.edited: set[int] = (
             set()
         )  # buckets whose fragments were written to outside a step, which the others must hear
@@ -125,7 +120,7 @@ class Binding:
         """Adopt what was added to the groups, forget what was removed."""
         groups = self.optimizer.param_groups
         now = [param for group in groups for param in group["params"]]
-        if not (_same(now, self._held) and _same(groups, self._groups)):
+        if not (same(now, self._held) and same(groups, self._groups)):
             held = set(map(id, self._held))
             self.watcher.check_added([param for param in now if id(param) not in held])
             self.adopt()
@@ -156,16 +151,8 @@ class Binding:
         self._forget(held)
         self.fragments = [fragment for fragment in self.fragments if id(fragment.param) in held]
         self.states.follow(self.fragments)
-        self._entry_of, self._averages = {}, {}
         self.gradients.made.clear()
-        for fragment in self.fragments:
-            entry = self._entry(fragment)
-            if entry is not None:
-                self._entry_of[id(fragment.param)] = entry
-                if not any(param is fragment.param for param in entry.fragments):
-                    entry.fragments.append(fragment.param)
-                    if self.gradients.having([entry]):
-                        self.gradients.show([entry])
+        self._averages.enter((fragment, self._entry(fragment)) for fragment in self.fragments)
         self._entries = [entry for entry in (self._entry(member.place) for member in self.members) if entry is not None]
         for entry in self._entries:
             entry.updater = self.number
@@ -335,7 +322,7 @@ class Binding:
 
     def _begin(self) -> None:
         self.schedule.before_step()
-        options, edits, number = self._options(), self.gradients.edits, self.group.number(f"step {self.number}")
+        options, edits, number = self._options.words(), self.gradients.edits, self.group.number(f"step {self.number}")
         having = sorted(self.gradients.having(self._entries))
         self.schedule.meet(
             "step", number, self.number, zlib.crc32(options.encode()),
@@ -352,22 +339,11 @@ class Binding:
             if not self._alone(buffer) and buffer.seed_master():
                 buffer.changed()
 
-    def _options(self) -> str:
-        """The numbers and words in the groups: each rank updates its own part, so they must be alike."""
-        groups = self.optimizer.param_groups
-        now = [value for group in groups for key, value in group.items() if key not in ("params", "param_names")]
-        if not _same(now, self._known) or not all(map(_fixed, now)):  # the others may have changed in place
-            self._known = now
-            try:
-                self.watcher.check_options(self.optimizer, self.number)
-            except UserError as error:
-                self.group.report(error)  # the others are on their way to this step
-            told = [
-                {key: words(value) for key, value in group.items() if key not in ("params", "param_names")}
-                for group in groups
-            ]
-            self._words = repr(told)
-        return self._words
+    def _check_options(self) -> None:
+        try:
+            self.watcher.check_options(self.optimizer, self.number)
+        except UserError as error:
+            self.group.report(error)  # the others are on their way to this step
 
     def _bind(self) -> None:
         """Give every fragment its averaged gradient, after the buckets that are stepped one by one; or none, if this
@@ -380,11 +356,12 @@ class Binding:
         # Buckets that have gradients for this optimizer on any rank.
         updated = {id(e.accumulator.buffer) for e in self._entries if e.number in having and e.accumulator.filled}
         self._updated = [buffer for buffer in self.buffers if id(buffer) in updated and not self._skips]
-        shown = self._hide()
-        self._drop_copies()  # of a step that an exception left
-        bound, self._bound, self._bound_now = self._bound, {}, True
+        averages = self._averages
+        shown = averages.hide(self.fragments)
+        averages.drop_copies()  # of a step that an exception left
+        before, averages.given, self._bound_now = averages.given, {}, True
         # On any rank, and shown in the optimizer's groups: it is enough to clear one of the two.
-        given = {which for which, entry in self._entry_of.items() if which in shown and entry.number in having}
+        given = {which for which, entry in averages.entry_of.items() if which in shown and entry.number in having}
         one_by_one = [buffer for buffer in self._updated if self._alone(buffer)]
         self._marks = -1 if one_by_one else self._versions()
         try:
@@ -395,11 +372,13 @@ class Binding:
         except TierError as error:
             self.group.report(error)  # the peers will meet this rank after the step
         except BaseException:  # the optimizer's own: as with plain torch, a step that raised may be repeated
-            self._bound = bound
+            averages.given = before
             for fragment in self.fragments:
                 fragment.param.grad = shown.get(id(fragment.param))
             raise
-        self._give([buffer for buffer in self._updated if not self._alone(buffer)], given)
+        for buffer in self._updated:
+            if not self._alone(buffer):
+                averages.give(self.states.of(buffer), given)
 
     def _alone(self, buffer: Buffer) -> bool:
         """Is this bucket stepped by itself, lest all copies of gradients are there at once? Where offloaded, always."""
@@ -416,67 +395,18 @@ class Binding:
                 if buffer.seed_master():
                     buffer.changed()
                 accumulator.spread_average(kept=not accumulator.sum.away).wait()
-                self._give([buffer], given)
+                self._averages.give(self.states.of(buffer), given)
                 step: Any = type(self.optimizer).step
                 step = step.__wrapped__ if getattr(step, "hooked", False) else step
                 step(self.optimizer)
                 self.states.replaced(self.states.of(buffer), whole=self.whole, inside=True)
                 for fragment in self.states.of(buffer):
                     fragment.param.grad = None
-                self._drop_copies()
+                self._averages.drop_copies()
                 self._write_back(buffer)
         finally:
             if accumulator.sum.away:
                 accumulator.forget_step(averaged=averaged)
-
-    def _hide(self) -> dict[int, Tensor]:
-        """Take from the fragments what they show: that, by the fragment's id."""
-        grads = [fragment.param.grad for fragment in self.fragments]
-        for fragment, grad in zip(self.fragments, grads, strict=True):
-            if not (grad is None or isinstance(grad, ShardedGrad) or grad is self._bound.get(id(fragment.param))):
-                raise StateError(
-                    "a gradient in optimizer.param_groups was replaced by a tensor",
-                    where=f"parameter {fragment.slot.name!r}",
-                    instead="edit p.grad of the model's parameter in place",
-                )
-        for fragment in self.fragments:
-            fragment.param.grad = None
-        return {id(each.param): grad for each, grad in zip(self.fragments, grads, strict=True) if grad is not None}
-
-    def _give(self, buffers: Sequence[Buffer], given: set[int]) -> None:
-        """The fragments of these buckets get their gradients, those of them that are to have one."""
-        for fragment in [fragment for buffer in buffers for fragment in self.states.of(buffer)]:
-            param, which = fragment.param, id(fragment.param)
-            # An empty fragment only stands in for a group: Muon, for one, refuses its shape.
-            if which in given and param.numel():
-                known = self._averages.get(which)
-                grad = self._average(fragment, self._entry_of[which]) if known is None else known
-                self._bound[which] = param.grad = grad
-
-    def _average(self, fragment: Fragment, entry: Entry) -> Tensor:
-        """The averaged gradient of a fragment, like it: a view of the accumulator, made once, where that can be."""
-        param, accumulator = fragment.param, entry.accumulator
-        own, part = accumulator.for_step, fragment.slot.slice_of(*fragment.buffer.updated)
-        if accumulator.sum.away or own.device != param.device:
-            return own[part].to(param.device, param.dtype).view(param.shape)
-        if own.dtype != param.dtype:
-            return self._copied(fragment.buffer, own, param.dtype)[part].view(param.shape)
-        return self._averages.setdefault(id(param), own[part].view(param.shape))
-
-    def _copied(self, buffer: Buffer, own: Tensor, dtype: torch.dtype) -> Tensor:
-        """A bucket's averages in another dtype, until the step is over.
-
-        Not from malloc, where the optimizer's first step would put its states above them: a hole as large, for good.
-        """
-        if buffer.bucket.index not in self._copies:
-            copy = buffer.tier.reserve("upcast", own.numel(), dtype, zeroed=False)
-            self._copies[buffer.bucket.index] = buffer, copy.copy_(own)
-        return self._copies[buffer.bucket.index][1]
-
-    def _drop_copies(self) -> None:
-        while self._copies:
-            buffer, copy = self._copies.popitem()[1]
-            buffer.tier.give_back("upcast", copy)
 
     @torch.no_grad()
     def _after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -495,11 +425,11 @@ class Binding:
         for buffer in self._updated:
             buffer.spread(overlap=self.schedule.settings.overlap)
         self.schedule.after_step()
-        bound, self._bound = self._bound, {}
+        given, self._averages.given = self._averages.given, {}
         self._show(
-            [each for each in self.fragments if self._skips or id(each.param) in bound or not each.param.numel()]
+            [each for each in self.fragments if self._skips or id(each.param) in given or not each.param.numel()]
         )
-        self._drop_copies()
+        self._averages.drop_copies()
         self.states.count(changed=True)
         self._call = self._marks = None
         self.group.progress.steps += 1
@@ -517,12 +447,7 @@ class Binding:
         buffer.changed()
 
     def _show(self, fragments: Sequence[Fragment]) -> None:
-        having = self.gradients.having(self._entries)
-        for fragment in fragments:
-            entry = self._entry_of.get(id(fragment.param))
-            if entry is not None:
-                has = entry.number in having
-                fragment.param.grad = self.gradients.shown(entry, fragment.param, is_fragment=True) if has else None
+        self._averages.show(fragments, self.gradients.having(self._entries))
 
     def _zero_grad(self, original: Callable[..., None], set_to_none: bool = True) -> None:
         original(set_to_none=set_to_none)
@@ -537,29 +462,6 @@ def _hook_steps(kind: Any) -> None:
         if each is not torch.optim.Optimizer and step is not None and not getattr(step, "hooked", False):
             each.step = torch.optim.Optimizer.profile_hook_step(step)
             each.step.hooked = True
-
-
-def _same(now: list[Any], before: list[Any]) -> bool:
-    return len(now) == len(before) and all(map(operator.is_, now, before))
-
-
-def _fixed(value: Any) -> bool:
-    return value is None or isinstance(value, (bool, int, float, str))
-
-
-def words(value: Any) -> Any:
-    """What of an option ranks can compare: its content, and only the kind of what an address stands for."""
-    if _fixed(value):
-        return value
-    if isinstance(value, Tensor):  # asking a device for it would wait for the device
-        return value.tolist() if value.device.type == "cpu" and not simulated(value) else f"{value.dtype} {value.shape}"
-    if type(value) in (list, tuple):
-        return type(value)(map(words, value))
-    if isinstance(value, (list, tuple)):
-        return type(value).__name__, [words(each) for each in value]
-    if isinstance(value, dict):
-        return {repr(key): words(each) for key, each in value.items()}
-    return type(value).__name__
 
 
 def _refuse(what: str, *_: Any) -> None:

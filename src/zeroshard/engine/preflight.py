@@ -19,7 +19,7 @@ from ..numerics import Precision, as_bytes, dense, parts, simulated
 from ..ranks.agreement import Group
 from ..ranks.comm import Comm
 from ..tiers.tier import Offload
-from .optim import words
+from .options import words
 from .unit import Managed
 
 

@@ -1,0 +1,94 @@
+"""What an optimizer's fragments have in `.grad`: inside a step the averages, else what the model's parameters show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..errors import StateError
+from .accumulator import Entry
+from .buffer import Buffer
+from .fragment import Fragment
+from .gradient import Gradients
+from .sharded_grad import ShardedGrad
+
+
+class Averages:
+    """The gradients of one optimizer's fragments on this rank."""
+
+    def __init__(self, gradients: Gradients) -> None:
+        self._gradients = gradients
+        self.entry_of: dict[int, Entry] = {}  # by fragment's id
+        self.given: dict[int, Tensor] = {}  # by fragment's id, what the running step has given it
+        self._views: dict[int, Tensor] = {}  # by fragment's id, where its averaged gradient always lies
+        self._copies: dict[int, tuple[Buffer, Tensor]] = {}  # by bucket, of its averages in the fragments' dtype
+
+    def enter(self, entries: Iterable[tuple[Fragment, Entry | None]]) -> None:
+        """The fragments that there are from now on, and whose gradient each has a part of."""
+        self.entry_of, self._views = {}, {}
+        for fragment, entry in entries:
+            if entry is not None:
+                self.entry_of[id(fragment.param)] = entry
+                if not any(param is fragment.param for param in entry.fragments):
+                    entry.fragments.append(fragment.param)
+                    if self._gradients.having([entry]):
+                        self._gradients.show([entry])
+
+    def hide(self, fragments: Sequence[Fragment]) -> dict[int, Tensor]:
+        """Take from the fragments what they show: that, by the fragment's id."""
+        grads = [fragment.param.grad for fragment in fragments]
+        for fragment, grad in zip(fragments, grads, strict=True):
+            if not (grad is None or isinstance(grad, ShardedGrad) or grad is self.given.get(id(fragment.param))):
+                raise StateError(
+                    "a gradient in optimizer.param_groups was replaced by a tensor",
+                    where=f"parameter {fragment.slot.name!r}",
+                    instead="edit p.grad of the model's parameter in place",
+                )
+        for fragment in fragments:
+            fragment.param.grad = None
+        return {id(each.param): grad for each, grad in zip(fragments, grads, strict=True) if grad is not None}
+
+    def show(self, fragments: Iterable[Fragment], having: set[int]) -> None:
+        """They show what the model's parameters show. having: the numbers of those that have a gradient."""
+        for fragment in fragments:
+            entry = self.entry_of.get(id(fragment.param))
+            if entry is not None:
+                has = entry.number in having
+                fragment.param.grad = self._gradients.shown(entry, fragment.param, is_fragment=True) if has else None
+
+    def give(self, fragments: Iterable[Fragment], which: set[int]) -> None:
+        """They get their averages, those of them that are to have one: `which`, by id."""
+        for fragment in fragments:
+            param, own = fragment.param, id(fragment.param)
+            # An empty fragment only stands in for a group: Muon, for one, refuses its shape.
+            if own in which and param.numel():
+                known = self._views.get(own)
+                grad = self._average(fragment, self.entry_of[own]) if known is None else known
+                self.given[own] = param.grad = grad
+
+    def _average(self, fragment: Fragment, entry: Entry) -> Tensor:
+        """The averaged gradient of a fragment, like it: a view of the accumulator, made once, where that can be."""
+        param, accumulator = fragment.param, entry.accumulator
+        own, part = accumulator.for_step, fragment.slot.slice_of(*fragment.buffer.updated)
+        if accumulator.sum.away or own.device != param.device:
+            return own[part].to(param.device, param.dtype).view(param.shape)
+        if own.dtype != param.dtype:
+            return self._copied(fragment.buffer, own, param.dtype)[part].view(param.shape)
+        return self._views.setdefault(id(param), own[part].view(param.shape))
+
+    def _copied(self, buffer: Buffer, own: Tensor, dtype: torch.dtype) -> Tensor:
+        """A bucket's averages in another dtype, until the step is over.
+
+        Not from malloc, where the optimizer's first step would put its states above them: a hole as large, for good.
+        """
+        if buffer.bucket.index not in self._copies:
+            copy = buffer.tier.reserve("upcast", own.numel(), dtype, zeroed=False)
+            self._copies[buffer.bucket.index] = buffer, copy.copy_(own)
+        return self._copies[buffer.bucket.index][1]
+
+    def drop_copies(self) -> None:
+        while self._copies:
+            buffer, copy = self._copies.popitem()[1]
+            buffer.tier.give_back("upcast", copy)

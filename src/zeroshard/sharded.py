@@ -7,7 +7,6 @@ is given when it is made.
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import functools
 import logging
 import weakref
@@ -16,13 +15,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .checkpoint.content import ModelState
 from .checkpoint.replicas import check_replicas
 from .checkpoint.saving import Saving
 from .digests import fingerprint
 from .engine.accepted import by_bucket, check_added, check_options
+from .engine.alike import Alike
 from .engine.assembly import Assembly
 from .engine.backward import in_backward
 from .engine.buffer import Buffer
@@ -30,15 +30,16 @@ from .engine.finite import Finite
 from .engine.gradient import Gradients
 from .engine.guard import Guarded, cover_constructors
 from .engine.optim import Binding
-from .engine.preflight import Contents, Structure, refuse_wrapper
+from .engine.preflight import Structure, refuse_wrapper
+from .engine.recompute import recompute
 from .engine.reduction import Reduction
 from .engine.schedule import Schedule, Step
 from .engine.undo import Before
-from .engine.unit import Managed, Unit
-from .errors import StateError, UserError, nearest
+from .engine.unit import Managed, Unit, units_named
+from .errors import StateError, UserError
 from .events import Ledger
 from .layout import Layout
-from .numerics import Precision, as_bytes, dense, write_bytes
+from .numerics import Precision
 from .ranks.comm import Comm
 from .ranks.process_group import connect
 from .stage import placements
@@ -118,19 +119,17 @@ class Engine:
         self.sends_always = self.layout.buffers == "always"
         self.schedule = Schedule(self, self.units, self.gradients, self.reduction, parts.saved, comm, precision)
         self.schedule.backward.hook_gradients()
+        for unit in self.units:
+            if unit.recomputed:
+                recompute(unit, self.schedule)
         whole = not self.placements.optimizer or not self.partition.cut_tensors()
         parts_of_a_step = self.buffers, self.gradients, self.schedule, self.finite
         self.bindings: list[Binding] = []
         for number, each in enumerate(optimizers):
             self.bindings.append(Binding(self, each, number, *parts_of_a_step, whole=whole, by_bucket=by_bucket(each)))
         self._structure = Structure(model)
-        self._sending: dict[str, Tensor] = {}  # buffers, before a forward that trains
-        self._source = 0  # the rank whose buffers count
-        self._content = Contents()  # of buffers that are made of several tensors
-        self._now: dict[str, Any] = {}  # what `_alike` has found, and what of it was alike when it last met the others
-        self._found: dict[str, Any] = {}
+        self.comparing = Alike(model, self.managed, self.group, self.layout)
         self._known = self._traits()
-        self._wrote = self._writes()
         for unit in self.units:
             unit.module.__dict__["__reduce_ex__"] = refuse_copy  # what deepcopy, pickle and torch.save ask first
         if self.schedule.releases:
@@ -176,44 +175,14 @@ class Engine:
         around = nn.parallel.DistributedDataParallel._active_ddp_module
         if around is not None:
             refuse_wrapper(type(around).__name__, "around the sharded model")
-        self._found |= self._now
-        self._wrote = self._writes()
+        self.comparing.met()
         self._notice_edits_of_structure(called=True)
         if training:
-            self.broadcast_buffers()
+            self.comparing.send_buffers()
 
     def alike(self, training: bool) -> tuple[int, Callable[[], str]]:
         """A digest of what every rank must have alike in a forward; in words, what of it is not as it was."""
-        if self.group.ranks == 1:
-            return 0, str
-        with torch._C.DisableTorchFunctionSubclass():
-            now: dict[str, Any] = {"frozen": [each.name for each in self.managed if not each.param.requires_grad]}
-        now["edited"] = self._edited_here()
-        named = self.model.named_buffers() if training and self.layout.buffers != "local" else ()
-        self._sending = {}
-        for name, tensor in named:
-            if not dense(tensor):
-                now[name] = self._content.of(tensor)
-            elif tensor.numel() and not tensor.is_meta:
-                self._sending[name] = tensor
-                now[name] = tuple(tensor.shape), tensor.dtype
-        self._now, found = now, self._found
-        return zlib.crc32(repr(now).encode()), lambda: str({key: now[key] for key in now if now[key] != found.get(key)})
-
-    def _edited_here(self) -> list[str]:
-        """Parameters of which this rank's own copy was written to by the program since ranks last agreed on that."""
-        asked = zip(self.managed, self._writes(), self._wrote, strict=True)
-        return [record.name for record, writes, before in asked if writes != before]
-
-    def _writes(self) -> list[int]:
-        """How often each parameter that every rank holds was written to by the program and not by the engine."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return [
-                record.param._version - buffer.generation
-                if (buffer := record.param._zeroshard.buffer).resident  # type: ignore[attr-defined]
-                else 0
-                for record in self.managed
-            ]
+        return self.comparing.digest(training)
 
     def before_step(self) -> None:
         """Of the model, and of the optimizers' groups."""
@@ -315,19 +284,6 @@ class Engine:
         for binding in self.bindings:
             binding.adopt()
 
-    def broadcast_buffers(self) -> None:
-        """Rank 0's to all (in `join` those of a rank that has a batch). Equal ones are not written, so autograd's
-        versions stay."""
-        sending, self._sending = self._sending, {}
-        if not sending:
-            return
-        with torch.inference_mode(False), torch.no_grad():
-            own = [as_bytes(tensor) for tensor in sending.values()]
-            raw = torch.cat(own)
-            self.group.broadcast(raw, self._source)
-            for tensor, theirs in zip(sending.values(), raw.split([each.numel() for each in own]), strict=True):
-                write_bytes(tensor, theirs)
-
     # --- on request -------------------------------------------------------------------------------------------------
 
     def join(self, batches: Iterable[Batch]) -> Iterator[Batch]:
@@ -343,8 +299,8 @@ class Engine:
                     told = self.group.poll("joining", self.group.number("joining"), batch is not none, last is not none)
                     having = [rank for rank, (has, _) in enumerate(told) if has]
                     if not having:
-                        self.alike(True)
-                        self.broadcast_buffers()
+                        self.comparing.digest(True)
+                        self.comparing.send_buffers()
                         return
                 if empty := [f"rank {rank}" for rank, (_, had) in enumerate(told) if not had]:
                     raise StateError(
@@ -353,11 +309,11 @@ class Engine:
                         expected="one batch or more on every rank",
                         instead="divide the data so that every rank has some",
                     )
-                self._source, self.reduction.silent = having[0], batch is none
+                self.comparing.source, self.reduction.silent = having[0], batch is none
                 yield last
                 self.reduction.silent = False
         finally:
-            self._source, self.reduction.silent = 0, False
+            self.comparing.source, self.reduction.silent = 0, False
 
     @contextlib.contextmanager
     def gathered(self, *what: nn.Module | str, write_from: int | None = None) -> Iterator[None]:
@@ -368,7 +324,7 @@ class Engine:
         if in_backward():
             instead = "touch the parameter, or gather before backward"
             raise StateError("gathered() inside backward cannot be answered", instead=instead)
-        units = self.units_of(what)
+        units = units_named(self.model, self.managed, self.units, what)
         self.refuse_within()
         self.schedule.recover()
         which = zlib.crc32(repr([unit.index for unit in units]).encode())
@@ -419,32 +375,7 @@ class Engine:
                 # Whatever each rank did to its copy, the owner's edit of every element is the one that counts.
                 buffer.publish().wait()
         self.group.torn = ""
-        self._wrote = self._writes()
-
-    def units_of(self, what: Sequence[nn.Module | str]) -> list[Unit]:
-        if not what:
-            return list(self.units)
-        index = {id(record.param): record.unit for record in self.managed}
-        names = {name: record.unit for record in self.managed for name in record.names}
-        modules = dict(self.model.named_modules())
-        found: set[int] = set()
-        for item in what:
-            if isinstance(item, str):
-                hits = {unit for name, unit in names.items() if fnmatch.fnmatchcase(name, item)}
-                if item in modules:
-                    hits |= {index[id(param)] for param in modules[item].parameters() if id(param) in index}
-                if not hits:
-                    instead = nearest(item, [*names, *modules])
-                    raise UserError("no parameter or module of that name", got=repr(item), instead=instead)
-                found |= hits
-            elif isinstance(item, nn.Module):
-                found |= {index[id(param)] for param in item.parameters() if id(param) in index}
-            elif isinstance(item, nn.Parameter) and id(item) in index:
-                found.add(index[id(item)])
-            else:
-                instead = 'zero.gathered(model.head), or zero.gathered("head.weight")'
-                raise UserError("gathered() takes modules and names", got=type(item).__name__, instead=instead)
-        return [self.units[unit] for unit in sorted(found)]
+        self.comparing.written()
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -478,7 +409,7 @@ class Engine:
     def loaded(self) -> None:
         """All ranks hold the weights of one step, whatever they held."""
         self.group.torn, self.group.progress.steps = "", self._furthest
-        self._wrote = self._writes()
+        self.comparing.written()
         self.gradients.hide(self.gradients.entries)
         for unit in self.units:
             unit.release()

@@ -22,7 +22,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.checkpoint import checkpoint
 
 from ..errors import PeerError, ReleasedError, StateError, TierError
 from ..events import Event, ends
@@ -136,41 +135,6 @@ class Schedule:
                 unit.module.register_forward_pre_hook(cast, prepend=True, with_kwargs=True)
             unit.module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
             unit.module.register_forward_hook(leave, always_call=True)
-            if unit.recomputed:
-                unit.module.forward = self._recomputing(unit)
-
-    def _recomputing(self, unit: Unit) -> Callable[..., Any]:
-        """The unit's forward, of which backward computes again what it needs."""
-        forward, begin, end = unit.module.forward, weak(self._begin_segment, unit), weak(self._end_segment, unit)
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            entered = begin()
-            try:
-                return forward(*args, **kwargs)
-            finally:
-                end(entered)
-
-        def again(*args: Any, **kwargs: Any) -> Any:
-            return checkpoint(run, *args, use_reentrant=False, **kwargs)
-
-        return torch.compiler.disable(again)  # type: ignore[no-any-return]
-
-    def _begin_segment(self, unit: Unit) -> bool | None:
-        """Has this entered the unit? Else, has it put our hooks above torch's, which would keep weights? (None: no)"""
-        if in_backward() and not (self._frames and self._frames[-1].unit is unit):
-            try:
-                self.enter(unit, unit.module, (), {})  # torch runs the segment again, and not the module with its hooks
-            except BaseException:
-                self._end_segment(unit, True)
-                raise
-            return True
-        return False if self.releases and self.saved.push() else None
-
-    def _end_segment(self, unit: Unit, entered: bool | None) -> None:
-        if entered:
-            self.leave(unit, unit.module, (), None)
-        elif entered is not None:
-            self.saved.pop()
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
@@ -315,6 +279,10 @@ class Schedule:
             if unit.pinned:
                 for buffer in unit.released:
                     buffer.follow_edits()
+
+    def inside(self, unit: Unit) -> bool:
+        """Is the innermost running forward this unit's?"""
+        return bool(self._frames) and self._frames[-1].unit is unit
 
     # --- touches and saved weights ----------------------------------------------------------------------------------
 

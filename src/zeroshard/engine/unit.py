@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -296,6 +296,35 @@ def materialise(
             init(module)
         if recurrent:
             module._init_flat_weights()  # type: ignore[operator]
+
+
+def units_named(
+    model: nn.Module, managed: Sequence[Managed], units: Sequence[Unit], what: Sequence[nn.Module | str]
+) -> list[Unit]:
+    """The units of modules, or of names of modules and parameters (`*` is anything), or all of them."""
+    if not what:
+        return list(units)
+    index = {id(record.param): record.unit for record in managed}
+    names = {name: record.unit for record in managed for name in record.names}
+    modules = dict(model.named_modules())
+    found: set[int] = set()
+    for item in what:
+        if isinstance(item, str):
+            hits = {unit for name, unit in names.items() if fnmatch.fnmatchcase(name, item)}
+            if item in modules:
+                hits |= {index[id(param)] for param in modules[item].parameters() if id(param) in index}
+            if not hits:
+                instead = nearest(item, [*names, *modules])
+                raise UserError("no parameter or module of that name", got=repr(item), instead=instead)
+            found |= hits
+        elif isinstance(item, nn.Module):
+            found |= {index[id(param)] for param in item.parameters() if id(param) in index}
+        elif isinstance(item, nn.Parameter) and id(item) in index:
+            found.add(index[id(item)])
+        else:
+            instead = 'zero.gathered(model.head), or zero.gathered("head.weight")'
+            raise UserError("gathered() takes modules and names", got=type(item).__name__, instead=instead)
+    return [units[unit] for unit in sorted(found)]
 
 
 @contextlib.contextmanager

@@ -1,0 +1,90 @@
+"""What every rank must have alike when a forward begins: what is frozen, what nobody edited, and the model's buffers.
+
+Buffers are sent from one rank to all before forwards that train (`Layout.buffers`); so that the ranks agree on what is
+sent, what they are goes into the digest that all compare when a forward begins.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..layout import Layout
+from ..numerics import as_bytes, dense, write_bytes
+from ..ranks.agreement import Group
+from .preflight import Contents
+from .unit import Managed
+
+
+class Alike:
+    """This rank's part of it."""
+
+    def __init__(self, model: nn.Module, managed: list[Managed], group: Group, layout: Layout) -> None:
+        self.source = 0  # the rank whose buffers count
+        self._model = model
+        self._managed = managed
+        self._group = group
+        self._layout = layout
+        self._sending: dict[str, Tensor] = {}  # buffers, before a forward that trains
+        self._content = Contents()  # of buffers that are made of several tensors
+        self._now: dict[str, Any] = {}  # what `digest` has found, and what of it was alike when it last met the others
+        self._found: dict[str, Any] = {}
+        self.written()
+
+    def digest(self, training: bool) -> tuple[int, Callable[[], str]]:
+        """Of all that must be alike; in words, what of it is not as it was."""
+        if self._group.ranks == 1:
+            return 0, str
+        with torch._C.DisableTorchFunctionSubclass():
+            now: dict[str, Any] = {"frozen": [each.name for each in self._managed if not each.param.requires_grad]}
+        now["edited"] = self._edited_here()
+        named = self._model.named_buffers() if training and self._layout.buffers != "local" else ()
+        self._sending = {}
+        for name, tensor in named:
+            if not dense(tensor):
+                now[name] = self._content.of(tensor)
+            elif tensor.numel() and not tensor.is_meta:
+                self._sending[name] = tensor
+                now[name] = tuple(tensor.shape), tensor.dtype
+        self._now, found = now, self._found
+        return zlib.crc32(repr(now).encode()), lambda: str({key: now[key] for key in now if now[key] != found.get(key)})
+
+    def met(self) -> None:
+        """All ranks have found the same."""
+        self._found |= self._now
+        self.written()
+
+    def written(self) -> None:
+        """What was written to parameters so far, every rank has."""
+        self._wrote = self._writes()
+
+    def _edited_here(self) -> list[str]:
+        """Parameters of which this rank's own copy was written to by the program since ranks last agreed on that."""
+        asked = zip(self._managed, self._writes(), self._wrote, strict=True)
+        return [record.name for record, writes, before in asked if writes != before]
+
+    def _writes(self) -> list[int]:
+        """How often each parameter that every rank holds was written to by the program and not by the engine."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return [
+                record.param._version - buffer.generation
+                if (buffer := record.param._zeroshard.buffer).resident  # type: ignore[attr-defined]
+                else 0
+                for record in self._managed
+            ]
+
+    def send_buffers(self) -> None:
+        """The source's to all. Equal ones are not written, so autograd's versions stay."""
+        sending, self._sending = self._sending, {}
+        if not sending:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            own = [as_bytes(tensor) for tensor in sending.values()]
+            raw = torch.cat(own)
+            self._group.broadcast(raw, self.source)
+            for tensor, theirs in zip(sending.values(), raw.split([each.numel() for each in own]), strict=True):
+                write_bytes(tensor, theirs)

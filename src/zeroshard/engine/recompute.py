@@ -1,0 +1,62 @@
+"""`Layout.recompute`: backward computes again what a unit's forward did not save, by torch's own checkpoint."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from .backward import in_backward
+from .guard import outside
+from .schedule import Schedule
+from .unit import Unit
+
+
+def recompute(unit: Unit, schedule: Schedule) -> None:
+    """Put a checkpoint around the unit's forward, inside its hooks."""
+    forward, segment = unit.module.forward, _Segment(unit, schedule)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        entered = segment.begin()
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            segment.end(entered)
+
+    def again(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(run, *args, use_reentrant=False, **kwargs)
+
+    unit.module.forward = torch.compiler.disable(again)
+
+
+class _Segment:
+    """What torch runs twice. The module refers to it: it must not keep the engine alive."""
+
+    def __init__(self, unit: Unit, schedule: Schedule) -> None:
+        self._unit = unit
+        self._schedule = weakref.ref(schedule)
+
+    @outside
+    def begin(self) -> bool | None:
+        """Has this entered the unit? Else, has it put our hooks above torch's, which would keep weights? (None: no)"""
+        schedule, unit = self._schedule(), self._unit
+        if schedule is None:
+            return None
+        if in_backward() and not schedule.inside(unit):
+            try:
+                schedule.enter(unit, unit.module, (), {})  # torch runs this again, and not the module with its hooks
+            except BaseException:
+                self.end(True)
+                raise
+            return True
+        return False if schedule.releases and schedule.saved.push() else None
+
+    @outside
+    def end(self, entered: bool | None) -> None:
+        schedule = self._schedule()
+        if schedule is not None and entered:
+            schedule.leave(self._unit, self._unit.module, (), None)
+        elif schedule is not None and entered is not None:
+            schedule.saved.pop()

@@ -20,7 +20,7 @@ ORDER = (
     "engine/accumulator.py", "engine/sharded_grad.py", "engine/gradient.py", "engine/finite.py",
     "engine/pending.py", "engine/reduction.py",
     "engine/script.py", "engine/backward.py", "engine/schedule.py", "engine/recompute.py",
-    "engine/fragment.py", "engine/averages.py", "engine/options.py", "engine/optim.py",
+    "engine/fragment.py", "engine/averages.py", "engine/options.py", "engine/hooks.py", "engine/optim.py",
     "engine/accepted.py", "engine/preflight.py", "engine/alike.py", "engine/undo.py", "engine/assembly.py",
     "checkpoint/staging.py", "checkpoint/files.py", "checkpoint/manifest.py", "checkpoint/content.py",
     "checkpoint/replicas.py", "checkpoint/saving.py", "checkpoint/loading.py",

@@ -23,13 +23,13 @@ from .checkpoint.files import absolute
 from .checkpoint.saving import Saving
 from .engine.accepted import unwrapped
 from .engine.finite import Finding
-from .engine.guard import refuse_inside
+from .engine.guard import refuse_copy, refuse_inside
 from .errors import StateError, UserError, nearest
 from .events import Event, Ledger, Record
 from .layout import Bucket, Layout, Slot
 from .numerics import Precision
 from .ranks.comm import Comm
-from .sharded import COMPARING, Engine, refuse_copy
+from .sharded import COMPARING, Engine
 from .stage import Placements, seat
 from .tiers.nvme import NvmeTier
 from .tiers.tier import Offload

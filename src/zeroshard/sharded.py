@@ -12,7 +12,7 @@ import logging
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ from .engine.backward import in_backward
 from .engine.buffer import Buffer
 from .engine.finite import Finite
 from .engine.gradient import Gradients
-from .engine.guard import Guarded, cover_constructors
+from .engine.guard import cover_constructors, refuse_copy, refuse_load, refuse_state_dict
 from .engine.optim import Binding
 from .engine.preflight import Structure, refuse_wrapper
 from .engine.recompute import recompute
@@ -136,8 +136,8 @@ class Engine:
             cover_constructors()
         if self.placements.parameters:
             for unit in self.units:
-                unit.module.register_state_dict_pre_hook(_refuse_state_dict)
-                unit.module.register_load_state_dict_pre_hook(_refuse_load)
+                unit.module.register_state_dict_pre_hook(refuse_state_dict)
+                unit.module.register_load_state_dict_pre_hook(refuse_load)
         elif self.placements.optimizer:
             refuse = weakref.WeakMethod(self._refuse_mixture)
             for unit in self.units:
@@ -421,28 +421,7 @@ def _digest(units: list[Unit]) -> int:
     return zlib.crc32(repr(found).encode())
 
 
-def refuse_copy(protocol: Any) -> NoReturn:
-    raise StateError(
-        "a sharded model cannot be copied or pickled",
-        instead="copy it before shard(...), or, for its weights alone, with zero.gathered(): model.state_dict()",
-    )
-
-
 def _call_if_alive(method: weakref.WeakMethod[Callable[..., None]], *args: Any) -> None:
     call = method()
     if call is not None:
         call(*args)
-
-
-def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    _refuse(module, "state_dict() of a sharded model would hold nothing", "model.state_dict()")
-
-
-def _refuse_load(module: nn.Module, *_: Any) -> None:
-    _refuse(module, "load_state_dict() into a sharded model would change nothing", "model.load_state_dict(state)")
-
-
-def _refuse(module: nn.Module, what: str, call: str) -> None:
-    if any(isinstance(param, Guarded) for param in module.parameters()):
-        instead = f"with zero.gathered(): {call}   (on every rank)"
-        raise StateError(what, where=f"module {type(module).__name__}", instead=instead)

@@ -26,7 +26,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -409,3 +409,24 @@ def weak(method: Callable[..., Any], *args: Any, inside: bool = False) -> Callab
         return None if owner is None else function(owner, *args, *given)
 
     return hook if inside else outside(hook)
+
+
+def refuse_copy(protocol: Any) -> NoReturn:
+    raise StateError(
+        "a sharded model cannot be copied or pickled",
+        instead="copy it before shard(...), or, for its weights alone, with zero.gathered(): model.state_dict()",
+    )
+
+
+def refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    _refuse(module, "state_dict() of a sharded model would hold nothing", "model.state_dict()")
+
+
+def refuse_load(module: nn.Module, *_: Any) -> None:
+    _refuse(module, "load_state_dict() into a sharded model would change nothing", "model.load_state_dict(state)")
+
+
+def _refuse(module: nn.Module, what: str, call: str) -> None:
+    if any(isinstance(param, Guarded) for param in module.parameters()):
+        instead = f"with zero.gathered(): {call}   (on every rank)"
+        raise StateError(what, where=f"module {type(module).__name__}", instead=instead)

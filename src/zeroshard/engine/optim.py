@@ -12,7 +12,6 @@ user's class (schedulers and scalers hold the object they were given).
 from __future__ import annotations
 
 import functools
-import inspect
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -30,6 +29,7 @@ from .buffer import Buffer, Place
 from .finite import Finite
 from .fragment import Fragment, Member, Shapes, States, fixed_shapes
 from .gradient import Gradients
+from .hooks import closure_at, hook_steps, refuse_alone, stay_last
 from .options import Options, same
 from .schedule import Schedule
 
@@ -93,26 +93,14 @@ class Binding:
         self._bound_now = False  # has it got its gradients? With a closure it gets them when that was called
         self.states = States(optimizer, number, finite.group)
         self.adopt(broadcast_state=True)
-        _hook_steps(type(optimizer))
-        self._stay_last(optimizer, optimizer.register_step_pre_hook(self._before).id)
+        hook_steps(type(optimizer))
+        stay_last(optimizer, optimizer.register_step_pre_hook(self._before).id)
         handle = optimizer.register_step_post_hook(self._after)
         # The user's post hooks, also earlier ones, see the updated parameters.
         optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
-        optimizer.register_state_dict_pre_hook(functools.partial(_refuse, "optimizer.state_dict()"))
-        optimizer.register_load_state_dict_pre_hook(functools.partial(_refuse, "optimizer.load_state_dict()"))
+        optimizer.register_state_dict_pre_hook(functools.partial(refuse_alone, "optimizer.state_dict()"))
+        optimizer.register_load_state_dict_pre_hook(functools.partial(refuse_alone, "optimizer.load_state_dict()"))
         optimizer.zero_grad = functools.partial(self._zero_grad, optimizer.zero_grad)  # type: ignore[method-assign]
-
-    @staticmethod
-    def _stay_last(optimizer: Any, ours: int) -> None:
-        # What a pre hook of the user's does to gradients, weights or the closure counts, also when registered later.
-        register = optimizer.register_step_pre_hook
-
-        def register_before_ours(hook: Any) -> Any:
-            handle = register(hook)
-            optimizer._optimizer_step_pre_hooks.move_to_end(ours)
-            return handle
-
-        optimizer.register_step_pre_hook = register_before_ours
 
     # --- fragments in place of parameters ---------------------------------------------------------------------------
 
@@ -246,7 +234,7 @@ class Binding:
         self.group.ledger.end("step")  # of a step that an exception left
         self.group.ledger.begin("step")
         self.gradients.uncalled.discard(self.number)
-        at = self._closure_at(args, kwargs)
+        at = closure_at(optimizer, args, kwargs)
         self._begin()
         if at is None:
             self._bind()
@@ -274,22 +262,6 @@ class Binding:
         if isinstance(at, int):
             return (*args[:at], bound, *args[at + 1 :]), kwargs
         return args, {**kwargs, at: bound}
-
-    def _closure_at(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str | None:
-        """Which argument of this step is a closure: what the optimizer's own `step` calls so, else what can be called.
-
-        Other optimizers' steps take other things, and a closure's place may hold something that is none.
-        """
-        if len(args) == 1 and not kwargs:
-            return None
-        names = list(inspect.signature(type(self.optimizer).step).parameters)
-        if "closure" in kwargs:
-            where: list[int | str] = ["closure"]
-        elif "closure" in names:
-            where = [at for at in [names.index("closure")] if at < len(args)]
-        else:
-            where = [*range(1, len(args)), *kwargs]
-        return next((at for at in where if callable(args[at] if isinstance(at, int) else kwargs[at])), None)
 
     @property
     def stepping(self) -> bool:
@@ -453,19 +425,3 @@ class Binding:
         original(set_to_none=set_to_none)
         if set_to_none:
             self.gradients.hide(self._entries)
-
-
-def _hook_steps(kind: Any) -> None:
-    """As torch does once an optimizer of a class was made: so `super().step()` runs the hooks in any case."""
-    for each in kind.__mro__:
-        step = vars(each).get("step")
-        if each is not torch.optim.Optimizer and step is not None and not getattr(step, "hooked", False):
-            each.step = torch.optim.Optimizer.profile_hook_step(step)
-            each.step.hooked = True
-
-
-def _refuse(what: str, *_: Any) -> None:
-    raise StateError(
-        f"{what} of a sharded optimizer holds only this rank's fragments",
-        instead="zero.save(path) and zero.load(path); with zero.gathered(): model.state_dict() for the weights alone",
-    )

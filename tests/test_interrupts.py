@@ -7,6 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
+from collections import deque
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from zeroshard.digests import digest
 from zeroshard.engine.buffer import Buffer
 from zeroshard.errors import CheckpointError, PeerError, StateError
 from zeroshard.ranks.link import Link
+from zeroshard.ranks.streams import Stream
 from zeroshard.tiers.pool import Pool
 
 LIMITS = {"group_timeout": 100.0, "timeout": 45.0}
@@ -467,3 +469,24 @@ def test_a_disk_that_fills_and_drains(ranks, tmp_path):
         assert reference.first_difference(after, test_lost_ranks.plain_steps(5)) == ""
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+class Through:
+    """A handle of a collective that is through as soon as it is launched."""
+
+    def is_completed(self):
+        return True
+
+
+def test_a_collective_that_is_through_and_pruned_before_its_launch_returns():
+    """The garbage collector may run there, and find the end of another model over the same ranks, which prunes."""
+
+    class Pruned(deque):
+        def extend(self, flights):
+            super().extend(flights)
+            stream.prune()
+
+    stream, handle = Stream(None, [0]), Through()
+    stream._flights = Pruned()
+    assert stream.launch(("broadcast",), lambda _: handle, 0) is handle
+    assert (stream.count, stream.last) == (1, [("broadcast",)])

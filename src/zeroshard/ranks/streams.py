@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import tee
 from typing import Any
 
 KEPT = 2048  # collectives that a rank remembers in each stream: others may be so far behind
@@ -54,8 +55,10 @@ class Stream:
     def launch(self, what: Launch, call: Callable[..., Any], *args: Any) -> Any:
         """Launch one: `call` is a function of C, so that no signal comes between it and its number."""
         self.prune()
-        self._flights.extend(zip((self.count + 1,), (what,), map(call, *([arg] for arg in args)), strict=True))
-        return self._flights[-1][2]
+        flights, mine = tee(zip((self.count + 1,), (what,), map(call, *([arg] for arg in args)), strict=True))
+        self._flights.extend(flights)
+        # By now it may be through, and pruned: by another thread, or where a model's end is noticed right here.
+        return next(mine)[2]
 
     def prune(self) -> None:
         """Let go of the handles of what is through, and of the memory that these hold."""

@@ -184,7 +184,14 @@ def wake(pid_file: Path, after: float) -> None:
 
 
 @pytest.mark.row(2)
-@pytest.mark.parametrize(("stage", "where"), [(3, "forward"), pytest.param(1, "backward", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("stage", "where"),
+    [
+        (3, "forward"),
+        pytest.param(1, "backward", marks=pytest.mark.slow),
+        pytest.param(2, "save", marks=pytest.mark.full),  # which waits for as long as it takes for ranks that write
+    ],
+)
 def test_a_stopped_rank_is_named_and_harms_nothing_when_it_wakes(ranks, tmp_path, stage, where):
     """Within the time-out and two seconds the others say who is silent; once awake it is told that it was lost."""
     waker = threading.Thread(target=wake, args=(tmp_path / "pid1", 7.0))

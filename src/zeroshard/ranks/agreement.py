@@ -309,7 +309,7 @@ class Group:
         """The same ranks with a control group of their own, for a save; `behind` the training it is a thread's.
 
         Collective where it is made, the first time. Nothing else orders it, and it waits half an hour at least: ranks
-        may take very different times to write.
+        may take very different times to write. One that cannot be asked is named at the time-out all the same.
         """
         return self
 

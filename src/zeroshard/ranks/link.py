@@ -46,6 +46,7 @@ class Link:
         self.process = os.getpid()
         self.backend = str(dist.get_backend(groups.gathers.group))
         self.behind = False  # does a thread behind the training use it? That has no interrupts, and hears of none
+        self.saves = False  # is it for a save, in which ranks write for as long as they need?
         self.engine = groups.number()  # models sharded over one group are told apart by the order of their making
         self._weak = weakref.ref(self)
 
@@ -89,6 +90,7 @@ class Link:
             prune(self.groups.streams)
 
     def _wait_in_slices(self, handle: Any, *, levelling: bool = False) -> None:
+        asked, silent = time.monotonic(), set[int]()
         for slices in itertools.count(1):
             try:
                 handle.wait(SLICE)
@@ -101,6 +103,11 @@ class Link:
                     return
                 if self.groups.watch.alarm or self.lost:
                     raise self._loss(error) from error
+                if self.saves and time.monotonic() > asked + self.groups.limit / 2:
+                    unheard = {*self.groups.watch.blame()}  # whoever writes answers; who never does cannot be reached
+                    if unheard & silent:
+                        raise self._loss(error) from error
+                    asked, silent = time.monotonic(), unheard
             # Not at once: of an exception that all ranks raise alike a slower rank comes to its own, since others have
             # launched all that it waits for until then. A wait that does not end is for what nobody will launch.
             if not levelling and (slices >= PATIENT or self.interrupted):

@@ -311,7 +311,7 @@ class ProcessGroup(Group):
         other._stream = self._groups.apart()
         other._axes = [other._stream]
         other._link = copy.copy(self._link)
-        other._link.behind = behind
+        other._link.behind, other._link.saves = behind, True
         other._link.progress = other.progress = copy.copy(self.progress)
         return other
 

@@ -44,9 +44,11 @@ def start(settings: Comm, device: torch.device) -> None:
 
     def finish() -> None:
         # A gloo process that leaves right after its last collective can abort peers that still read from it. But one
-        # that an exception ends must not wait for peers that wait for it: then its own error is what they need.
+        # that an exception ends must not wait for peers that wait for it: then its own error is what they need. Nor one
+        # that has lost a peer: the store may be where it cannot be reached, and answers no question in time then.
         if os.getpid() == process and dist.is_initialized():  # a fork's connections are its parent's
-            if dist.get_backend() == "gloo" and not hasattr(sys, "last_value"):
+            lost = any(groups.loss is not None for made in _made.values() for groups in made.values())
+            if dist.get_backend() == "gloo" and not lost and not hasattr(sys, "last_value"):
                 with contextlib.suppress(RuntimeError):  # a peer is gone already; its own error says more
                     _leave_together()
             dist.destroy_process_group()

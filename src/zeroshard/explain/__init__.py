@@ -15,5 +15,6 @@ What is made of them, and of any run, for the page; the words are those of `web/
     run              a run of the user's, from all ranks or from a folder; `shape` checks the latter
     observe          looking into a small run while it happens, on a clock of ticks
     walk260, walk4, walk_layers, overview       one walkthrough each: run it on two ranks, tell it
+    run260, words260                            of the first: what each rank sees, and what is said of it
     build            `python -m zeroshard.explain.build` writes walkthroughs.json
 """

@@ -23,9 +23,9 @@ TARGET = Path(__file__).with_name("walkthroughs.json")
 
 def capture() -> dict[str, Any]:
     """What one rank contributes. Collective, on two ranks; JSON-able."""
-    from . import walk4, walk260, walk_layers
+    from . import run260, walk4, walk_layers
 
-    return {"transformer": walk260.capture(), "four": walk4.capture(), "layers": walk_layers.capture()}
+    return {"transformer": run260.capture(), "four": walk4.capture(), "layers": walk_layers.capture()}
 
 
 def profiled() -> dict[str, Any]:

@@ -10,7 +10,8 @@ from ..planner import closed, traffic
 from ..planner.quantities import number, plain
 from ..planner.recipes import PRESETS
 from ..stage import STAGES
-from .walk260 import STEPS, by_stage, digest, plain_weights
+from .run260 import STEPS, digest, plain_weights
+from .walk260 import by_stage
 
 PAPER = PRESETS["paper"]
 RANKS_SHOWN = (2, 8, 64, 1024)
@@ -33,7 +34,7 @@ TIERS: tuple[tuple[str, int, dict[str, str], str], ...] = (
 
 
 def assemble(transformer: dict[str, Any], ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The `Overview` document; `transformer`: that document; `ranks`: what `walk260.capture` returned on each rank."""
+    """The `Overview` document; `transformer`: that document; `ranks`: what `run260.capture` returned on each rank."""
     trained = by_stage(ranks[0]["trained"])
     plain = plain_weights()
     return {

@@ -1,12 +1,11 @@
 """One step of the 260-parameter transformer at every stage, run on two ranks and told in the words of `web/DATA.md`.
 
-`capture` runs on each rank and returns what JSON can hold; `assemble` puts the ranks together, and refuses to where the
-stages do not agree in every bit.
+`run260.capture` runs on each rank and returns what JSON can hold. `assemble` puts the ranks together, and refuses to
+where the stages do not agree in every bit.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,199 +13,16 @@ import torch
 
 import zeroshard
 
-from ..cli.reference import accumulate
-from ..engine.reduction import UNHURRIED
 from ..layout import Layout
-from ..numerics import Precision
-from ..planner import predict_states, traffic
 from ..planner.recipes import PRESETS
-from ..planner.simulate import STEPS as SETTLED
 from ..stage import STAGES
 from . import transformer260
-from .document import matrix, numbers, plain
+from .document import matrix
 from .frames import backward_frames
-from .observe import Observer, ticking
-from .recording import layout_json, peak_of, together, traffic_of
+from .recording import peak_of, together, traffic_of
+from .run260 import GROUPINGS, LEARNING_RATE, STEPS, plain_weights
 from .transformer260 import TENSORS
-
-MODULES = ("norm1", "attention", "norm2", "feed_forward", "head")
-BY_MODULE = Layout(bounds="model", align=1, units=MODULES)
-SINGLY = Layout(bounds="model", align=1, bucket_mib=2.0**-20)  # a limit of one byte: every tensor has its own bucket
-GROUPINGS = {"tensor": SINGLY, "module": BY_MODULE}
-BF16 = Precision(param_dtype=torch.bfloat16, grad_dtype=torch.bfloat16, store_params=True)  # as the texts count
-LEARNING_RATE = 1e-3
-STEPS = 2  # of the comparison with plain PyTorch
-
-TITLES = {
-    "start": "Before the step",
-    "forward": "Forward",
-    "backward": "Backward, with its reductions",
-    "gathered gradients": "The averages go to every rank",
-    "stepped": "Adam",
-    "gathered parameters": "The new parameters go to every rank",
-    "rest": "After the step",
-}
-
-
-def capture() -> dict[str, Any]:
-    """All runs of this rank. Collective, on two ranks."""
-    return {
-        "bf16": {stage: observed_step(stage, BF16, torch.float32, BY_MODULE) for stage in STAGES},
-        "float64": {stage: observed_step(stage, Precision(), torch.float64, BY_MODULE) for stage in STAGES},
-        "singly": observed_step(2, BF16, torch.float32, SINGLY),
-        "trained": {stage: trained(stage) for stage in STAGES},
-        "unsent": unsent(),
-        "later": {stage: later(stage) for stage in STAGES},
-    }
-
-
-def later(stage: int) -> dict[str, Any]:
-    """The most this rank holds in each phase from the second step on: Adam has m and v, gathers run ahead of use."""
-    rank = torch.distributed.get_rank()
-    model = transformer260.Transformer260()
-    transformer260.inject(model, rank)
-    optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
-    zero = zeroshard.shard(model, optimizer, stage=stage, precision=BF16, layout=BY_MODULE)
-    zero._engine.reduction.patience = UNHURRIED
-    batch = transformer260.batches(torch.bfloat16)[rank]
-    for _ in range(SETTLED):  # no phase of the first step holds as much as the same phase later
-        transformer260.loss(model, batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    found = zero.ledger().phases
-    return {
-        phase: {"total": found[phase].total, "held": found[phase].held} for phase in ("forward", "backward", "step")
-    }
-
-
-def unsent() -> dict[str, Any]:
-    """After a backward under `no_sync` at stage 1: what this rank has of its own gradients, and what it has sent."""
-    rank = torch.distributed.get_rank()
-    model = transformer260.Transformer260()
-    transformer260.inject(model, rank)
-    own: dict[str, Any] = {}
-    for name, parameter in model.named_parameters():
-        parameter.register_hook(lambda gradient, name=name: own.__setitem__(name, numbers(gradient)))
-    zero = zeroshard.shard(model, torch.optim.Adam(model.parameters()), stage=1, precision=BF16, layout=BY_MODULE)
-    with zero.no_sync():
-        transformer260.loss(model, transformer260.batches(torch.bfloat16)[rank]).backward()
-        ledger = zero.ledger()
-        sums = [accumulator.sum for accumulator in zero._engine.gradients.accumulators]
-        held = [value for each in sums for value in numbers(each.tensor)]
-    assert held == [value for entry in TENSORS for value in own[entry.name]]
-    moved = ledger.traffic.get("reduce")
-    return {
-        "elements": len(held),
-        "gradients": ledger.held["gradients"],
-        "beside": ledger.held.get("reduce", 0),
-        "sent": moved.sent if moved else 0,
-    }
-
-
-def observed_step(stage: int, precision: Precision, dtype: torch.dtype, layout: Layout) -> dict[str, Any]:
-    """One step with the texts' gradients of W_q, looked at before, between and after its phases."""
-    with ticking():
-        rank = torch.distributed.get_rank()
-        model = transformer260.Transformer260(dtype)
-        transformer260.inject(model, rank)
-        gradients: dict[str, list[Any]] = {}
-        for name, parameter in model.named_parameters():
-            parameter.register_hook(lambda gradient, name=name: gradients.__setitem__(name, numbers(gradient)))
-        before = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-        optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
-        zero = zeroshard.shard(model, optimizer, stage=stage, precision=precision, layout=layout)
-        observer = Observer(zero)
-        batch = transformer260.batches(precision.param(dtype))[rank]
-
-        observer.look("start")
-        trace = model(batch.x)
-        loss = torch.nn.functional.cross_entropy(trace.logits, batch.targets)
-        observer.look("forward")
-        loss.backward()
-        observer.look("backward")
-        sums = [numbers(accumulator.sum.own) for accumulator in zero._engine.gradients.accumulators]
-        with observer.watching_gathers():
-            optimizer.step()
-        observer.land()
-        observer.look("gathered parameters" if "stepped" in observer.seen else "stepped")
-        averages = [numbers(accumulator.sum.own) for accumulator in zero._engine.gradients.accumulators]
-        optimizer.zero_grad()
-        observer.look("rest")
-
-        told = observer.told()
-        held = {state: nbytes for state, nbytes in zero.ledger().held.items() if nbytes}
-        kept = _kept(zero, optimizer)
-        dtypes = zero.dtypes(zero.partition.buckets[0])
-        with zero.gathered():
-            after = [value for parameter in model.parameters() for value in numbers(parameter)]
-        return {
-            "told": told,
-            "held": held,
-            "predicted": predict_states(zero),
-            "layout": layout_json(zero.partition, told["unit_names"]),
-            "shards": [bucket.shard(rank) for bucket in zero.partition.buckets],
-            "forward": {name: matrix(value) for name, value in trace._asdict().items()} | {"loss": plain(loss.item())},
-            "gradients": [value for entry in TENSORS for value in gradients[entry.name]],
-            "sums": sums,
-            "averages": averages,
-            "before": numbers(before),
-            "after": after,
-            "kept": kept,
-            "dtypes": {
-                "parameters": _name(dtypes.param), "gradients": _name(dtypes.grad), "master": _name(dtypes.master)
-            },
-        }  # fmt: skip
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _kept(zero: zeroshard.Zero, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Of every fragment that this rank updates: its name, its elements, m, v and the new master."""
-    found = []
-    for fragment in zero._engine.bindings[0].fragments:
-        if fragment.param.numel():
-            part = fragment.slot.within(*fragment.buffer.updated)
-            state = optimizer.state[fragment.param]
-            found.append(
-                {
-                    "name": fragment.slot.name, "start": part.start, "master": numbers(fragment.param),
-                    "exp_avg": numbers(state["exp_avg"]), "exp_avg_sq": numbers(state["exp_avg_sq"]),
-                }
-            )  # fmt: skip
-    return found
-
-
-def trained(stage: int) -> list[float]:
-    """The weights after some steps in float64 without injected gradients, to be compared with `plain_weights`."""
-    rank = torch.distributed.get_rank()
-    model = transformer260.Transformer260(torch.float64)
-    optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
-    zero = zeroshard.shard(model, optimizer, stage=stage, layout=BY_MODULE)
-    batch = transformer260.batches(torch.float64)[rank]
-    for _ in range(STEPS):
-        transformer260.loss(model, batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    with zero.gathered():
-        return [value for parameter in model.parameters() for value in parameter.detach().flatten().tolist()]
-
-
-def plain_weights() -> list[float]:
-    """The same steps in one process without zeroshard: both micro-batches added up in order, divided once."""
-    model = transformer260.Transformer260(torch.float64)
-    optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
-    batches = transformer260.batches(torch.float64)
-    accumulate(model, optimizer, lambda step, index: batches[index], transformer260.loss, len(batches), steps=STEPS)
-    return [value for parameter in model.parameters() for value in parameter.detach().flatten().tolist()]
-
-
-def digest(weights: Sequence[float]) -> str:
-    return hashlib.sha256(torch.tensor(weights, dtype=torch.float64).numpy().tobytes()).hexdigest()
-
-
-# ------------------------------------------------------------------------------------------------ of both ranks
+from .words260 import TITLES, corrections, says
 
 
 def assemble(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -228,7 +44,6 @@ def assemble(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     difference = max(
         abs(a - b) for rank in trained_at for stage in STAGES for a, b in zip(rank[stage], plain_result, strict=True)
     )
-    batches = transformer260.batches(torch.float64)
     return {
         "title": "260 parameters on two ranks",
         "ranks": len(ranks),
@@ -238,27 +53,10 @@ def assemble(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
             "width": transformer260.WIDTH, "heads": transformer260.HEADS, "inner": transformer260.INNER,
             "words": transformer260.WORDS, "tokens": transformer260.TOKENS,
         },
-        "tensors": [
-            {
-                "symbol": entry.symbol, "name": entry.name, "layer": entry.layer, "shape": list(entry.shape),
-                "start": start, "numel": stop - start, "origin": entry.origin,
-                "owners": [
-                    [rank, max(low, start) - start, min(high, stop) - start]
-                    for rank, (low, high) in enumerate(own)
-                    if low < stop and start < high
-                ],
-            }
-            for entry, (start, stop) in zip(TENSORS, starts, strict=True)
-        ],
+        "tensors": _tensors(starts, own),
         "cuts": cuts,
         "optimizer": {"name": "Adam", "lr": LEARNING_RATE, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8},
-        "batches": [
-            {
-                "micro_batch": "AB"[rank], "rank": rank, "x": matrix(batch.x), "x_origin": batch.x_origin,
-                "targets": batch.targets.tolist(), "targets_origin": batch.targets_origin,
-            }
-            for rank, batch in enumerate(batches)
-        ],
+        "batches": _batches(),
         "injected": ["W_q"],
         "runs": values,
         "stages": stages,
@@ -276,8 +74,33 @@ def assemble(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
             )
             if old == new
         ],
-        "corrections": _corrections(values["float64"], values["bf16"], cuts, starts, ranks[0]["unsent"]),
+        "corrections": corrections(values["float64"], values["bf16"], cuts, starts, ranks[0]["unsent"]),
     }  # fmt: skip
+
+
+def _tensors(starts: Sequence[tuple[int, int]], own: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
+    return [
+        {
+            "symbol": entry.symbol, "name": entry.name, "layer": entry.layer, "shape": list(entry.shape),
+            "start": start, "numel": stop - start, "origin": entry.origin,
+            "owners": [
+                [rank, max(low, start) - start, min(high, stop) - start]
+                for rank, (low, high) in enumerate(own)
+                if low < stop and start < high
+            ],
+        }
+        for entry, (start, stop) in zip(TENSORS, starts, strict=True)
+    ]  # fmt: skip
+
+
+def _batches() -> list[dict[str, Any]]:
+    return [
+        {
+            "micro_batch": "AB"[rank], "rank": rank, "x": matrix(batch.x), "x_origin": batch.x_origin,
+            "targets": batch.targets.tolist(), "targets_origin": batch.targets_origin,
+        }
+        for rank, batch in enumerate(transformer260.batches(torch.float64))
+    ]  # fmt: skip
 
 
 def by_stage(found: dict[Any, Any]) -> dict[int, Any]:
@@ -401,7 +224,7 @@ def _moments(
         {
             "key": name,
             "title": TITLES[name],
-            "says": _says(stage, name),
+            "says": says(stage, name),
             "ranks": [
                 _moment(stage, name, rank["told"], ticks[number], names, own[number], own[-1][1], origin, values)
                 for number, rank in enumerate(ranks)
@@ -573,120 +396,3 @@ def _timing(stage: int, rank: dict[str, Any]) -> list[dict[str, Any]]:
             row["logical"] += logical
             row["sent"] += sent
     return list(rows.values())
-
-
-# ----------------------------------------------------------------------------------------------------- in words
-
-
-def _says(stage: int, name: str) -> str:
-    place = STAGES[stage]
-    if name == "start":
-        weights = "its half of the bf16 parameters" if place.parameters else "all parameters in bf16"
-        masters = "of its half" if place.optimizer else "of all of them"
-        return f"Each rank has {weights} and fp32 masters {masters}. Adam has no m and v yet: they begin as zeros."
-    if name == "forward":
-        if place.parameters:
-            return (
-                "Each rank runs its own micro-batch. Before a module computes, its weights are gathered into a buffer "
-                "that has room for all of them, also where a rank owns them all. After it they are released. In this "
-                "first step nothing is gathered ahead. From the second step on the order is known, and the next "
-                "module's weights are prefetched while one computes."
-            )
-        return "Each rank runs the whole model on its own micro-batch. Nothing is sent."
-    if name == "backward":
-        gathers = (
-            " Weights are gathered once more, module by module, and released later than in forward. When a module has "
-            "its gradients, torch still holds its parameters. So a rank keeps the last two modules, and releases one "
-            "when backward asks for the weights of the second module after it, or ends."
-            if place.parameters
-            else ""
-        )
-        keeps = (
-            "What a rank does not own is sent to its owner and not kept."
-            if place.gradients
-            else "The full-size buffer stays: outside its own part a rank has only what its own micro-batch gave."
-        )
-        more = (
-            " In this tiny model stage 2 holds more in backward than stage 1: the buffers of its reductions are larger "
-            "than the gradients that it does not keep."
-            if place.gradients and not place.parameters
-            else ""
-        )
-        return (
-            "As soon as a module has its gradients their reduction starts: each rank receives the other rank's "
-            "gradients for the part it owns, and adds up both in rank order. Up to three reductions are under way at "
-            f"a time. {keeps}{more}{gathers}"
-        )
-    if name == "gathered gradients":
-        return "The sums are divided by the number of ranks, and gathered: every rank is to update everything."
-    if name == "stepped":
-        if not place.optimizer:
-            return "Both ranks update all parameters, and do the same work twice. This is what stage 1 ends."
-        if place.parameters:
-            return (
-                "The sums are divided by the number of ranks, and each rank updates its own part. Nothing has to be "
-                "sent: its shard is all it keeps."
-            )
-        return (
-            "The sums are divided by the number of ranks. Each rank has updated its own part and nothing else. For "
-            "this moment the model is half new and half old, and the halves differ between the ranks."
-        )
-    if name == "gathered parameters":
-        return "Each rank sends its new part to the other. Now both have the whole new model."
-    return "The gradients are cleared; their memory stays reserved for the next backward. m, v and masters stay."
-
-
-def _corrections(
-    exact: dict[str, Any],
-    bf16: dict[str, Any],
-    cuts: Sequence[int],
-    starts: Sequence[tuple[int, int]],
-    unsent: dict[str, Any],
-) -> list[dict[str, str]]:
-    symbols = [entry.symbol for entry in TENSORS]
-    w1, w_q = starts[symbols.index("W1")], starts[symbols.index("W_q")][0]
-    first = cuts[1] - w1[0]
-    trace = exact["forward"][0]
-    sigma, x1, q = (trace[name]["values"] for name in ("sigma", "x1", "q"))
-    row = transformer260.WIDTH
-
-    def listed(values: Sequence[float], digits: int = 4) -> str:
-        return ", ".join(f"{value:.{digits}f}" for value in values)
-
-    def note(text: str, at: str, says: str, right: str) -> dict[str, str]:
-        return {"text": text, "at": at, "says": says, "right": right}
-
-    passes = [sum(traffic.passes(STAGES[stage], accumulate=4)) for stage in (1, 2)]
-    return [
-        note("A", "ownership", "GPU-0: W₁ (first 2 rows), 32 elements; GPU-1: W₁ (rows 3\N{EN DASH}4), 32 elements",
-             f"The cut is at {cuts[1]}, inside W1 at its element {first}: {first} elements (three rows and "
-             f"{first % transformer260.INNER} of the fourth) are rank 0's, {w1[1] - cuts[1]} are rank 1's. The text's "
-             f"own rows add up to {w1[0] + 32} and {cuts[-1] - w1[1] + 32}, not {cuts[1]} and {cuts[2] - cuts[1]}."),
-        note("A", "forward", "\N{GREEK SMALL LETTER SIGMA} = √var ≈ 0.398",
-             f"The population's deviation is {sigma[0]:.5f}."),
-        note("A", "forward", "x₁[0] = [0.565, -1.445, 1.319, -0.439]", f"x1[0] = [{listed(x1[:row])}]"),
-        note("A", "forward", "Q[0] = [0.703, -0.319, ...]", f"Q[0] = [{listed(q[:row])}]"),
-        note("A", "backward", "Step 1: both GPUs now hold 260 gradient values. Step 2: Reduce-Scatter",
-             "Here stage 1 sends its gradients during backward, bucket by bucket, as stage 2 does; the texts put it "
-             f"after. Under no_sync() a rank has all {unsent['elements']} of its own first: {unsent['gradients']} "
-             f"bytes, in the buffer that rests there, {unsent['beside']} beside it, {unsent['sent']} sent."),
-        note("D", "backward", "Peak gradient memory: ~130 values",
-             "130 is what stays. For a moment a rank also has the whole gradients of what is being reduced: see "
-             "the column \"at most\", on both ranks."),
-        note("A", "traffic", "All-reduce: send 520 B + receive 520 B = 1,040 bytes",
-             "Two passes of 520 logical bytes each. A rank sends (N-1)/N of each, 260 bytes; that send + receive "
-             "gives the same 1,040 is an accident of N = 2."),
-        note("D", "traffic", "Identical communication volume",
-             f"For one micro-batch. With four, reduced one by one, it is {passes[1]} passes at stage 2; a stage 1 that "
-             f"adds up first and reduces once takes 2. Here stages 0 to 2 take {passes[0]}, or 2 under no_sync(), "
-             "for which stage 2 takes the full-size gradient buffer that stage 1 has."),
-        note("D", "traffic", "Always use ZeRO-2: the memory savings are free", "For one micro-batch per step, yes."),
-        note("A", "memory", "0.119 in BF16", f"bf16 has no 0.119; the nearest is {bf16['parameters_after'][w_q]!r}."),
-        note("A", "memory", "Master copy of parameter: FP32, 4 bytes",
-             "Its first value is the fp32 weight from before rounding. Seeded from the bf16 copy, "
-             f"{bf16['parameters'][w_q]!r}, the same update gives {bf16['parameters'][w_q] - 1e-3:.6f}."),
-        note("D", "memory", "Averaged gradients: avg_g[0:130], BF16",
-             "Adam does not see that: in the step it gets an fp32 copy, 4 bytes for each element of the bucket it "
-             "updates, which the text's bytes leave out."),
-        note("A", "memory", "ZeRO-1 is the default in DeepSpeed", "Its configuration's default is stage 0: disabled."),
-    ]  # fmt: skip

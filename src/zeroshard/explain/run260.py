@@ -1,0 +1,193 @@
+"""The 260 parameters, trained on two ranks: what each rank sees, at every moment of a step."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+import zeroshard
+
+from ..cli.reference import accumulate
+from ..engine.reduction import UNHURRIED
+from ..layout import Layout
+from ..numerics import Precision
+from ..planner import predict_states
+from ..planner.simulate import STEPS as SETTLED
+from ..stage import STAGES
+from . import transformer260
+from .document import matrix, numbers, plain
+from .observe import Observer, ticking
+from .recording import layout_json
+from .transformer260 import TENSORS
+
+MODULES = ("norm1", "attention", "norm2", "feed_forward", "head")
+BY_MODULE = Layout(bounds="model", align=1, units=MODULES)
+SINGLY = Layout(bounds="model", align=1, bucket_mib=2.0**-20)  # a limit of one byte: every tensor has its own bucket
+GROUPINGS = {"tensor": SINGLY, "module": BY_MODULE}
+BF16 = Precision(param_dtype=torch.bfloat16, grad_dtype=torch.bfloat16, store_params=True)  # as the texts count
+LEARNING_RATE = 1e-3
+STEPS = 2  # of the comparison with plain PyTorch
+
+
+def capture() -> dict[str, Any]:
+    """All runs of this rank. Collective, on two ranks."""
+    return {
+        "bf16": {stage: observed_step(stage, BF16, torch.float32, BY_MODULE) for stage in STAGES},
+        "float64": {stage: observed_step(stage, Precision(), torch.float64, BY_MODULE) for stage in STAGES},
+        "singly": observed_step(2, BF16, torch.float32, SINGLY),
+        "trained": {stage: trained(stage) for stage in STAGES},
+        "unsent": unsent(),
+        "later": {stage: later(stage) for stage in STAGES},
+    }
+
+
+def later(stage: int) -> dict[str, Any]:
+    """The most this rank holds in each phase from the second step on: Adam has m and v, gathers run ahead of use."""
+    rank = torch.distributed.get_rank()
+    model = transformer260.Transformer260()
+    transformer260.inject(model, rank)
+    optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
+    zero = zeroshard.shard(model, optimizer, stage=stage, precision=BF16, layout=BY_MODULE)
+    zero._engine.reduction.patience = UNHURRIED
+    batch = transformer260.batches(torch.bfloat16)[rank]
+    for _ in range(SETTLED):  # no phase of the first step holds as much as the same phase later
+        transformer260.loss(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = zero.ledger().phases
+    return {
+        phase: {"total": found[phase].total, "held": found[phase].held} for phase in ("forward", "backward", "step")
+    }
+
+
+def unsent() -> dict[str, Any]:
+    """After a backward under `no_sync` at stage 1: what this rank has of its own gradients, and what it has sent."""
+    rank = torch.distributed.get_rank()
+    model = transformer260.Transformer260()
+    transformer260.inject(model, rank)
+    own: dict[str, Any] = {}
+    for name, parameter in model.named_parameters():
+        parameter.register_hook(lambda gradient, name=name: own.__setitem__(name, numbers(gradient)))
+    zero = zeroshard.shard(model, torch.optim.Adam(model.parameters()), stage=1, precision=BF16, layout=BY_MODULE)
+    with zero.no_sync():
+        transformer260.loss(model, transformer260.batches(torch.bfloat16)[rank]).backward()
+        ledger = zero.ledger()
+        sums = [accumulator.sum for accumulator in zero._engine.gradients.accumulators]
+        held = [value for each in sums for value in numbers(each.tensor)]
+    assert held == [value for entry in TENSORS for value in own[entry.name]]
+    moved = ledger.traffic.get("reduce")
+    return {
+        "elements": len(held),
+        "gradients": ledger.held["gradients"],
+        "beside": ledger.held.get("reduce", 0),
+        "sent": moved.sent if moved else 0,
+    }
+
+
+def observed_step(stage: int, precision: Precision, dtype: torch.dtype, layout: Layout) -> dict[str, Any]:
+    """One step with the texts' gradients of W_q, looked at before, between and after its phases."""
+    with ticking():
+        rank = torch.distributed.get_rank()
+        model = transformer260.Transformer260(dtype)
+        transformer260.inject(model, rank)
+        gradients: dict[str, list[Any]] = {}
+        for name, parameter in model.named_parameters():
+            parameter.register_hook(lambda gradient, name=name: gradients.__setitem__(name, numbers(gradient)))
+        before = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+        optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
+        zero = zeroshard.shard(model, optimizer, stage=stage, precision=precision, layout=layout)
+        observer = Observer(zero)
+        batch = transformer260.batches(precision.param(dtype))[rank]
+
+        observer.look("start")
+        trace = model(batch.x)
+        loss = torch.nn.functional.cross_entropy(trace.logits, batch.targets)
+        observer.look("forward")
+        loss.backward()
+        observer.look("backward")
+        sums = [numbers(accumulator.sum.own) for accumulator in zero._engine.gradients.accumulators]
+        with observer.watching_gathers():
+            optimizer.step()
+        observer.land()
+        observer.look("gathered parameters" if "stepped" in observer.seen else "stepped")
+        averages = [numbers(accumulator.sum.own) for accumulator in zero._engine.gradients.accumulators]
+        optimizer.zero_grad()
+        observer.look("rest")
+
+        told = observer.told()
+        held = {state: nbytes for state, nbytes in zero.ledger().held.items() if nbytes}
+        kept = _kept(zero, optimizer)
+        dtypes = zero.dtypes(zero.partition.buckets[0])
+        with zero.gathered():
+            after = [value for parameter in model.parameters() for value in numbers(parameter)]
+        return {
+            "told": told,
+            "held": held,
+            "predicted": predict_states(zero),
+            "layout": layout_json(zero.partition, told["unit_names"]),
+            "shards": [bucket.shard(rank) for bucket in zero.partition.buckets],
+            "forward": {name: matrix(value) for name, value in trace._asdict().items()} | {"loss": plain(loss.item())},
+            "gradients": [value for entry in TENSORS for value in gradients[entry.name]],
+            "sums": sums,
+            "averages": averages,
+            "before": numbers(before),
+            "after": after,
+            "kept": kept,
+            "dtypes": {
+                "parameters": _name(dtypes.param), "gradients": _name(dtypes.grad), "master": _name(dtypes.master)
+            },
+        }  # fmt: skip
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _kept(zero: zeroshard.Zero, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Of every fragment that this rank updates: its name, its elements, m, v and the new master."""
+    found = []
+    for fragment in zero._engine.bindings[0].fragments:
+        if fragment.param.numel():
+            part = fragment.slot.within(*fragment.buffer.updated)
+            state = optimizer.state[fragment.param]
+            found.append(
+                {
+                    "name": fragment.slot.name, "start": part.start, "master": numbers(fragment.param),
+                    "exp_avg": numbers(state["exp_avg"]), "exp_avg_sq": numbers(state["exp_avg_sq"]),
+                }
+            )  # fmt: skip
+    return found
+
+
+def trained(stage: int) -> list[float]:
+    """The weights after some steps in float64 without injected gradients, to be compared with `plain_weights`."""
+    rank = torch.distributed.get_rank()
+    model = transformer260.Transformer260(torch.float64)
+    optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
+    zero = zeroshard.shard(model, optimizer, stage=stage, layout=BY_MODULE)
+    batch = transformer260.batches(torch.float64)[rank]
+    for _ in range(STEPS):
+        transformer260.loss(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with zero.gathered():
+        return [value for parameter in model.parameters() for value in parameter.detach().flatten().tolist()]
+
+
+def plain_weights() -> list[float]:
+    """The same steps in one process without zeroshard: both micro-batches added up in order, divided once."""
+    model = transformer260.Transformer260(torch.float64)
+    optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
+    batches = transformer260.batches(torch.float64)
+    accumulate(model, optimizer, lambda step, index: batches[index], transformer260.loss, len(batches), steps=STEPS)
+    return [value for parameter in model.parameters() for value in parameter.detach().flatten().tolist()]
+
+
+def digest(weights: Sequence[float]) -> str:
+    return hashlib.sha256(torch.tensor(weights, dtype=torch.float64).numpy().tobytes()).hexdigest()
+
+
+# ------------------------------------------------------------------------------------------------ of both ranks

@@ -37,7 +37,7 @@ TEXT = pydoc_data.topics.__file__
 STEPS = 12
 SHORT = ["--data", TEXT, "--batch", "2", "--steps", str(STEPS)]
 README = (Path(__file__).parents[1] / "README.md").read_text()
-LIMIT = 120  # seconds a command may take before it counts as hung
+LIMIT = 240  # seconds a command may take before it counts as hung
 
 
 def environment(**more):

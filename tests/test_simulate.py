@@ -508,7 +508,7 @@ def test_a_plan_of_a_job_refuses_what_it_cannot_use():
         zeroshard.plan("no.such.module:job")
 
 
-command = partial(ranks.command, timeout=120, cwd=ROOT)
+command = partial(ranks.command, timeout=240, cwd=ROOT)
 
 
 @pytest.mark.full

@@ -141,7 +141,10 @@ def _whole(method: Method) -> Method:
 
 
 class Zero:
-    """A sharded model: what `shard` returns, and where everything beside the plain loop is asked for."""
+    """A sharded model: what `shard` returns, and where everything beside the plain loop is asked for.
+
+    Hence its many names: each is one call of the engine's.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

@@ -87,31 +87,8 @@ class Saved:
         for name, entry in manifest["parameters"].items():
             names = [self._text(each) for each in self._list(entry["names"])]
             self.parameters[name] = Parameter(self._shape(entry["shape"]), TORCH_DTYPES[entry["dtype"]], names)
-        for name, state, start, stop, dtype, shape, offset, file in self._list(manifest["fragments"]):
-            bounds = (0, 0) if (start, stop) == (None, None) else (self._count(start), self._count(stop))
-            stored = self._stored(shape, dtype, file, offset, *bounds)
-            key = self._key(name, state)
-            if start is None:
-                if key in self.whole or key in self.cut:
-                    raise self.damage(f"one {state} of {name!r}", "several")
-                self.whole[key] = stored
-            else:
-                if stored.shape != (stored.stop - stored.start,) or key in self.whole:
-                    raise self.damage(f"intervals of {state} of {name!r}", stored)
-                self.cut.setdefault(key, []).append(stored)
-        for (name, state), parts in self.cut.items():
-            parts.sort(key=lambda part: part.start)
-            ends = [0, *(part.stop for part in parts)]
-            count = numel(self.parameters[name].shape)
-            if [part.start for part in parts] != ends[:-1] or ends[-1] != count or len({p.dtype for p in parts}) > 1:
-                raise self.damage(f"all {count} elements of {state} of {name!r}, each once", ends)
-        for name, entry in self.parameters.items():
-            parts = self.cut.get((name, VALUE), [])
-            if bool(numel(entry.shape)) != bool(parts):
-                raise self.damage(f"a value of {name!r}", f"{len(parts)} parts")
-            held = {part.dtype for part in parts} | {entry.dtype}
-            if len(held) > 1 and not all(dtype.is_floating_point for dtype in held):
-                raise self.damage(f"a value of {name!r} in {entry.dtype}, or its master", parts[0].dtype)
+        self._check_fragments()
+        self._check_values()
         for name, state, value in self._list(manifest["values"]):
             key = self._key(name, state)
             if key in self.values or key in self.cut or key in self.whole or isinstance(value, (dict, list)):
@@ -140,6 +117,37 @@ class Saved:
             raise self.damage("random states of every rank", len(manifest["rng"]))
         if not isinstance(unplain(manifest["extra"], dict.fromkeys(self.extra)), dict):
             raise self.damage("a map in extra", "something else")
+
+    def _check_fragments(self) -> None:
+        """Every element of every state that is cut lies in one place."""
+        for name, state, start, stop, dtype, shape, offset, file in self._list(self.manifest["fragments"]):
+            bounds = (0, 0) if (start, stop) == (None, None) else (self._count(start), self._count(stop))
+            stored = self._stored(shape, dtype, file, offset, *bounds)
+            key = self._key(name, state)
+            if start is None:
+                if key in self.whole or key in self.cut:
+                    raise self.damage(f"one {state} of {name!r}", "several")
+                self.whole[key] = stored
+            else:
+                if stored.shape != (stored.stop - stored.start,) or key in self.whole:
+                    raise self.damage(f"intervals of {state} of {name!r}", stored)
+                self.cut.setdefault(key, []).append(stored)
+        for (name, state), parts in self.cut.items():
+            parts.sort(key=lambda part: part.start)
+            ends = [0, *(part.stop for part in parts)]
+            count = numel(self.parameters[name].shape)
+            if [part.start for part in parts] != ends[:-1] or ends[-1] != count or len({p.dtype for p in parts}) > 1:
+                raise self.damage(f"all {count} elements of {state} of {name!r}, each once", ends)
+
+    def _check_values(self) -> None:
+        """Every parameter that has elements has values, of its dtype or wider."""
+        for name, entry in self.parameters.items():
+            parts = self.cut.get((name, VALUE), [])
+            if bool(numel(entry.shape)) != bool(parts):
+                raise self.damage(f"a value of {name!r}", f"{len(parts)} parts")
+            held = {part.dtype for part in parts} | {entry.dtype}
+            if len(held) > 1 and not all(dtype.is_floating_point for dtype in held):
+                raise self.damage(f"a value of {name!r} in {entry.dtype}, or its master", parts[0].dtype)
 
     def _check_apart(self) -> None:
         """No byte belongs to two tensors: else a small file could fill the memory."""

@@ -65,19 +65,10 @@ def train(config: RunConfig, launch: Launch, corpus: Corpus) -> int:
         for step in range(start, config.steps):
             if step == max(start, explained - 1):
                 zero.record()
-            losses = []
-            for turn in range(config.accumulate):
-                windows = corpus.micro_batch(
-                    seed=config.seed,
-                    step=step,
-                    index=turn * zero.world_size + zero.rank,
-                    sequences=config.batch,
-                    context=config.shape.context,
-                )
-                tokens_BT = torch.from_numpy(windows).to(device)
-                loss = model(tokens_BT[:, :-1], tokens_BT[:, 1:])
-                (loss / config.accumulate).backward()
-                losses.append(loss.detach())
+            losses = [
+                _backward(config, zero, corpus, device, step, index=turn * zero.world_size + zero.rank)
+                for turn in range(config.accumulate)
+            ]
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
             optimizer.step()
             journal.add(losses, norm, float(scheduler.get_last_lr()[0]))
@@ -108,6 +99,19 @@ def train(config: RunConfig, launch: Launch, corpus: Corpus) -> int:
     if zero.rank == 0:
         _close_run(config, ranks, start, saved)
     return 0
+
+
+def _backward(
+    config: RunConfig, zero: zeroshard.Zero, corpus: Corpus, device: torch.device, step: int, index: int
+) -> torch.Tensor:
+    """The loss of one micro-batch, the `index`th of the step among all ranks'."""
+    windows = corpus.micro_batch(
+        seed=config.seed, step=step, index=index, sequences=config.batch, context=config.shape.context
+    )
+    tokens_BT = torch.from_numpy(windows).to(device)
+    loss: torch.Tensor = zero.model(tokens_BT[:, :-1], tokens_BT[:, 1:])
+    (loss / config.accumulate).backward()
+    return loss.detach()
 
 
 def _save(config: RunConfig, zero: zeroshard.Zero, scheduler: LRScheduler, corpus: Corpus, step: int) -> Path:

@@ -61,7 +61,11 @@ class Place:
 
 
 class Buffer:
-    """The memory of one bucket on one rank."""
+    """The memory of one bucket on one rank.
+
+    It has more names than other classes: half of them are facts of one bucket that everybody asks for (dtypes, tiers,
+    which elements are whose), in a line each.
+    """
 
     reader: Reader  # set by the schedule, before anybody can read
 
@@ -85,11 +89,11 @@ class Buffer:
         self.align = align
         self.params = params
         self.place = place
-        self.group = group
+        self._group = group
         self.team = group.team
         self.tier = tier
         self.tiers: Mapping[str, Tier] = tiers or dict.fromkeys(STATES, tier)
-        self.saved = saved or SavedTensors()
+        self._saved = saved or SavedTensors()
         self.resident = not place.parameters and self.tiers["parameters"].name == DEVICE
         self.dtype = precision.param(params[0].dtype)
         self.grad_dtype = precision.grad(self.dtype)
@@ -117,7 +121,7 @@ class Buffer:
         the parameters are views of already, in their own dtype.
         """
         bucket = self.bucket
-        needs_master = bucket.trainable and self.wants_master
+        needs_master = bucket.trainable and self._wants_master
         source_dtype = self.master_dtype if needs_master else self.dtype
         if flat is not None and flat.dtype == source_dtype:
             source = flat
@@ -128,7 +132,7 @@ class Buffer:
         del flat
         ledger, staged = self.tier.ledger, bucket.numel * source_dtype.itemsize
         ledger.hold("staging", staged)
-        self.group.broadcast(source)
+        self._group.broadcast(source)
         if not self.resident:
             if not (needs_master and self._masters_suffice):
                 self.parameters = self._reserve("parameters", self.dtype, self.place.parameters)
@@ -160,7 +164,7 @@ class Buffer:
 
     def _reserve(self, state: str, dtype: torch.dtype, degree: Degree) -> Flat:
         tier = self.tiers["optimizer" if state == "master" else state]
-        return Flat.reserve(state, self.bucket, self.group, tier, dtype, degree)
+        return Flat.reserve(state, self.bucket, self._group, tier, dtype, degree)
 
     def _make_master(self, values: Tensor) -> None:
         self.master = self._reserve("master", self.master_dtype, self.place.optimizer)
@@ -177,7 +181,7 @@ class Buffer:
 
     def reserve_master(self) -> None:
         """Masters for a bucket that was frozen at construction: seeded from the parameters themselves."""
-        if self.master is None and self.wants_master:
+        if self.master is None and self._wants_master:
             resting = self.parameters
             with resting.here(changed=False):
                 self._make_master(resting.of(*self.updated))
@@ -187,9 +191,9 @@ class Buffer:
     # --- what kind of bucket this is --------------------------------------------------------------------------------
 
     @property
-    def wants_master(self) -> bool:
+    def _wants_master(self) -> bool:
         """Is what the optimizer updates another dtype than the parameters, or in another device's memory?"""
-        return self.master_dtype != self.dtype or self.elsewhere
+        return self.master_dtype != self.dtype or self._elsewhere
 
     @property
     def casts(self) -> bool:
@@ -197,7 +201,7 @@ class Buffer:
         return self.parameters is self.master
 
     @property
-    def elsewhere(self) -> bool:
+    def _elsewhere(self) -> bool:
         return self.tiers["optimizer"].device != self.tiers["parameters"].device
 
     @property
@@ -275,7 +279,7 @@ class Buffer:
                 kept = not self.gathered.released
                 if not kept:
                     self.gathered.take_memory(ahead=ahead)
-                    self.saved.watch(self)
+                    self._saved.watch(self)
                 self.land()
                 # Not a write that autograd should see: who holds a view of weights that are still these may use it.
                 work = self.parameters.redistribute(alias(self.full))
@@ -309,19 +313,11 @@ class Buffer:
     def spread(self, *, overlap: bool) -> None:
         """What the owners updated of replicated parameters goes to every rank, behind the program if it may."""
         if self.place.optimizer and not self.place.parameters:
-            self.expect()
+            self.close()  # guarded until they have landed
             work = self.publish()
             if not overlap:
                 work.wait()
                 self.open()
-
-    def claim(self) -> None:
-        """What was prefetched is used."""
-        self.gathered.claim()
-
-    def expect(self) -> None:
-        """Replicated weights are about to be replaced: guard them until they have landed."""
-        self.close()
 
     def land(self) -> None:
         """Wait for whatever is arriving."""
@@ -348,11 +344,11 @@ class Buffer:
             return True
         self.land()
         self.edits.look_at(self.full)
-        self.keep_edits()
+        self._keep_edits()
         self.gathered.current = False
         if self.gathered.held() or (self.unnoted and self.gathered.in_graphs()):
             return False
-        self.saved.forget(self)
+        self._saved.forget(self)
         self.gathered.give_back_memory()
         nbytes = self.gathered.nbytes
         ends(self.tier.ledger.note("release", state="parameters", bucket=self.bucket.index, logical=nbytes))
@@ -364,7 +360,7 @@ class Buffer:
         """A parameter whose `.data` was replaced gets the new values copied into its slot and is a view again."""
         self.gathered.rebind()
 
-    def keep_edits(self) -> bool:
+    def _keep_edits(self) -> bool:
         """Edits of the gathered copy become what rests. Says whether there were any."""
         if self.resident or not (self.ready and self.edits.reachable):
             return False  # nothing gathered, only a copy that the last step made old, or one that nobody could reach
@@ -378,7 +374,7 @@ class Buffer:
                 with self.parameters.here(fresh=True) as resting:
                     resting.copy_(self._mine)
             except TierError as error:
-                self.group.report(error)
+                self._group.report(error)
             self.edits.unfollowed = True
             return True
 
@@ -402,12 +398,12 @@ class Buffer:
         assert self.master is not None and not self.casts
         stored, master = self.parameters.of(*self.updated), self.master.tensor
         # Cast where the master is: then the fewer bytes travel.
-        stored.copy_(master.to(self.dtype) if self.elsewhere else master)
+        stored.copy_(master.to(self.dtype) if self._elsewhere else master)
         self.edits.agree(stored if self.resident else None)
 
     def follow_edits(self) -> None:
         """What rests, masters and generation follow what was edited in the gathered copy."""
-        edited = self.keep_edits()
+        edited = self._keep_edits()
         if self.seed_master() or edited:
             self.changed()
 

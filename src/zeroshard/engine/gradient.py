@@ -34,7 +34,11 @@ aten = torch.ops.aten
 
 
 class Gradients:
-    """The book of all gradients: who has one, and the answers to questions about them."""
+    """The book of all gradients: who has one, and the answers to questions about them.
+
+    Who has one is what half of its names are about: a question about one gradient is a question about all, so what is
+    asked needs what is shown, and both are here.
+    """
 
     def __init__(self, group: Group, keeper: Keeper) -> None:
         self.group = group

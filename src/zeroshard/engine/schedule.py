@@ -93,7 +93,10 @@ class Step(Protocol):
 
 
 class Schedule:
-    """The hooks of one sharded model on one rank."""
+    """The hooks of one sharded model on one rank.
+
+    Ten of its names are hooks, and eight are what other ranks ask when an exception has left something (`Party`).
+    """
 
     def __init__(
         self,

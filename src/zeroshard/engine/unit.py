@@ -80,7 +80,7 @@ class Unit:
     def claim(self) -> None:
         """What was gathered ahead of its use is used."""
         for buffer in self.released:
-            buffer.claim()
+            buffer.gathered.claim()
 
     def land(self) -> None:
         for buffer in self.buffers:

@@ -136,6 +136,7 @@ class Group:
     """One rank's end of all ranks of a model, and what it counts. By itself it sends nothing.
 
     With one rank there is nothing to agree on. With more it is one rank of a simulation, whose peers all do the same.
+    It has many names since all that ranks agree on goes through it: the verbs, and what a rank says of itself in them.
     """
 
     backend: str = "none"

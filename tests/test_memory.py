@@ -21,7 +21,7 @@ import ranks as rank_processes
 import reference
 import zeroshard
 from zeroshard import Comm, Layout, Offload, Precision
-from zeroshard.engine.gathered import nowhere
+from zeroshard.engine.gathered import placeholder
 from zeroshard.engine.sharded_grad import ShardedGrad
 from zeroshard.planner import predict_states
 
@@ -31,7 +31,7 @@ def live() -> dict[int, int]:
     time.sleep(0.06)  # gloo's threads drop the tensors of a finished collective a moment later
     gc.collect()
     # 16 bytes for all models of the process: there before anything is counted, and frozen once a run has ended.
-    storages = {nowhere(torch.device("cpu")).untyped_storage()._cdata: 16}
+    storages = {placeholder(torch.device("cpu")).untyped_storage()._cdata: 16}
     with torch._C.DisableTorchFunctionSubclass():
         for tensor in gc.get_objects():
             if issubclass(type(tensor), torch.Tensor) and type(tensor) is not ShardedGrad and not tensor.is_meta:

@@ -72,7 +72,7 @@ class Averages:
         """The averaged gradient of a fragment, like it: a view of the accumulator, made once, where that can be."""
         param, accumulator = fragment.param, entry.accumulator
         own, part = accumulator.for_step, fragment.slot.slice_of(*fragment.buffer.updated)
-        if accumulator.sum.away or own.device != param.device:
+        if accumulator.sum.in_file or own.device != param.device:
             return own[part].to(param.device, param.dtype).view(param.shape)
         if own.dtype != param.dtype:
             return self._copied(fragment.buffer, own, param.dtype)[part].view(param.shape)

@@ -193,7 +193,7 @@ class Buffer:
     @property
     def _wants_master(self) -> bool:
         """Is what the optimizer updates another dtype than the parameters, or in another device's memory?"""
-        return self.master_dtype != self.dtype or self._elsewhere
+        return self.master_dtype != self.dtype or self._updated_apart
 
     @property
     def casts(self) -> bool:
@@ -201,7 +201,7 @@ class Buffer:
         return self.parameters is self.master
 
     @property
-    def _elsewhere(self) -> bool:
+    def _updated_apart(self) -> bool:
         return self.tiers["optimizer"].device != self.tiers["parameters"].device
 
     @property
@@ -398,7 +398,7 @@ class Buffer:
         assert self.master is not None and not self.casts
         stored, master = self.parameters.of(*self.updated), self.master.tensor
         # Cast where the master is: then the fewer bytes travel.
-        stored.copy_(master.to(self.dtype) if self._elsewhere else master)
+        stored.copy_(master.to(self.dtype) if self._updated_apart else master)
         self.edits.agree(stored if self.resident else None)
 
     def follow_edits(self) -> None:

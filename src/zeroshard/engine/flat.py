@@ -78,9 +78,9 @@ class Flat:
     # --- where they rest --------------------------------------------------------------------------------------------
 
     @property
-    def away(self) -> bool:
+    def in_file(self) -> bool:
         """Does it take `here()` to make `tensor` what it should be?"""
-        return self.rest.away
+        return self.rest.in_file
 
     @property
     def on_device(self) -> bool:

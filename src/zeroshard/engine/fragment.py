@@ -75,7 +75,7 @@ class States:
         buffer = place.buffer
         if buffer.bucket.index not in self._counters:
             first, last = buffer.updated
-            flat = buffer.absent(last - first) if buffer.updating.away else buffer.target
+            flat = buffer.absent(last - first) if buffer.updating.in_file else buffer.target
             self._counters[buffer.bucket.index] = flat.data
             self._versions[buffer.bucket.index] = 0
         flat = self._counters[buffer.bucket.index]
@@ -92,7 +92,7 @@ class States:
     def retarget(self, buffer: Buffer, *, whole: bool) -> None:
         """A bucket got masters: its fragments become views of them."""
         if buffer.bucket.index in self._counters:
-            self._counters[buffer.bucket.index].data = buffer.absent(0) if buffer.updating.away else buffer.target
+            self._counters[buffer.bucket.index].data = buffer.absent(0) if buffer.updating.in_file else buffer.target
         for fragment in self.of(buffer):
             self.point(fragment, whole=whole)
 
@@ -125,7 +125,7 @@ class States:
                     got=f"{tuple(data.shape)} {data.dtype} on {data.device}",
                     instead="edit it in place",
                 )
-            if inside or not buffer.updating.away:
+            if inside or not buffer.updating.in_file:
                 mine.copy_(data)
             found[buffer.bucket.index] = buffer
         return list(found.values())
@@ -220,7 +220,7 @@ class States:
             if buffer.gradients is not None:
                 here.enter_context(buffer.gradients.here(changed=False))
             for fragment in fragments:
-                if buffer.updating.away:
+                if buffer.updating.in_file:
                     self.point(fragment, whole=whole, inside=True)
                 for key, part in self.kept(fragment).items():
                     if isinstance(part, Part):
@@ -235,7 +235,7 @@ class States:
                     if rests_away(buffer) and fragment.param.numel():
                         state = self.optimizer.state.get(fragment.param, {})
                         state.update({key: self._put_away(fragment, key, value, fixed) for key, value in state.items()})
-                    if buffer.updating.away:
+                    if buffer.updating.in_file:
                         self.point(fragment, whole=whole)
         for rest in filter(None, (*self.moving(buffer), buffer.parameters, buffer.gradients)):
             rest.behind()
@@ -268,7 +268,7 @@ def view(buffer: Buffer, position: int, *, whole: bool, inside: bool = False, fl
     part = slot.slice_of(*buffer.updated)
     if flat is not None:
         flat = flat[part]
-    elif buffer.updating.away and not inside:
+    elif buffer.updating.in_file and not inside:
         flat = buffer.absent(part.stop - part.start)
     else:
         flat = buffer.target[part]

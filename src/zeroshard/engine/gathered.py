@@ -1,7 +1,7 @@
 """A bucket as the modules compute with it: the whole of it in one storage, and the parameters as views of that.
 
     state      parameters' class   memory                      who moves it there
-    RELEASED   guarded             none (see `nowhere`)        release
+    RELEASED   guarded             none (see `placeholder`)        release
     ARRIVING   guarded             full, being written         gather
     GUARDED    guarded             full                        land, close
     OPEN       plain               full                        open
@@ -16,7 +16,7 @@ one by itself, also those in C++, where every graph holds its leaves). Memory ke
 gathered: the next use gathers again, into the same place.
 
 Note *no way leads to memory that is gone*: some of torch's C++ asks no Python class first. So the parameters themselves
-point at `nowhere` while released; the guard answers for their strides.
+point at `placeholder` while released; the guard answers for their strides.
 """
 
 from __future__ import annotations
@@ -73,18 +73,18 @@ _CPP_COUNTS = _cpp_counts()
 
 
 @functools.cache
-def nowhere(device: torch.device) -> Tensor:
+def placeholder(device: torch.device) -> Tensor:
     """The bytes that every element of every released parameter lies at: NaN in any floating dtype."""
-    return _nowhere(device)
+    return _made(device)
 
 
-def _nowhere(device: torch.device) -> Tensor:
+def _made(device: torch.device) -> Tensor:
     return torch.full((16,), 0xFF, dtype=torch.uint8, device=device)
 
 
 def home(full: Tensor, device: torch.device) -> Tensor:
-    # A simulation's tensors must not outlive it, so it has a nowhere of its own.
-    return (_nowhere if simulated(full) else nowhere)(device)
+    # A simulation's tensors must not outlive it, so it has one of its own.
+    return (_made if simulated(full) else placeholder)(device)
 
 
 def alias(flat: Tensor) -> Tensor:
@@ -121,8 +121,8 @@ class Gathered:
 
     def settle(self, full: Tensor) -> None:
         """At construction: the parameters lie in `full` from now on."""
-        self._nowhere = home(full, full.device)
-        absent = self._nowhere.view(self.dtype)[0]
+        self._placeholder = home(full, full.device)
+        absent = self._placeholder.view(self.dtype)[0]
         self._absent = [absent.expand(slot.shape) for slot in self.bucket.slots]
         self._shapes = self._views_of(torch.empty(self.bucket.numel, dtype=self.dtype, device="meta"))
         self._lie_in(full)
@@ -217,12 +217,12 @@ class Gathered:
         return any(param._use_count() > 1 for param in params)
 
     def give_back_memory(self) -> None:
-        """The parameters point nowhere from now on."""
+        """The parameters point at the placeholder from now on."""
         self._move(State.RELEASED)
         self._point(self._absent)
-        self._nowhere.fill_(0xFF)  # torch lets `fill_` through where every element is the same one
+        self._placeholder.fill_(0xFF)  # torch lets `fill_` through where every element is the same one
         self.tier.give_back(self._counted, self.full)
-        self.full, self.views = self._nowhere.view(self.dtype)[:1], self._shapes
+        self.full, self.views = self._placeholder.view(self.dtype)[:1], self._shapes
 
     # --- replaced by the user ---------------------------------------------------------------------------------------
 

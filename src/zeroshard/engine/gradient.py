@@ -251,7 +251,7 @@ class Gradients:
         accumulator, slot = entry.accumulator, entry.slot
         whole = torch.empty(accumulator.bucket.numel, dtype=accumulator.sum.dtype, device=self.group.device)
         accumulator.sum.redistribute(whole, owned=True).wait()
-        if accumulator.sum.away:  # on some rank it may not have come
+        if accumulator.sum.in_file:  # on some rank it may not have come
             self.agree()
         found = whole[slot.start : slot.stop].view(slot.shape).clone()
         if not accumulator.averaged:

@@ -1,6 +1,6 @@
 """Nobody may read a parameter whose memory is not there: it would read NaN, or memory that is no more.
 
-Two doors lead to it, and each has a guard.
+Two ways lead to it, and each has a guard.
 
 *Python.* While a parameter is not open, its class is flipped to a `Parameter` subclass whose `__torch_function__`
 answers metadata (shape, dtype, hooks, ...) and otherwise calls `touch`, which opens the parameter or raises. It is
@@ -257,7 +257,7 @@ class Saved(NamedTuple):
             return torch._neg_view(view) if self.neg else view
 
 
-class Kept(NamedTuple):
+class SavedItself(NamedTuple):
     """A tensor that is not ours and that no other pair of hooks wants: kept, with the version it had."""
 
     tensor: Tensor
@@ -273,7 +273,7 @@ class Kept(NamedTuple):
         return self.tensor
 
 
-class Below(NamedTuple):
+class OuterHooks(NamedTuple):
     """What the pair of hooks below ours made of a tensor, and how it turns it back."""
 
     packed: Any
@@ -283,7 +283,7 @@ class Below(NamedTuple):
         return self.unpack(self.packed)
 
 
-def _unpack(note: Saved | Kept | Below) -> Tensor:
+def _unpack(note: Saved | SavedItself | OuterHooks) -> Tensor:
     return note.restore()
 
 
@@ -336,7 +336,7 @@ class SavedTensors:
         for source in self._sources.values():
             source.unnoted = True
 
-    def _pack(self, below: Any, tensor: Tensor) -> Saved | Kept | Below:
+    def _pack(self, below: Any, tensor: Tensor) -> Saved | SavedItself | OuterHooks:
         if tensor.layout is torch.strided:
             source = self._sources.get(tensor.untyped_storage()._cdata)
             if source is not None:
@@ -360,9 +360,9 @@ class SavedTensors:
                     source.generation,
                 )
         if below is not None:
-            return Below(below[0](tensor), below[1])
+            return OuterHooks(below[0](tensor), below[1])
         # detach, because returning an op's own output would tie a reference cycle through its graph.
-        return Kept(tensor.detach(), tensor._version)
+        return SavedItself(tensor.detach(), tensor._version)
 
 
 def _top() -> tuple[Any, Any] | None:

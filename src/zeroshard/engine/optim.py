@@ -195,7 +195,7 @@ class Binding:
         self.states.followed()
         for buffer in written:
             self.edited.add(buffer.bucket.index)
-            if buffer.updating.away:
+            if buffer.updating.in_file:
                 buffer.absent(1).fill_(torch.nan)  # torch lets `fill_` through, to what all that is absent shares
                 self.group.report(
                     StateError(
@@ -366,7 +366,7 @@ class Binding:
             with self.states.present(buffer, whole=self.whole):
                 if buffer.seed_master():
                     buffer.changed()
-                accumulator.spread_average(kept=not accumulator.sum.away).wait()
+                accumulator.spread_average(kept=not accumulator.sum.in_file).wait()
                 self._averages.give(self.states.of(buffer), given)
                 step: Any = type(self.optimizer).step
                 step = step.__wrapped__ if getattr(step, "hooked", False) else step
@@ -377,7 +377,7 @@ class Binding:
                 self._averages.drop_copies()
                 self._write_back(buffer)
         finally:
-            if accumulator.sum.away:
+            if accumulator.sum.in_file:
                 accumulator.forget_step(averaged=averaged)
 
     @torch.no_grad()

@@ -8,7 +8,7 @@ from ..events import NVME
 from ..layout import Bucket, Slot
 from ..stage import seat
 from .optimizers import Shown, probe, takes_whole_tensors
-from .states import Holding, Kept, Stored, Tiers, elsewhere
+from .states import Holding, Kept, Stored, Tiers, updated_apart
 
 if TYPE_CHECKING:
     from ..api import Zero
@@ -30,7 +30,7 @@ def holding(zero: Zero) -> Holding:
 
     def stored(bucket: Bucket) -> Stored:
         dtypes = zero.dtypes(bucket)
-        copied = zero._engine.device.type != "cpu" and elsewhere(zero._engine.resting[bucket.index])
+        copied = zero._engine.device.type != "cpu" and updated_apart(zero._engine.resting[bucket.index])
         master = dtypes.master.itemsize if dtypes.master != dtypes.param or copied else 0
         return Stored(dtypes.param.itemsize, dtypes.grad.itemsize, master, zero._engine.precision.casts(dtypes.param))
 

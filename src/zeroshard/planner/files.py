@@ -22,7 +22,7 @@ from ..layout import Bucket, Partition
 from ..stage import Placements
 from .built import holding
 from .recipes import Recipe
-from .states import File, Resting, elsewhere, of_recipe
+from .states import File, Resting, of_recipe, updated_apart
 
 if TYPE_CHECKING:
     from ..api import Zero
@@ -140,7 +140,7 @@ def recipe_moves(
 ) -> Moves:
     """`moves` with the bytes of a recipe."""
     holding = of_recipe(partition, place, rank, recipe, resting, replicas=replicas)
-    mastered = ["master" in recipe.optimizer or elsewhere(at) for at in resting]
+    mastered = ["master" in recipe.optimizer or updated_apart(at) for at in resting]
     first = holding.sits.replica == 0
     return moves(
         partition, place, resting, holding.files(), mastered, accumulate=accumulate, no_sync=no_sync, first=first
@@ -173,7 +173,7 @@ def predict_moves(zero: Zero, *, accumulate: int = 1, no_sync: bool = False) -> 
     def mastered(bucket: Bucket) -> bool:
         dtypes, copied = (
             zero.dtypes(bucket),
-            zero._engine.device.type != "cpu" and elsewhere(zero._engine.resting[bucket.index]),
+            zero._engine.device.type != "cpu" and updated_apart(zero._engine.resting[bucket.index]),
         )
         return dtypes.master != dtypes.param or copied
 

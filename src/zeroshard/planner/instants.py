@@ -179,10 +179,10 @@ def _reductions(
 ) -> dict[int, int]:
     """{bucket: bytes of contributions and of what arrives for them when it has been sent}, last bucket first.
 
-    The engine's bookkeeping of buffers with every reduction as late as allowed: a landing of the bucket's size and a
-    buffer for what arrives (`headroom.room`); done, both wait in a pool for the next bucket of their size.
-    The landings of the unit's other buckets may have begun, and count too. Under `no_sync` all landings exist already,
-    full-size, in the gradients' dtype. Replicated gradients are their own landing then; and in the first backward
+    The engine's bookkeeping of buffers with every reduction as late as allowed: a send buffer of the bucket's size and
+    a buffer for what arrives (`headroom.room`); done, both wait in a pool for the next bucket of their size. The send
+    buffers of the unit's other buckets may have begun, and count too. Under `no_sync` all send buffers exist already,
+    full-size, in the gradients' dtype. Replicated gradients are their own send buffer then; and in the first backward
     (`fresh`), if they are of the dtype that is sent.
 
     With replicas each reduction has a running sum of the own shard beside it, and an average where gradients rest
@@ -192,7 +192,7 @@ def _reductions(
     trainable = [bucket for bucket in partition.buckets if bucket.trainable]
     in_place = not place.gradients and (no_sync or (fresh and sizes.gradients == sizes.reduced))
 
-    def landing(bucket: Bucket) -> list[int]:
+    def sends(bucket: Bucket) -> list[int]:
         return [] if in_place and _on_device(resting, bucket, "gradients") else [_nbytes(bucket.numel, itemsize)]
 
     def receive(bucket: Bucket) -> list[int]:
@@ -217,18 +217,18 @@ def _reductions(
     most: dict[int, int] = {}
     if no_sync:
         begun = {bucket.index for bucket in trainable}
-    waiting = {bucket.index: sum(landing(bucket)) for bucket in trainable} if no_sync else {}
+    waiting = {bucket.index: sum(sends(bucket)) for bucket in trainable} if no_sync else {}
     for bucket in reversed(trainable):
         for other in trainable:
             if other.unit == bucket.unit and other.index <= bucket.index and other.index not in begun:
                 begun.add(other.index)
-                waiting[other.index] = sum(landing(other))
-                for nbytes in landing(other):
+                waiting[other.index] = sum(sends(other))
+                for nbytes in sends(other):
                     take(nbytes)
         for nbytes in (*receive(bucket), *handed_on(bucket)):
             take(nbytes)
         waiting.pop(bucket.index, 0)
-        alive.append(([*landing(bucket), *receive(bucket)], handed_on(bucket)))
+        alive.append(([*sends(bucket), *receive(bucket)], handed_on(bucket)))
         under_way = sum(sum(run) for both in alive for run in both) + sum(map(sum, relayed))
         most[bucket.index] = sum(waiting.values()) + under_way + sum(pool)
         while len(alive) > in_flight:

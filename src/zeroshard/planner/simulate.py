@@ -279,7 +279,7 @@ class Counter(TorchDispatchMode):
         self.tokens = 0
         self._made: dict[int, Any] = {}
         states = [flat for b in zero._engine.buffers for flat in (b.parameters, b.master, b.gradients)]
-        resting = [flat.tensor for flat in states if flat is not None and not flat.away]
+        resting = [flat.tensor for flat in states if flat is not None and not flat.in_file]
         engine = [*(b.full for b in zero._engine.buffers), *resting]
         self._known = {tensor.untyped_storage()._cdata for tensor in (*engine, *zero.model.buffers())}
         self._leave_out(zero._engine.tier)

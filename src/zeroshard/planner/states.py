@@ -229,14 +229,14 @@ def of_recipe(
     }
 
     def stored(bucket: Bucket) -> Stored:
-        copied = resting is not None and elsewhere(resting[bucket.index])
+        copied = resting is not None and updated_apart(resting[bucket.index])
         return Stored(recipe.parameters, recipe.gradients, master or recipe.parameters * copied, bool(recipe.cast))
 
     sits = seat(rank, partition.ranks * replicas, replicas)
     return Holding(partition, place, sits, stored, lambda bucket, slot: kept, resting)
 
 
-def elsewhere(at: Mapping[str, str]) -> bool:
+def updated_apart(at: Mapping[str, str]) -> bool:
     """Is what the optimizer updates not where the parameters are? Then it has a master also in the same dtype."""
     return (at["parameters"] == DEVICE) != (at["optimizer"] == DEVICE)
 

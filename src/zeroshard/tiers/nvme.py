@@ -325,7 +325,7 @@ class FileRest(Rest):
         return self.room.memory[: self.nbytes].view(self.dtype)
 
     @property
-    def away(self) -> bool:
+    def in_file(self) -> bool:
         return True
 
     @contextlib.contextmanager

@@ -137,7 +137,7 @@ class Rest:
         self.tensor: Tensor = tensor
 
     @property
-    def away(self) -> bool:
+    def in_file(self) -> bool:
         """Does it take `here()` to make `tensor` what it should be?"""
         return False
 
@@ -185,7 +185,7 @@ class Part(NamedTuple):
 
     def plain(self) -> Tensor | Part:
         """The tensor itself, where that is always in memory."""
-        return self if self.rest.away else self.rest.tensor[self.start : self.stop].view(self.shape)
+        return self if self.rest.in_file else self.rest.tensor[self.start : self.stop].view(self.shape)
 
     @contextlib.contextmanager
     def here(self, *, changed: bool = False) -> Iterator[Tensor]:

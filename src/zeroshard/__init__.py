@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .api import Zero as Zero
     from .api import shard as shard
     from .errors import Error as Error
+    from .integrations.settings import settings as settings
     from .integrations.weights import load as load
     from .layout import Layout as Layout
     from .numerics import Precision as Precision
@@ -44,10 +45,11 @@ _HOME = {
     "Zero": "api",
     "load": "integrations.weights",
     "plan": "planner.plan",
+    "settings": "integrations.settings",
     "shard": "api",
 }
 
-__all__ = ["Comm", "Error", "Layout", "Offload", "Precision", "Zero", "load", "plan", "shard"]
+__all__ = ["Comm", "Error", "Layout", "Offload", "Precision", "Zero", "load", "plan", "settings", "shard"]
 __version__ = "0.1.0"
 
 

@@ -35,11 +35,7 @@ MORE_LOOKS = (("▒", "magenta"), ("░", "green"), ("#", "blue"), ("=", "bright
 def show_plan(*, as_json: bool, exact: bool = False, **settings: Any) -> None:
     """Plan, and print. Raises `InputError`, one line, for what cannot be planned."""
     _one_model(settings)
-    settings["offload"] = planned_offload(_places(settings))
-    try:
-        found = plan(**settings)
-    except UserError as error:
-        raise InputError(in_options(error, settings)) from error
+    found = _planned(settings)
     if as_json:
         print(json.dumps(found.json(), indent=2))
         return
@@ -61,6 +57,21 @@ def show_plan(*, as_json: bool, exact: bool = False, **settings: Any) -> None:
         screen.say(f"  [dim]{escape(note)}[/dim]")
     if len(found.notes) > 8:
         screen.say(f"  [dim]and {len(found.notes) - 8} more notes in --json[/dim]")
+
+
+def answer(settings: dict[str, Any]) -> None:
+    """Plan without printing, where there is a model to plan. Raises `InputError` for what cannot be planned."""
+    if any(settings[name] is not None for name in ("params", "shapes", "job")):
+        _one_model(settings)
+        _planned(dict(settings))
+
+
+def _planned(settings: dict[str, Any]) -> Plan:
+    settings["offload"] = planned_offload(_places(settings))
+    try:
+        return plan(**settings)
+    except UserError as error:
+        raise InputError(in_options(error, settings)) from error
 
 
 def _one_model(settings: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -26,6 +26,8 @@ from zeroshard.cli.commands.options import (
 )
 from zeroshard.cli.config import InputError, Precision, in_options, offload_of, planned_offload
 from zeroshard.errors import UserError
+
+System = Literal["deepspeed", "accelerate", "fsdp2"]
 
 
 class Question:
@@ -51,6 +53,10 @@ class Question:
 
 
 class Sharding:
+    config: Annotated[
+        str | None,
+        unset(RUN, "Stage, tiers and the rest from a config: DeepSpeed's JSON or Accelerate's YAML.", "FILE"),
+    ] = None
     accumulate: Annotated[int, option(RUN, "Backwards per step.")] = 1
     no_sync: Annotated[bool, option(RUN, "Gradients are added up on the rank and reduced once.", "--no-sync")] = False
     precision: Annotated[
@@ -103,6 +109,10 @@ class Bytes:
 
 
 class Answer:
+    export: Annotated[
+        System | None,
+        unset(ANSWER, "Print what is planned as another system's config. What it cannot say goes to standard error."),
+    ] = None
     exact: Annotated[bool, option(ANSWER, "Every byte to the last digit, instead of GB.", "--exact")] = False
     as_json: AsJson = False
     host_mem: Annotated[str | None, unset(ANSWER, "A rank's share of host memory: does that suffice?", "BUDGET")] = None
@@ -175,6 +185,8 @@ def plan(
       zeroshard plan --shapes path/to/Llama-3-8B --ranks 64
       zeroshard plan train:job --ranks 8 --gpu-mem 80GiB
       zeroshard plan train:job --ranks 2 --check
+      zeroshard plan --params 7B --ranks 8 --config ds_config.json
+      zeroshard plan --config ds_config.json --export accelerate
 
     --params is arithmetic on three numbers. --shapes lays the model out as the engine does, to the byte, with padding
     and the peak of a step. A job's own model, optimizer and loss run through the engine on tensors without memory.
@@ -184,16 +196,32 @@ def plan(
 
     as_json, text, exact = options.pop("as_json"), options.pop("text"), options.pop("exact")
     settings = {"job": job, **options}
+    sources = {name: context.get_parameter_source(name) for name in settings}
+    given = [name for name, source in sources.items() if source and source.name != "DEFAULT"]
+    if text is not None and not settings["check"]:
+        if given:
+            named = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+            raise InputError(f"--text shows a text's own models; leave {named} out")
+        command.show_text(text, as_json=as_json)
+        return
+    config, export, found = settings.pop("config"), settings.pop("export"), None
+    if config is not None:
+        from zeroshard.cli.configs import configured
+
+        found = configured(config, settings, given)
     if settings.pop("check"):
+        if export is not None:
+            raise InputError("--check runs a job, and --export prints a config; one of the two")
         raise typer.Exit(command.check_plan(as_json=as_json, text=text, **settings))
-    if text is None:
+    if export is None:
         command.show_plan(as_json=as_json, exact=exact, **settings)
         return
-    sources = {name: context.get_parameter_source(name) for name in settings}
-    given = [name.replace("_", "-") for name, source in sources.items() if source and source.name != "DEFAULT"]
-    if given:
-        raise InputError(f"--text shows a text's own models; leave {', '.join(f'--{name}' for name in given)} out")
-    command.show_text(text, as_json=as_json)
+    from zeroshard.cli.configs import show_export
+
+    if as_json or exact:
+        raise InputError("--export prints a config; leave --json and --exact out")
+    command.answer(settings)  # what cannot be planned is not exported
+    show_export(export, settings, found, given)
 
 
 @takes(Simulated, Tiers)

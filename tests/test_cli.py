@@ -151,6 +151,7 @@ def test_the_options_are_these():
         "ckpt verify": "help json",
         "ckpt diff": "help json",
         "ckpt export": "dtype file-size help json overwrite",
+        "ckpt import": "buffer help json optimizer tied weights",
         "explain": "element help no-open open out stage text",
         "verify": "accumulate bucket-mib clip help json offload offload-path precision ranks replicas seed stage steps timeout",
         "io-bench": "block depth direct help json offload offload-gradients offload-optimizer offload-parameters out params "
@@ -171,7 +172,18 @@ def test_the_version_and_suggestions_of_commands_that_users_have():
     assert "-rank" not in zeroshard("--help").stdout  # what a command starts for itself
 
 
-COMMANDS = ["train", "demo", "plan", "explain", "verify", "simulate", "io-bench", "ckpt diff", "ckpt export"]
+COMMANDS = [
+    "train",
+    "demo",
+    "plan",
+    "explain",
+    "verify",
+    "simulate",
+    "io-bench",
+    "ckpt diff",
+    "ckpt export",
+    "ckpt import",
+]
 
 
 @pytest.mark.parametrize("width", [80, 100])

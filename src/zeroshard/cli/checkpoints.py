@@ -1,4 +1,4 @@
-"""`zeroshard ckpt inspect`, `verify` and `export`: checkpoints as files, without a model, ranks or code from them."""
+"""`zeroshard ckpt inspect`, `verify`, `export`, `import`: checkpoints as files, without a model or ranks."""
 
 from __future__ import annotations
 
@@ -291,3 +291,50 @@ def export(path: str, out: str, *, dtype: str | None, file_nbytes: int, overwrit
     for file, nbytes in files:
         screen.say(f"  {escape(str(Path(out) / file))}  {nbytes:,} bytes")
     screen.say(f"[bold green]{names} tensors written[/bold green], for safetensors and what reads it")
+
+
+# --- import ---------------------------------------------------------------------------------------------------------
+
+
+def import_foreign(
+    source: str,
+    path: str,
+    optimizer: str | None,
+    weights: bool,
+    buffers: Sequence[str],
+    tied: Sequence[str],
+    *,
+    as_json: bool,
+) -> None:
+    from zeroshard.integrations.foreign import Hints, import_checkpoint
+
+    check_local(source)
+    if not Path(source).exists():
+        raise InputError(f"{source}: no such file or folder")
+    pairs = [pair.split("=") for pair in tied]
+    if odd := [text for text, pair in zip(tied, pairs, strict=True) if len(pair) != 2 or not all(pair)]:
+        raise InputError(f"--tied takes ALIAS=NAME, got {odd[0]!r}")
+    hints = Hints(optimizer, buffers, dict(pairs))  # type: ignore[arg-type, unused-ignore]
+    found = import_checkpoint(source, path, hints, weights=weights)
+    told = {
+        "source": found.source,
+        "path": path,
+        "parameters": len(found.values),
+        "with_states": sum(bool(states) for states in found.states.values()),
+        "buffers": sorted(found.buffers),
+        "tied": found.aliases,
+        "extra": sorted(found.extra),
+        "notes": found.notes,
+    }
+    if as_json:
+        print(json.dumps(told, indent=2))
+        return
+    shown = screen.shown(told)
+    screen.say(f"{escape(shown['source'])}")
+    for note in shown["notes"]:
+        screen.say(f"  [yellow]{escape(note)}[/yellow]")
+    screen.say(
+        f"[bold green]{screen.many(shown['parameters'], 'parameter')}[/bold green], "
+        f"{shown['with_states']} with states, "
+        f"{screen.many(len(shown['buffers']), 'buffer')}, in {escape(shown['path'])}"
+    )

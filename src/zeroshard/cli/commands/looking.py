@@ -144,7 +144,7 @@ def verify(
 
 
 ckpt = typer.Typer(
-    help="Look into checkpoints, check, compare and export them: as files, without a model or ranks.",
+    help="Look into checkpoints, check, compare, export and import them: as files, without a model or ranks.",
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
@@ -217,3 +217,42 @@ def export_checkpoint(
     except UserError as error:
         raise InputError(in_options(error, ("file_size",))) from error
     export(path, out, dtype=dtype, file_nbytes=file_nbytes, overwrite=overwrite, as_json=as_json)
+
+
+@ckpt.command("import")
+@takes()
+def import_checkpoint(
+    source: Annotated[
+        str, typer.Argument(metavar="SOURCE", help="A folder of DeepSpeed's or DCP's, or a .pt file of torch.save.")
+    ],
+    path: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="The folder to write.")],
+    optimizer: Annotated[
+        str | None,
+        typer.Option(help="The optimizer's class. [dim]\\[default: told by its states][/dim]", show_default=False),
+    ] = None,
+    weights: Annotated[bool, typer.Option("--weights", help="Leave the optimizer's states out.")] = False,
+    buffer: Annotated[
+        list[str] | None,
+        typer.Option(help="A name or pattern of buffers, where the source does not tell them.", show_default=False),
+    ] = None,
+    tied: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ALIAS=NAME", help="Two names of one parameter, likewise.", show_default=False),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Write a checkpoint of DeepSpeed's, FSDP2's or torch's as one that zero.load reads, at any ranks and stage.
+
+    For example ZeRO 1 to 3 as save_checkpoint writes them, or DeepSpeed's universal format; what dcp.save writes of
+    FSDP2's state; and a whole state dict:
+
+      zeroshard ckpt import ds_run run/imported
+      zeroshard ckpt import dcp/step-100 run/imported
+      zeroshard ckpt import model.pt run/imported --weights
+
+    Weights in full precision, the optimizer's states, step counts and options, buffers, and what else is plain data.
+    Nothing in the source is executed: files that hold anything but data are refused. One tensor at a time is in memory.
+    """
+    from zeroshard.cli.checkpoints import import_foreign
+
+    import_foreign(source, path, optimizer, weights, buffer or [], tied or [], as_json=as_json)

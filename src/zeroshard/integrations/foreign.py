@@ -1,0 +1,279 @@
+"""Another system's checkpoint, as one of ours: what a reader has found, and writing it. No ranks, no model.
+
+Tensors are read one after the other while they are written: never more than one of them is in memory.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..checkpoint.content import _option
+from ..checkpoint.files import DTYPES, absolute, make_room, publish, write_manifest, write_tensors
+from ..checkpoint.manifest import FORMAT, VALUE, VERSION, check_loads, orders, plain, state_name
+from ..checkpoint.staging import discard, owner, place_beside, temporary
+from ..errors import CheckpointError, UserError, nearest
+
+FILE = "rank00000.safetensors"
+
+
+class Lazy(NamedTuple):
+    """A tensor that is read when it is written."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+
+
+def of(tensor: Tensor) -> Lazy:
+    return Lazy(tuple(tensor.shape), tensor.dtype, lambda: tensor)
+
+
+@dataclass
+class Hints:
+    """What a checkpoint may leave open, and the user knows."""
+
+    optimizer: str | None = None  # its class
+    buffers: Sequence[str] = ()  # names or patterns
+    tied: Mapping[str, str] = field(default_factory=dict)  # another name -> the parameter
+
+
+@dataclass
+class Found:
+    """What a reader has found."""
+
+    source: str
+    stage: int
+    values: dict[str, Lazy] = field(default_factory=dict)  # parameter -> its master, or itself
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)  # parameter -> its own, where that is another
+    aliases: dict[str, list[str]] = field(default_factory=dict)  # parameter -> its other names
+    states: dict[str, dict[str, Lazy]] = field(default_factory=dict)
+    groups: list[tuple[list[str], dict[str, Any]]] = field(default_factory=list)  # (parameters, options)
+    buffers: dict[str, Lazy] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def is_buffer(self, name: str, tensor: Lazy, hints: Hints) -> bool:
+        """Of a tensor that no optimizer knows."""
+        return not tensor.dtype.is_floating_point or any(fnmatchcase(name, pattern) for pattern in hints.buffers)
+
+
+class _Stream(Mapping[str, Tensor]):
+    """Shapes first, and the tensors themselves one after the other."""
+
+    def __init__(self, tensors: Mapping[str, Lazy]) -> None:
+        self._tensors = tensors
+
+    def __getitem__(self, key: str) -> Tensor:
+        return torch.empty(self._tensors[key].shape, dtype=self._tensors[key].dtype, device="meta")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def values(self) -> Any:
+        for key, lazy in self._tensors.items():
+            found = lazy.read().detach().contiguous()
+            if (tuple(found.shape), found.dtype) != (lazy.shape, lazy.dtype):
+                raise CheckpointError(
+                    "a tensor is not as its checkpoint says", where=key, expected=f"{lazy.shape} {lazy.dtype}",
+                    got=f"{tuple(found.shape)} {found.dtype}",
+                )  # fmt: skip
+            yield found
+
+
+# --- optimizers -------------------------------------------------------------------------------------------------------
+
+
+def optimizer_class(found: Found, hints: Hints) -> str | None:
+    """What class kept these states; None where there are no groups."""
+    if not found.groups:
+        return None
+    if hints.optimizer is not None:
+        kinds = [name for name, kind in vars(torch.optim).items() if isinstance(kind, type)]
+        if hints.optimizer not in kinds:
+            raise UserError(
+                "torch.optim has no such class", got=hints.optimizer, instead=nearest(hints.optimizer, kinds)
+            )
+        return hints.optimizer
+    kept = {state for states in found.states.values() for state in states}
+    decoupled = {options.get("decoupled_weight_decay", options.get("adam_w_mode")) for _, options in found.groups}
+    if {"exp_avg", "exp_avg_sq"} <= kept <= {"exp_avg", "exp_avg_sq", "step", "max_exp_avg_sq"}:
+        if decoupled == {None}:
+            found.notes.append("it says neither Adam nor AdamW: taken as AdamW; --optimizer Adam says otherwise")
+        return "Adam" if decoupled == {False} else "AdamW"
+    if kept <= {"momentum_buffer"} and all("momentum" in options for _, options in found.groups):
+        return "SGD"
+    raise UserError(
+        "it does not say of which class its optimizer is", where=found.source, got=f"states {sorted(kept)}",
+        instead="--optimizer NAME, a class of torch.optim; or --weights",
+    )  # fmt: skip
+
+
+def _options(kind: str, saved: Mapping[str, Any], found: Found) -> dict[str, Any]:
+    """As torch's own class has them; what it has no option for is left out, with a note."""
+    own = getattr(torch.optim, kind)([nn.Parameter(torch.zeros(1))]).param_groups[0]
+    left = sorted(saved.keys() - own.keys() - {"params", "param_names", "step", "initial_lr"})
+    if (
+        left
+        and (note := f"options that torch.optim.{kind} does not have are left out: {', '.join(left)}")
+        not in found.notes
+    ):
+        found.notes.append(note)
+    options = {key: saved.get(key, value) for key, value in own.items() if key not in ("params", "param_names")}
+    if "initial_lr" in saved:  # which schedulers put there
+        options["initial_lr"] = saved["initial_lr"]
+    return {key: _option(value) for key, value in options.items()}
+
+
+def steps(found: Found, names: Sequence[str], step: Any) -> None:
+    """Give parameters a step count of their own, as torch keeps it, where their system keeps one for all."""
+    number = float(step.item() if isinstance(step, Tensor) else step)
+    for name in names:
+        found.states.setdefault(name, {})["step"] = of(torch.tensor(number))
+
+
+# --- out --------------------------------------------------------------------------------------------------------------
+
+
+def write(found: Found, path: str | os.PathLike[str], hints: Hints) -> None:
+    """As a checkpoint at `path`, which appears once it is whole. Raises `CheckpointError` or `UserError`."""
+    target = absolute(path)
+    _tie(found, hints)
+    tensors: dict[str, Lazy] = {}
+    entries: list[tuple[str, str, bool]] = []  # (parameter, state, has it an element for each of the parameter's?)
+    for name, value in found.values.items():
+        if math.prod(value.shape):
+            tensors[f"{VALUE}/{name}"] = Lazy((math.prod(value.shape),), value.dtype, _flat(value))
+            entries.append((name, VALUE, True))
+        for key, lazy in found.states.get(name, {}).items():
+            state = state_name(name, key)
+            cut = lazy.shape == value.shape and key != "step"
+            flat = Lazy((math.prod(lazy.shape),), lazy.dtype, _flat(lazy)) if cut else lazy
+            tensors[f"{state}/{name}"] = flat
+            entries.append((name, state, cut))
+    tensors |= {f"buffer/{name}": lazy for name, lazy in found.buffers.items()}
+    saved_along: dict[str, Tensor] = {}
+    extra = plain("extra", found.extra, saved_along)
+    tensors |= {f"extra/{name}": of(tensor) for name, tensor in saved_along.items()}
+    if odd := [key for key, lazy in tensors.items() if lazy.dtype not in DTYPES]:
+        raise CheckpointError("this kind of tensor cannot be saved", where=odd[0], got=str(tensors[odd[0]].dtype))
+    manifest = {**_head(found, optimizer_class(found, hints)), "extra": extra}
+    beside = temporary(place_beside(target, owner()))
+    try:
+        make_room(beside, target)
+        written = write_tensors(beside / FILE, _Stream(tensors))
+        at = written.offsets
+
+        def where(key: str) -> list[Any]:
+            return [DTYPES[tensors[key].dtype], list(tensors[key].shape), at[key]]
+
+        fragments = []
+        for name, state, cut in entries:
+            key = f"{state}/{name}"
+            bounds = [0, tensors[key].shape[0]] if cut else [None, None]
+            fragments.append([name, state, *bounds, *where(key), FILE])
+        manifest |= {
+            "number": 1 + max((number for number, *_ in orders(target.parent, say=False)), default=0),
+            "fragments": fragments,
+            "files": {FILE: {"nbytes": written.nbytes, "digests": written.digests}},
+            "buffers": {
+                name: dict(zip(("dtype", "shape", "offset"), where(f"buffer/{name}"), strict=True)) | {"file": FILE}
+                for name in found.buffers
+            },
+            "extra_tensors": [
+                [name, list(tensor.shape), DTYPES[tensor.dtype], at[f"extra/{name}"]]
+                for name, tensor in saved_along.items()
+            ],
+        }
+        check_loads(target, manifest)
+        write_manifest(beside, manifest)
+        publish(beside, target)
+    finally:
+        discard(beside)
+
+
+def _flat(lazy: Lazy) -> Callable[[], Tensor]:
+    return lambda: lazy.read().reshape(-1)
+
+
+def _tie(found: Found, hints: Hints) -> None:
+    for alias, name in hints.tied.items():
+        if name not in found.values:
+            raise UserError("--tied names no parameter", got=name, instead=nearest(name, found.values))
+        for kept in (found.values, found.states, found.dtypes):
+            kept.pop(alias, None)
+        if alias not in found.aliases.setdefault(name, []):
+            found.aliases[name].append(alias)
+        found.groups = [([each for each in names if each != alias], options) for names, options in found.groups]
+
+
+def _head(found: Found, kind: str | None) -> dict[str, Any]:
+    """Nobody's random states: it is of 0 ranks, which no run has."""
+    groups = [
+        {"parameters": names, "options": _options(kind, options, found)} for names, options in found.groups if kind
+    ]
+    return {
+        "format": FORMAT, "version": VERSION, "saved": time.time_ns(), "ranks": 0, "stage": found.stage, "seed": 0,
+        "torch": torch.__version__, "threads": torch.get_num_threads(), "python": platform.python_version(),
+        "parameters": {
+            name: {
+                "shape": list(value.shape),
+                "dtype": DTYPES[found.dtypes.get(name, value.dtype)],
+                "names": [name, *found.aliases.get(name, [])],
+            }
+            for name, value in found.values.items()
+        },
+        "optimizers": [{"class": kind, "groups": groups}] if kind else [],
+        "values": [], "extra_file": FILE, "rng": [],
+    }  # fmt: skip
+
+
+def plain_only(values: Mapping[str, Any], found: Found) -> None:
+    """What else is in a file, as far as it is plain data."""
+    for key, value in values.items():
+        try:
+            plain(str(key), value, {})
+        except UserError as error:
+            found.notes.append(f"{key} is left out: it cannot be written as plain data ({str(error).splitlines()[0]})")
+        else:
+            found.extra[str(key)] = value
+
+
+def import_checkpoint(
+    source: str | os.PathLike[str], target: str | os.PathLike[str], hints: Hints, *, weights: bool = False
+) -> Found:
+    """Read what DeepSpeed, DCP or torch.save wrote, and write it as a checkpoint that `zero.load` reads.
+
+    weights: leave the optimizer's states out.
+    """
+    from . import foreign_dcp, foreign_deepspeed
+
+    path = Path(source)
+    if path.is_file():
+        found = foreign_dcp.read_file(path, hints)
+    elif (path / ".metadata").is_file():
+        found = foreign_dcp.read_folder(path, hints)
+    elif folder := foreign_deepspeed.folder(path):
+        found = foreign_deepspeed.read(folder, hints)
+    else:
+        raise UserError(
+            "no checkpoint that is known here", where=str(path),
+            expected="DeepSpeed's folder (*_model_states.pt), DCP's (.metadata), or a .pt file",
+        )  # fmt: skip
+    if weights:
+        found.states, found.groups = {}, []
+    write(found, target, hints)
+    return found

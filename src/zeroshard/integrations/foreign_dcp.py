@@ -1,0 +1,268 @@
+"""Checkpoints of `torch.distributed.checkpoint`, as FSDP2's users save them, and whole state dicts in a `.pt` file.
+
+Which entry is the model and which the optimizer is told by what is in them, whatever they are called.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError, UserError
+from .foreign import Found, Hints, Lazy, of, plain_only
+from .foreign_deepspeed import _shared
+from .pickles import read_metadata, read_torch
+
+
+def read_folder(place: Path, hints: Hints) -> Found:
+    """A folder with a .metadata."""
+    try:
+        found = _found("torch.distributed.checkpoint", _nested(place), hints)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, (CheckpointError, UserError)):
+            raise
+        raise CheckpointError(
+            "this is no folder as torch.distributed.checkpoint writes it", where=str(place),
+            got=f"{type(error).__name__}: {error}",
+        ) from error  # fmt: skip
+    return found
+
+
+def read_file(path: Path, hints: Hints) -> Found:
+    """What `torch.save` wrote: a model's `state_dict()`, alone or beside an optimizer's."""
+    content = read_torch(path, path)
+    if not isinstance(content, Mapping):
+        raise UserError("this holds no state dict", where=str(path), got=type(content).__name__)
+    return _found(f"{path.name}", _lazy(content), hints, ties=_shared(_tensors(content)))
+
+
+def _tensors(content: Any) -> dict[str, Tensor]:
+    """All of them, the model's under their own names."""
+    found: dict[str, Tensor] = {}
+    for key, value in content.items():
+        if isinstance(value, Tensor):
+            found[str(key)] = value
+        elif isinstance(value, Mapping) and "param_groups" not in value:
+            found |= _tensors(value)
+    return found
+
+
+def _lazy(content: Any) -> Any:
+    if isinstance(content, Tensor):
+        return of(content)
+    if isinstance(content, Mapping):
+        return {key: _lazy(value) for key, value in content.items()}
+    return content
+
+
+# --- DCP's folder -----------------------------------------------------------------------------------------------------
+
+
+def _nested(place: Path) -> dict[str, Any]:
+    """The dict that was saved, its tensors to be read later."""
+    metadata = read_metadata(place / ".metadata")
+    where: dict[str, list[Any]] = {}
+    for index, info in metadata.storage_data.items():
+        if Path(info.relative_path).name != info.relative_path:
+            raise CheckpointError(
+                "a part lies outside of its folder", where=str(place), got=repr(info.relative_path)[:100]
+            )
+        if getattr(info, "transform_descriptors", None):
+            raise UserError("compressed parts are not read", where=str(place), got=info.transform_descriptors)
+        where.setdefault(index.fqn, []).append((getattr(index, "offset", None), info))
+    nested: dict[str, Any] = {}
+    for key, told in metadata.state_dict_metadata.items():
+        path = (metadata.planner_data or {}).get(key, (key,))
+        if hasattr(told, "chunks"):
+            value: Any = _chunked(place, key, told, where.get(key, []))
+        else:
+            ((_, info),) = where[key]
+            value = read_torch(_bytes(place, info), place / info.relative_path)
+        inner = nested
+        for step in path[:-1]:
+            inner = inner.setdefault(step, {})
+        inner[path[-1]] = value
+    return nested
+
+
+def _bytes(place: Path, info: Any) -> bytes:
+    with open(place / info.relative_path, "rb") as file:
+        file.seek(int(info.offset))
+        return file.read(int(info.length))
+
+
+def _chunked(place: Path, key: str, told: Any, parts: list[tuple[Any, Any]]) -> Lazy:
+    shape, dtype = tuple(map(int, told.size)), told.properties.state[0]
+    places = {tuple(offset or (0,) * len(shape)): info for offset, info in parts}
+    sizes = {tuple(map(int, chunk.offsets)): tuple(map(int, chunk.sizes)) for chunk in told.chunks}
+    if sum(map(math.prod, sizes.values())) != math.prod(shape) or not all(
+        at in places for at, size in sizes.items() if math.prod(size)
+    ):
+        raise CheckpointError("parts of a tensor are missing", where=f"{key} in {place}", expected=shape, got=sizes)
+
+    def read() -> Tensor:
+        out = torch.empty(shape, dtype=dtype)
+        for at, size in sizes.items():
+            if math.prod(size):
+                part = read_torch(_bytes(place, places[at]), place / places[at].relative_path)
+                box = out
+                for dimension, (start, length) in enumerate(zip(at, size, strict=True)):
+                    box = box.narrow(dimension, start, length)
+                if not isinstance(part, Tensor) or (part.shape, part.dtype) != (box.shape, dtype):
+                    raise CheckpointError("a part is not as its metadata says", where=f"{key} in {place}")
+                box.copy_(part)
+        return out
+
+    return Lazy(shape, dtype, read)
+
+
+# --- what is what -----------------------------------------------------------------------------------------------------
+
+
+def _found(source: str, nested: dict[str, Any], hints: Hints, ties: Mapping[str, str] | None = None) -> Found:
+    found, rest = Found(source, 3), {}
+    models: dict[str, dict[str, Lazy]] = {}
+    optimizers: list[dict[str, Any]] = []
+
+    def walk(where: str, content: dict[str, Any]) -> None:
+        if "state" in content and "param_groups" in content:
+            optimizers.append(content)
+        elif any(str(key).startswith("param_groups.") for key in content):
+            optimizers.append(_unflattened(content))
+        elif content and all(isinstance(value, Lazy) for value in content.values()):
+            models[where] = content
+        else:
+            for key, value in content.items():
+                if isinstance(value, dict):
+                    walk(f"{where}{key}.", value)
+                elif not isinstance(value, Lazy):
+                    rest[f"{where}{key}"] = value
+                else:
+                    rest[f"{where}{key}"] = value.read()
+
+    walk("", nested)
+    if len(models) != 1 or len(optimizers) > 1:
+        raise UserError(
+            "one model and at most one optimizer are read", where=source,
+            got=f"{len(models)} models {sorted(models)[:5]}, {len(optimizers)} optimizers",
+        )  # fmt: skip
+    ((_, model),) = models.items()
+    _model(found, model, optimizers[0] if optimizers else None, hints, ties or {})
+    plain_only(rest, found)
+    return found
+
+
+def _unflattened(content: dict[str, Any]) -> dict[str, Any]:
+    """`state.NAME.exp_avg` and `param_groups.NAME.lr`, as `flatten_optimizer_state_dict` writes them."""
+    state: dict[str, dict[str, Any]] = {}
+    options: dict[str, dict[str, Any]] = {}
+    for key, value in content.items():
+        kind, _, rest = key.partition(".")
+        name, _, what = rest.rpartition(".")
+        {"state": state, "param_groups": options}[kind].setdefault(name, {})[what] = value
+    groups: list[dict[str, Any]] = []
+    for name, told in options.items():
+        same = next((group for group in groups if {k: v for k, v in group.items() if k != "params"} == told), None)
+        if same is None:
+            groups.append({**told, "params": [name]})
+        else:
+            same["params"].append(name)
+    return {"state": state, "param_groups": groups}
+
+
+def _model(
+    found: Found, model: dict[str, Lazy], optimizer: dict[str, Any] | None, hints: Hints, ties: Mapping[str, str]
+) -> None:
+    groups = list(_groups(optimizer["param_groups"])) if optimizer else []
+    names = _named(groups, model, hints, ties)
+    grouped = {name for members, _ in names for name in members}
+    for name, lazy in model.items():
+        other = ties.get(name) or (_twin(name, lazy, model, grouped) if grouped else None)
+        if name in hints.tied:
+            continue
+        if other is not None:
+            first, second = sorted((name, other), key=list(model).index)
+            found.aliases.setdefault(first, []).append(second)
+            if grouped and not ties:
+                found.notes.append(f"{name} has the bits of {other}, and no optimizer: taken as another name of it")
+        elif name not in grouped and found.is_buffer(name, lazy, hints):
+            found.buffers[name] = lazy
+        else:
+            found.values[name] = lazy
+    rename = {other: first for first, others in found.aliases.items() for other in others}
+    for other, first in rename.items():
+        if other in found.values:
+            found.values[first] = found.values.pop(other)
+    found.values = {name: found.values[name] for name in model if name in found.values}
+    for members, options in names:
+        found.groups.append(([rename.get(name, name) for name in members], options))
+    if optimizer is not None:
+        numbers = dict(_numbers(groups, names))
+        for key, kept in optimizer["state"].items():
+            name = numbers.get(key, key)
+            states = {
+                state: value if isinstance(value, Lazy) else of(torch.tensor(float(value)))
+                for state, value in kept.items()
+            }
+            found.states[rename.get(name, name)] = states
+
+
+def _groups(told: Any) -> Iterator[dict[str, Any]]:
+    """A list of DCP's may come as {0: ..., 1: ...}."""
+    for group in told.values() if isinstance(told, dict) else told:
+        members = group["params"]
+        yield {**group, "params": list(members.values()) if isinstance(members, dict) else list(members)}
+
+
+def _named(
+    groups: list[dict[str, Any]], model: dict[str, Lazy], hints: Hints, ties: Mapping[str, str]
+) -> list[tuple[list[str], dict[str, Any]]]:
+    """(names, options) of each group. Raises where an optimizer has numbers for names that could be several."""
+    found = []
+    for group in groups:
+        options = {
+            key: value.read() if isinstance(value, Lazy) else value
+            for key, value in group.items()
+            if key not in ("params", "param_names")
+        }
+        members = group.get("param_names") or group["params"]
+        if not all(isinstance(name, str) for name in members):
+            params = [
+                name
+                for name, lazy in model.items()
+                if name not in ties and name not in hints.tied and not Found("", 3).is_buffer(name, lazy, hints)
+            ]
+            if len(groups) > 1 or len(params) != len(members):
+                raise UserError(
+                    "an optimizer numbers its parameters, and which ones these are is not said",
+                    got=f"{len(groups)} groups, {len(members)} numbers, {len(params)} parameters",
+                    instead="names, as torch's get_state_dict(model, optimizer) has them; --buffer NAME; or --weights",
+                )  # fmt: skip
+            members = params
+        if unknown := [name for name in members if name not in model]:
+            raise CheckpointError("an optimizer has a parameter that the model has not", got=unknown[:5])
+        found.append((list(members), options))
+    return found
+
+
+def _numbers(groups: list[dict[str, Any]], names: list[tuple[list[str], dict[str, Any]]]) -> Iterator[tuple[Any, str]]:
+    for group, (members, _) in zip(groups, names, strict=True):
+        yield from zip(group["params"], members, strict=True)
+
+
+def _twin(name: str, lazy: Lazy, model: dict[str, Lazy], grouped: set[str]) -> str | None:
+    """A trained parameter that has the same bits, of a tensor that no optimizer knows: DCP writes tied ones twice."""
+    if name in grouped or math.prod(lazy.shape) < 2 or not lazy.dtype.is_floating_point:
+        return None
+    candidates = [
+        each for each in model if each in grouped and (model[each].shape, model[each].dtype) == (lazy.shape, lazy.dtype)
+    ]
+    if not candidates:
+        return None
+    own = lazy.read()
+    return next((each for each in candidates if torch.equal(model[each].read(), own)), None)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..errors import UserError
-from .config_keys import DTYPES
+from .config_values import DTYPES
 from .settings import Settings, sections
 
 SYSTEMS = ("deepspeed", "accelerate", "fsdp2")

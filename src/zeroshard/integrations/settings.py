@@ -18,7 +18,8 @@ from ..layout import Layout
 from ..numerics import Precision
 from ..ranks.comm import Comm
 from ..tiers.tier import Offload
-from .config_keys import ACCELERATE, AUTO, DEEPSPEED, Draft, Key
+from .config_keys import ACCELERATE, DEEPSPEED
+from .config_values import AUTO, Draft, Key
 
 LIMIT = 1 << 20  # bytes of a config
 POLICIES = {"precision": Precision, "offload": Offload, "layout": Layout, "comm": Comm}

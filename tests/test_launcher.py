@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import resource
 import signal
 import socket
+import subprocess
+import sys
 import time
 
 import pytest
@@ -16,7 +19,7 @@ import ranks as rank_processes
 import zeroshard
 from zeroshard import Comm
 from zeroshard.errors import PeerError, UserError
-from zeroshard.ranks import groups, launcher
+from zeroshard.ranks import groups, launcher, watch
 from zeroshard.ranks.launcher import ranks_to_join
 
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -234,3 +237,66 @@ def test_too_few_descriptors_are_counted_before_any_is_taken(ranks, world):
         assert told.startswith(
             "PeerError: another rank cannot shard its model\n  got: rank 0: too few file descriptors"
         )
+
+
+def not_heard_at_once(unheard: int) -> int:
+    """Rank 1 takes its time, and the first answers that rank 0 asks it for are lost on their way."""
+    if rank_processes.rank() == 1:
+        new_group = groups._new_group
+
+        def slowly(**options):
+            time.sleep(1.5)
+            return new_group(**options)
+
+        groups._new_group = slowly
+    else:
+        ask, asked = watch._ask, itertools.count()
+
+        def asking(places, message):
+            answers = ask(places, message)
+            return {rank: watch.Answer(watch.SILENT) for rank in answers} if next(asked) < unheard else answers
+
+        watch._ask = asking
+    return sharded().world_size
+
+
+@pytest.mark.row(77)
+@pytest.mark.full
+def test_one_answer_that_is_lost_on_its_way_through_shard_is_no_lost_rank(ranks):
+    assert ranks.run(2, not_heard_at_once, 2, timeout=60.0) == [2, 2]
+
+
+STOPS = """
+import os, signal, sys, torch, zeroshard
+from zeroshard.ranks import groups
+if os.environ["RANK"] == "1":
+    groups._new_group = lambda **_: os.kill(os.getpid(), signal.SIGSTOP)
+model = torch.nn.Linear(4, 4)
+try:
+    zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3, comm=zeroshard.Comm(timeout=600))
+except zeroshard.Error as error:
+    print(error)
+    sys.exit(3)
+"""
+
+
+@pytest.mark.row(77)
+@pytest.mark.slow
+def test_a_rank_that_stops_on_its_way_through_shard_is_named_and_the_other_ends(tmp_path):
+    """With its own exit code and long before the time-out, though a thread of its still waits in torch."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    place = TORCHRUN | {"MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    log, both = tmp_path / "log", []
+    with log.open("w") as output:
+        for rank in range(2):
+            environment = os.environ | place | {"RANK": f"{rank}"}
+            both.append(subprocess.Popen([sys.executable, "-c", STOPS], env=environment, stdout=output, stderr=output))
+    try:
+        both[0].wait(120)
+    finally:
+        for process in both:
+            process.kill()
+            process.wait()
+    assert both[0].returncode == 3
+    assert "rank 1 is silent" in log.read_text()

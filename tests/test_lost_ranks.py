@@ -193,8 +193,8 @@ def wake(pid_file: Path, after: float) -> None:
     ],
 )
 def test_a_stopped_rank_is_named_and_harms_nothing_when_it_wakes(ranks, tmp_path, stage, where):
-    """Within the time-out and two seconds the others say who is silent; once awake it is told that it was lost."""
-    waker = threading.Thread(target=wake, args=(tmp_path / "pid1", 7.0))
+    """Within the time-out and two seconds, or seven, the others say who is silent; once awake it is told of it."""
+    waker = threading.Thread(target=wake, args=(tmp_path / "pid1", 7.0 if where != "save" else 16.0))
     waker.start()
     outcomes = ranks.run(2, stopped, stage, where, str(tmp_path), group_timeout=3.0, timeout=60.0, expect_errors=True)
     waker.join()

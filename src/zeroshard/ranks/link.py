@@ -90,7 +90,7 @@ class Link:
             prune(self.groups.streams)
 
     def _wait_in_slices(self, handle: Any, *, levelling: bool = False) -> None:
-        asked, silent = time.monotonic(), set[int]()
+        asked = time.monotonic()
         for slices in itertools.count(1):
             try:
                 handle.wait(SLICE)
@@ -103,11 +103,10 @@ class Link:
                     return
                 if self.groups.watch.alarm or self.lost:
                     raise self._loss(error) from error
-                if self.saves and time.monotonic() > asked + self.groups.limit / 2:
-                    unheard = {*self.groups.watch.blame()}  # whoever writes answers; who never does cannot be reached
-                    if unheard & silent:
+                if self.saves and time.monotonic() > asked + self.groups.limit:
+                    if self.groups.watch.lost():  # whoever writes answers
                         raise self._loss(error) from error
-                    asked, silent = time.monotonic(), unheard
+                    asked = asked if self.groups.watch.unheard else time.monotonic()
             # Not at once: of an exception that all ranks raise alike a slower rank comes to its own, since others have
             # launched all that it waits for until then. A wait that does not end is for what nobody will launch.
             if not levelling and (slices >= PATIENT or self.interrupted):

@@ -33,6 +33,7 @@ from typing import Any, NamedTuple, NoReturn, cast
 from ..errors import PeerError
 
 PATIENCE = 1.0  # seconds that a peer has to answer
+TRIES = 5  # questions in a row that a peer must leave unanswered, where the network may have lost one
 _LONGEST = 1 << 20  # bytes of a question or an answer
 
 GONE = "is gone: its process has ended"
@@ -62,6 +63,7 @@ class Watch:
         self.peers: dict[int, Place] = {}  # by rank: those that have come so far
         self.called = 0  # the last levelling that anybody has called for: see `streams.py`
         self.posted: dict[int, str] = {}  # by levelling, what this rank says there
+        self.unheard: dict[int, int] = {}  # by rank, how many questions in a row it has not answered: see `lost`
         self._about = about
         self._server = socket.create_server(
             (host, 0), backlog=4096
@@ -93,6 +95,12 @@ class Watch:
     def blame(self) -> dict[int, str]:
         """Which ranks will not come any more, as far as the others can be asked."""
         return self.alarm or {rank: answer.silence for rank, answer in self.ask().items() if answer.silence}
+
+    def lost(self) -> dict[int, str]:
+        """As `blame`, where ranks only wait for longer than they should. Silent is who was so again and again."""
+        found = self.blame()
+        self.unheard = {rank: self.unheard.get(rank, 0) + 1 for rank in found if found[rank] == SILENT}
+        return {rank: what for rank, what in found.items() if self.unheard.get(rank, TRIES) >= TRIES}
 
     def hear(self, message: dict[str, Any]) -> dict[str, Any]:
         """The answer to a peer."""
@@ -181,9 +189,9 @@ class Attended:
         while self._thread.is_alive() and not watch.alarm:
             self._thread.join(0.1)
             if time.monotonic() > asked + patience:
-                if lost := watch.blame():
+                if lost := watch.lost():
                     lose(watch, lost)
-                asked, patience = time.monotonic(), 2 * patience
+                asked, patience = time.monotonic(), PATIENCE if watch.unheard else 2 * patience
         value, error = self._ended[0] if self._ended else (None, None)
         if self._ended and error is None:
             return value
@@ -191,6 +199,11 @@ class Attended:
             lose(watch, lost, error)
         watch.tell({watch.rank: f"gave up: {error}"})
         raise error
+
+
+def waits() -> bool:
+    """Does a call that was given up still wait? It holds the store and the process group until its time-out."""
+    return any(thread.name == "groups" for thread in threading.enumerate())
 
 
 def lose(watch: Watch, lost: dict[int, str], error: BaseException | None = None) -> NoReturn:

@@ -282,6 +282,34 @@ def test_train_saves_on_sigterm_and_resumes_bit_equal(tmp_path, number):
     assert first == second
 
 
+@pytest.mark.row(91)
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
+def test_train_that_is_told_to_end_while_it_starts_ends_with_the_same_code(tmp_path, number):
+    """There is nothing to save yet; a script that looks for exit code 130 has the job run again all the same."""
+    train = [
+        sys.executable,
+        "-m",
+        "zeroshard",
+        "train",
+        "--data",
+        os.path.abspath(__file__),
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    started = subprocess.Popen(train, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"})
+    try:
+        for line in started.stdout:
+            if "starting" in line:  # torch is not loaded yet
+                started.send_signal(number)
+        started.wait(60)
+    finally:
+        started.kill()
+        started.stdout.close()
+    assert started.returncode == 130
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 

@@ -100,7 +100,7 @@ def _quiet_and_restored() -> Iterator[None]:
 
 
 def end_at_once_when_told(launched: bool) -> None:
-    """Makes SIGINT and SIGTERM end this rank even while its main thread waits for a peer inside a collective.
+    """Makes SIGINT, SIGTERM and SIGUSR1 end this rank even while its main thread waits for a peer inside a collective.
 
     Python runs signal handlers between two bytecodes of the main thread, which a rank that waits in C++ never
     reaches. So the interpreter's C-level handler writes to a pipe, and a thread that reads it ends the process.
@@ -109,7 +109,7 @@ def end_at_once_when_told(launched: bool) -> None:
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, *PREEMPTING):
         signal.signal(number, _leave_it_to_the_watch)
     # Told by number where possible: a launcher killed while this rank was still starting is not its parent any more.
     launcher = int(os.environ.get(LAUNCHER, os.getppid())) if launched else None

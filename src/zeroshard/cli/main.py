@@ -62,7 +62,7 @@ def _everywhere(
 
 
 def main() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):  # alike, and also where a shell's `&` has turned SIGINT off
+    for number in (signal.SIGINT, *launch.PREEMPTING):  # alike, and also where a shell's `&` has turned SIGINT off
         signal.signal(number, signal.default_int_handler)
     codecs.register_error("zeroshard", _plain)
     for stream in (sys.stdout, sys.stderr):

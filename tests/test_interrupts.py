@@ -260,11 +260,27 @@ def test_a_signal_to_one_rank_makes_all_save_once_at_a_steps_end(ranks, tmp_path
 @pytest.mark.row(91)
 @pytest.mark.full
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
-def test_train_saves_on_sigterm_and_resumes_bit_equal(tmp_path, number):
-    """`zeroshard train` on two ranks, told to end in its middle: it says what it saved, and `--resume` ends alike."""
-    train = [sys.executable, "-m", "zeroshard", "train", "--data", os.path.abspath(__file__), "--batch", "2"]
-    train += ["--ranks", "2", "--steps", "80", "--out"]
+@pytest.mark.parametrize(
+    ("starts", "number"), [("zeroshard", "SIGTERM"), ("zeroshard", "SIGUSR1"), ("torchrun", "SIGTERM")]
+)
+def test_train_saves_on_sigterm_and_resumes_bit_equal(tmp_path, starts, number):
+    """Whoever started its two ranks is told to end in their middle: they say what they saved, `--resume` ends alike."""
+    number = signal.Signals[number]
+    train = ["zeroshard", "train", "--data", os.path.abspath(__file__), "--batch", "2", "--steps", "80"]
+    if starts == "torchrun":
+        train = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            "-m",
+            *train,
+            "--out",
+        ]
+    else:
+        train = [sys.executable, "-m", *train, "--ranks", "2", "--out"]
     surroundings = os.environ | {"OMP_NUM_THREADS": "1"}
     subprocess.run([*train, str(tmp_path / "whole")], env=surroundings, check=True, capture_output=True, timeout=300)
     part, metrics = tmp_path / "part", tmp_path / "part" / "metrics.jsonl"
@@ -275,7 +291,8 @@ def test_train_saves_on_sigterm_and_resumes_bit_equal(tmp_path, number):
         said, _ = launcher.communicate(timeout=60)
     finally:
         launcher.kill()
-    assert launcher.returncode == 130 and f"{number.name}: saved {part}/checkpoints/step-000000" in said, said
+    assert launcher.returncode == {"zeroshard": 130, "torchrun": 1}[starts]
+    assert f"{number.name}: saved {part}/checkpoints/step-000000" in said, said
     resume = [sys.executable, "-m", "zeroshard", "train", "--resume", str(part)]
     subprocess.run(resume, env=surroundings, check=True, capture_output=True, timeout=300)
     first, second = ((run / "model.safetensors").read_bytes() for run in (tmp_path / "whole", part))

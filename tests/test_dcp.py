@@ -1,6 +1,7 @@
 """torch.distributed.checkpoint writes and reads a sharded model like any other, FSDP2's and plain tensors included."""
 
 import math
+import pickle
 import warnings
 
 import pytest
@@ -135,6 +136,37 @@ def straight_on():
 
 def test_training_goes_on_after_a_load_in_inference_mode(ranks, tmp_path):
     same(ranks.run(2, moves_on_after_inference_mode, tmp_path / "a"), ranks.run(2, straight_on))
+
+
+def saves_behind(folder, stage):
+    """dcp.async_save, with steps taken while it writes; the state as it was asked for."""
+    model, optimizer, zero = build("gpt", stage)
+    group = torch.distributed.new_group(backend="gloo")  # the thread's own: the default group is busy with the training
+    for number in range(3):
+        step("gpt", model, optimizer, number)
+    asked = digest(model, optimizer, zero)
+    saving = quietly(dcp.async_save, {"app": zero}, checkpoint_id=folder, process_group=group)
+    for number in range(3, 5):
+        step("gpt", model, optimizer, number)
+    saving.result()
+    return asked, digest(model, optimizer, zero)
+
+
+@pytest.mark.parametrize(("stage", "loaded", "other"), [(3, 1, 0), (1, 3, 3)])
+def test_async_save_has_the_state_of_its_call(ranks, tmp_path, stage, loaded, other):
+    outcomes = ranks.run(2, saves_behind, tmp_path / "a", stage)
+    same(ranks.run(loaded, loads, "gpt", tmp_path / "a", other, {}), [asked for asked, _ in outcomes])
+    with pytest.raises(AssertionError):
+        same(*([outcome[each] for outcome in outcomes] for each in (0, 1)))  # and the training went on
+
+
+def test_what_async_save_cannot_take_is_named(tmp_path):
+    _, _, zero = build("gpt", 3)
+    state = quietly(zero.state_dict)
+    with pytest.raises(UserError, match="no other process(?s:.*)thread"):
+        pickle.dumps(state)
+    with pytest.raises(UserError, match="this rank's pieces"):
+        state["model"]["embed.weight"].new_empty(3)
 
 
 class App:

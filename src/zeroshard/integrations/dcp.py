@@ -55,10 +55,20 @@ class Sharded(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if function is torch.ops.aten.new_empty.default and tuple(args[1]) == tuple(args[0].shape):
+            # dcp.async_save copies a tensor so: a new one, which then gets copies of all attributes, `own` too.
+            blank = args[0].own.new_empty(0, device="cpu")
+            return cls(args[0].shape, blank, args[0].writes, args[0].reads)
         raise UserError(
             "zero.state_dict() holds this rank's pieces, for torch.distributed.checkpoint to read and write",
             where=f"{function}",
             instead="dcp.save({'app': zero}, checkpoint_id=...); or zero.save(...), or zero.gathered() for tensors",
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UserError(
+            "zero.state_dict() holds this rank's pieces, which go into no pickle and no other process",
+            instead="dcp.async_save({'app': zero}, ...) with a thread, its default; or zero.save(asynchronous=True)",
         )
 
     def _written(self) -> list[Box]:

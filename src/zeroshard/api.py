@@ -30,7 +30,7 @@ from .layout import Bucket, Layout, Slot
 from .numerics import Precision
 from .ranks.comm import Comm
 from .sharded import COMPARING, Engine
-from .stage import Placements, seat
+from .stage import Placements
 from .tiers.nvme import NvmeTier
 from .tiers.tier import Offload
 
@@ -412,7 +412,8 @@ class Zero:
         """Which rank holds which flat range of a parameter's "parameters", "gradients" or "optimizer" state.
 
         In rank order: of a sharded state a range for one rank of each replica, of a replicated one the whole for every
-        rank. Empty for gradients and optimizer state of a parameter in a frozen bucket.
+        rank. Of a parameter along an axis, elements of the whole tensor, of which every rank has some rows. Empty for
+        gradients and optimizer state of a parameter in a frozen bucket.
         """
         record = next((record for record in self._engine.managed if name in record.names), None)
         if record is None:
@@ -424,10 +425,12 @@ class Zero:
         if state != "parameters" and self._engine.gradients.of_bucket(bucket.index) is None:
             return []
         tier = self._engine.resting[bucket.index][state]
-        seats = [seat(rank, self.world_size, self.replicas) for rank in range(self.world_size)]
-        degree = getattr(self.placements, state)
-        parts = [slot.within(*bucket.held(each, degree)) for each in seats]
-        return [Owner(rank, *part, tier) for rank, part in enumerate(parts) if part.numel or not degree]
+        degree, found = getattr(self.placements, state), []
+        for rank, sits in enumerate(self._engine.group.team_of(bucket).seat.everyones(self.world_size)):
+            part, first = slot.within(*bucket.held(sits, degree)), sits.part * slot.numel
+            if part.numel or not degree:
+                found.append(Owner(rank, first + part.start, first + part.stop, tier))
+        return found
 
     @property
     def skipped(self) -> int:

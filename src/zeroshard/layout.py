@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import pairwise
 from typing import Literal, NamedTuple, get_args
@@ -47,6 +47,9 @@ class Layout:
     ignore: parameter names or patterns that zeroshard leaves entirely alone (not sharded, not averaged).
     recompute: units whose forward keeps nothing for backward but its inputs, and runs again there, as by
         `torch.utils.checkpoint` without re-entering: all but the root (True), or by name or pattern. Uncompiled.
+    along: {name pattern: axis} of parameters of which a rank holds some rows, such as experts: `{"*.experts.*": "edp"}`
+        with `Comm(group=mesh)`. The ranks along that axis of the mesh hold the same rows, and shard them among
+        themselves; the other ranks hold the other rows, in order. All other parameters are sharded over all ranks.
     buffers: "broadcast" sends rank 0's buffers to all before each training forward; "always" before every forward, so
         that ranks that evaluate have the same ones, as with DDP (every rank calls every forward then); "local" never.
     """
@@ -58,6 +61,7 @@ class Layout:
     ignore: Sequence[str] = ()
     buffers: Buffers = "broadcast"
     recompute: bool | Sequence[str] = False
+    along: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, choices in (("bounds", get_args(Bounds)), ("buffers", get_args(Buffers))):
@@ -88,6 +92,19 @@ class Layout:
                     instead=f"Layout({name}=[{getattr(self, name)!r}])",
                 )
 
+        axes = [*self.along.values()] if isinstance(self.along, Mapping) else [None]
+        if len(set(map(repr, axes))) > 1 or not all(isinstance(axis, str) and axis for axis in axes):
+            raise UserError(
+                "Layout.along takes name patterns, and one axis of the mesh for all of them",
+                got=repr(self.along),
+                instead='Layout(along={"*.experts.*": "edp"})',
+            )
+
+    @property
+    def axis(self) -> str:
+        """The axis that some parameters are sharded along; "" if there are none."""
+        return next(iter(self.along.values()), "")
+
     def recomputes(self, unit: str) -> bool:
         """Does backward run the forward of the unit of that name again? Never the root's, which all others run in."""
         patterns = ("*" * self.recompute,) if isinstance(self.recompute, bool) else self.recompute
@@ -103,6 +120,7 @@ class Spec(NamedTuple):
     itemsize: int
     unit: int
     trainable: bool
+    along: str = ""  # the axis that it is sharded along, where that is not all ranks
 
     @property
     def numel(self) -> int:
@@ -159,6 +177,12 @@ class Bucket:
     slots: tuple[Slot, ...]
     numel: int
     bounds: tuple[int, ...]
+    along: str = ""  # the axis whose ranks are its team
+
+    @property
+    def size(self) -> int:
+        """The ranks of its team."""
+        return len(self.bounds) - 1
 
     def shard(self, position: int) -> tuple[int, int]:
         """First and last + 1 element of the shard of a position."""
@@ -197,7 +221,8 @@ class Partition:
 
     def __post_init__(self) -> None:
         for bucket in self.buckets:
-            assert len(bucket.bounds) == self.ranks + 1 and bucket.bounds[0] == 0 and bucket.bounds[-1] == bucket.numel
+            assert bucket.along or bucket.size == self.ranks
+            assert bucket.bounds[0] == 0 and bucket.bounds[-1] == bucket.numel
             assert all(low <= high for low, high in pairwise(bucket.bounds)), bucket
             end = 0
             for slot in bucket.slots:
@@ -209,7 +234,7 @@ class Partition:
     @property
     def even(self) -> bool:
         """Are all shards of each bucket of one size?"""
-        return all(len({bucket.shard_numel(rank) for rank in range(self.ranks)}) <= 1 for bucket in self.buckets)
+        return all(len({bucket.shard_numel(at) for at in range(bucket.size)}) <= 1 for bucket in self.buckets)
 
     def find(self, name: str) -> tuple[Bucket, Slot]:
         """The bucket and slot of a parameter."""
@@ -233,17 +258,23 @@ class Partition:
         ]
 
 
-def partition(specs: Iterable[Spec], layout: Layout, ranks: int) -> Partition:
-    """Lay the parameters out over the `ranks` ranks of a team, in the order given."""
+def partition(specs: Iterable[Spec], layout: Layout, ranks: int, along: int = 1) -> Partition:
+    """Lay the parameters out over the `ranks` ranks of a team, in the order given.
+
+    along: the ranks of a team along `layout.axis`.
+    """
     packed = [_pack(key, run, layout) for key, run in _runs(specs, layout)]
-    bounds = {"unit": _even_bounds, "model": _model_bounds, "tensor": _tensor_bounds}[layout.bounds](
-        packed, layout.align, ranks
-    )
+    cut = {"unit": _even_bounds, "model": _model_bounds, "tensor": _tensor_bounds}[layout.bounds]
+    rest = [
+        iter(cut([p for p in packed if bool(p.key.along) == other], layout.align, size))
+        for other, size in ((False, ranks), (True, along))
+    ]
+    bounds = [next(rest[bool(p.key.along)]) for p in packed]
     return Partition(
         ranks,
         layout.align,
         tuple(
-            Bucket(index, key.unit, key.dtype, key.itemsize, key.trainable, slots, cuts[-1], cuts)
+            Bucket(index, key.unit, key.dtype, key.itemsize, key.trainable, slots, cuts[-1], cuts, key.along)
             for index, ((key, slots, _), cuts) in enumerate(zip(packed, bounds, strict=True))
         ),
     )
@@ -254,6 +285,7 @@ class _Key(NamedTuple):
     dtype: str
     itemsize: int
     trainable: bool
+    along: str
 
 
 class _Packed(NamedTuple):
@@ -268,7 +300,7 @@ def _runs(specs: Iterable[Spec], layout: Layout) -> list[tuple[_Key, list[Spec]]
     open_runs: dict[_Key, tuple[list[Spec], float]] = {}
     runs: list[tuple[_Key, list[Spec]]] = []
     for spec in specs:
-        key = _Key(spec.unit, spec.dtype, spec.itemsize, spec.trainable)
+        key = _Key(spec.unit, spec.dtype, spec.itemsize, spec.trainable, spec.along)
         nbytes = spec.numel * spec.itemsize
         run, filled = open_runs.get(key, ([], math.inf))
         if filled + nbytes > limit:

@@ -75,7 +75,7 @@ class Engine:
         self.offload = offload
         self.ledger = Ledger()
         self.ledger.begin("init")
-        self.group = connect(comm, self.ledger, device)
+        self.group = connect(comm, self.ledger, device, layout.axis)
         self.replicas = self.group.team.seat.replicas
         parts = Assembly(model, stage, precision, offload, self.group)
         before: Before | None = None
@@ -351,25 +351,28 @@ class Engine:
     def _leave_gathered(self, units: list[Unit], write_from: int | None) -> None:
         self.notice(replaced=True)
         with self.schedule.telling():
-            told = self.group.poll("leaving gathered()", len(units), 0 if write_from is not None else _digest(units))
-        if self.group.rank == 0 and len(set(told)) > 1:
+            found = [0 if write_from is not None else _digest(units, along=along) for along in (False, True)]
+            told = self.group.poll("leaving gathered()", len(units), *found)
+        teams = self.group.along.seat.teams(self.group.ranks) if len(told) > 1 else []
+        differ = len({each[0] for each in told}) > 1 or any(len({told[r] for r in team}) > 1 for team in teams)
+        if self.group.rank == 0 and differ:
             log.warning(
                 "the ranks leave gathered() with different weights: "
                 + ("rank 0's count. " if self.replicas > 1 else "of each element its owner's counts, a mixture. ")
                 + "Make the same edits on every rank, or say whose count: zero.gathered(write_from=0)"
             )
-        if self.replicas > 1 and len(set(told)) > 1:
+        if self.replicas > 1 and differ:
             write_from = 0  # each shard has an owner in every replica, and these would differ
         for buffer in (buffer for unit in units for buffer in unit.buffers):
             buffer.rebind()
             if write_from is not None:
                 self.group.torn = "an exception ended gathered(write_from=...) while the weights were sent"
-                self.group.broadcast(buffer.full, write_from)
+                self.group.give_all(buffer.full, buffer.bucket, write_from)
             buffer.follow_edits()
             if write_from is not None and buffer.master is not None and not buffer.place.optimizer:
                 with buffer.master.here() as master:  # casts of it may agree where masters do not
                     sent = master.to(self.device)
-                    self.group.broadcast(sent, write_from)
+                    self.group.give_all(sent, buffer.bucket, write_from)
                     master.copy_(sent)
             if not buffer.place.parameters and write_from is None:
                 # Whatever each rank did to its copy, the owner's edit of every element is the one that counts.
@@ -415,9 +418,11 @@ class Engine:
             unit.release()
 
 
-def _digest(units: list[Unit]) -> int:
+def _digest(units: list[Unit], *, along: bool) -> int:
+    """Of the buckets that all ranks share, or of those along an axis."""
+    buffers = [buffer for unit in units for buffer in unit.buffers if bool(buffer.bucket.along) == along]
     # On another device there is no fingerprint, and ranks that differ would look alike.
-    found = [fingerprint(buffer.full.cpu()) for unit in units for buffer in unit.buffers]
+    found = [fingerprint(buffer.full.cpu()) for buffer in buffers]
     return zlib.crc32(repr(found).encode())
 
 

@@ -6,14 +6,19 @@ Nothing else in the package knows what a stage is; it asks the placement of the 
 Ranks form a mesh of two axes, `replicate` and `shard`, as a `DeviceMesh` for FSDP2's hybrid sharding does. The ranks
 along the shard axis are a *team*: they split a bucket among themselves. Each team is one *replica* of the model. With
 one replica, the usual case, the team is all ranks.
+
+Parameters of which the ranks of one axis hold the same rows and all others other rows, such as experts, have teams of
+their own *along* that axis: each team shards its rows, one *part* of the whole tensor.
 """
 
 from __future__ import annotations
 
 import enum
+import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
-from .errors import UserError
+from .errors import UserError, nearest
 
 
 class Degree(enum.IntEnum):
@@ -52,12 +57,40 @@ SAVED = Degree.ALL  # what a rank writes to a checkpoint: every element once
 
 
 class Seat(NamedTuple):
-    """Where one rank sits in the mesh: rank = replica * size + position."""
+    """Where one rank sits in the mesh, as its team sees it: rank = replica * size + position, but along an axis."""
 
     position: int = 0  # on the shard axis
     size: int = 1  # of that axis: the ranks of a team
     replica: int = 0  # on the replicate axis
     replicas: int = 1  # the length of that
+    part: int = 0  # which rows of a tensor along an axis the team has
+    parts: int = 1  # how many teams have rows of it
+    stride: int = 1  # from a rank of the team to the next one
+
+    def members(self, rank: int) -> range:
+        """The ranks of this team, in order of position; `rank` is the one that sits here."""
+        first = rank - self.position * self.stride
+        return range(first, first + self.size * self.stride, self.stride)
+
+    def everyones(self, ranks: int) -> list[Seat]:
+        """Where each rank sits in its team of this kind, in rank order."""
+        found: dict[int, Seat] = {}
+        for number, team in enumerate(self.teams(ranks)):
+            of = self._replace(part=number) if self.replicas == 1 else self._replace(replica=number)
+            found |= {rank: of._replace(position=position) for position, rank in enumerate(team)}
+        return [found[rank] for rank in range(ranks)]
+
+    def teams(self, ranks: int) -> list[range]:
+        """The members of every team of this kind, in the order of their parts, or replicas."""
+        return [self._replace(position=0).members(rank) for rank in range(ranks) if not self.position_of(rank)]
+
+    def position_of(self, rank: int) -> int:
+        """Where any rank sits in its own team."""
+        return rank // self.stride % self.size
+
+    def whole(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of a tensor of which the team has rows of this shape."""
+        return shape if self.parts == 1 else (shape[0] * self.parts, *shape[1:])
 
 
 ALONE = Seat()
@@ -74,6 +107,16 @@ def seat(rank: int, ranks: int, replicas: int = 1) -> Seat:
         )
     size = ranks // replicas
     return Seat(rank % size, size, rank // size, replicas)
+
+
+def seat_along(rank: int, axes: Mapping[str, int], name: str) -> Seat:
+    """Where a rank sits among those that differ from it on one axis only. axes: their lengths, the slowest first."""
+    if name not in axes:
+        raise UserError("the DeviceMesh has no axis of that name", got=repr(name), instead=nearest(name, list(axes)))
+    names = list(axes)
+    size, stride = axes[name], math.prod(axes[each] for each in names[names.index(name) + 1 :])
+    part = rank // (stride * size) * stride + rank % stride
+    return Seat(rank // stride % size, size, part=part, parts=math.prod(axes.values()) // size, stride=stride)
 
 
 def placements(stage: int) -> Placements:

@@ -26,7 +26,7 @@ from ..engine.optim import Binding
 from ..engine.unit import Managed
 from ..errors import CheckpointError, UserError
 from ..events import DEVICE
-from ..layout import Bucket, Slot
+from ..layout import Bucket, Elements, Slot
 from ..numerics import Precision, dense
 from ..ranks.agreement import Group
 from ..stage import placements
@@ -63,6 +63,11 @@ class ModelState:
                 self.places[slot.name] = buffer, slot
 
     kinds: list[Kinds] | None = None  # what all ranks have agreed upon, while they save
+
+    def shape(self, record: Managed) -> tuple[int, ...]:
+        """Of a whole parameter, of which this rank may have some rows."""
+        buffer, slot = self.places[record.name]
+        return buffer.whole_shape(slot)
 
     def fragments(self, binding: Binding) -> list[Fragment]:
         """What an optimizer updates on this rank; ignored parameters whole."""
@@ -136,7 +141,7 @@ def told_kinds(running: ModelState) -> list[Any]:
     for binding in running.bindings:
         parts = {}
         for fragment in running.fragments(binding):
-            if 0 < fragment.param.numel() < fragment.slot.numel:
+            if 0 < fragment.param.numel() < math.prod(fragment.buffer.whole_shape(fragment.slot)):
                 kept, name = binding.states.kept(fragment), fragment.slot.name
                 parts[name] = {state_name(name, key): _told(fragment, key, value) for key, value in kept.items()}
         fixed = {f"{key}": sorted(shapes) for key, shapes in fixed_shapes(binding.optimizer).items()}
@@ -188,15 +193,15 @@ def _agreed(name: str, key: str, told: Sequence[Any], kinds: Kinds) -> bool:
 def pieces(running: ModelState) -> Iterator[Piece]:
     for buffer in (*running.buffers, *running.alone.values()):
         for slot in buffer.bucket.slots:
-            own = slot.within(*buffer.saves)
+            own, at = slot.within(*buffer.saves), buffer.offset(slot)
             if own.numel:
                 value = buffer.updating.part(slot.start + own.start, slot.start + own.stop)
-                yield Piece(slot.name, VALUE, own.start, own.stop, value.plain())
-    for name, key, value, part, own, like in _kept(running):
+                yield Piece(slot.name, VALUE, at + own.start, at + own.stop, value.plain())
+    for name, key, value, held, own, like in _kept(running):
         if isinstance(value, Part):
-            yield Piece(name, key, own.start, own.stop, value.cut(own.start - part.start, own.stop - part.start))
+            yield Piece(name, key, own.start, own.stop, value.cut(own.start - held, own.stop - held))
         elif like:
-            flat = value.detach().reshape(-1)[own.start - part.start : own.stop - part.start]
+            flat = value.detach().reshape(-1)[own.start - held : own.stop - held]
             yield Piece(name, key, own.start, own.stop, flat)
         elif (
             isinstance(value, Tensor) and own.start == 0
@@ -206,7 +211,7 @@ def pieces(running: ModelState) -> Iterator[Piece]:
 
 def values(running: ModelState) -> Iterator[list[Any]]:
     """[parameter, state, number]: what optimizers keep beside tensors."""
-    for name, key, value, _part, own, _like in _kept(running):
+    for name, key, value, _held, own, _like in _kept(running):
         if not isinstance(value, (Tensor, Part)) and own.start == 0:
             finite = not isinstance(value, float) or math.isfinite(value)
             if not isinstance(value, (int, float, str, bool, type(None))) or not finite:
@@ -218,17 +223,26 @@ def values(running: ModelState) -> Iterator[list[Any]]:
             yield [name, key, value]
 
 
-def _kept(running: ModelState) -> Iterator[tuple[str, str, Any, Any, Any, bool]]:
-    """(parameter, state, what this rank's optimizer keeps, the elements it is of, those of them this rank writes, and
-    whether it has an element for each of them)."""
+def _kept(running: ModelState) -> Iterator[tuple[str, str, Any, int, Elements, bool]]:
+    """(parameter, state, what this rank's optimizer keeps, the first element that is of, the elements that this rank
+    writes, and whether it has an element for each of them). Elements are those of the whole tensor."""
     local = [Kinds(fixed_shapes(binding.optimizer), {}) for binding in running.bindings]
     for binding, kinds in zip(running.bindings, running.kinds or local, strict=True):
         for fragment in running.fragments(binding):
             part, own = fragment.slot.within(*fragment.buffer.updated), fragment.slot.within(*fragment.buffer.saves)
+            at = fragment.buffer.offset(fragment.slot)
             if part.numel and own.numel:
                 for key, value in binding.states.kept(fragment).items():
                     like = isinstance(value, Part) or kinds.like(fragment, key, value)
-                    yield fragment.slot.name, state_name(fragment.slot.name, key), value, part, own, like
+                    name = fragment.slot.name
+                    yield (
+                        name,
+                        state_name(name, key),
+                        value,
+                        at + part.start,
+                        Elements(at + own.start, at + own.stop),
+                        like,
+                    )
 
 
 def persistent(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

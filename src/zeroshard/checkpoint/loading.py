@@ -128,8 +128,8 @@ def _differences(running: ModelState, saved: Saved) -> list[str]:
         entry = saved.parameters.get(name)
         if entry is None:
             found.append(f"parameter {name!r} is not in the checkpoint")
-        elif entry.shape != tuple(record.param.shape):
-            found.append(f"parameter {name!r} has shape {tuple(record.param.shape)}, saved was {entry.shape}")
+        elif entry.shape != running.shape(record):
+            found.append(f"parameter {name!r} has shape {running.shape(record)}, saved was {entry.shape}")
         elif sorted(entry.names) != sorted(record.names):
             found.append(f"parameter {name!r} is tied as {record.names}, saved was {entry.names}")
     found += [f"saved parameter {name!r} is not in the model" for name in saved.parameters if name not in mine]
@@ -238,7 +238,7 @@ def _stage(running: ModelState, saved: Saved) -> Staged:
     fitting = dict.fromkeys(  # in the order of the buckets: what rests in a file comes to memory once
         record.name
         for record in sorted(running.records, key=lambda record: running.places[record.name][0].bucket.index)
-        if record.name in saved.parameters and saved.parameters[record.name].shape == tuple(record.param.shape)
+        if record.name in saved.parameters and saved.parameters[record.name].shape == running.shape(record)
     )
     for name in fitting:
         _stage_value(running, saved, name, staged)
@@ -269,11 +269,11 @@ def _stage(running: ModelState, saved: Saved) -> Staged:
 
 def _stage_value(running: ModelState, saved: Saved, name: str, staged: Staged) -> None:
     buffer, slot = running.places[name]
-    updated = slot.within(*buffer.updated)
-    staged.values[name] = value = _wanted(saved, (name, VALUE), *resting(running, name))
+    updated, at = slot.within(*buffer.updated), buffer.offset(slot)
+    staged.values[name] = value = _wanted(saved, (name, VALUE), *(at + each for each in resting(running, name)))
     if buffer.master is not None:
         same = buffer.casts  # only the masters rest
-        staged.masters[name] = value if same else _wanted(saved, (name, VALUE), updated.start, updated.stop)
+        staged.masters[name] = value if same else _wanted(saved, (name, VALUE), at + updated.start, at + updated.stop)
 
 
 def _wanted(saved: Saved, key: tuple[str, str], start: int, stop: int) -> Cut:
@@ -289,18 +289,20 @@ def _state(staged: Staged, saved: Saved, stored: str, binding: Binding, fragment
         dtype = saved.cut[key][0].dtype
         dtype = like.dtype if dtype.is_floating_point else dtype
         place = binding.optimizer.state.get(like, {}).get(state)
-        part = fragment.slot.within(*fragment.buffer.updated)
+        first, last = (
+            fragment.buffer.offset(fragment.slot) + each for each in fragment.slot.within(*fragment.buffer.updated)
+        )
         if rests_away(fragment.buffer):
             blank = torch.empty(like.shape, dtype=dtype, device="meta")
             rest = binding.states.part(fragment, state, blank)
-            staged.fills.append((rest.cut(0, rest.numel()), _wanted(saved, key, part.start, part.stop)))
+            staged.fills.append((rest.cut(0, rest.numel()), _wanted(saved, key, first, last)))
             return blank
         wanted = like.shape, dtype, like.device
         if not (
             isinstance(place, Tensor) and place.is_contiguous() and (place.shape, place.dtype, place.device) == wanted
         ):
             place = torch.empty(like.shape, dtype=dtype, device=like.device)
-        staged.fills.append((place.view(-1), _wanted(saved, key, part.start, part.stop)))
+        staged.fills.append((place.view(-1), _wanted(saved, key, first, last)))
         return place
     tensor = saved.read(saved.whole[key])
     on_device = group.get("fused") or group.get("capturable") or tensor.dim()

@@ -5,7 +5,8 @@
     masters                 0            does, or its optimizer draws numbers of its own
     states                  0            resumes an optimizer, or as above
 
-Of what is sharded every replica of the model has a copy (`Comm.replicas`): the ranks of one position hold it.
+Of what is sharded every replica of the model has a copy (`Comm.replicas`): the ranks of one position hold it. Rows of
+parameters along an axis (`Layout.along`) are held by the ranks of that axis, and not by others.
 
 One meeting compares a digest of all of it. Where these differ, digests of each tensor say which, and the first rank
 that holds that sends it.
@@ -38,16 +39,19 @@ def check_replicas(running: ModelState, buffers: Sequence[Buffer], number: int) 
     group = running.group
     if group.ranks == 1 or any(simulated(buffer.full) for buffer in buffers):
         return
-    whole = shard = 0
+    digests = dict.fromkeys(("", *_WORDS), 0)
     try:
         found = list(_digests(running, buffers))
-        whole, shard = (xxhash.xxh3_64_intdigest(repr(each).encode()) >> 1 for each in _by_holders(found))
+        for kind in digests:
+            of_kind = [item for item in found if _kind(item[0]) == kind]
+            digests[kind] = xxhash.xxh3_64_intdigest(repr(of_kind).encode()) >> 1
     except TierError as error:
         group.report(error)
-    told = group.poll("comparing replicas", number, whole, shard)
-    size = group.team.size
-    if len({each[0] for each in told}) == 1 and all(
-        len({each[1] for each in told[at::size]}) == 1 for at in range(size)
+    told = group.poll("comparing replicas", number, *digests.values())
+    if len(told) == 1 or all(
+        len({told[rank][at] for rank in holders}) == 1
+        for at, kind in enumerate(digests)
+        for holders in _all_holders(kind, group)
     ):
         return
     everyone = group.describe(dict(_digests(running, buffers, by_tensor=True)))
@@ -70,29 +74,39 @@ def check_replicas(running: ModelState, buffers: Sequence[Buffer], number: int) 
             )
 
 
-def _by_holders(found: Sequence[tuple[str, Any]]) -> tuple[list[Any], list[Any]]:
-    """What every rank holds, and what the ranks of one position do."""
-    sharded = [item for item in found if _position(item[0]) is not None]
-    return [item for item in found if item not in sharded], sharded
+_WORDS = ("shard", "part")  # with which begins what only some ranks hold: those of a position, and those of an axis
 
 
-def _position(label: str) -> int | None:
-    """Of a shard, whose it is."""
-    return int(label.split(maxsplit=2)[1]) if label.startswith("shard ") else None
+def _kind(label: str) -> str:
+    word = label.partition(" ")[0]
+    return word if word in _WORDS else ""
+
+
+def _all_holders(kind: str, group: Group) -> list[list[int]]:
+    """The ranks that hold the same, by the number of what they hold."""
+    ranks, size = range(group.ranks), group.team.size
+    if kind == "shard":
+        return [[*ranks[at::size]] for at in range(size)]
+    return [[*team] for team in group.along.seat.teams(group.ranks)] if kind == "part" else [[*ranks]]
 
 
 def _holders(label: str, group: Group) -> list[int]:
-    at = _position(label)
-    return list(range(group.ranks)) if at is None else list(range(at, group.ranks, group.team.size))
+    kind = _kind(label)
+    return _all_holders(kind, group)[int(label.split(maxsplit=2)[1]) if kind else 0]
 
 
 def _items(
     running: ModelState, buffers: Sequence[Buffer], *, by_tensor: bool
 ) -> Iterator[tuple[str, Tensor | Part | Any]]:
     """(what, its content), bucket by bucket or parameter by parameter: of what other ranks hold too."""
-    seat = running.group.team.seat
-    prefix = {Degree.RANK: "", Degree.TEAM: f"shard {seat.position} of "}
+    seat, rows = running.group.team.seat, running.group.along.seat
     shared = {Degree.RANK, Degree.TEAM} if seat.replicas > 1 else {Degree.RANK}
+
+    def held(buffer: Buffer, degree: Degree) -> str:
+        if degree is Degree.TEAM:
+            return f"shard {seat.position} of "
+        return f"part {rows.part} of " if buffer.bucket.along else ""
+
     for buffer in buffers:
         flats = [("", buffer.parameters)] * (buffer.parameters is not buffer.master)
         flats += [] if buffer.master is None else [("master of ", buffer.master)]
@@ -105,14 +119,14 @@ def _items(
                         (f"parameter {s.name!r}", s.start + p.start, s.start + p.stop) for s, p in slots if p.numel
                     ]
                 for name, start, stop in parts:
-                    yield prefix[flat.degree] + what + name, flat.part(start, stop)
+                    yield held(buffer, flat.degree) + what + name, flat.part(start, stop)
     chosen = {buffer.bucket.index for buffer in buffers if buffer.place.optimizer in shared}
     for binding in running.bindings:
         for fragment in binding.fragments:
             if fragment.buffer.bucket.index in chosen:
                 for key, value in binding.states.kept(fragment).items():
-                    held = prefix[fragment.buffer.place.optimizer]
-                    yield f"{held}state {key!r} of parameter {fragment.slot.name!r}", value
+                    of = held(fragment.buffer, fragment.buffer.place.optimizer)
+                    yield f"{of}state {key!r} of parameter {fragment.slot.name!r}", value
 
 
 Kind = tuple[str, int | None, str]  # shape and dtype, or the value; of a tensor its elements and their digest

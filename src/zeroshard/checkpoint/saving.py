@@ -221,7 +221,7 @@ def _head(running: ModelState, extra: Any) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "parameters": {
-            r.name: {"shape": list(r.param.shape), "dtype": writable(r.name, r.param), "names": r.names}
+            r.name: {"shape": list(running.shape(r)), "dtype": writable(r.name, r.param), "names": r.names}
             for r in running.records
         },
         "optimizers": [options(running, binding) for binding in running.bindings],

@@ -105,6 +105,7 @@ def clock(run: Simulation, cluster: Machine, *, ordered: bool) -> timeline.Timel
     return timeline.replay(
         run.events, cluster, ranks=sits.size, updated_nbytes=sum(held.values()), ordered=ordered, steps=run.steps,
         replica=sits.replica, replicas=sits.replicas,
+        along={b.index: run.zero._engine.group.along.seat for b in run.zero.partition.buckets if b.along},
     )  # fmt: skip
 
 

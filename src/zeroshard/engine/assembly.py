@@ -45,6 +45,7 @@ from .unit import (
     managed_parameters,
     materialise,
     on_meta,
+    parameters_along,
 )
 
 
@@ -83,7 +84,7 @@ class Assembly:
             check_parameters(self.managed)
             check_memory(self.model, self.managed)
             check_buffers(self.model)
-            self.partition = partition(self._specs(), layout, self.group.team.size)
+            self.partition = partition(self._specs(layout), layout, self.group.team.size, self.group.along.size)
             check_settings(self.partition, layout, comm)
             replicated = not self.placements.optimizer
             check_optimizers(self.model, self.managed, optimizers, self.partition, replicated=replicated)
@@ -102,11 +103,13 @@ class Assembly:
             unit.borrows = [self.units[other] for other in others]
         self.group.progress.units = [named[bucket.unit][0] or "the model" for bucket in self.partition.buckets]
 
-    def _specs(self) -> list[Spec]:
-        specs = []
+    def _specs(self, layout: Layout) -> list[Spec]:
+        specs, along = [], parameters_along(self.managed, layout)
         for r in self.managed:
             dtype = self.precision.param(r.param.dtype)
-            specs.append(Spec(r.name, tuple(r.param.shape), str(dtype), dtype.itemsize, r.unit, r.param.requires_grad))
+            axis = layout.axis * (r.name in along)
+            shape, trainable = tuple(r.param.shape), r.param.requires_grad
+            specs.append(Spec(r.name, shape, str(dtype), dtype.itemsize, r.unit, trainable, axis))
         return specs
 
     def reserve(self) -> None:
@@ -120,7 +123,8 @@ class Assembly:
             dtypes = {"parameters": own, "gradients": grad, "optimizer": master}
             kept = STATES if bucket.trainable else STATES[:1]  # frozen parameters have nothing else
             for state in (state for state in kept if resting[state] == NVME):
-                first, last = bucket.held(self.group.team.seat, getattr(self.placements, state))
+                seat = self.group.team_of(bucket).seat
+                first, last = bucket.held(seat, getattr(self.placements, state))
                 largest[state] = max(largest[state], (last - first) * dtypes[state].itemsize)
                 nbytes += (last - first) * dtypes[state].itemsize
         if any(NVME in resting.values() for resting in self.resting):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..errors import StateError, TierError
 from ..events import DEVICE, ends
-from ..layout import Bucket, slot_at
+from ..layout import Bucket, Slot, slot_at
 from ..numerics import Precision
 from ..ranks.agreement import Group
 from ..ranks.transport import Work
@@ -90,7 +90,7 @@ class Buffer:
         self.params = params
         self.place = place
         self._group = group
-        self.team = group.team
+        self.team = group.team_of(bucket)
         self.tier = tier
         self.tiers: Mapping[str, Tier] = tiers or dict.fromkeys(STATES, tier)
         self._saved = saved or SavedTensors()
@@ -132,7 +132,7 @@ class Buffer:
         del flat
         ledger, staged = self.tier.ledger, bucket.numel * source_dtype.itemsize
         ledger.hold("staging", staged)
-        self._group.broadcast(source)
+        self._group.give_all(source, bucket)
         if not self.resident:
             if not (needs_master and self._masters_suffice):
                 self.parameters = self._reserve("parameters", self.dtype, self.place.parameters)
@@ -220,6 +220,14 @@ class Buffer:
     def owned(self) -> tuple[int, int]:
         """Bucket elements [first, last) of this rank's shard."""
         return self.bucket.shard(self.team.position)
+
+    def offset(self, slot: Slot) -> int:
+        """Where a slot begins in the whole of its tensor, of which other teams may hold other rows; in elements."""
+        return self.team.seat.part * slot.numel
+
+    def whole_shape(self, slot: Slot) -> tuple[int, ...]:
+        """The shape of that."""
+        return self.team.seat.whole(slot.shape)
 
     @property
     def rests(self) -> tuple[int, int]:

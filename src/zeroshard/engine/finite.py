@@ -88,7 +88,8 @@ class Finite:
         their sum with what was there."""
         if not self.on or self._seen is not None or first_nonfinite(total) is None:
             return
-        slots, (first, last), seat = accumulator.bucket.slots, accumulator.buffer.owned, self.group.team.seat
+        buffer = accumulator.buffer
+        slots, (first, last), seat = accumulator.bucket.slots, buffer.owned, buffer.team.seat
         for index, slot in enumerate(slots):
             part, where = slot.within(first, last), slot.slice_of(first, last)
             fragment = total[where]
@@ -98,9 +99,10 @@ class Finite:
                 if len(pieces) == seat.size:
                     theirs = [float(piece[where][at]) for piece in pieces]
                     found = (position for position, value in enumerate(theirs) if not abs(value) < torch.inf)
-                    rank = next((seat.replica * seat.size + position for position in found), -1)
+                    rank = next((seat.members(self.group.rank)[position] for position in found), -1)
                 step, value = self.group.progress.steps + 1, str(float(fragment[at]))
-                self._seen = Finding(step, self._micro_batch, rank, slot.name, part.start + at, value)
+                element = buffer.offset(slot) + part.start + at
+                self._seen = Finding(step, self._micro_batch, rank, slot.name, element, value)
                 self._lies = accumulator, index, at
                 return
 
@@ -121,7 +123,8 @@ class Finite:
             at = first_nonfinite(fragment) if part.numel else None
             if at is not None:
                 value = str(float(fragment[at]))
-                return Finding(self.group.progress.steps + 1, 0, self.group.rank, slot.name, part.start + at, value)
+                element = buffer.offset(slot) + part.start + at
+                return Finding(self.group.progress.steps + 1, 0, self.group.rank, slot.name, element, value)
         return None
 
     def refuses(self, buffers: Sequence[Buffer]) -> bool:

@@ -41,7 +41,7 @@ class Flat:
     ) -> None:
         self.bucket = bucket
         self.group = group
-        self.team = group.team
+        self.team = group.team_of(bucket)
         self.rest = rest
         self.dtype = dtype
         self.degree = degree
@@ -51,7 +51,7 @@ class Flat:
     @classmethod
     def reserve(cls, state: str, bucket: Bucket, group: Group, tier: Tier, dtype: torch.dtype, degree: Degree) -> Flat:
         """Zeros in a tier."""
-        first, last = bucket.held(group.team.seat, degree)
+        first, last = bucket.held(group.team_of(bucket).seat, degree)
         rest = tier.rest(state, bucket.index, last - first, dtype)
         return cls(bucket, group, rest, dtype, degree, state)
 

@@ -232,8 +232,8 @@ class Gradients:
 
     def _filled(self) -> Iterator[Accumulator]:
         """Those that hold a sum of which this rank has a part, the next one under way to memory."""
-        team = self.group.team
-        found = [each for each in self.accumulators if each.filled and each.bucket.shard_numel(team.position)]
+        having = [each for each in self.accumulators if each.filled]
+        found = [each for each in having if each.bucket.shard_numel(each.buffer.team.position)]
         for accumulator, after in zip(found, [*found[1:], None], strict=False):
             with self.reporting():
                 accumulator.sum.ahead()

@@ -202,20 +202,21 @@ class Reduction:
             for index, slot in enumerate(buffer.bucket.slots):
                 if index not in pending.received:
                     send[slot.start : slot.stop].zero_()
-        own = buffer.bucket.shard_numel(self.group.team.position)
+        team, own = buffer.team, buffer.bucket.shard_numel(buffer.team.position)
         with profiled("reduce", pending.unit.name):
             if self.settings.reduce == "native":
                 receive = self.scratch.take(own, send.dtype)
-                work = self.group.team.reduce_native(send, receive, buffer.bucket)
+                work = team.reduce_native(send, receive, buffer.bucket)
             else:
-                receive = self.scratch.take(own * self.group.team.room, send.dtype)
-                work = self.group.team.reduce(send, receive, buffer.bucket)
+                receive = self.scratch.take(own * team.room, send.dtype)
+                work = team.reduce(send, receive, buffer.bucket)
         pending.launched = True
         self._under_way.append(Sent(pending, work, receive, self._relay(accumulator)))
 
     def _relay(self, accumulator: Accumulator) -> Relay:
         """Where the sum of one bucket goes when this rank has added its part."""
-        team, bucket, buffer = self.group.team, accumulator.bucket, accumulator.buffer
+        bucket, buffer = accumulator.bucket, accumulator.buffer
+        team = buffer.team
         if team.seat.replicas == 1:
             return team.relay(bucket, None, None)
         own = bucket.shard_numel(team.position)
@@ -254,7 +255,7 @@ class Reduction:
         early = divides_exactly(accumulator.buffer.grad_dtype, receive.dtype, self.group.ranks)
         if relay.first and not (early and accumulator.averaged):
             accumulator.undo_average()
-        if accumulator.bucket.shard_numel(self.group.team.position):
+        if accumulator.bucket.shard_numel(accumulator.buffer.team.position):
             try:
                 begun = accumulator.sum.here(changed=relay.last, fresh=not accumulator.filled)
                 with begun if relay.first else contextlib.nullcontext():
@@ -317,7 +318,7 @@ class Reduction:
         """Each rank's contribution to the own shard, in rank order; or the backend's sum of them."""
         if self.settings.reduce == "native" or pending.send is None:
             return [receive]
-        return self.group.team.contributions(pending.send, receive, pending.bucket)
+        return pending.accumulator.buffer.team.contributions(pending.send, receive, pending.bucket)
 
     # --- its end ----------------------------------------------------------------------------------------------------
 

@@ -307,22 +307,22 @@ _FOREACH = {
 }
 
 
-def _pieces(entry: Entry, ranks: int) -> list[Any]:
-    """Which elements of a parameter each rank owns."""
+def _pieces(entry: Entry) -> list[Any]:
+    """Which elements of a parameter each rank of its team owns."""
     bucket = entry.accumulator.buffer.bucket
-    return [bucket.fragment(entry.slot, rank) for rank in range(ranks)]
+    return [bucket.along, *(bucket.fragment(entry.slot, position) for position in range(bucket.size))]
 
 
 def _edit(func: Any, grad: ShardedGrad, others: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """Apply an elementwise op in place to this rank's elements; tensors of the gradient's shape are cut alike."""
     entry = grad._entry
-    part, ranks = entry.slot.within(*entry.accumulator.buffer.owned), grad._book.group.team.size
+    part = entry.slot.within(*entry.accumulator.buffer.owned)
 
     def cut(other: Any) -> Any:
         if not isinstance(other, Tensor) or (other.numel() == 1 and other.dim() == 0):
             return other
         if isinstance(other, ShardedGrad) and other._is_fragment == grad._is_fragment:
-            if _pieces(other._entry, ranks) == _pieces(entry, ranks) and other.shape == grad.shape:
+            if _pieces(other._entry) == _pieces(entry) and other.shape == grad.shape:
                 return other.to_local()
             raise StateError(
                 "two sharded gradients that are not cut alike cannot be combined",

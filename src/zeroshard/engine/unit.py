@@ -125,6 +125,46 @@ def managed_parameters(model: nn.Module, units: list[tuple[str, nn.Module]], lay
     return list(found.values())
 
 
+def parameters_along(managed: list[Managed], layout: Layout) -> set[str]:
+    """The names of those that `Layout.along` shards along its axis."""
+    found: set[str] = set()
+    for pattern in layout.along:
+        hits = {record.name for record in managed if fnmatch.filter(record.names, pattern)}
+        if not hits:
+            names = [name for record in managed for name in record.names]
+            raise UserError(
+                "Layout.along matches no parameter", got=repr(pattern), instead=nearest(pattern, names[:40])
+            )
+        found |= hits
+    for record in (record for record in managed if record.name in found):
+        of = f"parameter {record.name!r}"
+        others = [n for n in record.names if not any(fnmatch.fnmatchcase(n, pattern) for pattern in layout.along)]
+        if others:
+            raise UserError(
+                "a parameter is sharded along an axis under one of its names, and not under another",
+                where=of,
+                got=f"{others} too",
+                instead="patterns in Layout.along that match all of its names, or none",
+            )
+        if not record.param.dim():
+            raise UserError(
+                "a parameter along an axis is some rows of a tensor, and this one has no rows",
+                where=of,
+                expected="one dimension or more, of which the first counts over all ranks",
+                got="a single number",
+                instead=f"torch.zeros(1) in place of it, or a pattern in Layout.along that leaves {record.name!r} out",
+            )
+        if record.param.is_meta:
+            raise UserError(
+                "a parameter along an axis is on meta, where every rank would get the same first values",
+                where=of,
+                expected="this rank's rows of the tensor",
+                got="no values",
+                instead="make these parameters on a real device, from the rows that are this rank's",
+            )
+    return found
+
+
 def borrowed(units: list[tuple[str, nn.Module]], managed: list[Managed]) -> list[list[int]]:
     """For each unit, the other units whose parameters its own modules use."""
     index = {id(module): i for i, (_, module) in enumerate(units)}

@@ -36,7 +36,7 @@ def layout_json(partition: Partition, units: Sequence[str]) -> dict[str, Any]:
     buckets: list[dict[str, Any]] = []
     slots: list[Any] = []
     for bucket in partition.buckets:
-        shares = {bucket.shard_numel(rank) for rank in range(partition.ranks)}
+        shares = {bucket.shard_numel(rank) for rank in range(bucket.size)}
         cuts = {"share": shares.pop()} if len(shares) == 1 else {"bounds": list(bucket.bounds)}
         first = len(slots)
         slots += [[slot.name, list(slot.shape), slot.start] for slot in bucket.slots]

@@ -46,6 +46,12 @@ def explain(
 
 def gather(zero: Zero) -> dict[str, Any]:
     """A `Run` without curves, the same on every rank. Collective."""
+    if zero._engine.layout.along:
+        raise UserError(
+            "the page draws one team of ranks, and parameters along an axis have several",
+            got=f"along={dict(zero._engine.layout.along)}",
+            instead="zero.trace(path), zero.owners(name), zero.ledger()",
+        )
     record = zero._engine.ledger.record
     span = None if record is None else last_step(zero.events())
     silent = zero._engine.group.describe(record is None, "explaining")
@@ -150,7 +156,7 @@ def _summary(zero: Zero, step: dict[str, Any] | None) -> dict[str, Any]:
         predicted = None
     return {
         "rank": zero.rank,
-        "numel": owned(zero.partition)[zero.rank % zero.partition.ranks].numel,
+        "numel": owned(zero.partition, zero._engine.group.along.seat)[zero.rank % zero.partition.ranks].numel,
         "held": _some(ledger.held),
         "predicted": predicted,
         "tiers": {tier: rests for tier, held in ledger.tiers.items() if (rests := _some(held))},

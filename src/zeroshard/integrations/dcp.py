@@ -150,12 +150,11 @@ def _warn() -> None:
 
 def _value(buffer: Buffer, slot: Slot) -> Any:
     own, resting = slot.within(*buffer.saves), slot.within(*buffer.rests)
-    at = slot.start + own.start - buffer.updated[0]
+    at, rows = slot.start + own.start - buffer.updated[0], buffer.offset(slot)
     if not slot.numel:
         return torch.empty(slot.shape, dtype=buffer.target.dtype, device="cpu")
-    return Sharded(
-        slot.shape, buffer.target[at : at + own.numel].detach(), (own.start, own.stop), (resting.start, resting.stop)
-    )
+    written, read = ((rows + part.start, rows + part.stop) for part in (own, resting))
+    return Sharded(buffer.whole_shape(slot), buffer.target[at : at + own.numel].detach(), written, read)
 
 
 def _states(running: ModelState, binding: Binding) -> Iterator[tuple[Fragment, Mapping[str, Any]]]:
@@ -193,7 +192,9 @@ def _state(fragment: Fragment, key: str, value: Any, fixed: Shapes) -> Any:
     if not per_element(fragment, key, value, fixed):
         return value.detach().clone()  # loaded in place, but not before every rank could
     flat = value.detach().reshape(-1)[own.start - part.start : own.stop - part.start]
-    return Sharded(fragment.slot.shape, flat, (own.start, own.stop), (part.start, part.stop))
+    rows = fragment.buffer.offset(fragment.slot)
+    written, read = ((rows + each.start, rows + each.stop) for each in (own, part))
+    return Sharded(fragment.buffer.whole_shape(fragment.slot), flat, written, read)
 
 
 # --- in -------------------------------------------------------------------------------------------------------------
@@ -223,7 +224,8 @@ def _stage(running: ModelState, state: Mapping[str, Any], staged: Staged) -> Non
             value = _loaded(record.name, state["model"][record.name])
             staged.values[record.name] = value
             if buffer.master is not None:
-                updated, first = slot.within(*buffer.updated), state["model"][record.name].reads[0]
+                updated = slot.within(*buffer.updated)
+                first = state["model"][record.name].reads[0] - buffer.offset(slot)
                 staged.masters[record.name] = value[updated.start - first : updated.stop - first]
     staged.buffers = {name: state["model"][name] for name, _ in persistent(running.model)}
     if not running.bindings:

@@ -269,16 +269,18 @@ def export(running: ModelState, path: str | os.PathLike[str], wanted: Wanted) ->
     whole = _whole(running)
     try:
         with _noting(problems):
-            tensors = {r.name: Kind(tuple(r.param.shape), wanted.of(r.param.dtype), r.names) for r in running.managed}
+            tensors = {r.name: Kind(running.shape(r), wanted.of(r.param.dtype), r.names) for r in running.managed}
             tensors |= {name: Kind(tuple(each.shape), wanted.of(each.dtype), [name]) for name, each in whole.items()}
             if group.rank == 0:
                 weights = folder.begin(wanted, tensors, config=_config_writer(running.model) is not None)
         _agree(group, target, problems)
         for buffer in running.buffers:
-            with _gathered(buffer, wanted, problems) as flat, _noting(problems):
-                if weights is not None and not problems:
-                    for slot in buffer.bucket.slots:
-                        weights.write(slot.name, 0, flat[slot.start : slot.stop].cpu())
+            with _gathered(buffer, wanted, problems) as own:
+                for part, flat in _parts(buffer, own, group):
+                    with _noting(problems):
+                        if weights is not None and not problems:
+                            for slot in buffer.bucket.slots:
+                                weights.write(slot.name, part * slot.numel, flat[slot.start : slot.stop].cpu())
         with _noting(problems):
             if weights is not None and not problems:
                 for name, tensor in whole.items():
@@ -320,6 +322,21 @@ def _gathered(buffer: Buffer, wanted: Wanted, problems: list[str]) -> Iterator[T
         yield flat
     finally:  # after an interrupt it may be arriving still: before anybody takes this memory the ranks are levelled
         buffer.tier.give_back("gather", flat)
+
+
+def _parts(buffer: Buffer, own: Tensor, group: Group) -> Iterator[tuple[int, Tensor]]:
+    """A gathered bucket; of one along an axis that of each team in turn, which holds other rows, on every rank."""
+    if not buffer.bucket.along:
+        yield 0, own
+        return
+    theirs = buffer.tier.reserve("gather", own.numel(), own.dtype)
+    try:
+        for part, team in enumerate(buffer.team.seat.teams(group.ranks)):
+            theirs.copy_(own)
+            group.broadcast(theirs, team[0])
+            yield part, theirs
+    finally:
+        buffer.tier.give_back("gather", theirs)
 
 
 @contextlib.contextmanager

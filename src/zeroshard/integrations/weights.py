@@ -61,6 +61,12 @@ def load(
     Raises `CheckpointError` on every rank where the folder and the model do not fit. The other arguments are `shard`'s.
     """
     path = absolute(folder)
+    if layout is not None and layout.along:
+        raise UserError(
+            "load(model, folder) fills whole tensors, and of parameters along an axis a rank has some rows",
+            got=f"along={dict(layout.along)}",
+            instead="zero = shard(...), then zero.load(checkpoint); or make the model with its rows of the weights",
+        )
     # Before anything is built, all ranks hear whether each of them can: one that raised alone would keep them waiting.
     group = connect(comm or Comm(), Ledger(), torch.device("cpu"))
     problem, tensors = None, {}

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..events import NVME
 from ..layout import Bucket, Slot
-from ..stage import seat
 from .optimizers import Shown, probe, takes_whole_tensors
 from .states import Holding, Kept, Stored, Tiers, updated_apart
 
@@ -57,5 +56,5 @@ def holding(zero: Zero) -> Holding:
             return {file_name(state, number) if each[1] else state: each for state, each in found.items()}
         return found
 
-    sits = seat(zero.rank, zero.world_size, zero.replicas)
-    return Holding(zero.partition, zero.placements, sits, stored, kept, zero._engine.resting)
+    sits, along = zero._engine.group.team.seat, zero._engine.group.along.seat
+    return Holding(zero.partition, zero.placements, sits, stored, kept, zero._engine.resting, along)

@@ -83,7 +83,7 @@ def _fullest(run: Simulation) -> int:
     if run.ranks == 1:
         return 0
     recipe, place = _recipe(run), STAGES[run.stage]
-    owned = states.owned(run.zero.partition)
+    owned = states.owned(run.zero.partition, run.zero._engine.group.along.seat)
     fullest = states.fullest_rank(owned, place, recipe)
     return 0 if owned[0] == owned[fullest] else fullest
 

@@ -9,8 +9,9 @@ values); its states are what it makes itself when asked with a tiny parameter.
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -75,11 +76,13 @@ def simulate(
     offload: Offload | None = None,
     no_sync: bool = False,
     checkpoint: bool = False,
+    mesh: Mapping[str, int] | None = None,
 ) -> Simulation:
     """Run three steps of `module:function` (or of a function that returns a job's parts) as rank `rank` of `ranks`.
 
     offload: no file is made, whatever rests there. no_sync: all backwards of a step but the last are added up on the
-    rank. checkpoint: as `Layout(recompute=True)`. Raises `UserError` for what cannot be built, or needs values
+    rank. checkpoint: as `Layout(recompute=True)`. mesh: {"edp": 64, "ep": 16}, the axes that stand for a `DeviceMesh`,
+    for `Layout(along=...)`; the job makes one rank's rows. Raises `UserError` for what cannot be built, or needs values
     (`.item()`) to run.
     """
     for name, value, least in (("ranks", ranks, 1), ("accumulate", accumulate, 1), ("rank", rank, 0)):
@@ -87,6 +90,9 @@ def simulate(
             raise UserError(f"{name} is a number of at least {least}", got=repr(value))
     if rank >= ranks:
         raise UserError("no such rank", expected=f"0 to {ranks - 1}", got=rank)
+    axes = tuple((mesh or {}).items())
+    if axes and math.prod(length for _, length in axes) != ranks:
+        raise UserError("the axes of a mesh multiply to its ranks", expected=ranks, got=dict(axes))
     comm = Comm() if comm is None else comm
     with without_values():
         built = build(job)
@@ -101,7 +107,7 @@ def simulate(
             precision=precision,
             offload=offload,
             layout=dataclasses.replace(layout or Layout(), recompute=True) if checkpoint else layout,
-            comm=dataclasses.replace(comm, group=Simulated(rank, ranks)),
+            comm=dataclasses.replace(comm, group=Simulated(rank, ranks, axes)),
         )
         counted = Counter(zero)
         for step in range(STEPS):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ..events import DEVICE, HOST, NVME
 from ..headroom import BUFFERS, aligned
 from ..layout import Bucket, Partition, Slot
-from ..stage import SAVED, Placements, Seat, seat
+from ..stage import ALONE, SAVED, Placements, Seat, seat
 from .recipes import PADDING, Recipe
 from .traffic import NOTHING, Moved, Traffic, moved, passes, relayed, running, widths
 
@@ -132,13 +132,18 @@ class Holding(NamedTuple):
     stored: Callable[[Bucket], Stored]
     kept: Callable[[Bucket, Slot], Kept]
     resting: Resting | None = None
+    along: Seat = ALONE  # among the ranks of the axis that some buckets are sharded along
+
+    def seat(self, bucket: Bucket) -> Seat:
+        """Where the rank sits among those that share a bucket."""
+        return self.along if bucket.along else self.sits
 
     def at(self, bucket: Bucket) -> Mapping[str, str]:
         """The tier of each of a bucket's states."""
         return self.resting[bucket.index] if self.resting else DEVICE_ALONE
 
     def reserved(self, bucket: Bucket) -> Iterator[Reserved]:
-        return reserved(bucket, self.place, self.sits, self.stored(bucket), self.kept, self.at(bucket))
+        return reserved(bucket, self.place, self.seat(bucket), self.stored(bucket), self.kept, self.at(bucket))
 
     def tiers(self, *, apart: bool = False) -> Tiers:
         """{tier: {state: bytes}} at rest.
@@ -175,7 +180,7 @@ class Holding(NamedTuple):
             itemsizes = sizes.parameters, sizes.gradients, sizes.master or sizes.parameters
             for kind, itemsize in zip(KINDS, itemsizes, strict=True):
                 if at[kind] == NVME and (bucket.trainable or kind == "parameters"):
-                    first, last = bucket.held(self.sits, getattr(self.place, kind))
+                    first, last = bucket.held(self.seat(bucket), getattr(self.place, kind))
                     largest[kind] = max(largest[kind], math.ceil((last - first) * itemsize))
             for each in self.reserved(bucket):
                 if each.tier == NVME and each.nbytes:
@@ -204,11 +209,13 @@ class Holding(NamedTuple):
             sizes = self.stored(bucket)
             value = sizes.master if bucket.trainable and sizes.master else sizes.parameters
             for slot in bucket.slots:
-                part = slot.within(*bucket.held(self.sits, SAVED))
+                part = slot.within(*bucket.held(self.seat(bucket), SAVED))
                 total += value * part.numel
                 if bucket.trainable and part.numel:
                     for nbytes, grows in self.kept(bucket, slot).values():
-                        total += nbytes * part.numel if grows else nbytes * (part.start == 0)
+                        total += (
+                            nbytes * part.numel if grows else nbytes * (part.start == 0 and not self.seat(bucket).part)
+                        )
         return math.ceil(total)
 
 
@@ -249,14 +256,18 @@ class Owned(NamedTuple):
     fragments: int
 
 
-def owned(partition: Partition) -> list[Owned]:
-    """For every position. Walks bounds and slots side by side: a large model has thousands of either."""
+def owned(partition: Partition, along: Seat = ALONE) -> list[Owned]:
+    """For every rank of a team of all. Walks bounds and slots side by side: a large model has thousands of either.
+
+    along: any rank's seat among those of the axis that some buckets are sharded along.
+    """
     found = [[0, 0, 0] for _ in range(partition.ranks)]
     for bucket in partition.buckets:
+        shares = found if not bucket.along else [[0, 0, 0] for _ in range(bucket.size)]
         first = 0  # of the slots, the first that can reach into this shard
-        for rank in range(partition.ranks):
-            low, high = bucket.shard(rank)
-            mine = found[rank]
+        for position in range(bucket.size):
+            low, high = bucket.shard(position)
+            mine = shares[position]
             mine[0] += high - low
             while first < len(bucket.slots) and bucket.slots[first].stop <= low:
                 first += 1
@@ -266,6 +277,9 @@ def owned(partition: Partition) -> list[Owned]:
                 if numel := slot.within(low, high).numel:
                     mine[1] += numel
                     mine[2] += 1
+        if bucket.along:
+            for rank, whole in enumerate(found):
+                whole[:] = map(sum, zip(whole, shares[along.position_of(rank)], strict=True))
     return [Owned(*mine) for mine in found]
 
 

@@ -7,12 +7,13 @@ those of `machines`, so a timeline is as good as its machine's numbers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import UserError
 from ..events import Event
+from ..stage import Seat
 from .machines import Machine
 
 TRAVELS = ("gather", "reduce", "relay")
@@ -60,18 +61,19 @@ def replay(
     steps: int = 1,
     replica: int = 0,
     replicas: int = 1,
+    along: Mapping[int, Seat] | None = None,
 ) -> Timeline:
     """Put recorded steps on a clock; what is reported is the last of them.
 
     ranks: of a team, the one of `replica` among `replicas`. updated_nbytes: bytes that the optimizers' step reads and
-    writes on this rank. steps: how many optimizers. ordered: reductions are exchanges and a sum in rank order (else the
-    backend's reduce-scatter, a ring).
+    writes on this rank. steps: how many optimizers. along: of the buckets along an axis a seat on it. ordered:
+    reductions are exchanges and a sum in rank order (else the backend's reduce-scatter, a ring).
     """
     turns = sorted(
         [(event.start, 0, number) for number, event in enumerate(events)]
         + [(event.end, 1, number) for number, event in enumerate(events) if event.end and event.verb in TRAVELS]
     )
-    clock = _Clock(machine, ranks, replica, replicas, ordered)
+    clock = _Clock(machine, ranks, replica, replicas, ordered, along or {})
     marks: list[tuple[float, ...]] = []
     for _, ends, number in turns:
         event = events[number]
@@ -117,8 +119,11 @@ def chrome(line: Timeline, rank: int) -> dict[str, Any]:
 
 
 class _Clock:
-    def __init__(self, machine: Machine, ranks: int, replica: int, replicas: int, ordered: bool) -> None:
+    def __init__(
+        self, machine: Machine, ranks: int, replica: int, replicas: int, ordered: bool, along: Mapping[int, Seat]
+    ) -> None:
         self.machine, self.ranks, self.ordered = machine, ranks, ordered
+        self.along = along
         self.replica, self.replicas = replica, replicas
         self.now = self.exposed = self.moving = self.compute = self.summing = 0.0
         self.slices: list[Slice] = []
@@ -141,8 +146,12 @@ class _Clock:
             back = event.sent // (self.replicas - 1) if last else event.received - event.logical * (self.replica > 0)
             seconds, busy = self.machine.relay_seconds(event.logical, back, self.replicas, self.ranks)
         else:
-            time_of = self.machine.exchange_seconds if exchange else self.machine.ring_seconds
-            seconds = busy = time_of(event.logical, self.ranks)
+            machine, ranks = self.machine, self.ranks
+            sits = None if event.bucket is None else self.along.get(event.bucket)
+            if sits is not None:  # fewer of its ranks are on one node: those between are of other teams
+                machine, ranks = replace(machine, gpus=max(machine.gpus // sits.stride, 1)), sits.size
+            time_of = machine.exchange_seconds if exchange else machine.ring_seconds
+            seconds = busy = time_of(event.logical, ranks)
         start = max(self.now, self._link_free)
         self._link_free, self._ends[number] = start + busy, start + seconds
         self.moving += seconds

@@ -141,11 +141,12 @@ class Group:
 
     backend: str = "none"
 
-    def __init__(self, team: Team, rank: int = 0, ranks: int = 1) -> None:
-        """team: the ranks that shard together."""
+    def __init__(self, team: Team, rank: int = 0, ranks: int = 1, along: Team | None = None) -> None:
+        """team: the ranks that shard together. along: those that shard the parameters of an axis."""
         self.ledger: Ledger = team.ledger
         self.device: torch.device = team.device
         self.team = team
+        self.along = along or team
         self.process = os.getpid()
         self.rank = rank
         self.ranks = ranks
@@ -237,6 +238,18 @@ class Group:
 
     def _broadcast(self, tensor: Tensor, source: int) -> None:
         pass
+
+    def team_of(self, bucket: Bucket) -> Team:
+        """The ranks that shard a bucket."""
+        return self.along if bucket.along else self.team
+
+    def give_all(self, tensor: Tensor, bucket: Bucket, source: int = 0) -> None:
+        """tensor, of a whole bucket, becomes the source rank's wherever that bucket is; of one along an axis every
+        team gets that of its own rank at the source's position."""
+        if bucket.along:
+            self.along.broadcast(tensor, self.along.seat.position_of(source))
+        else:
+            self.broadcast(tensor, source)
 
     # --- verbs of agreement -----------------------------------------------------------------------------------------
 

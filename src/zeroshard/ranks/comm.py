@@ -16,7 +16,8 @@ class Comm:
     """How ranks talk.
 
     group: the process group to shard over (None: all ranks; one process alone needs none). A `DeviceMesh` of one axis
-        is taken as its group; of two the first replicates and the second shards, as with FSDP2.
+        is taken as its group; of two the first replicates and the second shards, as with FSDP2. With
+        `Layout(along=...)` it has any axes, with names: all of its ranks shard, and some parameters along one of them.
     timeout: seconds after which a silent peer is an error (None: the process group's own, which is 30
         minutes by default; a dead one is an error at once in any case).
     reduce: "ordered" sums gradients in rank order (same bits at every stage and bucket size); "native" uses the
@@ -80,3 +81,4 @@ class Simulated(NamedTuple):
 
     rank: int
     ranks: int
+    axes: tuple[tuple[str, int], ...] = ()  # of its mesh: names and lengths

@@ -172,7 +172,8 @@ class Speaker(Protocol):
 class Groups:
     """What all engines over one process group share."""
 
-    def __init__(self, parent: Any, timeout: float | None, sits: Seat) -> None:
+    def __init__(self, parent: Any, timeout: float | None, sits: Seat, along: Seat | None) -> None:
+        """sits: in the team of all parameters but those along an axis, which have one of their own."""
         ranks = dist.get_process_group_ranks(parent)
         options: dict[str, Any] = {"ranks": ranks, "use_local_synchronization": True}
         limit = _timeout(parent) if timeout is None else timedelta(seconds=timeout)
@@ -182,9 +183,9 @@ class Groups:
         self._parent = weakref.ref(parent)
         # Beyond a few ranks rows are exchanged along the axes of a grid.
         lying = lines(len(ranks), dist.get_rank(parent))
-        along = [{**options, "ranks": [ranks[at] for at in line]} for line in lying if len(lying) > 1]
-        first = sits.replica * sits.size
-        team = {**options, "ranks": ranks[first : first + sits.size]}
+        grid = [{**options, "ranks": [ranks[at] for at in line]} for line in lying if len(lying) > 1]
+        own_team, others = ([*each.members(dist.get_rank(parent))] if each else [] for each in (sits, along))
+        team, axis = ({**options, "ranks": [ranks[at] for at in each]} for each in (own_team, others))
         copies = ranks[sits.position :: sits.size]
         self.seat = sits
         self._patient = {**options, "timeout": max(PATIENT, options.get("timeout", PATIENT))}
@@ -199,12 +200,13 @@ class Groups:
         self.seen = ""  # what the other ranks said then
         about = weakref.WeakMethod(self._about)
         try:
-            self.watch = self._come_together(parent, sits, self.limit, lambda: (about() or _nothing)())
+            self.watch = self._come_together(parent, sits, along, self.limit, lambda: (about() or _nothing)())
             atexit.register(_last_words, weakref.ref(self))
-            wanted = [(backend, team), (backend, team), ("gloo", options), *(("gloo", line) for line in along)]
+            wanted = [(backend, team), (backend, team), ("gloo", options), *(("gloo", line) for line in grid)]
             pairs = _pairs(sits)
             wanted += [(backend, {**options, "ranks": [copies[at] for at in pair]}) for pair in pairs]
             wanted += [(backend, {**options, "ranks": copies}), (backend, options)] if pairs else []
+            wanted += [(backend, axis), (backend, axis)] if along else []
             made = attend(self.watch, lambda: [_new_group(backend=each, **of) for each, of in wanted])
         except (RuntimeError, OSError) as error:
             if isinstance(error, Error):
@@ -212,24 +214,29 @@ class Groups:
             where = f"rank {dist.get_rank(parent)}"
             raise PeerError("the ranks could not come together", where=where, got=error) from error
         everyone = range(len(ranks))
-        own_team = everyone[first : first + sits.size]
         of: list[Sequence[int]] = [own_team, own_team, everyone]
         of += lying if len(lying) > 1 else []
         copied = everyone[sits.position :: sits.size]
         of += [[copied[at] for at in pair] for pair in pairs] + ([copied, everyone] if pairs else [])
+        of += [others, others] if along else []
         # On every rank a kind of group has the same place.
         self.streams = [Stream(group, members) for group, members in zip(made, of, strict=True)]
         self.gathers, self.reductions, self.control, *rest = self.streams
-        axes_, relays = rest[: len(along)], rest[len(along) :]
+        self.along = tuple(rest[-2:]) if along else (self.gathers, self.reductions)  # those of the axis
+        rest = rest[:-2] if along else rest
+        axes_, relays = rest[: len(grid)], rest[len(grid) :]
         self.broadcasts = relays.pop() if pairs else self.gathers  # among all ranks
         self.copies = relays[-1] if pairs else self.gathers  # among those of this position
         # By the first of the two replicas.
         self.pairs = {pair[0]: stream for pair, stream in zip(pairs, relays, strict=False) if len(pair) == 2}
-        self.sums = [self.streams.index(stream) for stream in (self.reductions, *relays)]
+        sums = (self.reductions, *([self.along[1]] if along else []), *relays)
+        self.sums = [self.streams.index(stream) for stream in sums]
         self.axes = axes_ or [self.control]
 
     @staticmethod
-    def _come_together(parent: Any, sits: Seat, limit: float, about: Callable[[], dict[str, Any]]) -> Watch:
+    def _come_together(
+        parent: Any, sits: Seat, along: Seat | None, limit: float, about: Callable[[], dict[str, Any]]
+    ) -> Watch:
         """Wait until every rank is here and knows where to ask the others: making groups, none could be asked."""
         rank, ranks, name = dist.get_rank(parent), dist.get_world_size(parent), str(parent.group_name)
         store = dist.distributed_c10d._get_default_store()
@@ -238,6 +245,7 @@ class Groups:
         connections = _touch_all(parent, ranks)
         lengths = [sits.size, sits.size, ranks, *(axes(ranks) if len(axes(ranks)) > 1 else ())]
         lengths += [2, 2, sits.replicas, ranks] if sits.replicas > 1 else []
+        lengths += [along.size, along.size] if along else []
         free, needed = _free_descriptors(), DESCRIPTORS + sum(length + 3 for length in lengths)
         if free < needed:
             few = UserError(
@@ -250,7 +258,10 @@ class Groups:
             cannot_come(store, at, rank, str(few))
             raise few
         watch = Watch(rank, host_towards(_store()), about)
-        come_together(watch, store, at, ranks, lambda: _broken(connections), limit, f"has replicas={sits.replicas}")
+        alike = f"has replicas={sits.replicas}" + (
+            f" and {along.parts} teams of {along.size} along an axis" if along else ""
+        )
+        come_together(watch, store, at, ranks, lambda: _broken(connections), limit, alike)
         if connections is not None:
             attend(watch, connections.wait)
         return watch
@@ -280,11 +291,11 @@ class Groups:
 
 # The groups of a parent are made once: making them anew for every engine would leak sockets. Those in which a
 # collective was lost serve nobody any more.
-_made: weakref.WeakKeyDictionary[Any, dict[tuple[float | None, int], Groups]] = weakref.WeakKeyDictionary()
+_made: weakref.WeakKeyDictionary[Any, dict[Any, Groups]] = weakref.WeakKeyDictionary()
 
 
-def groups_of(parent: Any, timeout: float | None, sits: Seat) -> Groups:
-    made, key = _made.setdefault(parent, {}), (timeout, sits.replicas)
+def groups_of(parent: Any, timeout: float | None, sits: Seat, along: Seat | None = None) -> Groups:
+    made, key = _made.setdefault(parent, {}), (timeout, sits.replicas, along)
     if key not in made or made[key].loss is not None:
-        made[key] = Groups(parent, timeout, sits)
+        made[key] = Groups(parent, timeout, sits, along)
     return made[key]

@@ -203,7 +203,8 @@ class Link:
         """Join a collective that others have launched, with memory of which only own parameters are ever used."""
         verb, engine, bucket, *facts = what
         group: Any = self.groups.engines.get(engine)
-        control = group is None or stream not in (self.groups.gathers, self.groups.broadcasts, *self._relaying())
+        of_data = (self.groups.gathers, self.groups.broadcasts, self.groups.along[0], *self._relaying())
+        control = group is None or stream not in of_data
         at = torch.device("cpu") if control else group.device
         try:
             if verb == "broadcast":
@@ -219,7 +220,8 @@ class Link:
                 numel, dtype, op = facts
                 stream.launch(what, *all_reduce(stream, torch.zeros(numel, dtype=getattr(torch, dtype), device=at), op))
             else:
-                team, cut = group.team, group.party.bucket(bucket)
+                cut = group.party.bucket(bucket)
+                team = group.team_of(cut)
                 send = torch.zeros(cut.numel, dtype=getattr(torch, facts[0]), device=at)
                 receive = send.new_zeros(cut.shard_numel(team.position) * (team.arriving if verb == "reduce" else 1))
                 stream.launch(what, *(team.to_owners if verb == "reduce" else team.scatter)(send, receive, cut))

@@ -17,7 +17,7 @@ import logging
 import os
 import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, TypeVar, cast
 
@@ -29,7 +29,7 @@ from torch import Tensor
 from ..errors import PeerError, UserError
 from ..events import Ledger, ends
 from ..layout import Bucket
-from ..stage import seat
+from ..stage import Seat, seat, seat_along
 from .agreement import LOADING, TELLING, Group, Progress
 from .calls import Call
 from .comm import Comm, Simulated
@@ -49,18 +49,19 @@ Verb = TypeVar("Verb", bound=Callable[..., Any])
 class ProcessTeam(Team):
     """The verbs of data over `torch.distributed`."""
 
-    def __init__(self, ledger: Ledger, device: torch.device, link: Link) -> None:
-        super().__init__(ledger, device, link.groups.seat)
+    def __init__(self, ledger: Ledger, device: torch.device, link: Link, sits: Seat, streams: Sequence[Stream]) -> None:
+        """streams: of gathers and of reductions."""
+        super().__init__(ledger, device, sits)
         self._link = link
-        first = self.seat.replica * self.size
+        self._gathers, self._reductions = streams
         everyone = dist.get_process_group_ranks(link.groups.parent)
-        self._global = everyone[first : first + self.size]  # the team's
+        self._global = [everyone[rank] for rank in sits.members(link.rank)]  # the team's
         self._copies = everyone[self.position :: self.size]  # those at this position of each replica
 
     def _gather(self, full: Tensor, bucket: Bucket, state: str) -> list[Any]:
         if self.size == 1:
             return []
-        raw, link, stream = full.view(torch.uint8), self._link, self._link.groups.gathers
+        raw, link, stream = full.view(torch.uint8), self._link, self._gathers
         cuts = [bound * full.itemsize for bound in bucket.bounds]
         if link.backend == "nccl" and len({high - low for low, high in pairwise(cuts)}) == 1:
             own = raw[cuts[self.position] : cuts[self.position + 1]]
@@ -74,7 +75,7 @@ class ProcessTeam(Team):
 
     def to_owners(self, send: Tensor, receive: Tensor, bucket: Bucket) -> tuple[Any, ...]:
         """Every rank's contribution to each shard goes to the shard's owner."""
-        bounds, group = bucket.bounds, self._link.groups.reductions.group
+        bounds, group = bucket.bounds, self._reductions.group
         own = [bounds[self.position + 1] - bounds[self.position]] * self.size
         splits = [high - low for low, high in pairwise(bounds)]
         if self.arriving < self.size:
@@ -86,7 +87,7 @@ class ProcessTeam(Team):
 
     def scatter(self, send: Tensor, receive: Tensor, bucket: Bucket) -> tuple[Any, ...]:
         """The backend's sum of all contributions goes to each shard's owner."""
-        group, options = self._link.groups.reductions.group, c10d.ReduceScatterOptions()
+        group, options = self._reductions.group, c10d.ReduceScatterOptions()
         options.asyncOp = True
         return getattr(group, "reduce_scatter_single", None) or group._reduce_scatter_base, receive, send, options
 
@@ -94,13 +95,13 @@ class ProcessTeam(Team):
         if self.size == 1:
             return []
         what, link = ("reduce", self._link.engine, bucket.index, dtype_name(send.dtype)), self._link
-        return [link.launch(link.groups.reductions, what, *self.to_owners(send, receive, bucket))]
+        return [link.launch(self._reductions, what, *self.to_owners(send, receive, bucket))]
 
     def _reduce_native(self, send: Tensor, receive: Tensor, bucket: Bucket) -> list[Any]:
         if self.size == 1:
             return super()._reduce_native(send, receive, bucket)
         what, link = ("reduce natively", self._link.engine, bucket.index, dtype_name(send.dtype)), self._link
-        return [link.launch(link.groups.reductions, what, *self.scatter(send, receive, bucket))]
+        return [link.launch(self._reductions, what, *self.scatter(send, receive, bucket))]
 
     # A broadcast, and not a message: gloo breaks the connection when one has waited for a message for a while.
     def _hand_on(self, running: Tensor, source: int) -> list[Any]:
@@ -113,7 +114,13 @@ class ProcessTeam(Team):
         raw = tensor.view(torch.uint8)
         return [self._link.broadcast(stream, raw, source, (-1, "", raw.numel()), 0)]
 
-    def _wait(self, verb: str, bucket: int, handle: Any) -> None:
+    def _broadcast(self, tensor: Tensor, position: int) -> list[Any]:
+        if self.size == 1:
+            return []
+        raw = tensor.view(torch.uint8)
+        return [self._link.broadcast(self._gathers, raw, self._global[position], (-1, "", raw.numel()), 0)]
+
+    def _wait(self, verb: str, bucket: int | None, handle: Any) -> None:
         self._link.wait(verb, bucket, handle)
 
 
@@ -135,9 +142,9 @@ def verb(method: Verb) -> Verb:
 class ProcessGroup(Group):
     """The verbs of agreement over `torch.distributed`."""
 
-    def __init__(self, team: ProcessTeam, link: Link) -> None:
+    def __init__(self, team: ProcessTeam, link: Link, along: ProcessTeam | None) -> None:
         parent = link.groups.parent
-        super().__init__(team, dist.get_rank(parent), dist.get_world_size(parent))
+        super().__init__(team, dist.get_rank(parent), dist.get_world_size(parent), along)
         self._link = link
         self._groups = link.groups
         self._global = dist.get_process_group_ranks(parent)
@@ -316,18 +323,21 @@ class ProcessGroup(Group):
         return other
 
 
-def connect(settings: Comm, ledger: Ledger, device: torch.device) -> Group:
+def connect(settings: Comm, ledger: Ledger, device: torch.device, axis: str = "") -> Group:
     """This rank's end of the group that `settings` names, starting `torch.distributed` where nobody has.
 
+    axis: of its mesh, that some parameters are sharded along; all ranks shard the others then.
     Under a launcher (`RANK` and `WORLD_SIZE` set) the default process group is made here and ended at exit.
     """
     parent = settings.group
     if isinstance(parent, Simulated):
         sits = seat(parent.rank, parent.ranks, settings.replicas or 1)
-        return Group(Team(ledger, device, sits), parent.rank, parent.ranks)
-    replicas = settings.replicas or 1
+        other = Team(ledger, device, seat_along(parent.rank, _axes(parent, settings), axis)) if axis else None
+        return Group(Team(ledger, device, sits), parent.rank, parent.ranks, other)
+    replicas, axes = settings.replicas or 1, _axes(parent, settings) if axis else {}
     if hasattr(parent, "get_group") and hasattr(parent, "ndim"):
-        replicas = _replicas_of(parent, settings)
+        replicas = 1 if axis else _replicas_of(parent, settings)
+        _check_ascending(parent)
         parent = parent.get_group() if parent.ndim == 1 else _everyone_of(parent)
     if parent is None:
         if not (dist.is_available() and dist.is_initialized()):
@@ -349,10 +359,31 @@ def connect(settings: Comm, ledger: Ledger, device: torch.device) -> Group:
             instead="call shard(...) on members of the group only",
         )
     sits = seat(dist.get_rank(parent), dist.get_world_size(parent), replicas)
+    along = seat_along(dist.get_rank(parent), axes, axis) if axis else None
     if dist.get_world_size(parent) == 1:
         return Group(Team(ledger, device))
-    link = Link(groups_of(parent, settings.timeout, sits), ledger, Progress())
-    return ProcessGroup(ProcessTeam(ledger, device, link), link)
+    link = Link(groups_of(parent, settings.timeout, sits, along), ledger, Progress())
+    groups = link.groups
+    team = ProcessTeam(ledger, device, link, sits, (groups.gathers, groups.reductions))
+    return ProcessGroup(team, link, None if along is None else ProcessTeam(ledger, device, link, along, groups.along))
+
+
+def _axes(mesh: Any, settings: Comm) -> dict[str, int]:
+    """Of a mesh, or of what stands for one, that parameters are sharded along an axis of."""
+    named = isinstance(mesh, Simulated) and mesh.axes
+    if not named and not getattr(mesh, "mesh_dim_names", None):
+        raise UserError(
+            "Layout.along names an axis of a mesh, and Comm.group is no mesh whose axes have names",
+            got=repr(mesh),
+            instead='Comm(group=init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep")))',
+        )
+    if settings.replicas not in (None, 1):
+        raise UserError(
+            "Layout.along beside several replicas is not supported",
+            got=f"replicas={settings.replicas}",
+            instead="Layout(along=...) alone: all ranks shard the other parameters then",
+        )
+    return dict(mesh.axes) if named else dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
 
 
 def _replicas_of(mesh: Any, settings: Comm) -> int:
@@ -372,6 +403,10 @@ def _replicas_of(mesh: Any, settings: Comm) -> int:
             got=f"replicas={settings.replicas}",
             instead="Comm(group=mesh)",
         )
+    return replicas
+
+
+def _check_ascending(mesh: Any) -> None:
     ranks = mesh.mesh.flatten().tolist()
     if ranks != sorted(ranks):
         raise UserError(
@@ -379,11 +414,10 @@ def _replicas_of(mesh: Any, settings: Comm) -> int:
             got=f"{mesh.mesh.tolist()}",
             instead=f"torch.distributed.device_mesh.init_device_mesh(..., {tuple(mesh.shape)})",
         )
-    return replicas
 
 
 def _everyone_of(mesh: Any) -> Any:
-    """The process group of all ranks of a mesh of two axes."""
+    """The process group of all ranks of a mesh of several axes."""
     if mesh.mesh.numel() == dist.get_world_size():
         return dist.group.WORLD
     return mesh._flatten().get_group()

@@ -122,6 +122,14 @@ class Team:
         event = self._count_reduce(send, bucket)
         return self._reduction(self._reduce_native(send, receive, bucket), event, bucket)
 
+    def broadcast(self, tensor: Tensor, position: int) -> None:
+        """tensor becomes that of the rank at a position, on every rank of the team."""
+        nbytes = tensor.numel() * tensor.itemsize
+        sent, received = (nbytes, 0) if self.position == position else (0, nbytes)
+        event = count(self.ledger, self.size, "broadcast", nbytes, sent, received)
+        handles = self._broadcast(tensor, position) if nbytes else []
+        Work(handles, event, lambda handle: self._wait("a broadcast", None, handle)).wait()
+
     def relay(self, bucket: Bucket, running: Tensor | None, average: Tensor | None) -> Relay:
         """The way of the own shard's sum through the replicas. With one replica there is none, and both are None.
 
@@ -155,6 +163,9 @@ class Team:
     def _reduction(self, handles: list[Any], event: Event | None, bucket: Bucket) -> Work:
         return Work(handles, event, lambda handle: self._wait("reduce", bucket.index, handle))
 
+    def _broadcast(self, tensor: Tensor, position: int) -> list[Any]:
+        return []
+
     def _gather(self, full: Tensor, bucket: Bucket, state: str) -> list[Any]:
         return []
 
@@ -166,7 +177,7 @@ class Team:
             receive.copy_(send)
         return []
 
-    def _wait(self, verb: str, bucket: int, handle: Any) -> None:
+    def _wait(self, verb: str, bucket: int | None, handle: Any) -> None:
         pass
 
 

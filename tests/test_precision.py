@@ -8,6 +8,7 @@ parameters are their cast.
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 from functools import partial
 
 import pytest
@@ -60,10 +61,11 @@ class Plain:
         state, self.optimizer.state = self.optimizer.state, type(self.optimizer.state)(dict)
         self.masters, self.grad_dtype, self.reduce_dtype = {}, {}, {}
         for name, p in self.named.items():
-            dtype = precision.param_dtype or p.dtype if p.is_floating_point() else p.dtype
-            self.grad_dtype[name] = precision.grad_dtype or (torch.float32 if dtype in LOW else dtype)
-            self.reduce_dtype[name] = precision.reduce_dtype or dtype
-            master = precision.master_dtype or (torch.float32 if dtype in LOW else dtype)
+            asked = Precision() if any(fnmatch.fnmatchcase(name, each) for each in precision.keep) else precision
+            dtype = asked.param_dtype or p.dtype if p.is_floating_point() else p.dtype
+            self.grad_dtype[name] = asked.grad_dtype or (torch.float32 if dtype in LOW else dtype)
+            self.reduce_dtype[name] = asked.reduce_dtype or dtype
+            master = asked.master_dtype or (torch.float32 if dtype in LOW else dtype)
             self.masters[name] = nn.Parameter(p.detach().to(master).clone(), requires_grad=p.requires_grad)
             if p in state:
                 self.optimizer.state[self.masters[name]] = {
@@ -177,14 +179,16 @@ SETTINGS = {
     "reduce bf16": Precision(reduce_dtype=torch.bfloat16),
     "master bf16": Precision(param_dtype=torch.bfloat16, master_dtype=torch.bfloat16),
     "master fp64": Precision(master_dtype=torch.float64),
+    "kept": Precision(*[torch.bfloat16] * 4, keep=["second.w*", "third.*"]),
 }
 CASES = [
     *((build, "own") for build in BUILD),
-    *(("fp32", setting) for setting in SETTINGS if setting != "own"),
+    *(("fp32", setting) for setting in SETTINGS if setting not in ("own", "kept")),
     ("bf16", "grad bf16"),
     ("fp64", "param bf16"),
     ("mixed", "param bf16"),
     ("mixed", "master fp64"),
+    ("mixed", "kept"),
 ]
 
 
@@ -287,6 +291,21 @@ def dtypes():
 
 
 @pytest.mark.full
+def kept():
+    precision = Precision(param_dtype=torch.bfloat16, keep=["2.*"])
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    zero = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), precision=precision, layout=Layout(units=()))
+    with pytest.raises(UserError, match=r"(?s)Precision\.keep matches no parameter.*'router'"):
+        zeroshard.shard(nn.Linear(4, 4), None, precision=Precision(param_dtype=torch.bfloat16, keep=["router"]))
+    return [(bucket.dtype, [slot.name for slot in bucket.slots], bucket.size) for bucket in zero.partition.buckets]
+
+
+def test_what_is_kept_has_buckets_of_its_own_over_all_ranks():
+    others = [f"{layer}.{part}" for layer in (0, 1, 3) for part in ("weight", "bias")]
+    buckets = [("torch.bfloat16", others, 2), ("torch.float32", ["2.weight", "2.bias"], 2)]
+    assert ranks.run(2, kept) == [buckets] * 2
+
+
 def test_parameters_keep_their_dtype_unless_asked():
     """Parameters have their own dtype or the one asked for, gradients and masters the documented one, buffers always
     their own; master bytes are held only where the master's dtype is not the parameter's."""
@@ -840,6 +859,11 @@ def test_casting_inputs_of_units_is_casting_each_by_hand(recomputed):
         ({"param_dtype": torch.bfloat16, "cast_inputs": "unit"}, "(?s)cast_inputs.*did you mean 'units'"),
         ({"cast_inputs": "units"}, "param_dtype"),
         ({"store_params": 1}, "store_params"),
+        (
+            {"param_dtype": torch.bfloat16, "keep": "router"},
+            r"(?s)keep takes patterns.*keep=\['router'\]|keep='router'",
+        ),
+        ({"keep": ["router"]}, "keep takes patterns"),
     ],
 )
 def test_contradictory_precisions_are_refused(options, says):

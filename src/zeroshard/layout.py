@@ -121,6 +121,7 @@ class Spec(NamedTuple):
     unit: int
     trainable: bool
     along: str = ""  # the axis that it is sharded along, where that is not all ranks
+    kept: bool = False  # an exception of `Precision.keep`
 
     @property
     def numel(self) -> int:
@@ -178,6 +179,7 @@ class Bucket:
     numel: int
     bounds: tuple[int, ...]
     along: str = ""  # the axis whose ranks are its team
+    kept: bool = False  # of exceptions of `Precision.keep`
 
     @property
     def size(self) -> int:
@@ -274,7 +276,7 @@ def partition(specs: Iterable[Spec], layout: Layout, ranks: int, along: int = 1)
         ranks,
         layout.align,
         tuple(
-            Bucket(index, key.unit, key.dtype, key.itemsize, key.trainable, slots, cuts[-1], cuts, key.along)
+            Bucket(index, key.unit, key.dtype, key.itemsize, key.trainable, slots, cuts[-1], cuts, key.along, key.kept)
             for index, ((key, slots, _), cuts) in enumerate(zip(packed, bounds, strict=True))
         ),
     )
@@ -286,6 +288,7 @@ class _Key(NamedTuple):
     itemsize: int
     trainable: bool
     along: str
+    kept: bool
 
 
 class _Packed(NamedTuple):
@@ -300,7 +303,7 @@ def _runs(specs: Iterable[Spec], layout: Layout) -> list[tuple[_Key, list[Spec]]
     open_runs: dict[_Key, tuple[list[Spec], float]] = {}
     runs: list[tuple[_Key, list[Spec]]] = []
     for spec in specs:
-        key = _Key(spec.unit, spec.dtype, spec.itemsize, spec.trainable, spec.along)
+        key = _Key(spec.unit, spec.dtype, spec.itemsize, spec.trainable, spec.along, spec.kept)
         nbytes = spec.numel * spec.itemsize
         run, filled = open_runs.get(key, ([], math.inf))
         if filled + nbytes > limit:

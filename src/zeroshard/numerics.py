@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Literal, get_args
 
 import torch
@@ -38,6 +39,8 @@ class Precision:
     grad_dtype: what they are accumulated in (None: float32 for 16-bit parameters, else the parameter's dtype).
         bfloat16 saves two bytes per parameter; then bits are equal over stages, but not over rank counts.
     master_dtype: what the optimizer updates (None: float32 for 16-bit parameters, else the parameter itself).
+    keep: names or patterns of parameters that keep their own dtype, in all states, whatever the others are asked for,
+        as a router does in fp32: `["*.router.*"]`. Their modules compute in it: give them inputs of it (`x.float()`).
     store_params: keep sharded parameters (stage 3) in their own dtype beside their masters, as the ZeRO paper counts
         them: 2 bytes per owned parameter more. Else, where both rest on the device and masters are the wider ones,
         gathers cast the masters.
@@ -58,6 +61,7 @@ class Precision:
     store_params: bool = False
     cast_inputs: bool | Literal["units"] = False
     nonfinite: Nonfinite = "ignore"
+    keep: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype", "grad_dtype", "master_dtype"):
@@ -95,6 +99,21 @@ class Precision:
                 got="None",
                 instead="Precision(param_dtype=torch.bfloat16, cast_inputs=True)",
             )
+
+        if isinstance(self.keep, str) or (self.keep and self.param_dtype is None):
+            raise UserError(
+                "Precision.keep takes patterns of parameters that are not converted to Precision.param_dtype",
+                got=f"keep={self.keep!r}, param_dtype={self.param_dtype}",
+                instead='Precision(param_dtype=torch.bfloat16, keep=["*.router.*"])',
+            )
+
+    def keeps(self, names: Sequence[str]) -> bool:
+        """Is a parameter of these names an exception?"""
+        return any(fnmatchcase(name, pattern) for name in names for pattern in self.keep)
+
+    def of(self, *, kept: bool) -> Precision:
+        """Of exceptions, or of all others."""
+        return Precision(store_params=self.store_params) if kept else self
 
     def param(self, own: torch.dtype) -> torch.dtype:
         return self.param_dtype if self.param_dtype is not None and own.is_floating_point else own

@@ -43,6 +43,7 @@ from .unit import (
     check_initialisers,
     find_units,
     managed_parameters,
+    matching,
     materialise,
     on_meta,
     parameters_along,
@@ -105,11 +106,13 @@ class Assembly:
 
     def _specs(self, layout: Layout) -> list[Spec]:
         specs, along = [], parameters_along(self.managed, layout)
+        matching(self.managed, self.precision.keep, "Precision.keep")
         for r in self.managed:
-            dtype = self.precision.param(r.param.dtype)
+            kept = self.precision.keeps(r.names)
+            dtype = self.precision.of(kept=kept).param(r.param.dtype)
             axis = layout.axis * (r.name in along)
             shape, trainable = tuple(r.param.shape), r.param.requires_grad
-            specs.append(Spec(r.name, shape, str(dtype), dtype.itemsize, r.unit, trainable, axis))
+            specs.append(Spec(r.name, shape, str(dtype), dtype.itemsize, r.unit, trainable, axis, kept))
         return specs
 
     def reserve(self) -> None:
@@ -119,7 +122,8 @@ class Assembly:
         largest, nbytes = dict.fromkeys(STATES, 0), 0
         for bucket, resting in zip(self.partition.buckets, self.resting, strict=True):
             own: torch.dtype = getattr(torch, bucket.dtype.removeprefix("torch."))
-            grad, master = self.precision.grad(own), self.precision.master(own)
+            precision = self.precision.of(kept=bucket.kept)
+            grad, master = precision.grad(own), precision.master(own)
             dtypes = {"parameters": own, "gradients": grad, "optimizer": master}
             kept = STATES if bucket.trainable else STATES[:1]  # frozen parameters have nothing else
             for state in (state for state in kept if resting[state] == NVME):

@@ -95,6 +95,7 @@ class Buffer:
         self.tiers: Mapping[str, Tier] = tiers or dict.fromkeys(STATES, tier)
         self._saved = saved or SavedTensors()
         self.resident = not place.parameters and self.tiers["parameters"].name == DEVICE
+        precision = precision.of(kept=bucket.kept)
         self.dtype = precision.param(params[0].dtype)
         self.grad_dtype = precision.grad(self.dtype)
         self.reduce_dtype = precision.reduce(self.dtype)

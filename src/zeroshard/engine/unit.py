@@ -125,17 +125,21 @@ def managed_parameters(model: nn.Module, units: list[tuple[str, nn.Module]], lay
     return list(found.values())
 
 
-def parameters_along(managed: list[Managed], layout: Layout) -> set[str]:
-    """The names of those that `Layout.along` shards along its axis."""
+def matching(managed: list[Managed], patterns: Sequence[str], setting: str) -> set[str]:
+    """The names of the parameters that a setting's patterns name, each of which must name one."""
     found: set[str] = set()
-    for pattern in layout.along:
+    for pattern in patterns:
         hits = {record.name for record in managed if fnmatch.filter(record.names, pattern)}
         if not hits:
             names = [name for record in managed for name in record.names]
-            raise UserError(
-                "Layout.along matches no parameter", got=repr(pattern), instead=nearest(pattern, names[:40])
-            )
+            raise UserError(f"{setting} matches no parameter", got=repr(pattern), instead=nearest(pattern, names[:40]))
         found |= hits
+    return found
+
+
+def parameters_along(managed: list[Managed], layout: Layout) -> set[str]:
+    """The names of those that `Layout.along` shards along its axis."""
+    found = matching(managed, [*layout.along], "Layout.along")
     for record in (record for record in managed if record.name in found):
         of = f"parameter {record.name!r}"
         others = [n for n in record.names if not any(fnmatch.fnmatchcase(n, pattern) for pattern in layout.along)]

@@ -28,10 +28,10 @@ def holding(zero: Zero) -> Holding:
     from ..engine.fragment import file_name
 
     def stored(bucket: Bucket) -> Stored:
-        dtypes = zero.dtypes(bucket)
-        copied = zero._engine.device.type != "cpu" and updated_apart(zero._engine.resting[bucket.index])
+        dtypes, precision = zero.dtypes(bucket), zero._engine.precision.of(kept=bucket.kept)
+        copied = zero._engine.device.type != "cpu" and elsewhere(zero._engine.resting[bucket.index])
         master = dtypes.master.itemsize if dtypes.master != dtypes.param or copied else 0
-        return Stored(dtypes.param.itemsize, dtypes.grad.itemsize, master, zero._engine.precision.casts(dtypes.param))
+        return Stored(dtypes.param.itemsize, dtypes.grad.itemsize, master, precision.casts(dtypes.param))
 
     members: dict[tuple[int, str], int] = {}
     groups: list[tuple[Any, dict[str, Any]]] = []

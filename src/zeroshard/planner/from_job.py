@@ -110,7 +110,7 @@ def _recipe(run: Simulation) -> recipes.Recipe:
         numel[b.index] * zero.dtypes(b).param.itemsize
         for b, at in zip(buckets, zero._engine.resting, strict=True)
         if b.trainable
-        and zero._engine.precision.casts(zero.dtypes(b).param)
+        and zero._engine.precision.of(kept=b.kept).casts(zero.dtypes(b).param)
         and at["parameters"] == at["optimizer"] == DEVICE
     )
     per_tensor: dict[str, int] = {}

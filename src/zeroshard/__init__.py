@@ -27,6 +27,7 @@ if sys.platform != "linux":  # files, processes and memory are asked for in Linu
 if TYPE_CHECKING:
     from .api import Zero as Zero
     from .api import shard as shard
+    from .engine.apart import apart as apart
     from .errors import Error as Error
     from .integrations.settings import settings as settings
     from .integrations.weights import load as load
@@ -43,13 +44,14 @@ _HOME = {
     "Offload": "tiers.tier",
     "Precision": "numerics",
     "Zero": "api",
+    "apart": "engine.apart",
     "load": "integrations.weights",
     "plan": "planner.plan",
     "settings": "integrations.settings",
     "shard": "api",
 }
 
-__all__ = ["Comm", "Error", "Layout", "Offload", "Precision", "Zero", "load", "plan", "settings", "shard"]
+__all__ = ["Comm", "Error", "Layout", "Offload", "Precision", "Zero", "apart", "load", "plan", "shard"]
 __version__ = "0.1.0"
 
 

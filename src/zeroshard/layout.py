@@ -50,6 +50,8 @@ class Layout:
     along: {name pattern: axis} of parameters of which a rank holds some rows, such as experts: `{"*.experts.*": "edp"}`
         with `Comm(group=mesh)`. The ranks along that axis of the mesh hold the same rows, and shard them among
         themselves; the other ranks hold the other rows, in order. All other parameters are sharded over all ranks.
+    apart: their gradients come source by source (`zeroshard.apart`) and are added up in the order of all ranks, so that
+        no number of groups changes a bit. Sends as many times the bytes of these gradients as there are groups.
     buffers: "broadcast" sends rank 0's buffers to all before each training forward; "always" before every forward, so
         that ranks that evaluate have the same ones, as with DDP (every rank calls every forward then); "local" never.
     """
@@ -62,6 +64,7 @@ class Layout:
     buffers: Buffers = "broadcast"
     recompute: bool | Sequence[str] = False
     along: Mapping[str, str] = field(default_factory=dict)
+    apart: bool = False
 
     def __post_init__(self) -> None:
         for name, choices in (("bounds", get_args(Bounds)), ("buffers", get_args(Buffers))):
@@ -98,6 +101,13 @@ class Layout:
                 "Layout.along takes name patterns, and one axis of the mesh for all of them",
                 got=repr(self.along),
                 instead='Layout(along={"*.experts.*": "edp"})',
+            )
+
+        if type(self.apart) is not bool or (self.apart and not self.along):
+            raise UserError(
+                "Layout.apart is a yes or a no, of parameters along an axis",
+                got=f"apart={self.apart!r}, along={self.along!r}",
+                instead='Layout(along={"*.experts.*": "edp"}, apart=True)',
             )
 
     @property

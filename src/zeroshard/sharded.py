@@ -112,7 +112,7 @@ class Engine:
         self._stepped = 0  # steps completed when a forward that trains last began
         self.gradients = Gradients(self.group, self)
         self.finite = Finite(self.group, precision.nonfinite)
-        self.reduction = Reduction(self.gradients, self.group, self.tier, comm, self.finite)
+        self.reduction = Reduction(self.gradients, self.group, self.tier, comm, self.finite, apart=self.layout.apart)
         for buffer in self.buffers:
             if buffer.bucket.trainable:
                 self.reduction.add(self.gradients.add(buffer), self.units[buffer.bucket.unit])

@@ -67,6 +67,10 @@ class Seat(NamedTuple):
     parts: int = 1  # how many teams have rows of it
     stride: int = 1  # from a rank of the team to the next one
 
+    def rank(self, part: int, position: int) -> int:
+        """Who sits at a position of the team that has a part."""
+        return part // self.stride * self.stride * self.size + part % self.stride + position * self.stride
+
     def members(self, rank: int) -> range:
         """The ranks of this team, in order of position; `rank` is the one that sits here."""
         first = rank - self.position * self.stride

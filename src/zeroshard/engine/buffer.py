@@ -45,6 +45,7 @@ class Place:
     def __init__(self, buffer: Buffer, position: int) -> None:
         self.buffer = buffer
         self.position = position
+        self.apart: Tensor | None = None  # what `apart` leaves of a gradient, source by source, until it is taken
 
     @property
     def name(self) -> str:

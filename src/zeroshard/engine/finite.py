@@ -96,10 +96,11 @@ class Finite:
             at = first_nonfinite(fragment)
             if at is not None:
                 rank = -1
-                if len(pieces) == seat.size:
+                whose = seat.members(self.group.rank) if len(pieces) == seat.size else range(self.group.ranks)
+                if len(pieces) == len(whose):
                     theirs = [float(piece[where][at]) for piece in pieces]
                     found = (position for position, value in enumerate(theirs) if not abs(value) < torch.inf)
-                    rank = next((seat.members(self.group.rank)[position] for position in found), -1)
+                    rank = next((whose[position] for position in found), -1)
                 step, value = self.group.progress.steps + 1, str(float(fragment[at]))
                 element = buffer.offset(slot) + part.start + at
                 self._seen = Finding(step, self._micro_batch, rank, slot.name, element, value)

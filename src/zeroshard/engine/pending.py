@@ -6,16 +6,19 @@ memory of both, taken again and again.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from ..errors import StateError
 from ..headroom import POOLED
 from ..layout import Bucket
 from ..ranks.transport import Relay, Work
 from ..tiers.tier import DeviceTier
-from .accumulator import Accumulator
+from .accumulator import Accumulator, Entry
+from .buffer import Place
 from .unit import Unit
 
 
@@ -31,16 +34,34 @@ class Pending:
     whole: bool = True  # does every parameter want a gradient?
     launched: bool = False
     hold: bool = False  # may receive again: wait for the end
+    sources: int = 1  # whose parts of each gradient are sent one by one
     most: int | None = None  # gradients a slot received in the last backward; None before the first
 
     @property
     def bucket(self) -> Bucket:
         return self.accumulator.bucket
 
-    def place(self, send: Tensor, position: int) -> Tensor:
-        """Where the gradient of one slot goes, in its parameter's shape and strides."""
+    def places(self, send: Tensor, position: int) -> list[Tensor]:
+        """Where the gradient of one slot goes, of each source, in its parameter's shape and strides."""
         slot, strides = self.bucket.slots[position], self.accumulator.buffer.gathered.strides[position]
-        return send.as_strided(slot.shape, strides, slot.start)
+        starts = range(slot.start, self.sources * self.bucket.numel, self.bucket.numel)
+        return [send.as_strided(slot.shape, strides, start) for start in starts]
+
+    def by_source(self, entry: Entry, grad: Tensor) -> Sequence[Tensor]:
+        """What each source has added to a gradient, or the whole of it where nobody asks."""
+        if self.sources == 1:
+            return [grad]
+        place: Place = entry.param._zeroshard  # type: ignore[attr-defined]
+        apart, place.apart = place.apart, None
+        if apart is None or len(apart) != self.sources:
+            raise StateError(
+                "a gradient did not come source by source, as Layout(apart=True) has promised",
+                where=f"parameter {entry.slot.name!r}",
+                expected=f"those of {self.sources} sources, one for each group",
+                got="their sum" if apart is None else f"those of {len(apart)}",
+                instead=f"zeroshard.apart(parameter, {self.sources}) in the model's forward, for the parameter",
+            )
+        return apart.unbind(0)
 
     def expect(self) -> None:
         """A backward begins: it waits for what wants a gradient."""

@@ -180,6 +180,12 @@ def _share(a: Tensor, b: Tensor) -> bool:
 
 def check_settings(partition: Partition, layout: Layout, comm: Comm) -> None:
     """Refuse settings that contradict each other."""
+    if comm.reduce == "native" and layout.apart:
+        raise UserError(
+            "the backend's reduce-scatter adds up gradients in an order of its own, whatever comes apart",
+            got='Comm(reduce="native"), Layout(apart=True)',
+            instead='Comm(reduce="ordered")',
+        )
     if comm.reduce == "native" and not partition.even:
         raise UserError(
             "the backend's reduce-scatter needs shards of one size",

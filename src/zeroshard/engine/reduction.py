@@ -45,7 +45,11 @@ UNHURRIED = 60.0  # where what is held is compared with a plan, which must not d
 class Reduction:
     """The pipeline from `p.grad` to `Accumulator.sum` for all of a model's buckets."""
 
-    def __init__(self, gradients: Gradients, group: Group, tier: DeviceTier, settings: Comm, finite: Finite) -> None:
+    def __init__(
+        self, gradients: Gradients, group: Group, tier: DeviceTier, settings: Comm, finite: Finite, *, apart: bool
+    ) -> None:
+        """apart: gradients of parameters along an axis come source by source."""
+        self._apart = apart
         self.finite = finite
         self.gradients = gradients
         self.group = group
@@ -68,7 +72,8 @@ class Reduction:
 
     def add(self, accumulator: Accumulator, unit: Unit) -> None:
         index = accumulator.bucket.index
-        self.pending[index] = pending = Pending(accumulator, unit)
+        sources = accumulator.buffer.team.seat.parts if self._apart else 1
+        self.pending[index] = pending = Pending(accumulator, unit, sources=sources)
         self.pending_of += [pending] * len(accumulator.buffer.params)
         self.order = sorted(self.pending, reverse=True)
 
@@ -92,6 +97,8 @@ class Reduction:
         for pending in self.pending.values():
             pending.received.clear()
             pending.launched = pending.hold = False
+            for entry in pending.accumulator.entries if pending.sources > 1 else ():
+                entry.param._zeroshard.apart = None  # type: ignore[attr-defined]
             self._notice_cleared(pending, kept)
             pending.expect()
         self.finite.begin()
@@ -113,7 +120,8 @@ class Reduction:
                 self.gradients.hide([entry])
                 accumulator.zero(entry.position)
                 if accumulator.local is not None:
-                    accumulator.local[entry.slot.start : entry.slot.stop].zero_()
+                    for place in pending.places(accumulator.local, entry.position):
+                        place.zero_()
 
     def arrived(self, entry: Entry, pending: Pending, early: Tensor | None, *, nested: bool) -> bool:
         """A parameter of this bucket has its gradient: `early`, or in `p.grad`. Is that part of what is sent?"""
@@ -140,12 +148,12 @@ class Reduction:
             self._again.append(entry)
             return False
         send = self._send_buffer(pending) if pending.send is None else pending.send
-        place = pending.place(send, at)
         grad = grad.detach() if grad.requires_grad else grad  # where backward's own graph is wanted
-        if before or send is pending.accumulator.local:
-            place.add_(grad)
-        else:
-            place.copy_(grad)
+        for place, each in zip(pending.places(send, at), pending.by_source(entry, grad), strict=True):
+            if before or send is pending.accumulator.local:
+                place.add_(each)
+            else:
+                place.copy_(each)
         pending.missing.discard(at)
         if pending.unit.calls > 1 or (nested and pending.most != 1) or (pending.most or 0) > 1:
             pending.hold = True
@@ -163,11 +171,12 @@ class Reduction:
         accumulator, buffer = pending.accumulator, pending.accumulator.buffer
         # A full-size accumulator doubles as the place to put contributions: they are of its size. What it holds already
         # has to go aside; and where it may be asked whose contribution spoiled a sum, the own one must outlive that.
-        apart = buffer.place.gradients or not accumulator.sum.on_device
+        apart = buffer.place.gradients or not accumulator.sum.on_device or pending.sources > 1
+        numel = buffer.bucket.numel * pending.sources
         asked = self.finite.on and self.group.ranks > 1 and self.settings.reduce != "native"
         if self._local and accumulator.local is None:
             if apart:
-                accumulator.local = self.scratch.take(buffer.bucket.numel, buffer.grad_dtype)
+                accumulator.local = self.scratch.take(numel, buffer.grad_dtype)
             else:
                 if accumulator.filled or asked:
                     accumulator.undo_average()
@@ -183,7 +192,7 @@ class Reduction:
             if not apart and buffer.grad_dtype == buffer.reduce_dtype:
                 pending.send = accumulator.sum.tensor
             else:
-                pending.send = self.scratch.take(buffer.bucket.numel, buffer.reduce_dtype)
+                pending.send = self.scratch.take(numel, buffer.reduce_dtype)
         return pending.send
 
     def _send_ready(self) -> None:
@@ -199,17 +208,17 @@ class Reduction:
         accumulator, buffer = pending.accumulator, pending.accumulator.buffer
         send = self._send_buffer(pending)
         if send is not accumulator.local:
-            for index, slot in enumerate(buffer.bucket.slots):
-                if index not in pending.received:
-                    send[slot.start : slot.stop].zero_()
+            for index in range(len(buffer.bucket.slots)):
+                for place in pending.places(send, index) if index not in pending.received else ():
+                    place.zero_()
         team, own = buffer.team, buffer.bucket.shard_numel(buffer.team.position)
         with profiled("reduce", pending.unit.name):
             if self.settings.reduce == "native":
                 receive = self.scratch.take(own, send.dtype)
                 work = team.reduce_native(send, receive, buffer.bucket)
             else:
-                receive = self.scratch.take(own * team.room, send.dtype)
-                work = team.reduce(send, receive, buffer.bucket)
+                receive = self.scratch.take(own * team.room * pending.sources, send.dtype)
+                work = team.reduce(send, receive, buffer.bucket, pending.sources)
         pending.launched = True
         self._under_way.append(Sent(pending, work, receive, self._relay(accumulator)))
 
@@ -318,7 +327,8 @@ class Reduction:
         """Each rank's contribution to the own shard, in rank order; or the backend's sum of them."""
         if self.settings.reduce == "native" or pending.send is None:
             return [receive]
-        return pending.accumulator.buffer.team.contributions(pending.send, receive, pending.bucket)
+        team = pending.accumulator.buffer.team
+        return team.contributions(pending.send, receive, pending.bucket, pending.sources)
 
     # --- its end ----------------------------------------------------------------------------------------------------
 

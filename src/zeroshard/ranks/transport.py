@@ -102,20 +102,38 @@ class Team:
         """For how many contributions to the own shard there is room: on all ranks the same, and what a bucket takes."""
         return room(self.size)
 
-    def contributions(self, send: Tensor, receive: Tensor, bucket: Bucket) -> list[Tensor]:
-        """Each rank's contribution to the own shard, in rank order, once a reduction is through."""
-        first, last = bucket.shard(self.position)
-        arrived = receive[: self.arriving * (last - first)]
-        pieces = list(arrived.view(self.arriving, last - first).unbind(0)) if self.arriving else []
-        if self.arriving < self.size:
-            pieces.insert(self.position, send[first:last])
-        return pieces
+    def contributions(self, send: Tensor, receive: Tensor, bucket: Bucket, sources: int = 1) -> list[Tensor]:
+        """Each rank's contribution to the own shard, in rank order, once a reduction is through.
 
-    def reduce(self, send: Tensor, receive: Tensor, bucket: Bucket) -> Work:
-        """receive (`room` x own shard, 1-D) gets `arriving` contributions to the own shard, in rank order."""
-        event = self._count_reduce(send, bucket)
-        receive = receive[: self.arriving * bucket.shard_numel(self.position)]
-        return self._reduction(self._reduce(send, receive, bucket), event, bucket)
+        Of several sources a rank's contributions are those of the ranks at its position in each part's team.
+        """
+        first, last = bucket.shard(self.position)
+        found: dict[int, Tensor] = {}
+        for source, (sent, came) in enumerate(self._by_source(send, receive, bucket, sources)):
+            pieces = list(came.view(self.arriving, last - first).unbind(0)) if self.arriving else []
+            if self.arriving < self.size:
+                pieces.insert(self.position, sent[first:last])
+            found |= {self.seat.rank(source, position): piece for position, piece in enumerate(pieces)}
+        return [found[rank] for rank in sorted(found)]
+
+    def _by_source(self, send: Tensor, receive: Tensor, bucket: Bucket, sources: int) -> list[tuple[Tensor, Tensor]]:
+        """For each source what is sent, and where what arrives goes."""
+        own = bucket.shard_numel(self.position)
+        room, came = receive.numel() // sources, self.arriving * own
+        return [
+            (send[at * bucket.numel : (at + 1) * bucket.numel], receive[at * room : at * room + came])
+            for at in range(sources)
+        ]
+
+    def reduce(self, send: Tensor, receive: Tensor, bucket: Bucket, sources: int = 1) -> Work:
+        """receive (`room` x own shard, 1-D) gets `arriving` contributions to the own shard, in rank order.
+
+        Of several sources `send` and `receive` hold as many of them, one after the other.
+        """
+        event, handles = self._count_reduce(send, bucket, sources), []
+        for sent, came in self._by_source(send, receive, bucket, sources):
+            handles += self._reduce(sent, came, bucket)
+        return self._reduction(handles, event, bucket)
 
     def reduce_native(self, send: Tensor, receive: Tensor, bucket: Bucket) -> Work:
         """receive (own shard) gets the backend's sum of all contributions."""
@@ -155,8 +173,8 @@ class Team:
         """From the rank at this position in the last replica to those in all others."""
         return []
 
-    def _count_reduce(self, send: Tensor, bucket: Bucket) -> Event | None:
-        nbytes, own = send.numel() * send.itemsize, bucket.shard_numel(self.position) * send.itemsize
+    def _count_reduce(self, send: Tensor, bucket: Bucket, sources: int = 1) -> Event | None:
+        nbytes, own = send.numel() * send.itemsize, bucket.shard_numel(self.position) * send.itemsize * sources
         sent, received = nbytes - own, own * (self.size - 1)
         return count(self.ledger, self.size, "reduce", nbytes, sent, received, "gradients", bucket.index)
 

@@ -1,0 +1,42 @@
+"""Gradients of experts source by source: so that they can be added up in the order of all ranks.
+
+Where experts are divided among ranks, an expert sees tokens of several ranks in one backward. One product over all of
+them adds up in an order that depends on how many ranks divide the experts. Apart, each rank's tokens have a product and
+a gradient of their own, and however they are divided the same gradients are added up in the same order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .buffer import Place
+
+
+class _Apart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, sources: int) -> Tensor:
+        ctx.weight = weight
+        return weight.expand(sources, *weight.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grads: Tensor) -> tuple[Tensor, None]:
+        place: Place | None = getattr(ctx.weight, "_zeroshard", None)
+        if place is not None:
+            place.apart = grads if place.apart is None else place.apart + grads
+        total = grads[0]
+        for grad in grads[1:]:
+            total = total + grad
+        return total, None
+
+
+def apart(weight: Tensor, sources: int) -> Tensor:
+    """A parameter as often as there are sources of tokens, [sources, *shape]: `[s]` is for what rank s of a group sent.
+
+    With `Layout(along=..., apart=True)` their gradients are added up in the order of all ranks; in a plain process, or
+    without, in the order of the sources. Takes no memory forward, and in backward that of the gradients.
+    """
+    expanded: Tensor = _Apart.apply(weight, sources)  # type: ignore[no-untyped-call]
+    return expanded

@@ -51,7 +51,7 @@ _HOME = {
     "shard": "api",
 }
 
-__all__ = ["Comm", "Error", "Layout", "Offload", "Precision", "Zero", "apart", "load", "plan", "shard"]
+__all__ = ["Comm", "Error", "Layout", "Offload", "Precision", "Zero", "apart", "load", "plan", "settings", "shard"]
 __version__ = "0.1.0"
 
 

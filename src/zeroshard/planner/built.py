@@ -29,7 +29,7 @@ def holding(zero: Zero) -> Holding:
 
     def stored(bucket: Bucket) -> Stored:
         dtypes, precision = zero.dtypes(bucket), zero._engine.precision.of(kept=bucket.kept)
-        copied = zero._engine.device.type != "cpu" and elsewhere(zero._engine.resting[bucket.index])
+        copied = zero._engine.device.type != "cpu" and updated_apart(zero._engine.resting[bucket.index])
         master = dtypes.master.itemsize if dtypes.master != dtypes.param or copied else 0
         return Stored(dtypes.param.itemsize, dtypes.grad.itemsize, master, precision.casts(dtypes.param))
 

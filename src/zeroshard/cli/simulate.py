@@ -20,7 +20,9 @@ from zeroshard.integrations.chrome_trace import MADE_BY
 from zeroshard.layout import Layout
 from zeroshard.planner import from_job, predict_states, timeline
 from zeroshard.planner.machines import Machine, machine
+from zeroshard.planner.plan import check_experts
 from zeroshard.planner.simulate import PASSING, RECORDED, Simulation, simulate
+from zeroshard.planner.states import owned
 from zeroshard.ranks.comm import Comm
 from zeroshard.stage import seat
 from zeroshard.tiers.tier import Offload
@@ -40,6 +42,8 @@ def show_simulation(
     prefetch: int,
     reduce: str,
     replicas: int,
+    experts: str | None,
+    ep: int | None,
     offload: Offload | None,
     on: str,
     trace: str | None,
@@ -49,6 +53,7 @@ def show_simulation(
     cluster = machine(on)
     if trace is not None and not Path(trace).absolute().parent.is_dir():
         raise UserError("there is no folder for the trace", got=repr(trace))
+    check_experts(experts, ep, ranks, replicas=None if replicas == 1 else replicas)
     found = []
     for one in rank:
         run = simulate(
@@ -58,7 +63,8 @@ def show_simulation(
             stage=stage,
             accumulate=accumulate,
             precision=from_job.precision(precision, grad_dtype),
-            layout=Layout(bucket_mib=bucket_mib),
+            layout=Layout(bucket_mib=bucket_mib, along={experts: "edp"} if experts else {}),
+            mesh={"edp": ranks // ep, "ep": ep} if ep else None,
             comm=Comm(prefetch=prefetch, reduce=reduce, replicas=replicas),  # type: ignore[arg-type]
             offload=offload,
             checkpoint=checkpoint,
@@ -182,8 +188,7 @@ def saved(zero: Zero) -> dict[str, int]:
 def balance(zero: Zero) -> dict[str, Any]:
     """How evenly the layout shares the model: padding, the fullest and emptiest rank, ranks without a part."""
     buckets = zero.partition.buckets
-    positions = range(zero.partition.ranks)
-    elements = [sum(bucket.shard_numel(position) for bucket in buckets) for position in positions]
+    elements = [mine.shard for mine in owned(zero.partition, zero._engine.group.along.seat)]
     padding = sum(bucket.padding * zero.dtypes(bucket).param.itemsize for bucket in buckets)
     total = sum(bucket.numel * zero.dtypes(bucket).param.itemsize for bucket in buckets)
     return {
@@ -192,7 +197,7 @@ def balance(zero: Zero) -> dict[str, Any]:
         "padding_fraction": padding / total if total else 0.0,
         "fullest_rank_elements": max(elements, default=0),
         "emptiest_rank_elements": min(elements, default=0),
-        "empty_shards": sum(not bucket.shard_numel(position) for bucket in buckets for position in positions),
+        "empty_shards": sum(not bucket.shard_numel(position) for bucket in buckets for position in range(bucket.size)),
     }
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ..events import DEVICE
 from ..layout import Partition
+from ..stage import ALONE, Seat, seat_along
 from . import states
 from .disk import Disk
 from .recipes import Recipe
@@ -36,6 +37,16 @@ class Asked(NamedTuple):
     disk: Disk | None = None
     step_time: float | None = None
     tokens: int | None = None
+    experts: str = ""  # a pattern of parameters that are divided among `ep` ranks
+    ep: int = 1
+
+    def axes(self, ranks: int) -> dict[str, int]:
+        """The mesh of so many ranks, where experts are divided; else none."""
+        return {"edp": ranks // self.ep, "ep": self.ep} if self.experts else {}
+
+    def along(self, rank: int, ranks: int) -> Seat:
+        """Where a rank sits among those that have the same experts."""
+        return seat_along(rank, self.axes(ranks), "edp") if self.experts else ALONE
 
     @property
     def copies(self) -> int:

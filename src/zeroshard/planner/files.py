@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..events import DEVICE
 from ..headroom import BUFFERS
 from ..layout import Bucket, Partition
-from ..stage import Placements
+from ..stage import ALONE, Placements, Seat
 from .built import holding
 from .recipes import Recipe
 from .states import File, Resting, of_recipe, updated_apart
@@ -137,9 +137,10 @@ def recipe_moves(
     accumulate: int = 1,
     no_sync: bool = False,
     replicas: int = 1,
+    along: Seat = ALONE,
 ) -> Moves:
     """`moves` with the bytes of a recipe."""
-    holding = of_recipe(partition, place, rank, recipe, resting, replicas=replicas)
+    holding = of_recipe(partition, place, rank, recipe, resting, replicas=replicas, along=along)
     mastered = ["master" in recipe.optimizer or updated_apart(at) for at in resting]
     first = holding.sits.replica == 0
     return moves(

@@ -38,6 +38,7 @@ def plan_job(job: str | Callable[[], dict[str, Any]], asked: Asked, layout: Layo
             "comm": Comm(prefetch=asked.prefetch, replicas=asked.replicas),
             "offload": asked.offload,
         } | changes
+        settings["mesh"] = asked.axes(settings["ranks"])
         simulated = simulate(job, stage=stage, rank=rank or 0, **settings)
         fullest = _fullest(simulated)
         return simulated if rank is not None or fullest == 0 else run(stage, fullest, **changes)

@@ -23,15 +23,15 @@ def plan_shapes(path: str | os.PathLike[str], asked: Asked, layout: Layout) -> P
     model = shapes.read(path)
     recipe = asked.recipe
     # Buckets are cut by the parameters' bytes in training, not in the file. A recipe may say 1.5; bytes are whole.
-    specs = model.specs(max(round(recipe.parameters), 1))
+    specs = model.specs(max(round(recipe.parameters), 1), asked.experts, asked.ep)
     names = shapes.unit_names(model.parameters)
 
     cuts: dict[int, tuple[Partition, list[states.Owned]]] = {}
 
     def cut_among(group: int) -> tuple[Partition, list[states.Owned]]:
         if group not in cuts:
-            laid_out = partition(specs, layout, group)
-            cuts[group] = laid_out, states.owned(laid_out)
+            laid_out = partition(specs, layout, group, group // asked.ep)
+            cuts[group] = laid_out, states.owned(laid_out, asked.along(0, group))
         return cuts[group]
 
     copies = asked.copies
@@ -48,15 +48,18 @@ def plan_shapes(path: str | os.PathLike[str], asked: Asked, layout: Layout) -> P
         place = STAGES[stage]
         rank = ranks - cut.ranks + states.fullest_rank(owned, place, other)  # of the last replica, as of equal ranks
         resting = asked.resting(cut)
-        holding = states.of_recipe(cut, place, rank, other, resting, replicas=copies)
+        along = asked.along(rank, ranks)
+        holding = states.of_recipe(cut, place, rank, other, resting, replicas=copies, along=along)
         tiers = holding.tiers(apart=True)
         at_rest = states.together(tiers)
         backwards, no_sync = asked.accumulate, asked.no_sync
-        moved = states.recipe_traffic(cut, place, rank, other, accumulate=backwards, no_sync=no_sync, replicas=copies)
+        moved = states.recipe_traffic(
+            cut, place, rank, other, accumulate=backwards, no_sync=no_sync, replicas=copies, along=along
+        )
         sizes = instants.item_sizes(other)
         found = instants.instants(
             cut, place, sizes, rank, prefetch=asked.prefetch, accumulate=backwards, no_sync=no_sync, names=names,
-            resting=resting, replicas=copies,
+            resting=resting, replicas=copies, along=along,
         )  # fmt: skip
         peak, peak_at = instants.peak(tiers.get(DEVICE, {}), found)
         formula = recipes.cast_here(other, asked.shares(DEVICE)).formula(place)
@@ -66,7 +69,7 @@ def plan_shapes(path: str | os.PathLike[str], asked: Asked, layout: Layout) -> P
             beside["files"] = sum(file.nbytes for file in holding.files().values())
             beside["rounding"] = holding.rounding()
             beside["moves"] = files.recipe_moves(
-                cut, place, rank, other, resting, accumulate=backwards, no_sync=no_sync, replicas=copies
+                cut, place, rank, other, resting, accumulate=backwards, no_sync=no_sync, replicas=copies, along=along
             )
         return StagePlan(
             stage, rank, formula, at_rest, 0.0, moved, tuple(found), peak, peak_at,
@@ -83,6 +86,12 @@ def plan_shapes(path: str | os.PathLike[str], asked: Asked, layout: Layout) -> P
     padding = sum(bucket.padding for bucket in cut_among(asked.ranks // copies)[0].buckets)
     where = "a replica" if copies > 1 else "all ranks"
     notes = [f"padding over {where}: {padding:,} elements"] if padding else []
+    if asked.experts:
+        local = sum(spec.numel for spec in specs if spec.along)
+        notes += [
+            f"experts: {local * asked.ep:,} parameters in {asked.ep} parts, each over {asked.ranks // asked.ep} ranks; "
+            "all other parameters over all ranks. Tokens that are sent to them are not counted"
+        ]
     notes += [f"{name} is {shared}, counted once" for name, shared in model.ties.items()]
     notes += [f"{name} left out: {why}" for name, why in model.left_out.items()]
 

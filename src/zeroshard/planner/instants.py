@@ -25,7 +25,7 @@ from typing import NamedTuple
 from ..events import DEVICE
 from ..headroom import IN_FLIGHT, POOLED, PREFETCH, room
 from ..layout import Bucket, Partition
-from ..stage import Placements, Seat, seat
+from ..stage import ALONE, Placements, Seat, seat
 from .recipes import Recipe
 from .states import Resting
 
@@ -78,6 +78,7 @@ def instants(
     names: Sequence[str] = (),
     resting: Resting | None = None,
     replicas: int = 1,
+    along: Seat = ALONE,
 ) -> list[Instant]:
     """All named instants of a step on the device, in the order they come. `names[k]` is shown for unit k, if given."""
     sits = seat(rank, partition.ranks * replicas, replicas)
@@ -100,7 +101,7 @@ def instants(
         return {GATHER: whole.get(0, 0) + sum(whole[unit] for unit in window)}
 
     reduced = _reductions(
-        partition, place, sizes, sits, in_flight, fresh=accumulate == 1, no_sync=no_sync and accumulate > 1,
+        partition, place, sizes, sits, along, in_flight, fresh=accumulate == 1, no_sync=no_sync and accumulate > 1,
         resting=resting,
     )  # fmt: skip
     found = [_init(units, whole, sizes)]
@@ -115,7 +116,7 @@ def instants(
         found += _each_bucket(units[unit], reduced, gathered(at, prefetch, 1))
     if 0 in units:
         found += _each_bucket(units[0], reduced, gathered(0, 0, 1))
-    found.append(Instant("step", _some(_step(partition, place, sizes, sits, resting))))
+    found.append(Instant("step", _some(_step(partition, place, sizes, sits, along, resting))))
     # A copy that rests elsewhere passes through the device, bucket by bucket.
     published = [nbytes(b) for b in partition.buckets if b.trainable and b.index in brought and not place.parameters]
     found.append(Instant("gather", _some({GATHER: max(published, default=0) * place.optimizer})))
@@ -148,13 +149,13 @@ def _init(units: Mapping[int, list[Bucket]], whole: Mapping[int, int], sizes: It
 
 
 def _step(
-    partition: Partition, place: Placements, sizes: ItemSizes, sits: Seat, resting: Resting | None
+    partition: Partition, place: Placements, sizes: ItemSizes, sits: Seat, along: Seat, resting: Resting | None
 ) -> dict[str, int]:
     """The optimizer gets every gradient in the dtype of what it updates, bucket by bucket."""
     if sizes.gradients == sizes.updated:
         return {}
     stepped = [b for b in partition.buckets if b.trainable and _on_device(resting, b, "optimizer")]
-    held = [bucket.held(sits, place.optimizer) for bucket in stepped]
+    held = [bucket.held(along if bucket.along else sits, place.optimizer) for bucket in stepped]
     return {UPCAST: _nbytes(max((last - first for first, last in held), default=0), sizes.updated)}
 
 
@@ -171,6 +172,7 @@ def _reductions(
     place: Placements,
     sizes: ItemSizes,
     sits: Seat,
+    along: Seat,
     in_flight: int,
     *,
     fresh: bool,
@@ -196,7 +198,8 @@ def _reductions(
         return [] if in_place and _on_device(resting, bucket, "gradients") else [_nbytes(bucket.numel, itemsize)]
 
     def receive(bucket: Bucket) -> list[int]:
-        return [_nbytes(bucket.shard_numel(sits.position) * room(sits.size), itemsize)]
+        position = along.position if bucket.along else sits.position
+        return [_nbytes(bucket.shard_numel(position) * room(bucket.size), itemsize)]
 
     def handed_on(bucket: Bucket) -> list[int]:
         if sits.replicas == 1:

@@ -60,6 +60,8 @@ def plan(
     disk: str | os.PathLike[str] | None = None,
     step_time: float | None = None,
     tokens: str | float | None = None,
+    experts: str | None = None,
+    ep: int | None = None,
 ) -> Plan:
     """Bytes per rank of a model's states, at rest and at the worst instant, at one stage or all four.
 
@@ -92,6 +94,8 @@ def plan(
     disk: a file that `zeroshard io-bench` wrote.
     tokens: of one rank's step, for the tokens per second that the disk allows.
     step_time: seconds of a step, for the disk's wear.
+    experts: for shapes and jobs, a name pattern of parameters of which a rank has some rows, as in `Layout.along`.
+    ep: among how many ranks these rows are divided; a job's model has one rank's.
 
     Raises `UserError` for whatever cannot be answered.
     """
@@ -104,6 +108,7 @@ def plan(
     _check_units(units, known=params is None)
     _check_stage(stage)
     _check_files(offload, disk, step_time, tokens)
+    check_experts(experts, ep, ranks, replicas=replicas, gpus_per_node=gpus_per_node, params=params)
     asked = Asked(
         ranks=ranks,
         stages=tuple(STAGES) if stage is None else (stage,),
@@ -125,8 +130,11 @@ def plan(
         disk=None if disk is None else load(disk),
         step_time=step_time,
         tokens=None if tokens is None else quantities.count(tokens, "tokens"),
+        experts=experts or "",
+        ep=ep or 1,
     )
-    layout = _given(align=align, bounds=bounds, bucket_mib=bucket_mib)
+    along = {experts: "edp"} if experts else None
+    layout = _given(along=along, align=align, bounds=bounds, bucket_mib=bucket_mib)
     if job is not None:
         _refuse("a job says itself what it holds", "leave it out", preset=preset, bytes=bytes, optimizer=optimizer)
         return _plan_job(job, asked, _layout(layout))
@@ -193,6 +201,17 @@ def _check_numbers(
         _whole("replicas", replicas, ranks)
         assert type(replicas) is int
         seat(0, ranks, replicas)  # says which numbers divide
+
+
+def check_experts(experts: str | None, ep: int | None, ranks: int, **others: object) -> None:
+    """Refuse what is not asked of experts. others: settings that are about something else."""
+    if (experts is None) != (ep is None):
+        raise UserError("experts and ep belong together", instead='experts="*.experts.*", ep=8')
+    if ep is not None:
+        _refuse("not planned for experts", "leave it out", **others)
+        _whole("ep", ep, ranks)
+        if ranks % ep:
+            raise UserError("ep must divide the ranks", got=f"ep={ep}, ranks={ranks}")
 
 
 def _check_stage(stage: object) -> None:

@@ -70,13 +70,34 @@ class Shapes:
     def numel(self) -> int:
         return sum(map(math.prod, self.parameters.values()))
 
-    def specs(self, itemsize: int) -> list[Spec]:
-        """For `layout.partition`: all trainable, all of one item size, in the units that the names tell."""
+    def specs(self, itemsize: int, experts: str = "", ep: int = 1) -> list[Spec]:
+        """For `layout.partition`: all trainable, all of one item size, in the units that the names tell.
+
+        experts: a pattern of parameters of which a rank has 1/ep of the rows, along the axis "edp". Those that
+        differ by a number alone, after the pattern's last word ("experts.7.w1.weight"), are rows of one tensor.
+        """
         units = units_of(self.parameters)
-        return [
-            Spec(name, shape, f"float{8 * itemsize}", itemsize, units[name], True)
-            for name, shape in self.parameters.items()
-        ]
+        listed = next((part for part in reversed(experts.split(".")) if part.isidentifier()), None)
+        found: dict[str, Spec] = {}
+        for name, shape in self.parameters.items():
+            stacked, along = name, bool(experts) and fnmatch.fnmatchcase(name, experts)
+            if along:
+                parts = name.split(".")
+                numbers = [at for at, part in enumerate(parts) if part.isdecimal() and parts[at - 1] == listed]
+                if numbers:
+                    stacked = ".".join(part for at, part in enumerate(parts) if at != numbers[-1])
+                    shape = (1 + (found[stacked].shape[0] if stacked in found else 0), *shape)
+            kind = f"float{8 * itemsize}", itemsize, units[name], True, "edp" * along
+            found[stacked] = Spec(stacked, shape, *kind)
+        for name, spec in found.items():
+            if spec.along and (not spec.shape or spec.shape[0] % ep):
+                raise UserError(
+                    "the rows of a parameter cannot be divided among so many ranks", where=name,
+                    expected=f"a multiple of {ep} in the first dimension", got=spec.shape, instead="ep that divides it",
+                )  # fmt: skip
+        if experts and not any(spec.along for spec in found.values()):
+            raise UserError("experts= matches no parameter", got=repr(experts), instead=nearest(experts, [*found][:40]))
+        return [s._replace(shape=(s.shape[0] // ep, *s.shape[1:])) if s.along else s for s in found.values()]
 
 
 def read(path: str | os.PathLike[str]) -> Shapes:

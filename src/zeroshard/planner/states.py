@@ -227,6 +227,7 @@ def of_recipe(
     resting: Resting | None = None,
     *,
     replicas: int = 1,
+    along: Seat = ALONE,
 ) -> Holding:
     """With the bytes of a recipe, on a GPU. Its gradients count for trainable buckets only, as the engine's do."""
     master = recipe.optimizer.get("master", Fraction())
@@ -240,7 +241,7 @@ def of_recipe(
         return Stored(recipe.parameters, recipe.gradients, master or recipe.parameters * copied, bool(recipe.cast))
 
     sits = seat(rank, partition.ranks * replicas, replicas)
-    return Holding(partition, place, sits, stored, lambda bucket, slot: kept, resting)
+    return Holding(partition, place, sits, stored, lambda bucket, slot: kept, resting, along)
 
 
 def updated_apart(at: Mapping[str, str]) -> bool:
@@ -306,6 +307,7 @@ def recipe_traffic(
     accumulate: int = 1,
     no_sync: bool = False,
     replicas: int = 1,
+    along: Seat = ALONE,
 ) -> Traffic:
     """Bytes that one rank moves in a step, bucket by bucket; recomputation finds its unit gathered already."""
     position, on, back = rank % partition.ranks, 0, 0
@@ -313,13 +315,13 @@ def recipe_traffic(
     reduced, gathered = widths(place, recipe, no_sync=no_sync)
     totals = [Moved(0, 0, 0), Moved(0, 0, 0)]
     for bucket in partition.buckets:
-        own = bucket.shard_numel(position)
+        own = bucket.shard_numel(along.position if bucket.along else position)
         if bucket.trainable:
             on += reductions * math.ceil(own * running(recipe))
             back += reductions * math.ceil(own * recipe.gradients)
         both = (
-            moved(bucket.numel, own, partition.ranks, reduced)[0].times(reductions if bucket.trainable else 0),
-            moved(bucket.numel, own, partition.ranks, gathered)[1].times(
+            moved(bucket.numel, own, bucket.size, reduced)[0].times(reductions if bucket.trainable else 0),
+            moved(bucket.numel, own, bucket.size, gathered)[1].times(
                 gathers if bucket.trainable or place.parameters else 0
             ),
         )

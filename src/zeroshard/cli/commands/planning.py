@@ -81,6 +81,10 @@ class Sharding:
     replicas: Annotated[
         int | None, unset(RUN, "Copies of what is sharded, each over 1/K of the ranks.", None, "--replicas")
     ] = None
+    experts: Annotated[
+        str | None, unset(RUN, 'Parameters that are divided among --ep ranks: "*.experts.*" (shapes, jobs).', "PATTERN")
+    ] = None
+    ep: Annotated[int | None, unset(RUN, "Ranks that divide --experts; a job's model has one rank's part.")] = None
     instances: Annotated[int | None, unset(RUN, "An older name of --replicas.", None, "--instances", hidden=True)] = (
         None
     )
@@ -144,6 +148,10 @@ class Simulated:
     bucket_mib: Annotated[float, option(RUN, "The most that one message moves.")] = 24.0
     prefetch: Annotated[int, option(RUN, "Units gathered ahead of use.")] = 1
     replicas: Replicas = 1
+    experts: Annotated[
+        str | None, unset(RUN, 'Parameters that are divided among --ep ranks: "*.experts.*".', "PATTERN")
+    ] = None
+    ep: Annotated[int | None, unset(RUN, "Ranks that divide --experts; the job's model has one rank's part.")] = None
     reduce: Annotated[str, option(RUN, "ordered: the same bits at every stage; native: the backend's sum.")] = "ordered"
     trace: Annotated[str | None, unset(ANSWER, "Write what happened as a Chrome trace.", "FILE")] = None
     as_json: AsJson = False

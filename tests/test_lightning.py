@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +12,7 @@ from torch import nn
 import ranks
 from trainers import LIMIT, run_example
 from zeroshard.errors import CheckpointError, StateError, UserError
+from zeroshard.integrations.jobs import parts_of
 
 lightning = pytest.importorskip("lightning")
 
@@ -258,3 +262,43 @@ def test_fabric_refuses_what_would_not_be_averaged():
 
 def test_the_example_is_short_and_runs(tmp_path):
     run_example("lightning_fit", tmp_path)
+
+
+JOB = """
+import sys
+sys.path.insert(0, {tests!r})
+import torch
+from test_lightning import Module
+
+def job():
+    rows = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
+    return Module(), torch.utils.data.DataLoader(rows, batch_size=4, shuffle=True)
+"""
+
+
+def test_verify_takes_a_lightning_module(tmp_path):
+    """Its own step, optimizer and loader, at every stage: equal bits, dropout too."""
+    (tmp_path / "train.py").write_text(JOB.format(tests=str(Path(__file__).parent)))
+    words = ["verify", f"{tmp_path}/train.py:job", "--ranks", 2, "--stage", "0,3", "--bucket-mib", 24, "--steps", 2]
+    done = ranks.command(*words, "--json", timeout=LIMIT)
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert done.returncode == 0 and told["equal"] and len(told["results"]) == 4
+    assert not any("no parameter changed" in note for note in told["notes"])
+
+
+def test_the_parts_of_a_lightning_module_are_its_own():
+    class Streamed(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(torch.arange(24.0).view(3, 8))
+
+    module = Module()
+    module.scale = nn.Parameter(torch.ones(1))  # of the root: there only inside its forward, where it is sharded
+    module.training_step = lambda batch, number: {"loss": (module(batch) * module.scale).sum()}
+    parts = parts_of((module, torch.utils.data.DataLoader(Streamed(), batch_size=1)))
+    batch = parts["batch"](0, 0)
+    assert batch.shape == (1, 8) and not (batch - batch[0, 0] - torch.arange(8.0)).any()
+    module.eval()
+    assert torch.equal(parts["loss"](module, batch), module(batch).sum()) and "forward" not in vars(module)
+    module.configure_optimizers = lambda: [torch.optim.SGD(module.net.parameters()), torch.optim.SGD([module.scale])]
+    with pytest.raises(UserError, match="has one optimizer"):
+        parts_of((module, []))

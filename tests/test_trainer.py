@@ -6,6 +6,9 @@ takes exact norms here.
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -13,6 +16,7 @@ import ranks
 from trainers import LIMIT, fresh, run_example
 from zeroshard import Layout
 from zeroshard.errors import CheckpointError, UserError
+from zeroshard.integrations.jobs import parts_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -251,3 +255,44 @@ def test_what_cannot_work_is_refused(tmp_path):
 
 def test_the_example_is_short_and_runs(tmp_path):
     run_example("hf_trainer", tmp_path)
+
+
+JOB = """
+import sys
+sys.path.insert(0, {tests!r})
+from test_trainer import trainer
+
+def job():
+    return trainer(None, {folder!r}, weight_decay=0.1)
+"""
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_verify_takes_a_trainer(precision, tmp_path):
+    """Its own model, groups, loss and collation, at every stage: equal bits."""
+    (tmp_path / "train.py").write_text(JOB.format(tests=str(Path(__file__).parent), folder=str(tmp_path)))
+    words = ["verify", f"{tmp_path}/train.py:job", "--ranks", 2, "--stage", "0,3", "--bucket-mib", 24, "--steps", 2]
+    done = ranks.command(*words, "--precision", precision, "--json", timeout=LIMIT)
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert done.returncode == 0 and told["equal"] and len(told["results"]) == 4
+    assert not any("no parameter changed" in note for note in told["notes"])
+
+
+def test_the_parts_of_a_trainer_are_its_own(tmp_path):
+    made = trainer(None, tmp_path, weight_decay=0.1)
+    parts = parts_of(made)
+    (decayed, plain), own = parts["optimizer"](parts["model"].parameters()).param_groups, made.create_optimizer()
+    assert [group["weight_decay"] for group in (decayed, plain)] == [0.1, 0.0]
+    assert [len(group["params"]) for group in own.param_groups] == [len(decayed["params"]), len(plain["params"])]
+    masters = [param.detach().clone().requires_grad_() for param in parts["model"].parameters()]
+    again = parts["optimizer"](masters)
+    assert {id(param) for group in again.param_groups for param in group["params"]} == set(map(id, masters))
+    assert again.defaults["lr"] == 0.01 and type(again) is type(own)
+    torch.manual_seed(5)
+    batch = parts["batch"](0, 0)
+    assert batch["input_ids"].shape == (2, 8)
+    assert torch.equal(parts["loss"](parts["model"], batch), made.compute_loss(made.model, batch))
+    made.train_dataset = None
+    with pytest.raises(UserError, match="nothing to train on"):
+        parts_of(made)
+    assert parts_of({"model": 1}) is None and parts_of(None) is None

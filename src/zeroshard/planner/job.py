@@ -9,7 +9,8 @@
             "loss": lambda model, batch: ...,           # -> a scalar to call backward on
         }
 
-What is missing limits what can be asked of it, and the error says so.
+What is missing limits what can be asked of it, and the error says so. A function may return a Trainer of Hugging Face's
+or a LightningModule instead: `integrations.jobs` makes these parts of it.
 """
 
 from __future__ import annotations
@@ -130,6 +131,8 @@ def build(job: str | Callable[[], Any], *, device: str | None = None) -> Job:
     """Call the function (with `device` as torch's default device, "meta" for shapes only) and check what it returns."""
     import torch
 
+    from ..integrations.jobs import parts_of
+
     name, function = (job, find(job)) if isinstance(job, str) else (getattr(job, "__name__", "job"), job)
     where: AbstractContextManager[Any] = nullcontext() if device is None else torch.device(device)
     try:
@@ -142,6 +145,8 @@ def build(job: str | Callable[[], Any], *, device: str | None = None) -> Job:
             got=f"{type(error).__name__}: {error}",
             instead="a function without arguments that returns a dict of model, optimizer, batch and loss",
         ) from error
+    if not isinstance(parts, dict):
+        parts = parts_of(parts) or parts
     if not isinstance(parts, dict) or not isinstance(parts.get("model"), torch.nn.Module):
         raise UserError(
             "the job's function must return a dict with a model",

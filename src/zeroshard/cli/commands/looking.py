@@ -105,6 +105,9 @@ def verify(
       [bold]batch(step, index)[/bold]   micro-batch `index` of a step: turn * ranks + rank
       [bold]loss(model, batch)[/bold]   a scalar
 
+    Or a Trainer of Hugging Face's, or a LightningModule, alone or with its loader: model, optimizer and loss are its
+    own.
+
     The reference has no zeroshard in it: one process that runs the same micro-batches one after the other. Then each
     stage, bucket size, and overlap on and off run on local ranks, and with --offload each stage with its states in host
     memory and in files. Losses and all parameters are compared with == after every step. Each cell of the grid says

@@ -371,6 +371,22 @@ def test_quantized_states_of_torchao(kind, tmp_path):
         assert "exp_avg of parameter" in said and "cannot be saved" in said
 
 
+def test_quantized_weights_of_torchao_are_named():
+    """Refused by name, or left alone; then they stay out of checkpoints, by name too."""
+    quantization = pytest.importorskip("torchao.quantization")
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 4))
+    quantization.quantize_(model[0], quantization.Int8WeightOnlyConfig())
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW(model[1].parameters())
+    with pytest.raises(UserError, match="parameter '0.weight'(?s:.*)got: Int8Tensor"):
+        zeroshard.shard(model, optimizer)
+    zero = zeroshard.shard(model, optimizer, layout=Layout(ignore=["0.weight"]))
+    model(torch.ones(2, 64)).sum().backward()
+    optimizer.step()
+    with pytest.raises(CheckpointError, match="cannot be saved(?s:.*)parameter '0.weight'"):
+        zero.save("none")
+
+
 def lbfgs(engine, line_search):
     model = models.build("mlp", sizes=SIZES)
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, line_search_fn=line_search)

@@ -1,6 +1,7 @@
 """Training that is killed, stopped, interrupted and preempted at random, and resumed on other ranks and stages.
 
     python -m bench.soak --minutes 40 --out soak.json
+    python -m bench.soak --minutes 40 --out soak.json --ranks 3
 
 A *run* is so many steps of a small model, over as many *lives* as it takes: each life has ranks and a stage of its
 own, goes on from the newest checkpoint, and ends by its last step, by a signal, or because a rank is lost. At a run's
@@ -210,6 +211,9 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", default="soak.json")
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=[1, 2, 4], help="of a life; powers of two, or one number"
+    )
     asked = parser.parse_args()
     torch.set_num_threads(1)
     draw, counted, violations = random.Random(asked.seed), collections.Counter(), []
@@ -218,7 +222,9 @@ def main() -> None:
     try:
         alone = f"{place}/alone.pt"
         log = Path(asked.out + ".log")
-        assert not life(f"{place}/alone", 2, 1, alone, None, collections.Counter(), log), log.read_text()
+        assert not life(
+            f"{place}/alone", asked.ranks[len(asked.ranks) // 2], 1, alone, None, collections.Counter(), log
+        ), log.read_text()
         wanted = torch.load(alone)
         while time.monotonic() < end:
             counted["runs begun"] += 1
@@ -227,7 +233,7 @@ def main() -> None:
             Path(out).unlink(missing_ok=True)
             while not Path(out).exists() and time.monotonic() < end:
                 counted["lives"] += 1
-                violations += life(folder, draw.choice([1, 2, 4]), draw.randrange(4), out, draw, counted, log)
+                violations += life(folder, draw.choice(asked.ranks), draw.randrange(4), out, draw, counted, log)
             if Path(out).exists():
                 got = torch.load(out)
                 if all(torch.equal(got[name], wanted[name]) for name in wanted):

@@ -29,7 +29,7 @@ from zeroshard.engine.unit import find_units
 from zeroshard.errors import UserError
 from zeroshard.explain.transformer260 import TENSORS, TEXT, W_Q_GRADIENTS
 from zeroshard.layout import Spec, partition
-from zeroshard.planner import closed, predict_states, quantities, recipes, shapes, states, texts, traffic
+from zeroshard.planner import closed, predict_states, quantities, recipes, shapes, states, texts, traffic, units
 from zeroshard.planner.instants import ItemSizes, instants, item_sizes, peak
 from zeroshard.planner.texts import arithmetic, tiny
 from zeroshard.stage import STAGES
@@ -569,7 +569,7 @@ def test_hugging_face_configs(tmp_path, model):
     assert found.numel == numel
     assert found.ties == ({"lm_head.weight": "transformer.wte.weight"} if model == "GPT-2" else {})
     blocks = config.get("num_hidden_layers", config.get("n_layer"))
-    names = shapes.unit_names(found.parameters)
+    names = units.unit_names(found.parameters)
     assert len([name for name in names if re.search(r"\.\d+$", name)]) == blocks
 
 
@@ -729,7 +729,7 @@ class Blocks(nn.Module):
 
     def __init__(self, width):
         super().__init__()
-        self.embed = nn.Embedding(shapes.LARGE // width, width)
+        self.embed = nn.Embedding(units.LARGE // width, width)
         self.small = nn.Linear(width, 3)
         self.body = nn.Module()
         self.body.layers = nn.ModuleList(
@@ -747,7 +747,7 @@ class Blocks(nn.Module):
 )
 def test_units_are_those_the_engine_finds(model):
     """Read off the names alone."""
-    names = shapes.unit_names({name: tuple(param.shape) for name, param in model.named_parameters()})
+    names = units.unit_names({name: tuple(param.shape) for name, param in model.named_parameters()})
     assert ["" if name == "the root" else name for name in names] == [name for name, _ in find_units(model, Layout())]
 
 

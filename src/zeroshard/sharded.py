@@ -7,9 +7,7 @@ is given when it is made.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
-import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -28,7 +26,7 @@ from .engine.backward import in_backward
 from .engine.buffer import Buffer
 from .engine.finite import Finite
 from .engine.gradient import Gradients
-from .engine.guard import cover_constructors, refuse_copy, refuse_load, refuse_state_dict
+from .engine.guard import cover_constructors, refuse_copy, refuse_load, refuse_state_dict, weak
 from .engine.optim import Binding
 from .engine.preflight import Structure, refuse_wrapper
 from .engine.recompute import recompute
@@ -139,9 +137,8 @@ class Engine:
                 unit.module.register_state_dict_pre_hook(refuse_state_dict)
                 unit.module.register_load_state_dict_pre_hook(refuse_load)
         elif self.placements.optimizer:
-            refuse = weakref.WeakMethod(self._refuse_mixture)
             for unit in self.units:
-                unit.module.register_state_dict_pre_hook(functools.partial(_call_if_alive, refuse))
+                unit.module.register_state_dict_pre_hook(weak(self._refuse_mixture))
         for binding in self.bindings:
             binding.states.count()
         # The hooks hold the engine weakly; the model keeps it alive.
@@ -424,9 +421,3 @@ def _digest(units: list[Unit], *, along: bool) -> int:
     # On another device there is no fingerprint, and ranks that differ would look alike.
     found = [fingerprint(buffer.full.cpu()) for buffer in buffers]
     return zlib.crc32(repr(found).encode())
-
-
-def _call_if_alive(method: weakref.WeakMethod[Callable[..., None]], *args: Any) -> None:
-    call = method()
-    if call is not None:
-        call(*args)

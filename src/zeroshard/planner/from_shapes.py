@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from ..events import DEVICE
-from ..layout import Layout, Partition, partition
+from ..layout import Layout, Partition, Spec, partition
 from ..stage import STAGES
-from . import advice, files, instants, recipes, shapes, states
+from . import advice, files, instants, recipes, shapes, states, units
 from .advice import Change
 from .answer import Plan, StagePlan, finish
 from .asked import Asked
@@ -24,7 +25,7 @@ def plan_shapes(path: str | os.PathLike[str], asked: Asked, layout: Layout) -> P
     recipe = asked.recipe
     # Buckets are cut by the parameters' bytes in training, not in the file. A recipe may say 1.5; bytes are whole.
     specs = model.specs(max(round(recipe.parameters), 1), asked.experts, asked.ep)
-    names = shapes.unit_names(model.parameters)
+    names = units.unit_names(model.parameters)
 
     cuts: dict[int, tuple[Partition, list[states.Owned]]] = {}
 
@@ -84,7 +85,16 @@ def plan_shapes(path: str | os.PathLike[str], asked: Asked, layout: Layout) -> P
 
     of(max(asked.stages))
     padding = sum(bucket.padding for bucket in cut_among(asked.ranks // copies)[0].buckets)
-    where = "a replica" if copies > 1 else "all ranks"
+    notes = _notes(model, specs, padding, asked)
+
+    def advise(limit: int) -> list[Change]:
+        return advice.changes(max(asked.stages), asked.ranks, recipe, limit, nbytes_of, ADVISED_RANKS_LIMIT, copies)
+
+    return finish(model.source, model.numel, asked, layout, of, advise, notes, alone)
+
+
+def _notes(model: shapes.Shapes, specs: Sequence[Spec], padding: int, asked: Asked) -> list[str]:
+    where = "a replica" if asked.copies > 1 else "all ranks"
     notes = [f"padding over {where}: {padding:,} elements"] if padding else []
     if asked.experts:
         local = sum(spec.numel for spec in specs if spec.along)
@@ -94,8 +104,4 @@ def plan_shapes(path: str | os.PathLike[str], asked: Asked, layout: Layout) -> P
         ]
     notes += [f"{name} is {shared}, counted once" for name, shared in model.ties.items()]
     notes += [f"{name} left out: {why}" for name, why in model.left_out.items()]
-
-    def advise(limit: int) -> list[Change]:
-        return advice.changes(max(asked.stages), asked.ranks, recipe, limit, nbytes_of, ADVISED_RANKS_LIMIT, copies)
-
-    return finish(model.source, model.numel, asked, layout, of, advise, notes, alone)
+    return notes

@@ -7,9 +7,6 @@
 
 Files are untrusted: sizes are bounded before anything is read, types are checked, nothing is executed, and a damaged
 file is one `UserError` that names it.
-
-Units are those the engine would find, read off the names: the members of the outermost numbered lists
-("model.layers.3"), outside them every subtree of `layout.LARGE` elements or more, and the rest in the root.
 """
 
 from __future__ import annotations
@@ -27,7 +24,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import UserError, nearest
-from ..layout import LARGE, Spec
+from ..layout import Spec
+from .units import units_of
 
 Shape = tuple[int, ...]
 
@@ -420,65 +418,3 @@ def _config(where: Path) -> Shapes:
         ties["lm_head.weight"] = family.embedding
         del parameters["lm_head.weight"]
     return Shapes(str(where), parameters, ties)
-
-
-# --------------------------------------------------------------------------------------------------------------- units
-
-
-class _Node:
-    """A module as far as parameter names tell."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.children: dict[str, _Node] = {}
-        self.names: list[str] = []  # of all parameters below
-        self.numel = 0
-
-    @property
-    def listed(self) -> bool:
-        """Is it a list of blocks?"""
-        return bool(self.children) and all(name.isdecimal() for name in self.children)
-
-    @property
-    def holds_lists(self) -> bool:
-        return any(child.listed or child.holds_lists for child in self.children.values())
-
-
-def _units(parameters: Mapping[str, Shape]) -> list[_Node]:
-    """The root, then the others in the order their names come."""
-    root = _Node("")
-    for name, shape in parameters.items():
-        node, numel = root, math.prod(shape)
-        path = [root]
-        for part in name.split(".")[:-1]:
-            node = node.children.setdefault(part, _Node(f"{node.path}.{part}".lstrip(".")))
-            path.append(node)
-        for node in path:
-            node.names.append(name)
-            node.numel += numel
-    return [root, *_chosen(root)]
-
-
-def units_of(parameters: Mapping[str, Shape]) -> dict[str, int]:
-    """{parameter: unit}; the root is 0."""
-    units: dict[str, int] = {}
-    for number, node in enumerate(_units(parameters)):
-        units.update(dict.fromkeys(node.names, number))
-    return units
-
-
-def unit_names(parameters: Mapping[str, Shape]) -> list[str]:
-    """ "the root", then the units' paths, in the order of their numbers."""
-    return [node.path or "the root" for node in _units(parameters)]
-
-
-def _chosen(node: _Node) -> list[_Node]:
-    chosen: list[_Node] = []
-    for child in node.children.values():
-        if node.listed:
-            chosen.append(child)
-        elif child.listed or child.holds_lists:
-            chosen += _chosen(child)
-        elif child.numel >= LARGE:
-            chosen.append(child)
-    return chosen

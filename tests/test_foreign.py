@@ -155,9 +155,10 @@ def test_what_is_missing_in_deepspeeds_folder_is_named(deepspeed, tmp_path):
     (tmp_path / "a/step3/zero_pp_rank_0_mp_rank_01_optim_states.pt").write_bytes(b"")
     with pytest.raises(UserError, match="split over ranks"):
         import_checkpoint(tmp_path / "a", tmp_path / "ours", Hints())
-    (tmp_path / "a/latest").write_text("../b")
-    with pytest.raises(CheckpointError, match="names no folder beside it"):
-        import_checkpoint(tmp_path / "a", tmp_path / "ours", Hints())
+    for tag in ("../b", "..", ""):
+        (tmp_path / "a/latest").write_text(tag)
+        with pytest.raises(CheckpointError, match="names no folder beside it"):
+            import_checkpoint(tmp_path / "a", tmp_path / "ours", Hints())
     assert not (tmp_path / "ours").exists()
 
 
@@ -316,8 +317,13 @@ def test_a_forged_file_of_tensors_is_refused_and_does_not_run(deepspeed, tmp_pat
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_part_outside_of_its_folder_is_refused(tmp_path):
+def test_a_part_that_is_missing_or_outside_of_its_folder_is_refused(tmp_path):
     quietly(dcp.save, {"model": {"a": torch.ones(2)}}, checkpoint_id=tmp_path / "a", no_dist=True)
+    (part,) = (tmp_path / "a").glob("*.distcp")
+    part.rename(tmp_path / "part")
+    with pytest.raises(CheckpointError, match="cannot be read(?s:.*)value/a(?s:.*)FileNotFoundError"):
+        import_checkpoint(tmp_path / "a", tmp_path / "ours", Hints())
+    (tmp_path / "part").rename(part)
     metadata = pickle.loads((tmp_path / "a/.metadata").read_bytes())
     for info in metadata.storage_data.values():
         info.relative_path = "../b/secret.distcp"

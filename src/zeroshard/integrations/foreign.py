@@ -35,6 +35,11 @@ class Lazy(NamedTuple):
     read: Callable[[], Tensor]
 
 
+def one_name(name: object) -> bool:
+    """Is it a name of something in a folder, and no way out of it?"""
+    return isinstance(name, str) and bool(name) and Path(name).name == name and name not in (".", "..")
+
+
 def of(tensor: Tensor) -> Lazy:
     return Lazy(tuple(tensor.shape), tensor.dtype, lambda: tensor)
 
@@ -85,7 +90,14 @@ class _Stream(Mapping[str, Tensor]):
 
     def values(self) -> Any:
         for key, lazy in self._tensors.items():
-            found = lazy.read().detach().contiguous()
+            try:
+                found = lazy.read().detach().contiguous()
+            except (OSError, RuntimeError, LookupError, TypeError, ValueError, AttributeError) as error:
+                if isinstance(error, CheckpointError):
+                    raise
+                raise CheckpointError(
+                    "a tensor cannot be read", where=key, got=f"{type(error).__name__}: {error}"
+                ) from error
             if (tuple(found.shape), found.dtype) != (lazy.shape, lazy.dtype):
                 raise CheckpointError(
                     "a tensor is not as its checkpoint says", where=key, expected=f"{lazy.shape} {lazy.dtype}",

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, UserError
-from .foreign import Found, Hints, Lazy, of, plain_only
+from .foreign import Found, Hints, Lazy, of, one_name, plain_only
 from .foreign_deepspeed import _shared
 from .pickles import read_metadata, read_torch
 
@@ -68,7 +68,7 @@ def _nested(place: Path) -> dict[str, Any]:
     metadata = read_metadata(place / ".metadata")
     where: dict[str, list[Any]] = {}
     for index, info in metadata.storage_data.items():
-        if Path(info.relative_path).name != info.relative_path:
+        if not one_name(info.relative_path):
             raise CheckpointError(
                 "a part lies outside of its folder", where=str(place), got=repr(info.relative_path)[:100]
             )

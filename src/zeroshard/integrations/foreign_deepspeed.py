@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, UserError
-from .foreign import Found, Hints, Lazy, of, plain_only, steps
+from .foreign import Found, Hints, Lazy, of, one_name, plain_only, steps
 from .pickles import read_torch
 
 OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_([0-9]+)_mp_rank_([0-9]+)_optim_states\.pt")
@@ -36,7 +36,7 @@ def folder(path: Path) -> Path | None:
             if not (path / name).is_file():
                 continue
             tag = (path / name).read_text(encoding="utf-8").strip()
-            if not tag or Path(tag).name != tag:
+            if not one_name(tag):
                 raise CheckpointError("this names no folder beside it", where=str(path / name), got=repr(tag)[:100])
             inner = path / tag
         if inner.is_dir() and any(MODEL.fullmatch(each.name) for each in inner.iterdir()):
@@ -229,7 +229,7 @@ class _Reader:
         return Lazy(shape, dtype, lambda: torch.cat(pieces)[: math.prod(shape)].view(shape))
 
     def _folder(self, name: str) -> Path:
-        if Path(name).name != name:
+        if not one_name(name):
             raise CheckpointError(
                 "a parameter's name is no name of a folder", where=str(self.place), got=repr(name)[:100]
             )

@@ -977,8 +977,9 @@ class Chain(torch.nn.Module):
         return x
 
 
-def patience_after(differ):
-    """How long backward would wait for a reduction, after one in which every reduction was late."""
+def patience_after(skips):
+    """How long backward would wait for a reduction, after some in which every reduction was late: in each the ranks
+    leave out so many blocks of the model."""
     usual, done = reduction.PATIENCE, Work.done
     reduction.PATIENCE = 0.016
     try:
@@ -986,13 +987,19 @@ def patience_after(differ):
         model = Chain()
         zero = zeroshard.shard(model, None, stage=2, layout=Layout(bucket_mib=0.0001))
         Work.done = lambda self: False
-        model(torch.ones(1, 8), skip=1 if differ and ranks.rank() else 0).sum().backward()
+        for skip in skips[ranks.rank()]:
+            model(torch.ones(1, 8), skip=skip).sum().backward()
         reduction_ = zero._engine.reduction
         return reduction_.patience / reduction_._shortened
     finally:
         reduction.PATIENCE, Work.done = usual, done
 
 
-@pytest.mark.parametrize(("differ", "want"), [(False, 0.016), (True, 0.002)], ids=["only slow", "ranks differ"])
-def test_who_was_only_slow_is_waited_for_as_long_again(ranks, differ, want):
-    assert ranks.run(2, patience_after, differ) == [want, want]
+@pytest.mark.parametrize(
+    ("skips", "want"),
+    [([[0], [0]], 0.016), ([[1, 1], [1, 1]], 0.016), ([[0, 0, 0], [1, 1, 1]], 0.002), ([[0, 1], [1, 1]], 0.016)],
+    ids=["only slow", "only slow, with an unused block", "ranks differ", "ranks differed once"],
+)
+def test_who_was_only_slow_is_waited_for_as_long_again(ranks, skips, want):
+    """Also where some parameters got no gradient on any rank; and ranks that differ are waited for an eighth of it."""
+    assert ranks.run(2, patience_after, skips) == [want, want]

@@ -270,7 +270,8 @@ class Zero:
         def save() -> None:
             if path is not None:
                 self.save(path, None if extra is None else extra(), keep=keep)
-                log.warning("%s: saved %s after step %d", self.signalled, path, group.progress.steps)
+                if self.rank == 0:
+                    log.warning("%s: saved %s after step %d", Signals(signal).name, path, group.progress.steps)
             for number, handler in self._handlers.items():
                 _signal.signal(number, handler)
 
@@ -280,7 +281,9 @@ class Zero:
             )
         self._handlers.setdefault(signal, before)
         _signal.signal(signal, note)
-        self._engine.on_signal = save
+        if not self._engine.on_signal:  # armed anew: what came before was answered
+            group.signal = group.signalled = 0
+        self._engine.on_signal[int(signal)] = save
 
     @property
     def signalled(self) -> Signals | None:

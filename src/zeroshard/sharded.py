@@ -50,7 +50,7 @@ COMPARING = "comparing replicas"  # a meeting
 
 
 class Engine:
-    """One sharded model on one rank."""
+    """One sharded model on one rank. Its many names are its parts, and what these ask of each other."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class Engine:
         self.tier, self.tiers, self.resting = parts.tier, parts.tiers, parts.resting
         self.saving: Saving | None = None
         self._furthest = 0  # steps that some rank had completed when a checkpoint was met for
-        self.on_signal: Callable[[], object] | None = None  # what is to happen where all ranks have heard of a signal
+        self.on_signal: dict[int, Callable[[], object]] = {}  # what is to happen where all ranks have heard of it
         self._stepped = 0  # steps completed when a forward that trains last began
         self.gradients = Gradients(self.group, self)
         self.finite = Finite(self.group, precision.nonfinite)
@@ -168,11 +168,12 @@ class Engine:
 
     # --- before each forward and step -------------------------------------------------------------------------------
 
-    def before_forward(self, training: bool) -> None:
+    def before_forward(self, training: bool, *, compared: bool) -> None:
         around = nn.parallel.DistributedDataParallel._active_ddp_module
         if around is not None:
             refuse_wrapper(type(around).__name__, "around the sharded model")
-        self.comparing.met()
+        if compared:
+            self.comparing.met()
         self._notice_edits_of_structure(called=True)
         if training:
             self.comparing.send_buffers()
@@ -230,10 +231,13 @@ class Engine:
 
     def boundary(self) -> None:
         """A forward that trains begins: if it is the first after a step, and a signal was heard by then, save."""
+        if any(unit.pinned for unit in self.units):
+            return  # inside gathered() nothing can be saved: the next forward outside is the boundary
         before, self._stepped = self._stepped, self.group.progress.steps
-        if self.on_signal is not None and self.group.signalled and before != self._stepped:
-            self.on_signal()
-            self.on_signal = None
+        call = self.on_signal.get(self.group.signalled)
+        if call is not None and before != self._stepped:
+            call()
+            self.on_signal.clear()
 
     def publish(self) -> None:
         """What fragments were edited to, on any rank, becomes the weights of every rank, as after a step."""
@@ -327,9 +331,9 @@ class Engine:
         which = zlib.crc32(repr([unit.index for unit in units]).encode())
         with self.group.whole():
             self.schedule.meet("gathered()", len(units), which, -1 if write_from is None else write_from)
-            self.ledger.begin("gather")
             for unit in units:
                 unit.land()
+        self.ledger.begin("gather")
         try:
             with self.schedule.pin(units):
                 try:

@@ -21,7 +21,7 @@ from .unit import Managed
 
 
 class Alike:
-    """This rank's part of it."""
+    """What this rank has of it, and what of that it has agreed upon with the others."""
 
     def __init__(self, model: nn.Module, managed: list[Managed], group: Group, layout: Layout) -> None:
         self.source = 0  # the rank whose buffers count
@@ -31,8 +31,8 @@ class Alike:
         self._layout = layout
         self._sending: dict[str, Tensor] = {}  # buffers, before a forward that trains
         self._content = Contents()  # of buffers that are made of several tensors
-        self._now: dict[str, Any] = {}  # what `digest` has found, and what of it was alike when it last met the others
-        self._found: dict[str, Any] = {}
+        self._now: dict[str, Any] = {}  # what `digest` has found
+        self._found: dict[str, Any] = {}  # and what of it was alike when this rank last met the others
         self.written()
 
     def digest(self, training: bool) -> tuple[int, Callable[[], str]]:

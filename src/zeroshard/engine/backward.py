@@ -186,6 +186,8 @@ class Backward:
             self._release_all()
             self._work_on(None)
             self.ledger.end("backward")
+            for unit in self.units:
+                unit.calls = 0  # the forwards of a step that is tried again are its own
 
     def _release_all(self) -> None:
         self._recent.clear()

@@ -154,7 +154,8 @@ class Gathered:
         return self.state is not State.RELEASED and self.current
 
     def _move(self, state: State) -> None:
-        assert state is self.state or (self.state, state) in _LEGAL, (self.state, state)
+        if state is not self.state and (self.state, state) not in _LEGAL:
+            raise AssertionError(f"a bucket went from {self.state} to {state}")
         self.state = state
 
     def take_memory(self, *, ahead: bool) -> None:

@@ -10,8 +10,8 @@ in one backward (three segments that share a weight, say). Such a bucket waits f
 
 Named hazard, *never wait before the end*: a rank that waits for a reduction, while a peer waits for it to take part
 in a gather, waits for ever. So until backward ends, waiting here is bounded, and given up for the rest of the backward
-once it did not help. If the ranks differed in that backward it is an eighth from then on, since they will differ again.
-If they did not, somebody was only slow, and the next backward waits as long as the first did.
+once it did not help. If the ranks differed in that backward it is an eighth until they do not, since they will differ
+again. If they did not, somebody was only slow, and the next backward waits as long as the first did.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from .pending import Pending, Scratch, Sent
 from .sharded_grad import ShardedGrad
 from .unit import Unit, profiled
 
-PATIENCE = 0.5  # seconds that pause lasts at most
+PATIENCE = 0.5  # seconds that backward pauses at most for the oldest reduction
+MOST = 2  # gradients of one parameter in a backward, or more
 UNHURRIED = 60.0  # where what is held is compared with a plan, which must not depend on how busy a machine is
 
 
@@ -351,11 +352,14 @@ class Reduction:
         for pending in self.pending.values():
             if pending.received:
                 pending.most = max(pending.received.values())
-        got = received if usual else self.group.flags(received)
-        if usual:
+        got = least = received
+        if not usual:  # the second half says how few
+            told = self.group.flags(received + bytes(MOST - each for each in received))
+            got, least = told[: len(received)], bytes(MOST - each for each in told[len(received) :])
+        if got == least:  # the ranks were alike
             self._shortened = 1
         elif not self._patient:
-            self._shortened *= 8
+            self._shortened = 8
         if 2 in got:
             names = [entry.slot.name for entry in self.gradients.entries if got[entry.number] == 2]
             self.group.level("")

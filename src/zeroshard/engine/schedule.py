@@ -1,4 +1,4 @@
-"""From hooks to ordered actions: when units are gathered, opened, guarded and released, and when backward ends.
+"""From hooks to ordered actions: when units are gathered, opened, guarded and released.
 
     forward    unit's pre-hook: gather, open          post-hook: guard, release
     backward   saved weight unpacked: gather          released once its gradients are there, or two units later
@@ -55,8 +55,8 @@ class Watcher(Protocol):
 
     sends_always: bool  # are buffers sent before forwards that do not train, too?
 
-    def before_forward(self, training: bool) -> None:
-        """All ranks begin this forward."""
+    def before_forward(self, training: bool, *, compared: bool) -> None:
+        """A forward begins: on all ranks, where they have `compared` what must be alike."""
 
     def alike(self, training: bool) -> tuple[int, Callable[[], str]]:
         """A digest of what every rank must have alike in a forward; in words, what of it is not as it was."""
@@ -95,7 +95,8 @@ class Step(Protocol):
 class Schedule:
     """The hooks of one sharded model on one rank.
 
-    Ten of its names are hooks, and eight are what other ranks ask when an exception has left something (`Party`).
+    Half of its names are hooks and what they come to; the others are what ranks ask each other when an exception has
+    left something (`Party`).
     """
 
     def __init__(
@@ -227,7 +228,8 @@ class Schedule:
         self._grad_forward = torch.is_grad_enabled()
         training = self.watcher.sends_always or (self._grad_forward and unit.module.training)
         kind = "forward" if self._grad_forward else "forward without grad"
-        if self._grad_forward or self.releases or self.watcher.sends_always:
+        compared = self._grad_forward or self.releases or self.watcher.sends_always
+        if compared:
             alike, words = self.watcher.alike(training)
             self.meet(kind, self.group.number("forward"), unit.index, training, alike, facts=words)
         elif self.watcher.notice() and (
@@ -242,7 +244,7 @@ class Schedule:
             )  # a rank may evaluate alone, but not what others hold
         self.ledger.begin("forward")
         try:
-            self.watcher.before_forward(training)
+            self.watcher.before_forward(training, compared=compared)
             self.flush_pinned()
         except BaseException:
             self.ledger.end("forward")

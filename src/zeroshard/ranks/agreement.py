@@ -9,8 +9,9 @@
     describe    every rank's facts, as JSON                      all_gather of their lengths, then of the text
     broadcast   one rank's tensor                                broadcast
 
-Every verb begins with a row of the same size on every rank (see *sizes must meet* in `process_group.py`), which says
-what the rank is about to do. Ranks that do different things all raise, and each hears what the others are at.
+A row has the same size on every rank (see *sizes must meet* in `process_group.py`), and says what the rank is about to
+do. The verbs without a row follow a meeting, which has agreed on their sizes. Ranks that do different things all raise,
+and each hears what the others are at.
 
 In the usual case all rows are equal, and then nobody needs to see all of them. So beyond a few ranks the rows travel
 along the axes of a grid (`axes`), as many messages as a sum of small factors and not as there are ranks; only

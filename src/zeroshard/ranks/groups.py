@@ -189,7 +189,7 @@ class Groups:
         copies = ranks[sits.position :: sits.size]
         self.seat = sits
         self._patient = {**options, "timeout": max(PATIENT, options.get("timeout", PATIENT))}
-        self._apart: Attended | None = None
+        self._apart: dict[bool, Attended] = {}
         self._engines = 0
         self.engines: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by number, its `Group`
         self.call: Call | None = None  # the verb that this rank is in
@@ -279,13 +279,18 @@ class Groups:
         self._engines += 1
         return self._engines
 
-    def apart(self) -> Stream:
-        """Made once, also where an interrupt ends the wait for it."""
-        if self._apart is None:
-            self._apart = Attended(lambda: dist.new_group(backend="gloo", **self._patient))
-        group = self._apart.attend(self.watch)
+    @property
+    def levelling(self) -> list[Stream]:
+        """Those that take part in it: a save behind the training goes on."""
+        return [stream for stream in self.streams if not stream.behind]
+
+    def apart(self, *, behind: bool) -> Stream:
+        """For saves. Made once of each kind, also where an interrupt ends the wait for it."""
+        if behind not in self._apart:
+            self._apart[behind] = Attended(lambda: dist.new_group(backend="gloo", **self._patient))
+        group = self._apart[behind].attend(self.watch)
         if all(group is not stream.group for stream in self.streams):
-            self.streams.append(Stream(group, self.control.members))
+            self.streams.append(Stream(group, self.control.members, behind=behind))
         return next(stream for stream in self.streams if stream.group is group)
 
 

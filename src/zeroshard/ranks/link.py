@@ -61,7 +61,6 @@ class Link:
             )
         if self.interrupted:
             self.heed()
-        stream.behind = self.behind
         try:
             return stream.launch(what, call, *args)
         except (RuntimeError, ValueError) as error:
@@ -87,7 +86,7 @@ class Link:
         self.progress.waits = None
         if not self.behind:
             self.groups.call = within
-            prune(self.groups.streams)
+            prune(self.groups.levelling)  # a thread behind the training prunes its own
 
     def _wait_in_slices(self, handle: Any, *, levelling: bool = False) -> None:
         asked = time.monotonic()
@@ -157,18 +156,16 @@ class Link:
         groups = self.groups
         number, engines = groups.levelled + 1, dict(groups.engines)
         if number not in groups.watch.posted:  # else an interrupt ended this before it was through
-            streams = [[each.count, each.last, each.behind, [*each.members]] for each in groups.streams]
+            streams = [[each.count, each.last, [*each.members]] for each in groups.levelling]
             told = {"why": why, "streams": streams, "engines": {each: group.told() for each, group in engines.items()}}
             groups.watch.posted[number] = json.dumps(told)
         states = self._posted(number)
         at_place = [[each["streams"][at] for each in states] for at in groups.sums]
         # Of any sums, also of those that this rank has no part in: all drop gradients, or none does.
-        uneven = any(there[rank][0] != own[0] for there in at_place for own in there for rank in own[3])
+        uneven = any(there[rank][0] != own[0] for there in at_place for own in there for rank in own[2])
         ours = []
-        for at, stream in enumerate(groups.streams):
+        for at, stream in enumerate(groups.levelling):
             found = [states[rank]["streams"][at] for rank in stream.members if at < len(states[rank]["streams"])]
-            if all(each[2] for each in found):
-                continue  # a save behind the training goes on
             most, last = max(found, key=lambda each: int(each[0]))[:2]
             ours.append(stream)
             if most - stream.count > len(last):
@@ -242,7 +239,7 @@ class Link:
         return self.progress.words(self.ledger.phase)
 
     def about(self) -> dict[str, Any]:
-        return {"doing": self.doing(), "waits": bool(self.progress.waits), "failed": self.lost}
+        return {"doing": self.doing(), "waits": bool(self.progress.waits) and not self.interrupted, "failed": self.lost}
 
     def _loss(self, error: Exception) -> PeerError:
         """The error for a collective that did not complete: who is to blame, as far as it can be found out."""

@@ -4,8 +4,8 @@ Gathers, reductions and control use process groups of their own: each is ordered
 mistaken for another. Control runs on gloo and CPU tensors even beside NCCL, so agreeing never waits for the device.
 
 Named hazard, *sizes must meet*: two ranks in collectives of different size abort the process in gloo, without an
-exception. So every control collective starts with a row of fixed size (`meet`), which says what the rank is
-about to do; only ranks that say the same go on.
+exception. So control collectives start with a row of fixed size (`meet`), which says what the rank is about to do; only
+ranks that say the same go on, to collectives whose sizes that has settled.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class ProcessGroup(Group):
         self.progress = link.progress
         self.backend = link.backend
         self._groups.engines[link.engine] = self
-        weakref.finalize(self, prune, self._groups.streams).atexit = False
+        weakref.finalize(self, prune, self._groups.levelling).atexit = False
 
     @property
     def interrupted(self) -> bool:
@@ -160,7 +160,7 @@ class ProcessGroup(Group):
 
     @property
     def launched(self) -> tuple[int, int]:
-        return sum(stream.count for stream in self._groups.streams), self._groups.levelled
+        return sum(stream.count for stream in self._groups.levelling), self._groups.levelled
 
     def level(self, why: str) -> None:
         self._link.level(why)
@@ -168,13 +168,13 @@ class ProcessGroup(Group):
     def told(self) -> dict[str, Any]:
         """What this rank says of this model at a levelling."""
         unsettled, edits = (self.party.unsettled(), self.party.edits()) if self.party is not None else (False, "")
-        return {"numbers": self.numbers, "unsettled": unsettled, "edits": edits}
+        return {"numbers": self.numbers, "unsettled": unsettled, "edits": edits, "signalled": self.signalled}
 
     def levelled(self, told: list[dict[str, Any]], uneven: bool) -> None:
         """What was under way has ended on all ranks. uneven: but for sums of which some lack a rank's part."""
         for what in {what for each in told for what in each["numbers"]}:
             self.numbers[what] = max(each["numbers"].get(what, 0) for each in told)
-        self.left = False
+        self.left, self.signalled = False, max(each["signalled"] for each in told)
         if self.party is not None:
             differ = len({each["edits"] for each in told}) > 1
             self.party.levelled(uneven or differ or any(each["unsettled"] for each in told))
@@ -211,7 +211,8 @@ class ProcessGroup(Group):
         own = [self._link.engine, zlib.crc32(what.encode()), number, 0 if mends else self.progress.steps, *integers]
         own += [0] * (_OWN - len(own))
         flags = _FAILED * (self.failed is not None) + _NEWS * self.news + _TORN * bool(self.torn)
-        rows = self._rows([*own, self._groups.levelled, flags + _SIGNALLED * self.signal], at)
+        flags += _SIGNALLED * (self.signal if self.signal != self.signalled else 0)  # until all have heard of it
+        rows = self._rows([*own, self._groups.levelled, flags], at)
         ends(event)
         self.heard = any(row[_FLAGS] & _NEWS for row in rows)
         self.signalled = max(self.signalled, *(row[_FLAGS] // _SIGNALLED for row in rows))
@@ -315,10 +316,11 @@ class ProcessGroup(Group):
 
     def apart(self, *, behind: bool) -> Group:
         other = copy.copy(self)
-        other._stream = self._groups.apart()
+        other._stream = self._groups.apart(behind=behind)
         other._axes = [other._stream]
         other._link = copy.copy(self._link)
         other._link.behind, other._link.saves = behind, True
+        other._link._weak = weakref.ref(other._link)  # which says what the save waits for
         other._link.progress = other.progress = copy.copy(self.progress)
         return other
 

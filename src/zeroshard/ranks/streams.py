@@ -17,6 +17,7 @@ launched and counted by one call of C, and whatever an exception leaves is count
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import tee
@@ -38,18 +39,18 @@ def prune(streams: Sequence[Stream]) -> None:
 class Stream:
     """The collectives of one process group."""
 
-    def __init__(self, group: Any, members: Sequence[int]) -> None:
-        """members: their ranks among the ranks of the model."""
+    def __init__(self, group: Any, members: Sequence[int], *, behind: bool = False) -> None:
+        """members: their ranks among the ranks of the model. behind: only a thread behind the training uses it."""
         self.group = group
         self.members = members
-        self.behind = False  # was the last one launched by a thread behind the training?
+        self.behind = behind
         self._flights: deque[tuple[int, Launch, Any]] = deque()
         self._landed: deque[tuple[int, Launch]] = deque(maxlen=KEPT)
 
     @property
     def count(self) -> int:
         """How many were launched so far."""
-        last: Any = self._flights or self._landed
+        last: Sequence[Any] = tuple(self._flights) or self._landed  # which never shrinks, whoever prunes meanwhile
         return int(last[-1][0]) if last else 0
 
     def launch(self, what: Launch, call: Callable[..., Any], *args: Any) -> Any:
@@ -61,12 +62,17 @@ class Stream:
         return next(mine)[2]
 
     def prune(self) -> None:
-        """Let go of the handles of what is through, and of the memory that these hold."""
-        while self._flights and self._flights[0][2].is_completed():
-            self._landed.append(
-                _numbered(self._flights[0])
-            )  # an interrupt after this leaves it in both: the same number
-            self._flights.popleft()
+        """Let go of the handles of what is through, and of the memory that these hold.
+
+        May be called inside itself, where a model's end is noticed, and by two threads.
+        """
+        for flight in tuple(self._flights):
+            if not flight[2].is_completed():
+                return
+            if not self._landed or self._landed[-1][0] < flight[0]:
+                self._landed.append(_numbered(flight))  # an interrupt after this leaves it in both: the same number
+            with contextlib.suppress(ValueError):  # another call was faster
+                self._flights.remove(flight)
 
     @property
     def last(self) -> list[Launch]:

@@ -1,4 +1,4 @@
-"""Who is gone, who is silent, and what every rank is doing: asked only when a collective did not complete.
+"""Who is gone, who is silent, and what every rank is doing: asked when a collective does not complete.
 
 Every rank keeps a thread asleep in `accept`, on a socket of its own. A rank whose collective failed asks all peers, at
 once and beside the collectives, what they are doing:
@@ -8,8 +8,9 @@ once and beside the collectives, what they are doing:
     an answer              what it waits for, or that it waits for nobody; and the error it had, if it had one
 
 Whoever finds a culprit tells the others, who may be waiting for somebody alive; they look at `alarm` while they wait.
-While nothing is wrong nobody asks, so it costs a sleeping thread. The ranks learn of each other's sockets through the
-store in which they met, before anything else: so whoever ends from then on is named, also while they make connections.
+While nothing is wrong nobody asks, but in a save that takes long; so it costs a sleeping thread. The ranks learn of
+each other's sockets through the store in which they met, before anything else: so whoever ends from then on is named,
+also while they make connections.
 
 A question carries the token that the asked rank gave out when the group was made: what else comes to that port is not
 answered.
@@ -276,11 +277,15 @@ def _serve(server: socket.socket, watch: weakref.ref[Watch]) -> None:
             return
         with suppress(OSError, ValueError, TypeError, AttributeError), connection:
             connection.settimeout(PATIENCE)
-            message, own = json.loads(_line(connection)), watch()
-            if own is None:
+            message = json.loads(_line(connection))
+            if (answer := _answer(watch, message)) is None:
                 return
-            connection.sendall(json.dumps(own.hear(message)).encode() + b"\n")
-            del own
+            connection.sendall(answer)
+
+
+def _answer(watch: weakref.ref[Watch], message: dict[str, Any]) -> bytes | None:
+    own = watch()  # held no longer than this takes: the thread that asks sleeps in `accept` then
+    return None if own is None else json.dumps(own.hear(message)).encode() + b"\n"
 
 
 def _line(connection: socket.socket) -> bytes:

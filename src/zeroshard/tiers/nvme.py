@@ -205,7 +205,8 @@ class StateFile:
             self._rooms.append(_Room())
             self._make(self._rooms[-1])
             return self._rooms[-1]
-        assert idle, f"all {BUFFERS} buffers of {self.state} are in use at once"
+        if not idle:
+            raise AssertionError(f"all {BUFFERS} buffers of {self.state} are in use at once")
         # First one that nobody holds, then one that need not be written, then the one used longest ago.
         room = min(idle, key=lambda room: (room.holder is not None, room.holder is not None and room.holder.dirty))
         self._rooms.remove(room)
@@ -321,7 +322,8 @@ class FileRest(Rest):
     def tensor(self) -> Tensor:  # type: ignore[override]
         if not self.nbytes:
             return torch.empty(0, dtype=self.dtype, device="cpu")
-        assert self.depth and self.room is not None, f"{self.file.state} of bucket {self.bucket} is not here"
+        if not self.depth or self.room is None:
+            raise AssertionError(f"{self.file.state} of bucket {self.bucket} is not here")
         return self.room.memory[: self.nbytes].view(self.dtype)
 
     @property

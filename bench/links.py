@@ -2,7 +2,8 @@
 
 A host is a network namespace; the link is a pair of virtual devices whose rate `tc` limits (a token bucket). Ranks of
 one host talk over its loopback, which nothing limits. At every rate all back-ends train the same model in turn, a step
-each, round after round, and the next round begins with the next of them.
+each, round after round, and the next round begins with the next of them. With `--delays 1 10` (milliseconds each way)
+packets go through `bench/link.py` instead, which takes processor time for it, and the result is called links-delays.
 
 step s          time of a step, waiting at both ends: the median over the rounds
 over hybrid     that over the step of FSDP2's hybrid sharding in the same round: the median, least and most
@@ -32,11 +33,20 @@ from torch import nn
 
 from . import report
 from .backends import Trainer, fsdp2, ours
+from .link import Link, ip
 from .model import GPT, SIZES, batch
 from .train import connections, sent_by
 
 HOSTS, PER_HOST = ("10.77.0.1", "10.77.0.2"), 2
 RATES = {"100 Mbit/s": "100mbit", "1 Gbit/s": "1gbit", "as it is": None}
+MTU = 9000  # bytes of a packet that is delayed: a thread of Python carries each
+
+
+def links(delays: list[float]) -> dict[str, tuple[str | None, float]]:
+    """By name: its rate, for tc, and the milliseconds that it delays a packet."""
+    if not delays:
+        return {name: (rate, 0.0) for name, rate in RATES.items()}
+    return {f"{name}, {delay:g} ms": (rate, delay) for name, rate in RATES.items() if rate for delay in delays}
 
 
 BACKENDS: dict[str, Callable[..., Trainer]] = {
@@ -98,7 +108,7 @@ class Held:
         return seconds, sent - before, relayed(self.model) - payload, self.loss
 
 
-def rank(folder: Path, size: str, rounds: int) -> None:
+def rank(folder: Path, size: str, rounds: int, names_of_links: list[str]) -> None:
     """One rank of one host: every back-end in turn, round after round, once for each rate that the parent sets."""
     number, own = int(os.environ["RANK"]), os.environ["HOST"]
     torch.set_num_threads(1)
@@ -107,11 +117,12 @@ def rank(folder: Path, size: str, rounds: int) -> None:
     for one in held.values():
         one.step()  # the first has optimizers make their state, and libraries their connections
     names = [*BACKENDS]
-    for rate in RATES:
+    for at_link, rate in enumerate(names_of_links):
         dist.barrier()
         if number == 0:
-            (folder / "ask").write_text(rate)
-        while not (folder / f"set {RATES[rate]}").exists():
+            (folder / "ask.part").write_text(rate)
+            (folder / "ask.part").rename(folder / "ask")
+        while not (folder / f"set {at_link}").exists():
             time.sleep(0.05)
         mine: dict[str, list[Any]] = {name: [] for name in names}
         for turn in range(rounds):
@@ -168,33 +179,40 @@ def plot(rows: list[dict[str, Any]]) -> str:
     return head + f'<rect width="640" height="{y}" fill="white"/>' + "".join(text) + "</svg>\n"
 
 
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, timeout=20)
+def _wired(spaces: list[str]) -> list[str]:
+    """The two ends of a pair of devices that delay nothing."""
+    devices = [f"zsl{os.getpid() % 10000}{at}" for at in "ab"]
+    ip("link", "add", devices[0], "type", "veth", "peer", "name", devices[1])
+    for space, device, host in zip(spaces, devices, HOSTS, strict=True):
+        ip("link", "set", device, "netns", space)
+        ip("-n", space, "addr", "add", f"{host}/24", "dev", device)
+        ip("-n", space, "link", "set", device, "up")
+        ip("-n", space, "link", "set", "lo", "up")
+    return devices
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--size", choices=SIZES, default="10M")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--delays", type=float, nargs="+", default=[], help="milliseconds each way")
     parser.add_argument("--out", type=Path, default=report.RESULTS)
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
-        rank(options.rank, options.size, options.rounds)
+        rank(options.rank, options.size, options.rounds, [*links(options.delays)])
         return
     folder = Path(tempfile.mkdtemp(prefix="links-"))
     spaces = [f"zs-link-{os.getpid()}-{at}" for at in range(len(HOSTS))]
-    devices = [f"zsl{os.getpid() % 10000}{at}" for at in "ab"]
     try:
         for space in spaces:
             ip("netns", "add", space)
-        ip("link", "add", devices[0], "type", "veth", "peer", "name", devices[1])
-        for space, device, host in zip(spaces, devices, HOSTS, strict=True):
-            ip("link", "set", device, "netns", space)
-            ip("-n", space, "addr", "add", f"{host}/24", "dev", device)
-            ip("-n", space, "link", "set", device, "up")
-            ip("-n", space, "link", "set", "lo", "up")
-        _train(folder, spaces, devices, options)
+        if options.delays:
+            one, other = zip(spaces, HOSTS, strict=True)
+            with Link(one, other, mtu=MTU) as link:
+                _train(folder, spaces, link.devices, options, lambda ms: link.set(delay=ms / 1e3))
+        else:
+            _train(folder, spaces, _wired(spaces), options, lambda ms: None)
     finally:
         for space in spaces:
             subprocess.run(["ip", "netns", "del", space], check=False, timeout=20)
@@ -206,16 +224,28 @@ def main() -> None:
     notes = [
         f"{len(HOSTS)} network namespaces of {PER_HOST} ranks, fp32, {options.size} parameters.",
         f"{options.rounds} interleaved rounds of a step each; ratios: median, least and most.",
-        "The rate is limited by tc's token bucket at both ends. No delay: the kernel here has no netem.",
+        "The rate is limited by tc's token bucket at both ends. "
+        + (
+            f"Delayed each way by bench/link.py on tun devices, in packets of {MTU} bytes: the kernel has no netem."
+            if options.delays
+            else "No delay: the kernel here has no netem."
+        ),
         "sent: by the kernel, what one rank's TCP connections send to the other host in a step, the most of all ranks. "
         "predicted: payload of the relay, all that crosses with two replicas.",
         "losses: of all steps at this rate, on each rank, against those of the first row there of the same library.",
     ]
-    report.write(options.out, "links", {"size": options.size, "rounds": options.rounds}, rows, notes)
-    (options.out / "links.svg").write_text(plot(rows))
+    name = "links-delays" if options.delays else "links"
+    report.write(options.out, name, {"size": options.size, "rounds": options.rounds}, rows, notes)
+    (options.out / f"{name}.svg").write_text(plot(rows))
 
 
-def _train(folder: Path, spaces: list[str], devices: list[str], options: argparse.Namespace) -> None:
+def _train(
+    folder: Path,
+    spaces: list[str],
+    devices: list[str],
+    options: argparse.Namespace,
+    delay: Callable[[float], None],
+) -> None:
     processes = []
     for number in range(len(HOSTS) * PER_HOST):
         at = number // PER_HOST
@@ -226,8 +256,9 @@ def _train(folder: Path, spaces: list[str], devices: list[str], options: argpars
         }  # fmt: skip
         command = ["ip", "netns", "exec", spaces[at], sys.executable, "-m", "bench.links", "--rank", str(folder)]
         command += ["--size", options.size, "--rounds", str(options.rounds)]
+        command += ["--delays", *map(str, options.delays)] if options.delays else []
         processes.append(subprocess.Popen(command, env=environment))
-    asked = ""
+    asked, wanted = "", links(options.delays)
     while any(process.poll() is None for process in processes):
         if any(process.poll() for process in processes):
             for process in processes:
@@ -237,10 +268,11 @@ def _train(folder: Path, spaces: list[str], devices: list[str], options: argpars
         if rate and rate != asked:
             for space, device in zip(spaces, devices, strict=True):
                 subprocess.run(["tc", "-n", space, "qdisc", "del", "dev", device, "root"], check=False, stderr=-3)
-                if RATES[rate]:
-                    limit = ["tbf", "rate", RATES[rate], "burst", "256kbit", "latency", "400ms"]
+                if limited := wanted[rate][0]:
+                    limit = ["tbf", "rate", limited, "burst", "256kbit", "latency", "400ms"]
                     subprocess.run(["tc", "-n", space, "qdisc", "add", "dev", device, "root", *limit], check=True)
-            (folder / f"set {RATES[rate]}").touch()
+            delay(wanted[rate][1])
+            (folder / f"set {[*wanted].index(rate)}").touch()
             asked = rate
         time.sleep(0.05)
 

@@ -234,9 +234,8 @@ class Engine:
         if any(unit.pinned for unit in self.units):
             return  # inside gathered() nothing can be saved: the next forward outside is the boundary
         before, self._stepped = self._stepped, self.group.progress.steps
-        call = self.on_signal.get(self.group.signalled)
-        if call is not None and before != self._stepped:
-            call()
+        if before != self._stepped and (save := self.on_signal.get(self.group.signalled)):
+            save()
             self.on_signal.clear()
 
     def publish(self) -> None:

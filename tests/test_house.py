@@ -128,6 +128,9 @@ def test_size_cap():
     counted = [name for name in ORDER if not name.startswith("checkpoint/") and name not in STORAGE]
     counts = {name: code_lines(PACKAGE / name) for name in counted}
     assert sum(counts.values()) <= CAP, counts
+    note = (ROOT / "docs" / "decisions" / "core-size.md").read_text()
+    bought = [int(lines.replace(",", "")) for lines in re.findall(r"\| ([\d,]+) \|$", note, re.MULTILINE)]
+    assert sum(bought) == CAP and f"fails above {CAP:,}." in note
 
 
 LONG = {"plan"}  # functions that say themselves why they are

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint as _checkpoint
 
 from zeroshard.engine import reduction
 
-PATIENCE = reduction.PATIENCE
+PAUSE = reduction.PAUSE
 MODELS: dict[str, Callable[..., nn.Module]] = {}
 _BATCHES: dict[str, Callable[[torch.Generator, int, int], Any]] = {}
 _LOSSES: dict[str, Callable[[nn.Module, Any], Tensor]] = {}
@@ -32,12 +32,12 @@ _LOSSES: dict[str, Callable[[nn.Module, Any], Tensor]] = {}
 
 def reset() -> None:
     """As if no model had been built in this process."""
-    reduction.PATIENCE = PATIENCE
+    reduction.PAUSE = PAUSE
 
 
 def build(name: str, seed: int = 0, **options: Any) -> nn.Module:
     if name == "layerdrop":  # its ranks wait for each other in vain, once per engine: here not for long
-        reduction.PATIENCE = PATIENCE / 10
+        reduction.PAUSE = PAUSE / 10
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return MODELS[name](**options)

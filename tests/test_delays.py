@@ -38,7 +38,7 @@ def delays(seed):
         }.items()
         for name in names
     }
-    done, patience = Work.done, reduction.PATIENCE
+    done, patience = Work.done, reduction.PAUSE
     paused = []
 
     def pausing(verb):
@@ -53,13 +53,13 @@ def delays(seed):
     for (owner, name), verb in verbs.items():
         setattr(owner, name, pausing(verb))
     Work.done = lambda self: draw.random() < 0.2 and done(self)
-    reduction.PATIENCE = 0.01 * draw.random()  # some give up on a reduction that is late
+    reduction.PAUSE = 0.01 * draw.random()  # some give up on a reduction that is late
     try:
         yield paused
     finally:
         for (owner, name), verb in verbs.items():
             setattr(owner, name, verb)
-        Work.done, reduction.PATIENCE = done, patience
+        Work.done, reduction.PAUSE = done, patience
 
 
 def under_delays(seeds, want):

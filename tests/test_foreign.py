@@ -24,7 +24,8 @@ from test_dcp import App, quietly
 from zeroshard.checkpoint.manifest import Saved
 from zeroshard.cli.main import main
 from zeroshard.errors import CheckpointError, UserError
-from zeroshard.integrations.foreign import Hints, import_checkpoint
+from zeroshard.integrations.foreign import Hints
+from zeroshard.integrations.importing import import_checkpoint
 from zeroshard.integrations.pickles import read_metadata, read_torch
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")

@@ -980,8 +980,8 @@ class Chain(torch.nn.Module):
 def patience_after(skips):
     """How long backward would wait for a reduction, after some in which every reduction was late: in each the ranks
     leave out so many blocks of the model."""
-    usual, done = reduction.PATIENCE, Work.done
-    reduction.PATIENCE = 0.016
+    usual, done = reduction.PAUSE, Work.done
+    reduction.PAUSE = 0.016
     try:
         torch.manual_seed(0)
         model = Chain()
@@ -990,9 +990,9 @@ def patience_after(skips):
         for skip in skips[ranks.rank()]:
             model(torch.ones(1, 8), skip=skip).sum().backward()
         reduction_ = zero._engine.reduction
-        return reduction_.patience / reduction_._shortened
+        return reduction_.pause / reduction_._shortened
     finally:
-        reduction.PATIENCE, Work.done = usual, done
+        reduction.PAUSE, Work.done = usual, done
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The house rules that a machine can check; `make check` runs this file beside ruff and mypy."""
 
 import ast
+import graphlib
 import importlib.util
 import re
 import subprocess
@@ -111,6 +112,14 @@ def test_a_layer_imports_only_what_stands_above_it(name):
     below = {module for module in ours if module_file(module) not in above}
     allowed = OUTSIDE if name == "api.py" else set()
     assert {module for module in below if module.split(".")[1] not in allowed} == set()
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    """In functions neither."""
+    names = {str(path.relative_to(PACKAGE)): path for path in PACKAGE.rglob("*.py")}
+    graph = {name: {module_file(module) for module in imported(path)} & set(names) for name, path in names.items()}
+    assert graph["sharded.py"] >= {"layout.py", "engine/optim.py"}
+    graphlib.TopologicalSorter(graph).prepare()  # raises where there is one
 
 
 def test_one_room_calls_torch_distributed():

@@ -133,7 +133,7 @@ def test_a_process_group_that_exists_counts_more_than_the_environment(ranks):
 
 @pytest.mark.row(76)
 def test_a_host_that_nobody_knows_is_named_in_seconds(environment, monkeypatch):
-    monkeypatch.setattr(launcher, "PATIENCE", 0.1)
+    monkeypatch.setattr(launcher, "RESOLVES", 0.1)
     environment(TORCHRUN | {"MASTER_ADDR": "no-such-host.invalid"})
     with pytest.raises(UserError, match=r"MASTER_ADDR names no host") as caught:
         sharded()

@@ -195,7 +195,7 @@ def _train(asked: Check, stage: int, place: Launch, folder: Path) -> dict[str, A
     job.need("optimizer", "batch", "loss")
     optimizers = job.optimizers()
     zero = zeroshard.shard(job.model, optimizers, stage=stage, **asked.settings(str(folder / "files")))
-    zero._engine.reduction.patience = UNHURRIED
+    zero._engine.reduction.pause = UNHURRIED
     most = inside = 0
     for step in range(STEPS):
         for turn in range(asked.accumulate):

@@ -306,7 +306,8 @@ def import_foreign(
     *,
     as_json: bool,
 ) -> None:
-    from zeroshard.integrations.foreign import Hints, import_checkpoint
+    from zeroshard.integrations.foreign import Hints
+    from zeroshard.integrations.importing import import_checkpoint
 
     check_local(source)
     if not Path(source).exists():

@@ -186,7 +186,7 @@ class Assembly:
     ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
         """Flat storage by bucket, and each parameter's part of it by the parameter's id.
 
-        Parameters on meta come to life where they will lie, lest a unit takes its memory twice.
+        Parameters on meta come to life where they will lie, so that a unit does not take its memory twice.
         """
         flats: dict[int, Tensor] = {}
         memory: dict[int, Tensor] = {}

@@ -353,7 +353,7 @@ class Binding:
                 averages.give(self.states.of(buffer), given)
 
     def _alone(self, buffer: Buffer) -> bool:
-        """Is this bucket stepped by itself, lest all copies of gradients are there at once? Where offloaded, always."""
+        """Is this bucket stepped by itself, so that not all copies of gradients exist at once? Offloaded ones are."""
         return buffer.offloaded or (self.by_bucket and buffer.upcast)
 
     def _step_alone(self, buffer: Buffer, given: set[int]) -> None:

@@ -38,7 +38,7 @@ from .pending import Pending, Scratch, Sent
 from .sharded_grad import ShardedGrad
 from .unit import Unit, profiled
 
-PATIENCE = 0.5  # seconds that backward pauses at most for the oldest reduction
+PAUSE = 0.5  # seconds that backward pauses at most for the oldest reduction
 MOST = 2  # gradients of one parameter in a backward, or more
 UNHURRIED = 60.0  # where what is held is compared with a plan, which must not depend on how busy a machine is
 
@@ -65,8 +65,8 @@ class Reduction:
         self._local = False
         self.silent = False  # does this rank's part of all gradients count as zero? (`Zero.join`)
         self._settling = False
-        self._patient = True
-        self.patience = PATIENCE
+        self._pauses = True
+        self.pause = PAUSE
         self._shortened = 1  # by this factor, since ranks were seen to wait for each other in vain
         self._again: list[Entry] = []
         self._hidden: dict[int, Tensor | None] = {}  # by entry number, what makes way in p.grad
@@ -92,7 +92,7 @@ class Reduction:
 
     def begin(self, kept: set[int], *, local: bool) -> None:
         """Start counting. kept: as above. local: under no_sync, contributions are added up here and not sent."""
-        self._local, self._next, self._patient = local, 0, True
+        self._local, self._next, self._pauses = local, 0, True
         self._again.clear()
         self.gradients.forget_answers()
         for pending in self.pending.values():
@@ -241,16 +241,16 @@ class Reduction:
         By count and not by what has come in already, so that the bytes held are known before the run.
         """
         allowed = IN_FLIGHT if self.settings.overlap else 0
-        deadline = time.monotonic() + self.patience / self._shortened
+        deadline = time.monotonic() + self.pause / self._shortened
         while (full := len(self._relayed) > allowed + self.group.team.seat.replicas) or len(self._under_way) > allowed:
             if full and self._relayed[0].relay.back.done():
                 self._settle_first()
             elif not full and self._under_way[0].here():
                 self._land_first()
-            elif not self._patient:
+            elif not self._pauses:
                 return
             elif time.monotonic() > deadline:
-                self._patient = False
+                self._pauses = False
             else:
                 since = time.perf_counter_ns()
                 time.sleep(0.0001)
@@ -358,7 +358,7 @@ class Reduction:
             got, least = told[: len(received)], bytes(MOST - each for each in told[len(received) :])
         if got == least:  # the ranks were alike
             self._shortened = 1
-        elif not self._patient:
+        elif not self._pauses:
             self._shortened = 8
         if 2 in got:
             names = [entry.slot.name for entry in self.gradients.entries if got[entry.number] == 2]

@@ -4,7 +4,7 @@ Everything is noted at the start, whatever will be changed: the tables and attri
 groups and states, and of every parameter its class, hooks and data. So nothing here knows what assembling does.
 
 The old data are held until all is done. Where a replicated copy of the same bits takes their place they are not: then
-the copy is what a parameter gets back, lest a model takes its memory twice.
+the copy is what a parameter gets back, so that a model does not take its memory twice.
 """
 
 from __future__ import annotations

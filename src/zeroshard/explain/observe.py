@@ -49,7 +49,7 @@ class Observer:
         self.zero = zero
         self.moments: list[tuple[str, int]] = []
         self.seen: dict[str, dict[str, list[Any]]] = {}
-        zero._engine.reduction.patience = UNHURRIED
+        zero._engine.reduction.pause = UNHURRIED
         zero.record()
 
     def look(self, name: str) -> None:

@@ -29,7 +29,7 @@ def capture() -> dict[str, Any]:
     job = stacked_mlp.scaled()
     optimizer = job["optimizer"](job["model"].parameters())
     zero = zeroshard.shard(job["model"], optimizer, stage=STAGE, precision=BF16)
-    zero._engine.reduction.patience = UNHURRIED
+    zero._engine.reduction.pause = UNHURRIED
     for step in range(STEPS):
         job["loss"](job["model"], job["batch"](step, zero.rank)).backward()
         optimizer.step()

@@ -51,7 +51,7 @@ def later(stage: int) -> dict[str, Any]:
     transformer260.inject(model, rank)
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
     zero = zeroshard.shard(model, optimizer, stage=stage, precision=BF16, layout=BY_MODULE)
-    zero._engine.reduction.patience = UNHURRIED
+    zero._engine.reduction.pause = UNHURRIED
     batch = transformer260.batches(torch.bfloat16)[rank]
     for _ in range(SETTLED):  # no phase of the first step holds as much as the same phase later
         transformer260.loss(model, batch).backward()

@@ -264,28 +264,13 @@ def plain_only(values: Mapping[str, Any], found: Found) -> None:
             found.extra[str(key)] = value
 
 
-def import_checkpoint(
-    source: str | os.PathLike[str], target: str | os.PathLike[str], hints: Hints, *, weights: bool = False
-) -> Found:
-    """Read what DeepSpeed, DCP or torch.save wrote, and write it as a checkpoint that `zero.load` reads.
-
-    weights: leave the optimizer's states out.
-    """
-    from . import foreign_dcp, foreign_deepspeed
-
-    path = Path(source)
-    if path.is_file():
-        found = foreign_dcp.read_file(path, hints)
-    elif (path / ".metadata").is_file():
-        found = foreign_dcp.read_folder(path, hints)
-    elif folder := foreign_deepspeed.folder(path):
-        found = foreign_deepspeed.read(folder, hints)
-    else:
-        raise UserError(
-            "no checkpoint that is known here", where=str(path),
-            expected="DeepSpeed's folder (*_model_states.pt), DCP's (.metadata), or a .pt file",
-        )  # fmt: skip
-    if weights:
-        found.states, found.groups = {}, []
-    write(found, target, hints)
+def shared_names(module: dict[str, Tensor]) -> dict[str, str]:
+    """Names of one and the same memory: {another: the first}."""
+    first: dict[Any, str] = {}
+    found = {}
+    for name, tensor in module.items():
+        if tensor.numel():
+            place = tensor.data_ptr(), tensor.shape, tensor.stride()
+            if first.setdefault(place, name) != name:
+                found[name] = first[place]
     return found

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, UserError
-from .foreign import Found, Hints, Lazy, of, one_name, plain_only
-from .foreign_deepspeed import _shared
+from .foreign import Found, Hints, Lazy, of, one_name, plain_only, shared_names
 from .pickles import read_metadata, read_torch
 
 
@@ -38,7 +37,7 @@ def read_file(path: Path, hints: Hints) -> Found:
     content = read_torch(path, path)
     if not isinstance(content, Mapping):
         raise UserError("this holds no state dict", where=str(path), got=type(content).__name__)
-    return _found(f"{path.name}", _lazy(content), hints, ties=_shared(_tensors(content)))
+    return _found(f"{path.name}", _lazy(content), hints, ties=shared_names(_tensors(content)))
 
 
 def _tensors(content: Any) -> dict[str, Tensor]:

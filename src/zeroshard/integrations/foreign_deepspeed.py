@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, UserError
-from .foreign import Found, Hints, Lazy, of, one_name, plain_only, steps
+from .foreign import Found, Hints, Lazy, of, one_name, plain_only, shared_names, steps
 from .pickles import read_torch
 
 OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_([0-9]+)_mp_rank_([0-9]+)_optim_states\.pt")
@@ -98,7 +98,7 @@ class _Reader:
 
     def read(self) -> Found:
         found, module = self.found, self.model["module"]
-        shared: dict[str, str] = dict(self.model.get("shared_params") or _shared(module))
+        shared: dict[str, str] = dict(self.model.get("shared_params") or shared_names(module))
         buffers = set(self.model["buffer_names"])
         trained = {name: shape for group in self.shapes for name, shape in group.items()}
         frozen = self.model.get("frozen_param_shapes") or {}
@@ -255,15 +255,3 @@ def _until(shapes: dict[str, Any], name: str) -> Iterator[Any]:
         if each == name:
             return
         yield shape
-
-
-def _shared(module: dict[str, Tensor]) -> dict[str, str]:
-    """Names of one and the same memory: {another: the first}."""
-    first: dict[Any, str] = {}
-    found = {}
-    for name, tensor in module.items():
-        if tensor.numel():
-            place = tensor.data_ptr(), tensor.shape, tensor.stride()
-            if first.setdefault(place, name) != name:
-                found[name] = first[place]
-    return found

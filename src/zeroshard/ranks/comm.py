@@ -23,7 +23,7 @@ class Comm:
     reduce: "ordered" sums gradients in rank order (same bits at every stage and bucket size); "native" uses the
         backend's reduce-scatter, whose order is its own business, and needs equal shards.
     overlap: gathers and reductions run behind compute. Off, each is waited for where it is launched (a reduction only
-        for a moment, lest ranks that drop different layers wait for each other): same bits.
+        for a moment, so that ranks that drop different layers do not wait for each other): same bits.
     prefetch: how many units ahead of use are gathered.
     release_after_forward: False keeps sharded parameters gathered until backward has used them.
     replicas: how many copies of the sharded model there are (None: one, or as many as the mesh says). Of N ranks each

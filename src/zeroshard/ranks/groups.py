@@ -64,7 +64,7 @@ def _leave_together() -> None:
         time.sleep(0.01)
 
 
-PATIENT = timedelta(minutes=30)
+LONGEST = timedelta(minutes=30)  # of a wait, where nobody says; of one for ranks that write at least
 DESCRIPTORS = 16  # that stay free beside what the groups take
 
 
@@ -188,13 +188,13 @@ class Groups:
         team, axis = ({**options, "ranks": [ranks[at] for at in each]} for each in (own_team, others))
         copies = ranks[sits.position :: sits.size]
         self.seat = sits
-        self._patient = {**options, "timeout": max(PATIENT, options.get("timeout", PATIENT))}
+        self._for_saves = {**options, "timeout": max(LONGEST, options.get("timeout", LONGEST))}
         self._apart: dict[bool, Attended] = {}
         self._engines = 0
         self.engines: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by number, its `Group`
         self.call: Call | None = None  # the verb that this rank is in
         self.levelled = 0  # levellings so far
-        self.limit = (limit or PATIENT).total_seconds()
+        self.limit = (limit or LONGEST).total_seconds()
         self.speaker: Callable[[], Speaker | None] = lambda: None  # the engine that waited last
         self.loss: str | None = None  # why a collective did not complete
         self.seen = ""  # what the other ranks said then
@@ -287,7 +287,7 @@ class Groups:
     def apart(self, *, behind: bool) -> Stream:
         """For saves. Made once of each kind, also where an interrupt ends the wait for it."""
         if behind not in self._apart:
-            self._apart[behind] = Attended(lambda: dist.new_group(backend="gloo", **self._patient))
+            self._apart[behind] = Attended(lambda: dist.new_group(backend="gloo", **self._for_saves))
         group = self._apart[behind].attend(self.watch)
         if all(group is not stream.group for stream in self.streams):
             self.streams.append(Stream(group, self.control.members, behind=behind))

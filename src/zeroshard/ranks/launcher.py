@@ -17,7 +17,7 @@ from collections.abc import Mapping
 
 from ..errors import UserError
 
-PATIENCE = 10.0  # seconds for a name server to learn of MASTER_ADDR: hosts of one job may come up in any order
+RESOLVES = 10.0  # seconds for a name server to learn of MASTER_ADDR: hosts of one job may come up in any order
 
 # How many processes the launcher has started, and which of them this is. Whoever starts such a program by another one
 # (`srun torchrun`) sets WORLD_SIZE for it.
@@ -104,7 +104,7 @@ def _number(said: Mapping[str, str], name: str, least: int, most: int | None) ->
 
 def find_master(environment: Mapping[str, str]) -> None:
     """Raise `UserError` if no name server knows MASTER_ADDR: connecting would be tried until the group's time-out."""
-    host, deadline = environment["MASTER_ADDR"], time.monotonic() + PATIENCE
+    host, deadline = environment["MASTER_ADDR"], time.monotonic() + RESOLVES
     while True:
         try:
             socket.getaddrinfo(host, None)

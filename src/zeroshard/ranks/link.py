@@ -32,7 +32,7 @@ from .streams import Launch, Stream, prune
 from .watch import GONE
 
 SLICE = timedelta(seconds=0.2)  # of a wait; between two, alarms and signals are seen
-PATIENT = 3  # slices, after which calls to a levelling are seen too
+HEEDS = 3  # slices, after which calls to a levelling are seen too
 
 
 class Link:
@@ -108,7 +108,7 @@ class Link:
                     asked = asked if self.groups.watch.unheard else time.monotonic()
             # Not at once: of an exception that all ranks raise alike a slower rank comes to its own, since others have
             # launched all that it waits for until then. A wait that does not end is for what nobody will launch.
-            if not levelling and (slices >= PATIENT or self.interrupted):
+            if not levelling and (slices >= HEEDS or self.interrupted):
                 self.heed()
 
     def _wait_for(self, handle: Any) -> None:

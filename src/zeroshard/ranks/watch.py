@@ -33,7 +33,7 @@ from typing import Any, NamedTuple, NoReturn, cast
 
 from ..errors import PeerError
 
-PATIENCE = 1.0  # seconds that a peer has to answer
+ANSWERS = 1.0  # seconds that a peer has to answer
 TRIES = 5  # questions in a row that a peer must leave unanswered, where the network may have lost one
 _LONGEST = 1 << 20  # bytes of a question or an answer
 
@@ -186,13 +186,13 @@ class Attended:
 
     def attend(self, watch: Watch) -> Any:
         """What the call returns: given up, with a `PeerError`, when a rank has ended."""
-        asked, patience = time.monotonic(), PATIENCE
+        asked, patience = time.monotonic(), ANSWERS
         while self._thread.is_alive() and not watch.alarm:
             self._thread.join(0.1)
             if time.monotonic() > asked + patience:
                 if lost := watch.lost():
                     lose(watch, lost)
-                asked, patience = time.monotonic(), PATIENCE if watch.unheard else 2 * patience
+                asked, patience = time.monotonic(), ANSWERS if watch.unheard else 2 * patience
         value, error = self._ended[0] if self._ended else (None, None)
         if self._ended and error is None:
             return value
@@ -224,7 +224,7 @@ def _ask(places: dict[int, Place], message: dict[str, Any]) -> dict[int, Answer]
     """All at once, by one thread: the interpreter may be on its way out, where no thread can be started."""
     answers: dict[int, Answer] = {}
     heard = dict.fromkeys(places, b"")
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + ANSWERS
     with selectors.DefaultSelector() as selector, ExitStack() as open_sockets:
         for rank, (host, port, _) in places.items():
             connection = open_sockets.enter_context(socket.socket())
@@ -276,7 +276,7 @@ def _serve(server: socket.socket, watch: weakref.ref[Watch]) -> None:
         except OSError:
             return
         with suppress(OSError, ValueError, TypeError, AttributeError), connection:
-            connection.settimeout(PATIENCE)
+            connection.settimeout(ANSWERS)
             message = json.loads(_line(connection))
             if (answer := _answer(watch, message)) is None:
                 return

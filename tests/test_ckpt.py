@@ -301,13 +301,14 @@ def test_bad_options_are_one_line_and_exit_code_2(command):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed")  # of its section on DCP
-def test_the_page_shows_what_the_commands_print(tmp_path, monkeypatch, command):
+def test_the_page_shows_what_the_commands_print(tmp_path, monkeypatch, capsys, command):
     """docs/checkpoints.md, its snippets and then its blocks; `…` stands for what differs from run to run."""
     page = (Path(__file__).parents[1] / "docs" / "checkpoints.md").read_text()
     monkeypatch.chdir(tmp_path)
     scope = {"__name__": "__main__"}
     for snippet in re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL):
         exec(compile(snippet, "checkpoints.md", "exec"), scope)
+    capsys.readouterr()  # what a snippet prints
     blocks = re.findall(r"^```console\n\$ zeroshard (.*)\n((?:.|\n)*?)^```$", page, re.MULTILINE)
     assert [words.split()[1] for words, _ in blocks] == ["inspect", "inspect", "verify", "diff", "export"]
     for words, shown in blocks:

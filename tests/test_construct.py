@@ -66,8 +66,10 @@ def test_public_names_are_locked():
         "Offload",
         "Precision",
         "Zero",
+        "apart",
         "load",
         "plan",
+        "settings",
         "shard",
     ]
     assert sorted(zeroshard.__all__) == dir(zeroshard)

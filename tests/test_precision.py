@@ -248,11 +248,14 @@ def test_a_stepped_optimizer_keeps_its_state_in_another_precision(build, setting
     assert ranks.run(2, trained, build, setting, apart.found(), 2) == [{}] * 2
 
 
+EVERYWHERE = {setting: precision for setting, precision in SETTINGS.items() if not precision.keep}
+
+
 def dtypes():
     found = []
     for stage in STAGES:
         for build, make in BUILD.items():
-            for setting, precision in SETTINGS.items():
+            for setting, precision in EVERYWHERE.items():
                 model = make()
                 model.register_buffer("table", torch.ones(3, dtype=torch.float64))
                 own = {name: p.dtype for name, p in model.named_parameters()}
@@ -290,7 +293,6 @@ def dtypes():
     return len(found)
 
 
-@pytest.mark.full
 def kept():
     precision = Precision(param_dtype=torch.bfloat16, keep=["2.*"])
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
@@ -306,10 +308,11 @@ def test_what_is_kept_has_buckets_of_its_own_over_all_ranks():
     assert ranks.run(2, kept) == [buckets] * 2
 
 
+@pytest.mark.full
 def test_parameters_keep_their_dtype_unless_asked():
     """Parameters have their own dtype or the one asked for, gradients and masters the documented one, buffers always
     their own; master bytes are held only where the master's dtype is not the parameter's."""
-    assert ranks.run(2, dtypes) == [len(STAGES) * len(BUILD) * len(SETTINGS)] * 2
+    assert ranks.run(2, dtypes) == [len(STAGES) * len(BUILD) * len(EVERYWHERE)] * 2
 
 
 def seeds():

@@ -100,7 +100,8 @@ class Precision:
                 instead="Precision(param_dtype=torch.bfloat16, cast_inputs=True)",
             )
 
-        if isinstance(self.keep, str) or (self.keep and self.param_dtype is None):
+        patterns = isinstance(self.keep, (list, tuple)) and all(isinstance(each, str) for each in self.keep)
+        if not patterns or (len(self.keep) and self.param_dtype is None):
             raise UserError(
                 "Precision.keep takes patterns of parameters that are not converted to Precision.param_dtype",
                 got=f"keep={self.keep!r}, param_dtype={self.param_dtype}",

@@ -136,7 +136,7 @@ def optimizer_class(found: Found, hints: Hints) -> str | None:
 
 def _options(kind: str, saved: Mapping[str, Any], found: Found) -> dict[str, Any]:
     """As torch's own class has them; what it has no option for is left out, with a note."""
-    own = getattr(torch.optim, kind)([nn.Parameter(torch.zeros(1))]).param_groups[0]
+    own = getattr(torch.optim, kind)([nn.Parameter(torch.zeros(1, device="cpu"))]).param_groups[0]
     left = sorted(saved.keys() - own.keys() - {"params", "param_names", "step", "initial_lr"})
     if (
         left
@@ -154,7 +154,7 @@ def steps(found: Found, names: Sequence[str], step: Any) -> None:
     """Give parameters a step count of their own, as torch keeps it, where their system keeps one for all."""
     number = float(step.item() if isinstance(step, Tensor) else step)
     for name in names:
-        found.states.setdefault(name, {})["step"] = of(torch.tensor(number))
+        found.states.setdefault(name, {})["step"] = of(torch.tensor(number, device="cpu"))
 
 
 # --- out --------------------------------------------------------------------------------------------------------------

@@ -105,7 +105,7 @@ def _chunked(place: Path, key: str, told: Any, parts: list[tuple[Any, Any]]) -> 
         raise CheckpointError("parts of a tensor are missing", where=f"{key} in {place}", expected=shape, got=sizes)
 
     def read() -> Tensor:
-        out = torch.empty(shape, dtype=dtype)
+        out = torch.empty(shape, dtype=dtype, device="cpu")
         for at, size in sizes.items():
             if math.prod(size):
                 part = read_torch(_bytes(place, places[at]), place / places[at].relative_path)
@@ -205,7 +205,7 @@ def _model(
         for key, kept in optimizer["state"].items():
             name = numbers.get(key, key)
             states = {
-                state: value if isinstance(value, Lazy) else of(torch.tensor(float(value)))
+                state: value if isinstance(value, Lazy) else of(torch.tensor(float(value), device="cpu"))
                 for state, value in kept.items()
             }
             found.states[rename.get(name, name)] = states

@@ -25,6 +25,15 @@ class Averages:
         self._views: dict[int, Tensor] = {}  # by fragment's id, where its averaged gradient always lies
         self._copies: dict[int, tuple[Buffer, Tensor]] = {}  # by bucket, of its averages in the fragments' dtype
 
+    def begin(self) -> dict[int, Tensor]:
+        """A step is about to give averages: none is given yet. What the last one gave, for `take_back`."""
+        before, self.given = self.given, {}
+        return before
+
+    def take_back(self, before: dict[int, Tensor]) -> None:
+        """The step raised, and may be repeated: what was given is what was `before`."""
+        self.given = before
+
     def enter(self, entries: Iterable[tuple[Fragment, Entry | None]]) -> None:
         """The fragments that there are from now on, and whose gradient each has a part of."""
         self.entry_of, self._views = {}, {}

@@ -7,8 +7,8 @@ answers metadata (shape, dtype, hooks, ...) and otherwise calls `touch`, which o
 what torch's own `UninitializedParameter` does. An open parameter is a plain `nn.Parameter` and costs nothing.
 
 *C++.* Tensors that autograd saves for backward never pass Python. While a unit's forward runs in grad mode, a pair of
-`saved_tensors_hooks` keeps, instead of a parameter (or a view of one), a `Saved` note of where it was; unpacking the
-note gathers the unit. Three hazards, each met below:
+`saved_tensors_hooks` keeps, instead of a parameter (or a view of one), a `SavedWeight` note of where it was;
+unpacking the note gathers the unit. Three hazards, each met below:
 
 - Only the topmost pair of hooks runs, so whatever is not ours goes to the pair below; activation checkpointing is
   such a pair, and without this every activation would be kept. (It is told of what is ours too: it counts.)
@@ -216,7 +216,7 @@ class Source(Protocol):
     def fetch(self) -> None: ...
 
 
-class Saved(NamedTuple):
+class SavedWeight(NamedTuple):
     """Instead of a parameter (or a view of one): where it was. A tensor again once its unit is gathered."""
 
     keeper: SavedTensors
@@ -283,7 +283,7 @@ class OuterHooks(NamedTuple):
         return self.unpack(self.packed)
 
 
-def _unpack(note: Saved | SavedItself | OuterHooks) -> Tensor:
+def _unpack(note: SavedWeight | SavedItself | OuterHooks) -> Tensor:
     return note.restore()
 
 
@@ -336,7 +336,7 @@ class SavedTensors:
         for source in self._sources.values():
             source.unnoted = True
 
-    def _pack(self, below: Any, tensor: Tensor) -> Saved | SavedItself | OuterHooks:
+    def _pack(self, below: Any, tensor: Tensor) -> SavedWeight | SavedItself | OuterHooks:
         if tensor.layout is torch.strided:
             source = self._sources.get(tensor.untyped_storage()._cdata)
             if source is not None:
@@ -346,7 +346,7 @@ class SavedTensors:
                     # It counts what is saved, and must count the same in forward and when it recomputes: where it was
                     # registered as a module's hook, it is above our pair in one and below in the other.
                     below[0](tensor)
-                return Saved(
+                return SavedWeight(
                     self,
                     source,
                     tensor.dtype,

@@ -84,9 +84,7 @@ class Binding:
         self._options = Options(optimizer, self._check_options)
         self._marks: int | None = None  # what the running step was about to update, by versions
         self._updated: list[Buffer] = []  # what the running step updates
-        self.edited: set[int] = (
-            set()
-        )  # buckets whose fragments were written to outside a step, which the others must hear
+        self.edited: set[int] = set()  # buckets whose fragments were written to outside a step: the others must hear it
         self._skips = False  # does the running step pass over its update?
         self._call: Call | None = None  # the running step, until its end
         self._lent = False  # does its closure run, which is the program's?
@@ -331,7 +329,7 @@ class Binding:
         averages = self._averages
         shown = averages.hide(self.fragments)
         averages.drop_copies()  # of a step that an exception left
-        before, averages.given, self._bound_now = averages.given, {}, True
+        before, self._bound_now = averages.begin(), True
         # On any rank, and shown in the optimizer's groups: it is enough to clear one of the two.
         given = {which for which, entry in averages.entry_of.items() if which in shown and entry.number in having}
         one_by_one = [buffer for buffer in self._updated if self._alone(buffer)]
@@ -344,7 +342,7 @@ class Binding:
         except TierError as error:
             self.group.report(error)  # the peers will meet this rank after the step
         except BaseException:  # the optimizer's own: as with plain torch, a step that raised may be repeated
-            averages.given = before
+            averages.take_back(before)
             for fragment in self.fragments:
                 fragment.param.grad = shown.get(id(fragment.param))
             raise
@@ -397,7 +395,7 @@ class Binding:
         for buffer in self._updated:
             buffer.spread(overlap=self.schedule.settings.overlap)
         self.schedule.after_step()
-        given, self._averages.given = self._averages.given, {}
+        given = self._averages.begin()
         self._show(
             [each for each in self.fragments if self._skips or id(each.param) in given or not each.param.numel()]
         )

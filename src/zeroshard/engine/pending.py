@@ -18,7 +18,7 @@ from ..layout import Bucket
 from ..ranks.transport import Relay, Work
 from ..tiers.tier import DeviceTier
 from .accumulator import Accumulator, Entry
-from .buffer import Place
+from .buffer import Buffer, Place
 from .unit import Unit
 
 
@@ -41,9 +41,17 @@ class Pending:
     def bucket(self) -> Bucket:
         return self.accumulator.bucket
 
+    @property
+    def buffer(self) -> Buffer:
+        return self.accumulator.buffer
+
+    @property
+    def entries(self) -> list[Entry]:
+        return self.accumulator.entries
+
     def places(self, send: Tensor, position: int) -> list[Tensor]:
         """Where the gradient of one slot goes, of each source, in its parameter's shape and strides."""
-        slot, strides = self.bucket.slots[position], self.accumulator.buffer.gathered.strides[position]
+        slot, strides = self.bucket.slots[position], self.buffer.gathered.strides[position]
         starts = range(slot.start, self.sources * self.bucket.numel, self.bucket.numel)
         return [send.as_strided(slot.shape, strides, start) for start in starts]
 
@@ -66,7 +74,7 @@ class Pending:
     def expect(self) -> None:
         """A backward begins: it waits for what wants a gradient."""
         with torch._C.DisableTorchFunctionSubclass():
-            wanting = [param.requires_grad for param in self.accumulator.buffer.params]
+            wanting = [param.requires_grad for param in self.buffer.params]
         slots = self.bucket.slots
         self.whole = all(wanting)
         self.missing = {at for at, wants in enumerate(wanting) if wants and slots[at].numel}

@@ -98,7 +98,7 @@ class Reduction:
         for pending in self.pending.values():
             pending.received.clear()
             pending.launched = pending.hold = False
-            for entry in pending.accumulator.entries if pending.sources > 1 else ():
+            for entry in pending.entries if pending.sources > 1 else ():
                 entry.param._zeroshard.apart = None  # type: ignore[attr-defined]
             self._notice_cleared(pending, kept)
             pending.expect()
@@ -169,7 +169,7 @@ class Reduction:
 
     def _send_buffer(self, pending: Pending) -> Tensor:
         """Where this rank's contribution is put together: full-size, in the dtype it is sent in."""
-        accumulator, buffer = pending.accumulator, pending.accumulator.buffer
+        accumulator, buffer = pending.accumulator, pending.buffer
         # A full-size accumulator doubles as the place to put contributions: they are of its size. What it holds already
         # has to go aside; and where it may be asked whose contribution spoiled a sum, the own one must outlive that.
         apart = buffer.place.gradients or not accumulator.sum.on_device or pending.sources > 1
@@ -206,7 +206,7 @@ class Reduction:
             self._make_room()
 
     def _send(self, pending: Pending) -> None:
-        accumulator, buffer = pending.accumulator, pending.accumulator.buffer
+        accumulator, buffer = pending.accumulator, pending.buffer
         send = self._send_buffer(pending)
         if send is not accumulator.local:
             for index in range(len(buffer.bucket.slots)):
@@ -328,7 +328,7 @@ class Reduction:
         """Each rank's contribution to the own shard, in rank order; or the backend's sum of them."""
         if self.settings.reduce == "native" or pending.send is None:
             return [receive]
-        team = pending.accumulator.buffer.team
+        team = pending.buffer.team
         return team.contributions(pending.send, receive, pending.bucket, pending.sources)
 
     # --- its end ----------------------------------------------------------------------------------------------------
@@ -338,7 +338,7 @@ class Reduction:
         mask = bytearray(len(self.gradients.entries))
         for pending in self.pending.values():
             for position in pending.received:
-                mask[pending.accumulator.entries[position].number] = 1
+                mask[pending.entries[position].number] = 1
         for entry in self._again:
             mask[entry.number] = 2
         return bytes(mask)
@@ -371,7 +371,7 @@ class Reduction:
         with_gradient = set()
         for index, pending in self.pending.items():
             # What no_sync kept goes with this backward, whatever it used: when it goes must not depend on the bucket.
-            if pending.accumulator.local is not None or any(got[e.number] for e in pending.accumulator.entries):
+            if pending.accumulator.local is not None or any(got[e.number] for e in pending.entries):
                 with_gradient.add(index)
         if self._local:
             for index in with_gradient:

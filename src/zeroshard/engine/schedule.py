@@ -239,9 +239,8 @@ class Schedule:
                 "an optimizer's part of the weights was edited on this rank: before a forward without grad every rank "
                 "enters `with zero.gathered():`, where that becomes everybody's weights"
             )
-            self.meet(
-                "publishing edits", self.group.numbers["forward"]
-            )  # a rank may evaluate alone, but not what others hold
+            # A rank may evaluate alone, but not what others hold.
+            self.meet("publishing edits", self.group.numbers["forward"])
         self.ledger.begin("forward")
         try:
             self.watcher.before_forward(training, compared=compared)

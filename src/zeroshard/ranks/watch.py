@@ -66,9 +66,8 @@ class Watch:
         self.posted: dict[int, str] = {}  # by levelling, what this rank says there
         self.unheard: dict[int, int] = {}  # by rank, how many questions in a row it has not answered: see `lost`
         self._about = about
-        self._server = socket.create_server(
-            (host, 0), backlog=4096
-        )  # all ranks may ask at once; the kernel takes its own most
+        # All ranks may ask at once; the kernel takes its own most.
+        self._server = socket.create_server((host, 0), backlog=4096)
         self.place = (host, int(self._server.getsockname()[1]), secrets.token_hex(8))
         thread = threading.Thread(target=_serve, args=(self._server, weakref.ref(self)), name="watch", daemon=True)
         thread.start()

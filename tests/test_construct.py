@@ -85,6 +85,7 @@ def test_public_names_are_locked():
             ("store_params", False),
             ("cast_inputs", False),
             ("nonfinite", "ignore"),
+            ("keep", ()),
         ],
         Offload: [
             ("parameters", "device"),
@@ -101,6 +102,8 @@ def test_public_names_are_locked():
             ("ignore", ()),
             ("buffers", "broadcast"),
             ("recompute", False),
+            ("along", dataclasses.MISSING),
+            ("apart", False),
         ],
         Comm: [
             ("group", None),

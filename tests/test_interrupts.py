@@ -7,6 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 from collections import deque
 from pathlib import Path
 
@@ -135,6 +136,50 @@ def test_one_rank_is_interrupted_while_it_waits_and_the_step_is_tried_again(rank
         assert "zero.save_on(signal.SIGUSR1, path=...)" in second[1][0]
     (told,) = first[1]
     assert told.startswith("PeerError: a rank was interrupted") and "rank 1: an exception ended" in told, told
+
+
+def interrupted_beside_a_save(folder: str):
+    """Ctrl-C on rank 1 while a save goes on behind the training, of which rank 0's thread has sent nothing yet."""
+    rank, (model, optimizer, zero) = rank_processes.rank(), test_lost_ranks.three(1, optimizer=torch.optim.SGD)
+    test_lost_ranks.step(model, optimizer, 0)
+    wait, launch, levelled, told = Link._wait_in_slices, Link.launch, threading.Event(), []
+
+    def launching(link, *args):
+        if link.behind and rank == 0:
+            levelled.wait(20.0)
+        return launch(link, *args)
+
+    def waiting(link, handle, **kwargs):
+        if rank == 1 and not told and "waiting for reduce" in link.doing() and not kwargs.get("levelling"):
+            raise KeyboardInterrupt
+        return wait(link, handle, **kwargs)
+
+    Link.launch, Link._wait_in_slices = launching, waiting
+    try:
+        saved = zero.save(f"{folder}/beside", asynchronous=True)
+        while True:
+            try:
+                test_lost_ranks.step(model, optimizer, 1)
+                break
+            except (KeyboardInterrupt, PeerError) as error:
+                told.append(type(error).__name__)
+                optimizer.zero_grad()
+        levelled.set()
+        saved.wait()
+    finally:
+        Link.launch, Link._wait_in_slices = launch, wait
+    with zero.gathered():
+        return reference.weights(model), told
+
+
+@pytest.mark.row(89)
+def test_a_save_behind_the_training_goes_on_beside_an_interrupt(ranks, tmp_path):
+    """Nobody joins in a thread's place what that has not launched yet: gloo would abort the process."""
+    first, second = ranks.run(2, interrupted_beside_a_save, str(tmp_path), **LIMITS)
+    assert (first[1], second[1]) == (["PeerError"], ["KeyboardInterrupt"])
+    for weights, _ in (first, second):
+        assert reference.first_difference(weights, test_lost_ranks.plain_steps(2)) == ""
+    assert (tmp_path / "beside" / "manifest.json").is_file()
 
 
 def interrupted_in_a_step(stage: int, folder: str):

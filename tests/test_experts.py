@@ -375,6 +375,7 @@ def flipped(stage, at):
     return str(caught.value)
 
 
+@pytest.mark.full
 def test_experts_that_differ_between_the_ranks_that_share_them_are_named(ranks):
     for stage in (0, 1, 2):
         for at, pair, part in ((2, "0 and 2", 0), (3, "1 and 3", 1)):
@@ -421,6 +422,7 @@ def unused(stage):
     return found
 
 
+@pytest.mark.full
 def test_experts_that_got_no_token_anywhere_in_their_group(ranks):
     """Rows of one tensor get a gradient together, or none of them does: as in one process that holds all of it."""
     for stage in (0, 3):
@@ -457,6 +459,7 @@ def raises(*_):
     raise ArithmeticError("on this rank alone")
 
 
+@pytest.mark.full
 def test_a_backward_that_raised_on_one_rank_can_be_tried_again(ranks):
     want, _ = plain(4, 2, 2)
     for stage, at in ((0, 3), (2, 0), (3, 1), (3, 2)):
@@ -565,6 +568,7 @@ def run_of_four(stage):
     return {state: nbytes for state, nbytes in ledger.held.items() if nbytes and state != "norms"}, moved
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_simulated_rank_holds_and_moves_what_a_real_one_does(ranks, stage):
     for rank, (held, moved) in enumerate(ranks.run(4, run_of_four, stage)):

@@ -1,6 +1,7 @@
 """The house rules that a machine can check; `make check` runs this file beside ruff and mypy."""
 
 import ast
+import functools
 import graphlib
 import importlib.util
 import re
@@ -38,6 +39,7 @@ TREE = tree()
 ORDER = TREE.ORDER
 
 
+@functools.cache
 def imported(path):
     """Every module that `path` imports, functions included, type-checking blocks not: {"torch", "zeroshard.ranks.comm"}."""
     tree = ast.parse(path.read_text())
@@ -70,6 +72,7 @@ def module_file(name):
     return path if name.startswith("zeroshard.") and (PACKAGE / path).is_file() else None
 
 
+@functools.cache
 def code(path):
     """The numbers of a file's lines that hold code, without comments, blank lines and docstrings; and its syntax tree."""
     prose = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}

@@ -95,6 +95,7 @@ def test_without_it_another_number_of_groups_has_other_bits(ranks):
     assert all(torch.allclose(found[name], want[name], atol=1e-2) for name in want)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ep", [2, 4])
 def test_grouped_the_bits_are_equal_over_stages_and_buckets(ranks, ep):
     """One product for each expert over all sources' tokens, at one number of groups."""
@@ -105,6 +106,7 @@ def test_grouped_the_bits_are_equal_over_stages_and_buckets(ranks, ep):
     assert all(alike(each, runs[0]) for each in runs)
 
 
+@pytest.mark.full
 def test_sums_of_no_sync_stay_apart(ranks):
     """Two micro-batches are added up on each rank, source by source, and sent once: EP 2 and 4 as EP 1."""
     for stage in (1, 3):
@@ -128,6 +130,7 @@ def resumed(folder, ep):
     return weights(model, zero)
 
 
+@pytest.mark.full
 def test_a_run_goes_on_bit_equal_with_another_number_of_groups(ranks, tmp_path):
     """Saved by EP = 2; the next step with EP = 1, 2 and 4, moments and all, is the one that it would have taken."""
     want = whole(ranks.run(4, saved, tmp_path), 2)

@@ -161,6 +161,7 @@ def test_a_job_that_does_not_repeat_itself_is_told_apart(capsys):
     assert shown.startswith(says) and shown.count("\n") == 1
 
 
+@pytest.mark.full
 def test_a_job_that_looks_at_its_rank(warm):
     code, found = warm("by_rank", *ONE, "--stage", "1")
     places = [(d["step"], d["what"], d["rank"]) for d in (each["difference"] for each in found["results"])]

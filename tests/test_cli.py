@@ -142,10 +142,10 @@ def test_the_options_are_these():
         "train": "accumulate batch data device grad-dtype help keep lr no-recompute no-report offload offload-gradients offload-optimizer "
         "offload-parameters offload-path out precision ranks recompute replicas report resume save-every seed size stage steps",
         "demo": "help out ranks seed steps",
-        "plan": "accumulate align bounds bucket-mib bytes check config disk exact export gpu-mem gpus-per-node grad-dtype help "
+        "plan": "accumulate align bounds bucket-mib bytes check config disk ep exact experts export gpu-mem gpus-per-node grad-dtype help "
         "host-mem json no-sync offload offload-gradients offload-optimizer offload-parameters optimizer params precision "
         "prefetch preset ranks recompute replicas shapes stage step-time text tokens units",
-        "simulate": "accumulate bucket-mib grad-dtype help json machine offload offload-gradients offload-optimizer "
+        "simulate": "accumulate bucket-mib ep experts grad-dtype help json machine offload offload-gradients offload-optimizer "
         "offload-parameters precision prefetch rank ranks recompute reduce replicas stage trace",
         "ckpt inspect": "help json",
         "ckpt verify": "help json",

@@ -52,7 +52,7 @@ class Pending:
     def places(self, send: Tensor, position: int) -> list[Tensor]:
         """Where the gradient of one slot goes, of each source, in its parameter's shape and strides."""
         slot, strides = self.bucket.slots[position], self.buffer.gathered.strides[position]
-        starts = range(slot.start, self.sources * self.bucket.numel, self.bucket.numel)
+        starts = [slot.start + source * self.bucket.numel for source in range(self.sources)]
         return [send.as_strided(slot.shape, strides, start) for start in starts]
 
     def by_source(self, entry: Entry, grad: Tensor) -> Sequence[Tensor]:

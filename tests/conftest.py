@@ -3,6 +3,7 @@
 import gc
 import os
 import random
+import signal
 import sys
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: bits depend on the number of threads
@@ -115,3 +116,20 @@ def stage(request):
 
 def pytest_sessionfinish():
     rank_processes.shutdown()
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """(exit code, standard output, standard error) of a command of zeroshard's, in this process."""
+    from zeroshard.cli.main import main
+
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["zeroshard", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert not torch.distributed.is_initialized()
+        return (ended.value.code, *capsys.readouterr())
+
+    return run

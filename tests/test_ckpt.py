@@ -5,8 +5,6 @@ import math
 import os
 import re
 import shutil
-import signal
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,23 +16,7 @@ from test_export import Largest, contents
 from zeroshard.checkpoint import staging as workplace
 from zeroshard.checkpoint.manifest import Saved
 from zeroshard.cli import difference
-from zeroshard.cli.main import main
 from zeroshard.integrations.export import Wanted, export_saved
-
-
-@pytest.fixture
-def command(monkeypatch, capsys):
-    """(exit code, standard output, standard error) of a command, in this process."""
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["zeroshard", *map(str, words)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        assert not torch.distributed.is_initialized()
-        return (ended.value.code, *capsys.readouterr())
-
-    return run
 
 
 def saves(case, path, stage, options, steps=2, extra=None):

@@ -5,8 +5,6 @@ import json
 import os
 import pickle
 import shutil
-import signal
-import sys
 import tarfile
 from pathlib import Path
 
@@ -22,7 +20,6 @@ import zeroshard
 from test_checkpoint import build, digest, same, step
 from test_dcp import App, quietly
 from zeroshard.checkpoint.manifest import Saved
-from zeroshard.cli.main import main
 from zeroshard.errors import CheckpointError, UserError
 from zeroshard.integrations.foreign import Hints
 from zeroshard.integrations.importing import import_checkpoint
@@ -334,19 +331,6 @@ def test_a_part_that_is_missing_or_outside_of_its_folder_is_refused(tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------------- the command
-
-
-@pytest.fixture
-def command(monkeypatch, capsys):
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["zeroshard", *map(str, words)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return (ended.value.code, *capsys.readouterr())
-
-    return run
 
 
 def test_the_command(deepspeed, tmp_path, command):

@@ -1,8 +1,6 @@
 """Configs of DeepSpeed's and Accelerate's: what becomes of each key, the plan of one, and the way back."""
 
 import json
-import signal
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,6 @@ from hypothesis import strategies as st
 
 import zeroshard
 from zeroshard import Comm, Layout, Offload, Precision
-from zeroshard.cli.main import main
 from zeroshard.errors import UserError
 from zeroshard.integrations.config_export import export
 from zeroshard.integrations.config_keys import ACCELERATE, DEEPSPEED, markdown
@@ -408,19 +405,6 @@ def test_the_program_for_fsdp2_runs(ranks):
 
 
 # ------------------------------------------------------------------------------------------------------------- commands
-
-
-@pytest.fixture
-def command(monkeypatch, capsys):
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["zeroshard", *map(str, words)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return (ended.value.code, *capsys.readouterr())
-
-    return run
 
 
 def test_a_config_is_planned_as_its_options_would_be(tmp_path, command):

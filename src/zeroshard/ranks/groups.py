@@ -13,17 +13,18 @@ import resource
 import sys
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
 from ..errors import Error, PeerError, UserError
 from ..stage import Seat
-from .agreement import axes, lines
+from .agreement import lines
 from .calls import Call
 from .comm import Comm
 from .launcher import could_not_meet, find_master
@@ -162,6 +163,35 @@ def _pairs(sits: Seat) -> list[list[int]]:
     return found
 
 
+class Wanted(NamedTuple):
+    """A process group that a rank is to be in."""
+
+    use: str
+    backend: str
+    members: Sequence[int]  # their ranks among the ranks of the model
+
+    def made(self, everyone: Sequence[int], options: dict[str, Any]) -> Stream:
+        """everyone: all of the model's ranks, by their number in the program."""
+        ranks = [everyone[rank] for rank in self.members]
+        return Stream(_new_group(backend=self.backend, **{**options, "ranks": ranks}), self.members)
+
+
+def _wanted(rank: int, ranks: int, sits: Seat, along: Seat | None, backend: str) -> list[Wanted]:
+    """All groups of a rank. On every rank a group for one use has the same place."""
+    everyone, team, lying = range(ranks), [*sits.members(rank)], lines(ranks, rank)
+    found = [Wanted("gather", backend, team), Wanted("reduce", backend, team), Wanted("control", "gloo", everyone)]
+    if len(lying) > 1:  # beyond a few ranks rows are exchanged along the axes of a grid
+        found += [Wanted("axis", "gloo", line) for line in lying]
+    if sits.replicas > 1:
+        copies = everyone[sits.position :: sits.size]
+        found += [Wanted("pair", backend, [copies[at] for at in pair]) for pair in _pairs(sits)]
+        found += [Wanted("copies", backend, copies), Wanted("broadcast", backend, everyone)]
+    if along:
+        others = [*along.members(rank)]
+        found += [Wanted("gather along", backend, others), Wanted("reduce along", backend, others)]
+    return found
+
+
 class Speaker(Protocol):
     """Who can say what this rank is doing."""
 
@@ -174,19 +204,13 @@ class Groups:
 
     def __init__(self, parent: Any, timeout: float | None, sits: Seat, along: Seat | None) -> None:
         """sits: in the team of all parameters but those along an axis, which have one of their own."""
-        ranks = dist.get_process_group_ranks(parent)
+        ranks, rank = dist.get_process_group_ranks(parent), dist.get_rank(parent)
         options: dict[str, Any] = {"ranks": ranks, "use_local_synchronization": True}
         limit = _timeout(parent) if timeout is None else timedelta(seconds=timeout)
         if limit is not None:
             options["timeout"] = limit
-        backend = dist.get_backend(parent)
+        wanted = _wanted(rank, len(ranks), sits, along, dist.get_backend(parent))
         self._parent = weakref.ref(parent)
-        # Beyond a few ranks rows are exchanged along the axes of a grid.
-        lying = lines(len(ranks), dist.get_rank(parent))
-        grid = [{**options, "ranks": [ranks[at] for at in line]} for line in lying if len(lying) > 1]
-        own_team, others = ([*each.members(dist.get_rank(parent))] if each else [] for each in (sits, along))
-        team, axis = ({**options, "ranks": [ranks[at] for at in each]} for each in (own_team, others))
-        copies = ranks[sits.position :: sits.size]
         self.seat = sits
         self._for_saves = {**options, "timeout": max(LONGEST, options.get("timeout", LONGEST))}
         self._apart: dict[bool, Attended] = {}
@@ -199,54 +223,43 @@ class Groups:
         self.loss: str | None = None  # why a collective did not complete
         self.seen = ""  # what the other ranks said then
         about = weakref.WeakMethod(self._about)
+        alike = f"has replicas={sits.replicas}"
+        alike += f" and {along.parts} teams of {along.size} along an axis" if along else ""
+        needed = sum(len(each.members) + 3 for each in wanted)
         try:
-            self.watch = self._come_together(parent, sits, along, self.limit, lambda: (about() or _nothing)())
+            self.watch = self._come_together(parent, alike, needed, self.limit, lambda: (about() or _nothing)())
             atexit.register(_last_words, weakref.ref(self))
-            wanted = [(backend, team), (backend, team), ("gloo", options), *(("gloo", line) for line in grid)]
-            pairs = _pairs(sits)
-            wanted += [(backend, {**options, "ranks": [copies[at] for at in pair]}) for pair in pairs]
-            wanted += [(backend, {**options, "ranks": copies}), (backend, options)] if pairs else []
-            wanted += [(backend, axis), (backend, axis)] if along else []
-            made = attend(self.watch, lambda: [_new_group(backend=each, **of) for each, of in wanted])
+            self.streams: list[Stream] = attend(self.watch, lambda: [each.made(ranks, options) for each in wanted])
         except (RuntimeError, OSError) as error:
             if isinstance(error, Error):
                 raise
-            where = f"rank {dist.get_rank(parent)}"
-            raise PeerError("the ranks could not come together", where=where, got=error) from error
-        everyone = range(len(ranks))
-        of: list[Sequence[int]] = [own_team, own_team, everyone]
-        of += lying if len(lying) > 1 else []
-        copied = everyone[sits.position :: sits.size]
-        of += [[copied[at] for at in pair] for pair in pairs] + ([copied, everyone] if pairs else [])
-        of += [others, others] if along else []
-        # On every rank a kind of group has the same place.
-        self.streams = [Stream(group, members) for group, members in zip(made, of, strict=True)]
-        self.gathers, self.reductions, self.control, *rest = self.streams
-        self.along = tuple(rest[-2:]) if along else (self.gathers, self.reductions)  # those of the axis
-        rest = rest[:-2] if along else rest
-        axes_, relays = rest[: len(grid)], rest[len(grid) :]
-        self.broadcasts = relays.pop() if pairs else self.gathers  # among all ranks
-        self.copies = relays[-1] if pairs else self.gathers  # among those of this position
+            raise PeerError("the ranks could not come together", where=f"rank {rank}", got=error) from error
+        found: dict[str, list[Stream]] = defaultdict(list)
+        for each, stream in zip(wanted, self.streams, strict=True):
+            found[each.use].append(stream)
+        (self.gathers,), (self.reductions,), (self.control,) = found["gather"], found["reduce"], found["control"]
+        self.axes = found["axis"] or [self.control]
+        self.along = (*(found["gather along"] or [self.gathers]), *(found["reduce along"] or [self.reductions]))
+        (self.copies,), (self.broadcasts,) = found["copies"] or [self.gathers], found["broadcast"] or [self.gathers]
         # By the first of the two replicas.
-        self.pairs = {pair[0]: stream for pair, stream in zip(pairs, relays, strict=False) if len(pair) == 2}
-        sums = (self.reductions, *([self.along[1]] if along else []), *relays)
-        self.sums = [self.streams.index(stream) for stream in sums]
-        self.axes = axes_ or [self.control]
+        self.pairs = {each.members[0] // sits.size: each for each in found["pair"] if len(each.members) == 2}
+        sums = ("reduce", "reduce along", "pair", "copies")
+        self.sums = [at for at, each in enumerate(wanted) if each.use in sums]  # of the streams
 
     @staticmethod
     def _come_together(
-        parent: Any, sits: Seat, along: Seat | None, limit: float, about: Callable[[], dict[str, Any]]
+        parent: Any, alike: str, needed: int, limit: float, about: Callable[[], dict[str, Any]]
     ) -> Watch:
-        """Wait until every rank is here and knows where to ask the others: making groups, none could be asked."""
+        """Wait until every rank is here and knows where to ask the others: making groups, none could be asked.
+
+        alike: what of the groups all ranks must have alike. needed: file descriptors that the groups take.
+        """
         rank, ranks, name = dist.get_rank(parent), dist.get_world_size(parent), str(parent.group_name)
         store = dist.distributed_c10d._get_default_store()
         # The store may outlive a process group, and its ranks come together once for each time-out.
         at = f"zeroshard/{name}/{store.add(f'zeroshard/{name}/came/{rank}', 1)}"
         connections = _touch_all(parent, ranks)
-        lengths = [sits.size, sits.size, ranks, *(axes(ranks) if len(axes(ranks)) > 1 else ())]
-        lengths += [2, 2, sits.replicas, ranks] if sits.replicas > 1 else []
-        lengths += [along.size, along.size] if along else []
-        free, needed = _free_descriptors(), DESCRIPTORS + sum(length + 3 for length in lengths)
+        free, needed = _free_descriptors(), DESCRIPTORS + needed
         if free < needed:
             few = UserError(
                 "too few file descriptors are left for the connections to the other ranks",
@@ -258,9 +271,6 @@ class Groups:
             cannot_come(store, at, rank, str(few))
             raise few
         watch = Watch(rank, host_towards(_store()), about)
-        alike = f"has replicas={sits.replicas}" + (
-            f" and {along.parts} teams of {along.size} along an axis" if along else ""
-        )
         come_together(watch, store, at, ranks, lambda: _broken(connections), limit, alike)
         if connections is not None:
             attend(watch, connections.wait)

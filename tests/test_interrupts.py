@@ -22,8 +22,9 @@ import zeroshard
 from zeroshard.digests import digest
 from zeroshard.engine.buffer import Buffer
 from zeroshard.errors import CheckpointError, PeerError, StateError
-from zeroshard.ranks.link import Link
-from zeroshard.ranks.streams import Stream
+from zeroshard.ranks import watch
+from zeroshard.ranks.link import Link, packed, unpacked
+from zeroshard.ranks.streams import KEPT, Stream
 from zeroshard.tiers.pool import Pool
 
 LIMITS = {"group_timeout": 100.0, "timeout": 45.0}
@@ -628,3 +629,13 @@ def test_what_is_through_may_be_pruned_inside_a_pruning():
     stream._flights.extend(flights)
     stream.prune()
     assert (stream.count, stream.last, stream.under_way) == (3, [("a",), ("b",), ("c",)], [last])
+
+
+def test_what_a_rank_posts_for_a_levelling_fits_into_one_answer_also_among_a_thousand_ranks():
+    """Of eight replicas and an axis of experts, with as many collectives remembered in each stream as ever are."""
+    kinds = [("broadcast", 1, at % 400, "parameters", 8 * 7_340_033, at * 917_505, (at + 1) * 917_505, at % 128)
+             for at in range(KEPT)]  # fmt: skip
+    streams = [[10**6 + at, kinds, [*range(1024)]] for at in range(12)]
+    told = {"why": "", "streams": streams, "engines": {1: {"numbers": {"forward": 10**6}, "edits": ""}}}
+    assert len(packed(told)) < watch._LONGEST / 2
+    assert unpacked(packed(told))["streams"][0][1][:2] == [list(kinds[0]), list(kinds[1])]

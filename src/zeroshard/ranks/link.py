@@ -9,11 +9,13 @@ before it does anything else: see `streams.py`.
 
 from __future__ import annotations
 
+import base64
 import itertools
 import json
 import os
 import time
 import weakref
+import zlib
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -158,7 +160,7 @@ class Link:
         if number not in groups.watch.posted:  # else an interrupt ended this before it was through
             streams = [[each.count, each.last, [*each.members]] for each in groups.levelling]
             told = {"why": why, "streams": streams, "engines": {each: group.told() for each, group in engines.items()}}
-            groups.watch.posted[number] = json.dumps(told)
+            groups.watch.posted[number] = packed(told)
         states = self._posted(number)
         at_place = [[each["streams"][at] for each in states] for at in groups.sums]
         # Of any sums, also of those that this rank has no part in: all drop gradients, or none does.
@@ -191,7 +193,7 @@ class Link:
             if self.lost or watch.alarm or gone or time.monotonic() > deadline:
                 raise self._loss(RuntimeError(f"ranks {absent} did not come to levelling {number}"))
             time.sleep(0.01 * (len(heard) < ranks))
-        return [json.loads(heard[rank]) for rank in range(ranks)]
+        return [unpacked(heard[rank]) for rank in range(ranks)]
 
     def _relaying(self) -> list[Stream]:
         return [self.groups.streams[at] for at in self.groups.sums]
@@ -264,6 +266,16 @@ class Link:
             instead="read the first error among all ranks' output, end the program, and load the last checkpoint; "
             "Comm(timeout=...) sets how long to wait for a silent rank",
         )
+
+
+def packed(told: dict[str, Any]) -> str:
+    """A posting as text: one of thousands of collectives that are nearly alike must fit into an answer."""
+    return base64.b85encode(zlib.compress(json.dumps(told).encode())).decode()
+
+
+def unpacked(posted: str) -> dict[str, Any]:
+    told: dict[str, Any] = json.loads(zlib.decompress(base64.b85decode(posted)))
+    return told
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -53,7 +53,7 @@ class Backward:
         self._meet = meet
         self._releases = releases
         self._task: int | None = None  # the graph task of the running one
-        self._ending: Callable[[], Callable[[], None] | None] = lambda: None  # its callback, while autograd holds it
+        self._ending: weakref.ref[Callable[[], None]] | None = None  # its callback, which only autograd holds
         self._own_segment = False  # did it begin a segment of gathers? (not inside a forward)
         self._recent: list[Unit] = []  # units gathered in it, oldest first
         self._at: tuple[Unit, Event | None] | None = None  # the unit that it is working on
@@ -68,6 +68,11 @@ class Backward:
     def trouble(self) -> str:
         """What is told to the others where an exception ended it."""
         return f"an exception ended backward {self.group.numbers['backward']}"
+
+    @property
+    def _callback(self) -> Callable[[], None] | None:
+        """What ends it, unless autograd has dropped it: an exception ended that backward then."""
+        return None if self._ending is None else self._ending()
 
     def hook_gradients(self) -> None:
         """Watch every trainable parameter's gradient. Called again after parameters were unfrozen."""
@@ -88,9 +93,9 @@ class Backward:
 
     def event(self, *_: Any) -> None:
         """Something of a backward happened: begin it if this is the first."""
-        if self.begun and self._ending() is not None:
+        if self.begun and self._callback is not None:
             return
-        if self.begun:  # autograd dropped the callback: an exception ended that backward
+        if self.begun:
             self.group.level(self.trouble)
         kept, kind = self.reduction.kept(), "backward under no_sync" if self.local else "backward"
         which = zlib.crc32(repr(sorted(kept)).encode())
@@ -129,7 +134,7 @@ class Backward:
     def _after_accumulation(self, number: int, param: nn.Parameter) -> None:
         """`p.grad` is complete, for this graph at least."""
         early = None
-        if not self.begun or self._ending() is None:
+        if not self.begun or self._callback is None:
             early = self.gradients.set_aside(number)
             self.event()
         pending = self.reduction.pending_of[number]
@@ -154,7 +159,7 @@ class Backward:
         if node is not None:
             # The end of a nested backward: come back when the node that runs it is through.
             handles: list[Any] = []
-            end = self._ending() or weak(self._end)
+            end = self._callback or weak(self._end)
 
             def again(*_: Any) -> None:
                 handles.pop().remove()

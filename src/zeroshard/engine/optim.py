@@ -36,7 +36,7 @@ from .schedule import Schedule
 _STEP = torch.optim.Optimizer.profile_hook_step  # calls the hooks and, between them, the optimizer's own step
 
 
-class Watcher(Protocol):
+class StepWatcher(Protocol):
     """Who looks after the model and all of its optimizers."""
 
     def before_step(self) -> None:
@@ -54,7 +54,7 @@ class Binding:
 
     def __init__(
         self,
-        watcher: Watcher,
+        watcher: StepWatcher,
         optimizer: torch.optim.Optimizer,
         number: int,
         buffers: list[Buffer],

@@ -50,7 +50,7 @@ class Frame:
     profiled: contextlib.AbstractContextManager[Any] = dataclasses.field(default_factory=contextlib.nullcontext)
 
 
-class Watcher(Protocol):
+class ForwardWatcher(Protocol):
     """Who looks after the model and its optimizers between the hooks."""
 
     sends_always: bool  # are buffers sent before forwards that do not train, too?
@@ -101,7 +101,7 @@ class Schedule:
 
     def __init__(
         self,
-        watcher: Watcher,
+        watcher: ForwardWatcher,
         units: list[Unit],
         gradients: Gradients,
         reduction: Reduction,

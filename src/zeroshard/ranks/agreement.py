@@ -155,7 +155,7 @@ class Group:
         self.failed: Error | None = None  # what the other ranks are to hear at the next agreement
         self.news = False  # were fragments written to here? The others hear of it at the next meeting
         self.heard = False  # was there such news on any rank at the last meeting?
-        self._party: Callable[[], Party | None] = lambda: None
+        self._party: weakref.ref[Party] | None = None  # none while the model is being sharded
         self.numbers: dict[str, int] = defaultdict(int)  # of meetings, by kind
         self._inside: Call | None = None  # of a function with several meetings that belong together
         self.left = False  # did an exception end something between two meetings that belong together?
@@ -176,7 +176,7 @@ class Group:
 
     @property
     def party(self) -> Party | None:
-        return self._party()
+        return None if self._party is None else self._party()
 
     @party.setter
     def party(self, party: Party) -> None:

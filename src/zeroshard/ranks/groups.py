@@ -217,9 +217,9 @@ class Groups:
         self._engines = 0
         self.engines: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by number, its `Group`
         self.call: Call | None = None  # the verb that this rank is in
-        self.levelled = 0  # levellings so far
+        self.levellings = 0  # so far
         self.limit = (limit or LONGEST).total_seconds()
-        self.speaker: Callable[[], Speaker | None] = lambda: None  # the engine that waited last
+        self.speaker: Callable[[], Speaker | None] | None = None  # the engine that waited last
         self.loss: str | None = None  # why a collective did not complete
         self.seen = ""  # what the other ranks said then
         about = weakref.WeakMethod(self._about)
@@ -277,7 +277,7 @@ class Groups:
         return watch
 
     def _about(self) -> dict[str, Any]:
-        speaker = self.speaker()
+        speaker = None if self.speaker is None else self.speaker()
         return _nothing() if speaker is None else speaker.about()
 
     @property

@@ -142,7 +142,7 @@ class Link:
     def heed(self) -> None:
         """Where a rank has called for a levelling, take part in it, and say so."""
         groups = self.groups
-        if self.behind or not (groups.watch.called > groups.levelled or self.interrupted):
+        if self.behind or not (groups.watch.called > groups.levellings or self.interrupted):
             return
         where = f"rank {self.rank}: {self.doing()}"
         whys = self.level("an exception ended what it was at" * self.interrupted)
@@ -156,7 +156,7 @@ class Link:
     def level(self, why: str) -> list[str]:
         """End what is under way on all ranks alike; in words, what ended it where it had to be ended."""
         groups = self.groups
-        number, engines = groups.levelled + 1, dict(groups.engines)
+        number, engines = groups.levellings + 1, dict(groups.engines)
         if number not in groups.watch.posted:  # else an interrupt ended this before it was through
             streams = [[each.count, each.last, [*each.members]] for each in groups.levelling]
             told = {"why": why, "streams": streams, "engines": {each: group.told() for each, group in engines.items()}}
@@ -179,7 +179,7 @@ class Link:
         for engine, group in engines.items():
             group.levelled([each["engines"][str(engine)] for each in states if str(engine) in each["engines"]], uneven)
         groups.watch.posted.pop(number - 1, None)  # which all have heard: they were here
-        groups.call, self.progress.waits, groups.levelled = None, None, number
+        groups.call, self.progress.waits, groups.levellings = None, None, number
         return [f"rank {rank}: {each['why']}" for rank, each in enumerate(states) if each["why"]]
 
     def _posted(self, number: int) -> list[dict[str, Any]]:

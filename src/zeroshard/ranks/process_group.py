@@ -160,7 +160,7 @@ class ProcessGroup(Group):
 
     @property
     def launched(self) -> tuple[int, int]:
-        return sum(stream.count for stream in self._groups.levelling), self._groups.levelled
+        return sum(stream.count for stream in self._groups.levelling), self._groups.levellings
 
     def level(self, why: str) -> None:
         self._link.level(why)
@@ -212,7 +212,7 @@ class ProcessGroup(Group):
         own += [0] * (_OWN - len(own))
         flags = _FAILED * (self.failed is not None) + _NEWS * self.news + _TORN * bool(self.torn)
         flags += _SIGNALLED * (self.signal if self.signal != self.signalled else 0)  # until all have heard of it
-        rows = self._rows([*own, self._groups.levelled, flags], at)
+        rows = self._rows([*own, self._groups.levellings, flags], at)
         ends(event)
         self.heard = any(row[_FLAGS] & _NEWS for row in rows)
         self.signalled = max(self.signalled, *(row[_FLAGS] // _SIGNALLED for row in rows))

@@ -27,10 +27,10 @@ import zeroshard as package
 from ranks import alive
 from zeroshard.checkpoint.manifest import Saved
 from zeroshard.cli import demo, difference, screen
-from zeroshard.cli.config import SIZES, RunConfig, Size, in_options
+from zeroshard.cli.config import SIZES, Launch, RunConfig, Size, in_options
 from zeroshard.cli.data import Corpus, standard_library
 from zeroshard.cli.model import GPT, complete_line
-from zeroshard.cli.train import warmup_then_cosine
+from zeroshard.cli.train import train, warmup_then_cosine
 from zeroshard.errors import UserError
 
 TEXT = pydoc_data.topics.__file__
@@ -89,6 +89,7 @@ def files(tmp_path):
         "too short": ("--data {files}/short.txt", "--data has 5 bytes in all, and one sequence needs 65"),
         "ranks 0": ("--ranks 0", "--ranks must be at least 1, got 0"),
         "stage 4": ("--stage 4", "--stage must be 0, 1, 2 or 3, got 4"),
+        "timeout 0": ("--timeout 0", "--timeout must be a positive number of seconds, up to a billion, got 0.0"),
         "replicas 3": ("--ranks 4 --replicas 3", "--replicas must divide --ranks 4, got 3"),
         "steps -1": ("--steps -1", "--steps must be at least 1, got -1"),
         "lr 0": ("--lr 0", "--lr must be a number above 0, got 0.0; for 'tiny' try 0.006"),
@@ -140,7 +141,7 @@ def test_the_options_are_these():
     """A new option is a decision; this list makes it one."""
     wanted = {
         "train": "accumulate batch data device grad-dtype help keep lr no-recompute no-report offload offload-gradients offload-optimizer "
-        "offload-parameters offload-path out precision ranks recompute replicas report resume save-every seed size stage steps",
+        "offload-parameters offload-path out precision ranks recompute replicas report resume save-every seed size stage steps timeout",
         "demo": "help out ranks seed steps",
         "plan": "accumulate align bounds bucket-mib bytes check config disk ep exact experts export gpu-mem gpus-per-node grad-dtype help "
         "host-mem json no-sync offload offload-gradients offload-optimizer offload-parameters optimizer params precision "
@@ -645,6 +646,19 @@ def test_a_config_survives_the_command_line():
         "--report", "--recompute"
     }  # fmt: skip
     assert "--resume" not in replace(config, resume="").command()
+
+
+def test_the_time_out_is_that_of_every_wait(monkeypatch):
+    def shard(*_, comm, **__):
+        raise LookupError(comm.timeout)
+
+    monkeypatch.setattr("zeroshard.shard", shard)
+    config = RunConfig(
+        out="run", data=(), stage=2, ranks=1, steps=1, batch=1, accumulate=1, precision="fp32", size="tiny", lr=0.1,
+        seed=0, device="cpu", report=False, save_every=0, keep=1, resume="", timeout=77.0,
+    )  # fmt: skip
+    with pytest.raises(LookupError, match="77.0"):
+        train(config, Launch(rank=0, ranks=1, local_rank=0, local_ranks=1), Corpus(np.zeros(99, np.uint8), 1, ""))
 
 
 def test_a_micro_batch_is_a_function_of_its_arguments():

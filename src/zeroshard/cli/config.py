@@ -143,6 +143,7 @@ class RunConfig:
     offload_optimizer: str = ""
     offload_path: str = ""
     replicas: int = 1
+    timeout: float = 1800.0  # seconds
 
     def __post_init__(self) -> None:
         # Here rather than in the option parser, whose refusals do not say what they got.
@@ -154,6 +155,8 @@ class RunConfig:
                 raise InputError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(self, name)}")
         if self.replicas < 1 or self.ranks % self.replicas:
             raise InputError(f"--replicas must divide --ranks {self.ranks}, got {self.replicas}")
+        if not 0 < self.timeout <= 1e9:
+            raise InputError(f"--timeout must be a positive number of seconds, up to a billion, got {self.timeout}")
         if not (self.lr > 0 and math.isfinite(self.lr)):
             raise InputError(f"--lr must be a number above 0, got {self.lr}; for {self.size!r} try {self.shape.lr}")
 

@@ -49,7 +49,8 @@ def train(config: RunConfig, launch: Launch, corpus: Corpus) -> int:
     )
     zero = zeroshard.shard(
         model, optimizer, stage=config.stage, precision=precision, offload=config.offload, device=device,
-        layout=zeroshard.Layout(recompute=config.recompute), comm=zeroshard.Comm(replicas=config.replicas),
+        layout=zeroshard.Layout(recompute=config.recompute),
+        comm=zeroshard.Comm(timeout=config.timeout, replicas=config.replicas),
     )  # fmt: skip
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_then_cosine(config.steps))
 

@@ -72,6 +72,9 @@ class Training:
     ] = False
     lr: Annotated[float | None, unset(MODEL, "Highest learning rate. [dim]\\[default: the size's own][/dim]")] = None
     seed: Seed = 0
+    timeout: Annotated[
+        float, option(RUN, "Seconds after which a silent rank is an error; one that has ended is one at once.")
+    ] = 1800.0
 
 
 class Files:

@@ -446,6 +446,42 @@ def test_a_frozen_parameter_of_8_bits_needs_no_master():
     assert zero.ledger().held["master"] == 8 * 2 * 128
 
 
+def eighth(trained=True):
+    """A layer whose weight has 8 bits."""
+    model = seeded(lambda: nn.Linear(7, 5))
+    weight = model.weight.detach().to(torch.float8_e4m3fn)
+    model.weight = nn.Parameter(weight, requires_grad=trained)
+    return model
+
+
+def test_a_trained_parameter_of_8_bits_is_refused_or_converted():
+    """torch sums, updates and clips none: it is named at once, also where it is unfrozen later. Converted as the error
+    says, it trains as a model of the same values does."""
+    says = r"(?s)fewer than 16 bits cannot be trained.*'weight'.*float8_e4m3fn.*param_dtype=torch.bfloat16"
+    model = eighth()
+    with pytest.raises(UserError, match=says):
+        zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert model.weight.dtype == torch.float8_e4m3fn and model.weight.shape == (5, 7)
+    model = eighth(trained=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zeroshard.shard(model, optimizer, stage=2)
+    model.weight.requires_grad_()
+    with pytest.raises(UserError, match=says):
+        optimizer.step()
+    found = []
+    for make in (eighth, lambda: eighth().float()):
+        model = make()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        zero = zeroshard.shard(model, optimizer, precision=Precision(param_dtype=torch.bfloat16))
+        for step in range(3):
+            squares(model, models.batch("mlp", step, 0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with zero.gathered():
+            found.append(reference.weights(model))
+    reference.assert_same(*found)
+
+
 # ------------------------------------------------------------------------------------------------------------- fp16
 
 SCALES = {"init_scale": 2.0**8, "growth_interval": 2, "growth_factor": 2.0, "backoff_factor": 0.5}

@@ -18,9 +18,8 @@ from torch import nn
 from .checkpoint.content import ModelState
 from .checkpoint.replicas import check_replicas
 from .checkpoint.saving import Saving
-from .digests import fingerprint
 from .engine.accepted import by_bucket, check_added, check_options
-from .engine.alike import Alike
+from .engine.alike import Alike, weights_digest
 from .engine.assembly import Assembly
 from .engine.backward import in_backward
 from .engine.buffer import Buffer
@@ -28,7 +27,7 @@ from .engine.finite import Finite
 from .engine.gradient import Gradients
 from .engine.guard import cover_constructors, refuse_copy, refuse_load, refuse_state_dict, weak
 from .engine.optim import Binding
-from .engine.preflight import Structure, refuse_wrapper
+from .engine.preflight import Structure, check_trained, refuse_wrapper
 from .engine.recompute import recompute
 from .engine.reduction import Reduction
 from .engine.schedule import Schedule, Step
@@ -275,6 +274,7 @@ class Engine:
         """A bucket that was frozen at construction becomes trainable as a whole: see docs/decisions/unfreezing.md."""
         buffer: Buffer = record.param._zeroshard.buffer  # type: ignore[attr-defined]
         if self.gradients.of_bucket(buffer.bucket.index) is None:
+            check_trained(record.name, buffer.dtype)
             buffer.reserve_gradients()
             buffer.reserve_master()
             self.reduction.add(self.gradients.add(buffer), self.units[buffer.bucket.unit])
@@ -351,7 +351,7 @@ class Engine:
     def _leave_gathered(self, units: list[Unit], write_from: int | None) -> None:
         self.notice(replaced=True)
         with self.schedule.telling():
-            found = [0 if write_from is not None else _digest(units, along=along) for along in (False, True)]
+            found = [0 if write_from is not None else weights_digest(units, along=along) for along in (False, True)]
             told = self.group.poll("leaving gathered()", len(units), *found)
         teams = self.group.along.seat.teams(self.group.ranks) if len(told) > 1 else []
         differ = len({each[0] for each in told}) > 1 or any(len({told[r] for r in team}) > 1 for team in teams)
@@ -416,11 +416,3 @@ class Engine:
         self.gradients.hide(self.gradients.entries)
         for unit in self.units:
             unit.release()
-
-
-def _digest(units: list[Unit], *, along: bool) -> int:
-    """Of the buckets that all ranks share, or of those along an axis."""
-    buffers = [buffer for unit in units for buffer in unit.buffers if bool(buffer.bucket.along) == along]
-    # On another device there is no fingerprint, and ranks that differ would look alike.
-    found = [fingerprint(buffer.full.cpu()) for buffer in buffers]
-    return zlib.crc32(repr(found).encode())

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..digests import fingerprint
 from ..layout import Layout
 from ..numerics import as_bytes, dense, write_bytes
 from ..ranks.agreement import Group
 from .preflight import Contents
-from .unit import Managed
+from .unit import Managed, Unit
 
 
 class Alike:
@@ -88,3 +89,11 @@ class Alike:
             self._group.broadcast(raw, self.source)
             for tensor, theirs in zip(sending.values(), raw.split([each.numel() for each in own]), strict=True):
                 write_bytes(tensor, theirs)
+
+
+def weights_digest(units: list[Unit], *, along: bool) -> int:
+    """Of the gathered weights: of the buckets that all ranks share, or of those along an axis."""
+    buffers = [buffer for unit in units for buffer in unit.buffers if bool(buffer.bucket.along) == along]
+    # On another device there is no fingerprint, and ranks that differ would look alike.
+    found = [fingerprint(buffer.full.cpu()) for buffer in buffers]
+    return zlib.crc32(repr(found).encode())

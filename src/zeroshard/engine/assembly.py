@@ -32,6 +32,7 @@ from .preflight import (
     check_model,
     check_parameters,
     check_settings,
+    check_trained,
     describe,
 )
 from .undo import Before
@@ -112,6 +113,8 @@ class Assembly:
             dtype = self.precision.of(kept=kept).param(r.param.dtype)
             axis = layout.axis * (r.name in along)
             shape, trainable = tuple(r.param.shape), r.param.requires_grad
+            if trainable:
+                check_trained(r.name, dtype)
             specs.append(Spec(r.name, shape, str(dtype), dtype.itemsize, r.unit, trainable, axis, kept))
         return specs
 

@@ -76,6 +76,18 @@ def check_parameters(managed: list[Managed]) -> None:
             )
 
 
+def check_trained(name: str, dtype: torch.dtype) -> None:
+    """Refuse to train a parameter in a format that neither sums nor optimizers compute in."""
+    if dtype.is_floating_point and dtype.itemsize < 2:
+        raise UserError(
+            "a parameter of fewer than 16 bits cannot be trained as it is",
+            where=f"parameter {name!r}",
+            expected="a floating dtype of 16 bits or more, or requires_grad=False",
+            got=dtype,
+            instead="Precision(param_dtype=torch.bfloat16), which begins with the values that the parameter has",
+        )
+
+
 def dispatches(tensor: Tensor) -> bool:
     """Does its class answer torch's operations by itself? Then its numbers are elsewhere, in whatever form."""
     own = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__

@@ -106,10 +106,8 @@ def fails_on_rank_1():
     return mlp(loss=failing)
 
 
-def whole_tensors():
-    return mlp(
-        model=nn.Linear(10, 60), optimizer=torch.optim.Adafactor, loss=lambda model, batch: model(batch[0]).mean()
-    )
+def products():
+    return mlp(model=nn.Linear(10, 60), optimizer=torch.optim.LBFGS, loss=lambda model, batch: model(batch[0]).mean())
 
 
 def without_loss():

@@ -104,6 +104,7 @@ def test_public_names_are_locked():
             ("recompute", False),
             ("along", dataclasses.MISSING),
             ("apart", False),
+            ("whole", ()),
         ],
         Comm: [
             ("group", None),

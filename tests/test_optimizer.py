@@ -315,9 +315,10 @@ BLOCKS = {"sizes": (7, 256, 256, 5)}  # every tensor of over 256 elements is a m
 
 @pytest.mark.parametrize("kind", ["Adafactor", "Muon", "Muon of one matrix", "Unknown"])
 def test_whole_tensor_optimizers_where_nothing_is_cut(kind):
-    """Under `bounds="tensor"` at every stage, at stage 0, and at one rank, Adafactor, Muon and unknown classes equal
-    plain PyTorch."""
+    """Under `bounds="tensor"` and `whole=["*"]` at every stage, at stage 0, and at one rank, Adafactor, Muon and unknown
+    classes equal plain PyTorch."""
     check(whole_tensors, kind, Layout(bounds="tensor"), state=kind != "Unknown")
+    check(whole_tensors, kind, Layout(whole=["*"]), stages=(1, 3), state=kind != "Unknown")
     check(whole_tensors, kind, None, stages=(0,), state=kind != "Unknown")
     check(whole_tensors, kind, None, world=1, state=kind != "Unknown")
 
@@ -328,8 +329,11 @@ def test_an_optimizer_may_say_that_it_is_elementwise():
 
 
 def test_an_optimizer_may_say_which_elements_it_updates_together():
-    """One with `block = 256` is cut at such blocks, at which it has plain PyTorch's bits."""
-    check(training, "Together", 1, "mlp", BLOCKS, Layout(align=256))
+    """One with `block = 256` is cut at such blocks, at which it has plain PyTorch's bits, whatever the layout's `align`;
+    a tensor that is no multiple of them is not cut."""
+    check(training, "Together", 1, "mlp", BLOCKS)
+    check(training, "Together", 0, stages=(1, 3))
+    check(training, "Together", 0, "mlp", BLOCKS, Layout(bounds="model", align=1), stages=(2,))
 
 
 @pytest.mark.parametrize("kind", ["Lion", "schedule-free"])
@@ -441,8 +445,6 @@ def refusals():
             lambda m: torch.optim.SparseAdam(m.parameters()), layout=Layout(bounds=bounds)
         )
         found["LBFGS", bounds] = attempt(lambda m: torch.optim.LBFGS(m.parameters()), layout=Layout(bounds=bounds))
-    found["blocks"] = attempt(lambda m: Together(m.parameters()))
-    found["odd blocks"] = attempt(lambda m: Together(m.parameters()), layout=Layout(align=256))
     found["fused"] = attempt(lambda m: torch.optim.AdamW(m.parameters(), fused=True), layout=Layout(align=1))
     found["string"] = attempt(lambda m: "adamw")
     found["class"] = attempt(lambda m: torch.optim.AdamW)
@@ -454,22 +456,21 @@ def refusals():
 
 @pytest.mark.parametrize("world", [1, 2], ids=lambda world: f"ranks{world}")
 def test_what_cannot_be_cut_is_refused_by_name(world):
-    """SparseAdam always; LBFGS unless nothing is sharded; Adafactor, Muon and unknown classes where a tensor is cut.
-    The message names the class, and the tensor that would be cut, and says what works."""
+    """SparseAdam always; LBFGS unless nothing is sharded; unknown classes where a tensor is cut. Not Adafactor and Muon,
+    whose tensors are not. The message names the class, and the tensor that would be cut, and says what works."""
     for found in ranks.run(world, refusals):
         for (what, where), text in ((key, text) for key, text in found.items() if isinstance(key, tuple)):
             cut = where in ("unit", "model", "tensor") or where > 0
-            refused = what == "SparseAdam" or (what == "LBFGS" and cut) or (what != "LBFGS" and cut and world > 1)
+            refused = what == "SparseAdam" or (what == "LBFGS" and cut)
+            refused |= what in ("Unknown", "AdamW") and cut and world > 1
             assert bool(text) == refused, (what, where, text)
             assert not refused or what in text
             assert not refused or "instead" in text
         if world > 1:
-            for what in ("Adafactor", "Muon", "Unknown", "AdamW"):
+            for what in ("Unknown", "AdamW"):
                 assert "weight" in found[what, 3]
-                assert 'bounds="tensor"' in found[what, 3]
-            assert "elementwise = True" in found["Unknown", 3]
-            assert "Layout(align=256)" in found["blocks"] and "align=128" in found["blocks"]
-            assert "'0.weight' is cut" in found["odd blocks"] and 'bounds="tensor"' in found["odd blocks"]
+                assert "Layout(whole=[...])" in found[what, 3]
+            assert "elementwise = True" in found["Unknown", 3] and "whole = True" in found["Unknown", 3]
         assert "stage=0" in found["LBFGS", 1]
         assert "sparse=False" in found["SparseAdam", 0]
         assert "fused=False" in found["fused"]

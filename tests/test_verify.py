@@ -234,8 +234,8 @@ def test_jobs_that_cannot_be(name, says):
         ("jobs:mlp --precision fp8", "'fp8' is not one of 'fp32', 'bf16'"),
         ("jobs:cannot_be_built", "zeroshard: the job's function raised; where: jobs:cannot_be_built(); got: OSError"),
         pytest.param(
-            "jobs:whole_tensors --ranks 2 --stage 1",
-            "zeroshard: stage 1, buckets 24 MiB, overlap on: this optimizer works on whole tensors; where: Adafactor",
+            "jobs:products --ranks 2 --stage 1",
+            "zeroshard: stage 1, buckets 24 MiB, overlap on: LBFGS takes inner products over all parameters",
             marks=pytest.mark.slow,
         ),
     ],

@@ -9,16 +9,19 @@ planner, a checkpoint and the engine can all ask the very same object.
     fragment the part of one slot inside one shard                           |---|  |--|
 
 No cut falls inside a *block* (`align` elements counted from a slot's start): vector kernels and norms then
-work on the same runs of elements however many ranks there are, and give the same bits.
+work on the same runs of elements however many ranks there are, and give the same bits. A parameter may ask for larger
+blocks, or for no cut at all: then it is *whole*, in a bucket of such parameters, and belongs to who has least to do.
 """
 
 from __future__ import annotations
 
+import fnmatch
+import heapq
+import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from itertools import pairwise
 from typing import Literal, NamedTuple, get_args
 
@@ -28,6 +31,7 @@ from .stage import Degree, Seat
 Bounds = Literal["unit", "model", "tensor"]
 Buffers = Literal["broadcast", "always", "local"]
 
+WHOLE = 0  # as a number of elements that no cut may part: all of them
 LARGE = 1 << 16  # elements from which a module outside any list of blocks is worth a unit of its own
 
 
@@ -37,7 +41,7 @@ class Layout:
 
     bounds: where shards are cut. "unit": every bucket evenly, at block boundaries, padded. "model": the whole
         model is one flat vector, cut evenly (the ZeRO paper). "tensor": no tensor is ever cut; the flat model is
-        cut at the tensor boundary nearest to i*P/N (needed by whole-matrix optimizers).
+        cut at the tensor boundary nearest to i*P/N.
     bucket_mib: the most parameter bytes (MiB) one collective moves; a larger single tensor gets a bucket of its own.
     align: elements per block. 128 keeps fused kernels bit-exact under any cut; 1 cuts anywhere.
     units: which submodules are gathered together: module names, name patterns ("blocks.*"), module classes or the
@@ -52,6 +56,8 @@ class Layout:
         themselves; the other ranks hold the other rows, in order. All other parameters are sharded over all ranks.
     apart: their gradients come source by source (`zeroshard.apart`) and are added up in the order of all ranks, so that
         no number of groups changes a bit. Sends as many times the bytes of these gradients as there are groups.
+    whole: parameter names or patterns that are never cut, while the others are. Their owners are balanced by work, the
+        longest first. What an optimizer needs whole (Muon, Adafactor, a class with `whole = True`) is so by itself.
     buffers: "broadcast" sends rank 0's buffers to all before each training forward; "always" before every forward, so
         that ranks that evaluate have the same ones, as with DDP (every rank calls every forward then); "local" never.
     """
@@ -65,6 +71,7 @@ class Layout:
     recompute: bool | Sequence[str] = False
     along: Mapping[str, str] = field(default_factory=dict)
     apart: bool = False
+    whole: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         for name, choices in (("bounds", get_args(Bounds)), ("buffers", get_args(Buffers))):
@@ -87,7 +94,7 @@ class Layout:
                 got=repr(self.align),
                 instead="Layout(align=128)",
             )
-        for name in ("units", "ignore", "recompute"):
+        for name in ("units", "ignore", "recompute", "whole"):
             if isinstance(getattr(self, name), (str, type)):
                 raise UserError(
                     f"Layout.{name} takes a sequence",
@@ -118,7 +125,7 @@ class Layout:
     def recomputes(self, unit: str) -> bool:
         """Does backward run the forward of the unit of that name again? Never the root's, which all others run in."""
         patterns = ("*" * self.recompute,) if isinstance(self.recompute, bool) else self.recompute
-        return bool(unit) and any(fnmatchcase(unit, pattern) for pattern in patterns)
+        return bool(unit) and any(fnmatch.fnmatchcase(unit, pattern) for pattern in patterns)
 
 
 class Spec(NamedTuple):
@@ -132,6 +139,7 @@ class Spec(NamedTuple):
     trainable: bool
     along: str = ""  # the axis that it is sharded along, where that is not all ranks
     kept: bool = False  # an exception of `Precision.keep`
+    block: int = 1  # elements, counted from its start, that no cut may part; or `WHOLE`
 
     @property
     def numel(self) -> int:
@@ -190,6 +198,12 @@ class Bucket:
     bounds: tuple[int, ...]
     along: str = ""  # the axis whose ranks are its team
     kept: bool = False  # of exceptions of `Precision.keep`
+    block: int = 1  # elements of a slot that no cut parts; or `WHOLE`
+
+    @property
+    def whole(self) -> bool:
+        """Is no slot of it ever cut?"""
+        return self.block == WHOLE
 
     @property
     def size(self) -> int:
@@ -217,6 +231,10 @@ class Bucket:
         """The part of `slot` that `position` owns (possibly empty)."""
         return slot.within(*self.shard(position))
 
+    def cuts(self, slot: Slot) -> bool:
+        """Does it lie on several ranks?"""
+        return any(slot.start < cut < slot.stop for cut in self.bounds)
+
     @property
     def padding(self) -> int:
         """Elements that belong to no parameter."""
@@ -241,7 +259,9 @@ class Partition:
                 assert slot.start >= end and slot.start % self.align == 0 and slot.stop <= bucket.numel, slot
                 end = slot.stop
                 for cut in bucket.bounds:
-                    assert not slot.start < cut < slot.stop or (cut - slot.start) % self.align == 0, (slot, cut)
+                    inside = slot.start < cut < slot.stop
+                    assert not inside or (cut - slot.start) % self.align == 0, (slot, cut)
+                    assert not inside or (bucket.block and (cut - slot.start) % bucket.block == 0), (slot, cut)
 
     @property
     def even(self) -> bool:
@@ -262,12 +282,19 @@ class Partition:
 
     def cut_tensors(self) -> list[str]:
         """Names of the parameters that lie on more than one rank."""
-        return [
-            slot.name
-            for bucket in self.buckets
-            for slot in bucket.slots
-            if any(slot.start < cut < slot.stop for cut in bucket.bounds)
-        ]
+        return [slot.name for bucket in self.buckets for slot in bucket.slots if bucket.cuts(slot)]
+
+
+def matching(names: Mapping[str, Sequence[str]], patterns: Iterable[str], setting: str) -> set[str]:
+    """The parameters that a setting's patterns name, each of which must name one. names: all names of each."""
+    found: set[str] = set()
+    for pattern in patterns:
+        hits = {name for name, others in names.items() if fnmatch.filter(others, pattern)}
+        if not hits:
+            known = [each for others in names.values() for each in others]
+            raise UserError(f"{setting} matches no parameter", got=repr(pattern), instead=nearest(pattern, known[:40]))
+        found |= hits
+    return found
 
 
 def partition(specs: Iterable[Spec], layout: Layout, ranks: int, along: int = 1) -> Partition:
@@ -275,21 +302,41 @@ def partition(specs: Iterable[Spec], layout: Layout, ranks: int, along: int = 1)
 
     along: the ranks of a team along `layout.axis`.
     """
-    packed = [_pack(key, run, layout) for key, run in _runs(specs, layout)]
-    cut = {"unit": _even_bounds, "model": _model_bounds, "tensor": _tensor_bounds}[layout.bounds]
-    rest = [
-        iter(cut([p for p in packed if bool(p.key.along) == other], layout.align, size))
-        for other, size in ((False, ranks), (True, along))
-    ]
-    bounds = [next(rest[bool(p.key.along)]) for p in packed]
+    specs = list(specs)
+    owner: dict[str, int] = {}  # of those that are never cut
+    for other, trainable in itertools.product((False, True), repeat=2):
+        alike = [s for s in specs if not _block(s, layout) and (bool(s.along), s.trainable) == (other, trainable)]
+        owner |= owners({spec.name: spec.shape for spec in alike}, along if other else ranks)
+    packed = [_pack(key, run, layout.align, owner) for key, run in _runs(specs, layout)]
+    even = {"unit": _even_bounds, "model": _model_bounds, "tensor": _tensor_bounds}[layout.bounds]
+    bounds: dict[int, tuple[int, ...]] = {}
+    for other, block in dict.fromkeys((bool(p.key.along), p.key.block) for p in packed):
+        members = [i for i, p in enumerate(packed) if (bool(p.key.along), p.key.block) == (other, block)]
+        cut = _owned_bounds if block == WHOLE else even
+        cuts = cut([packed[i] for i in members], block, along if other else ranks)
+        bounds |= zip(members, cuts, strict=True)
     return Partition(
         ranks,
         layout.align,
-        tuple(
-            Bucket(index, key.unit, key.dtype, key.itemsize, key.trainable, slots, cuts[-1], cuts, key.along, key.kept)
-            for index, ((key, slots, _), cuts) in enumerate(zip(packed, bounds, strict=True))
-        ),
+        tuple(Bucket(at, *p.key[:4], p.slots, bounds[at][-1], bounds[at], *p.key[4:]) for at, p in enumerate(packed)),
     )
+
+
+def owners(shapes: Mapping[str, tuple[int, ...]], ranks: int) -> dict[str, int]:
+    """Who owns each of the tensors that are never cut: the longest work first, to whoever has least to do so far."""
+    least = [(0, 0, rank) for rank in range(ranks)]  # (work, elements, rank), as a heap
+    found = {}
+    for name in sorted(shapes, key=lambda name: -work(shapes[name])):
+        done, held, rank = least[0]
+        heapq.heapreplace(least, (done + work(shapes[name]), held + math.prod(shapes[name]), rank))
+        found[name] = rank
+    return found
+
+
+def work(shape: tuple[int, ...]) -> int:
+    """What a matrix of this shape costs an optimizer, relatively: its elements times its shorter side."""
+    numel = math.prod(shape)
+    return numel * min(shape[0], numel // shape[0]) if len(shape) > 1 and numel else numel
 
 
 class _Key(NamedTuple):
@@ -299,21 +346,32 @@ class _Key(NamedTuple):
     trainable: bool
     along: str
     kept: bool
+    block: int
 
 
 class _Packed(NamedTuple):
     key: _Key
     slots: tuple[Slot, ...]
+    owners: tuple[int, ...]  # of slots that are never cut
     numel: int
 
 
+def _block(spec: Spec, layout: Layout) -> int:
+    """Elements of a parameter that no cut parts, so that neither its blocks are nor those of `align`; or `WHOLE`."""
+    if layout.bounds == "tensor" and spec.block != WHOLE:
+        return layout.align
+    block = math.lcm(layout.align, spec.block)
+    return WHOLE if spec.block > 1 and block >= spec.numel else block
+
+
 def _runs(specs: Iterable[Spec], layout: Layout) -> list[tuple[_Key, list[Spec]]]:
-    """Parameters that share a bucket: same unit, dtype and trainability, in order, up to the size limit."""
+    """Parameters that share a bucket: same unit, dtype, trainability and block, in order, up to the size limit."""
     limit = layout.bucket_mib * 2**20
     open_runs: dict[_Key, tuple[list[Spec], float]] = {}
     runs: list[tuple[_Key, list[Spec]]] = []
     for spec in specs:
-        key = _Key(spec.unit, spec.dtype, spec.itemsize, spec.trainable, spec.along, spec.kept)
+        block = _block(spec, layout)
+        key = _Key(spec.unit, spec.dtype, spec.itemsize, spec.trainable, spec.along, spec.kept, block)
         nbytes = spec.numel * spec.itemsize
         run, filled = open_runs.get(key, ([], math.inf))
         if filled + nbytes > limit:
@@ -324,13 +382,28 @@ def _runs(specs: Iterable[Spec], layout: Layout) -> list[tuple[_Key, list[Spec]]
     return sorted(runs, key=lambda pair: pair[0].unit)
 
 
-def _pack(key: _Key, run: list[Spec], layout: Layout) -> _Packed:
+def _pack(key: _Key, run: list[Spec], align: int, owner: Mapping[str, int]) -> _Packed:
     slots: list[Slot] = []
     end = 0
+    if key.block == WHOLE:  # by owner, so that shards are contiguous
+        run = sorted(run, key=lambda spec: owner[spec.name])
     for spec in run:
         slots.append(Slot(spec.name, spec.shape, end, spec.numel))
-        end += _round_up(spec.numel, layout.align)
-    return _Packed(key, tuple(slots), end)
+        end += _round_up(spec.numel, key.block or align)
+    return _Packed(key, tuple(slots), tuple(owner.get(spec.name, 0) for spec in run), end)
+
+
+def _owned_bounds(packed: list[_Packed], _block: int, ranks: int) -> list[tuple[int, ...]]:
+    return [
+        (
+            *(
+                min((s.start for s, at in zip(p.slots, p.owners, strict=True) if at >= rank), default=p.numel)
+                for rank in range(ranks)
+            ),
+            p.numel,
+        )
+        for p in packed
+    ]
 
 
 def _even_bounds(packed: list[_Packed], align: int, ranks: int) -> list[tuple[int, ...]]:

@@ -119,11 +119,10 @@ class Engine:
         for unit in self.units:
             if unit.recomputed:
                 recompute(unit, self.schedule)
-        whole = not self.placements.optimizer or not self.partition.cut_tensors()
         parts_of_a_step = self.buffers, self.gradients, self.schedule, self.finite
         self.bindings: list[Binding] = []
         for number, each in enumerate(optimizers):
-            self.bindings.append(Binding(self, each, number, *parts_of_a_step, whole=whole, by_bucket=by_bucket(each)))
+            self.bindings.append(Binding(self, each, number, *parts_of_a_step, by_bucket=by_bucket(each)))
         self._structure = Structure(model)
         self.comparing = Alike(model, self.managed, self.group, self.layout)
         self._known = self._traits()
@@ -161,9 +160,9 @@ class Engine:
         """Refuse options that a checkpoint could not hold."""
         check_options(optimizer, number)
 
-    def check_added(self, added: list[nn.Parameter]) -> None:
-        """Refuse parameters of a group that was added, where they are not the model's or are updated already."""
-        check_added(self.model, self.buffers, self.bindings, added)
+    def check_added(self, optimizer: torch.optim.Optimizer, added: list[nn.Parameter]) -> None:
+        """Refuse parameters of a group that was added, where this optimizer cannot update them."""
+        check_added(self.model, self.buffers, self.bindings, optimizer, added)
 
     # --- before each forward and step -------------------------------------------------------------------------------
 

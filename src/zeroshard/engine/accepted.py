@@ -1,6 +1,7 @@
 """Which optimizers can be sharded, and how: facts per class, and what is refused of an optimizer by name.
 
-An elementwise optimizer may be cut anywhere, one that works in blocks between them, one of whole tensors nowhere.
+An elementwise optimizer may be cut anywhere, one that works in blocks between them, one of whole tensors nowhere; and
+so the layout cuts what it updates. The class says which: `elementwise = True`, `block = 256` or `whole = True`.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UserError
-from ..layout import Partition
+from ..layout import WHOLE, Layout, Partition
 from ..tiers.tier import Offload
 from .buffer import Buffer
 from .fragment import check_cut
 from .optim import Binding
-from .unit import Managed
+from .unit import Managed, matching
 
 ELEMENTWISE = {"SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "NAdam", "RAdam", "Adamax", "ASGD", "Rprop"}
 WHOLE_TENSORS = {"Adafactor", "Muon"}
@@ -41,19 +42,43 @@ def unwrapped(optimizer: Any) -> Any:
 
 
 def block_of(optimizer: Any) -> int | None:
-    """How many elements this optimizer updates together, counted from a tensor's start; None: it is not known."""
+    """How many elements this optimizer updates together, counted from a tensor's start, or `WHOLE`; None: not known."""
     kind = type(optimizer)
     if kind.__module__.startswith("torch.optim"):
-        return 1 if kind.__name__ in ELEMENTWISE else None
+        return 1 if kind.__name__ in ELEMENTWISE else WHOLE if kind.__name__ in WHOLE_TENSORS else None
     block = 1 if getattr(optimizer, "elementwise", False) else getattr(kind, "block", None)
+    block = WHOLE if getattr(optimizer, "whole", False) is True else block
     known = TOGETHER.get(kind.__module__.partition(".")[0], {}).get(kind.__name__)
     return block if isinstance(block, int) else known
+
+
+def blocks(managed: list[Managed], optimizers: list[Any], layout: Layout, *, replicated: bool) -> dict[str, int]:
+    """How many elements of each parameter no cut may part, by `layout` and by what updates it; or `WHOLE`.
+
+    replicated: each rank updates all of every parameter, so no optimizer minds a cut. Nor does it where nothing is cut.
+    """
+    found = dict.fromkeys(matching(managed, layout.whole, "Layout.whole"), WHOLE)
+    records = {id(record.param): record for record in managed}
+    for optimizer in () if replicated or layout.bounds == "tensor" else optimizers:
+        for record in (records.get(id(param)) for param in updated(optimizer)):
+            block = block_of(optimizer)
+            if record is not None and block is not None:
+                # Some keep other states of a tensor that is no multiple: of that, its parts must not be multiples.
+                needed = WHOLE if block and record.param.numel() % block else block
+                found[record.name] = math.lcm(found.get(record.name, 1), needed)
+    return found
+
+
+def updated(optimizer: Any) -> list[Any]:
+    """The parameters in its groups."""
+    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
+    return [param for group in groups for param in group["params"]]
 
 
 def by_bucket(optimizer: Any) -> bool:
     """May this optimizer be stepped one bucket after the other?"""
     known = type(optimizer).__module__.startswith("torch.optim") and type(optimizer).__name__ in BY_TENSOR
-    return bool(getattr(optimizer, "elementwise", known or block_of(optimizer) == 1))
+    return bool(getattr(optimizer, "elementwise", known or block_of(optimizer) in (1, WHOLE)))
 
 
 def check_offload(optimizers: list[Any], offload: Offload) -> None:
@@ -68,8 +93,11 @@ def check_offload(optimizers: list[Any], offload: Offload) -> None:
             )
 
 
-def check_added(model: nn.Module, buffers: list[Buffer], bindings: list[Binding], added: list[nn.Parameter]) -> None:
-    """Refuse what `add_param_group` brought after `shard`, where it is not the model's or is updated already."""
+def check_added(
+    model: nn.Module, buffers: list[Buffer], bindings: list[Binding], optimizer: Any, added: list[nn.Parameter]
+) -> None:
+    """Refuse what `add_param_group` brought after `shard`, where it is not the model's, is updated already, or is cut
+    as this optimizer cannot have it."""
     ignored = {id(param) for param in model.parameters() if not hasattr(param, "_zeroshard")}
     updated = {id(member.place) for binding in bindings for member in binding.members}
     for param in added:
@@ -78,6 +106,15 @@ def check_added(model: nn.Module, buffers: list[Buffer], bindings: list[Binding]
             raise UserError(_FOREIGN, where=f"a group that was added, shape {tuple(param.shape)}", instead=_TOGETHER)
         if place is not None and id(place) in updated:
             raise UserError(_TWICE, where=f"a group that was added, parameter {place.name!r}", instead=_ONCE)
+        if place is not None and place.buffer.place.optimizer:
+            bucket, slot = place.buffer.bucket, place.buffer.bucket.slots[place.position]
+            block = block_of(optimizer)
+            if bucket.cuts(slot) and not (block and bucket.block % block == 0 and slot.numel % block == 0):
+                raise UserError(
+                    "an optimizer got a parameter that is cut already, and not as it needs it",
+                    where=f"{type(optimizer).__name__}, a group that was added, parameter {place.name!r}",
+                    instead=f"give it the parameter before shard(...), or Layout(whole=[{place.name!r}])",
+                )
 
 
 _FOREIGN = "the optimizer holds a parameter that is not the model's"
@@ -87,14 +124,27 @@ _ONCE = "give each parameter to one group of one optimizer"
 
 
 def check_optimizers(
-    model: nn.Module, managed: list[Managed], optimizers: list[Any], partition: Partition, *, replicated: bool
+    model: nn.Module,
+    managed: list[Managed],
+    optimizers: list[Any],
+    partition: Partition,
+    parts: int,
+    *,
+    replicated: bool,
 ) -> None:
-    """Refuse optimizers of the wrong kind, parameters that are not the model's, and parameters held twice."""
+    """Refuse optimizers of the wrong kind, parameters that are not the model's, and parameters held twice.
+
+    parts: how many teams have rows of a parameter along an axis.
+    """
+    names = {id(record.param): record.name for record in managed}
+    places = {slot.name: (bucket, slot) for bucket in partition.buckets for slot in bucket.slots}
     for number, optimizer in enumerate(optimizers):
-        check_optimizer(optimizer, partition, replicated=replicated)
+        slots = [places[names[id(param)]] for param in updated(optimizer) if id(param) in names]
+        rows = [slot.name for bucket, slot in slots if bucket.along and parts > 1]
+        cut = [slot.name for bucket, slot in slots if bucket.cuts(slot) and not replicated]
+        check_optimizer(optimizer, partition, rows, cut, replicated=replicated)
         check_options(optimizer, number)
-    owned = {id(record.param) for record in managed}
-    known = owned | {id(param) for param in model.parameters()}
+    known = set(names) | {id(param) for param in model.parameters()}
     seen: set[int] = set()
     for number, optimizer in enumerate(optimizers):
         for at, group in enumerate(optimizer.param_groups):
@@ -141,8 +191,11 @@ def check_option(where: str, value: Any) -> None:
         )
 
 
-def check_optimizer(optimizer: Any, partition: Partition, *, replicated: bool) -> None:
-    """Refuse, by name, an optimizer whose update of a fragment is not the fragment of its update."""
+def check_optimizer(optimizer: Any, partition: Partition, rows: list[str], cut: list[str], *, replicated: bool) -> None:
+    """Refuse, by name, an optimizer whose update of a fragment is not the fragment of its update.
+
+    rows: of what it updates, those of which this rank has some rows; cut: those that lie on several ranks.
+    """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UserError(
             "not an optimizer",
@@ -152,8 +205,6 @@ def check_optimizer(optimizer: Any, partition: Partition, *, replicated: bool) -
         )
     name = type(optimizer).__name__
     is_torch = type(optimizer).__module__.startswith("torch.optim")
-    cut = [] if replicated else partition.cut_tensors()
-    where = f"{name}, parameter {cut[0]!r} is cut" if cut else name
     if is_torch and name == "SparseAdam":
         raise UserError(
             "SparseAdam needs sparse gradients, which cannot be sharded",
@@ -166,30 +217,20 @@ def check_optimizer(optimizer: Any, partition: Partition, *, replicated: bool) -
             got=name,
             instead="shard(..., stage=0)",
         )
-    if is_torch and name in WHOLE_TENSORS and cut:
-        raise UserError(
-            "this optimizer works on whole tensors",
-            where=where,
-            instead='shard(..., layout=Layout(bounds="tensor")), or stage=0',
-        )
-    known = is_torch and name in BY_TENSOR | {"LBFGS"}
     block = block_of(optimizer)
-    odd = [each for each in cut if block and (partition.find(each)[1].numel % block or partition.align % block)]
-    if not known and block and odd:
+    if block == WHOLE and rows:
         raise UserError(
-            f"this optimizer updates blocks of {block} elements, and a cut would fall into one",
-            where=f"{name}, parameter {odd[0]!r} is cut",
-            expected=f"Layout(align={block}), and a multiple of that many elements",
-            got=f"align={partition.align}, and {partition.find(odd[0])[1].numel} elements",
-            instead=f'Layout(align={block}), or Layout(bounds="tensor") where tensors are no multiple',
+            "this optimizer works on whole tensors, and of this one a rank has some rows only",
+            where=f"{name}, parameter {rows[0]!r} in Layout.along",
+            instead="another optimizer for it, beside this one for the others: shard(model, [muon, adamw])",
         )
-    if not known and cut and block is None:
+    if block is None and cut and not (is_torch and name == "LBFGS"):
         raise UserError(
             "zeroshard does not know whether this optimizer is elementwise",
-            where=where,
-            expected=f"one of {sorted(ELEMENTWISE)}, or an attribute elementwise = True on the class",
+            where=f"{name}, parameter {cut[0]!r} is cut",
+            expected=f"one of {sorted(BY_TENSOR)}, or an attribute elementwise = True on the class",
             instead="set elementwise = True if each element is updated by itself, block = 256 if 256 elements are "
-            'together, else layout=Layout(bounds="tensor")',
+            "together, whole = True if a tensor is; or Layout(whole=[...]) for what must not be cut",
         )
     if partition.align < 128 and any(group.get("fused") for group in optimizer.param_groups):
         raise UserError(

@@ -21,7 +21,7 @@ from ..ranks.comm import Comm
 from ..stage import placements
 from ..tiers.nvme import NvmeTier
 from ..tiers.tier import STATES, DeviceTier, HostTier, Offload, Tier
-from .accepted import check_offload, check_optimizers
+from .accepted import blocks, check_offload, check_optimizers
 from .buffer import Buffer, Place
 from .guard import SavedTensors
 from .preflight import (
@@ -86,10 +86,12 @@ class Assembly:
             check_parameters(self.managed)
             check_memory(self.model, self.managed)
             check_buffers(self.model)
-            self.partition = partition(self._specs(layout), layout, self.group.team.size, self.group.along.size)
+            replicated, along = not self.placements.optimizer, self.group.along
+            block = blocks(self.managed, optimizers, layout, replicated=replicated)
+            self.partition = partition(self._specs(layout, block), layout, self.group.team.size, along.size)
             check_settings(self.partition, layout, comm)
-            replicated = not self.placements.optimizer
-            check_optimizers(self.model, self.managed, optimizers, self.partition, replicated=replicated)
+            parts = along.seat.parts
+            check_optimizers(self.model, self.managed, optimizers, self.partition, parts, replicated=replicated)
             check_offload(optimizers, self.offload)
             names, policies = [name for name, _ in named], (self.precision, layout, comm, self.offload)
             facts = describe(self.model, self.managed, names, optimizers, policies, self.group.device)
@@ -105,7 +107,7 @@ class Assembly:
             unit.borrows = [self.units[other] for other in others]
         self.group.progress.units = [named[bucket.unit][0] or "the model" for bucket in self.partition.buckets]
 
-    def _specs(self, layout: Layout) -> list[Spec]:
+    def _specs(self, layout: Layout, block: dict[str, int]) -> list[Spec]:
         specs, along = [], parameters_along(self.managed, layout)
         matching(self.managed, self.precision.keep, "Precision.keep")
         for r in self.managed:
@@ -115,7 +117,8 @@ class Assembly:
             shape, trainable = tuple(r.param.shape), r.param.requires_grad
             if trainable:
                 check_trained(r.name, dtype)
-            specs.append(Spec(r.name, shape, str(dtype), dtype.itemsize, r.unit, trainable, axis, kept))
+            together = block.get(r.name, 1)
+            specs.append(Spec(r.name, shape, str(dtype), dtype.itemsize, r.unit, trainable, axis, kept, together))
         return specs
 
     def reserve(self) -> None:

@@ -70,7 +70,7 @@ class States:
 
     # --- what is written to fragments outside a step ----------------------------------------------------------------
 
-    def fragment(self, place: Place, *, whole: bool, requires_grad: bool) -> Fragment:
+    def fragment(self, place: Place, *, requires_grad: bool) -> Fragment:
         """A parameter for the optimizer to update. All of a bucket share one version counter, which is theirs alone."""
         buffer = place.buffer
         if buffer.bucket.index not in self._counters:
@@ -79,22 +79,22 @@ class States:
             self._counters[buffer.bucket.index] = flat.data
             self._versions[buffer.bucket.index] = 0
         flat = self._counters[buffer.bucket.index]
-        param = nn.Parameter(view(buffer, place.position, whole=whole, flat=flat), requires_grad=requires_grad)
+        param = nn.Parameter(view(buffer, place.position, flat=flat), requires_grad=requires_grad)
         fragment = Fragment(param, buffer, place.position)
         self._addresses[id(param)] = _address(param)
         return fragment
 
-    def point(self, fragment: Fragment, *, whole: bool, inside: bool = False) -> None:
+    def point(self, fragment: Fragment, *, inside: bool = False) -> None:
         """The memory of a fragment is where the elements are now."""
-        fragment.param.data = view(fragment.buffer, fragment.position, whole=whole, inside=inside)
+        fragment.param.data = view(fragment.buffer, fragment.position, inside=inside)
         self._addresses[id(fragment.param)] = _address(fragment.param)
 
-    def retarget(self, buffer: Buffer, *, whole: bool) -> None:
+    def retarget(self, buffer: Buffer) -> None:
         """A bucket got masters: its fragments become views of them."""
         if buffer.bucket.index in self._counters:
             self._counters[buffer.bucket.index].data = buffer.absent(0) if buffer.updating.in_file else buffer.target
         for fragment in self.of(buffer):
-            self.point(fragment, whole=whole)
+            self.point(fragment)
 
     def written(self) -> list[Buffer]:
         """Buckets whose fragments somebody has written to since `followed`."""
@@ -108,15 +108,15 @@ class States:
         """What was written to fragments so far is known."""
         self._versions = {index: counter._version for index, counter in self._counters.items()}
 
-    def replaced(self, fragments: Sequence[Fragment], *, whole: bool, inside: bool = False) -> list[Buffer]:
+    def replaced(self, fragments: Sequence[Fragment], *, inside: bool = False) -> list[Buffer]:
         """Buckets of which a fragment's `.data` was replaced: it has the new values and is a view again."""
         found: dict[int, Buffer] = {}
         for fragment in fragments:
             param, buffer = fragment.param, fragment.buffer
             if _address(param) == self._addresses[id(param)]:
                 continue
-            data, mine = param.data, view(buffer, fragment.position, whole=whole, inside=inside)
-            self.point(fragment, whole=whole, inside=inside)
+            data, mine = param.data, view(buffer, fragment.position, inside=inside)
+            self.point(fragment, inside=inside)
             if (data.shape, data.dtype, data.device) != (mine.shape, mine.dtype, mine.device):
                 raise UserError(
                     "the data of what an optimizer holds of a parameter was replaced by something of another kind",
@@ -211,7 +211,7 @@ class States:
             rest.ahead()
 
     @contextlib.contextmanager
-    def present(self, buffer: Buffer, *, whole: bool) -> Iterator[None]:
+    def present(self, buffer: Buffer) -> Iterator[None]:
         """Inside, fragments and states of one bucket are in memory, where the user's `step` finds them."""
         fragments = self.of(buffer)
         with contextlib.ExitStack() as here:
@@ -221,7 +221,7 @@ class States:
                 here.enter_context(buffer.gradients.here(changed=False))
             for fragment in fragments:
                 if buffer.updating.in_file:
-                    self.point(fragment, whole=whole, inside=True)
+                    self.point(fragment, inside=True)
                 for key, part in self.kept(fragment).items():
                     if isinstance(part, Part):
                         tensor = part.rest.tensor[part.start : part.stop].view(part.shape)
@@ -236,7 +236,7 @@ class States:
                         state = self.optimizer.state.get(fragment.param, {})
                         state.update({key: self._put_away(fragment, key, value, fixed) for key, value in state.items()})
                     if buffer.updating.in_file:
-                        self.point(fragment, whole=whole)
+                        self.point(fragment)
         for rest in filter(None, (*self.moving(buffer), buffer.parameters, buffer.gradients)):
             rest.behind()
 
@@ -258,8 +258,8 @@ def check_cut(optimizer: Any, name: str, shape: tuple[int, ...], key: str, value
         )
 
 
-def view(buffer: Buffer, position: int, *, whole: bool, inside: bool = False, flat: Tensor | None = None) -> Tensor:
-    """What an optimizer updates of one slot, 1-D; `whole`: in the parameter's shape, as nothing is cut.
+def view(buffer: Buffer, position: int, *, inside: bool = False, flat: Tensor | None = None) -> Tensor:
+    """What an optimizer updates of one slot: 1-D of what is cut; of what is not, its owner has it in its own shape.
 
     Of a parameter without dimensions it has one nevertheless: so a count of steps, which has none, differs from it.
     inside: here() of a state that rests in a file; else such elements are NaN. flat: of this, and not of the bucket.
@@ -272,7 +272,7 @@ def view(buffer: Buffer, position: int, *, whole: bool, inside: bool = False, fl
         flat = buffer.absent(part.stop - part.start)
     else:
         flat = buffer.target[part]
-    return flat.view(slot.shape) if whole and slot.shape and flat.numel() == slot.numel else flat
+    return flat.view(slot.shape) if slot.shape and flat.numel() == slot.numel else flat
 
 
 def _address(param: Tensor) -> int:

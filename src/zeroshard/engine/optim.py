@@ -45,8 +45,8 @@ class StepWatcher(Protocol):
     def check_options(self, optimizer: torch.optim.Optimizer, number: int) -> None:
         """Refuse options that a checkpoint could not hold."""
 
-    def check_added(self, added: list[nn.Parameter]) -> None:
-        """Refuse parameters of a group that was added, where they are not the model's or are updated already."""
+    def check_added(self, optimizer: torch.optim.Optimizer, added: list[nn.Parameter]) -> None:
+        """Refuse parameters of a group that was added, where this optimizer cannot update them."""
 
 
 class Binding:
@@ -62,7 +62,6 @@ class Binding:
         schedule: Schedule,
         finite: Finite,
         *,
-        whole: bool,
         by_bucket: bool,
     ) -> None:
         self.watcher = watcher
@@ -73,7 +72,6 @@ class Binding:
         self.schedule = schedule
         self.group = finite.group
         self.finite = finite
-        self.whole = whole  # no tensor is cut: fragments keep their parameter's shape
         self.by_bucket = by_bucket  # it may be stepped one bucket after the other
         self.fragments: list[Fragment] = []
         self.members: list[Member] = []  # every parameter this optimizer updates, on whichever rank
@@ -108,7 +106,7 @@ class Binding:
         now = [param for group in groups for param in group["params"]]
         if not (same(now, self._held) and same(groups, self._groups)):
             held = set(map(id, self._held))
-            self.watcher.check_added([param for param in now if id(param) not in held])
+            self.watcher.check_added(self.optimizer, [param for param in now if id(param) not in held])
             self.adopt()
 
     def adopt(self, *, broadcast_state: bool = False) -> None:
@@ -163,7 +161,7 @@ class Binding:
     def _fragment(self, param: nn.Parameter, group: dict[str, Any], fixed: Shapes, *, broadcast: bool) -> nn.Parameter:
         place: Place = param._zeroshard  # type: ignore[attr-defined]
         with torch._C.DisableTorchFunctionSubclass():
-            held = self.states.fragment(place, whole=self.whole, requires_grad=param.requires_grad)
+            held = self.states.fragment(place, requires_grad=param.requires_grad)
         fragment = held.param
         self.fragments.append(held)
         self.members.append(Member(place, group))
@@ -179,7 +177,7 @@ class Binding:
 
     def retarget(self, buffer: Buffer) -> None:
         """A bucket got masters: its fragments become views of them."""
-        self.states.retarget(buffer, whole=self.whole)
+        self.states.retarget(buffer)
 
     @torch.no_grad()
     def notice(self, *, replaced: bool = False) -> bool:
@@ -189,7 +187,7 @@ class Binding:
         """
         written = self.states.written()
         if replaced:
-            written += self.states.replaced(self.fragments, whole=self.whole)
+            written += self.states.replaced(self.fragments)
         self.states.followed()
         for buffer in written:
             self.edited.add(buffer.bucket.index)
@@ -361,7 +359,7 @@ class Binding:
         averaged = accumulator.averaged  # already, as it rests
         accumulator.sum.behind()
         try:
-            with self.states.present(buffer, whole=self.whole):
+            with self.states.present(buffer):
                 if buffer.seed_master():
                     buffer.changed()
                 accumulator.spread_average(kept=not accumulator.sum.in_file).wait()
@@ -369,7 +367,7 @@ class Binding:
                 step: Any = type(self.optimizer).step
                 step = step.__wrapped__ if getattr(step, "hooked", False) else step
                 step(self.optimizer)
-                self.states.replaced(self.states.of(buffer), whole=self.whole, inside=True)
+                self.states.replaced(self.states.of(buffer), inside=True)
                 for fragment in self.states.of(buffer):
                     fragment.param.grad = None
                 self._averages.drop_copies()
@@ -383,7 +381,7 @@ class Binding:
         if self._nested():
             return
         self._bound_now = False
-        replaced = {buffer.bucket.index for buffer in self.states.replaced(self.fragments, whole=self.whole)}
+        replaced = {buffer.bucket.index for buffer in self.states.replaced(self.fragments)}
         self.edited |= replaced - {buffer.bucket.index for buffer in self._updated}
         self.states.followed()
         self.gradients.uncalled.discard(self.number)

@@ -201,8 +201,9 @@ def check_settings(partition: Partition, layout: Layout, comm: Comm) -> None:
     if comm.reduce == "native" and not partition.even:
         raise UserError(
             "the backend's reduce-scatter needs shards of one size",
-            got=f"bounds={layout.bounds!r}",
-            instead='Comm(reduce="ordered"), or Layout(bounds="unit")',
+            got=f"bounds={layout.bounds!r}"
+            + ", and tensors that are never cut" * any(b.whole for b in partition.buckets),
+            instead='Comm(reduce="ordered"), or Layout(bounds="unit") and no whole tensors',
         )
 
 

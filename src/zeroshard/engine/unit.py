@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ..errors import UserError, nearest
 from ..layout import LARGE, Layout
+from ..layout import matching as names_matching
 from .buffer import Buffer
 
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -127,14 +128,7 @@ def managed_parameters(model: nn.Module, units: list[tuple[str, nn.Module]], lay
 
 def matching(managed: list[Managed], patterns: Sequence[str], setting: str) -> set[str]:
     """The names of the parameters that a setting's patterns name, each of which must name one."""
-    found: set[str] = set()
-    for pattern in patterns:
-        hits = {record.name for record in managed if fnmatch.filter(record.names, pattern)}
-        if not hits:
-            names = [name for record in managed for name in record.names]
-            raise UserError(f"{setting} matches no parameter", got=repr(pattern), instead=nearest(pattern, names[:40]))
-        found |= hits
-    return found
+    return names_matching({record.name: record.names for record in managed}, patterns, setting)
 
 
 def parameters_along(managed: list[Managed], layout: Layout) -> set[str]:

@@ -13,6 +13,7 @@ from ..stage import STAGES, Placements
 from . import closed, disk, instants, recipes, states, traffic
 from .advice import Change
 from .asked import Asked
+from .balance import Balance
 from .disk import Disk
 from .files import STILL, Moves
 from .quantities import plain
@@ -125,6 +126,7 @@ class Plan:
     disk: Disk | None = None
     step_time: float | None = None
     tokens: int | None = None
+    whole: Balance | None = None
 
     def _repr_html_(self) -> str:
         """A notebook shows each stage's bytes per rank at rest, and whether they fit."""
@@ -167,6 +169,7 @@ class Plan:
             "replicas": self.replicas and self.replicas.json(),
             "advice": [change.json() for change in self.advice],
             "notes": list(self.notes),
+            "whole": self.whole and self.whole._asdict(),
             "offload": self.offload and {kind: self.offload.tiers(kind) for kind in states.KINDS},
             "host_mem": self.host_mem,
             "disk": self.disk and self.disk.json(),
@@ -192,10 +195,11 @@ def finish(
     advise: Callable[[int], list[Change]],
     notes: list[str],
     alone: Callable[[int], Traffic] | None = None,
+    balance: Balance | None = None,
 ) -> Plan:
     """What every plan has beside its bytes: savings, whether it fits, the largest that would, advice.
 
-    alone: what one replica of as many ranks moves at a stage.
+    alone: what one replica of as many ranks moves at a stage. balance: of tensors that are never cut.
     """
     ranks, recipe, limit, copies = asked.ranks, asked.recipe, asked.gpu_mem, asked.copies
     node = asked.gpus_per_node or (ranks // copies if copies > 1 else None)  # else as large as a replica
@@ -218,11 +222,8 @@ def finish(
         )
         stages.append(found)
     copied = max(found.snapshot for found in stages)
-    notes = [
-        *notes,
-        *_of_files(asked),
-        f"an asynchronous save takes {copied:,} bytes of host memory until it is written",
-    ]
+    notes = [*(balance.said() if balance else []), *notes, *_of_files(asked)]
+    notes.append(f"an asynchronous save takes {copied:,} bytes of host memory until it is written")
     advice: list[Change] = []
     if limit is not None and not any(found.fits for found in stages):
         advice = advise(limit)
@@ -244,6 +245,7 @@ def finish(
         asked.disk,
         asked.step_time,
         asked.tokens,
+        balance,
     )
 
 

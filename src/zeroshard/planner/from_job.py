@@ -17,6 +17,7 @@ from ..stage import STAGES
 from . import advice, built, optimizers, recipes, states, traffic
 from .answer import Plan, StagePlan, finish
 from .asked import Asked
+from .balance import balance
 from .files import Moves
 from .instants import Instant
 from .simulate import RECORDED, Simulation, moments, simulate
@@ -65,6 +66,7 @@ def plan_job(job: str | Callable[[], dict[str, Any]], asked: Asked, layout: Layo
         lambda stage: _stage(runs[stage], recipe),
         lambda limit: _advice(run, asked, layout, limit),
         notes,
+        balance=balance(runs[max(asked.stages)].zero.partition, asked.copies),
     )
 
 

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..events import DEVICE
-from ..layout import Layout, Partition, Spec, partition
+from ..layout import WHOLE, Layout, Partition, Spec, matching, partition
 from ..stage import STAGES
 from . import advice, files, instants, recipes, shapes, states, units
 from .advice import Change
 from .answer import Plan, StagePlan, finish
 from .asked import Asked
+from .balance import balance
 from .recipes import Recipe
 from .traffic import Traffic
 
@@ -23,8 +24,7 @@ ADVISED_RANKS_LIMIT = 1 << 10  # where several are tried
 def plan_shapes(path: str | os.PathLike[str], asked: Asked, layout: Layout) -> Plan:
     model = shapes.read(path)
     recipe = asked.recipe
-    # Buckets are cut by the parameters' bytes in training, not in the file. A recipe may say 1.5; bytes are whole.
-    specs = model.specs(max(round(recipe.parameters), 1), asked.experts, asked.ep)
+    specs = _specs(model, asked, layout)
     names = units.unit_names(model.parameters)
 
     cuts: dict[int, tuple[Partition, list[states.Owned]]] = {}
@@ -84,16 +84,24 @@ def plan_shapes(path: str | os.PathLike[str], asked: Asked, layout: Layout) -> P
         return planned(stage, ranks, other).most
 
     of(max(asked.stages))
-    padding = sum(bucket.padding for bucket in cut_among(asked.ranks // copies)[0].buckets)
-    notes = _notes(model, specs, padding, asked)
+    laid_out = cut_among(asked.ranks // copies)[0]
+    notes = _notes(model, specs, laid_out, asked)
 
     def advise(limit: int) -> list[Change]:
         return advice.changes(max(asked.stages), asked.ranks, recipe, limit, nbytes_of, ADVISED_RANKS_LIMIT, copies)
 
-    return finish(model.source, model.numel, asked, layout, of, advise, notes, alone)
+    return finish(model.source, model.numel, asked, layout, of, advise, notes, alone, balance(laid_out, copies))
 
 
-def _notes(model: shapes.Shapes, specs: Sequence[Spec], padding: int, asked: Asked) -> list[str]:
+def _specs(model: shapes.Shapes, asked: Asked, layout: Layout) -> list[Spec]:
+    # Buckets are cut by the parameters' bytes in training, not in the file. A recipe may say 1.5; bytes are whole.
+    specs = model.specs(max(round(asked.recipe.parameters), 1), asked.experts, asked.ep)
+    whole = matching({spec.name: [spec.name] for spec in specs}, layout.whole, "whole=")
+    return [spec._replace(block=WHOLE) if spec.name in whole else spec for spec in specs]
+
+
+def _notes(model: shapes.Shapes, specs: Sequence[Spec], laid_out: Partition, asked: Asked) -> list[str]:
+    padding = sum(bucket.padding for bucket in laid_out.buckets)
     where = "a replica" if asked.copies > 1 else "all ranks"
     notes = [f"padding over {where}: {padding:,} elements"] if padding else []
     if asked.experts:

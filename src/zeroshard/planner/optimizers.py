@@ -31,8 +31,10 @@ PRIMES = (2, 3, 5, 7, 11, 13, 17)  # sizes that a state's shape gives away
 
 
 def takes_whole_tensors(optimizer: Any) -> bool:
-    """Does an optimizer of torch look at a tensor's shape? Then it is asked with a tensor of as many dimensions."""
-    return any(base.__name__ in ("Adafactor", "Muon") for base in type(optimizer).__mro__)
+    """Does an optimizer look at a tensor's shape? Then it is asked with a tensor of as many dimensions."""
+    return getattr(optimizer, "whole", False) is True or any(
+        base.__name__ in ("Adafactor", "Muon") for base in type(optimizer).__mro__
+    )
 
 
 def probe(optimizer: Any, group: dict[str, Any], dtype: Any, dimensions: int = 1, kind: Any = None) -> dict[str, Shown]:

@@ -62,6 +62,7 @@ def plan(
     tokens: str | float | None = None,
     experts: str | None = None,
     ep: int | None = None,
+    whole: str | None = None,
 ) -> Plan:
     """Bytes per rank of a model's states, at rest and at the worst instant, at one stage or all four.
 
@@ -96,6 +97,8 @@ def plan(
     step_time: seconds of a step, for the disk's wear.
     experts: for shapes and jobs, a name pattern of parameters of which a rank has some rows, as in `Layout.along`.
     ep: among how many ranks these rows are divided; a job's model has one rank's.
+    whole: for shapes and jobs, name patterns of parameters that are never cut, comma between them, as `Layout`'s. What
+        a job's optimizer needs whole is so by itself.
 
     Raises `UserError` for whatever cannot be answered.
     """
@@ -134,7 +137,8 @@ def plan(
         ep=ep or 1,
     )
     along = {experts: "edp"} if experts else None
-    layout = _given(along=along, align=align, bounds=bounds, bucket_mib=bucket_mib)
+    patterns = None if whole is None else tuple(whole.split(","))
+    layout = _given(along=along, align=align, bounds=bounds, bucket_mib=bucket_mib, whole=patterns)
     if job is not None:
         _refuse("a job says itself what it holds", "leave it out", preset=preset, bytes=bytes, optimizer=optimizer)
         return _plan_job(job, asked, _layout(layout))

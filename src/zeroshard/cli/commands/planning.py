@@ -85,6 +85,10 @@ class Sharding:
         str | None, unset(RUN, 'Parameters that are divided among --ep ranks: "*.experts.*" (shapes, jobs).', "PATTERN")
     ] = None
     ep: Annotated[int | None, unset(RUN, "Ranks that divide --experts; a job's model has one rank's part.")] = None
+    whole: Annotated[
+        str | None,
+        unset(RUN, 'Parameters that are never cut: "*.attn.*.weight,*.mlp.*.weight" (shapes, jobs).', "PATTERNS"),
+    ] = None
     instances: Annotated[int | None, unset(RUN, "An older name of --replicas.", None, "--instances", hidden=True)] = (
         None
     )

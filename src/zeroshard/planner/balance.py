@@ -1,0 +1,56 @@
+"""Tensors that are never cut: how evenly their owners hold and work, and how many replicas leave no rank idle."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..layout import Partition, work
+from . import states
+
+
+class Balance(NamedTuple):
+    """Of a team of ranks.
+
+    tensors: how many are never cut. idle: ranks that own none of them. elements: what the fullest rank owns of the
+    model, over the mean. work: what the busiest rank's optimizer multiplies for them, over the mean. replicas: the
+    fewest with which no rank is idle.
+    """
+
+    tensors: int
+    ranks: int
+    idle: int
+    elements: float
+    work: float
+    replicas: int
+
+    def said(self) -> list[str]:
+        """In words, for a plan's notes."""
+        notes = [
+            f"never cut: {self.tensors:,} tensors, over {self.ranks:,} ranks; the fullest rank holds "
+            f"{self.elements:.2f} of the mean, the busiest has {self.work:.2f} of the mean work on matrices"
+        ]
+        if self.idle:
+            notes.append(
+                f"{self.idle:,} of {self.ranks:,} ranks own no such tensor and wait while others update theirs: "
+                f"--replicas {self.replicas}, Comm(replicas={self.replicas}), leaves none without"
+            )
+        return notes
+
+
+def balance(partition: Partition, replicas: int = 1) -> Balance | None:
+    """Of the buckets that all ranks of a team share; None where every tensor may be cut. replicas: of teams."""
+    works, tensors = [0] * partition.ranks, 0
+    for bucket in (bucket for bucket in partition.buckets if bucket.whole and not bucket.along):
+        for slot in (slot for slot in bucket.slots if slot.numel):
+            works[next(r for r in range(partition.ranks) if bucket.fragment(slot, r).numel)] += work(slot.shape)
+            tensors += 1
+    if not tensors:
+        return None
+    held = [each.numel for each in states.owned(partition)]
+    everyone = partition.ranks * replicas
+    fewest = next(k for k in range(replicas, everyone + 1) if everyone % k == 0 and everyone // k <= tensors)
+
+    def unevenness(each: list[int]) -> float:
+        return max(each) * len(each) / sum(each)
+
+    return Balance(tensors, partition.ranks, works.count(0), unevenness(held), unevenness(works), fewest)

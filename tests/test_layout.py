@@ -409,6 +409,7 @@ def test_the_layout_imports_neither_torch_nor_anything_distributed():
         "collections.abc",
         "dataclasses",
         "fnmatch",
+        "heapq",
         "itertools",
         "typing",
         "errors",

@@ -150,8 +150,8 @@ class Zero:
         self._engine = engine
         self.model = engine.model
         self.stage, self.placements, self.partition = engine.stage, engine.placements, engine.partition
-        self.rank, self.world_size = engine.group.rank, engine.group.ranks
-        self.replicas = engine.replicas
+        self.rank, self.world_size = engine.group.team.seat.source, engine.group.sources
+        self.replicas = engine.group.team.seat.summed
         self._handlers: dict[int, Any] = {}  # of signals, before `save_on`
 
     @property
@@ -415,8 +415,9 @@ class Zero:
         """Which rank holds which flat range of a parameter's "parameters", "gradients" or "optimizer" state.
 
         In rank order: of a sharded state a range for one rank of each replica, of a replicated one the whole for every
-        rank. Of a parameter along an axis, elements of the whole tensor, of which every rank has some rows. Empty for
-        gradients and optimizer state of a parameter in a frozen bucket.
+        rank. Of a parameter along an axis, elements of the whole tensor, of which every rank has some rows; of one that
+        tensor parallelism has cut, counted part by part, and ranks are those of the whole mesh. Empty for gradients and
+        optimizer state of a parameter in a frozen bucket.
         """
         record = next((record for record in self._engine.managed if name in record.names), None)
         if record is None:
@@ -429,7 +430,7 @@ class Zero:
             return []
         tier = self._engine.resting[bucket.index][state]
         degree, found = getattr(self.placements, state), []
-        for rank, sits in enumerate(self._engine.group.team_of(bucket).seat.everyones(self.world_size)):
+        for rank, sits in enumerate(self._engine.group.team_of(bucket).seat.everyones(self._engine.group.ranks)):
             part, first = slot.within(*bucket.held(sits, degree)), sits.part * slot.numel
             if part.numel or not degree:
                 found.append(Owner(rank, first + part.start, first + part.stop, tier))

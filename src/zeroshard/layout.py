@@ -20,7 +20,7 @@ import heapq
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal, NamedTuple, get_args
@@ -140,6 +140,7 @@ class Spec(NamedTuple):
     along: str = ""  # the axis that it is sharded along, where that is not all ranks
     kept: bool = False  # an exception of `Precision.keep`
     block: int = 1  # elements, counted from its start, that no cut may part; or `WHOLE`
+    cut: int | None = None  # the dimension that tensor parallelism has cut it on
 
     @property
     def numel(self) -> int:
@@ -157,6 +158,41 @@ class Elements(NamedTuple):
         return self.stop - self.start
 
 
+class Strips(NamedTuple):
+    """How the parts of a tensor that is cut on a dimension lie in it: every part has a run of elements in each row.
+
+    Elements are counted flat: part by part, as parts hold them, or row by row, as the whole tensor does.
+    """
+
+    rows: int
+    run: int
+    parts: int
+
+    @classmethod
+    def of(cls, shape: Sequence[int], cut: int, parts: int) -> Strips:
+        """shape: of the whole. Cut on its first dimension it is one row, and both ways of counting are the same."""
+        rows = math.prod(shape[:cut])
+        return cls(rows, math.prod(shape[cut:]) // parts, parts) if rows != 1 and parts > 1 else ONE_STRIP
+
+    def rows_of(self, start: int, stop: int) -> Iterator[Elements]:
+        """Elements [start, stop), counted part by part, as runs counted row by row."""
+        while start < stop:
+            part, rest = divmod(start, self.rows * self.run)
+            row, at = divmod(rest, self.run)
+            numel = min(self.run - at, stop - start) if self.parts > 1 else stop - start
+            first = (row * self.parts + part) * self.run + at if self.parts > 1 else start
+            yield Elements(first, first + numel)
+            start += numel
+
+    def parts_of(self, start: int, stop: int) -> Iterator[Elements]:
+        """Elements [start, stop), counted row by row, as runs counted part by part."""
+        other = self._replace(rows=self.parts, parts=self.rows) if self.parts > 1 else self
+        return other.rows_of(start, stop)
+
+
+ONE_STRIP = Strips(1, 1, 1)
+
+
 class Slot(NamedTuple):
     """One parameter's place in its bucket: elements [start, start + numel)."""
 
@@ -164,6 +200,7 @@ class Slot(NamedTuple):
     shape: tuple[int, ...]
     start: int
     numel: int
+    cut: int | None = None  # the dimension that tensor parallelism has cut it on
 
     @property
     def stop(self) -> int:
@@ -388,7 +425,7 @@ def _pack(key: _Key, run: list[Spec], align: int, owner: Mapping[str, int]) -> _
     if key.block == WHOLE:  # by owner, so that shards are contiguous
         run = sorted(run, key=lambda spec: owner[spec.name])
     for spec in run:
-        slots.append(Slot(spec.name, spec.shape, end, spec.numel))
+        slots.append(Slot(spec.name, spec.shape, end, spec.numel, spec.cut))
         end += _round_up(spec.numel, key.block or align)
     return _Packed(key, tuple(slots), tuple(owner.get(spec.name, 0) for spec in run), end)
 

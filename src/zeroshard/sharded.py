@@ -31,6 +31,7 @@ from .engine.preflight import Structure, check_trained, refuse_wrapper
 from .engine.recompute import recompute
 from .engine.reduction import Reduction
 from .engine.schedule import Schedule, Step
+from .engine.tensor_parallel import mesh_of
 from .engine.undo import Before
 from .engine.unit import Managed, Unit, units_named
 from .errors import StateError, UserError
@@ -38,7 +39,7 @@ from .events import Ledger
 from .layout import Layout
 from .numerics import Precision
 from .ranks.comm import Comm
-from .ranks.process_group import connect
+from .ranks.mesh import connect
 from .stage import placements
 from .tiers.tier import Offload
 
@@ -68,17 +69,16 @@ class Engine:
             raise UserError("this model, or a part of it, is sharded already", instead="shard it once, as a whole")
         self.stage = stage
         self.model = model
-        self.precision, self.layout, self.comm, self.device = precision, layout, comm, device
-        self.offload = offload
+        self.precision, self.layout, self.comm, self.device, self.offload = precision, layout, comm, device, offload
         self.ledger = Ledger()
         self.ledger.begin("init")
-        self.group = connect(comm, self.ledger, device, layout.axis)
+        self.group = connect(comm, self.ledger, device, layout.axis, mesh := mesh_of(model, comm))
         self.replicas = self.group.team.seat.replicas
-        parts = Assembly(model, stage, precision, offload, self.group)
-        before: Before | None = None
+        parts = Assembly(model, stage, precision, offload, self.group, mesh)
+        before: Before | None = None if mesh is None else Before(model, optimizers)
         try:
             parts.plan(optimizers, layout, comm)
-            before = Before(model, optimizers)
+            before = before or Before(model, optimizers)
             self._assemble(parts, before, optimizers, init)
             self.ledger.end("init")
             self.group.meet("construction", 1)  # all or none

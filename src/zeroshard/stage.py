@@ -8,7 +8,9 @@ along the shard axis are a *team*: they split a bucket among themselves. Each te
 one replica, the usual case, the team is all ranks.
 
 Parameters of which the ranks of one axis hold the same rows and all others other rows, such as experts, have teams of
-their own *along* that axis: each team shards its rows, one *part* of the whole tensor.
+their own *along* that axis: each team shards its rows, one *part* of the whole tensor. Beside tensor parallelism all
+teams lie along the axis of the data: a team shards its part of each tensor that is cut, and what is not cut every team
+has a copy of, with the same gradients: its replicas are *mirrored*.
 """
 
 from __future__ import annotations
@@ -66,6 +68,22 @@ class Seat(NamedTuple):
     part: int = 0  # which rows of a tensor along an axis the team has
     parts: int = 1  # how many teams have rows of it
     stride: int = 1  # from a rank of the team to the next one
+    mirrored: bool = False  # do all replicas compute the same, so that their gradients are not added up?
+
+    @property
+    def summed(self) -> int:
+        """How many replicas' gradients are added up."""
+        return 1 if self.mirrored else self.replicas
+
+    @property
+    def sources(self) -> int:
+        """How many ranks' gradients are added up, of parameters that are not along an axis."""
+        return self.size * self.summed
+
+    @property
+    def source(self) -> int:
+        """Which of them this rank's is."""
+        return self.position + self.size * (0 if self.mirrored else self.replica)
 
     def rank(self, part: int, position: int) -> int:
         """Who sits at a position of the team that has a part."""
@@ -80,7 +98,7 @@ class Seat(NamedTuple):
         """Where each rank sits in its team of this kind, in rank order."""
         found: dict[int, Seat] = {}
         for number, team in enumerate(self.teams(ranks)):
-            of = self._replace(part=number) if self.replicas == 1 else self._replace(replica=number)
+            of = self._replace(part=number) if self.parts > 1 else self._replace(replica=number)
             found |= {rank: of._replace(position=position) for position, rank in enumerate(team)}
         return [found[rank] for rank in range(ranks)]
 
@@ -92,9 +110,9 @@ class Seat(NamedTuple):
         """Where any rank sits in its own team."""
         return rank // self.stride % self.size
 
-    def whole(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of a tensor of which the team has rows of this shape."""
-        return shape if self.parts == 1 else (shape[0] * self.parts, *shape[1:])
+    def whole(self, shape: tuple[int, ...], cut: int = 0) -> tuple[int, ...]:
+        """The shape of a tensor of which the team has a part of this shape, cut on a dimension."""
+        return shape if self.parts == 1 else (*shape[:cut], shape[cut] * self.parts, *shape[cut + 1 :])
 
 
 ALONE = Seat()

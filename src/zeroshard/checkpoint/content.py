@@ -26,7 +26,7 @@ from ..engine.optim import Binding
 from ..engine.unit import Managed
 from ..errors import CheckpointError, UserError
 from ..events import DEVICE
-from ..layout import Bucket, Elements, Slot
+from ..layout import Bucket, Elements, Slot, Strips
 from ..numerics import Precision, dense
 from ..ranks.agreement import Group
 from ..stage import placements
@@ -68,6 +68,11 @@ class ModelState:
         """Of a whole parameter, of which this rank may have some rows."""
         buffer, slot = self.places[record.name]
         return buffer.whole_shape(slot)
+
+    def strips(self, name: str) -> Strips:
+        """How the parts of a parameter lie in the whole of it."""
+        buffer, slot = self.places[name]
+        return buffer.strips(slot)
 
     def fragments(self, binding: Binding) -> list[Fragment]:
         """What an optimizer updates on this rank; ignored parameters whole."""

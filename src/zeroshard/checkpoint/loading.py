@@ -14,9 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from ..digests import digest
+from ..engine.buffer import Buffer
 from ..engine.fragment import Fragment, rests_away
 from ..engine.optim import Binding
 from ..errors import CheckpointError, PeerError
+from ..layout import Slot, Strips
 from ..numerics import unrepeated
 from ..ranks.agreement import Group
 from ..tiers.tier import Part, present
@@ -43,12 +45,13 @@ class Cut(NamedTuple):
     key: tuple[str, str]
     start: int
     stop: int
+    strips: Strips  # as which they are counted
 
     def numel(self) -> int:
         return self.stop - self.start
 
     def into(self, place: Tensor, *, later: bool) -> None:
-        self.saved.fill(self.key, self.start, place, later=later)
+        self.saved.fill(self.key, self.start, place, self.strips, later=later)
 
 
 @dataclass
@@ -269,16 +272,19 @@ def _stage(running: ModelState, saved: Saved) -> Staged:
 
 def _stage_value(running: ModelState, saved: Saved, name: str, staged: Staged) -> None:
     buffer, slot = running.places[name]
-    updated, at = slot.within(*buffer.updated), buffer.offset(slot)
-    staged.values[name] = value = _wanted(saved, (name, VALUE), *(at + each for each in resting(running, name)))
+    updated, key = slot.within(*buffer.updated), (name, VALUE)
+    staged.values[name] = value = _wanted(saved, key, buffer, slot, *resting(running, name))
     if buffer.master is not None:
         same = buffer.casts  # only the masters rest
-        staged.masters[name] = value if same else _wanted(saved, (name, VALUE), at + updated.start, at + updated.stop)
+        staged.masters[name] = value if same else _wanted(saved, key, buffer, slot, *updated)
 
 
-def _wanted(saved: Saved, key: tuple[str, str], start: int, stop: int) -> Cut:
-    saved.want(key, start, stop)
-    return Cut(saved, key, start, stop)
+def _wanted(saved: Saved, key: tuple[str, str], buffer: Buffer, slot: Slot, start: int, stop: int) -> Cut:
+    """Elements [start, stop) of a slot."""
+    at = buffer.offset(slot)
+    cut = Cut(saved, key, at + start, at + stop, buffer.strips(slot))
+    saved.want(*cut[1:])
+    return cut
 
 
 def _state(staged: Staged, saved: Saved, stored: str, binding: Binding, fragment: Fragment, match: Match) -> Any:
@@ -289,20 +295,18 @@ def _state(staged: Staged, saved: Saved, stored: str, binding: Binding, fragment
         dtype = saved.cut[key][0].dtype
         dtype = like.dtype if dtype.is_floating_point else dtype
         place = binding.optimizer.state.get(like, {}).get(state)
-        first, last = (
-            fragment.buffer.offset(fragment.slot) + each for each in fragment.slot.within(*fragment.buffer.updated)
-        )
+        held = fragment.buffer, fragment.slot, *fragment.slot.within(*fragment.buffer.updated)
         if rests_away(fragment.buffer):
             blank = torch.empty(like.shape, dtype=dtype, device="meta")
             rest = binding.states.part(fragment, state, blank)
-            staged.fills.append((rest.cut(0, rest.numel()), _wanted(saved, key, first, last)))
+            staged.fills.append((rest.cut(0, rest.numel()), _wanted(saved, key, *held)))
             return blank
         wanted = like.shape, dtype, like.device
         if not (
             isinstance(place, Tensor) and place.is_contiguous() and (place.shape, place.dtype, place.device) == wanted
         ):
             place = torch.empty(like.shape, dtype=dtype, device=like.device)
-        staged.fills.append((place.view(-1), _wanted(saved, key, first, last)))
+        staged.fills.append((place.view(-1), _wanted(saved, key, *held)))
         return place
     tensor = saved.read(saved.whole[key])
     on_device = group.get("fused") or group.get("capturable") or tensor.dim()

@@ -1,6 +1,10 @@
 """What a checkpoint's manifest says, checked before anything believes it; nothing here knows of a running model.
 
 A saved tensor is a flat interval of a parameter, and reading intersects intervals: nothing depends on who wrote what.
+
+    rows                 "strips" of a parameter that tensor parallelism cut on a later dimension than the first: [rows,
+    |--part 0--|--part 1--|   run, parts]. Its intervals count part by part, as ranks hold them: all of part 0, row by
+    |--part 0--|--part 1--|   row, then all of part 1. Whoever reads may ask in any strips, as may have been cut since.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ import math
 import os
 import re
 import warnings
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -22,9 +27,11 @@ from torch import Tensor
 
 from ..digests import raw
 from ..errors import CheckpointError, UserError
+from ..layout import ONE_STRIP, Strips
 from .files import BLOCK, MANIFEST, TORCH_DTYPES, Reader, canonical, damaged, opened, read_manifest, replaced
 
-FORMAT, VERSION = "zeroshard checkpoint", 1
+FORMAT, VERSION = "zeroshard checkpoint", 2
+UNCUT, READ = 1, (1, 2)  # the version that all read which know of no `strips`: of checkpoints in which there are none
 CHUNK = 1 << 20  # elements converted at a time
 VALUE = "value"  # of a parameter: its master, or itself
 APART = re.compile(r"(optimizer:)*value")  # an optimizer's own states of these names are written with one prefix more
@@ -46,6 +53,7 @@ class Parameter(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     names: list[str]  # all of a tied parameter's
+    strips: Strips = ONE_STRIP
 
 
 @dataclass
@@ -76,17 +84,18 @@ class Saved:
 
     def _check(self) -> None:
         manifest = self.manifest
-        if manifest["format"] != FORMAT or type(manifest["version"]) is not int or manifest["version"] != VERSION:
+        if manifest["format"] != FORMAT or type(manifest["version"]) is not int or manifest["version"] not in READ:
             raise CheckpointError(
                 "this checkpoint is of a format that is not read here", where=str(self.folder),
-                expected=f"{FORMAT} {VERSION}", got=f"{manifest['format']} {manifest['version']}"[:100],
-                instead="the zeroshard that wrote it",
+                expected=f"{FORMAT} {' or '.join(map(str, READ))}",
+                got=f"{manifest['format']} {manifest['version']}"[:100], instead="the zeroshard that wrote it",
             )  # fmt: skip
         for facts in manifest["files"].values():
             self._count(facts["nbytes"])
         for name, entry in manifest["parameters"].items():
             names = [self._text(each) for each in self._list(entry["names"])]
-            self.parameters[name] = Parameter(self._shape(entry["shape"]), TORCH_DTYPES[entry["dtype"]], names)
+            shape, dtype = self._shape(entry["shape"]), TORCH_DTYPES[entry["dtype"]]
+            self.parameters[name] = Parameter(shape, dtype, names, self._strips(shape, entry.get("strips")))
         self._check_fragments()
         self._check_values()
         for name, state, value in self._list(manifest["values"]):
@@ -198,6 +207,15 @@ class Saved:
             raise self.damage(f"a shape of at most {DIMENSIONS} sizes", f"{len(value)} sizes")
         return tuple(self._count(size) for size in value)
 
+    def _strips(self, shape: tuple[int, ...], value: Any) -> Strips:
+        if value is None:
+            return ONE_STRIP
+        found = Strips(*(self._count(each) for each in self._list(value)))
+        fitting = [cut for cut, size in enumerate(shape) if found.parts and not size % found.parts]
+        if not any(Strips.of(shape, cut, found.parts) == found for cut in fitting):
+            raise self.damage(f"strips of a tensor of shape {shape}", value)
+        return found
+
     def _key(self, name: Any, state: Any) -> tuple[str, str]:
         if name not in self.parameters:
             raise self.damage("states of the parameters it lists", repr(name)[:100])
@@ -211,9 +229,12 @@ class Saved:
 
     # --- reading, every byte from a block whose digest is right -----------------------------------------------------
 
-    def want(self, key: tuple[str, str], start: int, stop: int) -> None:
-        """Have the reader check, with all else that is wanted, elements [start, stop) of a parameter's state."""
-        for part, low, high in self._parts(key, start, stop):
+    def want(self, key: tuple[str, str], start: int, stop: int, strips: Strips = ONE_STRIP) -> None:
+        """Have the reader check, with all else that is wanted, elements [start, stop) of a parameter's state.
+
+        strips: as which they are counted, here and below.
+        """
+        for part, low, high, _ in self._parts(key, start, stop, strips):
             offset = part.offset + (low - part.start) * part.dtype.itemsize
             self.reader.want(part.file, offset, (high - low) * part.dtype.itemsize)
 
@@ -223,13 +244,15 @@ class Saved:
         self.fill(key, start, out)
         return out
 
-    def fill(self, key: tuple[str, str], start: int, out: Tensor, *, later: bool = False) -> None:
+    def fill(
+        self, key: tuple[str, str], start: int, out: Tensor, strips: Strips = ONE_STRIP, *, later: bool = False
+    ) -> None:
         """Elements from `start` on of a parameter's state into `out`, 1-D, put together from whatever holds them.
 
         later: not before the reader's `finish`, where no dtype or device is changed on the way.
         """
-        for part, low, high in self._parts(key, start, start + out.numel()):
-            place = out.detach()[low - start : high - start]
+        for part, low, high, at in self._parts(key, start, start + out.numel(), strips):
+            place = out.detach()[at : at + high - low]
             offset = part.offset + (low - part.start) * part.dtype.itemsize
             if place.device.type == "cpu" and place.dtype == part.dtype and place.is_contiguous():
                 self.reader.read(part.file, offset, raw(place), later=later)
@@ -240,11 +263,28 @@ class Saved:
                 piece.copy_(scratch[: piece.numel()])
                 offset += piece.numel() * part.dtype.itemsize
 
-    def _parts(self, key: tuple[str, str], start: int, stop: int) -> Iterator[tuple[Stored, int, int]]:
-        for part in self.cut.get(key, []):
-            low, high = max(part.start, start), min(part.stop, stop)
-            if low < high:
-                yield part, low, high
+    def _parts(
+        self, key: tuple[str, str], start: int, stop: int, strips: Strips
+    ) -> Iterator[tuple[Stored, int, int, int]]:
+        """(what is stored, elements [low, high) of it that are wanted, where among those they come)."""
+        parts, at = self.cut.get(key, []), 0
+        ends = [part.stop for part in parts]
+        for first, last in self.runs(key[0], start, stop, strips):
+            for part in parts[bisect_right(ends, first) :]:
+                low, high = max(part.start, first), min(part.stop, last)
+                if low >= high:
+                    break
+                yield part, low, high, at + low - first
+            at += last - first
+
+    def runs(self, name: str, start: int, stop: int, strips: Strips) -> Iterator[tuple[int, int]]:
+        """Elements [start, stop) of a parameter as they are counted here."""
+        mine = self.parameters[name].strips
+        if mine == strips:
+            yield start, stop
+        else:
+            for low, high in strips.rows_of(start, stop):
+                yield from mine.parts_of(low, high)
 
     def read(self, stored: Stored) -> Tensor:
         """A tensor that was saved whole."""

@@ -6,7 +6,8 @@
     states                  0            resumes an optimizer, or as above
 
 Of what is sharded every replica of the model has a copy (`Comm.replicas`): the ranks of one position hold it. Rows of
-parameters along an axis (`Layout.along`) are held by the ranks of that axis, and not by others.
+parameters along an axis (`Layout.along`) are held by the ranks of that axis, and not by others. Beside tensor
+parallelism what is not cut has a copy for each rank of the tensor axis, and what is cut is held as such rows are.
 
 One meeting compares a digest of all of it. Where these differ, digests of each tensor say which, and the first rank
 that holds that sends it.
@@ -84,9 +85,9 @@ def _kind(label: str) -> str:
 
 def _all_holders(kind: str, group: Group) -> list[list[int]]:
     """The ranks that hold the same, by the number of what they hold."""
-    ranks, size = range(group.ranks), group.team.size
+    ranks, seat = range(group.ranks), group.team.seat
     if kind == "shard":
-        return [[*ranks[at::size]] for at in range(size)]
+        return [[rank for rank in ranks if seat.position_of(rank) == at] for at in range(seat.size)]
     return [[*team] for team in group.along.seat.teams(group.ranks)] if kind == "part" else [[*ranks]]
 
 
@@ -100,7 +101,9 @@ def _items(
 ) -> Iterator[tuple[str, Tensor | Part | Any]]:
     """(what, its content), bucket by bucket or parameter by parameter: of what other ranks hold too."""
     seat, rows = running.group.team.seat, running.group.along.seat
-    shared = {Degree.RANK, Degree.TEAM} if seat.replicas > 1 else {Degree.RANK}
+
+    def shared(buffer: Buffer, degree: Degree) -> bool:
+        return degree is Degree.RANK or (degree is Degree.TEAM and buffer.team.seat.replicas > 1)
 
     def held(buffer: Buffer, degree: Degree) -> str:
         if degree is Degree.TEAM:
@@ -111,7 +114,7 @@ def _items(
         flats = [("", buffer.parameters)] * (buffer.parameters is not buffer.master)
         flats += [] if buffer.master is None else [("master of ", buffer.master)]
         for what, flat in flats:
-            if flat.degree in shared:
+            if shared(buffer, flat.degree):
                 parts = [(f"bucket {buffer.bucket.index}", flat.first, flat.last)]
                 if by_tensor:
                     slots = [(slot, slot.within(flat.first, flat.last)) for slot in buffer.bucket.slots]
@@ -120,7 +123,7 @@ def _items(
                     ]
                 for name, start, stop in parts:
                     yield held(buffer, flat.degree) + what + name, flat.part(start, stop)
-    chosen = {buffer.bucket.index for buffer in buffers if buffer.place.optimizer in shared}
+    chosen = {buffer.bucket.index for buffer in buffers if shared(buffer, buffer.place.optimizer)}
     for binding in running.bindings:
         for fragment in binding.fragments:
             if fragment.buffer.bucket.index in chosen:

@@ -38,7 +38,7 @@ from .content import (
     writable,
 )
 from .files import absolute, make_room, publish, remove, write_manifest, write_tensors
-from .manifest import FORMAT, VERSION, check_loads, orders, plain, siblings
+from .manifest import FORMAT, UNCUT, VERSION, check_loads, orders, plain, siblings
 from .staging import discard, owner, place_beside, release_signals, temporary
 
 SNAPSHOT = "snapshot"  # in the ledger: what a save behind the training holds
@@ -210,9 +210,10 @@ def _copy(tensor: Tensor | Part) -> Tensor:
 
 
 def _head(running: ModelState, extra: Any) -> dict[str, Any]:
+    cut = {record.name: running.strips(record.name) for record in running.records}
     return {
         "format": FORMAT,
-        "version": VERSION,
+        "version": VERSION if any(strips.parts > 1 for strips in cut.values()) else UNCUT,
         "saved": time.time_ns(),
         "ranks": running.group.ranks,
         "stage": running.stage,
@@ -222,6 +223,7 @@ def _head(running: ModelState, extra: Any) -> dict[str, Any]:
         "python": platform.python_version(),
         "parameters": {
             r.name: {"shape": list(running.shape(r)), "dtype": writable(r.name, r.param), "names": r.names}
+            | ({"strips": list(cut[r.name])} if cut[r.name].parts > 1 else {})
             for r in running.records
         },
         "optimizers": [options(running, binding) for binding in running.bindings],

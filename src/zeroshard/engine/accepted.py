@@ -142,6 +142,7 @@ def check_optimizers(
         slots = [places[names[id(param)]] for param in updated(optimizer) if id(param) in names]
         rows = [slot.name for bucket, slot in slots if bucket.along and parts > 1]
         cut = [slot.name for bucket, slot in slots if bucket.cuts(slot) and not replicated]
+        check_parts(optimizer, [slot.name for _, slot in slots if slot.cut is not None])
         check_optimizer(optimizer, partition, rows, cut, replicated=replicated)
         check_options(optimizer, number)
     known = set(names) | {id(param) for param in model.parameters()}
@@ -188,6 +189,20 @@ def check_option(where: str, value: Any) -> None:
             expected="a finite number, text, True, False, None, a tensor of one number, or lists and dicts of these",
             got=f"{type(value).__name__} {value!r:.60}",
             instead="keep it in an attribute of the optimizer, which is not saved",
+        )
+
+
+def check_parts(optimizer: Any, parted: list[str]) -> None:
+    """Refuse, by name, an optimizer that asks for more of a tensor than the part of it that a rank has.
+
+    parted: of what it updates, what tensor parallelism has cut.
+    """
+    if parted and block_of(optimizer) != 1:
+        raise UserError(
+            "this optimizer may not update each element by itself, and of some tensors a rank has a part",
+            where=f"{type(optimizer).__name__}, parameter {parted[0]!r} is cut by tensor parallelism",
+            expected=f"one of {sorted(ELEMENTWISE)}, or an attribute elementwise = True on the class",
+            instead="an elementwise optimizer, as AdamW",
         )
 
 

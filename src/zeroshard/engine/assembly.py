@@ -35,6 +35,7 @@ from .preflight import (
     check_trained,
     describe,
 )
+from .tensor_parallel import TensorParallel, check_tensors, stand_in
 from .undo import Before
 from .unit import (
     Initialiser,
@@ -60,6 +61,7 @@ class Assembly:
     precision: Precision
     offload: Offload
     group: Group
+    mesh: Any = None  # over whose axis tensor parallelism has cut parameters
     managed: list[Managed] = field(init=False)
     partition: Partition = field(init=False)
     seed: int = field(init=False)  # of all random numbers, agreed on
@@ -68,6 +70,7 @@ class Assembly:
     tiers: dict[str, Tier] = field(default_factory=dict)
     buffers: list[Buffer] = field(default_factory=list)
     saved: SavedTensors = field(default_factory=SavedTensors)
+    tensors: TensorParallel = field(default_factory=TensorParallel)
     told: bool = False  # have all ranks been told of what is raised now?
 
     def __post_init__(self) -> None:
@@ -81,6 +84,9 @@ class Assembly:
         named: list[tuple[str, nn.Module]] = []
         try:
             check_model(self.model)
+            check_tensors(self.model, self.mesh, layout, comm)
+            if self.mesh is not None:
+                self.tensors = stand_in(self.model, optimizers, self.mesh, comm.group.mesh_dim_names[0])
             named = find_units(self.model, layout)
             self.managed = managed_parameters(self.model, named, layout)
             check_parameters(self.managed)
@@ -113,12 +119,14 @@ class Assembly:
         for r in self.managed:
             kept = self.precision.keeps(r.names)
             dtype = self.precision.of(kept=kept).param(r.param.dtype)
-            axis = layout.axis * (r.name in along)
+            cut = self.tensors.cuts.get(id(r.param))
+            axis = layout.axis * (r.name in along) if cut is None else self.tensors.axis
             shape, trainable = tuple(r.param.shape), r.param.requires_grad
             if trainable:
                 check_trained(r.name, dtype)
             together = block.get(r.name, 1)
-            specs.append(Spec(r.name, shape, str(dtype), dtype.itemsize, r.unit, trainable, axis, kept, together))
+            kind = shape, str(dtype), dtype.itemsize
+            specs.append(Spec(r.name, *kind, r.unit, trainable, axis, kept, together, cut))
         return specs
 
     def reserve(self) -> None:

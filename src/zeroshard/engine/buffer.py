@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..errors import StateError, TierError
 from ..events import DEVICE, ends
-from ..layout import Bucket, Slot, slot_at
+from ..layout import Bucket, Slot, Strips, slot_at
 from ..numerics import Precision
 from ..ranks.agreement import Group
 from ..ranks.transport import Work
@@ -224,12 +224,22 @@ class Buffer:
         return self.bucket.shard(self.team.position)
 
     def offset(self, slot: Slot) -> int:
-        """Where a slot begins in the whole of its tensor, of which other teams may hold other rows; in elements."""
+        """Where a slot begins in the whole of its tensor, of which other teams may hold other parts; in elements,
+        counted part by part."""
         return self.team.seat.part * slot.numel
 
     def whole_shape(self, slot: Slot) -> tuple[int, ...]:
         """The shape of that."""
-        return self.team.seat.whole(slot.shape)
+        return self.team.seat.whole(slot.shape, slot.cut or 0)
+
+    def strips(self, slot: Slot) -> Strips:
+        """How the parts lie in that."""
+        return Strips.of(self.whole_shape(slot), slot.cut or 0, self.team.seat.parts)
+
+    def element(self, slot: Slot, at: int) -> int:
+        """Which element of that is element `at` of a slot, counted row by row."""
+        first = self.offset(slot) + at
+        return next(self.strips(slot).rows_of(first, first + 1)).start
 
     @property
     def rests(self) -> tuple[int, int]:

@@ -57,7 +57,7 @@ class Gradients:
 
     def add(self, buffer: Buffer) -> Accumulator:
         """Enter a bucket whose parameters receive gradients."""
-        accumulator, slots = Accumulator(buffer, self.group.ranks), buffer.bucket.slots
+        accumulator, slots = Accumulator(buffer, self.group.sources), buffer.bucket.slots
         for index, (param, slot) in enumerate(zip(buffer.params, slots, strict=True)):
             accumulator.entries.append(Entry(len(self.entries) + index, param, accumulator, index, slot))
         self.entries += accumulator.entries
@@ -202,10 +202,10 @@ class Gradients:
         device = self.entries[0].param.device
         bins = empty_bins(len(self.entries), device, sums_in(order))
         maxima = torch.zeros(len(self.entries), dtype=torch.int32, device=device)
-        for accumulator in self._filled() if self.group.team.seat.replica == 0 else ():  # each element once
+        for accumulator in self._filled():
             with self.reporting(), accumulator.sum.here(changed=False):
                 blocks = accumulator.blocks()
-                sums = block_sums(accumulator.sum.own, blocks, 1 if accumulator.averaged else self.group.ranks, order)
+                sums = block_sums(accumulator.sum.own, blocks, 1 if accumulator.averaged else self.group.sources, order)
                 owner, sums = blocks.owner.to(device), sums.to(device)
                 if order == math.inf:
                     add_to_maxima(maxima, owner, sums)
@@ -231,8 +231,8 @@ class Gradients:
             self.group.report(error)
 
     def _filled(self) -> Iterator[Accumulator]:
-        """Those that hold a sum of which this rank has a part, the next one under way to memory."""
-        having = [each for each in self.accumulators if each.filled]
+        """Those that hold a sum of which this rank has a part, on the first replica, the next on its way to memory."""
+        having = [each for each in self.accumulators if each.filled and not each.buffer.team.seat.replica]
         found = [each for each in having if each.bucket.shard_numel(each.buffer.team.position)]
         for accumulator, after in zip(found, [*found[1:], None], strict=False):
             with self.reporting():
@@ -255,7 +255,7 @@ class Gradients:
             self.agree()
         found = whole[slot.start : slot.stop].view(slot.shape).clone()
         if not accumulator.averaged:
-            average_(found, self.group.ranks)
+            average_(found, self.group.sources)
         return found
 
     def unscale(self, grads: Sequence[ShardedGrad], found_inf: Tensor, inv_scale: Tensor) -> None:

@@ -257,6 +257,17 @@ class SavedWeight(NamedTuple):
             return torch._neg_view(view) if self.neg else view
 
 
+class SavedPart(NamedTuple):
+    """Instead of a `DTensor` (`tensor_parallel.py`): a note of its local tensor, and what makes one of it again."""
+
+    note: Saved
+    made: Callable[..., Tensor]
+    spec: Any
+
+    def restore(self) -> Tensor:
+        return self.made(self.note.restore(), self.spec, requires_grad=False)
+
+
 class SavedItself(NamedTuple):
     """A tensor that is not ours and that no other pair of hooks wants: kept, with the version it had."""
 
@@ -283,7 +294,10 @@ class OuterHooks(NamedTuple):
         return self.unpack(self.packed)
 
 
-def _unpack(note: SavedWeight | SavedItself | OuterHooks) -> Tensor:
+Saved = SavedWeight | SavedPart | SavedItself | OuterHooks
+
+
+def _unpack(note: Saved) -> Tensor:
     return note.restore()
 
 
@@ -336,8 +350,12 @@ class SavedTensors:
         for source in self._sources.values():
             source.unnoted = True
 
-    def _pack(self, below: Any, tensor: Tensor) -> SavedWeight | SavedItself | OuterHooks:
-        if tensor.layout is torch.strided:
+    def _pack(self, below: Any, tensor: Tensor) -> Saved:
+        if isinstance(local := getattr(tensor, "_local_tensor", None), Tensor) and hasattr(tensor, "_spec"):
+            source = self._sources.get(local.untyped_storage()._cdata)
+            if source is not None:
+                return SavedPart(self._pack(below, local), type(tensor), tensor._spec)
+        elif tensor.layout is torch.strided:
             source = self._sources.get(tensor.untyped_storage()._cdata)
             if source is not None:
                 offset = tensor.storage_offset()

@@ -24,22 +24,13 @@ from .unit import Managed
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse what would reduce the gradients a second time, and parameters that are cut already."""
+    """Refuse what would reduce the gradients a second time."""
     for name, module in model.named_modules():
         where = f"module {name!r}" if name else "the model itself"
         if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
             refuse_wrapper(type(module).__name__, where)
         if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):  # importing it takes a second
             refuse_wrapper("fully_shard", where)
-    for name, param in model.named_parameters():
-        if hasattr(param, "device_mesh"):
-            raise UserError(
-                "a parameter is a DTensor, cut by parallelize_module or distribute_tensor already",
-                where=f"parameter {name!r}",
-                expected="a plain tensor: zeroshard works beside no tensor parallelism yet",
-                got=f"{param.placements} on {param.device_mesh}",  # type: ignore[attr-defined]
-                instead="shard(model, ...) of the plain model",
-            )
 
 
 def refuse_wrapper(kind: str, where: str) -> NoReturn:

@@ -227,7 +227,7 @@ class Reduction:
         """Where the sum of one bucket goes when this rank has added its part."""
         bucket, buffer = accumulator.bucket, accumulator.buffer
         team = buffer.team
-        if team.seat.replicas == 1:
+        if team.seat.summed == 1:
             return team.relay(bucket, None, None)
         own = bucket.shard_numel(team.position)
         running = self.scratch.take(own, running_dtype(buffer.grad_dtype))
@@ -262,7 +262,7 @@ class Reduction:
         sent.relay.came.wait()
         accumulator, relay, receive = sent.accumulator, sent.relay, sent.receive
         # Where nothing is lost by it the sum is divided as it lands, which saves a step a pass of its own.
-        early = divides_exactly(accumulator.buffer.grad_dtype, receive.dtype, self.group.ranks)
+        early = divides_exactly(accumulator.buffer.grad_dtype, receive.dtype, self.group.sources)
         if relay.first and not (early and accumulator.averaged):
             accumulator.undo_average()
         if accumulator.bucket.shard_numel(accumulator.buffer.team.position):
@@ -288,9 +288,9 @@ class Reduction:
         into = relay.running if not relay.last else relay.average
         total = accumulator.own if into is None or (relay.last and accumulator.aside is not None) else into
         start = relay.running if not relay.first else accumulator.own.to(total.device) if accumulator.filled else None
-        times = self.group.ranks if relay.first and accumulator.averaged else 1
+        times = self.group.sources if relay.first and accumulator.averaged else 1
         pieces = [piece.to(total.device) for piece in self._pieces(sent.pending, sent.receive)]
-        fold(total, pieces, start=start, times=times, over=self.group.ranks if relay.last and early else 1)
+        fold(total, pieces, start=start, times=times, over=self.group.sources if relay.last and early else 1)
         self.finite.look_at_gradient(accumulator, pieces, total)
         if total is accumulator.aside:
             accumulator.sum.own.copy_(total)

@@ -165,7 +165,7 @@ class ShardedGrad(Tensor):
         with self._current.accumulator.sum.here(changed=False):
             local = self._entry.accumulator.fragment(self._entry.position).clone()
         if not self._entry.accumulator.averaged:
-            average_(local, self._book.group.ranks)
+            average_(local, self._book.group.sources)
         return ReadOnly.of(local, self._entry.slot.name)
 
     def editable(self) -> Tensor:

@@ -103,8 +103,13 @@ class Before:
 
     def replaced(self, param: nn.Parameter) -> None:
         """A parameter lies elsewhere now. If that has the same bits, the old data need not be held."""
-        leaf = self._leaves[id(param)]
-        if leaf.data is not None and leaf.dtype == param.dtype and same_bits(leaf.data, param.data):
+        leaf = self._leaves.get(id(param))  # none of one that stands in for a DTensor
+        if (
+            leaf is not None
+            and leaf.data is not None
+            and leaf.dtype == param.dtype
+            and same_bits(leaf.data, param.data)
+        ):
             leaf.data = None
 
     @torch.no_grad()

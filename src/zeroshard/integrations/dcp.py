@@ -122,6 +122,11 @@ def state_dict(running: ModelState) -> dict[str, Any]:
             "torch.distributed.checkpoint wants all states in memory, and some rest in files",
             expected='no state in "nvme"', instead="zero.save(folder), which reads them bucket by bucket",
         )  # fmt: skip
+    if cut := [slot.name for buffer in running.buffers for slot in buffer.bucket.slots if slot.cut]:
+        raise UserError(
+            "state_dict() knows parts of a tensor that are some of its rows, and tensor parallelism cut one otherwise",
+            where=f"parameter {cut[0]!r}", instead="zero.save(folder), zero.load(folder)",
+        )  # fmt: skip
     _warn()
     model: dict[str, Any] = {}
     for record in running.records:

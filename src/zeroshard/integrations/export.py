@@ -32,6 +32,7 @@ from ..checkpoint.staging import clean, discard, owner, place_beside, temporary
 from ..digests import raw
 from ..engine.buffer import Buffer
 from ..errors import CheckpointError, Error, PeerError, UserError
+from ..layout import ONE_STRIP, Strips
 from ..ranks.agreement import Group
 
 INDEX, CONFIG = "model.safetensors.index.json", "config.json"
@@ -242,8 +243,9 @@ def export_saved(saved: Saved, target: Path, wanted: Wanted) -> list[tuple[str, 
         try:
             for name, part in sorted(parts, key=lambda each: (each[1].file, each[1].offset)):
                 own = saved.parameters[name].dtype if name in saved.parameters else part.dtype
+                strips = saved.parameters[name].strips if name in saved.parameters else ONE_STRIP
                 for start, values in saved.blocks(part):
-                    weights.write(name, start, wanted.cast(name, values, own))
+                    _write_strips(weights, name, start, wanted.cast(name, values, own), strips)
         finally:
             weights.close()
         folder.publish()
@@ -252,6 +254,14 @@ def export_saved(saved: Saved, target: Path, wanted: Wanted) -> list[tuple[str, 
     finally:
         folder.drop()
     return [(file, os.path.getsize(folder.target / file)) for file in weights.files]
+
+
+def _write_strips(weights: Weights, name: str, start: int, values: Tensor, strips: Strips) -> None:
+    """Values of elements from `start` on, counted as strips."""
+    at = 0
+    for low, high in strips.rows_of(start, start + values.numel()):
+        weights.write(name, low, values[at : at + high - low])
+        at += high - low
 
 
 # --- from a running model -------------------------------------------------------------------------------------------
@@ -280,7 +290,8 @@ def export(running: ModelState, path: str | os.PathLike[str], wanted: Wanted) ->
                     with _noting(problems):
                         if weights is not None and not problems:
                             for slot in buffer.bucket.slots:
-                                weights.write(slot.name, part * slot.numel, flat[slot.start : slot.stop].cpu())
+                                values = flat[slot.start : slot.stop].cpu()
+                                _write_strips(weights, slot.name, part * slot.numel, values, buffer.strips(slot))
         with _noting(problems):
             if weights is not None and not problems:
                 for name, tensor in whole.items():

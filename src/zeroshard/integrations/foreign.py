@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..checkpoint.content import _option
 from ..checkpoint.files import DTYPES, absolute, make_room, publish, write_manifest, write_tensors
-from ..checkpoint.manifest import FORMAT, VALUE, VERSION, check_loads, orders, plain, state_name
+from ..checkpoint.manifest import FORMAT, UNCUT, VALUE, check_loads, orders, plain, state_name
 from ..checkpoint.staging import discard, owner, place_beside, temporary
 from ..errors import CheckpointError, UserError, nearest
 
@@ -238,7 +238,7 @@ def _head(found: Found, kind: str | None) -> dict[str, Any]:
         {"parameters": names, "options": _options(kind, options, found)} for names, options in found.groups if kind
     ]
     return {
-        "format": FORMAT, "version": VERSION, "saved": time.time_ns(), "ranks": 0, "stage": found.stage, "seed": 0,
+        "format": FORMAT, "version": UNCUT, "saved": time.time_ns(), "ranks": 0, "stage": found.stage, "seed": 0,
         "torch": torch.__version__, "threads": torch.get_num_threads(), "python": platform.python_version(),
         "parameters": {
             name: {

@@ -21,13 +21,14 @@ from ..checkpoint.content import persistent
 from ..checkpoint.files import MANIFEST, absolute
 from ..checkpoint.loading import put, renew, resting
 from ..checkpoint.manifest import Saved
+from ..engine.tensor_parallel import mesh_of
 from ..engine.unit import Initialiser
 from ..errors import CheckpointError, Error, UserError
 from ..events import Ledger
 from ..layout import Layout
 from ..numerics import Precision
 from ..ranks.comm import Comm
-from ..ranks.process_group import connect
+from ..ranks.mesh import connect
 from ..tiers.tier import Offload
 from .boxes import boxes
 
@@ -68,7 +69,7 @@ def load(
             instead="zero = shard(...), then zero.load(checkpoint); or make the model with its rows of the weights",
         )
     # Before anything is built, all ranks hear whether each of them can: one that raised alone would keep them waiting.
-    group = connect(comm or Comm(), Ledger(), torch.device("cpu"))
+    group = connect(comm or Comm(), Ledger(), torch.device("cpu"), tensor=mesh_of(model, comm or Comm()))
     problem, tensors = None, {}
     try:
         tensors = _shapes(path)
@@ -174,9 +175,9 @@ def _all_names(model: nn.Module) -> dict[int, tuple[list[str], Tensor]]:
     return found
 
 
-def _place(names: Sequence[str], tensor: Tensor, tensors: dict[str, tuple[int, ...]]) -> str | None:
+def _place(names: Sequence[str], shape: tuple[int, ...], tensors: dict[str, tuple[int, ...]]) -> str | None:
     """Under which of its names a tensor is in the folder."""
-    return next((name for name in names if tensors.get(name) == tuple(tensor.shape)), None)
+    return next((name for name in names if tensors.get(name) == tuple(shape)), None)
 
 
 def _differences(model: nn.Module, tensors: dict[str, tuple[int, ...]]) -> list[str]:
@@ -186,14 +187,14 @@ def _differences(model: nn.Module, tensors: dict[str, tuple[int, ...]]) -> list[
         there = [name for name in names if name in tensors]
         if not there:
             found.append(f"{names[0]!r} is not in the folder")
-        elif _place(names, tensor, tensors) is None:
+        elif _place(names, tensor.shape, tensors) is None:
             found.append(f"{there[0]!r} has shape {tuple(tensor.shape)}, in the folder {tensors[there[0]]}")
     return found + [f"{name!r} of the folder is not in the model" for name in tensors if name not in known]
 
 
 def _unfilled(model: nn.Module, tensors: dict[str, tuple[int, ...]]) -> set[int]:
     """Modules on meta that hold something which the folder does not."""
-    filled = {key for key, (names, tensor) in _all_names(model).items() if _place(names, tensor, tensors)}
+    filled = {key for key, (names, tensor) in _all_names(model).items() if _place(names, tensor.shape, tensors)}
     return {
         id(module)
         for module in model.modules()
@@ -227,11 +228,14 @@ def _fill(model: nn.Module, tensors: dict[str, tuple[int, ...]], init: Initialis
 def _read(zero: Zero, weights: Weights, tensors: dict[str, tuple[int, ...]]) -> None:
     running = zero._engine.model_state()
     for record in running.records:
-        name = _place(record.names, record.param, tensors)
+        name = _place(record.names, running.shape(record), tensors)
         if name is not None:
             start, stop = resting(running, record.name)
-            value = weights.interval(name, start, stop)
             buffer, slot = running.places[record.name]
+            at = buffer.offset(slot)
+            runs = buffer.strips(slot).rows_of(at + start, at + stop)
+            values = [weights.interval(name, low, high) for low, high in runs]
+            value = torch.cat(values) if len(values) > 1 else [*values, weights.interval(name, 0, 0)][0]
             updated = slot.within(*buffer.updated)
             put(running, record.name, value, value[updated.start - start : updated.stop - start])
     for name, tensor in persistent(running.model):

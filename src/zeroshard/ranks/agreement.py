@@ -151,6 +151,7 @@ class Group:
         self.process = os.getpid()
         self.rank = rank
         self.ranks = ranks
+        self.sources = team.seat.sources  # how many ranks' gradients are added up
         self.progress = Progress()
         self.failed: Error | None = None  # what the other ranks are to hear at the next agreement
         self.news = False  # were fragments written to here? The others hear of it at the next meeting

@@ -18,6 +18,7 @@ class Comm:
     group: the process group to shard over (None: all ranks; one process alone needs none). A `DeviceMesh` of one axis
         is taken as its group; of two the first replicates and the second shards, as with FSDP2. With
         `Layout(along=...)` it has any axes, with names: all of its ranks shard, and some parameters along one of them.
+        Where tensor parallelism has cut parameters over another axis of a mesh, `mesh["dp"]`: all shard along that.
     timeout: seconds after which a silent peer is an error (None: the process group's own, which is 30
         minutes by default; a dead one is an error at once in any case).
     reduce: "ordered" sums gradients in rank order (same bits at every stage and bucket size); "native" uses the

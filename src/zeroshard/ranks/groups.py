@@ -157,7 +157,7 @@ def _pairs(sits: Seat) -> list[list[int]]:
     torch names a group by how many a process has, so all ranks make as many: one that has no pair in a turn, alone.
     """
     found = []
-    for first in range(min(sits.replicas - 1, 2)):
+    for first in range(0 if sits.mirrored else min(sits.replicas - 1, 2)):
         at = sits.replica - (sits.replica - first) % 2
         found.append([at, at + 1] if 0 <= at < sits.replicas - 1 else [sits.replica])
     return found
@@ -185,7 +185,7 @@ def _wanted(rank: int, ranks: int, sits: Seat, along: Seat | None, backend: str)
     if sits.replicas > 1:
         copies = everyone[sits.position :: sits.size]
         found += [Wanted("pair", backend, [copies[at] for at in pair]) for pair in _pairs(sits)]
-        found += [Wanted("copies", backend, copies), Wanted("broadcast", backend, everyone)]
+        found += [Wanted("copies", backend, copies)] * (not sits.mirrored) + [Wanted("broadcast", backend, everyone)]
     if along:
         others = [*along.members(rank)]
         found += [Wanted("gather along", backend, others), Wanted("reduce along", backend, others)]
@@ -223,7 +223,7 @@ class Groups:
         self.loss: str | None = None  # why a collective did not complete
         self.seen = ""  # what the other ranks said then
         about = weakref.WeakMethod(self._about)
-        alike = f"has replicas={sits.replicas}"
+        alike = f"has replicas={sits.summed}"
         alike += f" and {along.parts} teams of {along.size} along an axis" if along else ""
         needed = sum(len(each.members) + 3 for each in wanted)
         try:
@@ -310,7 +310,7 @@ _made: weakref.WeakKeyDictionary[Any, dict[Any, Groups]] = weakref.WeakKeyDictio
 
 
 def groups_of(parent: Any, timeout: float | None, sits: Seat, along: Seat | None = None) -> Groups:
-    made, key = _made.setdefault(parent, {}), (timeout, sits.replicas, along)
+    made, key = _made.setdefault(parent, {}), (timeout, sits, along)
     if key not in made or made[key].loss is not None:
         made[key] = Groups(parent, timeout, sits, along)
     return made[key]

@@ -14,7 +14,6 @@ import copy
 import functools
 import json
 import logging
-import os
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
@@ -26,15 +25,12 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
-from ..errors import PeerError, UserError
+from ..errors import PeerError
 from ..events import Ledger, ends
 from ..layout import Bucket
-from ..stage import Seat, seat, seat_along
-from .agreement import LOADING, TELLING, Group, Progress
+from ..stage import Seat
+from .agreement import LOADING, TELLING, Group
 from .calls import Call
-from .comm import Comm, Simulated
-from .groups import groups_of, start
-from .launcher import ranks_to_join
 from .link import Link, all_gather, all_reduce, dtype_name
 from .streams import Stream, prune
 from .transport import Team
@@ -56,7 +52,7 @@ class ProcessTeam(Team):
         self._gathers, self._reductions = streams
         everyone = dist.get_process_group_ranks(link.groups.parent)
         self._global = [everyone[rank] for rank in sits.members(link.rank)]  # the team's
-        self._copies = everyone[self.position :: self.size]  # those at this position of each replica
+        self._copies = everyone[self.position :: self.size]  # those at this position of each replica that is summed
 
     def _gather(self, full: Tensor, bucket: Bucket, state: str) -> list[Any]:
         if self.size == 1:
@@ -323,103 +319,3 @@ class ProcessGroup(Group):
         other._link._weak = weakref.ref(other._link)  # which says what the save waits for
         other._link.progress = other.progress = copy.copy(self.progress)
         return other
-
-
-def connect(settings: Comm, ledger: Ledger, device: torch.device, axis: str = "") -> Group:
-    """This rank's end of the group that `settings` names, starting `torch.distributed` where nobody has.
-
-    axis: of its mesh, that some parameters are sharded along; all ranks shard the others then.
-    Under a launcher (`RANK` and `WORLD_SIZE` set) the default process group is made here and ended at exit.
-    """
-    parent = settings.group
-    if isinstance(parent, Simulated):
-        sits = seat(parent.rank, parent.ranks, settings.replicas or 1)
-        other = Team(ledger, device, seat_along(parent.rank, _axes(parent, settings), axis)) if axis else None
-        return Group(Team(ledger, device, sits), parent.rank, parent.ranks, other)
-    replicas, axes = settings.replicas or 1, _axes(parent, settings) if axis else {}
-    if hasattr(parent, "get_group") and hasattr(parent, "ndim"):
-        replicas = 1 if axis else _replicas_of(parent, settings)
-        _check_ascending(parent)
-        parent = parent.get_group() if parent.ndim == 1 else _everyone_of(parent)
-    if parent is None:
-        if not (dist.is_available() and dist.is_initialized()):
-            if ranks_to_join(os.environ) == 1:
-                return Group(Team(ledger, device, seat(0, 1, replicas)))
-            start(settings, device)
-        parent = dist.group.WORLD
-    if parent != dist.GroupMember.NON_GROUP_MEMBER and not isinstance(parent, dist.ProcessGroup):
-        raise UserError(
-            "Comm.group is not a process group",
-            expected="a torch.distributed process group, or a DeviceMesh of one axis or two",
-            got=repr(parent),
-            instead="Comm(group=torch.distributed.new_group([...]))",
-        )
-    if parent == dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(parent) < 0:
-        raise UserError(
-            "this rank is not a member of the process group",
-            where=f"rank {dist.get_rank()}",
-            instead="call shard(...) on members of the group only",
-        )
-    sits = seat(dist.get_rank(parent), dist.get_world_size(parent), replicas)
-    along = seat_along(dist.get_rank(parent), axes, axis) if axis else None
-    if dist.get_world_size(parent) == 1:
-        return Group(Team(ledger, device))
-    link = Link(groups_of(parent, settings.timeout, sits, along), ledger, Progress())
-    groups = link.groups
-    team = ProcessTeam(ledger, device, link, sits, (groups.gathers, groups.reductions))
-    return ProcessGroup(team, link, None if along is None else ProcessTeam(ledger, device, link, along, groups.along))
-
-
-def _axes(mesh: Any, settings: Comm) -> dict[str, int]:
-    """Of a mesh, or of what stands for one, that parameters are sharded along an axis of."""
-    named = isinstance(mesh, Simulated) and mesh.axes
-    if not named and not getattr(mesh, "mesh_dim_names", None):
-        raise UserError(
-            "Layout.along names an axis of a mesh, and Comm.group is no mesh whose axes have names",
-            got=repr(mesh),
-            instead='Comm(group=init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep")))',
-        )
-    if settings.replicas not in (None, 1):
-        raise UserError(
-            "Layout.along beside several replicas is not supported",
-            got=f"replicas={settings.replicas}",
-            instead="Layout(along=...) alone: all ranks shard the other parameters then",
-        )
-    return dict(mesh.axes) if named else dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
-
-
-def _replicas_of(mesh: Any, settings: Comm) -> int:
-    """Of a `DeviceMesh`: its first axis replicates and its second shards, as with FSDP2; one of one axis shards."""
-    if mesh.ndim > 2:
-        raise UserError(
-            "a DeviceMesh of more than two axes cannot be sharded over",
-            expected="one axis, which shards, or two, of which the first replicates",
-            got=f"{mesh.ndim} axes {mesh.mesh_dim_names}",
-            instead='Comm(group=mesh["replicate", "shard"])',
-        )
-    replicas = int(mesh.size(0)) if mesh.ndim == 2 else 1
-    if settings.replicas not in (None, replicas):
-        raise UserError(
-            "Comm.replicas contradicts the DeviceMesh",
-            expected=f"replicas={replicas}, the length of its first axis",
-            got=f"replicas={settings.replicas}",
-            instead="Comm(group=mesh)",
-        )
-    return replicas
-
-
-def _check_ascending(mesh: Any) -> None:
-    ranks = mesh.mesh.flatten().tolist()
-    if ranks != sorted(ranks):
-        raise UserError(
-            "the ranks of a DeviceMesh must ascend, row by row",
-            got=f"{mesh.mesh.tolist()}",
-            instead=f"torch.distributed.device_mesh.init_device_mesh(..., {tuple(mesh.shape)})",
-        )
-
-
-def _everyone_of(mesh: Any) -> Any:
-    """The process group of all ranks of a mesh of several axes."""
-    if mesh.mesh.numel() == dist.get_world_size():
-        return dist.group.WORLD
-    return mesh._flatten().get_group()

@@ -157,6 +157,14 @@ def test_commands_say_what_is_missing_too(tmp_path):
     assert run.stderr.startswith("zeroshard: the environment says RANK=1, but not WORLD_SIZE"), run.stderr
 
 
+def test_ranks_that_torchrun_started_again_are_told_where_they_met_before():
+    again = TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "3"}
+    refused = RuntimeError("Gloo connectFullMesh failed: Connection refused")
+    assert "torchrun itself with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in str(launcher.could_not_meet(again, refused))
+    once = again | {"TORCHELASTIC_MAX_RESTARTS": "0"}
+    assert "SHARE_RDZV" not in str(launcher.could_not_meet(once, refused))
+
+
 # --- ranks that never come ------------------------------------------------------------------------------------------------
 
 

@@ -134,6 +134,11 @@ def could_not_meet(environment: Mapping[str, str], error: Exception) -> UserErro
     instead = "see that rank 0 runs at MASTER_ADDR, that MASTER_PORT can be reached, and GLOO_SOCKET_IFNAME"
     if "too many open files" in said.lower():
         instead = "ulimit -n 65536 before the program starts: every rank holds connections to every other"
+    elif environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and environment["TORCHELASTIC_MAX_RESTARTS"] != "0":
+        instead += (
+            "; and torchrun itself with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: ranks that start again find in its "
+            "store where those before them were"
+        )
     return UserError(
         "the ranks could not meet",
         where=f"rank {rank} of {environment['WORLD_SIZE']}, MASTER_ADDR={host} MASTER_PORT={port}",

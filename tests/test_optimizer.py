@@ -469,7 +469,7 @@ def test_what_cannot_be_cut_is_refused_by_name(world):
         if world > 1:
             for what in ("Unknown", "AdamW"):
                 assert "weight" in found[what, 3]
-                assert "Layout(whole=[...])" in found[what, 3]
+                assert "Layout(whole=[...]), Layout(align={...})" in found[what, 3]
             assert "elementwise = True" in found["Unknown", 3] and "whole = True" in found["Unknown", 3]
         assert "stage=0" in found["LBFGS", 1]
         assert "sparse=False" in found["SparseAdam", 0]

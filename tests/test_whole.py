@@ -244,8 +244,61 @@ def test_a_plan_says_how_even_whole_tensors_are_and_which_replicas_leave_no_rank
     assert zeroshard.plan(shapes=shapes, ranks=2, stage=1).whole is None
     told = zeroshard.plan(shapes=shapes, ranks=2, stage=1, whole="h.0.w,h.1.w").whole
     assert (told.tensors, told.idle, told.work) == (2, 0, 1.0)
-    with pytest.raises(UserError, match="whole= matches no parameter"):
+    with pytest.raises(UserError, match="Layout.whole matches no parameter"):
         zeroshard.plan(shapes=shapes, ranks=2, whole="w")
+
+
+def test_cuts_fall_between_the_blocks_that_a_layout_names(tmp_path):
+    """Multiples of the block, of a tensor in a bucket of such, and of 128; no more padding than the plan says."""
+    shapes = {name: list(p.shape) for name, p in models.build("mlp", sizes=(7, 96, 40, 5)).named_parameters()}
+    (tmp_path / "shapes.json").write_text(json.dumps(shapes))
+    for align, cut in (({"2.weight": 96}, 384), ({"2.*": 40}, 640), ({"*.weight": 1}, 128)):
+        partition = ranks.run(3, blocks_of, Layout(align=align))[0]
+        bucket, slot = partition.find("2.weight")
+        cuts = [each - slot.start for each in bucket.bounds if slot.start < each < slot.stop]
+        assert cuts and all(each % cut == 0 for each in cuts)
+        plan = zeroshard.plan(shapes=tmp_path / "shapes.json", ranks=3, stage=1, align=align, preset="fp32")
+        padding = sum(each.padding for each in partition.buckets)
+        assert any(note == f"padding over all ranks: {padding:,} elements" for note in plan.notes)
+    assert (
+        ranks.run(2, blocks_of, Layout(align={"2.weight": 96, "*.weight": 35, "*.bias": 5}))[0]
+        .find("2.weight")[0]
+        .whole
+    )
+
+
+class Rowwise(torch.optim.Optimizer):
+    """A user's own, of which nothing is known: each row moves by its gradient over that gradient's norm."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    rows = param.grad.reshape(-1, group["row"])
+                    state = self.state[param]
+                    state["seen"] = state.get("seen", torch.zeros_like(param)) + param.grad
+                    param.sub_((rows / (rows.norm(dim=1, keepdim=True) + 1e-6)).view_as(param), alpha=0.05)
+
+
+def row_by_row(engine):
+    model = models.build("mlp", sizes=(7, 96, 40, 5))
+    optimizer = Rowwise([{"params": [p], "row": p.shape[-1]} for p in model.parameters()], {})
+    engine.shard(
+        model, optimizer, layout=Layout(align={"0.weight": 7, "2.weight": 96, "4.weight": 40}, whole=["*.bias"])
+    )
+    engine.train(model, optimizer, range(3))
+    return model
+
+
+def test_an_optimizer_of_rows_equals_plain_torch():
+    """Cut between rows, as `align` says: what is not known of the class, the layout says of its parameters."""
+    check(row_by_row)
+
+
+def blocks_of(layout):
+    model = models.build("mlp", sizes=(7, 96, 40, 5))
+    return zeroshard.shard(model, torch.optim.AdamW(model.parameters()), stage=1, layout=layout).partition
 
 
 # -------------------------------------------------------------------------------------------------------------- errors
@@ -271,6 +324,10 @@ def refused():
     return {
         "pattern": attempt(lambda model: None, whole=["0.wieght"]),
         "added": attempt(of_one, added="0.weight"),
+        "nothing": attempt(lambda model: None, align={"3.weight": 7}),
+        "both": attempt(lambda model: None, align={"*.weight": 7}, whole=["0.*"]),
+        "large": attempt(lambda model: None, align={"*.bias": 37}),
+        "muon": attempt(of_one, align={"2.weight": 37}),
         "added whole": attempt(of_one, added="0.weight", whole=["0.weight"]),
     }
 
@@ -280,8 +337,15 @@ def test_what_is_refused_of_whole_tensors():
         assert "Layout.whole matches no parameter" in found["pattern"] and "0.weight" in found["pattern"]
         assert "cut already" in found["added"] and "'0.weight'" in found["added"] and "Layout(whole=" in found["added"]
         assert found["added whole"] == ""
+        assert "Layout.align matches no parameter" in found["nothing"]
+        assert "never cut, and cut between blocks" in found["both"] and "'0.weight'" in found["both"]
+        assert "a block is larger than the tensor" in found["large"] and "Layout(whole=['4.bias'])" in found["large"]
+        assert "whole tensors" in found["muon"] and "Muon, parameter '2.weight'" in found["muon"]
     with pytest.raises(UserError, match=r"Layout\(whole=\['a'\]\)"):
         Layout(whole="a")
+    for align in ({"a": 0}, {"a": 1.5}, {1: 2}):
+        with pytest.raises(UserError, match=r"Layout\.align takes name patterns"):
+            Layout(align=align)
 
 
 class Rows(nn.Module):

@@ -31,6 +31,7 @@ from .stage import Degree, Seat
 Bounds = Literal["unit", "model", "tensor"]
 Buffers = Literal["broadcast", "always", "local"]
 
+BLOCK = 128  # elements
 WHOLE = 0  # as a number of elements that no cut may part: all of them
 LARGE = 1 << 16  # elements from which a module outside any list of blocks is worth a unit of its own
 
@@ -43,7 +44,8 @@ class Layout:
         model is one flat vector, cut evenly (the ZeRO paper). "tensor": no tensor is ever cut; the flat model is
         cut at the tensor boundary nearest to i*P/N.
     bucket_mib: the most parameter bytes (MiB) one collective moves; a larger single tensor gets a bucket of its own.
-    align: elements per block. 128 keeps fused kernels bit-exact under any cut; 1 cuts anywhere.
+    align: elements per block. 128 keeps fused kernels bit-exact under any cut; 1 cuts anywhere. {name pattern:
+        elements} for parameters with blocks of their own, such as rows; a tensor's last block may be short.
     units: which submodules are gathered together: module names, name patterns ("blocks.*"), module classes or the
         names of these ("LlamaDecoderLayer").
         None finds them: the children of the outermost `ModuleList`s, and of a `Sequential` or `ModuleDict` that has no
@@ -64,7 +66,7 @@ class Layout:
 
     bounds: Bounds = "unit"
     bucket_mib: float = 24.0
-    align: int = 128
+    align: int | Mapping[str, int] = 128
     units: Sequence[str | type] | None = None
     ignore: Sequence[str] = ()
     buffers: Buffers = "broadcast"
@@ -87,13 +89,20 @@ class Layout:
                 got=repr(self.bucket_mib),
                 instead="Layout(bucket_mib=24)",
             )
-        if type(self.align) is not int or self.align < 1 or self.align & (self.align - 1):
+        if type(self.base) is not int or self.base < 1 or self.base & (self.base - 1):
             raise UserError(
                 "Layout.align must be a power of two",
-                expected="1, 2, 4, ...",
+                expected="1, 2, 4, ..., or name patterns and the elements of their blocks",
                 got=repr(self.align),
                 instead="Layout(align=128)",
             )
+        for pattern, block in self.blocks.items():
+            if not isinstance(pattern, str) or type(block) is not int or block < 1:
+                raise UserError(
+                    "Layout.align takes name patterns, and for each the elements of a block",
+                    got=repr(self.align),
+                    instead='Layout(align={"*.weight": 256})',
+                )
         for name in ("units", "ignore", "recompute", "whole"):
             if isinstance(getattr(self, name), (str, type)):
                 raise UserError(
@@ -116,6 +125,16 @@ class Layout:
                 got=f"apart={self.apart!r}, along={self.along!r}",
                 instead='Layout(along={"*.experts.*": "edp"}, apart=True)',
             )
+
+    @property
+    def base(self) -> int:
+        """Elements of a block of every parameter."""
+        return BLOCK if isinstance(self.align, Mapping) else self.align
+
+    @property
+    def blocks(self) -> Mapping[str, int]:
+        """Those of some parameters, by pattern."""
+        return self.align if isinstance(self.align, Mapping) else {}
 
     @property
     def axis(self) -> str:
@@ -334,6 +353,35 @@ def matching(names: Mapping[str, Sequence[str]], patterns: Iterable[str], settin
     return found
 
 
+def together(parameters: Mapping[str, tuple[Sequence[str], int]], layout: Layout) -> dict[str, int]:
+    """Of the parameters that a layout's patterns name: how many elements no cut may part, or `WHOLE`.
+
+    parameters: {name: (all of its names, elements)}. Raises `UserError` for patterns that match nothing, contradict
+    each other, or ask for more than a tensor has.
+    """
+    names = {name: others for name, (others, _) in parameters.items()}
+    found = dict.fromkeys(matching(names, layout.whole, "Layout.whole"), WHOLE)
+    for pattern, block in layout.blocks.items():
+        for name in matching(names, [pattern], "Layout.align"):
+            if found.get(name) == WHOLE:
+                raise UserError(
+                    "a parameter is never cut, and cut between blocks",
+                    where=f"parameter {name!r}",
+                    got=f"Layout(whole={list(layout.whole)}, align={dict(layout.blocks)})",
+                    instead="patterns that leave it out of one of the two",
+                )
+            if block > parameters[name][1]:
+                raise UserError(
+                    "a block is larger than the tensor",
+                    where=f"parameter {name!r}, Layout(align={{{pattern!r}: {block}}})",
+                    expected=f"at most {parameters[name][1]} elements",
+                    got=block,
+                    instead=f"a pattern that leaves it out, or Layout(whole=[{name!r}])",
+                )
+            found[name] = math.lcm(found.get(name, 1), block)
+    return found
+
+
 def partition(specs: Iterable[Spec], layout: Layout, ranks: int, along: int = 1) -> Partition:
     """Lay the parameters out over the `ranks` ranks of a team, in the order given.
 
@@ -344,7 +392,7 @@ def partition(specs: Iterable[Spec], layout: Layout, ranks: int, along: int = 1)
     for other, trainable in itertools.product((False, True), repeat=2):
         alike = [s for s in specs if not _block(s, layout) and (bool(s.along), s.trainable) == (other, trainable)]
         owner |= owners({spec.name: spec.shape for spec in alike}, along if other else ranks)
-    packed = [_pack(key, run, layout.align, owner) for key, run in _runs(specs, layout)]
+    packed = [_pack(key, run, layout.base, owner) for key, run in _runs(specs, layout)]
     even = {"unit": _even_bounds, "model": _model_bounds, "tensor": _tensor_bounds}[layout.bounds]
     bounds: dict[int, tuple[int, ...]] = {}
     for other, block in dict.fromkeys((bool(p.key.along), p.key.block) for p in packed):
@@ -354,7 +402,7 @@ def partition(specs: Iterable[Spec], layout: Layout, ranks: int, along: int = 1)
         bounds |= zip(members, cuts, strict=True)
     return Partition(
         ranks,
-        layout.align,
+        layout.base,
         tuple(Bucket(at, *p.key[:4], p.slots, bounds[at][-1], bounds[at], *p.key[4:]) for at, p in enumerate(packed)),
     )
 
@@ -396,8 +444,8 @@ class _Packed(NamedTuple):
 def _block(spec: Spec, layout: Layout) -> int:
     """Elements of a parameter that no cut parts, so that neither its blocks are nor those of `align`; or `WHOLE`."""
     if layout.bounds == "tensor" and spec.block != WHOLE:
-        return layout.align
-    block = math.lcm(layout.align, spec.block)
+        return layout.base
+    block = math.lcm(layout.base, spec.block)
     return WHOLE if spec.block > 1 and block >= spec.numel else block
 
 

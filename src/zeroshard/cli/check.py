@@ -10,6 +10,7 @@ import ctypes
 import gc
 import json
 import tempfile
+from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -36,7 +37,7 @@ class Check:
     precision: Literal["fp32", "bf16"] = "fp32"
     grad_dtype: Literal["fp32", "bf16"] | None = None
     bounds: Literal["unit", "model", "tensor"] = "unit"
-    align: int = 128
+    align: int | Mapping[str, int] = 128
     bucket_mib: float = 24.0
     prefetch: int = 1
     checkpoint: bool = False

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UserError
-from ..layout import WHOLE, Layout, Partition
+from ..layout import WHOLE, Layout, Partition, together
 from ..tiers.tier import Offload
 from .buffer import Buffer
 from .fragment import check_cut
 from .optim import Binding
-from .unit import Managed, matching
+from .unit import Managed
 
 ELEMENTWISE = {"SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "NAdam", "RAdam", "Adamax", "ASGD", "Rprop"}
 WHOLE_TENSORS = {"Adafactor", "Muon"}
@@ -57,7 +57,7 @@ def blocks(managed: list[Managed], optimizers: list[Any], layout: Layout, *, rep
 
     replicated: each rank updates all of every parameter, so no optimizer minds a cut. Nor does it where nothing is cut.
     """
-    found = dict.fromkeys(matching(managed, layout.whole, "Layout.whole"), WHOLE)
+    found = together({record.name: (record.names, record.param.numel()) for record in managed}, layout)
     records = {id(record.param): record for record in managed}
     for optimizer in () if replicated or layout.bounds == "tensor" else optimizers:
         for record in (records.get(id(param)) for param in updated(optimizer)):
@@ -65,6 +65,13 @@ def blocks(managed: list[Managed], optimizers: list[Any], layout: Layout, *, rep
             if record is not None and block is not None:
                 # Some keep other states of a tensor that is no multiple: of that, its parts must not be multiples.
                 needed = WHOLE if block and record.param.numel() % block else block
+                if block == WHOLE and found.get(record.name):
+                    raise UserError(
+                        "this optimizer works on whole tensors, and Layout.align says to cut one between blocks",
+                        where=f"{type(optimizer).__name__}, parameter {record.name!r}",
+                        got=f"align={dict(layout.blocks)}",
+                        instead="a pattern in Layout.align that leaves it out",
+                    )
                 found[record.name] = math.lcm(found.get(record.name, 1), needed)
     return found
 
@@ -128,20 +135,22 @@ def check_optimizers(
     managed: list[Managed],
     optimizers: list[Any],
     partition: Partition,
+    block: dict[str, int],
     parts: int,
     *,
     replicated: bool,
 ) -> None:
     """Refuse optimizers of the wrong kind, parameters that are not the model's, and parameters held twice.
 
-    parts: how many teams have rows of a parameter along an axis.
+    block: elements of each parameter that are not cut apart, where the layout or its optimizer says so. parts: how many
+    teams have rows of a parameter along an axis.
     """
     names = {id(record.param): record.name for record in managed}
     places = {slot.name: (bucket, slot) for bucket in partition.buckets for slot in bucket.slots}
     for number, optimizer in enumerate(optimizers):
         slots = [places[names[id(param)]] for param in updated(optimizer) if id(param) in names]
         rows = [slot.name for bucket, slot in slots if bucket.along and parts > 1]
-        cut = [slot.name for bucket, slot in slots if bucket.cuts(slot) and not replicated]
+        cut = [slot.name for bucket, slot in slots if bucket.cuts(slot) and not (replicated or slot.name in block)]
         check_parts(optimizer, [slot.name for _, slot in slots if slot.cut is not None])
         check_optimizer(optimizer, partition, rows, cut, replicated=replicated)
         check_options(optimizer, number)
@@ -209,7 +218,8 @@ def check_parts(optimizer: Any, parted: list[str]) -> None:
 def check_optimizer(optimizer: Any, partition: Partition, rows: list[str], cut: list[str], *, replicated: bool) -> None:
     """Refuse, by name, an optimizer whose update of a fragment is not the fragment of its update.
 
-    rows: of what it updates, those of which this rank has some rows; cut: those that lie on several ranks.
+    rows: of what it updates, those of which this rank has some rows; cut: those that lie on several ranks, where nobody
+    has said where a cut may be.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UserError(
@@ -245,7 +255,7 @@ def check_optimizer(optimizer: Any, partition: Partition, rows: list[str], cut: 
             where=f"{name}, parameter {cut[0]!r} is cut",
             expected=f"one of {sorted(BY_TENSOR)}, or an attribute elementwise = True on the class",
             instead="set elementwise = True if each element is updated by itself, block = 256 if 256 elements are "
-            "together, whole = True if a tensor is; or Layout(whole=[...]) for what must not be cut",
+            "together, whole = True if a tensor is; or Layout(whole=[...]), Layout(align={...}) by parameter",
         )
     if partition.align < 128 and any(group.get("fused") for group in optimizer.param_groups):
         raise UserError(

@@ -97,7 +97,7 @@ class Assembly:
             self.partition = partition(self._specs(layout, block), layout, self.group.team.size, along.size)
             check_settings(self.partition, layout, comm)
             parts = along.seat.parts
-            check_optimizers(self.model, self.managed, optimizers, self.partition, parts, replicated=replicated)
+            check_optimizers(self.model, self.managed, optimizers, self.partition, block, parts, replicated=replicated)
             check_offload(optimizers, self.offload)
             names, policies = [name for name, _ in named], (self.precision, layout, comm, self.offload)
             facts = describe(self.model, self.managed, names, optimizers, policies, self.group.device)

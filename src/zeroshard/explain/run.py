@@ -194,7 +194,7 @@ def _facts(zero: Zero) -> dict[str, Any]:
         "backend": zero._engine.group.backend,
         "bounds": layout.bounds,
         "bucket_mib": layout.bucket_mib,
-        "align": layout.align,
+        "align": layout.base,
         "reduce": comm.reduce,
         "overlap": "on" if comm.overlap else "off",
         "prefetch": comm.prefetch,

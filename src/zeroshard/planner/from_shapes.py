@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..events import DEVICE
-from ..layout import WHOLE, Layout, Partition, Spec, matching, partition
+from ..layout import Layout, Partition, Spec, partition, together
 from ..stage import STAGES
 from . import advice, files, instants, recipes, shapes, states, units
 from .advice import Change
@@ -96,8 +96,8 @@ def plan_shapes(path: str | os.PathLike[str], asked: Asked, layout: Layout) -> P
 def _specs(model: shapes.Shapes, asked: Asked, layout: Layout) -> list[Spec]:
     # Buckets are cut by the parameters' bytes in training, not in the file. A recipe may say 1.5; bytes are whole.
     specs = model.specs(max(round(asked.recipe.parameters), 1), asked.experts, asked.ep)
-    whole = matching({spec.name: [spec.name] for spec in specs}, layout.whole, "whole=")
-    return [spec._replace(block=WHOLE) if spec.name in whole else spec for spec in specs]
+    blocks = together({spec.name: ([spec.name], spec.numel) for spec in specs}, layout)
+    return [spec._replace(block=blocks.get(spec.name, 1)) for spec in specs]
 
 
 def _notes(model: shapes.Shapes, specs: Sequence[Spec], laid_out: Partition, asked: Asked) -> list[str]:

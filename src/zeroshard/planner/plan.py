@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ..errors import UserError, nearest
@@ -47,7 +47,7 @@ def plan(
     replicas: int | None = None,
     instances: int | None = None,
     units: int | None = None,
-    align: int | None = None,
+    align: int | Mapping[str, int] | None = None,
     bounds: str | None = None,
     bucket_mib: float | None = None,
     prefetch: int = PREFETCH,

@@ -72,7 +72,12 @@ class Sharding:
     bounds: Annotated[
         str | None, unset(RUN, "Where shards are cut: unit, model or tensor (shapes, jobs).", "BOUNDS")
     ] = None
-    align: Annotated[int | None, unset(RUN, "Elements that no cut falls inside (shapes, jobs).")] = None
+    align: Annotated[
+        str | None,
+        unset(
+            RUN, 'Elements that no cut falls inside (shapes, jobs); of some parameters: "*.w=256".', "NUMBER|PATTERN=N"
+        ),
+    ] = None
     bucket_mib: Annotated[float | None, unset(RUN, "The most that one message moves (shapes, jobs).")] = None
     prefetch: Annotated[int, option(RUN, "Units gathered ahead of use.")] = 1
     gpus_per_node: Annotated[

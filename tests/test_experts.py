@@ -158,6 +158,7 @@ def trained(world, ep, precision, layout, dtype):
     return found
 
 
+@pytest.mark.row(94)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("world", "ep"), MESHES)
 def test_bits_are_those_of_plain_torch_at_every_stage(ranks, world, ep, dtype):
@@ -182,6 +183,7 @@ def in_tier(world, ep, where, folder):
     return found
 
 
+@pytest.mark.row(94)
 @pytest.mark.parametrize("where", ["cpu", "nvme"])
 def test_tiers_change_no_bit(ranks, tmp_path, where):
     want, _ = plain(4, 2, 3)
@@ -208,6 +210,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.row(94)
 @pytest.mark.parametrize("which", LAYOUTS)
 def test_layout_and_overlap_change_no_bit(ranks, which):
     want, _ = plain(4, 2, 3)
@@ -235,6 +238,7 @@ def held(stage):
     return zero.owners("1.1.experts.weight"), predict_states(zero), {k: v for k, v in zero.ledger().held.items() if v}
 
 
+@pytest.mark.row(97)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_memory_and_bytes_are_those_of_each_ones_own_team(ranks, stage):
     """An expert's state is shared by the ranks along the axis only, and its elements count over all experts."""
@@ -298,6 +302,7 @@ def together(told, ep):
     }
 
 
+@pytest.mark.row(95)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("ep", [1, 2, 4])
 def test_a_checkpoint_loads_into_any_number_of_expert_groups(ranks, tmp_path, ep, dtype):
@@ -329,6 +334,7 @@ def alone(folder):
     return weights(model, zero), state
 
 
+@pytest.mark.row(95)
 def test_states_go_with_their_experts_into_a_plain_model_of_all(ranks, tmp_path):
     """One process that holds all experts gets each one's moments and the step, from four ranks in groups of two."""
     ranks.run(4, saved, 4, 2, 3, tmp_path, None)
@@ -356,6 +362,7 @@ def spoiled(stage):
     return zero.nonfinite
 
 
+@pytest.mark.row(96)
 def test_a_nan_of_an_expert_is_named_by_rank_and_by_its_element_among_all_experts(ranks):
     element = (3 * WIDTH + 2) * WIDTH + 3  # of expert 3: the second of the second group
     for stage in (0, 2, 3):
@@ -375,6 +382,7 @@ def flipped(stage, at):
     return str(caught.value)
 
 
+@pytest.mark.row(96)
 @pytest.mark.full
 def test_experts_that_differ_between_the_ranks_that_share_them_are_named(ranks):
     for stage in (0, 1, 2):
@@ -422,6 +430,7 @@ def unused(stage):
     return found
 
 
+@pytest.mark.row(94)
 @pytest.mark.full
 def test_experts_that_got_no_token_anywhere_in_their_group(ranks):
     """Rows of one tensor get a gradient together, or none of them does: as in one process that holds all of it."""
@@ -459,6 +468,7 @@ def raises(*_):
     raise ArithmeticError("on this rank alone")
 
 
+@pytest.mark.row(96)
 @pytest.mark.full
 def test_a_backward_that_raised_on_one_rank_can_be_tried_again(ranks):
     want, _ = plain(4, 2, 2)
@@ -476,6 +486,7 @@ def killed():
     train(model, optimizer, zero, 1, first=1)
 
 
+@pytest.mark.row(96)
 def test_a_rank_that_died_is_named_in_every_group(ranks):
     with pytest.raises(RankFailure) as caught:
         ranks.run(4, killed, timeout=60)
@@ -568,6 +579,7 @@ def run_of_four(stage):
     return {state: nbytes for state, nbytes in ledger.held.items() if nbytes and state != "norms"}, moved
 
 
+@pytest.mark.row(97)
 @pytest.mark.full
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_simulated_rank_holds_and_moves_what_a_real_one_does(ranks, stage):

@@ -48,6 +48,7 @@ def held(stage):
     return kept, after["reduce"] - before["reduce"], [(b.slots, b.bounds, b.along) for b in zero.partition.buckets]
 
 
+@pytest.mark.row(97)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("how", ["stacked", "listed"])
 def test_planned_from_shapes_is_what_each_rank_holds_and_sends(ranks, tmp_path, stage, how):

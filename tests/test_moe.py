@@ -77,6 +77,7 @@ def alike(found, want):
     return [name for name in want if not torch.equal(found[name], want[name])] == []
 
 
+@pytest.mark.row(94)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(("world", "ep"), [(2, 1), (2, 2), (4, 1), (4, 2), (4, 4)])
 def test_apart_any_number_of_groups_has_the_bits_of_one_plain_process(ranks, world, ep, stage):
@@ -87,6 +88,7 @@ def test_apart_any_number_of_groups_has_the_bits_of_one_plain_process(ranks, wor
         assert alike(whole(told, ep), plain(world, backwards))
 
 
+@pytest.mark.row(94)
 def test_without_it_another_number_of_groups_has_other_bits(ranks):
     """Else the test above would say nothing: the same products, their gradients added up group by group."""
     told = ranks.run(4, trained, 2, 3, {"apart": False})
@@ -95,6 +97,7 @@ def test_without_it_another_number_of_groups_has_other_bits(ranks):
     assert all(torch.allclose(found[name], want[name], atol=1e-2) for name in want)
 
 
+@pytest.mark.row(94)
 @pytest.mark.full
 @pytest.mark.parametrize("ep", [2, 4])
 def test_grouped_the_bits_are_equal_over_stages_and_buckets(ranks, ep):
@@ -130,6 +133,7 @@ def resumed(folder, ep):
     return weights(model, zero)
 
 
+@pytest.mark.row(95)
 @pytest.mark.full
 def test_a_run_goes_on_bit_equal_with_another_number_of_groups(ranks, tmp_path):
     """Saved by EP = 2; the next step with EP = 1, 2 and 4, moments and all, is the one that it would have taken."""

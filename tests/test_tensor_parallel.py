@@ -216,6 +216,7 @@ def unclipped(stage):
     return weights(model, zero)
 
 
+@pytest.mark.row(98)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_two_data_ranks_beside_two_tensor_ranks_have_the_bits_of_the_tensor_ranks_alone(ranks, stage):
     want = ranks.run(2, alone, 2, 2, 2)
@@ -232,6 +233,7 @@ def clipped(stages, dtype, sequence):
     return found
 
 
+@pytest.mark.row(98)
 @pytest.mark.parametrize(("dtype", "sequence"), [(torch.float32, True), (torch.bfloat16, False)], ids=["fp32", "bf16"])
 def test_norms_count_every_element_once_and_norm_weights_stay_equal(ranks, dtype, sequence):
     """Clipped by the norm of all parts. With sequence parallelism norm weights are DTensors that every rank has whole,
@@ -308,6 +310,7 @@ def content(folder):
         return {key: saved.interval(key, 0, parts[-1].stop) for key, parts in saved.cut.items()}
 
 
+@pytest.mark.row(99)
 @pytest.mark.parametrize(("tp", "dtype"), [(0, None), (2, torch.bfloat16)], ids=["from plain", "from two"])
 def test_a_checkpoint_loads_into_any_number_of_tensor_ranks(ranks, tmp_path, tp, dtype):
     """Parts of rows and of columns, values and optimizer states: 2 into plain, 1, 2 and 4, and back; exported whole."""
@@ -337,6 +340,7 @@ def filled(folder):
     return weights(model, zero)
 
 
+@pytest.mark.row(99)
 def test_weights_of_a_folder_of_hugging_faces_fill_each_rank_with_its_parts(ranks, tmp_path):
     want = {name: p.detach() for name, p in model_of(None).named_parameters()}
     save_file(want, tmp_path / "model.safetensors")
@@ -358,6 +362,7 @@ def flipped(folder):
     return "saved"
 
 
+@pytest.mark.row(98)
 def test_copies_that_differ_between_tensor_ranks_are_named_at_the_next_save(ranks, tmp_path):
     for said in ranks.run(4, flipped, tmp_path):
         assert "different copies" in said and "shard 0 of" in said and "ranks 0 and 1" in said
@@ -380,6 +385,7 @@ OTHERWISE = {
 }
 
 
+@pytest.mark.row(98)
 @pytest.mark.parametrize("how", OTHERWISE)
 def test_cuts_tiers_and_recomputation_change_no_bit(ranks, tmp_path, how):
     want = ranks.run(2, alone, 2, 2, 2)
@@ -420,6 +426,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.row(98)
 @pytest.mark.parametrize("which", REFUSED)
 def test_what_cannot_be_sharded_is_refused_and_the_model_stays_what_it_was(ranks, which):
     for said, same, held in ranks.run(4, refused, which):

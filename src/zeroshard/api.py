@@ -9,6 +9,7 @@ import logging
 import os
 import signal as _signal
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from signal import Signals
@@ -153,6 +154,7 @@ class Zero:
         self.rank, self.world_size = engine.group.team.seat.source, engine.group.sources
         self.replicas = engine.group.team.seat.summed
         self._handlers: dict[int, Any] = {}  # of signals, before `save_on`
+        self._metered = time.perf_counter()  # when `metrics` was told of tokens
 
     @property
     def seed(self) -> int:
@@ -400,16 +402,22 @@ class Zero:
             binding.states.count()
         return self._engine.ledger.snapshot()
 
-    def metrics(self) -> dict[str, float]:
-        """This rank's numbers, flat, for a tracker: `wandb.log(zero.metrics())`.
+    def metrics(self, tokens: int | None = None) -> dict[str, float]:
+        """This rank's numbers, flat, for a tracker: `wandb.log(zero.metrics(tokens=...))`.
 
-        Bytes held by tier and state, the most in each phase, bytes moved by verb, steps and skipped steps, so far; the
-        seconds waited for collectives while events are recorded. All names begin with "zeroshard/".
+        tokens: how many (or samples, of this rank or of all) were trained on since the last call with this argument, or
+            since `shard`: the answer has them by the second.
+
+        Bytes held by tier and state, the most in each phase, bytes moved by verb, the seconds waited for other ranks,
+        steps and skipped steps, so far. All names begin with "zeroshard/". Asks no other rank.
         """
         from .integrations import metrics
 
-        record, steps = self._engine.ledger.record, self._engine.group.progress.steps
-        return metrics.flat(self.ledger(), None if record is None else record.events, steps, self.skipped)
+        rate = None
+        if tokens is not None:
+            since, self._metered = self._metered, time.perf_counter()
+            rate = tokens / (self._metered - since)
+        return metrics.flat(self.ledger(), self._engine.group.progress.steps, self.skipped, rate)
 
     def owners(self, name: str, state: str = "optimizer") -> list[Owner]:
         """Which rank holds which flat range of a parameter's "parameters", "gradients" or "optimizer" state.

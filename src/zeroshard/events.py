@@ -81,7 +81,8 @@ class Ledger:
     """Bytes held now and at most, and bytes moved. One per rank.
 
     held: bytes now, by state. tiers: the same, by tier and state. peak: the most there ever were of one state.
-    phases: the most held at once on the device in each phase. traffic: by verb.
+    phases: the most held at once on the device in each phase. traffic: by verb. waited: nanoseconds that the program
+    stood still for other ranks so far; on a GPU the device waits for gathers and reductions, which is not in it.
     """
 
     held: dict[str, int] = field(default_factory=lambda: defaultdict(int))
@@ -90,6 +91,7 @@ class Ledger:
     tiers: dict[str, dict[str, int]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(int)))
     phases: dict[str, Peak] = field(default_factory=dict)
     record: Record | None = None
+    waited: int = 0
 
     def __post_init__(self) -> None:
         # On CUDA the backward hooks run on autograd's own threads.
@@ -204,6 +206,7 @@ class Ledger:
                 {verb: replace(t) for verb, t in self.traffic.items()},
                 {tier: dict(held) for tier, held in self.tiers.items()},
                 dict(self.phases),
+                waited=self.waited,
             )
 
 

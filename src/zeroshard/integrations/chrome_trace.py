@@ -3,6 +3,8 @@
 One process per rank. Its first track holds what the rank computes: phases, and in them the units; slices nest. What
 travels meanwhile (gathers, reductions, agreements) overlaps, so it is drawn as asynchronous slices, and what is held as
 a counter of all states for each tier.
+
+Times count from where torch's profiler (Kineto) counts from, so that both files lie on one axis.
 """
 
 from __future__ import annotations
@@ -16,6 +18,9 @@ from typing import Any
 from ..checkpoint.staging import put
 from ..events import Event, Record
 
+BASE = (
+    7_889_238 * 10**9
+)  # nanoseconds: Kineto counts from the last whole multiple, three months of the Gregorian calendar
 MADE_BY = '"made_by": "zeroshard"'  # how a trace that may be replaced is told
 
 
@@ -33,9 +38,9 @@ def facts(record: Record, events: Sequence[Event]) -> dict[str, Any]:
 
 
 def chrome(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The trace of all ranks' facts, in rank order. Its times are microseconds since the first event."""
-    starts = [event[7] for rank in ranks for event in rank["events"]]
-    origin = min(starts, default=0)
+    """The trace of all ranks' facts, in rank order. Its times are microseconds since `baseTimeNanoseconds`."""
+    first = min((event[7] for rank in ranks for event in rank["events"]), default=0)
+    origin = first // BASE * BASE
     out: list[dict[str, Any]] = []
     for rank, told in enumerate(ranks):
         out.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
@@ -56,10 +61,11 @@ def chrome(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
         held: dict[str, dict[str, int]] = {}
         for at, tier, state, nbytes in told["held"]:
             held.setdefault(tier, {})[state] = nbytes
-            if at >= origin:
+            if at >= first:
                 counter = {"ph": "C", "name": f"bytes held, {tier}", "pid": rank, "ts": (at - origin) / 1000}
                 out.append(counter | {"args": dict(held[tier])})
-    return {"otherData": {"made_by": "zeroshard"}, "traceEvents": out, "displayTimeUnit": "ms"}
+    about = {"otherData": {"made_by": "zeroshard"}, "baseTimeNanoseconds": origin, "displayTimeUnit": "ms"}
+    return about | {"traceEvents": out}
 
 
 def write(path: str | os.PathLike[str], ranks: Sequence[dict[str, Any]]) -> None:

@@ -3,18 +3,17 @@
 bytes/held/<tier>, bytes/held/<tier>/<state>   held now
 bytes/peak/<phase>                             the most at once on the device in that phase, so far
 bytes/<verb>/logical, .../sent, .../received   moved so far by gathers, reductions and so on, in .../calls
-seconds/waited                                 for collectives, of the events that are recorded
+seconds/waited                                 for other ranks, so far: for gathers, reductions and agreements
 steps, steps/skipped                           of optimizers, so far
+tokens/s                                       of what the caller says was trained on since the call before
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from ..events import Event, Ledger
+from ..events import Ledger
 
 
-def flat(ledger: Ledger, events: Iterable[Event] | None, steps: int, skipped: int) -> dict[str, float]:
+def flat(ledger: Ledger, steps: int, skipped: int, rate: float | None) -> dict[str, float]:
     found: dict[str, float] = {"steps": steps, "steps/skipped": skipped}
     for tier, held in ledger.tiers.items():
         found[f"bytes/held/{tier}"] = sum(held.values())
@@ -25,6 +24,7 @@ def flat(ledger: Ledger, events: Iterable[Event] | None, steps: int, skipped: in
         found[f"bytes/{verb}/logical"] = moved.logical
         found[f"bytes/{verb}/sent"] = moved.sent
         found[f"bytes/{verb}/received"] = moved.sent_and_received - moved.sent
-    if events is not None:
-        found["seconds/waited"] = sum(event.waited for event in events) / 1e9
+    found["seconds/waited"] = ledger.waited / 1e9
+    if rate is not None:
+        found["tokens/s"] = rate
     return {f"zeroshard/{name}": float(value) for name, value in found.items()}

@@ -81,12 +81,14 @@ class Link:
         within = self.groups.call
         if not self.behind and (within is None or not within.running()):
             self.groups.call = Call()  # of a verb's own waits it is the verb's
+        since = time.perf_counter_ns()
         if self.backend == "nccl" and bucket is not None:
             self._wait_for(handle)  # the device's stream waits, not this thread
         else:
             self._wait_in_slices(handle)
         self.progress.waits = None
         if not self.behind:
+            self.ledger.waited += time.perf_counter_ns() - since
             self.groups.call = within
             prune(self.groups.levelling)  # a thread behind the training prunes its own
 

@@ -11,7 +11,7 @@ ARCHITECTURE, CONTRIBUTING = ROOT / "docs" / "architecture.md", ROOT / "CONTRIBU
 
 # The core, in the order in which to read it: a file imports only what stands above it.
 ORDER = (
-    "errors.py", "events.py", "stage.py", "layout.py", "headroom.py", "numerics.py", "digests.py",
+    "errors.py", "events.py", "stage.py", "strips.py", "layout.py", "headroom.py", "numerics.py", "digests.py",
     "ranks/launcher.py", "ranks/watch.py", "ranks/calls.py", "ranks/comm.py", "ranks/transport.py",
     "ranks/agreement.py",
     "ranks/streams.py", "ranks/groups.py", "ranks/link.py", "ranks/process_group.py",

@@ -414,6 +414,7 @@ def test_the_layout_imports_neither_torch_nor_anything_distributed():
         "typing",
         "errors",
         "stage",
+        "strips",
     }
     for frozen in (Layout(), _bucket(), Partition(2, 128, (_bucket(),))):
         with pytest.raises(dataclasses.FrozenInstanceError):

@@ -20,13 +20,14 @@ import heapq
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal, NamedTuple, get_args
 
 from .errors import UserError, nearest
 from .stage import Degree, Seat
+from .strips import Elements
 
 Bounds = Literal["unit", "model", "tensor"]
 Buffers = Literal["broadcast", "always", "local"]
@@ -164,52 +165,6 @@ class Spec(NamedTuple):
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
-
-
-class Elements(NamedTuple):
-    """[start, stop) of a slot, in the slot's own flat coordinates: a fragment, as arithmetic."""
-
-    start: int
-    stop: int
-
-    @property
-    def numel(self) -> int:
-        return self.stop - self.start
-
-
-class Strips(NamedTuple):
-    """How the parts of a tensor that is cut on a dimension lie in it: every part has a run of elements in each row.
-
-    Elements are counted flat: part by part, as parts hold them, or row by row, as the whole tensor does.
-    """
-
-    rows: int
-    run: int
-    parts: int
-
-    @classmethod
-    def of(cls, shape: Sequence[int], cut: int, parts: int) -> Strips:
-        """shape: of the whole. Cut on its first dimension it is one row, and both ways of counting are the same."""
-        rows = math.prod(shape[:cut])
-        return cls(rows, math.prod(shape[cut:]) // parts, parts) if rows != 1 and parts > 1 else ONE_STRIP
-
-    def rows_of(self, start: int, stop: int) -> Iterator[Elements]:
-        """Elements [start, stop), counted part by part, as runs counted row by row."""
-        while start < stop:
-            part, rest = divmod(start, self.rows * self.run)
-            row, at = divmod(rest, self.run)
-            numel = min(self.run - at, stop - start) if self.parts > 1 else stop - start
-            first = (row * self.parts + part) * self.run + at if self.parts > 1 else start
-            yield Elements(first, first + numel)
-            start += numel
-
-    def parts_of(self, start: int, stop: int) -> Iterator[Elements]:
-        """Elements [start, stop), counted row by row, as runs counted part by part."""
-        other = self._replace(rows=self.parts, parts=self.rows) if self.parts > 1 else self
-        return other.rows_of(start, stop)
-
-
-ONE_STRIP = Strips(1, 1, 1)
 
 
 class Slot(NamedTuple):

@@ -26,10 +26,11 @@ from ..engine.optim import Binding
 from ..engine.unit import Managed
 from ..errors import CheckpointError, UserError
 from ..events import DEVICE
-from ..layout import Bucket, Elements, Slot, Strips
+from ..layout import Bucket, Slot
 from ..numerics import Precision, dense
 from ..ranks.agreement import Group
 from ..stage import placements
+from ..strips import Elements, Strips
 from ..tiers.tier import DeviceTier, Part, Rest
 from .files import DTYPES
 from .manifest import VALUE, own_name, state_name

@@ -18,9 +18,10 @@ from ..engine.buffer import Buffer
 from ..engine.fragment import Fragment, rests_away
 from ..engine.optim import Binding
 from ..errors import CheckpointError, PeerError
-from ..layout import Slot, Strips
+from ..layout import Slot
 from ..numerics import unrepeated
 from ..ranks.agreement import Group
+from ..strips import Strips
 from ..tiers.tier import Part, present
 from .content import ModelState, Rng, options, parsed_rng, persistent, restore_rng
 from .files import absolute, canonical

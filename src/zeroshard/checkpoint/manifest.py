@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ..digests import raw
 from ..errors import CheckpointError, UserError
-from ..layout import ONE_STRIP, Strips
+from ..strips import ONE_STRIP, Strips
 from .files import BLOCK, MANIFEST, TORCH_DTYPES, Reader, canonical, damaged, opened, read_manifest, replaced
 
 FORMAT, VERSION = "zeroshard checkpoint", 2

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 
 from ..errors import StateError, TierError
 from ..events import DEVICE, ends
-from ..layout import Bucket, Slot, Strips, slot_at
+from ..layout import Bucket, Slot, slot_at
 from ..numerics import Precision
 from ..ranks.agreement import Group
 from ..ranks.transport import Work
 from ..stage import SAVED, Degree, Placements
+from ..strips import Strips
 from ..tiers.tier import STATES, DeviceTier, Part, Tier
 from .edits import Edits, increment_versions
 from .flat import Flat

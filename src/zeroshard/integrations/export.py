@@ -32,8 +32,8 @@ from ..checkpoint.staging import clean, discard, owner, place_beside, temporary
 from ..digests import raw
 from ..engine.buffer import Buffer
 from ..errors import CheckpointError, Error, PeerError, UserError
-from ..layout import ONE_STRIP, Strips
 from ..ranks.agreement import Group
+from ..strips import ONE_STRIP, Strips
 
 INDEX, CONFIG = "model.safetensors.index.json", "config.json"
 WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")

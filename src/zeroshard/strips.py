@@ -1,0 +1,53 @@
+"""Runs of elements, and how a tensor that is cut on any dimension lies in them. Pure arithmetic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+
+class Elements(NamedTuple):
+    """[start, stop) of a slot, in the slot's own flat coordinates: a fragment, as arithmetic."""
+
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+class Strips(NamedTuple):
+    """How the parts of a tensor that is cut on a dimension lie in it: every part has a run of elements in each row.
+
+    Elements are counted flat: part by part, as parts hold them, or row by row, as the whole tensor does.
+    """
+
+    rows: int
+    run: int
+    parts: int
+
+    @classmethod
+    def of(cls, shape: Sequence[int], cut: int, parts: int) -> Strips:
+        """shape: of the whole. Cut on its first dimension it is one row, and both ways of counting are the same."""
+        rows = math.prod(shape[:cut])
+        return cls(rows, math.prod(shape[cut:]) // parts, parts) if rows != 1 and parts > 1 else ONE_STRIP
+
+    def rows_of(self, start: int, stop: int) -> Iterator[Elements]:
+        """Elements [start, stop), counted part by part, as runs counted row by row."""
+        while start < stop:
+            part, rest = divmod(start, self.rows * self.run)
+            row, at = divmod(rest, self.run)
+            numel = min(self.run - at, stop - start) if self.parts > 1 else stop - start
+            first = (row * self.parts + part) * self.run + at if self.parts > 1 else start
+            yield Elements(first, first + numel)
+            start += numel
+
+    def parts_of(self, start: int, stop: int) -> Iterator[Elements]:
+        """Elements [start, stop), counted row by row, as runs counted part by part."""
+        other = self._replace(rows=self.parts, parts=self.rows) if self.parts > 1 else self
+        return other.rows_of(start, stop)
+
+
+ONE_STRIP = Strips(1, 1, 1)

@@ -17,7 +17,7 @@ ORDER = (
     "ranks/streams.py", "ranks/groups.py", "ranks/link.py", "ranks/process_group.py",
     "ranks/mesh.py",
     "tiers/pool.py", "tiers/tier.py", "tiers/nvme.py",
-    "engine/flat.py", "engine/guard.py", "engine/gathered.py", "engine/edits.py", "engine/buffer.py",
+    "engine/flat.py", "engine/split.py", "engine/guard.py", "engine/gathered.py", "engine/edits.py", "engine/buffer.py",
     "engine/apart.py", "engine/unit.py",
     "engine/accumulator.py", "engine/sharded_grad.py", "engine/gradient.py", "engine/finite.py",
     "engine/pending.py", "engine/reduction.py",

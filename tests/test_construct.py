@@ -86,6 +86,7 @@ def test_public_names_are_locked():
             ("cast_inputs", False),
             ("nonfinite", "ignore"),
             ("keep", ()),
+            ("split_master", False),
         ],
         Offload: [
             ("parameters", "device"),

@@ -60,6 +60,14 @@ def warm(monkeypatch, capsys):
 # --------------------------------------------------------------------------------------------------------- what is equal
 
 
+def test_split_masters_are_verified_where_they_are_split(warm):
+    """At stage 3 on the device masters rest alone: nothing is split there, and it is said."""
+    words = ("--ranks", "2", "--stage", "2,3", "--steps", "2", "--bucket-mib", "small", "--precision", "bf16-split")
+    code, found = warm("mlp", *words)
+    assert (code, found["equal"]) == (0, True)
+    assert [note for note in found["notes"] if "nothing is split there" in note]
+
+
 @pytest.mark.full
 def test_without_a_job_the_three_scenarios_of_a_text_are_run(warm):
     """Its model on 2 ranks, a narrow one on 3 and 4, and 4,251 parameters, which 2 and 4 do not divide; in bf16."""

@@ -19,7 +19,7 @@ from .checkpoint.content import ModelState
 from .checkpoint.replicas import check_replicas
 from .checkpoint.saving import Saving
 from .engine.accepted import by_bucket, check_added, check_options
-from .engine.alike import Alike, weights_digest
+from .engine.alike import Alike, editable, report_lost_edits, weights_digest
 from .engine.assembly import Assembly
 from .engine.backward import in_backward
 from .engine.buffer import Buffer
@@ -186,6 +186,9 @@ class Engine:
         for binding in self.bindings:
             binding.follow_groups()
 
+    def check_edits(self) -> None:
+        report_lost_edits(self.buffers, self.group)
+
     def _notice_edits_of_structure(self, *, called: bool = False) -> None:
         """Modules and parameters replaced or converted since `shard` are refused; frozen and unfrozen ones followed.
 
@@ -326,6 +329,7 @@ class Engine:
         units = units_named(self.model, self.managed, self.units, what)
         self.refuse_within()
         self.schedule.recover()
+        self.check_edits()
         which = zlib.crc32(repr([unit.index for unit in units]).encode())
         with self.group.whole():
             self.schedule.meet("gathered()", len(units), which, -1 if write_from is None else write_from)
@@ -333,7 +337,7 @@ class Engine:
                 unit.land()
         self.ledger.begin("gather")
         try:
-            with self.schedule.pin(units):
+            with self.schedule.pin(units), editable(units):
                 try:
                     yield
                 finally:
@@ -391,6 +395,7 @@ class Engine:
             instead = "after step; in place of a signal's handler, zero.save_on(signal.SIGUSR1, path=...)"
             raise StateError(f"{what} inside forward, backward or gathered()", instead=instead)
         self.before_step()
+        report_lost_edits(() if what == "loading" else self.buffers, self.group)
         with self.schedule.telling():
             told = self.group.poll(what, self.group.number("checkpoint"), self.group.progress.steps)
         self._furthest = max(steps for (steps,) in told)

@@ -380,7 +380,7 @@ def renew(running: ModelState) -> None:
         param.grad = None
     for buffer in running.buffers:
         buffer.gathered.current &= buffer.resident
-        buffer.edits.unfollowed = False
+        buffer.settle()
         buffer.changed()
 
 

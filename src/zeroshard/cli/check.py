@@ -34,7 +34,7 @@ class Check:
     stages: tuple[int, ...]
     accumulate: int = 1
     no_sync: bool = False
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: Literal["fp32", "bf16", "bf16-split"] = "fp32"
     grad_dtype: Literal["fp32", "bf16"] | None = None
     bounds: Literal["unit", "model", "tensor"] = "unit"
     align: int | Mapping[str, int] = 128
@@ -44,18 +44,19 @@ class Check:
     replicas: int = 1
     offload: dict[str, str] = field(default_factory=dict)  # {state: where it rests}, as on the command line
 
-    def settings(self, folder: str) -> dict[str, Any]:
+    def settings(self, folder: str, stage: int) -> dict[str, Any]:
         """The policies of `shard` and `simulate`; files go to `folder`."""
         from zeroshard.layout import Layout
-        from zeroshard.planner.from_job import precision
+        from zeroshard.planner.from_job import masters_alone, precision
         from zeroshard.ranks.comm import Comm
 
+        offload = offload_of(self.offload, folder if "nvme" in self.offload.values() else "")
         layout = Layout(bounds=self.bounds, align=self.align, bucket_mib=self.bucket_mib, recompute=self.checkpoint)
         return {
             "layout": layout,
-            "precision": precision(self.precision, self.grad_dtype),
+            "precision": precision(self.precision, self.grad_dtype, alone=masters_alone(stage, offload)),
             "comm": Comm(prefetch=self.prefetch, replicas=self.replicas),
-            "offload": offload_of(self.offload, folder if "nvme" in self.offload.values() else ""),
+            "offload": offload,
         }
 
 
@@ -88,7 +89,7 @@ def compare(asked: Check) -> list[dict[str, Any]] | int:
         for rank in range(asked.ranks):
             run = simulate(
                 asked.job, ranks=asked.ranks, rank=rank, stage=stage,
-                accumulate=asked.accumulate, no_sync=asked.no_sync, **asked.settings("."),
+                accumulate=asked.accumulate, no_sync=asked.no_sync, **asked.settings(".", stage),
             )  # fmt: skip
             found = held[rank][str(stage)]
             tiers = built.predict_tiers(run.zero)
@@ -195,7 +196,7 @@ def _train(asked: Check, stage: int, place: Launch, folder: Path) -> dict[str, A
     job = build(asked.job)
     job.need("optimizer", "batch", "loss")
     optimizers = job.optimizers()
-    zero = zeroshard.shard(job.model, optimizers, stage=stage, **asked.settings(str(folder / "files")))
+    zero = zeroshard.shard(job.model, optimizers, stage=stage, **asked.settings(str(folder / "files"), stage))
     zero._engine.reduction.pause = UNHURRIED
     most = inside = 0
     for step in range(STEPS):

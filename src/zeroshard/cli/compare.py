@@ -93,7 +93,7 @@ def _run_plain(
 ) -> tuple[tuple[str, ...], bool]:
     seeded = Seeded(question)
     model = seeded.model
-    precision = _precision(question)
+    precision = _precision(question, alone=True)
     before = {name: tensor.clone() for name, tensor in model.named_buffers()}
     weights = reference.weights(model)
     if precision.cast_inputs:
@@ -149,9 +149,11 @@ def _cast_inputs(dtype: torch.dtype | None, module: nn.Module, args: Any, kwargs
     )
 
 
-def _precision(question: Question) -> zeroshard.Precision:
-    if question.precision == "bf16":
-        return zeroshard.Precision(param_dtype=torch.bfloat16, cast_inputs=True)
+def _precision(question: Question, *, alone: bool) -> zeroshard.Precision:
+    """alone: are masters all that rests, so that nothing is split?"""
+    if question.precision != "fp32":
+        split = question.precision == "bf16-split" and not alone
+        return zeroshard.Precision(param_dtype=torch.bfloat16, cast_inputs=True, split_master=split)
     return zeroshard.Precision()
 
 
@@ -201,7 +203,7 @@ def _run(
     """The user's loop on this rank."""
     seeded = Seeded(question)
     model = seeded.model
-    precision = _precision(question)
+    precision = _precision(question, alone=question.masters_alone(configuration))
     try:
         optimizer = seeded.job.optimizer(model.parameters())
         zero = zeroshard.shard(

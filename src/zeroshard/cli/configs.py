@@ -17,7 +17,7 @@ from zeroshard.planner.recipes import recipe
 from zeroshard.ranks.comm import Comm
 
 WORDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "bf16"}  # of as many bytes
-PARAM_DTYPES = {"fp32": None, "bf16": torch.bfloat16}
+PARAM_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "bf16-split": torch.bfloat16}
 
 
 def _word(precision: Precision | None, field: str) -> str | None:
@@ -49,7 +49,9 @@ def configured(path: str, options: dict[str, Any], given: Collection[str]) -> Se
         answers["bucket_mib"] = layout.bucket_mib if layout != Layout(units=layout.units) else None
     notes = list(found.notes)
     if options["job"] is not None:
-        answers["precision"] = _word(precision, "param_dtype")
+        answers["precision"] = (
+            "bf16-split" if getattr(precision, "split_master", False) else _word(precision, "param_dtype")
+        )
         answers["grad_dtype"] = _word(precision, "grad_dtype")
         answers["checkpoint"] = layout.recompute is True or None
         if getattr(precision, "param_dtype", None) == torch.float16:
@@ -119,7 +121,7 @@ def _precision(options: dict[str, Any]) -> Precision:
         half = torch.float16 if "fp16" in chosen.name else torch.bfloat16
         param = half if chosen.parameters == 2 else None
     grad = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(options["grad_dtype"])
-    return Precision(param_dtype=param, grad_dtype=grad)
+    return Precision(param_dtype=param, grad_dtype=grad, split_master=options["precision"] == "bf16-split")
 
 
 __all__ = ["SYSTEMS", "configured", "show_export"]

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from zeroshard.cli.config import InputError, Precision
 from zeroshard.errors import nearest
+from zeroshard.stage import STAGES
 
 SMALL = "small"
 
@@ -143,6 +144,10 @@ class Question:
                 if one.plain == ranks
             )
         )
+
+    def masters_alone(self, configuration: Configuration) -> bool:
+        """Where parameters are sharded on the device only their masters rest, and nothing is split."""
+        return bool(STAGES[configuration.stage].parameters) and configuration.tier == "device"
 
     @property
     def elastic(self) -> int | None:

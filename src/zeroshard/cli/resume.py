@@ -19,6 +19,7 @@ CHECKPOINTS = "checkpoints"  # in a run's folder
 MANIFEST = "manifest.json"
 FIXED = ("size", "precision", "grad_dtype", "batch", "lr", "seed")
 KEPT = ("stage", "steps", "save_every", "keep", "data", "recompute")  # unless given anew
+ALIKE = {"bf16", "bf16-split"}  # precisions of the same bits
 TIERS = tuple(f"offload_{state}" for state in STATES)  # and these
 
 
@@ -70,13 +71,14 @@ def settle(resume: str, options: Mapping[str, Any], given: frozenset[str], ranks
     """The settings to go on with: the stopped run's, but for what is `given`. ranks: as started or asked, if so."""
     before: dict[str, Any] = {"grad_dtype": "fp32", "recompute": False} | read(resume)
     for name in FIXED:
-        if name in given and options[name] != before[name]:
+        if name in given and not {options[name], before[name]} <= ALIKE and options[name] != before[name]:
             option = f"--{name.replace('_', '-')}"
             raise InputError(
                 f"{option} {options[name]}: the run in {resume} has {before[name]}; leave {option} out to go on with "
                 f"it, or start a new run without --resume"
             )
     settled = {**options, **{name: before[name] for name in FIXED}}
+    settled["precision"] = options["precision"] if "precision" in given else before["precision"]
     settled |= {name: before[name] for name in KEPT if name not in given}
     settled["data"] = tuple(settled["data"])
     settled |= {name: before.get(name, "") for name in (*TIERS, "offload_path") if name not in given}

@@ -62,7 +62,7 @@ def show_simulation(
             rank=one,
             stage=stage,
             accumulate=accumulate,
-            precision=from_job.precision(precision, grad_dtype),
+            precision=from_job.precision(precision, grad_dtype, alone=from_job.masters_alone(stage, offload)),
             layout=Layout(bucket_mib=bucket_mib, along={experts: "edp"} if experts else {}),
             mesh={"edp": ranks // ep, "ep": ep} if ep else None,
             comm=Comm(prefetch=prefetch, reduce=reduce, replicas=replicas),  # type: ignore[arg-type]

@@ -154,6 +154,8 @@ def notes(question: Question, cells: list[Cell], trains: bool) -> list[str]:
             f"elastic: {question.elastic * question.accumulate} micro-batches a step at fewer ranks, as at "
             f"{question.elastic}; stage {max(question.stages)}"
         )
+    if question.precision == "bf16-split" and any(question.masters_alone(cell.configuration) for cell in cells):
+        said.append("stage 3 on the device: masters alone rest of sharded parameters, and nothing is split there")
     if not trains:
         said.append("no parameter changed in all these steps: equal bits say little about gradients here")
     for ranks in question.ranks:

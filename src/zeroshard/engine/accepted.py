@@ -88,15 +88,15 @@ def by_bucket(optimizer: Any) -> bool:
     return bool(getattr(optimizer, "elementwise", known or block_of(optimizer) in (1, WHOLE)))
 
 
-def check_offload(optimizers: list[Any], offload: Offload) -> None:
+def check_offload(optimizers: list[Any], offload: Offload, *, split: bool = False) -> None:
     """Refuse optimizers that cannot be stepped bucket by bucket."""
-    for optimizer in optimizers if offload != Offload() else ():
+    for optimizer in optimizers if split or offload != Offload() else ():
         if not by_bucket(optimizer):
             raise UserError(
-                "states in another tier are stepped one bucket after the other, and this optimizer may not allow that",
+                "states in another tier and split masters go bucket by bucket, which this optimizer may not allow",
                 where=type(optimizer).__name__,
                 expected=f"one of {sorted(BY_TENSOR)}, or an attribute elementwise = True on the class",
-                instead="Offload(), or set elementwise = True if each element is updated by itself",
+                instead="Offload() and no split_master, or set elementwise = True if each element is updated by itself",
             )
 
 

@@ -6,17 +6,20 @@ sent, what they are goes into the digest that all compare when a forward begins.
 
 from __future__ import annotations
 
+import contextlib
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..digests import fingerprint
+from ..errors import StateError
 from ..layout import Layout
 from ..numerics import as_bytes, dense, write_bytes
 from ..ranks.agreement import Group
+from .buffer import Buffer
 from .preflight import Contents
 from .unit import Managed, Unit
 
@@ -97,3 +100,35 @@ def weights_digest(units: list[Unit], *, along: bool) -> int:
     # On another device there is no fingerprint, and ranks that differ would look alike.
     found = [fingerprint(buffer.full.cpu()) for buffer in buffers]
     return zlib.crc32(repr(found).encode())
+
+
+def report_lost_edits(buffers: Sequence[Buffer], group: Group) -> None:
+    """Before all ranks meet: replicated weights were edited where their split masters could not follow.
+
+    Of an edited weight the lower half of its master says nothing, and which elements were edited only what they were
+    before would tell. That is kept inside `gathered()`.
+    """
+    for buffer in buffers:
+        if buffer.lost_edit():
+            names = [slot.name for slot in buffer.bucket.slots]
+            group.report(
+                StateError(
+                    "weights were edited outside gathered(), where split masters cannot follow",
+                    where=f"rank {group.rank}, among parameters {names[0]!r} to {names[-1]!r}",
+                    instead="with zero.gathered(): edit   (on every rank); now zero.load(...) a checkpoint. Or shard "
+                    "without Precision(split_master=True), which follows edits anywhere",
+                )
+            )
+            return
+
+
+@contextlib.contextmanager
+def editable(units: list[Unit]) -> Iterator[None]:
+    """Inside, replicated weights of these units may be edited though their masters are split."""
+    splits = [buffer.split for unit in units for buffer in unit.buffers if buffer.resident]
+    kept = [split for split in splits if split is not None and split.keep()]
+    try:
+        yield
+    finally:
+        for split in kept:
+            split.forget_kept()

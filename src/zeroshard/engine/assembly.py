@@ -32,9 +32,11 @@ from .preflight import (
     check_model,
     check_parameters,
     check_settings,
+    check_split,
     check_trained,
     describe,
 )
+from .split import split_nbytes
 from .tensor_parallel import TensorParallel, check_tensors, stand_in
 from .undo import Before
 from .unit import (
@@ -98,7 +100,8 @@ class Assembly:
             check_settings(self.partition, layout, comm)
             parts = along.seat.parts
             check_optimizers(self.model, self.managed, optimizers, self.partition, block, parts, replicated=replicated)
-            check_offload(optimizers, self.offload)
+            check_offload(optimizers, self.offload, split=self.precision.split_master)
+            check_split(self.precision, self.partition, self.placements, self.offload)
             names, policies = [name for name, _ in named], (self.precision, layout, comm, self.offload)
             facts = describe(self.model, self.managed, names, optimizers, policies, self.group.device)
             facts["stage"] = self.stage
@@ -144,7 +147,8 @@ class Assembly:
                 seat = self.group.team_of(bucket).seat
                 first, last = bucket.held(seat, getattr(self.placements, state))
                 largest[state] = max(largest[state], (last - first) * dtypes[state].itemsize)
-                nbytes += (last - first) * dtypes[state].itemsize
+                split = state == "optimizer" and precision.splits(own)
+                nbytes += split_nbytes(last - first) if split else (last - first) * dtypes[state].itemsize
         if any(NVME in resting.values() for resting in self.resting):
             error: Error | None = None
             try:

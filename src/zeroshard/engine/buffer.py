@@ -28,6 +28,7 @@ from .edits import Edits, increment_versions
 from .flat import Flat
 from .gathered import Gathered, State, alias, home
 from .guard import SavedTensors
+from .split import Split
 
 
 class Reader(Protocol):
@@ -105,12 +106,14 @@ class Buffer:
         self.generation = 0  # of the weights: a saved tensor of an older one must not be used
         self.unnoted = False  # may graphs hold parameters themselves, instead of notes?
         self.gathered = Gathered(bucket, params, self.dtype, tier)
-        self.edits = Edits()
         # Off the device a copy stays beside the masters: fewer bytes to bring for every gather count more than room.
         on_device = all(self.tiers[state].name == DEVICE for state in ("parameters", "optimizer"))
         self._masters_suffice = place.parameters and on_device and precision.casts(self.dtype)
         self.parameters: Flat  # at rest; the masters where these are all that rests, see `casts`
         self.master: Flat | None = None
+        self.split: Split | None = None  # how the master rests, where it does so in halves
+        self.splits = precision.splits(self.dtype) and not self._masters_suffice
+        self.edits = Edits(anywhere=self.splits)
         self.gradients: Flat | None = None
         self._work: list[Work] = []
         self._starts = [slot.start for slot in bucket.slots]
@@ -170,6 +173,13 @@ class Buffer:
         return Flat.reserve(state, self.bucket, self._group, tier, dtype, degree)
 
     def _make_master(self, values: Tensor) -> None:
+        if self.splits:
+            self.split = Split(self.parameters, *self.updated, self.tiers["optimizer"], self.tier)
+            self.master = Flat(self.bucket, self._group, self.split, self.master_dtype, self.place.optimizer, "master")
+            self.split.seed(values)
+            self.split.behind()
+            self.settle()
+            return
         self.master = self._reserve("master", self.master_dtype, self.place.optimizer)
         with self.master.here(fresh=True) as master:
             master.copy_(values)
@@ -208,9 +218,9 @@ class Buffer:
         return self.tiers["optimizer"].device != self.tiers["parameters"].device
 
     @property
-    def offloaded(self) -> bool:
-        """Does any of its states rest in another tier than the device?"""
-        return any(tier.name != DEVICE for tier in self.tiers.values())
+    def by_itself(self) -> bool:
+        """Is it stepped apart from others, because a state rests in another tier than the device or in halves?"""
+        return self.split is not None or any(tier.name != DEVICE for tier in self.tiers.values())
 
     @property
     def upcast(self) -> bool:
@@ -392,11 +402,13 @@ class Buffer:
             try:
                 if self.parameters.rest.same_as(self._mine):
                     return False
+                if self.split is not None:  # beside what it is the lower half of
+                    self._reseed(self.full[slice(*self.updated)])
                 with self.parameters.here(fresh=True) as resting:
                     resting.copy_(self._mine)
             except TierError as error:
                 self._group.report(error)
-            self.edits.unfollowed = True
+            self.edits.unfollowed = self.split is None
             return True
 
     def seed_master(self) -> bool:
@@ -405,7 +417,27 @@ class Buffer:
             return False
         self.edits.unfollowed = False
         with self.parameters.here(changed=False):
-            return self._reseed(self.parameters.of(*self.updated))
+            params = self.parameters.of(*self.updated)
+            if self.split is None:
+                return self._reseed(params)
+            if self.split.before is None or not self._reseed(params):
+                return False
+            self.split.before.copy_(params)
+            return True
+
+    def lost_edit(self) -> bool:
+        """Were replicated weights edited that rest here alone, without what their split master could follow by?"""
+        if self.split is None or not self.resident or self.split.before is not None:
+            return False
+        self.land()
+        self.rebind()
+        return not self.edits.agrees(self.parameters.of(*self.updated))
+
+    def settle(self) -> None:
+        """The parameters are what the masters cast to."""
+        self.edits.unfollowed = False
+        if self.split is not None and self.resident:
+            self.edits.agree(self.parameters.of(*self.updated))
 
     def _reseed(self, params: Tensor) -> bool:
         assert self.master is not None
@@ -421,6 +453,8 @@ class Buffer:
         # Cast where the master is: then the fewer bytes travel.
         stored.copy_(master.to(self.dtype) if self._updated_apart else master)
         self.edits.agree(stored if self.resident else None)
+        if self.split is not None and self.split.before is not None:
+            self.split.before.copy_(stored)
 
     def follow_edits(self) -> None:
         """What rests, masters and generation follow what was edited in the gathered copy."""

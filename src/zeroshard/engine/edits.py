@@ -6,6 +6,8 @@ were last what the masters cast to. Mostly the question needs no digest, because
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,9 @@ from ..numerics import reseed_
 class Edits:
     """What is known of one bucket's weights since they were last looked at."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, anywhere: bool = False) -> None:
+        """anywhere: also of weights that no processor's memory holds, digests are the only proof."""
+        self._digest = functools.partial(fingerprint, anywhere=anywhere)
         self.reachable = True  # could anybody have edited the gathered copy since it came?
         self.unfollowed = False  # do the resting parameters hold an edit that the master has not followed?
         self._version = 0  # of the gathered copy as it came
@@ -26,13 +30,13 @@ class Edits:
         """The gathered copy is new. kept: into memory that somebody still holds. mine: the own part of it, where a
         digest of that will be asked for."""
         self.reachable = kept
-        self._agreed = fingerprint(mine) if mine is not None and kept else None
+        self._agreed = self._digest(mine) if mine is not None and kept else None
         self._version = full._version
 
     def opened(self, full: Tensor, mine: Tensor | None) -> None:
         """From now on anybody may edit the gathered copy; a backward may have done so, into a weight it had saved."""
         if mine is not None and not self.reachable:
-            self._agreed = None if full._version != self._version else fingerprint(mine)
+            self._agreed = None if full._version != self._version else self._digest(mine)
         self.reachable = True
 
     def look_at(self, full: Tensor) -> None:
@@ -45,11 +49,15 @@ class Edits:
 
     def agree(self, params: Tensor | None) -> None:
         """These parameters are what the masters cast to. None: nothing is known of them."""
-        self._agreed = None if params is None else fingerprint(params)
+        self._agreed = None if params is None else self._digest(params)
+
+    def agrees(self, params: Tensor) -> bool:
+        """Are these still the parameters that are known to be what the masters cast to?"""
+        return self._digest(params) == self._agreed
 
     def follow(self, master: Tensor, params: Tensor) -> bool:
         """The master takes what of the parameters is not its cast. Says whether anything was edited."""
-        now = fingerprint(params)
+        now = self._digest(params)
         edited = (now is None or now != self._agreed) and reseed_(master, params.to(master.device))
         self._agreed = now
         return edited

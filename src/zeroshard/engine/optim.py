@@ -42,6 +42,9 @@ class StepWatcher(Protocol):
     def before_step(self) -> None:
         """Notice what was edited since the last step. All ranks are at this step."""
 
+    def check_edits(self) -> None:
+        """Report edits that nothing can follow, before all ranks meet."""
+
     def check_options(self, optimizer: torch.optim.Optimizer, number: int) -> None:
         """Refuse options that a checkpoint could not hold."""
 
@@ -195,10 +198,10 @@ class Binding:
                 buffer.absent(1).fill_(torch.nan)  # torch lets `fill_` through, to what all that is absent shares
                 self.group.report(
                     StateError(
-                        "an optimizer's part of the parameters was edited while it rests in a file",
+                        "an optimizer's part of the parameters was edited while it rests in a file, or in halves",
                         where=f"optimizer {self.number}, unit {self.group.progress.units[buffer.bucket.index]!r}",
                         instead="edit the model's parameters inside `with zero.gathered():`, or keep optimizer states "
-                        'in memory: Offload(optimizer="cpu")',
+                        'whole in memory: Offload(optimizer="cpu"), no split_master',
                     )
                 )
                 continue
@@ -290,6 +293,7 @@ class Binding:
 
     def _begin(self) -> None:
         self.schedule.before_step()
+        self.watcher.check_edits()
         options, edits, number = self._options.words(), self.gradients.edits, self.group.number(f"step {self.number}")
         having = sorted(self.gradients.having(self._entries))
         self.schedule.meet(
@@ -318,7 +322,7 @@ class Binding:
         step is to be skipped."""
         self._skips = self.finite.refuses(self.buffers)
         filled = [accumulator for accumulator in self.gradients.accumulators if accumulator.filled]
-        for work in [each.spread_average() for each in filled if not each.buffer.offloaded]:
+        for work in [each.spread_average() for each in filled if not each.buffer.by_itself]:
             work.wait()
         having = self.gradients.having(self._entries)
         # Buckets that have gradients for this optimizer on any rank.
@@ -350,7 +354,7 @@ class Binding:
 
     def _alone(self, buffer: Buffer) -> bool:
         """Is this bucket stepped by itself, so that not all copies of gradients exist at once? Offloaded ones are."""
-        return buffer.offloaded or (self.by_bucket and buffer.upcast)
+        return buffer.by_itself or (self.by_bucket and buffer.upcast)
 
     def _step_alone(self, buffer: Buffer, given: set[int]) -> None:
         """Step one bucket by the optimizer's own `step`, the gradients of all others hidden; then write it back."""

@@ -14,10 +14,12 @@ import xxhash
 from torch import Tensor, nn
 
 from ..errors import PeerError, UserError
+from ..events import DEVICE
 from ..layout import Layout, Partition
 from ..numerics import Precision, as_bytes, dense, parts, simulated
 from ..ranks.agreement import Group
 from ..ranks.comm import Comm
+from ..stage import Placements
 from ..tiers.tier import Offload
 from .options import words
 from .unit import Managed
@@ -76,6 +78,36 @@ def check_trained(name: str, dtype: torch.dtype) -> None:
             expected="a floating dtype of 16 bits or more, or requires_grad=False",
             got=dtype,
             instead="Precision(param_dtype=torch.bfloat16), which begins with the values that the parameter has",
+        )
+
+
+def check_split(precision: Precision, partition: Partition, place: Placements, offload: Offload) -> None:
+    """Refuse to split masters where there are none, or where that would save nothing."""
+    dtypes = [getattr(torch, bucket.dtype.removeprefix("torch.")) for bucket in partition.buckets]
+    found = [
+        {resting["parameters"], resting["optimizer"]} == {DEVICE} and bool(place.parameters) and precision.casts(dtype)
+        for bucket, resting, dtype in zip(partition.buckets, offload.buckets(partition.buckets), dtypes, strict=True)
+        if bucket.trainable and precision.of(kept=bucket.kept).splits(dtype)
+    ]
+    if precision.split_master and all(found):
+        raise UserError(
+            "the masters alone rest of sharded parameters on the device, so that to split them would save nothing"
+            if found
+            else "there are no masters to split: no bfloat16 parameter is trained",
+            expected="a bfloat16 parameter that rests beside its fp32 master",
+            got="Precision(split_master=True)",
+            instead='stage 0, 1 or 2, or Offload(optimizer="cpu")'
+            if found
+            else "Precision(param_dtype=torch.bfloat16, split_master=True)",
+        )
+    starts = {slot.start for bucket in partition.buckets for slot in bucket.slots}
+    cuts = starts.union(*(bucket.bounds for bucket in partition.buckets))
+    if precision.split_master and any(cut % 8 for cut in cuts):
+        raise UserError(
+            "split masters have a byte for each eight elements, and a cut would fall inside one",
+            expected="blocks of a multiple of eight elements",
+            got=f"align={partition.align}",
+            instead="Layout(align=128), the default",
         )
 
 

@@ -119,8 +119,9 @@ def state_dict(running: ModelState) -> dict[str, Any]:
         rests_away(buffer) for binding in running.bindings for buffer in running.buffers
     ):
         raise UserError(
-            "torch.distributed.checkpoint wants all states in memory, and some rest in files",
-            expected='no state in "nvme"', instead="zero.save(folder), which reads them bucket by bucket",
+            "torch.distributed.checkpoint wants all states in memory, and some rest in files or in halves",
+            expected='no state in "nvme", and no split_master',
+            instead="zero.save(folder), which reads them bucket by bucket",
         )  # fmt: skip
     if cut := [slot.name for buffer in running.buffers for slot in buffer.bucket.slots if slot.cut]:
         raise UserError(

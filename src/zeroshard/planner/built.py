@@ -31,7 +31,8 @@ def holding(zero: Zero) -> Holding:
         dtypes, precision = zero.dtypes(bucket), zero._engine.precision.of(kept=bucket.kept)
         copied = zero._engine.device.type != "cpu" and updated_apart(zero._engine.resting[bucket.index])
         master = dtypes.master.itemsize if dtypes.master != dtypes.param or copied else 0
-        return Stored(dtypes.param.itemsize, dtypes.grad.itemsize, master, precision.casts(dtypes.param))
+        split = zero._engine.buffers[bucket.index].splits
+        return Stored(dtypes.param.itemsize, dtypes.grad.itemsize, master, precision.casts(dtypes.param), split)
 
     members: dict[tuple[int, str], int] = {}
     groups: list[tuple[Any, dict[str, Any]]] = []

@@ -176,7 +176,8 @@ def predict_moves(zero: Zero, *, accumulate: int = 1, no_sync: bool = False) -> 
             zero.dtypes(bucket),
             zero._engine.device.type != "cpu" and updated_apart(zero._engine.resting[bucket.index]),
         )
-        return dtypes.master != dtypes.param or copied
+        # A split master is joined with its parameters, which so come with it.
+        return (dtypes.master != dtypes.param or copied) and not zero._engine.buffers[bucket.index].splits
 
     found = holding(zero)
     return moves(

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 
 from ..events import DEVICE
+from ..headroom import SPLIT_BITS
 from ..layout import Layout
 from ..numerics import Precision
 from ..ranks.comm import Comm
 from ..stage import STAGES
+from ..tiers.tier import Offload
 from . import advice, built, optimizers, recipes, states, traffic
 from .answer import Plan, StagePlan, finish
 from .asked import Asked
@@ -34,7 +36,7 @@ def plan_job(job: str | Callable[[], dict[str, Any]], asked: Asked, layout: Layo
             "accumulate": asked.accumulate,
             "no_sync": asked.no_sync,
             "layout": layout,
-            "precision": precision(asked.precision, asked.grad_dtype),
+            "precision": precision(asked.precision, asked.grad_dtype, alone=masters_alone(stage, asked.offload)),
             "checkpoint": asked.checkpoint,
             "comm": Comm(prefetch=asked.prefetch, replicas=asked.replicas),
             "offload": asked.offload,
@@ -54,6 +56,8 @@ def plan_job(job: str | Callable[[], dict[str, Any]], asked: Asked, layout: Layo
         f"{recomputed.activations:,} with every unit recomputed",
         "what operators take while they run, and the optimizer inside its step, comes on top: measured, not planned",
     ]
+    if asked.precision == "bf16-split" and any(masters_alone(stage, asked.offload) for stage in asked.stages):
+        notes.append("stage 3: masters alone rest of sharded parameters on the device, and nothing is split there")
     if asked.offload is not None and one.zero._engine.device.type == "cpu":
         notes.append(
             "as on a CPU: a GPU pins host memory in whole pages, and fp32 weights updated elsewhere have masters"
@@ -63,21 +67,29 @@ def plan_job(job: str | Callable[[], dict[str, Any]], asked: Asked, layout: Layo
         sum(param.numel() for param in one.zero.model.parameters()),
         asked._replace(recipe=recipe),
         layout,
-        lambda stage: _stage(runs[stage], recipe),
+        lambda stage: _stage(runs[stage], _recipe(runs[stage])),
         lambda limit: _advice(run, asked, layout, limit),
         notes,
         balance=balance(runs[max(asked.stages)].zero.partition, asked.copies),
     )
 
 
-def precision(name: str, grad_dtype: str | None = None) -> Precision | None:
-    """ "fp32": the model's own dtypes; "bf16": bfloat16 parameters with fp32 masters, floating inputs cast.
+def masters_alone(stage: int, offload: Offload | None) -> bool:
+    """May masters be all that rests of the parameters?"""
+    where = offload or Offload()
+    return bool(STAGES[stage].parameters) and set(where.tiers("parameters")) | set(where.tiers("optimizer")) == {DEVICE}
+
+
+def precision(name: str, grad_dtype: str | None = None, *, alone: bool = False) -> Precision | None:
+    """ "fp32": the model's own dtypes; "bf16": bfloat16 parameters with fp32 masters, floating inputs cast;
+    "bf16-split": the same with masters that are split, but where masters rest alone.
 
     grad_dtype: what gradients are added up in, "fp32" or "bf16" (None: as `Precision` says).
     """
     sums = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16}[grad_dtype]
-    if name == "bf16":
-        return Precision(param_dtype=torch.bfloat16, grad_dtype=sums, cast_inputs=True)
+    if name != "fp32":
+        split = name == "bf16-split" and not alone
+        return Precision(param_dtype=torch.bfloat16, grad_dtype=sums, cast_inputs=True, split_master=split)
     return None if sums is None else Precision(grad_dtype=sums)
 
 
@@ -97,10 +109,10 @@ def _recipe(run: Simulation) -> recipes.Recipe:
     buckets = zero.partition.buckets
     numel = {bucket.index: bucket.numel - bucket.padding for bucket in buckets}
     total = sum(numel.values()) or 1
-    sums: dict[str, int] = {}
+    sums: dict[str, Fraction] = {}
 
-    def add(state: str, nbytes: int) -> None:
-        sums[state] = sums.get(state, 0) + nbytes
+    def add(state: str, nbytes: Fraction | int) -> None:
+        sums[state] = sums.get(state, Fraction()) + nbytes
 
     for bucket in buckets:
         dtypes = zero.dtypes(bucket)
@@ -108,7 +120,8 @@ def _recipe(run: Simulation) -> recipes.Recipe:
         if bucket.trainable:
             add("gradients", numel[bucket.index] * dtypes.grad.itemsize)
             if dtypes.master != dtypes.param:
-                add("master", numel[bucket.index] * dtypes.master.itemsize)
+                split = zero._engine.buffers[bucket.index].splits
+                add("master", numel[bucket.index] * (Fraction(SPLIT_BITS, 8) if split else dtypes.master.itemsize))
     cast = sum(
         numel[b.index] * zero.dtypes(b).param.itemsize
         for b, at in zip(buckets, zero._engine.resting, strict=True)
@@ -210,11 +223,12 @@ def _advice(run: Callable[..., Simulation], asked: Asked, layout: Layout, limit:
         changes["checkpoint"] = True
         if attempt("and recompute activations in backward", stage, **changes):
             return tried
-    if asked.precision == "bf16" and asked.grad_dtype != "bf16":
-        changes["precision"] = precision("bf16", "bf16")
+    if asked.precision != "fp32" and asked.grad_dtype != "bf16":
+        alone = masters_alone(stage, asked.offload)
+        changes["precision"] = precision(asked.precision, "bf16", alone=alone)
         if attempt("and Precision(grad_dtype=torch.bfloat16)", stage, **changes):
             return tried
-    elif asked.precision != "bf16":
+    elif asked.precision == "fp32":
         changes["precision"] = precision("bf16", asked.grad_dtype)
         if attempt("and Precision(param_dtype=torch.bfloat16)", stage, **changes):
             return tried

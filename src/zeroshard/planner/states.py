@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from ..events import DEVICE, HOST, NVME
-from ..headroom import BUFFERS, aligned
+from ..headroom import BUFFERS, SPLIT_BITS, aligned
 from ..layout import Bucket, Partition, Slot
 from ..stage import ALONE, SAVED, Placements, Seat, seat
 from .recipes import PADDING, Recipe
@@ -19,12 +19,19 @@ class Stored(NamedTuple):
     """Bytes per element of what a bucket itself stores. `master` is 0 where the parameters are what is updated.
 
     cast: may masters on the device stand for sharded parameters, which are then not stored?
+    split: do masters rest as what the parameters beside them lack? In memory, and in a checkpoint, they are whole.
     """
 
     parameters: Fraction | int
     gradients: Fraction | int
     master: Fraction | int
     cast: bool = False
+    split: bool = False
+
+    @property
+    def kept(self) -> Fraction | int:
+        """Bytes of an element of the master at rest."""
+        return Fraction(SPLIT_BITS, 8) if self.split else self.master
 
 
 # What an optimizer keeps of one slot: {state: (bytes, per element?)}
@@ -76,7 +83,7 @@ def reserved(
     if not bucket.trainable:
         return
     yield store("gradients", "gradients", sizes.gradients)
-    yield store("optimizer", "master", sizes.master)
+    yield store("optimizer", "master", sizes.kept)
     filed: dict[str, Fraction | int] = {}
     tier = at["optimizer"]
     updated = bucket.held(sits, place.optimizer)

@@ -149,6 +149,12 @@ class Rest:
         """
         yield self.tensor
 
+    @contextlib.contextmanager
+    def some(self, start: int, stop: int, *, changed: bool) -> Iterator[Tensor]:
+        """Elements [start, stop) of it, as inside here()."""
+        with self.here(changed=changed) as tensor:
+            yield tensor[start:stop]
+
     def ahead(self) -> None:
         """Begin to bring it to memory, for somebody who will soon ask."""
 
@@ -189,8 +195,8 @@ class Part(NamedTuple):
 
     @contextlib.contextmanager
     def here(self, *, changed: bool = False) -> Iterator[Tensor]:
-        with self.rest.here(changed=changed) as tensor:
-            yield tensor[self.start : self.stop].view(self.shape)
+        with self.rest.some(self.start, self.stop, changed=changed) as tensor:
+            yield tensor.view(self.shape)
 
 
 @contextlib.contextmanager

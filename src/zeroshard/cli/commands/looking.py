@@ -47,7 +47,11 @@ class Grid:
     steps: Annotated[int, option(GRID, "Optimizer steps, each compared.")] = 4
     accumulate: Annotated[int, option(GRID, "Micro-batches that each rank adds up in one step.")] = 2
     precision: Annotated[
-        Precision, option(GRID, "fp32: the model's own dtypes; bf16: bfloat16 weights and inputs, fp32 masters.")
+        Precision,
+        option(
+            GRID,
+            "fp32: the model's own dtypes; bf16: bfloat16 weights and inputs, fp32 masters, which bf16-split splits.",
+        ),
     ] = "fp32"
     clip: Annotated[float | None, unset(GRID, "Clip gradients to this norm. [dim]\\[default: no][/dim]")] = None
     seed: Annotated[int, option(GRID, "The seed of the weights, and of what is drawn in batches and losses.")] = 0

@@ -85,7 +85,9 @@ Stage = Annotated[
 LocalRanks = Annotated[int | None, unset(COMMON, "Local processes to start. [dim]\\[default: 1, or torchrun's][/dim]")]
 Replicas = Annotated[int, option(RUN, "Copies of what is sharded, each over 1/K of the ranks: the same bits.")]
 Where = Annotated[Device, option(RUN, "auto: one GPU per rank if there are enough, else the CPU.")]
-Bits = Annotated[Precision, option(MODEL, "bf16 computes and sends in bfloat16 and keeps fp32 masters.")]
+Bits = Annotated[
+    Precision, option(MODEL, "bf16 computes and sends in bfloat16 and keeps fp32 masters; bf16-split splits these.")
+]
 GradDtypeOfJob = Annotated[
     GradDtype | None,
     unset(RUN, "What a job's gradients are added up in. [dim]\\[default: fp32 of 16-bit ones][/dim]"),

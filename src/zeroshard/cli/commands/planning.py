@@ -60,7 +60,7 @@ class Sharding:
     accumulate: Annotated[int, option(RUN, "Backwards per step.")] = 1
     no_sync: Annotated[bool, option(RUN, "Gradients are added up on the rank and reduced once.", "--no-sync")] = False
     precision: Annotated[
-        str | None, unset(RUN, "Of a job: fp32 (its own dtypes), or bf16 with fp32 masters.", "fp32|bf16")
+        str | None, unset(RUN, "Of a job: fp32 (its own dtypes), or bf16 with fp32 masters.", "fp32|bf16|bf16-split")
     ] = None
     grad_dtype: GradDtypeOfJob = None
     checkpoint: Annotated[
@@ -148,7 +148,10 @@ class Simulated:
     machine: Annotated[str, option(COMMON, "dgx-2, a100, a100-ethernet or h100.")] = "a100"
     accumulate: Annotated[int, option(RUN, "Backwards per step.")] = 1
     precision: Annotated[
-        Precision, option(RUN, "fp32: the job's own dtypes; bf16: bfloat16 weights and inputs, fp32 masters.")
+        Precision,
+        option(
+            RUN, "fp32: the job's own dtypes; bf16: bfloat16 weights and inputs, fp32 masters, which bf16-split splits."
+        ),
     ] = "fp32"
     grad_dtype: GradDtypeOfJob = None
     checkpoint: Annotated[bool, option(RUN, "Every unit runs again in backward.", "--recompute", "--checkpoint")] = (

@@ -1,0 +1,158 @@
+"""A master that rests as what its bfloat16 parameter lacks of it, and is joined with that for as long as it is used.
+
+    master, fp32         seeeeeeeemmmmmmm llllllllllllllll         4 bytes, in memory inside `here()`
+    parameter, bfloat16  seeeeeeeemmmmmmm, rounded                 rests anyway
+    planes                                llllllllllllllll t       2.125 bytes: all lower halves, then all bits for ties
+
+`numerics.join_` and `numerics.split_` say why that is enough. To everybody else this is a state that has to be brought
+to memory, as one in a file has: it may rest in any tier itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..events import DEVICE, HOST
+from ..headroom import SPLIT_BITS
+from ..numerics import join_, split_
+from ..tiers.tier import DeviceTier, Rest, Tier
+from .flat import Flat
+
+JOINED = "joined"  # in the ledger: a bucket's masters, inside `here()`
+
+
+def split_nbytes(numel: int) -> int:
+    """Of so many elements at rest."""
+    return -(-numel * SPLIT_BITS // 8)
+
+
+class Split(Rest):
+    """The masters of bucket elements [first, last), beside parameters that are their cast."""
+
+    def __init__(self, parameters: Flat, first: int, last: int, tier: Tier, device: DeviceTier) -> None:
+        self.parameters = parameters
+        self.first, self.numel = first, last - first
+        self.planes = tier.rest("master", parameters.bucket.index, split_nbytes(self.numel), torch.uint8)
+        self.tier = self.planes.tier
+        self.device = device  # gives memory of a moment
+        self.before: Tensor | None = None  # the parameters that the planes go with, while these may be edited
+        self._home = tier.device
+        self._joined: Tensor | None = None
+        self._dirty = False
+
+    # --- the parameters beside it -----------------------------------------------------------------------------------
+
+    def keep(self) -> bool:
+        """The parameters may be edited from now on: keep what they are. Says whether it was not kept already."""
+        if self.before is not None:
+            return False
+        with self.parameters.here(changed=False):
+            self.before = self.parameters.of(self.first, self.first + self.numel).clone()
+        self.device.ledger.hold(JOINED, self.before.numel() * self.before.itemsize, self._counted(self.parameters.rest))
+        return True
+
+    def forget_kept(self) -> None:
+        assert self.before is not None
+        nbytes = self.before.numel() * self.before.itemsize
+        self.device.ledger.hold(JOINED, -nbytes, self._counted(self.parameters.rest))
+        self.before = None
+
+    @staticmethod
+    def _counted(rest: Rest) -> str:
+        return DEVICE if rest.tier == DEVICE else HOST
+
+    def _beside(self, start: int, stop: int) -> Tensor:
+        if self.before is not None:
+            return self.before[start:stop]
+        return self.parameters.of(self.first + start, self.first + stop)
+
+    # --- brought to memory ------------------------------------------------------------------------------------------
+
+    @property
+    def tensor(self) -> Tensor:  # type: ignore[override]
+        if self._joined is None:
+            raise AssertionError(f"the master of bucket {self.parameters.bucket.index} is not joined")
+        return self._joined
+
+    @property
+    def in_file(self) -> bool:
+        return True
+
+    @contextlib.contextmanager
+    def here(self, *, changed: bool = True, fresh: bool = False) -> Iterator[Tensor]:
+        """What an exception leaves of a change is not kept: the parameters do not follow it."""
+        if self._joined is not None:
+            yield self._joined
+            self._dirty |= changed
+            return
+        with self._memory(0, self.numel, fresh=fresh) as self._joined:
+            self._dirty = changed
+            try:
+                yield self._joined
+                if self._dirty:
+                    self._split(0, self._joined)
+            finally:
+                self._joined = None
+
+    @contextlib.contextmanager
+    def some(self, start: int, stop: int, *, changed: bool) -> Iterator[Tensor]:
+        if self._joined is not None:
+            yield self._joined[start:stop]
+            self._dirty |= changed
+            return
+        if start == stop:  # of what this rank has nothing of
+            yield torch.empty(0, dtype=torch.float32, device=self._home)
+            return
+        first, last = start // 8 * 8, min(-(-stop // 8) * 8, self.numel)  # a byte has the bits of eight
+        assert not changed or start == first, "blocks of masters begin with a byte"
+        with self._memory(first, last) as joined:
+            yield joined[start - first : stop - first]
+            if changed:
+                self._split(first, joined)
+
+    @contextlib.contextmanager
+    def _memory(self, first: int, last: int, *, fresh: bool = False) -> Iterator[Tensor]:
+        """Elements [first, last) joined; and what they are made of in memory."""
+        numel = last - first
+        with self.parameters.here(changed=False), self.planes.here(changed=False):
+            on_device = self._counted(self.planes) == DEVICE
+            if on_device:
+                joined = self.device.reserve(JOINED, numel, torch.float32, zeroed=False)
+            else:
+                self.device.ledger.hold(JOINED, numel * 4, HOST)
+                joined = torch.empty(numel, dtype=torch.float32, device=self._home)
+            try:
+                if not fresh:
+                    join_(joined, self._beside(first, last).to(self._home), *self._planes(first, last))
+                yield joined
+            finally:
+                if on_device:
+                    self.device.give_back(JOINED, joined)
+                else:
+                    self.device.ledger.hold(JOINED, -numel * 4, HOST)
+
+    def _planes(self, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """Lower halves and ties of elements [first, last), inside here() of the planes."""
+        lower, ties = self.planes.tensor[: 2 * self.numel].view(torch.int16), self.planes.tensor[2 * self.numel :]
+        return lower[first:last], ties[first // 8 : -(-last // 8)]
+
+    def _split(self, first: int, master: Tensor) -> None:
+        with self.planes.here(changed=True):
+            split_(master, *self._planes(first, first + master.numel()))
+
+    def seed(self, master: Tensor) -> None:
+        """At construction: what the parameters are the cast of."""
+        with self.planes.here(fresh=True):
+            split_(master.to(self._home, torch.float32), *self._planes(0, self.numel))
+
+    def ahead(self) -> None:
+        self.parameters.ahead()
+        self.planes.ahead()
+
+    def behind(self) -> None:
+        self.planes.behind()
+        self.parameters.behind()

@@ -1,0 +1,324 @@
+"""Masters that rest as what their bfloat16 parameters lack: the bits of whole ones, in 2.125 bytes in place of 4."""
+
+import contextlib
+import itertools
+from functools import partial
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies
+from torch import nn
+
+import models
+import ranks
+import reference
+import test_offload
+import test_tiers_planned
+import zeroshard
+from zeroshard import Layout, Offload, Precision, digests
+from zeroshard.errors import PeerError, StateError, UserError
+from zeroshard.numerics import CHUNK, join_, split_
+
+SPLIT = Precision(param_dtype=torch.bfloat16, cast_inputs=True, split_master=True)
+WHOLE = Precision(param_dtype=torch.bfloat16, cast_inputs=True)
+HOST, FILES = {"optimizer": "cpu"}, test_offload.ON_DISK
+UPPER = {
+    "zero": 0x0000, "subnormal": 0x0001, "smallest normal": 0x0080, "one": 0x3F80, "odd": 0x3F81, "largest": 0x7F7F,
+    "infinity": 0x7F80, "nan": 0x7FC0, "last nan": 0x7FFF, "-zero": 0x8000, "-largest": 0xFF7F, "-last nan": 0xFFFF,
+}  # fmt: skip
+
+
+def as_floats(bits):
+    return torch.as_tensor(bits, dtype=torch.int64).to(torch.int32).view(torch.float32)
+
+
+def joined_again(master, *, ties=True):
+    """What comes back of a master that was split beside its cast; without the bits for ties, where these are not kept."""
+    lower = torch.empty(master.numel(), dtype=torch.int16)
+    packed = torch.full((-(-master.numel() // 8),), 0xFF, dtype=torch.uint8)
+    split_(master, lower, packed)
+    back = torch.full_like(master, 7.0)
+    join_(back, master.bfloat16(), lower, packed if ties else torch.zeros_like(packed))
+    return back
+
+
+def differing(got, want):
+    """How many numbers have other bits; of NaN only that it is one counts."""
+    return int(((got.view(torch.int32) != want.view(torch.int32)) & ~(got.isnan() & want.isnan())).sum())
+
+
+@pytest.mark.parametrize("upper", UPPER)
+def test_every_lower_half_comes_back(upper):
+    """All 65,536 of them; without the bits for ties one of an even upper half does not, as 16 bits cannot tell it."""
+    master = as_floats((UPPER[upper] << 16) + torch.arange(1 << 16))
+    assert differing(joined_again(master), master) == 0
+    tied = UPPER[upper] % 2 == 0 and "nan" not in upper and upper != "infinity"
+    assert differing(joined_again(master, ties=False), master) == tied
+
+
+@hypothesis.given(strategies.lists(strategies.integers(0, (1 << 32) - 1), max_size=40))
+def test_any_numbers_of_any_count_come_back(bits):
+    master = as_floats(bits)
+    assert differing(joined_again(master), master) == 0
+
+
+@pytest.mark.parametrize("numel", [CHUNK - 1, CHUNK + 1033])
+def test_ties_alone_come_back_from_several_chunks(numel):
+    """Every element lies right between two bfloat16."""
+    master = as_floats((torch.arange(numel) % (1 << 16) << 16) + 0x8000)
+    assert differing(joined_again(master), master) == 0
+
+
+def test_a_thousand_steps_have_the_bits_of_a_master_that_stays_whole():
+    """AdamW on random numbers, ties, subnormals, infinities and the largest numbers, joined and split in every step."""
+    torch.manual_seed(0)
+    special = [0x3F808000, 0x3F818000, 0x00000001, 0x80007FFF, 0x7F800000, 0xFF800000, 0x7F7FFFFF, 0x00000000]
+    start = torch.cat([torch.randn(3000), as_floats(special), torch.full((64,), 1 + 2**-8), torch.randn(64) * 1e-41])
+    gradients = torch.randn(7, start.numel())
+    whole = nn.Parameter(start.clone())
+    held = nn.Parameter(start.clone())
+    steps = [torch.optim.AdamW([each], lr=1e-3) for each in (whole, held)]
+    lower, ties = torch.empty(start.numel(), dtype=torch.int16), torch.empty(-(-start.numel() // 8), dtype=torch.uint8)
+    for step in range(1000):
+        param = held.detach().bfloat16()
+        split_(held.detach(), lower, ties)
+        held.data.fill_(torch.nan)
+        join_(held.data, param, lower, ties)
+        for each, optimizer in zip((whole, held), steps, strict=True):
+            each.grad = gradients[step % 7].clone()
+            optimizer.step()
+    assert differing(held.detach(), whole.detach()) == 0
+    assert whole.isinf().any() and differing(whole.detach(), start) > 3000
+
+
+# ------------------------------------------------------------------------------------------------------ in the engine
+
+
+@contextlib.contextmanager
+def splitting():
+    """The loops of test_offload, with masters that are split."""
+    test_offload.Precision = partial(Precision, split_master=True)
+    try:
+        yield
+    finally:
+        test_offload.Precision = Precision
+
+
+def masters(zero):
+    """Of each bucket this rank's masters; and how many bytes rest of them."""
+    found = {}
+    for buffer in zero._engine.buffers:
+        with buffer.updating.here(changed=False):
+            found[str(buffer.bucket.index)] = buffer.target.clone()
+    return found
+
+
+def trained(stage, fields, folder):
+    """Clipped steps of two backwards; then masters, weights and losses."""
+    model, optimizer, zero = test_offload.start(stage, test_offload.offload(folder, **fields))
+    losses = [test_offload.step(model, optimizer, zero, number) for number in range(4)]
+    with zero.gathered():
+        return losses, masters(zero) | reference.weights(model), dict(zero.ledger().held)
+
+
+def same_bits(cases, folder):
+    for stage, fields in cases:
+        whole = trained(stage, fields, folder)
+        with splitting():
+            split = trained(stage, fields, folder)
+        assert split[0] == whole[0]
+        reference.assert_same(split[1], whole[1])
+        held = whole[2]["master"], split[2]["master"]
+        assert held[0] * 17 == held[1] * 32, (stage, fields, held)
+        assert {**split[2], "master": 0, "joined": 0} == {**whole[2], "master": 0, "joined": 0}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_split_masters_have_the_bits_of_whole_ones(world, tmp_path):
+    """Weights, masters and losses at every stage where they rest beside parameters; and nothing else takes room."""
+    cases = [(0, {}), (1, {}), (2, {}), (1, HOST), (3, HOST), (2, FILES), (3, FILES)]
+    ranks.run(world, same_bits, cases, str(tmp_path), timeout=120)
+
+
+def as_whole(loop, cases, folder):
+    for stage, fields in cases:
+        whole = loop(stage, test_offload.offload(folder, **fields))
+        with splitting():
+            test_offload.same(loop(stage, test_offload.offload(folder, **fields)), whole)
+
+
+@pytest.mark.parametrize("loop", [test_offload.edited, test_offload.repeated])
+@pytest.mark.parametrize("world", [1, 2])
+def test_edits_unfreezing_and_steps_that_raise_count_as_beside_whole_ones(loop, world, tmp_path):
+    """Of an edit inside gathered() the masters of what was not edited keep their lower halves."""
+    ranks.run(world, as_whole, loop, [(0, {}), (2, {}), (3, HOST), (3, FILES)], str(tmp_path), timeout=120)
+
+
+def written_from(stage):
+    """One rank's edits, of one row; and its masters where every rank has all of them."""
+    model, optimizer, zero = test_offload.start(stage, None)
+    for number in range(3):
+        test_offload.step(model, optimizer, zero, number)
+        with zero.gathered(write_from=1), torch.no_grad():
+            if zero.rank:
+                next(iter(model.parameters()))[0].mul_(1.5)
+    with zero.gathered():
+        return [], masters(zero) | reference.weights(model)
+
+
+def written_from_alike():
+    for stage in (0, 1):
+        whole = written_from(stage)
+        with splitting():
+            test_offload.same(written_from(stage), whole)
+
+
+def test_one_ranks_edits_count_for_split_masters():
+    ranks.run(2, written_from_alike)
+
+
+def lost(stage):
+    """An edit of one element outside gathered(): what this rank is told at the next step, and at a save."""
+    model, optimizer, zero = test_offload.start(stage, None)
+    test_offload.step(model, optimizer, zero, 0)
+    zero.save("checkpoint")
+    before = masters(zero)
+    with torch.no_grad():
+        next(iter(model.parameters())).view(-1)[0] += 1
+    told = []
+    for act in (optimizer.step, lambda: zero.save("another"), lambda: zero.gathered().__enter__()):
+        with pytest.raises((StateError, PeerError)) as raised:
+            act()
+        told.append(str(raised.value))
+    zero.load("checkpoint")
+    reference.assert_same(masters(zero), before)
+    test_offload.step(model, optimizer, zero, 1)
+    return told
+
+
+def lost_in(folder, stage):
+    with contextlib.chdir(folder), splitting():
+        return lost(stage)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_an_edit_that_split_masters_cannot_follow_is_named_on_every_rank(stage, tmp_path):
+    """Its owner sees it, and all are told; a checkpoint mends it."""
+    for told in ranks.run(2, lost_in, str(tmp_path), stage):
+        for text in told:
+            assert "outside gathered()" in text and ", among parameters" in text and "split_master" in text
+
+
+def test_a_digest_of_a_device_tells_contents_apart():
+    """Two sums of words, wherever the tensor lies: each bit of one element, and two elements that change places."""
+    tensor = torch.randn(1000).bfloat16()
+    seen = {digests._weighed(tensor)}
+    for bit in range(16):
+        tensor.view(torch.int16)[777] ^= 1 << bit if bit < 15 else -(1 << 15)
+        seen.add(digests._weighed(tensor))
+    tensor[[1, 2]] = tensor[[2, 1]]
+    seen.add(digests._weighed(tensor))
+    assert len(seen) == 18
+
+
+# ------------------------------------------------------------------------------------------- planned, saved and refused
+
+
+def planned(cases, folder):
+    return [test_tiers_planned.train(stage, where, SPLIT, folder, turns) for stage, where, turns in cases]
+
+
+def test_what_split_masters_hold_and_move_is_planned_to_the_byte(tmp_path):
+    wheres = [("device", "device", "device"), ("nvme", "nvme", "nvme"), *test_tiers_planned.MIXED]
+    cases = [(stage, where, 1 + stage % 2) for stage, where in itertools.product((0, 1, 2, 3), wheres)][:-1]
+    cases.remove((3, wheres[0], 2))
+    for found in ranks.run(2, planned, cases, str(tmp_path), timeout=120):
+        for case, (said, held) in zip(cases, found, strict=True):
+            assert said == held, case
+
+
+def test_a_step_from_files_moves_less(tmp_path):
+    """Of each master 2.125 bytes are read, and written, and not 4."""
+    where, moved = ("device", "device", "nvme"), {}
+    for precision in (WHOLE, SPLIT):
+        _, (held, moved[precision]) = test_tiers_planned.train(3, where, precision, tmp_path)
+    less = held["nvme"]["exp_avg"] // 4 * (4 - 17 / 8)  # elements, padding too
+    assert [a - b for a, b in zip(moved[WHOLE], moved[SPLIT], strict=True)] == [less, less]
+
+
+def saved(folder, split, stage, fields):
+    with splitting() if split else contextlib.nullcontext():
+        model, optimizer, zero = test_offload.start(stage, test_offload.offload(folder, **fields))
+        for number in range(2):
+            test_offload.step(model, optimizer, zero, number, backwards=4 // zero.world_size, clip=False)
+        zero.save(f"{folder}/saved")
+        return went_on(model, optimizer, zero)
+
+
+def loaded(folder, split, stage, fields):
+    with splitting() if split else contextlib.nullcontext():
+        model, optimizer, zero = test_offload.start(stage, test_offload.offload(folder, **fields))
+        zero.load(f"{folder}/saved")
+        zero.save(f"{folder}/again")
+        return went_on(model, optimizer, zero)
+
+
+def went_on(model, optimizer, zero):
+    for number in (2, 3):
+        test_offload.step(model, optimizer, zero, number, backwards=4 // zero.world_size, clip=False)
+    with zero.gathered():
+        return reference.weights(model)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((2, True, 2, {}), (1, False, 1, {})),
+        ((1, False, 0, {}), (2, True, 1, {})),
+        ((2, True, 3, FILES), (1, True, 2, {})),
+        ((1, True, 0, {}), (2, True, 3, HOST)),
+        ((2, False, 3, {}), (4, True, 2, FILES)),
+    ],
+    ids=["to-whole", "from-whole", "files-to-memory", "to-more-ranks", "to-files"],
+)
+def test_a_checkpoint_of_either_kind_loads_into_the_other(before, after, tmp_path):
+    """Files hold whole masters: at any number of ranks, stage and tier training goes on with the same bits."""
+    want = ranks.run(before[0], saved, str(tmp_path), *before[1:])[0]
+    for got in ranks.run(after[0], loaded, str(tmp_path), *after[1:]):
+        reference.assert_same(got, want)
+
+
+def refused(precision, **settings):
+    model = models.build("mlp")
+    optimizer = settings.pop("optimizer", torch.optim.AdamW)(model.parameters(), lr=1e-2)
+    return zeroshard.shard(model, optimizer, precision=precision, **settings)
+
+
+REFUSED = {
+    "a word": (lambda: Precision(split_master="yes"), "a yes or a no"),
+    "fp16": (lambda: Precision(param_dtype=torch.float16, split_master=True), "fp32 masters of bfloat16"),
+    "bf16 master": (lambda: Precision(master_dtype=torch.bfloat16, split_master=True), "fp32 masters of bfloat16"),
+    "masters alone": (lambda: refused(SPLIT, stage=3), "(?s)masters alone rest.*stage 0, 1 or 2"),
+    "nothing to split": (lambda: refused(Precision(split_master=True), stage=2), "no masters to split"),
+    "blocks of one": (lambda: refused(SPLIT, stage=2, layout=Layout(align=1)), "(?s)eight elements.*align=1"),
+    "all at once": (lambda: refused(SPLIT, stage=0, optimizer=torch.optim.LBFGS), "(?s)bucket by bucket.*LBFGS"),
+    "DCP": (lambda: refused(SPLIT, stage=2).state_dict(), "in halves"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_split_is_refused(name):
+    make, says = REFUSED[name]
+    with pytest.raises(UserError, match=says):
+        make()
+
+
+def test_some_masters_are_split_where_others_rest_alone():
+    """Of half of the buckets at stage 3 the states rest in host memory: their masters alone are beside parameters."""
+    zero = refused(SPLIT, stage=3, offload=Offload(optimizer=0.5), layout=Layout(bucket_mib=0.005))
+    rests = [resting["optimizer"] for resting in zero._engine.resting]
+    assert {(buffer.splits, rest) for buffer, rest in zip(zero._engine.buffers, rests, strict=True)} == {
+        (True, "host"), (False, "device"),
+    }  # fmt: skip
+    assert zeroshard.planner.predict_states(zero)["master"] == zero.ledger().held["master"]

@@ -242,13 +242,13 @@ def judged(cases: list[dict]) -> tuple[str, str]:
     return "the same bits, from a checkpoint" if any(case["loads"] for case in cases) else "the same bits", words
 
 
-def run(world: int, stage: int, seeds: list[int], folder: str, timeout: float = 120.0):
+def run(world: int, stage: int, seeds: list[int], folder: str, timeout: float = 120.0, cases=several):
     """(seed, outcome, words) of each case; those that a lost group left over are run in a new one."""
     results, left = [], list(seeds)
     while left:
         try:
             outcomes = ranks.run(
-                world, several, stage, left, folder, group_timeout=30.0, timeout=timeout, expect_errors=True
+                world, cases, stage, left, folder, group_timeout=30.0, timeout=timeout, expect_errors=True
             )
             died = [rank for rank, each in enumerate(outcomes) if not isinstance(each, list)]
             if died:
@@ -256,7 +256,7 @@ def run(world: int, stage: int, seeds: list[int], folder: str, timeout: float = 
         except ranks.RankFailure as failure:
             return [*results, (left[0], "hung, aborted or raised something else", str(failure))]
         together = list(zip(*outcomes, strict=False))
-        results += [(seed, *judged(list(cases))) for seed, cases in zip(left, together, strict=False)]
+        results += [(seed, *judged(list(each))) for seed, each in zip(left, together, strict=False)]
         left = left[len(together) :]
     return results
 

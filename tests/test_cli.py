@@ -141,20 +141,22 @@ def test_the_options_are_these():
     """A new option is a decision; this list makes it one."""
     wanted = {
         "train": "accumulate batch data device grad-dtype help keep lr no-recompute no-report offload offload-gradients offload-optimizer "
-        "offload-parameters offload-path out precision ranks recompute replicas report resume save-every seed size stage steps timeout",
+        "offload-parameters offload-path out precision ranks recompute replicas report resume save-every seed size stage steps timeout "
+        "transport",
         "demo": "help out ranks seed steps",
         "plan": "accumulate align bounds bucket-mib bytes check config disk ep exact experts export gpu-mem gpus-per-node grad-dtype help "
         "host-mem json no-sync offload offload-gradients offload-optimizer offload-parameters optimizer params precision "
-        "prefetch preset ranks recompute replicas shapes stage step-time text tokens units whole",
+        "prefetch preset ranks recompute replicas shapes stage step-time text tokens transport units whole",
         "simulate": "accumulate bucket-mib ep experts grad-dtype help json machine offload offload-gradients offload-optimizer "
-        "offload-parameters precision prefetch rank ranks recompute reduce replicas stage trace",
+        "offload-parameters precision prefetch rank ranks recompute reduce replicas stage trace transport",
         "ckpt inspect": "help json",
         "ckpt verify": "help json",
         "ckpt diff": "help json",
         "ckpt export": "dtype file-size help json overwrite",
         "ckpt import": "buffer help json optimizer tied weights",
         "explain": "element help no-open open out stage text",
-        "verify": "accumulate bucket-mib clip help json offload offload-path precision ranks replicas seed stage steps timeout",
+        "verify": "accumulate bucket-mib clip help json offload offload-path precision ranks replicas seed stage steps timeout "
+        "transport",
         "io-bench": "block depth direct help json offload offload-gradients offload-optimizer offload-parameters out params "
         "ranks rounds sharing size stage tokens",
     }

@@ -115,6 +115,7 @@ def test_public_names_are_locked():
             ("prefetch", 1),
             ("release_after_forward", True),
             ("replicas", None),
+            ("transport", "auto"),
         ],
     }
     public = {name for name in dir(zeroshard.Zero) if not name.startswith("_")}

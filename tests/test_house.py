@@ -21,7 +21,7 @@ import zeroshard
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "zeroshard"
 PUBLIC = ["Comm", "Error", "Layout", "Offload", "Precision", "Zero", "apart", "load", "plan", "settings", "shard"]
-CAP = 8077  # lines of the core: see docs/decisions/core-size.md
+CAP = 8764  # lines of the core: see docs/decisions/core-size.md
 STORAGE = {"tiers/tier.py", "tiers/nvme.py"}  # beside checkpoint/: counted in what they do, not in lines
 NOT_LAYERS = {"__init__.py", "__main__.py"}
 OUTSIDE = {"integrations", "explain"}  # what the methods of Zero that need them import
@@ -127,7 +127,13 @@ def test_no_modules_import_each_other_in_a_circle():
 
 def test_one_room_calls_torch_distributed():
     users = {name for name in ORDER if any("torch.distributed" in module for module in imported(PACKAGE / name))}
-    assert users == {"ranks/groups.py", "ranks/link.py", "ranks/mesh.py", "ranks/process_group.py"}
+    assert users == {
+        "ranks/groups.py",
+        "ranks/link.py",
+        "ranks/mesh.py",
+        "ranks/process_group.py",
+        "ranks/process_team.py",
+    }
 
 
 def test_layout_is_pure():

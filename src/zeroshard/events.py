@@ -26,13 +26,15 @@ class Traffic:
     """What one verb has moved so far, in the three conventions of the literature.
 
     `logical` is the size of the message itself; `sent` what this rank had to send, as in
-    "(N-1)/N of the buffer"; `sent_and_received` adds what it took in.
+    "(N-1)/N of the buffer"; `sent_and_received` adds what it took in. `shared`: what it read from the memory of other
+    ranks of its host instead, for which nothing is sent.
     """
 
     calls: int = 0
     logical: int = 0
     sent: int = 0
     sent_and_received: int = 0
+    shared: int = 0
 
 
 @dataclass(slots=True)
@@ -168,7 +170,15 @@ class Ledger:
     # --- what happened ----------------------------------------------------------------------------------------------
 
     def move(
-        self, verb: str, *, logical: int, sent: int, received: int, state: str = "", bucket: int | None = None
+        self,
+        verb: str,
+        *,
+        logical: int,
+        sent: int,
+        received: int,
+        state: str = "",
+        bucket: int | None = None,
+        shared: int = 0,
     ) -> Event | None:
         """Count one collective of `logical` bytes. The event, if one is recorded, ends when `ends` is told."""
         with self._lock:
@@ -177,6 +187,7 @@ class Ledger:
             traffic.logical += logical
             traffic.sent += sent
             traffic.sent_and_received += sent + received
+            traffic.shared += shared
         return self.note(verb, state=state, bucket=bucket, logical=logical, sent=sent, received=received)
 
     def note(

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from zeroshard.cli import launch, screen
-from zeroshard.cli.config import InputError, Launch, offload_of
+from zeroshard.cli.config import InputError, Launch, Transport, offload_of
 from zeroshard.events import DEVICE
 
 AT_REST = "at rest"
@@ -42,6 +42,7 @@ class Check:
     prefetch: int = 1
     checkpoint: bool = False
     replicas: int = 1
+    transport: Transport = "auto"
     offload: dict[str, str] = field(default_factory=dict)  # {state: where it rests}, as on the command line
 
     def settings(self, folder: str, stage: int) -> dict[str, Any]:
@@ -55,7 +56,7 @@ class Check:
         return {
             "layout": layout,
             "precision": precision(self.precision, self.grad_dtype, alone=masters_alone(stage, offload)),
-            "comm": Comm(prefetch=self.prefetch, replicas=self.replicas),
+            "comm": Comm(prefetch=self.prefetch, replicas=self.replicas, transport=self.transport),
             "offload": offload,
         }
 
@@ -210,6 +211,8 @@ def _train(asked: Check, stage: int, place: Launch, folder: Path) -> dict[str, A
             optimizer.step()
             optimizer.zero_grad()
         inside = max(inside, _memory("VmHWM") - before)
+    for buffer in zero._engine.buffers:  # at rest nothing is lent to others any more
+        buffer.land()
     ledger = zero.ledger()
     return {
         "tiers": {tier: {state: n for state, n in held.items() if n} for tier, held in ledger.tiers.items()},

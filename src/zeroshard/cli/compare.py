@@ -214,7 +214,10 @@ def _run(
             offload=_offload(question, configuration.tier),
             layout=zeroshard.Layout(bucket_mib=_bucket_mib(configuration.bucket, model, precision)),
             comm=zeroshard.Comm(
-                timeout=question.timeout, overlap=configuration.overlap, replicas=configuration.replicas
+                timeout=question.timeout,
+                overlap=configuration.overlap,
+                replicas=configuration.replicas,
+                transport=question.transport,
             ),
         )
     except UserError as error:

@@ -56,6 +56,7 @@ STATES = ("parameters", "gradients", "optimizer")
 FloatingPoint = Literal["fp64", "fp32", "bf16", "fp16"]
 Size = Literal["tiny", "small", "medium"]
 Device = Literal["auto", "cpu", "cuda"]
+Transport = Literal["auto", "gloo", "shared"]
 
 
 class Shape(NamedTuple):
@@ -144,6 +145,7 @@ class RunConfig:
     offload_path: str = ""
     replicas: int = 1
     timeout: float = 1800.0  # seconds
+    transport: Transport = "auto"
 
     def __post_init__(self) -> None:
         # Here rather than in the option parser, whose refusals do not say what they got.

@@ -117,6 +117,7 @@ def check_plan(*, as_json: bool, text: str | None, **settings: Any) -> int:
         "bucket_mib",
         "prefetch",
         "replicas",
+        "transport",
     )
     offload = _places(settings)
     planned_offload(offload)

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zeroshard.cli.config import InputError, Precision
+from zeroshard.cli.config import InputError, Precision, Transport
 from zeroshard.errors import nearest
 from zeroshard.stage import STAGES
 
@@ -77,6 +77,7 @@ class Question:
     tiers: tuple[str, ...] = ()  # of cpu and nvme, beside the device
     offload_path: str = ""
     replicas: tuple[int, ...] = (1,)
+    transport: Transport = "auto"
 
     def __post_init__(self) -> None:
         for stage in self.stages:

@@ -14,6 +14,7 @@ from zeroshard.api import Zero
 from zeroshard.checkpoint.content import pieces
 from zeroshard.checkpoint.staging import put
 from zeroshard.cli import screen
+from zeroshard.cli.config import Transport
 from zeroshard.errors import UserError
 from zeroshard.events import DEVICE, HOST, NVME, Ledger
 from zeroshard.integrations.chrome_trace import MADE_BY
@@ -42,6 +43,7 @@ def show_simulation(
     prefetch: int,
     reduce: str,
     replicas: int,
+    transport: Transport,
     experts: str | None,
     ep: int | None,
     offload: Offload | None,
@@ -65,7 +67,7 @@ def show_simulation(
             precision=from_job.precision(precision, grad_dtype, alone=from_job.masters_alone(stage, offload)),
             layout=Layout(bucket_mib=bucket_mib, along={experts: "edp"} if experts else {}),
             mesh={"edp": ranks // ep, "ep": ep} if ep else None,
-            comm=Comm(prefetch=prefetch, reduce=reduce, replicas=replicas),  # type: ignore[arg-type]
+            comm=Comm(prefetch=prefetch, reduce=reduce, replicas=replicas, transport=transport),  # type: ignore[arg-type]
             offload=offload,
             checkpoint=checkpoint,
         )

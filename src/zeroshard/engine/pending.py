@@ -16,7 +16,7 @@ from ..errors import StateError
 from ..headroom import POOLED
 from ..layout import Bucket
 from ..ranks.transport import Relay, Work
-from ..tiers.tier import DeviceTier
+from ..tiers.tier import Messages
 from .accumulator import Accumulator, Entry
 from .buffer import Buffer, Place
 from .unit import Unit
@@ -106,7 +106,7 @@ class Sent:
 class Scratch:
     """Memory of messages on the device, kept for the next one of its size and counted under one name."""
 
-    def __init__(self, tier: DeviceTier, state: str) -> None:
+    def __init__(self, tier: Messages, state: str) -> None:
         self._tier = tier
         self._state = state
         self._kept: list[Tensor] = []  # the longest kept first
@@ -115,7 +115,11 @@ class Scratch:
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """1-D, of whatever was there: every element that anybody reads is to be written first."""
         fitting = [at for at, each in enumerate(self._kept) if each.numel() == numel and each.dtype == dtype]
-        taken = self._kept.pop(fitting[0]) if fitting else self._tier.reserve(self._state, numel, dtype, zeroed=False)
+        if fitting:
+            taken = self._tier.again(self._kept[fitting[0]])
+            self._kept.pop(fitting[0])
+        else:
+            taken = self._tier.reserve(self._state, numel, dtype, zeroed=False)
         if numel:
             self._taken.append(taken)
         return taken

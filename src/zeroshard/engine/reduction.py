@@ -62,6 +62,8 @@ class Reduction:
         self._under_way: list[Sent] = []  # until this rank has added its part
         self._relayed: list[Sent] = []  # and from then on until it has the average
         self.scratch = Scratch(tier, "reduce")
+        # What is sent lies where other ranks can read it, if they do.
+        self.sends = Scratch(group.team.messages(tier), "reduce") if group.team.shares else self.scratch
         self._local = False
         self.silent = False  # does this rank's part of all gradients count as zero? (`Zero.join`)
         self._settling = False
@@ -172,12 +174,12 @@ class Reduction:
         accumulator, buffer = pending.accumulator, pending.buffer
         # A full-size accumulator doubles as the place to put contributions: they are of its size. What it holds already
         # has to go aside; and where it may be asked whose contribution spoiled a sum, the own one must outlive that.
-        apart = buffer.place.gradients or not accumulator.sum.on_device or pending.sources > 1
+        apart = buffer.place.gradients or not accumulator.sum.on_device or pending.sources > 1 or self.group.team.shares
         numel = buffer.bucket.numel * pending.sources
         asked = self.finite.on and self.group.ranks > 1 and self.settings.reduce != "native"
         if self._local and accumulator.local is None:
             if apart:
-                accumulator.local = self.scratch.take(numel, buffer.grad_dtype)
+                accumulator.local = self.sends.take(numel, buffer.grad_dtype)
             else:
                 if accumulator.filled or asked:
                     accumulator.undo_average()
@@ -193,7 +195,7 @@ class Reduction:
             if not apart and buffer.grad_dtype == buffer.reduce_dtype:
                 pending.send = accumulator.sum.tensor
             else:
-                pending.send = self.scratch.take(numel, buffer.reduce_dtype)
+                pending.send = self.sends.take(numel, buffer.reduce_dtype)
         return pending.send
 
     def _send_ready(self) -> None:
@@ -273,6 +275,7 @@ class Reduction:
                         self._fold(sent, early=early)
             except TierError as error:
                 self.group.report(error)  # the peers have further reductions to get through
+        sent.work.used()
         accumulator.filled, accumulator.averaged, accumulator.spread = True, early, False
         relay.hand_on()
         self._relayed.append(sent)
@@ -322,6 +325,7 @@ class Reduction:
         accumulator = pending.accumulator
         for transient in (accumulator.aside, accumulator.local if pending.send is None else pending.send):
             self.scratch.give_back(transient)
+            self.sends.give_back(transient)
         accumulator.aside = accumulator.local = pending.send = None
 
     def _pieces(self, pending: Pending, receive: Tensor) -> list[Tensor]:
@@ -383,11 +387,15 @@ class Reduction:
             self._land_all()
         for pending in self.pending.values():
             pending.send = None
-        self.scratch.trim()
+        self._trim()
         # Buckets that nobody had a gradient for go last next time, so that they do not hold the others back.
         self.order = sorted(self.pending, key=lambda index: (index not in with_gradient, -index))
         self.gradients.put_back(self._hidden, got)  # autograd.grad(), for one, takes gradients without adding them
         self.gradients.show(entry for entry in self.gradients.entries if got[entry.number])
+
+    def _trim(self) -> None:
+        self.scratch.trim()
+        self.sends.trim()
 
     @property
     def busy(self) -> bool:
@@ -407,7 +415,7 @@ class Reduction:
                 self._send(self.pending[index])
             self._land_all()
             self._settling = False
-            self.scratch.trim()
+            self._trim()
 
     def abort(self) -> None:
         """A backward failed half-way: what it had sent and added cannot be told from what was there, so all goes.
@@ -420,9 +428,10 @@ class Reduction:
             pending.received.clear()
             pending.accumulator.clear()
         self.scratch.give_back_all()
+        self.sends.give_back_all()
         self.gradients.hide(self.gradients.entries)
         self.gradients.forget_answers()
         self.gradients.take_edits()
         self._hidden.clear()
-        self.scratch.trim()
+        self._trim()
         logging.getLogger("zeroshard").warning("a backward ended by an exception: all gradients were dropped")

@@ -24,6 +24,7 @@ def flat(ledger: Ledger, steps: int, skipped: int, rate: float | None) -> dict[s
         found[f"bytes/{verb}/logical"] = moved.logical
         found[f"bytes/{verb}/sent"] = moved.sent
         found[f"bytes/{verb}/received"] = moved.sent_and_received - moved.sent
+        found |= {f"bytes/{verb}/shared": moved.shared} if moved.shared else {}
     found["seconds/waited"] = ledger.waited / 1e9
     if rate is not None:
         found["tokens/s"] = rate

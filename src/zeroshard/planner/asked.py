@@ -39,6 +39,7 @@ class Asked(NamedTuple):
     tokens: int | None = None
     experts: str = ""  # a pattern of parameters that are divided among `ep` ranks
     ep: int = 1
+    shared: bool = False  # do ranks that shard together read each other's memory?
 
     def axes(self, ranks: int) -> dict[str, int]:
         """The mesh of so many ranks, where experts are divided; else none."""

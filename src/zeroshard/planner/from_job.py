@@ -38,7 +38,9 @@ def plan_job(job: str | Callable[[], dict[str, Any]], asked: Asked, layout: Layo
             "layout": layout,
             "precision": precision(asked.precision, asked.grad_dtype, alone=masters_alone(stage, asked.offload)),
             "checkpoint": asked.checkpoint,
-            "comm": Comm(prefetch=asked.prefetch, replicas=asked.replicas),
+            "comm": Comm(
+                prefetch=asked.prefetch, replicas=asked.replicas, transport="shared" if asked.shared else "auto"
+            ),
             "offload": asked.offload,
         } | changes
         settings["mesh"] = asked.axes(settings["ranks"])

@@ -25,9 +25,10 @@ def plan_params(numel: int, asked: Asked) -> Plan:
 
     def moved(stage: int, replicas: int) -> traffic.Traffic:
         backwards, no_sync = asked.accumulate, asked.no_sync
-        return traffic.per_step(
+        moves = traffic.per_step(
             numel, ranks, STAGES[stage], recipe, accumulate=backwards, no_sync=no_sync, replicas=replicas
         )
+        return traffic.shared(moves) if asked.shared else moves
 
     def of(stage: int) -> StagePlan:
         place = STAGES[stage]
@@ -108,5 +109,5 @@ def _of_equal_units(numel: int, asked: Asked, place: Placements) -> list[instant
     return instants.instants(
         cut, place, instants.item_sizes(asked.recipe), asked.ranks - 1, prefetch=asked.prefetch,
         accumulate=asked.accumulate, no_sync=asked.no_sync, names=names, resting=asked.resting(cut),
-        replicas=asked.copies,
+        replicas=asked.copies, shares=asked.shared,
     )  # fmt: skip

@@ -35,13 +35,13 @@ def plan_shapes(path: str | os.PathLike[str], asked: Asked, layout: Layout) -> P
             cuts[group] = laid_out, states.owned(laid_out, asked.along(0, group))
         return cuts[group]
 
-    copies = asked.copies
+    copies, shares = asked.copies, asked.shared
 
     def alone(stage: int) -> Traffic:
         cut, owned = cut_among(asked.ranks)
         rank = states.fullest_rank(owned, STAGES[stage], recipe)
         return states.recipe_traffic(
-            cut, STAGES[stage], rank, recipe, accumulate=asked.accumulate, no_sync=asked.no_sync
+            cut, STAGES[stage], rank, recipe, accumulate=asked.accumulate, no_sync=asked.no_sync, shares=shares
         )
 
     def planned(stage: int, ranks: int, other: Recipe) -> StagePlan:
@@ -55,12 +55,12 @@ def plan_shapes(path: str | os.PathLike[str], asked: Asked, layout: Layout) -> P
         at_rest = states.together(tiers)
         backwards, no_sync = asked.accumulate, asked.no_sync
         moved = states.recipe_traffic(
-            cut, place, rank, other, accumulate=backwards, no_sync=no_sync, replicas=copies, along=along
+            cut, place, rank, other, accumulate=backwards, no_sync=no_sync, replicas=copies, along=along, shares=shares
         )
         sizes = instants.item_sizes(other)
         found = instants.instants(
             cut, place, sizes, rank, prefetch=asked.prefetch, accumulate=backwards, no_sync=no_sync, names=names,
-            resting=resting, replicas=copies, along=along,
+            resting=resting, replicas=copies, along=along, shares=shares,
         )  # fmt: skip
         peak, peak_at = instants.peak(tiers.get(DEVICE, {}), found)
         formula = recipes.cast_here(other, asked.shares(DEVICE)).formula(place)

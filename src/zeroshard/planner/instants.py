@@ -29,7 +29,7 @@ from ..stage import ALONE, Placements, Seat, seat
 from .recipes import Recipe
 from .states import Resting
 
-GATHER, REDUCE, UPCAST, BUILD = "gather", "reduce", "upcast", "build"
+GATHER, REDUCE, UPCAST, BUILD, LENT = "gather", "reduce", "upcast", "build", "lent"
 
 
 class ItemSizes(NamedTuple):
@@ -79,8 +79,12 @@ def instants(
     resting: Resting | None = None,
     replicas: int = 1,
     along: Seat = ALONE,
+    shares: bool = False,
 ) -> list[Instant]:
-    """All named instants of a step on the device, in the order they come. `names[k]` is shown for unit k, if given."""
+    """All named instants of a step on the device, in the order they come. `names[k]` is shown for unit k, if given.
+
+    shares: ranks read each other's memory: of what they gather each lends a copy of its shard to the others.
+    """
     sits = seat(rank, partition.ranks * replicas, replicas)
     units: dict[int, list[Bucket]] = {}
     for bucket in partition.buckets:
@@ -97,12 +101,17 @@ def instants(
     def gathered(at: int, behind: int, ahead: int) -> dict[str, int]:
         if not brought:
             return {}
-        window = order[max(at - behind, 0) : at + ahead + 1]
-        return {GATHER: whole.get(0, 0) + sum(whole[unit] for unit in window)}
+        window = [unit for unit in (0, *order[max(at - behind, 0) : at + ahead + 1]) if unit in units]
+        buckets = [bucket for unit in window for bucket in units[unit] if bucket.index in brought]
+        return _some({GATHER: sum(whole[unit] for unit in window)}, lent(buckets, sizes.parameters))
+
+    def lent(buckets: Iterable[Bucket], itemsize: Fraction | int) -> dict[str, int]:
+        numels = [b.shard_numel(along.position if b.along else sits.position) for b in buckets if b.size > 1]
+        return {LENT: sum(_nbytes(numel, itemsize) for numel in numels) * shares}
 
     reduced = _reductions(
         partition, place, sizes, sits, along, in_flight, fresh=accumulate == 1, no_sync=no_sync and accumulate > 1,
-        resting=resting,
+        resting=resting, shares=shares,
     )  # fmt: skip
     found = [_init(units, whole, sizes)]
     for at, unit in enumerate(order):
@@ -116,10 +125,15 @@ def instants(
         found += _each_bucket(units[unit], reduced, gathered(at, prefetch, 1))
     if 0 in units:
         found += _each_bucket(units[0], reduced, gathered(0, 0, 1))
-    found.append(Instant("step", _some(_step(partition, place, sizes, sits, along, resting))))
+    trained = [bucket for bucket in partition.buckets if bucket.trainable]
+    averages = [] if place.optimizer else trained
+    stepped = _step(partition, place, sizes, sits, along, resting)
+    found.append(Instant("step", _some(stepped, lent(averages, sizes.gradients))))
     # A copy that rests elsewhere passes through the device, bucket by bucket.
-    published = [nbytes(b) for b in partition.buckets if b.trainable and b.index in brought and not place.parameters]
-    found.append(Instant("gather", _some({GATHER: max(published, default=0) * place.optimizer})))
+    published = [nbytes(b) for b in trained if b.index in brought and not place.parameters]
+    spread = trained if place.optimizer and not place.parameters else []
+    moved = {GATHER: max(published, default=0) * place.optimizer}
+    found.append(Instant("gather", _some(moved, lent(spread, sizes.parameters))))
     return found
 
 
@@ -167,6 +181,19 @@ def _each_bucket(buckets: Sequence[Bucket], reduced: Mapping[int, int], gathered
     ]
 
 
+class _Pool(list[int]):
+    """Bytes of used messages, the longest kept first."""
+
+    def take(self, sizes: Iterable[int]) -> None:
+        for nbytes in sizes:
+            if nbytes in self:
+                self.remove(nbytes)
+
+    def keep(self, sizes: Iterable[int]) -> None:
+        for nbytes in filter(None, sizes):
+            self[:] = [*self, nbytes][-POOLED:]
+
+
 def _reductions(
     partition: Partition,
     place: Placements,
@@ -178,6 +205,7 @@ def _reductions(
     fresh: bool,
     no_sync: bool,
     resting: Resting | None,
+    shares: bool = False,
 ) -> dict[int, int]:
     """{bucket: bytes of contributions and of what arrives for them when it has been sent}, last bucket first.
 
@@ -187,18 +215,23 @@ def _reductions(
     full-size, in the gradients' dtype. Replicated gradients are their own send buffer then; and in the first backward
     (`fresh`), if they are of the dtype that is sent.
 
+    Where ranks read each other's memory nothing arrives, and gradients are no send buffers, since others cannot read
+    them; send buffers have a pool of their own.
+
     With replicas each reduction has a running sum of the own shard beside it, and an average where gradients rest
     elsewhere. They are kept until `in_flight` and as many reductions as there are replicas have been added up since.
     """
     itemsize = max(sizes.gradients, sizes.reduced) if no_sync else sizes.reduced
     trainable = [bucket for bucket in partition.buckets if bucket.trainable]
-    in_place = not place.gradients and (no_sync or (fresh and sizes.gradients == sizes.reduced))
+    in_place = not shares and not place.gradients and (no_sync or (fresh and sizes.gradients == sizes.reduced))
 
     def sends(bucket: Bucket) -> list[int]:
         return [] if in_place and _on_device(resting, bucket, "gradients") else [_nbytes(bucket.numel, itemsize)]
 
     def receive(bucket: Bucket) -> list[int]:
         position = along.position if bucket.along else sits.position
+        if shares and bucket.size > 1:
+            return []
         return [_nbytes(bucket.shard_numel(position) * room(bucket.size), itemsize)]
 
     def handed_on(bucket: Bucket) -> list[int]:
@@ -208,14 +241,10 @@ def _reductions(
         average = [] if _on_device(resting, bucket, "gradients") else [_nbytes(own, sizes.gradients)]
         return [_nbytes(own, sizes.running), *average]
 
-    pool: list[int] = []
-
-    def take(nbytes: int) -> None:
-        if nbytes in pool:
-            pool.remove(nbytes)
-
+    pool = _Pool()
+    sent = _Pool() if shares else pool
     begun: set[int] = set()
-    alive: list[tuple[list[int], list[int]]] = []  # buffers of the reductions under way, oldest first
+    alive: list[tuple[list[int], ...]] = []  # buffers of the reductions under way, oldest first
     relayed: list[list[int]] = []  # of those that were handed on
     most: dict[int, int] = {}
     if no_sync:
@@ -226,20 +255,17 @@ def _reductions(
             if other.unit == bucket.unit and other.index <= bucket.index and other.index not in begun:
                 begun.add(other.index)
                 waiting[other.index] = sum(sends(other))
-                for nbytes in sends(other):
-                    take(nbytes)
-        for nbytes in (*receive(bucket), *handed_on(bucket)):
-            take(nbytes)
+                sent.take(sends(other))
+        pool.take([*receive(bucket), *handed_on(bucket)])
         waiting.pop(bucket.index, 0)
-        alive.append(([*sends(bucket), *receive(bucket)], handed_on(bucket)))
-        under_way = sum(sum(run) for both in alive for run in both) + sum(map(sum, relayed))
-        most[bucket.index] = sum(waiting.values()) + under_way + sum(pool)
+        alive.append((sends(bucket), receive(bucket), handed_on(bucket)))
+        under_way = sum(sum(run) for each in alive for run in each) + sum(map(sum, relayed))
+        most[bucket.index] = sum(waiting.values()) + under_way + sum(pool) + sum(sent) * shares
         while len(alive) > in_flight:
-            done, on = alive.pop(0)
+            went, came, on = alive.pop(0)
             relayed += [on] if any(on) else []
-            for nbytes in filter(None, reversed(done)):
-                pool = [*pool, nbytes][-POOLED:]
+            pool.keep(came)
+            sent.keep(went)
         while len(relayed) > in_flight + sits.replicas:
-            for nbytes in filter(None, relayed.pop(0)):
-                pool = [*pool, nbytes][-POOLED:]
+            pool.keep(relayed.pop(0))
     return most

@@ -18,6 +18,7 @@ from ..errors import UserError, nearest
 from ..events import NVME
 from ..headroom import PREFETCH
 from ..layout import Bounds, Layout
+from ..ranks.comm import Comm, Transport
 from ..stage import STAGES, seat
 from . import from_number, from_shapes, quantities, recipes, states
 from .answer import Plan
@@ -63,6 +64,7 @@ def plan(
     experts: str | None = None,
     ep: int | None = None,
     whole: str | None = None,
+    transport: Transport = "auto",
 ) -> Plan:
     """Bytes per rank of a model's states, at rest and at the worst instant, at one stage or all four.
 
@@ -99,6 +101,7 @@ def plan(
     ep: among how many ranks these rows are divided; a job's model has one rank's.
     whole: for shapes and jobs, name patterns of parameters that are never cut, comma between them, as `Layout`'s. What
         a job's optimizer needs whole is so by itself.
+    transport: as `Comm`'s: "shared" for ranks of one host, on the CPU, that read each other's memory.
 
     Raises `UserError` for whatever cannot be answered.
     """
@@ -111,6 +114,12 @@ def plan(
     _check_units(units, known=params is None)
     _check_stage(stage)
     _check_files(offload, disk, step_time, tokens)
+    if transport == "shared" and gpus_per_node is not None:
+        raise UserError(
+            "gpus_per_node asks for the links of GPUs, and memory is shared between ranks on the CPU",
+            got=f"gpus_per_node={gpus_per_node}, transport='shared'",
+            instead="one of the two",
+        )
     check_experts(experts, ep, ranks, replicas=replicas, gpus_per_node=gpus_per_node, params=params)
     asked = Asked(
         ranks=ranks,
@@ -135,6 +144,7 @@ def plan(
         tokens=None if tokens is None else quantities.count(tokens, "tokens"),
         experts=experts or "",
         ep=ep or 1,
+        shared=Comm(transport=transport).wanted == "shared",
     )
     along = {experts: "edp"} if experts else None
     patterns = None if whole is None else tuple(whole.split(","))

@@ -219,7 +219,7 @@ def leave_out_arithmetic(optimizer: torch.optim.Optimizer) -> None:
     optimizer.__class__ = type(plain.__name__, (plain,), body)
 
 
-PASSING = ("gather", "prefetch", "reduce", "staging")  # states that come and go within a step
+PASSING = ("gather", "prefetch", "reduce", "staging", "lent")  # states that come and go within a step
 
 
 def moments(run: Simulation) -> list[tuple[str, dict[str, int]]]:

@@ -12,7 +12,7 @@ from ..headroom import BUFFERS, SPLIT_BITS, aligned
 from ..layout import Bucket, Partition, Slot
 from ..stage import ALONE, SAVED, Placements, Seat, seat
 from .recipes import PADDING, Recipe
-from .traffic import NOTHING, Moved, Traffic, moved, passes, relayed, running, widths
+from .traffic import NOTHING, Moved, Traffic, moved, passes, relayed, running, shared, widths
 
 
 class Stored(NamedTuple):
@@ -315,6 +315,7 @@ def recipe_traffic(
     no_sync: bool = False,
     replicas: int = 1,
     along: Seat = ALONE,
+    shares: bool = False,
 ) -> Traffic:
     """Bytes that one rank moves in a step, bucket by bucket; recomputation finds its unit gathered already."""
     position, on, back = rank % partition.ranks, 0, 0
@@ -333,4 +334,5 @@ def recipe_traffic(
             ),
         )
         totals = [Moved(*map(sum, zip(*pair, strict=True))) for pair in zip(totals, both, strict=True)]
-    return Traffic(reductions, gathers, totals[0], totals[1], NOTHING, relayed(on, back, replicas))
+    found = Traffic(reductions, gathers, totals[0], totals[1], NOTHING, relayed(on, back, replicas))
+    return shared(found) if shares else found

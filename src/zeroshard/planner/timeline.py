@@ -151,18 +151,24 @@ class _Clock:
             if sits is not None:  # fewer of its ranks are on one node: those between are of other teams
                 machine, ranks = replace(machine, gpus=max(machine.gpus // sits.stride, 1)), sits.size
             time_of = machine.exchange_seconds if exchange else machine.ring_seconds
-            seconds = busy = time_of(event.logical, ranks)
+            seconds = busy = 0.0 if self._unsent(event) else time_of(event.logical, ranks)
         start = max(self.now, self._link_free)
         self._link_free, self._ends[number] = start + busy, start + seconds
         self.moving += seconds
         self.slices.append(Slice("link", event.verb, event.unit, start, start + seconds))
+
+    def _unsent(self, event: Event) -> bool:
+        """Do ranks read it in each other's memory?"""
+        return self.ranks > 1 and event.verb in ("gather", "reduce") and not (event.sent or event.received)
 
     def wait(self, number: int, event: Event) -> None:
         late = self._ends.get(number, self.now) - self.now
         if late > 0:
             self.exposed += late
             self.now += late
-        if event.verb == "reduce" and self.ordered:  # every rank's contribution is read once and added to the sum
+        if self._unsent(event) or (
+            event.verb == "reduce" and self.ordered
+        ):  # every rank's contribution is read once and added to the sum
             seconds = event.logical / self.machine.memory_bandwidth
             self.now += seconds
             self.summing += seconds

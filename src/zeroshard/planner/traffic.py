@@ -7,7 +7,7 @@ Of N ranks in K replicas each N/K gather and reduce among themselves, and hand r
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -90,6 +90,12 @@ def moved(numel: int, own: int, ranks: int, nbytes: Bytes) -> tuple[Moved, Moved
         Moved(whole, to_owners, to_owners + from_owner),
         Moved(whole, from_owner, from_owner + to_owners),
     )
+
+
+def shared(moves: Traffic) -> Traffic:
+    """The same where ranks that shard together read each other's memory, and send each other nothing."""
+    reduce, gather, recompute = (Moved(each.logical, 0, 0) for each in (moves.reduce, moves.gather, moves.recompute))
+    return replace(moves, reduce=reduce, gather=gather, recompute=recompute)
 
 
 def running(recipe: Recipe) -> Bytes:

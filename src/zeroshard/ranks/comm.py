@@ -9,6 +9,8 @@ from ..errors import UserError, nearest
 from ..headroom import PREFETCH
 
 Reduce = Literal["ordered", "native"]
+Transport = Literal["auto", "gloo", "shared"]
+AUTO: Transport = "gloo"  # what "auto" means
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,9 @@ class Comm:
         N/replicas that follow one another shard among themselves: r = replica * (N/replicas) + position. Gathers stay
         inside a replica, where links are fast; gradients are summed over all ranks, in the same order for any number
         of replicas, so that it never changes a bit. Costs as many times the memory of what is sharded.
+    transport: how gathers and reductions on the CPU go from rank to rank. "gloo": by messages. "shared": ranks of one
+        host read each other's memory, and nothing is sent; same bits. All ranks that shard together must be on one host
+        then. "auto": "gloo", for now.
     """
 
     group: Any = None
@@ -40,11 +45,24 @@ class Comm:
     prefetch: int = PREFETCH
     release_after_forward: bool = True
     replicas: int | None = None
+    transport: Transport = "auto"
 
     def __post_init__(self) -> None:
         if self.reduce not in get_args(Reduce):
             raise UserError(
                 "Comm.reduce is not a known way", got=repr(self.reduce), instead=nearest(self.reduce, get_args(Reduce))
+            )
+        if self.transport not in get_args(Transport):
+            raise UserError(
+                "Comm.transport is not a known way",
+                got=repr(self.transport),
+                instead=nearest(self.transport, get_args(Transport)),
+            )
+        if self.transport == "shared" and self.reduce == "native":
+            raise UserError(
+                "Comm.reduce is the backend's, and with shared memory no backend reduces",
+                got='reduce="native", transport="shared"',
+                instead='Comm(transport="shared"), which sums gradients in rank order',
             )
         if self.replicas is not None and (type(self.replicas) is not int or self.replicas < 1):
             raise UserError(
@@ -75,6 +93,13 @@ class Comm:
         if self.prefetch and not self.overlap:
             # Without overlap a prefetch would only hold memory longer; the pair is not a contradiction worth an error.
             object.__setattr__(self, "prefetch", 0)
+
+    @property
+    def wanted(self) -> Transport:
+        """The transport to try: "auto" stays what it is where it means shared memory, which ranks may not have."""
+        if self.transport != "auto":
+            return self.transport
+        return "auto" if AUTO == "shared" and self.reduce == "ordered" else "gloo"
 
 
 class Simulated(NamedTuple):

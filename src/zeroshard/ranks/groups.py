@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import resource
 import sys
@@ -26,8 +27,9 @@ from ..errors import Error, PeerError, UserError
 from ..stage import Seat
 from .agreement import lines
 from .calls import Call
-from .comm import Comm
+from .comm import Comm, Transport
 from .launcher import could_not_meet, find_master
+from .shared_memory import SharedStream, share
 from .streams import Stream
 from .watch import Attended, Watch, attend, cannot_come, come_together, host_towards, waits
 
@@ -202,7 +204,9 @@ class Speaker(Protocol):
 class Groups:
     """What all engines over one process group share."""
 
-    def __init__(self, parent: Any, timeout: float | None, sits: Seat, along: Seat | None) -> None:
+    def __init__(
+        self, parent: Any, timeout: float | None, sits: Seat, along: Seat | None, transport: Transport
+    ) -> None:
         """sits: in the team of all parameters but those along an axis, which have one of their own."""
         ranks, rank = dist.get_process_group_ranks(parent), dist.get_rank(parent)
         options: dict[str, Any] = {"ranks": ranks, "use_local_synchronization": True}
@@ -225,7 +229,8 @@ class Groups:
         about = weakref.WeakMethod(self._about)
         alike = f"has replicas={sits.summed}"
         alike += f" and {along.parts} teams of {along.size} along an axis" if along else ""
-        needed = sum(len(each.members) + 3 for each in wanted)
+        alike += "" if transport == "gloo" else f" and transport={transport!r}"
+        needed = sum(len(each.members) + 3 for each in wanted) + sits.size * (transport != "gloo")
         try:
             self.watch = self._come_together(parent, alike, needed, self.limit, lambda: (about() or _nothing)())
             atexit.register(_last_words, weakref.ref(self))
@@ -245,6 +250,30 @@ class Groups:
         self.pairs = {each.members[0] // sits.size: each for each in found["pair"] if len(each.members) == 2}
         sums = ("reduce", "reduce along", "pair", "copies")
         self.sums = [at for at, each in enumerate(wanted) if each.use in sums]  # of the streams
+        self.shared: list[SharedStream] = []  # of gathers and reductions; then those of the axis
+        if transport != "gloo":
+            self._share(parent, transport)
+
+    def _share(self, parent: Any, transport: Transport) -> None:
+        """Share memory inside all teams, if all ranks can."""
+        rank, ranks, name = self.watch.rank, dist.get_world_size(parent), f"zeroshard/{parent.group_name}/memory"
+        store = dist.distributed_c10d._get_default_store()
+        at, teams = f"{name}/{store.add(f'{name}/{rank}', 1)}", [self.gathers.members, self.along[0].members]
+        teams = [team for at, team in enumerate(teams) if len(team) > 1 and team not in teams[:at]]
+        found, why = attend(self.watch, lambda: share(store, at, rank, ranks, teams, self.limit))
+        if why and transport == "shared":
+            raise UserError(
+                "the ranks cannot share memory",
+                where=f"rank {rank}",
+                expected="all ranks that shard together on one Linux host, of one user, in one container",
+                got=why,
+                instead='Comm(transport="gloo"); or Comm(replicas=...), one replica for each host',
+            )
+        if why and rank == 0:
+            logging.getLogger("zeroshard").info("ranks send messages and share no memory: %s", why)
+        self.shared = found
+        self.sums += [len(self.streams) + at for at in range(1, len(found), 2)]
+        self.streams += found
 
     @staticmethod
     def _come_together(
@@ -309,8 +338,10 @@ class Groups:
 _made: weakref.WeakKeyDictionary[Any, dict[Any, Groups]] = weakref.WeakKeyDictionary()
 
 
-def groups_of(parent: Any, timeout: float | None, sits: Seat, along: Seat | None = None) -> Groups:
-    made, key = _made.setdefault(parent, {}), (timeout, sits, along)
+def groups_of(
+    parent: Any, timeout: float | None, sits: Seat, along: Seat | None = None, transport: Transport = "gloo"
+) -> Groups:
+    made, key = _made.setdefault(parent, {}), (timeout, sits, along, transport)
     if key not in made or made[key].loss is not None:
-        made[key] = Groups(parent, timeout, sits, along)
+        made[key] = Groups(parent, timeout, sits, along, transport)
     return made[key]

@@ -30,6 +30,7 @@ from ..events import Ledger
 from .agreement import Progress, refuse_forked
 from .calls import Call
 from .groups import Groups
+from .shared_memory import SharedStream, stand_in
 from .streams import Launch, Stream, prune
 from .watch import GONE
 
@@ -95,21 +96,23 @@ class Link:
     def _wait_in_slices(self, handle: Any, *, levelling: bool = False) -> None:
         asked = time.monotonic()
         for slices in itertools.count(1):
+            error: Exception = RuntimeError("it did not come in time")
             try:
-                handle.wait(SLICE)
-                return
-            except (RuntimeError, ValueError) as error:
-                if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
-                    raise  # not the collective has failed: a signal's handler has
-                if handle.is_completed():
-                    self._wait_for(handle)  # it failed, or ended after the slice did
+                if handle.wait(SLICE):  # else memory that is shared was not posted in this slice
                     return
-                if self.groups.watch.alarm or self.lost:
+            except (RuntimeError, ValueError) as failed:
+                if failed.__traceback__ is not None and failed.__traceback__.tb_next is not None:
+                    raise  # not the collective has failed: a signal's handler has
+                error = failed
+            if handle.is_completed():
+                self._wait_for(handle)  # it failed, or ended after the slice did
+                return
+            if self.groups.watch.alarm or self.lost:
+                raise self._loss(error) from error
+            if self.saves and time.monotonic() > asked + self.groups.limit:
+                if self.groups.watch.lost():  # whoever writes answers
                     raise self._loss(error) from error
-                if self.saves and time.monotonic() > asked + self.groups.limit:
-                    if self.groups.watch.lost():  # whoever writes answers
-                        raise self._loss(error) from error
-                    asked = asked if self.groups.watch.unheard else time.monotonic()
+                asked = asked if self.groups.watch.unheard else time.monotonic()
             # Not at once: of an exception that all ranks raise alike a slower rank comes to its own, since others have
             # launched all that it waits for until then. A wait that does not end is for what nobody will launch.
             if not levelling and (slices >= HEEDS or self.interrupted):
@@ -178,6 +181,8 @@ class Link:
                 self._stand_in(stream, what)
         for handle in [handle for stream in ours for handle in stream.under_way]:
             self._wait_in_slices(handle, levelling=True)
+        for stream in ours:
+            stream.settle()
         for engine, group in engines.items():
             group.levelled([each["engines"][str(engine)] for each in states if str(engine) in each["engines"]], uneven)
         groups.watch.posted.pop(number - 1, None)  # which all have heard: they were here
@@ -205,6 +210,8 @@ class Link:
         verb, engine, bucket, *facts = what
         group: Any = self.groups.engines.get(engine)
         of_data = (self.groups.gathers, self.groups.broadcasts, self.groups.along[0], *self._relaying())
+        if isinstance(stream, SharedStream):
+            return self._lend(stream, what, group)
         control = group is None or stream not in of_data
         at = torch.device("cpu") if control else group.device
         try:
@@ -228,6 +235,16 @@ class Link:
                 stream.launch(what, *(team.to_owners if verb == "reduce" else team.scatter)(send, receive, cut))
         except (RuntimeError, AttributeError) as error:
             raise self._loss(RuntimeError(f"cannot take part in {what}: {error}")) from error
+
+    def _lend(self, stream: SharedStream, what: Launch, group: Any) -> None:
+        _, _, bucket, state, nbytes = what
+        whole = group.party.stand_in(bucket, state) if group is not None and group.party and state else None
+        own = None
+        if whole is not None and whole.numel() * whole.itemsize == nbytes:
+            cut = group.party.bucket(bucket)
+            first, last = cut.shard(group.team_of(cut).position)
+            own = whole[first:last].view(torch.uint8)
+        stand_in(stream, what, own)
 
     @property
     def lost(self) -> bool:

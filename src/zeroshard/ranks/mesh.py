@@ -12,11 +12,12 @@ from ..errors import UserError
 from ..events import Ledger
 from ..stage import seat, seat_along
 from .agreement import Group, Progress
-from .comm import Comm, Simulated
+from .comm import Comm, Simulated, Transport
 from .groups import groups_of, start
 from .launcher import ranks_to_join
 from .link import Link
-from .process_group import ProcessGroup, ProcessTeam
+from .process_group import ProcessGroup
+from .process_team import ProcessTeam
 from .transport import Team
 
 
@@ -32,9 +33,10 @@ def connect(settings: Comm, ledger: Ledger, device: torch.device, axis: str = ""
     if tensor is not None:
         return _beside(parent, tensor, settings, ledger, device)
     if isinstance(parent, Simulated):
-        sits = seat(parent.rank, parent.ranks, settings.replicas or 1)
-        other = Team(ledger, device, seat_along(parent.rank, _axes(parent, settings), axis)) if axis else None
-        return Group(Team(ledger, device, sits), parent.rank, parent.ranks, other)
+        sits, shares = seat(parent.rank, parent.ranks, settings.replicas or 1), settings.wanted == "shared"
+        place = seat_along(parent.rank, _axes(parent, settings), axis) if axis else None
+        other = None if place is None else Team(ledger, device, place, shares=shares)
+        return Group(Team(ledger, device, sits, shares=shares), parent.rank, parent.ranks, other)
     replicas, axes = settings.replicas or 1, _axes(parent, settings) if axis else {}
     if hasattr(parent, "get_group") and hasattr(parent, "ndim"):
         replicas = 1 if axis else _replicas_of(parent, settings)
@@ -63,10 +65,23 @@ def connect(settings: Comm, ledger: Ledger, device: torch.device, axis: str = ""
     along = seat_along(dist.get_rank(parent), axes, axis) if axis else None
     if dist.get_world_size(parent) == 1:
         return Group(Team(ledger, device))
-    link = Link(groups_of(parent, settings.timeout, sits, along), ledger, Progress())
-    groups = link.groups
-    team = ProcessTeam(ledger, device, link, sits, (groups.gathers, groups.reductions))
-    return ProcessGroup(team, link, None if along is None else ProcessTeam(ledger, device, link, along, groups.along))
+    link = Link(groups_of(parent, settings.timeout, sits, along, _transport(settings, device)), ledger, Progress())
+    groups, other = link.groups, None
+    team = ProcessTeam(ledger, device, link, sits, (groups.gathers, groups.reductions), groups.shared[:2])
+    if along is not None:
+        other = ProcessTeam(ledger, device, link, along, groups.along, groups.shared[-2:])
+    return ProcessGroup(team, link, other)
+
+
+def _transport(settings: Comm, device: torch.device) -> Transport:
+    """What to try on a device."""
+    if device.type != "cpu" and settings.transport == "shared":
+        raise UserError(
+            "memory is shared between ranks that compute on the CPU",
+            got=f'transport="shared" on {device}',
+            instead='Comm(transport="auto")',
+        )
+    return settings.wanted if device.type == "cpu" else "gloo"
 
 
 def _beside(data: Any, tensor: Any, settings: Comm, ledger: Ledger, device: torch.device) -> Group:
@@ -81,9 +96,12 @@ def _beside(data: Any, tensor: Any, settings: Comm, ledger: Ledger, device: torc
     sits = along._replace(part=0, parts=1, replica=along.part, replicas=along.parts, mirrored=along.parts > 1)
     if dist.get_world_size(parent) == 1:
         return Group(Team(ledger, device))
-    link = Link(groups_of(parent, settings.timeout, sits), ledger, Progress())
+    transport = _transport(settings, device)
+    link = Link(groups_of(parent, settings.timeout, sits, transport=transport), ledger, Progress())
+    groups = link.groups
     both = [
-        ProcessTeam(ledger, device, link, each, (link.groups.gathers, link.groups.reductions)) for each in (sits, along)
+        ProcessTeam(ledger, device, link, each, (groups.gathers, groups.reductions), groups.shared)
+        for each in (sits, along)
     ]
     return ProcessGroup(both[0], link, both[1])
 

@@ -1,4 +1,4 @@
-"""The verbs of `transport.py` and `agreement.py` between processes, over `torch.distributed`.
+"""The verbs of `agreement.py` between processes, over `torch.distributed`.
 
 Gathers, reductions and control use process groups of their own: each is ordered in itself, and none can be
 mistaken for another. Control runs on gloo and CPU tensors even beside NCCL, so agreeing never waits for the device.
@@ -16,108 +16,26 @@ import json
 import logging
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from ..errors import PeerError
-from ..events import Ledger, ends
-from ..layout import Bucket
-from ..stage import Seat
+from ..events import ends
 from .agreement import LOADING, TELLING, Group
 from .calls import Call
 from .link import Link, all_gather, all_reduce, dtype_name
+from .process_team import ProcessTeam
 from .streams import Stream, prune
-from .transport import Team
 
 log = logging.getLogger("zeroshard")
 _CHOOSING = "choosing what to gather"
 _ALIKE, _OWN, _FLAGS = 4, 7, 8  # where in a row the meeting's own integers begin and end, and the last
 _FAILED, _NEWS, _TORN, _SIGNALLED = 1, 2, 4, 8  # the last times the number of a signal
 Verb = TypeVar("Verb", bound=Callable[..., Any])
-
-
-class ProcessTeam(Team):
-    """The verbs of data over `torch.distributed`."""
-
-    def __init__(self, ledger: Ledger, device: torch.device, link: Link, sits: Seat, streams: Sequence[Stream]) -> None:
-        """streams: of gathers and of reductions."""
-        super().__init__(ledger, device, sits)
-        self._link = link
-        self._gathers, self._reductions = streams
-        everyone = dist.get_process_group_ranks(link.groups.parent)
-        self._global = [everyone[rank] for rank in sits.members(link.rank)]  # the team's
-        self._copies = everyone[self.position :: self.size]  # those at this position of each replica that is summed
-
-    def _gather(self, full: Tensor, bucket: Bucket, state: str) -> list[Any]:
-        if self.size == 1:
-            return []
-        raw, link, stream = full.view(torch.uint8), self._link, self._gathers
-        cuts = [bound * full.itemsize for bound in bucket.bounds]
-        if link.backend == "nccl" and len({high - low for low, high in pairwise(cuts)}) == 1:
-            own = raw[cuts[self.position] : cuts[self.position + 1]]
-            return [link.launch(stream, ("all_gather", link.engine, -1, own.numel()), *all_gather(stream, raw, own))]
-        what = bucket.index, state, raw.numel()
-        return [
-            link.broadcast(stream, raw[low:high], source, what, low)
-            for source, (low, high) in zip(self._global, pairwise(cuts), strict=True)
-            if high > low
-        ]
-
-    def to_owners(self, send: Tensor, receive: Tensor, bucket: Bucket) -> tuple[Any, ...]:
-        """Every rank's contribution to each shard goes to the shard's owner."""
-        bounds, group = bucket.bounds, self._reductions.group
-        own = [bounds[self.position + 1] - bounds[self.position]] * self.size
-        splits = [high - low for low, high in pairwise(bounds)]
-        if self.arriving < self.size:
-            send = send[bounds[1] :] if self.position == 0 else send[: bounds[-2]]
-            own[self.position] = splits[self.position] = 0
-        options = c10d.AllToAllOptions()
-        options.asyncOp = True
-        return getattr(group, "all_to_all_single", None) or group.alltoall_base, receive, send, own, splits, options
-
-    def scatter(self, send: Tensor, receive: Tensor, bucket: Bucket) -> tuple[Any, ...]:
-        """The backend's sum of all contributions goes to each shard's owner."""
-        group, options = self._reductions.group, c10d.ReduceScatterOptions()
-        options.asyncOp = True
-        return getattr(group, "reduce_scatter_single", None) or group._reduce_scatter_base, receive, send, options
-
-    def _reduce(self, send: Tensor, receive: Tensor, bucket: Bucket) -> list[Any]:
-        if self.size == 1:
-            return []
-        what, link = ("reduce", self._link.engine, bucket.index, dtype_name(send.dtype)), self._link
-        return [link.launch(self._reductions, what, *self.to_owners(send, receive, bucket))]
-
-    def _reduce_native(self, send: Tensor, receive: Tensor, bucket: Bucket) -> list[Any]:
-        if self.size == 1:
-            return super()._reduce_native(send, receive, bucket)
-        what, link = ("reduce natively", self._link.engine, bucket.index, dtype_name(send.dtype)), self._link
-        return [link.launch(self._reductions, what, *self.scatter(send, receive, bucket))]
-
-    # A broadcast, and not a message: gloo breaks the connection when one has waited for a message for a while.
-    def _hand_on(self, running: Tensor, source: int) -> list[Any]:
-        return self._hand(self._link.groups.pairs[source], running, self._copies[source])
-
-    def _hand_back(self, average: Tensor) -> list[Any]:
-        return self._hand(self._link.groups.copies, average, self._copies[-1])
-
-    def _hand(self, stream: Stream, tensor: Tensor, source: int) -> list[Any]:
-        raw = tensor.view(torch.uint8)
-        return [self._link.broadcast(stream, raw, source, (-1, "", raw.numel()), 0)]
-
-    def _broadcast(self, tensor: Tensor, position: int) -> list[Any]:
-        if self.size == 1:
-            return []
-        raw = tensor.view(torch.uint8)
-        return [self._link.broadcast(self._gathers, raw, self._global[position], (-1, "", raw.numel()), 0)]
-
-    def _wait(self, verb: str, bucket: int | None, handle: Any) -> None:
-        self._link.wait(verb, bucket, handle)
 
 
 def verb(method: Verb) -> Verb:

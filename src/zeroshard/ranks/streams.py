@@ -74,6 +74,9 @@ class Stream:
             with contextlib.suppress(ValueError):  # another call was faster
                 self._flights.remove(flight)
 
+    def settle(self) -> None:
+        """A levelling is through: nobody will use what has come."""
+
     @property
     def last(self) -> list[Launch]:
         """The last ones, the newest at the end."""

@@ -1,6 +1,6 @@
 """What the ranks of a team move: one-dimensional tensors, each rank's own part of a bucket.
 
-    verb       moves                                             over torch.distributed (`process_group.py`)
+    verb       moves                                             over torch.distributed (`process_team.py`)
     gather     every rank's shard into everybody's full bucket   N broadcasts in place (gloo); all_gather_single (NCCL)
     reduce     every rank's contribution to each shard's owner   all_to_all_single, summed by `numerics.fold`
     relay      a shard's running sum to the next replica, and    broadcast between two ranks, and among those of one
@@ -8,7 +8,8 @@
 
 A *team* is the ranks that shard a bucket among themselves. A rank's `position` in it says which shard is its own
 (`stage.Seat`).
-Agreement between all ranks, whatever they shard, is in `agreement.py`.
+Agreement between all ranks, whatever they shard, is in `agreement.py`. Where all ranks of a team are on one host,
+gathers and reductions may go through memory that they share instead: `shared_memory.py`.
 
 Why not the backend's reduce-scatter: gloo's is an all-reduce inside (twice the bytes), and its order of summation
 depends on where an element lies in the buffer; see docs/decisions/ordered-sum.md.
@@ -17,6 +18,7 @@ depends on where an element lies in the buffer; see docs/decisions/ordered-sum.m
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,17 +30,27 @@ from ..headroom import room
 from ..layout import Bucket
 from ..stage import ALONE, Seat
 
+LENT = "lent"  # a state: what this rank holds for others to read
+
 
 class Work:
     """A collective under way: `wait()` for it, or ask whether it is `done()`."""
 
     def __init__(
-        self, handles: Sequence[Any] = (), event: Event | None = None, wait: Callable[[Any], None] | None = None
+        self,
+        handles: Sequence[Any] = (),
+        event: Event | None = None,
+        wait: Callable[[Any], None] | None = None,
+        *,
+        shares: bool = False,
     ) -> None:
+        """shares: what it brings lies in the memory of other ranks, until it was `used`."""
         self._handles = list(handles)
         self._event = event
         self._wait = wait
         self._held: Tensor | None = None
+        self._shared = list(handles) if shares else []
+        self._lent: Callable[[], Any] | None = None
 
     def done(self) -> bool:
         return all(handle.is_completed() for handle in self._handles)
@@ -53,6 +65,20 @@ class Work:
         ends(self._event)
         self._held = None
         _holding.discard(self)
+        if self._lent is not None:
+            self._lent()
+
+    def used(self) -> None:
+        """What it has brought is not read any more."""
+        while self._shared:
+            self._shared[0].read()
+            self._shared.pop(0)
+
+    def lends(self, ledger: Ledger, nbytes: int) -> None:
+        """Count the memory that others read from, until this is through, or dropped."""
+        ledger.hold(LENT, nbytes)
+        self._lent = lent = weakref.finalize(self, ledger.hold, LENT, -nbytes)
+        lent.atexit = False
 
     def stood_still(self, since: int) -> None:
         """The program has done nothing but wait for this, since that time of `perf_counter_ns`."""
@@ -74,7 +100,9 @@ class Team:
     With one rank there is nothing to send. With more it is one position of a simulation, whose peers all do the same.
     """
 
-    def __init__(self, ledger: Ledger, device: torch.device, seat: Seat = ALONE) -> None:
+    def __init__(self, ledger: Ledger, device: torch.device, seat: Seat = ALONE, *, shares: bool = False) -> None:
+        """shares: do all of its ranks read each other's memory, so that nothing is sent?"""
+        self.shares = shares and seat.size > 1
         self.ledger = ledger
         self.device = device
         self.seat = seat
@@ -85,8 +113,16 @@ class Team:
         """Each shard of `full`, a whole bucket, becomes that of its owner, on every rank, in place."""
         nbytes, own = full.numel() * full.itemsize, bucket.shard_numel(self.position) * full.itemsize
         sent, received = own * (self.size - 1), nbytes - own
-        event = count(self.ledger, self.size, "gather", nbytes, sent, received, state, bucket.index)
-        return Work(self._gather(full, bucket, state), event, lambda handle: self._wait("gather", bucket.index, handle))
+        event = self._count("gather", nbytes, sent, received, state, bucket.index)
+        handles = self._gather(full, bucket, state)
+        work = Work(handles, event, lambda handle: self._wait("gather", bucket.index, handle))
+        if self.shares:
+            work.lends(self.ledger, own)
+        return work
+
+    def messages(self, tier: Any) -> Any:
+        """Memory for what is sent: a tier's, or what other ranks can read."""
+        return tier
 
     @property
     def arriving(self) -> int:
@@ -100,7 +136,7 @@ class Team:
     @property
     def room(self) -> int:
         """For how many contributions to the own shard there is room: on all ranks the same, and what a bucket takes."""
-        return room(self.size)
+        return 0 if self.shares else room(self.size)
 
     def contributions(self, send: Tensor, receive: Tensor, bucket: Bucket, sources: int = 1) -> list[Tensor]:
         """Each rank's contribution to the own shard, in rank order, once a reduction is through.
@@ -130,10 +166,8 @@ class Team:
 
         Of several sources `send` and `receive` hold as many of them, one after the other.
         """
-        event, handles = self._count_reduce(send, bucket, sources), []
-        for sent, came in self._by_source(send, receive, bucket, sources):
-            handles += self._reduce(sent, came, bucket)
-        return self._reduction(handles, event, bucket)
+        event = self._count_reduce(send, bucket, sources)
+        return self._reduction(self._reduce(send, receive, bucket, sources), event, bucket)
 
     def reduce_native(self, send: Tensor, receive: Tensor, bucket: Bucket) -> Work:
         """receive (own shard) gets the backend's sum of all contributions."""
@@ -176,10 +210,17 @@ class Team:
     def _count_reduce(self, send: Tensor, bucket: Bucket, sources: int = 1) -> Event | None:
         nbytes, own = send.numel() * send.itemsize, bucket.shard_numel(self.position) * send.itemsize * sources
         sent, received = nbytes - own, own * (self.size - 1)
-        return count(self.ledger, self.size, "reduce", nbytes, sent, received, "gradients", bucket.index)
+        return self._count("reduce", nbytes, sent, received, "gradients", bucket.index)
+
+    def _count(self, verb: str, nbytes: int, sent: int, received: int, state: str, bucket: int) -> Event | None:
+        if self.shares:
+            return self.ledger.move(
+                verb, logical=nbytes, sent=0, received=0, state=state, bucket=bucket, shared=received
+            )
+        return count(self.ledger, self.size, verb, nbytes, sent, received, state, bucket)
 
     def _reduction(self, handles: list[Any], event: Event | None, bucket: Bucket) -> Work:
-        return Work(handles, event, lambda handle: self._wait("reduce", bucket.index, handle))
+        return Work(handles, event, lambda handle: self._wait("reduce", bucket.index, handle), shares=self.shares)
 
     def _broadcast(self, tensor: Tensor, position: int) -> list[Any]:
         return []
@@ -187,7 +228,7 @@ class Team:
     def _gather(self, full: Tensor, bucket: Bucket, state: str) -> list[Any]:
         return []
 
-    def _reduce(self, send: Tensor, receive: Tensor, bucket: Bucket) -> list[Any]:
+    def _reduce(self, send: Tensor, receive: Tensor, bucket: Bucket, sources: int) -> list[Any]:
         return []
 
     def _reduce_native(self, send: Tensor, receive: Tensor, bucket: Bucket) -> list[Any]:

@@ -157,7 +157,9 @@ def come_together(
         lose(watch, watch.blame() or dict.fromkeys(absent, GONE if ended and len(absent) == 1 else late))
     if any(said != alike for _, said in told.values()):
         words = ", ".join(f"rank {rank} {said}" for rank, (_, said) in told.items())
-        raise PeerError("the ranks are given different meshes", expected="the same on every rank", got=words)
+        raise PeerError(
+            "the ranks are given different meshes or transports", expected="the same on every rank", got=words
+        )
 
 
 def cannot_come(store: Any, at: str, rank: int, why: str) -> None:

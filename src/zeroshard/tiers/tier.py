@@ -221,6 +221,17 @@ class Tier(Protocol):
         ...
 
 
+class Messages(Protocol):
+    """Where messages lie: in memory of the device, or in what the ranks of a host share."""
+
+    def reserve(self, state: str, numel: int, dtype: torch.dtype, *, zeroed: bool = True) -> Tensor: ...
+
+    def give_back(self, state: str, tensor: Tensor) -> None: ...
+
+    def again(self, tensor: Tensor) -> Tensor:
+        """Memory for another message of this rank's, where one has been: other memory, if somebody still reads it."""
+
+
 @functools.cache
 def keep_freed_memory() -> None:
     """Have malloc keep what is freed for the next step, up to 256 MiB: see docs/decisions/freed-memory.md.
@@ -266,6 +277,10 @@ class DeviceTier:
 
     def rest(self, state: str, bucket: int, numel: int, dtype: torch.dtype) -> Rest:
         return Rest(self.name, self.reserve(state, numel, dtype))
+
+    def again(self, tensor: Tensor) -> Tensor:
+        """Memory for another message, where one has been that is through."""
+        return tensor
 
 
 class HostTier:

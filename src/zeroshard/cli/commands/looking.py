@@ -12,6 +12,7 @@ from zeroshard.cli.commands.options import (
     WHERE,
     AsJson,
     OffloadPath,
+    Over,
     option,
     takes,
     unset,
@@ -43,6 +44,7 @@ class Grid:
     replicas: Annotated[
         str, option(GRID, "And with that many copies of the sharded model, where they divide the ranks: 1,2,4.")
     ] = "1"
+    transport: Over = "auto"
     bucket_mib: Annotated[str, option(GRID, "Bucket sizes; small: that of the median tensor.")] = "24,small"
     steps: Annotated[int, option(GRID, "Optimizer steps, each compared.")] = 4
     accumulate: Annotated[int, option(GRID, "Micro-batches that each rank adds up in one step.")] = 2

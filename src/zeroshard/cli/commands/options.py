@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-from zeroshard.cli.config import Device, GradDtype, Precision
+from zeroshard.cli.config import Device, GradDtype, Precision, Transport
 
 COMMON = None  # the panel that a help shows first
 DATA, RUN, MODEL = "Data", "Sharding and run", "Model and training"
@@ -83,6 +83,10 @@ Stage = Annotated[
     int, option(COMMON, "What is sharded: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters.")
 ]
 LocalRanks = Annotated[int | None, unset(COMMON, "Local processes to start. [dim]\\[default: 1, or torchrun's][/dim]")]
+Over = Annotated[
+    Transport,
+    option(RUN, "How CPU ranks exchange: gloo's messages, or shared memory, for ranks of one host; the same bits."),
+]
 Replicas = Annotated[int, option(RUN, "Copies of what is sharded, each over 1/K of the ranks: the same bits.")]
 Where = Annotated[Device, option(RUN, "auto: one GPU per rank if there are enough, else the CPU.")]
 Bits = Annotated[

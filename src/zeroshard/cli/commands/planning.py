@@ -16,6 +16,7 @@ from zeroshard.cli.commands.options import (
     AsJson,
     GradDtypeOfJob,
     Job,
+    Over,
     Replicas,
     Stage,
     Tiers,
@@ -86,6 +87,7 @@ class Sharding:
     replicas: Annotated[
         int | None, unset(RUN, "Copies of what is sharded, each over 1/K of the ranks.", None, "--replicas")
     ] = None
+    transport: Over = "auto"
     experts: Annotated[
         str | None, unset(RUN, 'Parameters that are divided among --ep ranks: "*.experts.*" (shapes, jobs).', "PATTERN")
     ] = None
@@ -160,6 +162,7 @@ class Simulated:
     bucket_mib: Annotated[float, option(RUN, "The most that one message moves.")] = 24.0
     prefetch: Annotated[int, option(RUN, "Units gathered ahead of use.")] = 1
     replicas: Replicas = 1
+    transport: Over = "auto"
     experts: Annotated[
         str | None, unset(RUN, 'Parameters that are divided among --ep ranks: "*.experts.*".', "PATTERN")
     ] = None

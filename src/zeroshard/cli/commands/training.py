@@ -15,6 +15,7 @@ from zeroshard.cli.commands.options import (
     LocalRanks,
     OffloadPath,
     Out,
+    Over,
     Replicas,
     Seed,
     Stage,
@@ -55,6 +56,7 @@ class Training:
         ),
     ] = ""
     replicas: Replicas = 1
+    transport: Over = "auto"
     out: Out = "run/train"
     report: Annotated[bool, option(RUN, "Print the tables of bytes at the end.")] = False
     device: Where = "auto"

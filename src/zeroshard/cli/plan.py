@@ -77,7 +77,7 @@ def _blocks(text: str | None) -> int | dict[str, int] | None:
 
 
 def _planned(settings: dict[str, Any]) -> Plan:
-    settings["align"] = _blocks(settings["align"])
+    settings["align"] = _blocks(settings.get("align"))
     settings["offload"] = planned_offload(_places(settings))
     try:
         return plan(**settings)
@@ -129,7 +129,7 @@ def check_plan(*, as_json: bool, text: str | None, **settings: Any) -> int:
         raise InputError("--ranks and --accumulate must be at least 1")
     if settings["replicas"] is not None:
         seat(0, settings["ranks"], settings["replicas"])
-    settings["align"] = _blocks(settings["align"])
+    settings["align"] = _blocks(settings.get("align"))
     given = {name: settings[name] for name in names if settings[name] is not None}
     stages = tuple(STAGES) if stage is None else (stage,)
     return check(Check(job=job, stages=stages, offload=offload, **given), as_json=as_json)

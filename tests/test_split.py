@@ -16,7 +16,7 @@ import reference
 import test_offload
 import test_tiers_planned
 import zeroshard
-from zeroshard import Layout, Offload, Precision, digests
+from zeroshard import Comm, Layout, Offload, Precision, digests
 from zeroshard.errors import PeerError, StateError, UserError
 from zeroshard.numerics import CHUNK, join_, split_
 
@@ -141,6 +141,35 @@ def test_split_masters_have_the_bits_of_whole_ones(world, tmp_path):
     ranks.run(world, same_bits, cases, str(tmp_path), timeout=120)
 
 
+def settled(stage, split, replicas, **precision):
+    """Masters and weights of a short run, and nothing that replicas hold differently."""
+    model = models.build("gpt", **test_offload.GPT)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    zero = zeroshard.shard(
+        model, optimizer, stage=stage, layout=Layout(bucket_mib=0.005), comm=Comm(replicas=replicas, timeout=60),
+        precision=Precision(param_dtype=torch.bfloat16, split_master=split, **precision),
+    )  # fmt: skip
+    for number in range(3):
+        test_offload.step(model, optimizer, zero, number)
+    zero.check_replicas()
+    with zero.gathered():
+        return masters(zero) | reference.weights(model)
+
+
+def settled_alike():
+    for stage, replicas, precision in (
+        (0, 2, {}),
+        (2, 2, {}),
+        (1, 1, {"grad_dtype": torch.bfloat16, "nonfinite": "skip"}),
+    ):
+        reference.assert_same(*(settled(stage, split, replicas, **precision) for split in (True, False)))
+
+
+@pytest.mark.full
+def test_split_masters_of_replicas_and_beside_16_bit_sums():
+    ranks.run(2, settled_alike, timeout=120)
+
+
 def as_whole(loop, cases, folder):
     for stage, fields in cases:
         whole = loop(stage, test_offload.offload(folder, **fields))
@@ -174,6 +203,7 @@ def written_from_alike():
             test_offload.same(written_from(stage), whole)
 
 
+@pytest.mark.full
 def test_one_ranks_edits_count_for_split_masters():
     ranks.run(2, written_from_alike)
 

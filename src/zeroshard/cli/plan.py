@@ -66,18 +66,19 @@ def answer(settings: dict[str, Any]) -> None:
         _planned(dict(settings))
 
 
-def _blocks(text: str | None) -> int | dict[str, int] | None:
+def _blocks(text: str) -> int | dict[str, int]:
     """What --align says: a number, or "*.experts.*=256,*.out.weight=128"."""
-    parts = [] if text is None else [each.rpartition("=") for each in text.split(",")]
+    parts = [each.rpartition("=") for each in text.split(",")]
     if any(not number.isdecimal() for _, _, number in parts) or (len(parts) > 1 and not all(each[1] for each in parts)):
         raise InputError(f"--align takes a number, or PATTERN=NUMBER with commas between; got {text!r}")
-    if text is None or not parts[0][1]:
-        return None if text is None else int(text)
+    if not parts[0][1]:
+        return int(text)
     return {pattern: int(number) for pattern, _, number in parts}
 
 
 def _planned(settings: dict[str, Any]) -> Plan:
-    settings["align"] = _blocks(settings.get("align"))
+    if isinstance(settings.get("align"), str):
+        settings["align"] = _blocks(settings["align"])
     settings["offload"] = planned_offload(_places(settings))
     try:
         return plan(**settings)
@@ -129,7 +130,8 @@ def check_plan(*, as_json: bool, text: str | None, **settings: Any) -> int:
         raise InputError("--ranks and --accumulate must be at least 1")
     if settings["replicas"] is not None:
         seat(0, settings["ranks"], settings["replicas"])
-    settings["align"] = _blocks(settings.get("align"))
+    if isinstance(settings.get("align"), str):
+        settings["align"] = _blocks(settings["align"])
     given = {name: settings[name] for name in names if settings[name] is not None}
     stages = tuple(STAGES) if stage is None else (stage,)
     return check(Check(job=job, stages=stages, offload=offload, **given), as_json=as_json)

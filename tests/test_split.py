@@ -17,6 +17,8 @@ import test_offload
 import test_tiers_planned
 import zeroshard
 from zeroshard import Comm, Layout, Offload, Precision, digests
+from zeroshard.cli import resume
+from zeroshard.cli.config import InputError
 from zeroshard.errors import PeerError, StateError, UserError
 from zeroshard.numerics import CHUNK, join_, split_
 
@@ -134,6 +136,7 @@ def same_bits(cases, folder):
         assert {**split[2], "master": 0, "joined": 0} == {**whole[2], "master": 0, "joined": 0}
 
 
+@pytest.mark.row(102)
 @pytest.mark.parametrize("world", [1, 2])
 def test_split_masters_have_the_bits_of_whole_ones(world, tmp_path):
     """Weights, masters and losses at every stage where they rest beside parameters; and nothing else takes room."""
@@ -232,6 +235,7 @@ def lost_in(folder, stage):
         return lost(stage)
 
 
+@pytest.mark.row(102)
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_an_edit_that_split_masters_cannot_follow_is_named_on_every_rank(stage, tmp_path):
     """Its owner sees it, and all are told; a checkpoint mends it."""
@@ -259,6 +263,7 @@ def planned(cases, folder):
     return [test_tiers_planned.train(stage, where, SPLIT, folder, turns) for stage, where, turns in cases]
 
 
+@pytest.mark.row(102)
 def test_what_split_masters_hold_and_move_is_planned_to_the_byte(tmp_path):
     wheres = [("device", "device", "device"), ("nvme", "nvme", "nvme"), *test_tiers_planned.MIXED]
     cases = [(stage, where, 1 + stage % 2) for stage, where in itertools.product((0, 1, 2, 3), wheres)][:-1]
@@ -301,6 +306,7 @@ def went_on(model, optimizer, zero):
         return reference.weights(model)
 
 
+@pytest.mark.row(102)
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -352,3 +358,22 @@ def test_some_masters_are_split_where_others_rest_alone():
         (True, "host"), (False, "device"),
     }  # fmt: skip
     assert zeroshard.planner.predict_states(zero)["master"] == zero.ledger().held["master"]
+
+
+def test_a_run_goes_on_with_split_masters(monkeypatch):
+    """Its bits stay the same: of all that decides the losses this alone may be said anew."""
+    before = dict.fromkeys((*resume.FIXED, *resume.KEPT), 1) | {
+        "precision": "bf16",
+        "ranks": 1,
+        "accumulate": 1,
+        "data": [],
+    }
+    monkeypatch.setattr(resume, "read", lambda path: before)
+
+    def settled(precision):
+        options = before | {"precision": precision, "offload_path": ""} | dict.fromkeys(resume.TIERS, "")
+        return resume.settle("run", options, frozenset({"precision", "offload_path", *resume.TIERS}), None)["precision"]
+
+    assert (settled("bf16-split"), settled("bf16")) == ("bf16-split", "bf16")
+    with pytest.raises(InputError, match="--precision fp32: the run in run has bf16"):
+        settled("fp32")

@@ -72,6 +72,16 @@ def test_blocks_and_models_compile_once(stage, what):
     check([(stage, what, True)])
 
 
+@pytest.mark.row(63)
+def test_one_graph_of_a_whole_model_is_refused_with_the_remedy():
+    """In dynamo's error, since it is dynamo that finds the hooks."""
+    model = models.build("gpt", **test_bits.GPT)
+    zeroshard.shard(model, None)
+    whole = torch.compile(model, backend=BACKEND, fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="compile blocks, or leave fullgraph=True out"):
+        models.loss("gpt", whole, models.batch("gpt", 0, 0))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["model", "blocks", "blocks before"])
 def test_every_stage_compiles_once(what):

@@ -37,6 +37,9 @@ from .reduction import Reduction
 from .script import Script
 from .unit import Unit, profiled
 
+# What dynamo says where it is not to break a graph.
+NO_GRAPH = "zeroshard gathers and releases weights between graphs: compile blocks, or leave fullgraph=True out"
+
 
 @dataclasses.dataclass
 class Frame:
@@ -133,9 +136,9 @@ class Schedule:
             for buffer in unit.buffers:
                 buffer.reader = reader
             # Not to be compiled: what a hook finds differs from call to call, what it opens is what a graph may hold.
-            enter, leave = (torch.compiler.disable(weak(hook, unit)) for hook in (self.enter, self.leave))
+            enter, leave = (torch.compiler.disable(weak(h, unit), reason=NO_GRAPH) for h in (self.enter, self.leave))
             if precision.cast_inputs:
-                cast = torch.compiler.disable(weak(self.cast_inputs, inside=True))
+                cast = torch.compiler.disable(weak(self.cast_inputs, inside=True), reason=NO_GRAPH)
                 unit.module.register_forward_pre_hook(cast, prepend=True, with_kwargs=True)
             unit.module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
             unit.module.register_forward_hook(leave, always_call=True)

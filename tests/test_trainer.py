@@ -17,6 +17,7 @@ from trainers import LIMIT, fresh, run_example
 from zeroshard import Layout
 from zeroshard.errors import CheckpointError, UserError
 from zeroshard.integrations.jobs import parts_of
+from zeroshard.planner import shapes
 
 transformers = pytest.importorskip("transformers")
 
@@ -296,3 +297,37 @@ def test_the_parts_of_a_trainer_are_its_own(tmp_path):
     with pytest.raises(UserError, match="nothing to train on"):
         parts_of(made)
     assert parts_of({"model": 1}) is None and parts_of(None) is None
+
+
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+OTHERS = ("Qwen3ForCausalLM", "MixtralForCausalLM", "BertForMaskedLM", "ViTModel", "LlamaForSequenceClassification")
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_plan_reads_the_config_of_any_model(name, tmp_path):
+    """Names, shapes and ties of the parameters are those of the model that the config builds."""
+    kind = getattr(transformers, name)
+    model = kind(kind.config_class(**SIZES))
+    model.config.architectures = [name]
+    model.config.save_pretrained(tmp_path)
+    found = shapes.read(tmp_path)
+    every = dict(model.named_parameters(remove_duplicate=False))
+    assert dict(found.parameters) == {name: tuple(param.shape) for name, param in model.named_parameters()}
+    assert found.ties.keys() == every.keys() - found.parameters.keys()
+    assert all(every[name] is every[first] for name, first in found.ties.items())
+
+
+def test_a_config_that_names_too_much_or_nothing_is_refused(tmp_path):
+    """No class outside the library, no code, and no million of layers."""
+    for told, said in (
+        ({"model_type": "qwen3", "num_hidden_layers": 10**6}, "num_hidden_layers: at most 4096"),
+        ({"model_type": "qwen3", "hidden_size": 1 << 40}, "hidden_size: at most"),
+        ({"model_type": "no-such-model"}, "transformers builds no model from this config"),
+        (
+            {"model_type": "mine", "auto_map": {"AutoModel": "evil.Model"}},
+            "transformers builds no model from this config",
+        ),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(told))
+        with pytest.raises(UserError, match=said):
+            shapes.read(tmp_path)

@@ -3,7 +3,7 @@
     shapes.json            {name: [shape]} or {name: {"shape": [...], "dtype": "BF16"}}
     model.safetensors      its header: 8 bytes of length, then JSON; the tensors themselves are not read
     a folder of these      with its *.safetensors.index.json if there is one
-    a Hugging Face folder  that has config.json only: llama, mistral, qwen2 and gpt2, offline
+    a Hugging Face folder  that has config.json only: llama, mistral, qwen2 and gpt2; beside transformers all it has
 
 Files are untrusted: sizes are bounded before anything is read, types are checked, nothing is executed, and a damaged
 file is one `UserError` that names it.
@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 from ..errors import UserError, nearest
 from ..layout import Spec
+from . import from_transformers
 from .units import units_of
 
 Shape = tuple[int, ...]
@@ -397,21 +398,20 @@ FAMILIES = {
 def _config(where: Path) -> Shapes:
     config = _Config(where)
     kind = config.table.get("model_type")
-    if not isinstance(kind, str) or kind not in FAMILIES:
+    if config.table.get("quantization_config"):
+        without = "one without quantization_config"
+        raise UserError("a config with quantization_config has other parameters", where=where, instead=without)
+    family = FAMILIES.get(kind) if isinstance(kind, str) else None
+    named = config.table.get("architectures") or [family.architecture if family else None]
+    if family is None or named != [family.architecture] or config.table.get("add_cross_attention"):
+        if isinstance(kind, str) and from_transformers.installed():
+            return Shapes(str(where), *from_transformers.tensors(where, config.table))
+        known = FAMILIES if family is None else [family.architecture]
         raise UserError(
-            "no shapes are known for this model_type", where=where, got=repr(kind)[:60],
-            instead=f"{nearest(kind, FAMILIES)}, or a folder with its *.safetensors",
+            "no shapes are known for this model without transformers", where=where,
+            got=f"model_type {kind!r}, {named[0]}"[:120],
+            instead=f"{nearest(kind, known)}; pip install zeroshard[hf]; or a folder with its *.safetensors",
         )  # fmt: skip
-    family = FAMILIES[kind]
-    named = config.table.get("architectures") or [family.architecture]
-    if named != [family.architecture]:
-        raise UserError(
-            "no shapes are known for this architecture", where=where, got=str(named)[:60],
-            instead=f"{family.architecture}, or a folder with its *.safetensors",
-        )  # fmt: skip
-    for key in ("add_cross_attention", "quantization_config"):
-        if config.table.get(key):
-            raise UserError(f"a config with {key} has other parameters", where=where, instead=f"one without {key}")
     parameters = dict(family.parameters(config))
     ties = {}
     if config.yes("tie_word_embeddings", family.tied):

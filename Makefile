@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PYTHONDONTWRITEBYTECODE := # tests and zeroshard are compiled once, not in each process that a test starts
 
-.PHONY: install demo test full slow check docs bench gpu trainers web
+.PHONY: install demo test full slow check docs bench gpu trainers ray web
 
 install: .venv/installed
 
@@ -35,8 +35,11 @@ bench: install ## zeroshard beside its peers: training steps, checkpoints; an ho
 gpu: install ## on a machine with a GPU: the same bits there, and what the engine costs beside plain PyTorch
 	$(BIN)/pytest -m gpu && $(BIN)/python -m bench.gpu
 
-trainers: .venv-trainers/installed ## Accelerate, Hugging Face's Trainer and Lightning, from a virtual environment of their own
-	.venv-trainers/bin/pytest -n 2 --dist loadfile tests/test_accelerate.py tests/test_trainer.py tests/test_lightning.py tests/test_docs.py tests/test_optimizer.py -k "trainer or lightning or accelerate or packages or torchao"
+trainers: .venv-trainers/installed ## Accelerate, Hugging Face's Trainer and Lightning, from a virtual environment of their own; four minutes
+	.venv-trainers/bin/pytest -m "not slow" -n 2 --dist loadfile tests/test_accelerate.py tests/test_trainer.py tests/test_lightning.py tests/test_kubernetes.py tests/test_docs.py tests/test_optimizer.py -k "trainer or lightning or accelerate or packages or torchao or kubernetes"
+
+ray: .venv-trainers/installed ## Ray Train on a local cluster of three nodes, from the same environment
+	.venv-trainers/bin/pytest tests/test_ray.py
 
 .venv-trainers/installed: pyproject.toml constraints-trainers.txt
 	$(PYTHON) -m venv --clear .venv-trainers && .venv-trainers/bin/pip install -q -c constraints-trainers.txt -e '.[trainers]' && touch $@

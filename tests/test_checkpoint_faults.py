@@ -39,7 +39,8 @@ def bits(zero):
     engine = zero._engine.model_state()
     told = [list(values(engine)), [options(engine, binding) for binding in engine.bindings], rng_states(), zero.seed]
     found = xxhash.xxh3_128(repr(told).encode())
-    held = [(repr(tuple(place)), tensor) for *place, tensor in [*pieces(engine), *persistent(engine.model)]]
+    held = [(repr((*piece[:4], piece.grain)), piece.tensor) for piece in pieces(engine)]
+    held += [(repr(name), tensor) for name, tensor in persistent(engine.model)]
     for place, tensor in sorted(held, key=lambda each: each[0]):
         found.update(repr((place, tensor.dtype, tensor.shape)).encode())
         found.update(raw(tensor.detach().contiguous()))

@@ -19,6 +19,7 @@ import xxhash
 from torch import Tensor, nn
 
 from ..digests import digest, raw
+from ..engine.accepted import block_of
 from ..engine.buffer import Buffer
 from ..engine.flat import Flat
 from ..engine.fragment import Fragment, fixed_shapes, is_like, per_element
@@ -116,18 +117,23 @@ def ignored_digests(running: ModelState) -> dict[str, str]:
 
 
 class Piece(NamedTuple):
-    """Elements [start, stop) of one state of one parameter, 1-D; or, with start None, a tensor of its own shape."""
+    """Elements [start, stop) of one state of one parameter, 1-D; or, with start None, a tensor of its own shape.
+
+    grain: of how many of the parameter's elements the state has one.
+    """
 
     parameter: str
     state: str
     start: int | None
     stop: int | None
     tensor: Tensor | Part
+    grain: int = 1
 
 
 @dataclass
 class Kinds:
-    """Which of an optimizer's states have an element for each of a parameter's: by shape, as all ranks see it.
+    """Which of an optimizer's states have an element for each of a parameter's, or for each block: by shape, as all
+    ranks see it.
 
     A rank alone cannot always tell. It may hold one element of a parameter, whose states are all of one element there;
     or 10 of 138, where each parameter has a history of 10 numbers.
@@ -135,10 +141,27 @@ class Kinds:
 
     fixed: dict[str, set[tuple[int, ...]]]  # see `fixed_shapes`
     parts: dict[str, dict[str, Any]]  # of each parameter that is cut its states: as `_told` says, or `_agreed`
+    grains: dict[str, int]  # of a state that has an element for each block, how many elements that is
 
-    def like(self, fragment: Fragment, key: str, value: Any) -> bool:
+    def grain(self, fragment: Fragment, key: str, value: Any) -> int:
+        """Of how many of a parameter's elements the state has one; 0: it is of the parameter as a whole."""
         agreed = self.parts.get(fragment.slot.name, {}).get(key)
-        return per_element(fragment, key, value, self.fixed) if agreed is None else bool(agreed)
+        if isinstance(value, Part) or (per_element(fragment, key, value, self.fixed) if agreed is None else agreed):
+            return 1
+        return self.grains.get(key, 0)
+
+
+def _grains(running: ModelState, binding: Binding) -> dict[str, list[int]]:
+    """Of each state, for blocks of how many elements all that are here have one, as far as its optimizer has blocks."""
+    together = block_of(binding.optimizer) or 1
+    blocks = [block for block in range(2, together + 1) if together % block == 0]
+    found: dict[str, list[int]] = {}
+    for fragment in running.fragments(binding) if blocks else ():
+        for key, value in binding.states.kept(fragment).items():
+            flat, numel = isinstance(value, Tensor) and value.dim() == 1, fragment.param.numel()
+            fits = [block for block in found.get(key, blocks) if flat and -(-numel // block) == value.numel()]
+            found[key] = fits
+    return found
 
 
 def told_kinds(running: ModelState) -> list[Any]:
@@ -151,7 +174,7 @@ def told_kinds(running: ModelState) -> list[Any]:
                 kept, name = binding.states.kept(fragment), fragment.slot.name
                 parts[name] = {state_name(name, key): _told(fragment, key, value) for key, value in kept.items()}
         fixed = {f"{key}": sorted(shapes) for key, shapes in fixed_shapes(binding.optimizer).items()}
-        found.append([fixed, parts])
+        found.append([fixed, parts, _grains(running, binding)])
     return found
 
 
@@ -168,16 +191,25 @@ def agreed_kinds(everyone: Sequence[list[Any]]) -> list[Kinds]:
     """From what every rank has told, what counts. Raises `CheckpointError` for what could not be loaded again."""
     found = []
     for ranks in zip(*everyone, strict=True):
-        kinds = Kinds({}, {})
-        for fixed, _ in ranks:
+        kinds = Kinds({}, {}, _common([grains for *_, grains in ranks]))
+        for fixed, *_ in ranks:
             for key, shapes in fixed.items():
                 kinds.fixed.setdefault(key, set()).update(map(tuple, shapes))
-        for name in dict.fromkeys(name for _, parts in ranks for name in parts):
-            there = [parts[name] for _, parts in ranks if name in parts]
+        for name in dict.fromkeys(name for _, parts, _ in ranks for name in parts):
+            there = [parts[name] for _, parts, _ in ranks if name in parts]
             for state in dict.fromkeys(state for each in there for state in each):
                 like = _agreed(name, own_name(state), [each.get(state) for each in there], kinds)
                 kinds.parts.setdefault(name, {})[own_name(state)] = like
         found.append(kinds)
+    return found
+
+
+def _common(ranks: Sequence[dict[str, list[int]]]) -> dict[str, int]:
+    """The largest block that all ranks found of a state."""
+    found = {}
+    for key in dict.fromkeys(key for grains in ranks for key in grains):
+        if common := set.intersection(*(set(grains[key]) for grains in ranks if key in grains)):
+            found[key] = max(common)
     return found
 
 
@@ -186,6 +218,8 @@ def _agreed(name: str, key: str, told: Sequence[Any], kinds: Kinds) -> bool:
     shapes = {tuple(each[1]) for each in told if each is not None and each[1] is not None}
     if all(each is not None and each[0] for each in told):
         return len(shapes) > 1 or not shapes & kinds.fixed.get(key, set())
+    if key in kinds.grains:
+        return False
     if len({str(each and each[1:]) for each in told if each is None or not each[0]}) > 1 or len(shapes) > 1:
         raise CheckpointError(
             "an optimizer keeps something else of each rank's part of a parameter, and other parts could not get it",
@@ -203,12 +237,14 @@ def pieces(running: ModelState) -> Iterator[Piece]:
             if own.numel:
                 value = buffer.updating.part(slot.start + own.start, slot.start + own.stop)
                 yield Piece(slot.name, VALUE, at + own.start, at + own.stop, value.plain())
-    for name, key, value, held, own, like in _kept(running):
+    for name, key, value, held, own, grain in _kept(running):
         if isinstance(value, Part):
             yield Piece(name, key, own.start, own.stop, value.cut(own.start - held, own.stop - held))
-        elif like:
-            flat = value.detach().reshape(-1)[own.start - held : own.stop - held]
-            yield Piece(name, key, own.start, own.stop, flat)
+        elif grain:
+            first, last = -(-own.start // grain), -(-own.stop // grain)  # a block is whose its first element is
+            flat = value.detach().reshape(-1)[first - held // grain : last - held // grain]
+            if last > first:
+                yield Piece(name, key, first, last, flat, grain)
         elif (
             isinstance(value, Tensor) and own.start == 0
         ):  # one number, or a shape of its own: its first element's owner
@@ -217,7 +253,7 @@ def pieces(running: ModelState) -> Iterator[Piece]:
 
 def values(running: ModelState) -> Iterator[list[Any]]:
     """[parameter, state, number]: what optimizers keep beside tensors."""
-    for name, key, value, _held, own, _like in _kept(running):
+    for name, key, value, _held, own, _grain in _kept(running):
         if not isinstance(value, (Tensor, Part)) and own.start == 0:
             finite = not isinstance(value, float) or math.isfinite(value)
             if not isinstance(value, (int, float, str, bool, type(None))) or not finite:
@@ -229,17 +265,17 @@ def values(running: ModelState) -> Iterator[list[Any]]:
             yield [name, key, value]
 
 
-def _kept(running: ModelState) -> Iterator[tuple[str, str, Any, int, Elements, bool]]:
+def _kept(running: ModelState) -> Iterator[tuple[str, str, Any, int, Elements, int]]:
     """(parameter, state, what this rank's optimizer keeps, the first element that is of, the elements that this rank
-    writes, and whether it has an element for each of them). Elements are those of the whole tensor."""
-    local = [Kinds(fixed_shapes(binding.optimizer), {}) for binding in running.bindings]
+    writes, and of how many of them it has one; 0: of all). Elements are those of the whole tensor."""
+    local = [Kinds(fixed_shapes(each.optimizer), {}, _common([_grains(running, each)])) for each in running.bindings]
     for binding, kinds in zip(running.bindings, running.kinds or local, strict=True):
         for fragment in running.fragments(binding):
             part, own = fragment.slot.within(*fragment.buffer.updated), fragment.slot.within(*fragment.buffer.saves)
             at = fragment.buffer.offset(fragment.slot)
             if part.numel and own.numel:
                 for key, value in binding.states.kept(fragment).items():
-                    like = isinstance(value, Part) or kinds.like(fragment, key, value)
+                    grain = kinds.grain(fragment, key, value)
                     name = fragment.slot.name
                     yield (
                         name,
@@ -247,7 +283,7 @@ def _kept(running: ModelState) -> Iterator[tuple[str, str, Any, int, Elements, b
                         value,
                         at + part.start,
                         Elements(at + own.start, at + own.stop),
-                        like,
+                        grain,
                     )
 
 

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from ..digests import digest
 from ..engine.buffer import Buffer
-from ..engine.fragment import Fragment, rests_away
+from ..engine.fragment import Fragment, fresh_states, made_of, planes, rests_away
 from ..engine.optim import Binding
 from ..errors import CheckpointError, PeerError
 from ..layout import Slot
 from ..numerics import unrepeated
 from ..ranks.agreement import Group
-from ..strips import Strips
+from ..strips import ONE_STRIP, Strips
 from ..tiers.tier import Part, present
 from .content import ModelState, Rng, options, parsed_rng, persistent, restore_rng
 from .files import absolute, canonical
@@ -62,7 +62,7 @@ class Staged:
     values: dict[str, Tensor | Cut] = field(default_factory=dict)  # parameter -> the elements that rest on this rank
     masters: dict[str, Tensor | Cut] = field(default_factory=dict)
     states: list[tuple[Binding, nn.Parameter, dict[str, Any]]] = field(default_factory=list)
-    fills: list[tuple[Tensor | Part, Cut]] = field(default_factory=list)  # places among the states, and what goes there
+    fills: list[tuple[Tensor | Part, Tensor | Cut]] = field(default_factory=list)  # places among the states, and what
     buffers: dict[str, Tensor] = field(default_factory=dict)
     groups: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)
@@ -214,8 +214,11 @@ def _state_differences(binding: Binding, fragment: Fragment, match: Match, saved
     name = fragment.slot.name
     mine, theirs = {}, {}
     states = {own_name(state): (name, state) for state in saved.states.get(name, ())}
-    for key, value in binding.optimizer.state.get(fragment.param, {}).items():
-        like = states.get(key) in saved.cut and isinstance(value, Tensor) and value.shape == fragment.param.shape
+    for key, value in planes(binding.optimizer.state.get(fragment.param, {})).items():
+        grain = saved.grains.get(states.get(key, ("", "")), 1)
+        blocks = grain > 1 and isinstance(value, Tensor) and value.numel() == -(-fragment.param.numel() // grain)
+        like = states.get(key) in saved.cut and isinstance(value, Tensor)
+        like = like and (blocks or (grain == 1 and value.shape == fragment.param.shape))
         mine[key] = _kind(value.dtype, None if like else value.shape) if isinstance(value, Tensor) else "a number"
     for key, at in states.items():
         stored = saved.cut[at][0] if at in saved.cut else saved.whole.get(at)
@@ -256,11 +259,7 @@ def _stage(running: ModelState, saved: Saved) -> Staged:
                 name = fragment.slot.name
                 fits = name in fitting and not _state_differences(binding, fragment, match, saved)
                 if fits and fragment.param.numel():
-                    states = {
-                        own_name(state): _state(staged, saved, state, binding, fragment, match)
-                        for state in saved.states.get(name, ())
-                    }
-                    staged.states.append((binding, fragment.param, states))
+                    staged.states.append((binding, fragment.param, _states(staged, saved, binding, fragment, match)))
     for name, tensor in persistent(running.model):
         if name in saved.buffers and _fits(saved.buffers[name], tensor):
             staged.buffers[name] = saved.read(saved.buffers[name])
@@ -281,11 +280,33 @@ def _stage_value(running: ModelState, saved: Saved, name: str, staged: Staged) -
 
 
 def _wanted(saved: Saved, key: tuple[str, str], buffer: Buffer, slot: Slot, start: int, stop: int) -> Cut:
-    """Elements [start, stop) of a slot."""
-    at = buffer.offset(slot)
-    cut = Cut(saved, key, at + start, at + stop, buffer.strips(slot))
+    """Elements [start, stop) of a slot; of a state with one for each block, those of these blocks."""
+    at, grain = buffer.offset(slot), saved.grains.get(key, 1)
+    strips = buffer.strips(slot) if grain == 1 else ONE_STRIP
+    cut = Cut(saved, key, (at + start) // grain, -(-(at + stop) // grain), strips)
     saved.want(*cut[1:])
     return cut
+
+
+def _states(staged: Staged, saved: Saved, binding: Binding, fragment: Fragment, match: Match) -> dict[str, Any]:
+    """Places for what was saved of a parameter. What is made of planes is made anew by the optimizer: loading makes no
+    object by a name that it reads."""
+    name, kept = fragment.slot.name, binding.optimizer.state.get(fragment.param, {})
+    told = {own_name(state): state for state in saved.states.get(name, ())}
+    if not kept and any("." in state for state in told):
+        kept = fresh_states(binding.optimizer, match.group, nn.Parameter(torch.zeros_like(fragment.param)))
+    states: dict[str, Any] = {key: value for key, value in kept.items() if made_of(value)}
+    inside = {plane: place for plane, place in planes(states).items() if plane in told}
+    for state, stored in told.items():
+        if state not in inside:
+            states[state] = _state(staged, saved, stored, binding, fragment, match)
+        elif (name, stored) in saved.cut:
+            part = fragment.slot.within(*fragment.buffer.updated)
+            wanted = _wanted(saved, (name, stored), fragment.buffer, fragment.slot, *part)
+            staged.fills.append((inside[state].view(-1), wanted))
+        else:
+            staged.fills.append((inside[state], saved.read(saved.whole[name, stored])))
+    return states
 
 
 def _state(staged: Staged, saved: Saved, stored: str, binding: Binding, fragment: Fragment, match: Match) -> Any:
@@ -293,21 +314,22 @@ def _state(staged: Staged, saved: Saved, stored: str, binding: Binding, fragment
     if key in saved.values:
         return saved.values[key]
     if key in saved.cut:
-        dtype = saved.cut[key][0].dtype
-        dtype = like.dtype if dtype.is_floating_point else dtype
+        dtype, grain = saved.cut[key][0].dtype, saved.grains.get(key, 1)
+        dtype = like.dtype if dtype.is_floating_point and grain == 1 else dtype
         place = binding.optimizer.state.get(like, {}).get(state)
-        held = fragment.buffer, fragment.slot, *fragment.slot.within(*fragment.buffer.updated)
-        if rests_away(fragment.buffer):
+        buffer, slot, part = fragment.buffer, fragment.slot, fragment.slot.within(*fragment.buffer.updated)
+        if rests_away(buffer) and grain == 1:
             blank = torch.empty(like.shape, dtype=dtype, device="meta")
             rest = binding.states.part(fragment, state, blank)
-            staged.fills.append((rest.cut(0, rest.numel()), _wanted(saved, key, *held)))
+            staged.fills.append((rest.cut(0, rest.numel()), _wanted(saved, key, buffer, slot, *part)))
             return blank
-        wanted = like.shape, dtype, like.device
+        shape = like.shape if grain == 1 else torch.Size([-(-part.stop // grain) - part.start // grain])
+        wanted = shape, dtype, like.device
         if not (
             isinstance(place, Tensor) and place.is_contiguous() and (place.shape, place.dtype, place.device) == wanted
         ):
-            place = torch.empty(like.shape, dtype=dtype, device=like.device)
-        staged.fills.append((place.view(-1), _wanted(saved, key, *held)))
+            place = torch.empty(shape, dtype=dtype, device=like.device)
+        staged.fills.append((place.view(-1), _wanted(saved, key, buffer, slot, *part)))
         return place
     tensor = saved.read(saved.whole[key])
     on_device = group.get("fused") or group.get("capturable") or tensor.dim()

@@ -66,6 +66,7 @@ class Saved:
     parameters: dict[str, Parameter] = field(default_factory=dict)
     states: dict[str, list[str]] = field(default_factory=dict)  # parameter -> what its optimizer keeps
     cut: dict[tuple[str, str], list[Stored]] = field(default_factory=dict)  # (parameter, state) -> its intervals
+    grains: dict[tuple[str, str], int] = field(default_factory=dict)  # of how many elements such a state has one
     whole: dict[tuple[str, str], Stored] = field(default_factory=dict)
     values: dict[tuple[str, str], Any] = field(default_factory=dict)
     buffers: dict[str, Stored] = field(default_factory=dict)
@@ -129,6 +130,11 @@ class Saved:
 
     def _check_fragments(self) -> None:
         """Every element of every state that is cut lies in one place."""
+        for name, state, grain in self._list(self.manifest.get("grains", [])):
+            key = self._key(name, state)
+            cut = self.parameters[name].strips != ONE_STRIP
+            if self.grains.setdefault(key, self._count(grain)) != grain or grain < 2 or state == VALUE or cut:
+                raise self.damage(f"one size of the blocks of {state} of {name!r}", grain)
         for name, state, start, stop, dtype, shape, offset, file in self._list(self.manifest["fragments"]):
             bounds = (0, 0) if (start, stop) == (None, None) else (self._count(start), self._count(stop))
             stored = self._stored(shape, dtype, file, offset, *bounds)
@@ -144,7 +150,7 @@ class Saved:
         for (name, state), parts in self.cut.items():
             parts.sort(key=lambda part: part.start)
             ends = [0, *(part.stop for part in parts)]
-            count = numel(self.parameters[name].shape)
+            count = -(-numel(self.parameters[name].shape) // self.grains.get((name, state), 1))
             if [part.start for part in parts] != ends[:-1] or ends[-1] != count or len({p.dtype for p in parts}) > 1:
                 raise self.damage(f"all {count} elements of {state} of {name!r}, each once", ends)
 

@@ -172,11 +172,13 @@ class Snapshot:
 
 def _snapshot(running: ModelState, extra: Mapping[str, Any] | None, *, copied: bool) -> Snapshot:
     tensors: dict[str, Tensor | Part] = {}
-    fragments = []
+    fragments, grains = [], []
     for piece in pieces(running):
         dtype = writable(f"{piece.state} of parameter {piece.parameter!r}", piece.tensor)
         key = _add(tensors, f"{piece.state}/{piece.parameter}", piece.tensor)
         fragments.append([*piece[:4], dtype, list(piece.tensor.shape), key])
+        if piece.grain > 1:
+            grains.append([piece.parameter, piece.state, piece.grain])
     saved_along: dict[str, Tensor] = {}
     told = plain("extra", dict(extra or {}), saved_along)
     buffers, extras = {}, []
@@ -189,7 +191,13 @@ def _snapshot(running: ModelState, extra: Mapping[str, Any] | None, *, copied: b
             extras.append([name, list(tensor.shape), dtype, key])
     if copied:
         tensors = {key: _copy(tensor) for key, tensor in tensors.items()}
-    own = {"fragments": fragments, "values": list(values(running)), "buffers": buffers, "extras": extras}
+    own = {
+        "fragments": fragments,
+        "grains": grains,
+        "values": list(values(running)),
+        "buffers": buffers,
+        "extras": extras,
+    }
     return Snapshot(tensors, own | {"rng": rng_states()}, _head(running, told))
 
 
@@ -302,6 +310,8 @@ def _publish(head: dict[str, Any], everyone: Sequence[dict[str, Any]], beside: P
         **head,
         "number": 1 + max((number for number, *_ in orders(target.parent, say=False)), default=0),
         "fragments": [fragment for own in everyone for fragment in own["fragments"]],
+        "grains": (grains := [grain for own in everyone for grain in own["grains"]]),
+        "version": VERSION if grains else head["version"],
         "values": [value for own in everyone for value in own["values"]],
         "files": {own["file"]: own["facts"] for own in everyone},
         "buffers": everyone[0]["buffers"],

@@ -101,7 +101,8 @@ def _states(a: Saved, b: Saved, name: str, state: str) -> Iterator[Row]:
 def _kind(saved: Saved, key: tuple[str, str]) -> Any:
     """A state that is no pair of tensors of one kind, in words; None where there is none."""
     if key in saved.cut:
-        return f"a number per element, {DTYPES[saved.cut[key][0].dtype]}"
+        grain = saved.grains.get(key, 1)
+        return f"a number per {'element' if grain == 1 else f'{grain} elements'}, {DTYPES[saved.cut[key][0].dtype]}"
     return _words(saved.whole[key]) if key in saved.whole else saved.values.get(key)
 
 

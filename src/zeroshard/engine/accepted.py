@@ -85,7 +85,8 @@ def updated(optimizer: Any) -> list[Any]:
 def by_bucket(optimizer: Any) -> bool:
     """May this optimizer be stepped one bucket after the other?"""
     known = type(optimizer).__module__.startswith("torch.optim") and type(optimizer).__name__ in BY_TENSOR
-    return bool(getattr(optimizer, "elementwise", known or block_of(optimizer) in (1, WHOLE)))
+    known |= block_of(optimizer) in (1, WHOLE) or isinstance(getattr(type(optimizer), "block", None), int)
+    return bool(getattr(optimizer, "elementwise", known))
 
 
 def check_offload(optimizers: list[Any], offload: Offload, *, split: bool = False) -> None:
@@ -135,22 +136,23 @@ def check_optimizers(
     managed: list[Managed],
     optimizers: list[Any],
     partition: Partition,
-    block: dict[str, int],
+    blocks: dict[str, int],
     parts: int,
     *,
     replicated: bool,
 ) -> None:
     """Refuse optimizers of the wrong kind, parameters that are not the model's, and parameters held twice.
 
-    block: elements of each parameter that are not cut apart, where the layout or its optimizer says so. parts: how many
-    teams have rows of a parameter along an axis.
+    blocks: elements of each parameter that are not cut apart, where the layout or its optimizer says so. parts: how
+    many teams have rows of a parameter along an axis.
     """
     names = {id(record.param): record.name for record in managed}
     places = {slot.name: (bucket, slot) for bucket in partition.buckets for slot in bucket.slots}
     for number, optimizer in enumerate(optimizers):
         slots = [places[names[id(param)]] for param in updated(optimizer) if id(param) in names]
-        rows = [slot.name for bucket, slot in slots if bucket.along and parts > 1]
-        cut = [slot.name for bucket, slot in slots if bucket.cuts(slot) and not (replicated or slot.name in block)]
+        block = block_of(optimizer)
+        rows = [slot.name for bucket, slot in slots if bucket.along and parts > 1 and not _alike(slot.numel, block)]
+        cut = [slot.name for bucket, slot in slots if bucket.cuts(slot) and not (replicated or slot.name in blocks)]
         check_parts(optimizer, [slot.name for _, slot in slots if slot.cut is not None])
         check_optimizer(optimizer, partition, rows, cut, replicated=replicated)
         check_options(optimizer, number)
@@ -201,6 +203,11 @@ def check_option(where: str, value: Any) -> None:
         )
 
 
+def _alike(numel: int, block: int | None) -> bool:
+    """Does it make no difference to an optimizer that so many elements follow others?"""
+    return block is None or (block != WHOLE and numel % block == 0)
+
+
 def check_parts(optimizer: Any, parted: list[str]) -> None:
     """Refuse, by name, an optimizer that asks for more of a tensor than the part of it that a rank has.
 
@@ -243,9 +250,9 @@ def check_optimizer(optimizer: Any, partition: Partition, rows: list[str], cut: 
             instead="shard(..., stage=0)",
         )
     block = block_of(optimizer)
-    if block == WHOLE and rows:
+    if rows:
         raise UserError(
-            "this optimizer works on whole tensors, and of this one a rank has some rows only",
+            "this optimizer works on whole tensors or blocks, and of this one a rank has some rows only",
             where=f"{name}, parameter {rows[0]!r} in Layout.along",
             instead="another optimizer for it, beside this one for the others: shard(model, [muon, adamw])",
         )

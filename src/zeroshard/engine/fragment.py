@@ -6,7 +6,9 @@ without memory (on meta) until its bucket is present for a step.
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -161,7 +163,7 @@ class States:
         tiers = {id(each.param): each.buffer.tiers["optimizer"].name for each in held}
         for param, state in self.optimizer.state.items():
             tier = HOST if tiers.get(id(param)) == NVME else tiers.get(id(param), DEVICE)
-            for key, value in state.items():
+            for key, value in planes(state).items():
                 if isinstance(value, Tensor) and not value.is_meta:
                     now[tier, key] = now.get((tier, key), 0) + value.numel() * value.itemsize
         for at in dict.fromkeys([*now, *self._counted]):
@@ -172,7 +174,7 @@ class States:
 
     def kept(self, fragment: Fragment) -> dict[str, Any]:
         """What there is of a fragment; of what rests in a file, the part it is there."""
-        state = self.optimizer.state.get(fragment.param, {})
+        state = planes(self.optimizer.state.get(fragment.param, {}))
         return {
             key: self.part(fragment, key, value) if isinstance(value, Tensor) and value.is_meta else value
             for key, value in state.items()
@@ -246,6 +248,40 @@ def file_name(key: str, number: int) -> str:
     return f"{key} of optimizer {number}" if number or key in (*STATES, "master") else key
 
 
+def planes(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What an optimizer keeps of a parameter; of tensors that are made of others, such as codes and scales, those."""
+    found: dict[str, Any] = {}
+    for key, value in state.items():
+        inner = made_of(value)
+        found |= {f"{key}.{name}": getattr(value, name) for name in inner} if inner else {key: value}
+    return found
+
+
+def made_of(value: Any) -> list[str]:
+    """The names of the plain tensors that a tensor is made of; none of one that is plain itself."""
+    own = isinstance(value, Tensor) and not simulated(value) and hasattr(value, "__tensor_flatten__")
+    return list(value.__tensor_flatten__()[0]) if own else []
+
+
+def fresh_states(optimizer: Any, group: dict[str, Any], param: nn.Parameter, kind: Any = None) -> dict[str, Any]:
+    """What an optimizer's class (or `kind`) keeps of a parameter after one step of a twin, with this group's options.
+
+    The optimizer itself is not touched. `param` is stepped, by zeros where it has no gradient.
+    """
+    param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+    kind = type(optimizer) if kind is None else kind
+    twin = object.__new__(kind)
+    twin.__dict__.update(optimizer.__dict__)
+    twin.state, twin.param_groups = collections.defaultdict(dict), [{**group, "params": [param]}]
+    twin._optimizer_step_pre_hooks = collections.OrderedDict()
+    twin._optimizer_step_post_hooks = collections.OrderedDict()
+    # Compiling its step takes a minute, and to ask whether to compile takes a second.
+    compiles = "torch._dynamo" in sys.modules
+    with torch.compiler.set_stance("force_eager") if compiles else contextlib.nullcontext():
+        kind.step(twin)  # not twin.step: a scheduler has bound that of the optimizer itself
+    return dict(twin.state[param])
+
+
 def check_cut(optimizer: Any, name: str, shape: tuple[int, ...], key: str, value: Any) -> None:
     """Refuse state of a whole parameter that a rank cannot keep its part of."""
     if isinstance(value, Tensor) and value.numel() != 1 and tuple(value.shape) != shape:
@@ -291,7 +327,7 @@ def fixed_shapes(optimizer: Any) -> dict[str, set[tuple[int, ...]]]:
     """
     found: dict[str, set[tuple[int, ...]]] = {}
     for param, state in optimizer.state.items():
-        for key, value in state.items() if isinstance(param, Tensor) and isinstance(state, Mapping) else ():
+        for key, value in planes(state).items() if isinstance(param, Tensor) and isinstance(state, Mapping) else ():
             if isinstance(value, Tensor) and value.shape != param.shape:
                 found.setdefault(key, set()).add(tuple(value.shape))
     return found

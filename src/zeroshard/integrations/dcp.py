@@ -27,12 +27,13 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from ..checkpoint.content import ModelState, options, persistent
 from ..checkpoint.loading import Staged, alike, commit, renew
+from ..engine.accepted import block_of
 from ..engine.buffer import Buffer
 from ..engine.fragment import Fragment, Shapes, fixed_shapes, per_element, rests_away
 from ..engine.optim import Binding
 from ..errors import CheckpointError, UserError
 from ..layout import Slot
-from ..planner.optimizers import Shown, probe, takes_whole_tensors
+from ..planner.optimizers import Shown, asked_with, probe
 from .boxes import Box, boxes
 
 
@@ -168,9 +169,14 @@ def _states(running: ModelState, binding: Binding) -> Iterator[tuple[Fragment, M
 
     DCP loads in place, so that there must be a place.
     """
-    asked: dict[tuple[int, torch.dtype, int], dict[str, Shown]] = {}
+    if (block_of(binding.optimizer) or 1) > 1:
+        raise UserError(
+            "torch.distributed.checkpoint has no place for states with one number for a block of elements",
+            where=type(binding.optimizer).__name__,
+            instead="zero.save(path), which any number of ranks loads",
+        )
+    asked: dict[tuple[int, torch.dtype, tuple[int, ...]], dict[str, Shown]] = {}
     numbers = {id(p): number for number, group in enumerate(binding.optimizer.param_groups) for p in group["params"]}
-    whole = takes_whole_tensors(binding.optimizer)
     for fragment in running.fragments(binding):
         slot, param = fragment.slot, fragment.param
         if not param.numel():
@@ -178,7 +184,7 @@ def _states(running: ModelState, binding: Binding) -> Iterator[tuple[Fragment, M
         kept = binding.optimizer.state.get(param)
         if not kept:
             number = numbers[id(param)]
-            key = number, param.dtype, len(slot.shape) if whole else 1
+            key = number, param.dtype, asked_with(binding.optimizer, slot.shape)
             if key not in asked:
                 asked[key] = probe(binding.optimizer, binding.optimizer.param_groups[number], key[1], key[2])
             shape = tuple(param.shape)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..events import NVME
 from ..layout import Bucket, Slot
-from .optimizers import Shown, probe, takes_whole_tensors
+from .optimizers import Shown, asked_with, probe
 from .states import Holding, Kept, Stored, Tiers, updated_apart
 
 if TYPE_CHECKING:
@@ -41,20 +41,20 @@ def holding(zero: Zero) -> Holding:
         numbers.setdefault(id(optimizer), len(numbers))
         groups.append((optimizer, group))
         members.update({(bucket.index, slot.name): len(groups) - 1 for bucket, slot in places})
-    probed: dict[tuple[int, Any, int], dict[str, Shown]] = {}
+    probed: dict[tuple[int, Any, tuple[int, ...]], dict[str, Shown]] = {}
 
     def kept(bucket: Bucket, slot: Slot) -> Kept:
         if (bucket.index, slot.name) not in members:
             return {}
         number = members[bucket.index, slot.name]
         optimizer, group = groups[number]
-        key = number, zero.dtypes(bucket).master, len(slot.shape) if takes_whole_tensors(optimizer) else 1
+        key = number, zero.dtypes(bucket).master, asked_with(optimizer, slot.shape)
         if key not in probed:
             probed[key] = probe(optimizer, group, key[1], key[2])
         found = {state: each.kept(slot.shape) for state, each in probed[key].items()}
         number = numbers[id(optimizer)]
         if zero._engine.resting[bucket.index]["optimizer"] == NVME:
-            return {file_name(state, number) if each[1] else state: each for state, each in found.items()}
+            return {file_name(state, number) if each[1] == 1 else state: each for state, each in found.items()}
         return found
 
     sits, along = zero._engine.group.team.seat, zero._engine.group.along.seat

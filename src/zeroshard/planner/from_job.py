@@ -135,12 +135,12 @@ def _recipe(run: Simulation) -> recipes.Recipe:
     for optimizer, group, places in zero.optimizer_members():
         for bucket, slot in places:
             if bucket.trainable:
-                dimensions = len(slot.shape) if optimizers.takes_whole_tensors(optimizer) else 1
-                found = optimizers.probe(optimizer, group, zero.dtypes(bucket).master, dimensions)
+                shape = optimizers.asked_with(optimizer, slot.shape)
+                found = optimizers.probe(optimizer, group, zero.dtypes(bucket).master, shape)
                 for state, asked in found.items():
                     nbytes, grows = asked.kept(slot.shape)
                     if grows:
-                        add(state, slot.numel * nbytes)
+                        add(state, -(-slot.numel // grows) * nbytes)
                     elif asked.sides:
                         add(state, nbytes)
                     else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import math
 from typing import Any, NamedTuple
 
@@ -10,24 +9,43 @@ from ..errors import UserError
 
 
 class Shown(NamedTuple):
-    """One state of an optimizer as it showed itself. sides: None where it is like the parameter; else its shape, with
-    -1 - i in place of the parameter's dimension i."""
+    """One state of an optimizer as it showed itself.
+
+    sides: None where it is like the parameter; else its shape, with -1 - i in place of the parameter's dimension i.
+    grain: of how many of a parameter's elements it has one, where `sides` is not what says its shape.
+    """
 
     dtype: Any
     sides: tuple[int, ...] | None
+    grain: int = 1
 
     def shape(self, of: tuple[int, ...]) -> tuple[int, ...]:
+        if self.grain > 1:
+            return (-(-math.prod(of) // self.grain),)
         sized = of or (1,)
         return of if self.sides is None else tuple(sized[-1 - side] if side < 0 else side for side in self.sides)
 
-    def kept(self, of: tuple[int, ...]) -> tuple[int, bool]:
-        """(bytes, per element?) for a parameter of that shape."""
+    def kept(self, of: tuple[int, ...]) -> tuple[int, int]:
+        """(bytes, of how many elements; 0: of all) for a parameter of that shape."""
         if self.sides is None:
-            return self.dtype.itemsize, True
-        return self.dtype.itemsize * math.prod(self.shape(of)), False
+            return self.dtype.itemsize, self.grain
+        return self.dtype.itemsize * math.prod(self.shape(of)), 0
 
 
 PRIMES = (2, 3, 5, 7, 11, 13, 17)  # sizes that a state's shape gives away
+BLOCKS = 7  # so many, of an optimizer that updates blocks
+
+
+def asked_with(optimizer: Any, of: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a tiny parameter that shows what the optimizer keeps of one of shape `of`."""
+    from ..engine.accepted import block_of
+
+    if takes_whole_tensors(optimizer):
+        return PRIMES[: max(len(of), 1)]
+    block, numel = block_of(optimizer) or 1, math.prod(of)
+    if block == 1:
+        return PRIMES[:1]
+    return (numel if numel % block and numel < BLOCKS * block else BLOCKS * block + numel % block,)
 
 
 def takes_whole_tensors(optimizer: Any) -> bool:
@@ -37,38 +55,45 @@ def takes_whole_tensors(optimizer: Any) -> bool:
     )
 
 
-def probe(optimizer: Any, group: dict[str, Any], dtype: Any, dimensions: int = 1, kind: Any = None) -> dict[str, Shown]:
+def probe(
+    optimizer: Any, group: dict[str, Any], dtype: Any, shape: tuple[int, ...] = PRIMES[:1], kind: Any = None
+) -> dict[str, Shown]:
     """{state: what it is} after one step of a twin with the user's class (or `kind`), options and a tiny parameter.
 
-    The optimizer itself is not touched. Raises `UserError` where it cannot step on such a parameter.
+    shape: that parameter's, see `asked_with`. Raises `UserError` where the optimizer cannot step on it.
     """
     import torch
 
-    shape = PRIMES[: max(dimensions, 1)]  # as fragments have at least one
+    from ..engine.accepted import block_of
+    from ..engine.fragment import fresh_states, planes
+
     with torch._subclasses.fake_tensor.unset_fake_temporarily():
         param = torch.nn.Parameter(torch.zeros(shape, dtype=dtype))
         param.grad = torch.ones_like(param)
-        kind = type(optimizer) if kind is None else kind
-        twin = object.__new__(kind)
-        twin.__dict__.update(optimizer.__dict__)
-        twin.state, twin.param_groups = collections.defaultdict(dict), [{**group, "params": [param]}]
-        twin._optimizer_step_pre_hooks = collections.OrderedDict()
-        twin._optimizer_step_post_hooks = collections.OrderedDict()
         try:
-            kind.step(twin)  # not twin.step: a scheduler has bound that of the optimizer itself
+            states = planes(fresh_states(optimizer, group, param, kind))
         except Exception as error:
             raise UserError(
                 "the optimizer could not be asked what it keeps",
-                where=f"{kind.__name__}.step() on a parameter of shape {shape}",
+                where=f"{(kind or type(optimizer)).__name__}.step() on a parameter of shape {shape}",
                 got=f"{type(error).__name__}: {error}",
                 instead="an optimizer that steps without a closure",
             ) from error
+    block = block_of(optimizer) or 1
+    grains: dict[str, int] = {}
+    if block > 1 and shape[0] >= block:
+        if shape[0] % block:  # what has as many elements as there are blocks shows itself where all blocks are full
+            grains = {k: s.grain for k, s in probe(optimizer, group, dtype, (BLOCKS * block,), kind).items()}
+        else:
+            numels = {key: value.numel() for key, value in states.items() if isinstance(value, torch.Tensor)}
+            grains = {k: shape[0] // n for k, n in numels.items() if n and n % BLOCKS == 0 and shape[0] % n == 0}
     found = {}
-    for key, value in twin.state[param].items():
+    for key, value in states.items():
         if isinstance(value, torch.Tensor):
-            like = tuple(value.shape) == shape
+            grain = grains.get(key, 1)
+            like = tuple(value.shape) == tuple(shape) or (grain > 1 and value.numel() == -(-shape[0] // grain))
             sides = tuple(-1 - shape.index(side) if side in shape else side for side in value.shape)
-            found[key] = Shown(value.dtype, None if like else sides)
+            found[key] = Shown(value.dtype, None if like else sides, grain if like else 1)
     return found
 
 
@@ -89,7 +114,7 @@ def of_torch(name: str) -> tuple[dict[str, int], dict[str, int]] | None:
         return None
     dimensions = 2 if kind.__name__ in ("Adafactor", "Muon") else 1
     optimizer = kind([torch.nn.Parameter(torch.zeros(PRIMES[:dimensions]))])
-    asked = probe(optimizer, optimizer.param_groups[0], torch.float32, dimensions)
+    asked = probe(optimizer, optimizer.param_groups[0], torch.float32, PRIMES[:dimensions])
     each = {state: found.dtype.itemsize for state, found in asked.items() if found.sides is None}
     if any(found.sides for found in asked.values()):
         raise UserError(

@@ -32,7 +32,7 @@ from ..numerics import Precision
 from ..ranks.comm import Comm, Simulated
 from ..tiers.tier import Offload
 from .job import Job, build
-from .optimizers import probe, takes_whole_tensors
+from .optimizers import asked_with, probe
 
 STEPS, RECORDED = 3, 2  # the first negotiates its gathers; a timeline needs a step with one before it
 
@@ -207,8 +207,8 @@ def leave_out_arithmetic(optimizer: torch.optim.Optimizer) -> None:
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None and not self.state[param]:
-                    dimensions = param.dim() if takes_whole_tensors(self) else 1
-                    for key, asked in probe(self, group, param.dtype, dimensions, plain).items():
+                    shape = asked_with(self, tuple(param.shape))
+                    for key, asked in probe(self, group, param.dtype, shape, plain).items():
                         shape = asked.shape(tuple(param.shape))
                         self.state[param][key] = torch.zeros(shape, dtype=asked.dtype, device=param.device)
         return loss

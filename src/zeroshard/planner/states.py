@@ -34,8 +34,8 @@ class Stored(NamedTuple):
         return Fraction(SPLIT_BITS, 8) if self.split else self.master
 
 
-# What an optimizer keeps of one slot: {state: (bytes, per element?)}
-Kept = Mapping[str, tuple[Fraction | int, bool]]
+# What an optimizer keeps of one slot: {state: (bytes, of how many elements; 0: of all)}
+Kept = Mapping[str, tuple[Fraction | int, int]]
 Resting = Sequence[Mapping[str, str]]  # for each bucket the tier of "parameters", "gradients" and "optimizer"
 Tiers = dict[str, dict[str, int]]  # {tier: {state: bytes}}
 
@@ -91,11 +91,11 @@ def reserved(
         numel = slot.within(*updated).numel
         if numel:  # of a rank that owns nothing of it, the optimizer has no state
             for state, (itemsize, grows) in kept(bucket, slot).items():
-                if grows and tier == NVME:
+                if grows == 1 and tier == NVME:
                     filed[state] = itemsize
                 else:
                     beside = HOST if tier == NVME else tier
-                    yield Reserved(beside, "optimizer", state, numel if grows else 1, 0, itemsize)
+                    yield Reserved(beside, "optimizer", state, -(-numel // grows) if grows else 1, 0, itemsize)
     for state, itemsize in filed.items():
         yield store("optimizer", state, itemsize)
 
@@ -220,9 +220,9 @@ class Holding(NamedTuple):
                 total += value * part.numel
                 if bucket.trainable and part.numel:
                     for nbytes, grows in self.kept(bucket, slot).values():
-                        total += (
-                            nbytes * part.numel if grows else nbytes * (part.start == 0 and not self.seat(bucket).part)
-                        )
+                        first = part.start == 0 and not self.seat(bucket).part
+                        blocks = -(-part.stop // grows) - -(-part.start // grows) if grows else first
+                        total += nbytes * blocks
         return math.ceil(total)
 
 
@@ -238,9 +238,9 @@ def of_recipe(
 ) -> Holding:
     """With the bytes of a recipe, on a GPU. Its gradients count for trainable buckets only, as the engine's do."""
     master = recipe.optimizer.get("master", Fraction())
-    kept: dict[str, tuple[Fraction | int, bool]] = {
-        **{state: (nbytes, True) for state, nbytes in recipe.optimizer.items() if state != "master"},
-        **{state: (nbytes, False) for state, nbytes in recipe.per_tensor.items()},
+    kept: dict[str, tuple[Fraction | int, int]] = {
+        **{state: (nbytes, 1) for state, nbytes in recipe.optimizer.items() if state != "master"},
+        **{state: (nbytes, 0) for state, nbytes in recipe.per_tensor.items()},
     }
 
     def stored(bucket: Bucket) -> Stored:

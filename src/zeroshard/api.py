@@ -24,7 +24,8 @@ from .checkpoint.files import absolute
 from .checkpoint.saving import Saving
 from .engine.accepted import unwrapped
 from .engine.finite import Finding
-from .engine.guard import refuse_copy, refuse_inside
+from .engine.guard import refuse_copy, refuse_inside, weak
+from .engine.moving import MovingAverage
 from .errors import StateError, UserError, nearest
 from .events import Event, Ledger, Record
 from .layout import Bucket, Layout, Slot
@@ -216,6 +217,24 @@ class Zero:
         take with `write_from`. Collective: every rank enters and leaves.
         """
         return self._engine.gathered(*what, write_from=write_from)
+
+    @_whole
+    def average(self, decay: float) -> MovingAverage:
+        """An exponential moving average of the weights, sharded and resting as the optimizer's states: 4 bytes of each
+        of a rank's masters.
+
+        `.update()` after each `optimizer.step()`; the first takes the weights as they are. `with .swapped():` the
+        model's weights are the averages, to evaluate or `export`. `save` and `load` hold it: make it before `load`.
+        One per model. Collective.
+        """
+        engine = self._engine
+        if engine.moving is not None:
+            raise StateError("this model has an average already", got=f"decay={engine.moving.decay}")
+        engine.schedule.recover()
+        optimizers = [binding.optimizer for binding in engine.bindings]
+        meet = weak(engine.meet_for_checkpoint)
+        engine.moving = MovingAverage(decay, engine.buffers, engine.schedule, optimizers, meet)
+        return engine.moving
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 

@@ -19,13 +19,14 @@ from .checkpoint.content import ModelState
 from .checkpoint.replicas import check_replicas
 from .checkpoint.saving import Saving
 from .engine.accepted import by_bucket, check_added, check_options
-from .engine.alike import Alike, editable, report_lost_edits, weights_digest
+from .engine.alike import Alike, editable, report_lost_edits
 from .engine.assembly import Assembly
 from .engine.backward import in_backward
 from .engine.buffer import Buffer
 from .engine.finite import Finite
 from .engine.gradient import Gradients
 from .engine.guard import cover_constructors, refuse_copy, refuse_load, refuse_state_dict, weak
+from .engine.moving import MovingAverage, furthest, updates_for
 from .engine.optim import Binding
 from .engine.preflight import Structure, check_trained, refuse_wrapper
 from .engine.recompute import recompute
@@ -105,6 +106,7 @@ class Engine:
         self.tier, self.tiers, self.resting = parts.tier, parts.tiers, parts.resting
         self.saving: Saving | None = None
         self._furthest = 0  # steps that some rank had completed when a checkpoint was met for
+        self.moving: MovingAverage | None = None
         self.on_signal: dict[int, Callable[[], object]] = {}  # what is to happen where all ranks have heard of it
         self._stepped = 0  # steps completed when a forward that trains last began
         self.gradients = Gradients(self.group, self)
@@ -354,10 +356,7 @@ class Engine:
     def _leave_gathered(self, units: list[Unit], write_from: int | None) -> None:
         self.notice(replaced=True)
         with self.schedule.telling():
-            found = [0 if write_from is not None else weights_digest(units, along=along) for along in (False, True)]
-            told = self.group.poll("leaving gathered()", len(units), *found)
-        teams = self.group.along.seat.teams(self.group.ranks) if len(told) > 1 else []
-        differ = len({each[0] for each in told}) > 1 or any(len({told[r] for r in team}) > 1 for team in teams)
+            differ = self.comparing.differ(units, asked=write_from is None)
         if self.group.rank == 0 and differ:
             log.warning(
                 "the ranks leave gathered() with different weights: "
@@ -387,18 +386,20 @@ class Engine:
 
     def model_state(self) -> ModelState:
         """What a checkpoint is made of, and goes into."""
-        return ModelState(self.model, self.managed, self.buffers, self.bindings, self.group, self.stage, self.seed)
+        parts = self.managed, self.buffers, self.bindings, self.group, self.stage, self.seed
+        return ModelState(self.model, *parts, moving=self.moving)
 
     def meet_for_checkpoint(self, what: str) -> None:
         self.schedule.recover()
         if in_backward() or self.schedule.script.active or any(unit.pinned for unit in self.units):
             instead = "after step; in place of a signal's handler, zero.save_on(signal.SIGUSR1, path=...)"
             raise StateError(f"{what} inside forward, backward or gathered()", instead=instead)
+        updates = updates_for(what, self.moving)
         self.before_step()
         report_lost_edits(() if what == "loading" else self.buffers, self.group)
         with self.schedule.telling():
-            told = self.group.poll(what, self.group.number("checkpoint"), self.group.progress.steps)
-        self._furthest = max(steps for (steps,) in told)
+            told = self.group.poll(what, self.group.number("checkpoint"), self.group.progress.steps, updates)
+        self._furthest = furthest(what, told)
         if self.saving is not None and not self.saving.reported and what != COMPARING:
             self.saving.wait()
         for buffer in self.buffers:

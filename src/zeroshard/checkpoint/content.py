@@ -23,6 +23,7 @@ from ..engine.accepted import block_of
 from ..engine.buffer import Buffer
 from ..engine.flat import Flat
 from ..engine.fragment import Fragment, fixed_shapes, is_like, per_element
+from ..engine.moving import MovingAverage
 from ..engine.optim import Binding
 from ..engine.unit import Managed
 from ..errors import CheckpointError, UserError
@@ -34,7 +35,7 @@ from ..stage import placements
 from ..strips import Elements, Strips
 from ..tiers.tier import DeviceTier, Part, Rest
 from .files import DTYPES
-from .manifest import VALUE, own_name, state_name
+from .manifest import AVERAGE, VALUE, own_name, state_name
 
 
 @dataclass
@@ -64,6 +65,7 @@ class ModelState:
             for slot in buffer.bucket.slots:
                 self.places[slot.name] = buffer, slot
 
+    moving: MovingAverage | None = None
     kinds: list[Kinds] | None = None  # what all ranks have agreed upon, while they save
 
     def shape(self, record: Managed) -> tuple[int, ...]:
@@ -237,6 +239,9 @@ def pieces(running: ModelState) -> Iterator[Piece]:
             if own.numel:
                 value = buffer.updating.part(slot.start + own.start, slot.start + own.stop)
                 yield Piece(slot.name, VALUE, at + own.start, at + own.stop, value.plain())
+                mean = None if running.moving is None else running.moving.part(buffer, slot, own.start, own.stop)
+                if mean is not None:
+                    yield Piece(slot.name, AVERAGE, at + own.start, at + own.stop, mean.plain())
     for name, key, value, held, own, grain in _kept(running):
         if isinstance(value, Part):
             yield Piece(name, key, own.start, own.stop, value.cut(own.start - held, own.stop - held))

@@ -25,7 +25,7 @@ from ..strips import ONE_STRIP, Strips
 from ..tiers.tier import Part, present
 from .content import ModelState, Rng, options, parsed_rng, persistent, restore_rng
 from .files import absolute, canonical
-from .manifest import VALUE, Saved, Stored, numel, own_name, siblings, unplain
+from .manifest import AVERAGE, VALUE, Saved, Stored, numel, own_name, siblings, unplain
 
 
 class Loaded(NamedTuple):
@@ -119,6 +119,8 @@ def _load(running: ModelState, folder: Path, opened: contextlib.ExitStack, *, st
             where=str(folder), got=told[0], instead="load again, this one or another, before going on",
         )  # fmt: skip
     running.seed = saved.manifest["seed"]
+    if running.moving and saved.manifest.get("average"):
+        running.moving.updates = saved.manifest["average"]["updates"]
     if staged.rng is not None:
         restore_rng(staged.rng)
     return Loaded(staged.extra, differences, saved.manifest["ranks"])
@@ -145,6 +147,9 @@ def _differences(running: ModelState, saved: Saved) -> list[str]:
         elif not _fits(stored, buffers[name]):
             have = f"{tuple(buffers[name].shape)} {buffers[name].dtype}"
             found.append(f"buffer {name!r} is {have}, saved was {stored.shape} {stored.dtype}")
+    decays = running.moving and running.moving.decay, (saved.manifest.get("average") or {}).get("decay")
+    if decays[0] != decays[1]:
+        found.append("the average of the weights has decay {}, saved was {}".format(*decays))
     return found + _group_differences(running, saved)
 
 
@@ -274,6 +279,9 @@ def _stage_value(running: ModelState, saved: Saved, name: str, staged: Staged) -
     buffer, slot = running.places[name]
     updated, key = slot.within(*buffer.updated), (name, VALUE)
     staged.values[name] = value = _wanted(saved, key, buffer, slot, *resting(running, name))
+    mean = running.moving.part(buffer, slot, *updated) if running.moving and (name, AVERAGE) in saved.cut else None
+    if mean is not None:
+        staged.fills.append((mean, _wanted(saved, (name, AVERAGE), buffer, slot, *updated)))
     if buffer.master is not None:
         same = buffer.casts  # only the masters rest
         staged.masters[name] = value if same else _wanted(saved, key, buffer, slot, *updated)

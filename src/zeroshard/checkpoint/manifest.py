@@ -34,7 +34,8 @@ FORMAT, VERSION = "zeroshard checkpoint", 2
 UNCUT, READ = 1, (1, 2)  # the version that all read which know of no `strips`: of checkpoints in which there are none
 CHUNK = 1 << 20  # elements converted at a time
 VALUE = "value"  # of a parameter: its master, or itself
-APART = re.compile(r"(optimizer:)*value")  # an optimizer's own states of these names are written with one prefix more
+AVERAGE = "average"  # of its values
+APART = re.compile(r"(optimizer:)*(value|average)")  # an optimizer's own states of these names get one prefix more
 DIMENSIONS = 64  # more than any tensor has: a shape of millions is an attack
 
 
@@ -116,8 +117,12 @@ class Saved:
         for name, state in (*self.cut, *self.whole, *self.values):
             if state == VALUE and (name, state) not in self.cut:
                 raise self.damage(f"a value of {name!r} that can be cut", "another")
-            if state != VALUE:
+            if state not in (VALUE, AVERAGE):
                 self.states.setdefault(name, []).append(state)
+        if (moving := manifest.get("average")) is not None:
+            self._count(moving["updates"])
+            if not (isinstance(moving["decay"], (int, float)) and 0 <= moving["decay"] < 1):
+                raise self.damage("an average's decay", repr(moving["decay"])[:50])
         self._count(manifest["saved"], 1 << 63)
         self._count(manifest.get("number", 0), 1 << 63)
         self._count(manifest["seed"], 1 << 64)

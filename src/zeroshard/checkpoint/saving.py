@@ -235,6 +235,7 @@ def _head(running: ModelState, extra: Any) -> dict[str, Any]:
             for r in running.records
         },
         "optimizers": [options(running, binding) for binding in running.bindings],
+        "average": running.moving and {"decay": running.moving.decay, "updates": running.moving.updates},
         "extra": extra,
     }
 

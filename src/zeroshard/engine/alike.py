@@ -93,6 +93,13 @@ class Alike:
             for tensor, theirs in zip(sending.values(), raw.split([each.numel() for each in own]), strict=True):
                 write_bytes(tensor, theirs)
 
+    def differ(self, units: list[Unit], *, asked: bool) -> bool:
+        """All ranks leave gathered(): do their weights differ? asked: else one rank's count, whatever others have."""
+        found = [weights_digest(units, along=along) if asked else 0 for along in (False, True)]
+        told = self._group.poll("leaving gathered()", len(units), *found)
+        teams = self._group.along.seat.teams(self._group.ranks) if len(told) > 1 else []
+        return len({each[0] for each in told}) > 1 or any(len({told[r] for r in team}) > 1 for team in teams)
+
 
 def weights_digest(units: list[Unit], *, along: bool) -> int:
     """Of the gathered weights: of the buckets that all ranks share, or of those along an axis."""

@@ -141,7 +141,7 @@ class Buffer:
         self._group.give_all(source, bucket)
         if not self.resident:
             if not (needs_master and self._masters_suffice):
-                self.parameters = self._reserve("parameters", self.dtype, self.place.parameters)
+                self.parameters = self.reserve("parameters", self.dtype, self.place.parameters)
                 with self.parameters.here(fresh=True) as resting:
                     resting.copy_(source[self.parameters.first : self.parameters.last])
                 self.parameters.behind()
@@ -152,7 +152,7 @@ class Buffer:
                 ledger.hold("gather", bucket.numel * self.dtype.itemsize)
                 full = source.to(self.dtype)
         else:
-            self.parameters = self._reserve("parameters", self.dtype, self.place.parameters)
+            self.parameters = self.reserve("parameters", self.dtype, self.place.parameters)
             full = self.parameters.tensor
             full.copy_(source)
         if needs_master:
@@ -168,8 +168,8 @@ class Buffer:
             self.close()
             self.release()
 
-    def _reserve(self, state: str, dtype: torch.dtype, degree: Degree) -> Flat:
-        tier = self.tiers["optimizer" if state == "master" else state]
+    def reserve(self, state: str, dtype: torch.dtype, degree: Degree) -> Flat:
+        tier = self.tiers[state if state in self.tiers else "optimizer"]
         return Flat.reserve(state, self.bucket, self._group, tier, dtype, degree)
 
     def _make_master(self, values: Tensor) -> None:
@@ -180,7 +180,7 @@ class Buffer:
             self.split.behind()
             self.settle()
             return
-        self.master = self._reserve("master", self.master_dtype, self.place.optimizer)
+        self.master = self.reserve("master", self.master_dtype, self.place.optimizer)
         with self.master.here(fresh=True) as master:
             master.copy_(values)
         self.master.behind()
@@ -190,7 +190,7 @@ class Buffer:
     def reserve_gradients(self) -> None:
         """The accumulator of averaged gradients: full-size where gradients are replicated, else the shard."""
         if self.gradients is None:
-            self.gradients = self._reserve("gradients", self.grad_dtype, self.place.gradients)
+            self.gradients = self.reserve("gradients", self.grad_dtype, self.place.gradients)
 
     def reserve_master(self) -> None:
         """Masters for a bucket that was frozen at construction: seeded from the parameters themselves."""

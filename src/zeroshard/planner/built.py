@@ -32,7 +32,9 @@ def holding(zero: Zero) -> Holding:
         copied = zero._engine.device.type != "cpu" and updated_apart(zero._engine.resting[bucket.index])
         master = dtypes.master.itemsize if dtypes.master != dtypes.param or copied else 0
         split = zero._engine.buffers[bucket.index].splits
-        return Stored(dtypes.param.itemsize, dtypes.grad.itemsize, master, precision.casts(dtypes.param), split)
+        averaged = (dtypes.master if master else dtypes.param).itemsize * (zero._engine.moving is not None)
+        cast = precision.casts(dtypes.param)
+        return Stored(dtypes.param.itemsize, dtypes.grad.itemsize, master, cast, split, averaged)
 
     members: dict[tuple[int, str], int] = {}
     groups: list[tuple[Any, dict[str, Any]]] = []

@@ -20,6 +20,7 @@ class Stored(NamedTuple):
 
     cast: may masters on the device stand for sharded parameters, which are then not stored?
     split: do masters rest as what the parameters beside them lack? In memory, and in a checkpoint, they are whole.
+    average: of a moving average.
     """
 
     parameters: Fraction | int
@@ -27,6 +28,7 @@ class Stored(NamedTuple):
     master: Fraction | int
     cast: bool = False
     split: bool = False
+    average: Fraction | int = 0
 
     @property
     def kept(self) -> Fraction | int:
@@ -84,6 +86,7 @@ def reserved(
         return
     yield store("gradients", "gradients", sizes.gradients)
     yield store("optimizer", "master", sizes.kept)
+    yield store("optimizer", "average", sizes.average)
     filed: dict[str, Fraction | int] = {}
     tier = at["optimizer"]
     updated = bucket.held(sits, place.optimizer)

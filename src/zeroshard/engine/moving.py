@@ -1,0 +1,143 @@
+"""`Zero.average`: a moving average of the weights, sharded as the optimizer's states are, and resting where they do."""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from ..errors import StateError, UserError
+from ..layout import Slot
+from ..tiers.tier import Part
+from .buffer import Buffer
+from .flat import Flat
+from .schedule import Schedule
+
+EXCHANGING = "exchanging weights and averages"  # a meeting
+
+
+class MovingAverage:
+    """mean = mean + (weights - mean) * (1 - decay), for every parameter that is trained, and the weights at first.
+
+    Of what the optimizer updates, masters where there are any, in their dtype: each rank averages its part, and sends
+    nothing. The bits are those of `torch.optim.swa_utils.AveragedModel` with `get_ema_multi_avg_fn(decay)`.
+    """
+
+    def __init__(
+        self,
+        decay: float,
+        buffers: list[Buffer],
+        schedule: Schedule,
+        optimizers: Iterable[torch.optim.Optimizer],
+        meet: Callable[[str], None],
+    ) -> None:
+        """meet: all ranks agree that they exchange now, outside forward and backward."""
+        if not isinstance(decay, (int, float)) or not 0 <= decay < 1:
+            expected = "a number from 0 to less than 1"
+            raise UserError("no decay of an average", expected=expected, got=repr(decay), instead="zero.average(0.999)")
+        schedule.meet("average()", 1, zlib.crc32(repr(float(decay)).encode()))
+        self.decay = float(decay)
+        self.updates = 0
+        self._buffers = buffers
+        self._meet = meet
+        self._overlap = schedule.settings.overlap
+        self._means: dict[int, Flat] = {}  # by bucket
+        self.swapped_in = False
+        for buffer in self._trained():
+            self.mean(buffer)
+        for optimizer in optimizers:
+            optimizer.register_step_pre_hook(lambda *_: self.refuse_swapped("optimizer.step()"))
+
+    def _trained(self) -> list[Buffer]:
+        return [buffer for buffer in self._buffers if buffer.gradients is not None]
+
+    def mean(self, buffer: Buffer) -> Flat:
+        """Where the average of a bucket rests; from now on, if nowhere yet."""
+        index = buffer.bucket.index
+        if index not in self._means:
+            self._means[index] = buffer.reserve("average", buffer.updating.dtype, buffer.place.optimizer)
+            if self.updates:  # unfrozen since: the average of what did not change is that
+                with self._means[index].here(fresh=True) as mean, buffer.updating.here(changed=False):
+                    mean.copy_(buffer.target)
+        return self._means[index]
+
+    def part(self, buffer: Buffer, slot: Slot, start: int, stop: int) -> Part | None:
+        """Elements [start, stop) of a parameter's average, wherever they rest; None of what was never trained."""
+        if buffer.gradients is None or buffer.bucket.index < 0:
+            return None
+        return self.mean(buffer).part(slot.start + start, slot.start + stop)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take the weights as they are now into the average: after each `optimizer.step()`, on every rank."""
+        self.refuse_swapped("average.update()")
+        for buffer in self._trained():
+            first, last = buffer.updated
+            parts = [slot.slice_of(first, last) for slot in buffer.bucket.slots]
+            parts = [part for part in parts if part.stop > part.start]
+            flat = self.mean(buffer)
+            with flat.here(fresh=not self.updates) as mean, buffer.updating.here(changed=False):
+                means, weights = ([whole[part] for part in parts] for whole in (mean, buffer.target))
+                if not self.updates:
+                    mean.copy_(buffer.target)
+                elif parts:  # tensor by tensor: a kernel's last elements may round otherwise than those before
+                    torch._foreach_lerp_(means, weights, 1 - self.decay)
+            flat.behind()
+        self.updates += 1
+
+    @contextlib.contextmanager
+    def swapped(self) -> Iterator[None]:
+        """Inside, the model's weights are the averages, on every rank: to evaluate, or `zero.export`. Then as before.
+
+        No step and no `zero.save` inside. Collective: every rank enters and leaves.
+        """
+        self.refuse_swapped("average.swapped()")
+        if not self.updates:
+            raise StateError("nothing was averaged yet", instead="average.update() after optimizer.step()")
+        self._exchange()
+        self.swapped_in = True
+        try:
+            yield
+        finally:
+            self.swapped_in = False
+            self._exchange()
+
+    def refuse_swapped(self, what: str) -> None:
+        if self.swapped_in:
+            raise StateError(f"{what} while the weights are the averages", instead="leave average.swapped() first")
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        self._meet(EXCHANGING)
+        for buffer in self._trained():
+            with self.mean(buffer).here() as mean, buffer.updating.here():
+                kept: Tensor = buffer.target.clone()
+                buffer.target.copy_(mean)
+                mean.copy_(kept)
+                if buffer.master is not None and not buffer.casts:
+                    with buffer.parameters.here(fresh=bool(buffer.place.parameters)):
+                        buffer.write_back()
+            buffer.changed()
+            buffer.gathered.current &= buffer.resident
+            buffer.spread(overlap=self._overlap)
+
+
+def updates_for(what: str, moving: MovingAverage | None) -> int:
+    """All ranks are about to meet for this: how many steps this one has averaged."""
+    if moving is not None and what in ("saving", "loading"):
+        moving.refuse_swapped(what)
+    return -1 if moving is None else moving.updates
+
+
+def furthest(what: str, told: Sequence[tuple[int, ...]]) -> int:
+    """The most steps that some rank has completed. told: of each rank these, and how many it has averaged."""
+    if what != "loading" and len({each[-1] for each in told}) > 1:
+        raise StateError(
+            "the ranks averaged different numbers of steps",
+            got=[each[-1] for each in told],
+            instead="zero.average(decay) and average.update() on every rank",
+        )
+    return max(each[0] for each in told)

@@ -102,15 +102,13 @@ def fragments(zero, model, optimizer):
     """This rank's masters and optimizer state: name -> (first element, values)."""
     held = iter(optimizer.param_groups[0]["params"])
     found = {"masters": {}, "exp_avg": {}, "exp_avg_sq": {}}
-    for name, parameter in model.named_parameters():
-        bucket, slot = zero.partition.find(name)
-        position = zero.rank % zero.partition.ranks  # among the ranks of a replica
-        first, last = bucket.fragment(slot, position) if zero.stage else (0, parameter.numel())
-        if last > first:
+    for name, _ in model.named_parameters():
+        for own in (owner for owner in zero.owners(name) if owner.rank == zero.rank):
             fragment = next(held)
-            found["masters"][name] = first, fragment.detach().reshape(-1).clone()
+            assert fragment.numel() == own.stop - own.start
+            found["masters"][name] = own.start, fragment.detach().reshape(-1).clone()
             for key in ("exp_avg", "exp_avg_sq"):
-                found[key][name] = first, optimizer.state[fragment][key].reshape(-1).clone()
+                found[key][name] = own.start, optimizer.state[fragment][key].reshape(-1).clone()
     return found
 
 

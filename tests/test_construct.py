@@ -116,6 +116,7 @@ def test_public_names_are_locked():
             ("release_after_forward", True),
             ("replicas", None),
             ("transport", "auto"),
+            ("optimizer", "team"),
         ],
     }
     public = {name for name in dir(zeroshard.Zero) if not name.startswith("_")}

@@ -232,8 +232,16 @@ class Bucket:
         first, last = self.shard(seat.position)
         if degree is Degree.TEAM:
             return first, last
-        cuts = [first + (last - first) * part // seat.replicas for part in (seat.replica, seat.replica + 1)]
-        return cuts[0], cuts[1]
+        return self.part(seat, seat.replica), self.part(seat, seat.replica + 1)
+
+    def part(self, seat: Seat, number: int) -> int:
+        """Where the part of a shard begins that one of its replicas has: in no block of a slot."""
+        first, last = self.shard(seat.position)
+        cut = first + (last - first) * number // seat.replicas
+        slot = self.slots[slot_at([slot.start for slot in self.slots], cut)]
+        if first < cut < last and slot.start < cut < slot.stop:
+            cut -= (cut - slot.start) % (self.block or slot.numel)
+        return max(first, cut)
 
     def shard_numel(self, position: int) -> int:
         return self.bounds[position + 1] - self.bounds[position]

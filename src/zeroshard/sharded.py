@@ -65,17 +65,17 @@ class Engine:
         device: torch.device,
         init: Callable[[nn.Module], None] | None,
     ) -> None:
-        self.placements = placements(stage)
+        placements(stage)
         if any(hasattr(tensor, "_zeroshard") for tensor in model.parameters()):
             raise UserError("this model, or a part of it, is sharded already", instead="shard it once, as a whole")
-        self.stage = stage
-        self.model = model
+        self.stage, self.model = stage, model
         self.precision, self.layout, self.comm, self.device, self.offload = precision, layout, comm, device, offload
         self.ledger = Ledger()
         self.ledger.begin("init")
         self.group = connect(comm, self.ledger, device, layout.axis, mesh := mesh_of(model, comm))
         self.replicas = self.group.team.seat.replicas
-        parts = Assembly(model, stage, precision, offload, self.group, mesh)
+        parts = Assembly(model, stage, precision, offload, self.group, mesh, comm.optimizer)
+        self.placements = parts.placements
         before: Before | None = None if mesh is None else Before(model, optimizers)
         try:
             parts.plan(optimizers, layout, comm)

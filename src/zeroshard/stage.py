@@ -44,6 +44,11 @@ class Placements(NamedTuple):
     gradients: Degree
     optimizer: Degree
 
+    @property
+    def together(self) -> bool:
+        """Are parameters sharded just as what updates them is? Then masters can be all that rests of them."""
+        return bool(self.parameters) and self.parameters is self.optimizer
+
     def sharded(self) -> dict[str, bool]:
         """For each state: is it sharded at all?"""
         return {state: bool(degree) for state, degree in self._asdict().items()}
@@ -141,8 +146,18 @@ def seat_along(rank: int, axes: Mapping[str, int], name: str) -> Seat:
     return Seat(rank // stride % size, size, part=part, parts=math.prod(axes.values()) // size, stride=stride)
 
 
-def placements(stage: int) -> Placements:
-    """The row of the table. Raises `UserError` for anything but 0, 1, 2, 3."""
+def placements(stage: int, *, spread: bool = False) -> Placements:
+    """The row of the table. Raises `UserError` for anything but 0, 1, 2, 3.
+
+    spread: over the ranks of all replicas, what an optimizer updates and keeps.
+    """
     if type(stage) is not int or stage not in STAGES:
         raise UserError("no such ZeRO stage", expected="0, 1, 2 or 3", got=repr(stage), instead="shard(..., stage=3)")
-    return STAGES[stage]
+    row = STAGES[stage]
+    if spread and not row.optimizer:
+        raise UserError(
+            "every rank holds the whole optimizer state at stage 0, so it cannot be spread over all of them",
+            got='stage=0, Comm(optimizer="all")',
+            instead="stage=1, 2 or 3",
+        )
+    return row._replace(optimizer=Degree.ALL) if spread else row

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import UserError
 from ..layout import WHOLE, Layout, Partition, together
+from ..stage import Degree
 from ..tiers.tier import Offload
 from .buffer import Buffer
 from .fragment import check_cut
@@ -117,7 +118,8 @@ def check_added(
         if place is not None and place.buffer.place.optimizer:
             bucket, slot = place.buffer.bucket, place.buffer.bucket.slots[place.position]
             block = block_of(optimizer)
-            if bucket.cuts(slot) and not (block and bucket.block % block == 0 and slot.numel % block == 0):
+            spread = place.buffer.place.optimizer is Degree.ALL and not bucket.whole
+            if (bucket.cuts(slot) or spread) and not (block and bucket.block % block == 0 and slot.numel % block == 0):
                 raise UserError(
                     "an optimizer got a parameter that is cut already, and not as it needs it",
                     where=f"{type(optimizer).__name__}, a group that was added, parameter {place.name!r}",
@@ -138,21 +140,22 @@ def check_optimizers(
     partition: Partition,
     blocks: dict[str, int],
     parts: int,
-    *,
-    replicated: bool,
+    over: Degree,
 ) -> None:
     """Refuse optimizers of the wrong kind, parameters that are not the model's, and parameters held twice.
 
     blocks: elements of each parameter that are not cut apart, where the layout or its optimizer says so. parts: how
-    many teams have rows of a parameter along an axis.
+    many teams have rows of a parameter along an axis. over: which ranks their states are sharded over.
     """
+    replicated, spread = not over, over is Degree.ALL
     names = {id(record.param): record.name for record in managed}
     places = {slot.name: (bucket, slot) for bucket in partition.buckets for slot in bucket.slots}
     for number, optimizer in enumerate(optimizers):
         slots = [places[names[id(param)]] for param in updated(optimizer) if id(param) in names]
         block = block_of(optimizer)
         rows = [slot.name for bucket, slot in slots if bucket.along and parts > 1 and not _alike(slot.numel, block)]
-        cut = [slot.name for bucket, slot in slots if bucket.cuts(slot) and not (replicated or slot.name in blocks)]
+        held = [slot.name for bucket, slot in slots if bucket.cuts(slot) or (spread and not bucket.whole)]
+        cut = [name for name in held if not (replicated or name in blocks)]
         check_parts(optimizer, [slot.name for _, slot in slots if slot.cut is not None])
         check_optimizer(optimizer, partition, rows, cut, replicated=replicated)
         check_options(optimizer, number)

@@ -17,7 +17,7 @@ from ..events import DEVICE, HOST, NVME
 from ..layout import Bucket, Layout, Partition, Spec, partition
 from ..numerics import Precision, as_bytes, dense, same_bits, write_bytes
 from ..ranks.agreement import Group
-from ..ranks.comm import Comm
+from ..ranks.comm import Comm, Over
 from ..stage import placements
 from ..tiers.nvme import NvmeTier
 from ..tiers.tier import STATES, DeviceTier, HostTier, Offload, Tier
@@ -64,6 +64,7 @@ class Assembly:
     offload: Offload
     group: Group
     mesh: Any = None  # over whose axis tensor parallelism has cut parameters
+    over: Over = "team"  # is what optimizers update sharded over one of several replicas, or over all?
     managed: list[Managed] = field(init=False)
     partition: Partition = field(init=False)
     seed: int = field(init=False)  # of all random numbers, agreed on
@@ -76,7 +77,8 @@ class Assembly:
     told: bool = False  # have all ranks been told of what is raised now?
 
     def __post_init__(self) -> None:
-        self.placements = placements(self.stage)
+        spread = self.over == "all" and self.group.team.seat.replicas > 1
+        self.placements = placements(self.stage, spread=spread)
         self.tier = DeviceTier(self.group.device, self.group.ledger)
 
     def plan(self, optimizers: list[torch.optim.Optimizer], layout: Layout, comm: Comm) -> None:
@@ -99,7 +101,8 @@ class Assembly:
             self.partition = partition(self._specs(layout, block), layout, self.group.team.size, along.size)
             check_settings(self.partition, layout, comm)
             parts = along.seat.parts
-            check_optimizers(self.model, self.managed, optimizers, self.partition, block, parts, replicated=replicated)
+            over = self.placements.optimizer
+            check_optimizers(self.model, self.managed, optimizers, self.partition, block, parts, over)
             check_offload(optimizers, self.offload, split=self.precision.split_master)
             check_split(self.precision, self.partition, self.placements, self.offload)
             names, policies = [name for name, _ in named], (self.precision, layout, comm, self.offload)

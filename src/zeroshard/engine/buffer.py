@@ -108,7 +108,7 @@ class Buffer:
         self.gathered = Gathered(bucket, params, self.dtype, tier)
         # Off the device a copy stays beside the masters: fewer bytes to bring for every gather count more than room.
         on_device = all(self.tiers[state].name == DEVICE for state in ("parameters", "optimizer"))
-        self._masters_suffice = place.parameters and on_device and precision.casts(self.dtype)
+        self._masters_suffice = place.together and on_device and precision.casts(self.dtype)
         self.parameters: Flat  # at rest; the masters where these are all that rests, see `casts`
         self.master: Flat | None = None
         self.split: Split | None = None  # how the master rests, where it does so in halves
@@ -343,6 +343,7 @@ class Buffer:
 
     def spread(self, *, overlap: bool) -> None:
         """What the owners updated of replicated parameters goes to every rank, behind the program if it may."""
+        self.parameters.share(self.place.optimizer)
         if self.place.optimizer and not self.place.parameters:
             self.close()  # guarded until they have landed
             work = self.publish()

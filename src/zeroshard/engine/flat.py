@@ -12,6 +12,7 @@ Parameters, masters, gradients and optimizer states are all this:
     of           a view of some of the elements, inside here()                    nothing
     part         the same elements, wherever they rest                            nothing
     redistribute every owner's elements go to all ranks of the team               the tier and the team
+    share        every replica's part of a shard goes to all replicas             the tier and the ranks of a position
 
 Indices are the bucket's own everywhere: nobody needs to know where a Flat begins.
 """
@@ -128,6 +129,18 @@ class Flat:
             if moved is not whole:
                 whole.copy_(moved)
         return Work()
+
+    @torch.no_grad()
+    def share(self, updated: Degree) -> None:
+        """Where every replica has `updated` a part of the own shard: it goes to the others' ranks of this position."""
+        if updated is not Degree.ALL:
+            return
+        with self.here():
+            own = self.own
+            moved = own.to(self.team.device)  # itself, where host and device are one
+            self.team.share(moved, self.bucket, self.state).wait()
+            if moved is not own:
+                own.copy_(moved)
 
     def copy(self, first: int, to: Tensor) -> None:
         """Elements from `first` on, in the dtype of `to`, on its device."""

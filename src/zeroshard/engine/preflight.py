@@ -19,7 +19,7 @@ from ..layout import Layout, Partition
 from ..numerics import Precision, as_bytes, dense, parts, simulated
 from ..ranks.agreement import Group
 from ..ranks.comm import Comm
-from ..stage import Placements
+from ..stage import Degree, Placements
 from ..tiers.tier import Offload
 from .options import words
 from .unit import Managed
@@ -99,6 +99,12 @@ def check_split(precision: Precision, partition: Partition, place: Placements, o
             instead='stage 0, 1 or 2, or Offload(optimizer="cpu")'
             if found
             else "Precision(param_dtype=torch.bfloat16, split_master=True)",
+        )
+    if precision.split_master and place.optimizer is Degree.ALL:
+        raise UserError(
+            "split masters lie beside the parameters that they are halves of, and other ranks have some of these",
+            got='Precision(split_master=True), Comm(optimizer="all")',
+            instead='Comm(optimizer="team"), or whole masters',
         )
     starts = {slot.start for bucket in partition.buckets for slot in bucket.slots}
     cuts = starts.union(*(bucket.bounds for bucket in partition.buckets))
@@ -215,6 +221,12 @@ def _share(a: Tensor, b: Tensor) -> bool:
 
 def check_settings(partition: Partition, layout: Layout, comm: Comm) -> None:
     """Refuse settings that contradict each other."""
+    if comm.optimizer == "all" and layout.bounds == "tensor":
+        raise UserError(
+            "what an optimizer updates of a shard is cut between the replicas, and no tensor is to be cut",
+            got='Comm(optimizer="all"), Layout(bounds="tensor")',
+            instead='Comm(optimizer="team"), or Layout(whole=[...]) for what must not be cut',
+        )
     if comm.reduce == "native" and layout.apart:
         raise UserError(
             "the backend's reduce-scatter adds up gradients in an order of its own, whatever comes apart",

@@ -57,11 +57,11 @@ def mesh_of(model: nn.Module, comm: Comm) -> Any:
 
 def check_tensors(model: nn.Module, mesh: Any, layout: Layout, comm: Comm) -> None:
     """Refuse, by name, DTensors that nothing can stand for. mesh: as `mesh_of` answers."""
-    if mesh is not None and (layout.along or comm.replicas not in (None, 1)):
+    if mesh is not None and (layout.along or comm.replicas not in (None, 1) or comm.optimizer != "team"):
         raise UserError(
             "parameters along an axis, and replicas, are not supported beside tensor parallelism",
-            got=f"along={dict(layout.along)}, replicas={comm.replicas}, and DTensors on {mesh}",
-            instead='Layout() without along=, Comm(group=mesh["dp"]) without replicas=',
+            got=f"along={dict(layout.along)}, replicas={comm.replicas}, optimizer={comm.optimizer!r}, and DTensors",
+            instead='Layout() without along=, Comm(group=mesh["dp"]) without replicas= and optimizer=',
         )
     for name, param in _named(model):
         shards = [placement for placement in param.placements if not placement.is_replicate()]

@@ -16,7 +16,7 @@ from ..layout import Partition
 PHASES = ("forward", "backward", "reduce", "step", "gather", "save", "export")
 WORK = ("forward", "recompute", "backward")  # what a unit does
 STANDING = ("control", "broadcast")  # nobody goes on before these are through
-TRAVELS = ("gather", "reduce", "relay", "broadcast")
+TRAVELS = ("gather", "reduce", "relay", "share", "broadcast")
 SPARE = ("copy", "control", "release")  # what a record that is too long does without, in this order
 MOVES_LIMIT, HELD_LIMIT = 6_000, 6_000  # of one rank in one step
 

@@ -80,7 +80,7 @@ def reserved(
         filled = sum(slot.within(first, last).numel for slot in bucket.slots)
         return Reserved(at[kind], kind, state, last - first, last - first - filled, itemsize)
 
-    if not (sizes.cast and bucket.trainable and place.parameters and at["parameters"] == at["optimizer"] == DEVICE):
+    if not (sizes.cast and bucket.trainable and place.together and at["parameters"] == at["optimizer"] == DEVICE):
         yield store("parameters", "parameters", sizes.parameters)
     if not bucket.trainable:
         return

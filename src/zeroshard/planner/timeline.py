@@ -16,7 +16,7 @@ from ..events import Event
 from ..stage import Seat
 from .machines import Machine
 
-TRAVELS = ("gather", "reduce", "relay")
+TRAVELS = ("gather", "reduce", "relay", "share")
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,9 @@ class _Clock:
         else:
             machine, ranks = self.machine, self.ranks
             sits = None if event.bucket is None else self.along.get(event.bucket)
-            if sits is not None:  # fewer of its ranks are on one node: those between are of other teams
+            if event.verb == "share":  # a whole replica lies between two of its ranks
+                machine, ranks = replace(machine, gpus=max(machine.gpus // ranks, 1)), self.replicas
+            elif sits is not None:  # fewer of its ranks are on one node: those between are of other teams
                 machine, ranks = replace(machine, gpus=max(machine.gpus // sits.stride, 1)), sits.size
             time_of = machine.exchange_seconds if exchange else machine.ring_seconds
             seconds = busy = 0.0 if self._unsent(event) else time_of(event.logical, ranks)

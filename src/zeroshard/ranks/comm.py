@@ -11,6 +11,7 @@ from ..headroom import PREFETCH
 Reduce = Literal["ordered", "native"]
 Transport = Literal["auto", "gloo", "shared"]
 AUTO: Transport = "gloo"  # what "auto" means
+Over = Literal["team", "all"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,9 @@ class Comm:
     transport: how gathers and reductions on the CPU go from rank to rank. "gloo": by messages. "shared": ranks of one
         host read each other's memory, and nothing is sent; same bits. All ranks that shard together must be on one host
         then. "auto": "gloo", for now.
+    optimizer: over which ranks its states and masters are sharded, of several replicas, at stages 1 to 3: "team", each
+        replica by itself, or "all", so that each rank updates a part that no other does, and the ranks of one position
+        in all replicas send each other what they have updated. The same bits, and no copies of optimizer state.
     """
 
     group: Any = None
@@ -46,6 +50,7 @@ class Comm:
     release_after_forward: bool = True
     replicas: int | None = None
     transport: Transport = "auto"
+    optimizer: Over = "team"
 
     def __post_init__(self) -> None:
         if self.reduce not in get_args(Reduce):
@@ -63,6 +68,12 @@ class Comm:
                 "Comm.reduce is the backend's, and with shared memory no backend reduces",
                 got='reduce="native", transport="shared"',
                 instead='Comm(transport="shared"), which sums gradients in rank order',
+            )
+        if self.optimizer not in get_args(Over):
+            raise UserError(
+                "Comm.optimizer says over which ranks its states are sharded",
+                got=repr(self.optimizer),
+                instead=nearest(self.optimizer, get_args(Over)),
             )
         if self.replicas is not None and (type(self.replicas) is not int or self.replicas < 1):
             raise UserError(

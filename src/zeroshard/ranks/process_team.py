@@ -108,6 +108,14 @@ class ProcessTeam(Team):
     def _hand_back(self, average: Tensor) -> list[Any]:
         return self._hand(self._link.groups.copies, average, self._copies[-1])
 
+    def _share(self, raw: Tensor, cuts: Sequence[int]) -> list[Any]:
+        stream, what = self._link.groups.copies, (-1, "", raw.numel())
+        return [
+            self._link.broadcast(stream, raw[low:high], source, what, low)
+            for source, (low, high) in zip(self._copies, pairwise(cuts), strict=True)
+            if high > low
+        ]
+
     def _hand(self, stream: Stream, tensor: Tensor, source: int) -> list[Any]:
         raw = tensor.view(torch.uint8)
         return [self._link.broadcast(stream, raw, source, (-1, "", raw.numel()), 0)]

@@ -3,6 +3,7 @@
     verb       moves                                             over torch.distributed (`process_team.py`)
     gather     every rank's shard into everybody's full bucket   N broadcasts in place (gloo); all_gather_single (NCCL)
     reduce     every rank's contribution to each shard's owner   all_to_all_single, summed by `numerics.fold`
+    share      each replica's part of a shard to the others      K broadcasts in place among those of one position
     relay      a shard's running sum to the next replica, and    broadcast between two ranks, and among those of one
                from the last one the average to all of them      position
 
@@ -198,6 +199,20 @@ class Team:
             "relay", logical=on, sent=sent, received=received, state="gradients", bucket=bucket.index
         )
         return Relay(self, bucket, running, average, event)
+
+    def share(self, shard: Tensor, bucket: Bucket, state: str) -> Work:
+        """Each part of the own shard, 1-D, becomes that of the replica that has it, in all replicas, in place."""
+        seat, first = self.seat, bucket.shard(self.position)[0]
+        cuts = [(bucket.part(seat, number) - first) * shard.itemsize for number in range(seat.replicas + 1)]
+        nbytes, own = cuts[-1], cuts[seat.replica + 1] - cuts[seat.replica]
+        event = count(
+            self.ledger, seat.replicas, "share", nbytes, own * (seat.replicas - 1), nbytes - own, state, bucket.index
+        )
+        handles = self._share(shard.view(torch.uint8), cuts)
+        return Work(handles, event, lambda handle: self._wait("share", bucket.index, handle))
+
+    def _share(self, raw: Tensor, cuts: Sequence[int]) -> list[Any]:
+        return []
 
     def _hand_on(self, running: Tensor, source: int) -> list[Any]:
         """From the rank at this position in the replica `source` to the one in the next replica."""

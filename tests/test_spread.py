@@ -1,0 +1,241 @@
+"""`Comm(replicas=K, optimizer="all")`: parameters over a replica's ranks, what an optimizer updates and keeps over all."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import test_bits
+import zeroshard
+from test_mesh import job, job_model, train, weights
+from zeroshard import Comm, Layout, Offload, Precision
+from zeroshard.errors import PeerError, UserError
+from zeroshard.planner import predict_states
+from zeroshard.planner.simulate import simulate
+from zeroshard.stage import Degree
+
+STAGES = (1, 2, 3)
+STATES = ("master", "exp_avg", "exp_avg_sq")
+
+
+def spread(stage, replicas, **options):
+    torch.manual_seed(0)
+    model = job_model()
+    one = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    comm = Comm(replicas=replicas, optimizer="all", **options.pop("comm", {}))
+    return model, one, zeroshard.shard(model, one, stage=stage, comm=comm, **options)
+
+
+@pytest.mark.row(85)
+@pytest.mark.parametrize("precision", test_bits.PRECISIONS)
+@pytest.mark.parametrize(("world", "replicas"), [(2, 2), (4, 2), (4, 4)])
+def test_an_optimizer_over_all_ranks_has_the_bits_of_plain_torch(world, replicas, precision):
+    """Weights, masters, states and norms, `==`: two backwards a step, clipped, several buckets."""
+    configurations = [(stage, "many", None, "loop") for stage in STAGES]
+    comm = Comm(replicas=replicas, optimizer="all")
+    test_bits.check(world, configurations, precision, backwards=2, steps=3, comm=comm)
+
+
+def in_tier(how, options, folder):
+    found = []
+    path = {"path": folder} if how == "nvme" else {}
+    for stage in STAGES:
+        offload = Offload(**dict.fromkeys(("optimizer", "parameters"), how), **path) if how else None
+        model, optimizer, zero = spread(stage, 2, offload=offload, **options)
+        for step in range(2):
+            data = torch.Generator().manual_seed(100 * step + zero.rank)
+            model(torch.randn(4, 16, generator=data).bfloat16()).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(weights(model, zero))
+    return found
+
+
+def as_ever():
+    model, optimizer, zero = job(3, 2, precision=Precision(param_dtype=torch.bfloat16))
+    for step in range(2):
+        data = torch.Generator().manual_seed(100 * step + zero.rank)
+        model(torch.randn(4, 16, generator=data).bfloat16()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model, zero)
+
+
+HOW = {
+    "in host memory": ("cpu", {}),
+    "in files": ("nvme", {}),
+    "no overlap": (None, {"comm": {"overlap": False}}),
+    "in shared memory": (None, {"comm": {"transport": "shared"}}),
+    "one vector": (None, {"layout": Layout(bounds="model", bucket_mib=0.001)}),
+    "a whole tensor": (None, {"layout": Layout(whole=["0.weight"])}),
+}
+
+
+@pytest.mark.parametrize("which", HOW)
+def test_tiers_overlap_and_cuts_change_no_bit(ranks, tmp_path, which):
+    how, options = HOW[which]
+    want = ranks.run(4, as_ever)[0]
+    for found in ranks.run(4, in_tier, how, options | {"precision": Precision(param_dtype=torch.bfloat16)}, tmp_path):
+        assert all(torch.equal(each, want) for each in found)
+
+
+def held(stage, dtype):
+    model, optimizer, zero = spread(stage, 2, precision=Precision(param_dtype=dtype, cast_inputs=dtype is not None))
+    train(model, optimizer, zero, 1)
+    before = zero.ledger().traffic["share"].sent
+    train(model, optimizer, zero, 1, first=1)
+    ledger = zero.ledger()
+    sent = ledger.traffic["share"].sent - before
+    parts = sum(b.part(s, s.replica + 1) - b.part(s, s.replica) for b in zero.partition.buckets for s in [seat(zero)])
+    owners = {state: zero.owners("0.weight", state) for state in ("parameters", "optimizer")}
+    return predict_states(zero), {k: v for k, v in ledger.held.items() if v}, sent, parts, owners
+
+
+def seat(zero):
+    return zero._engine.group.team.seat
+
+
+@pytest.mark.row(86)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+def test_no_two_ranks_keep_the_same_optimizer_state(ranks, stage, dtype):
+    """By the ledger, as planned, to the byte: and in all as many bytes as one copy has."""
+    if stage == 0:
+        pytest.skip("every rank keeps all of it")
+    told = ranks.run(4, held, stage, dtype)
+    numel = sum(p.numel() for p in job_model().parameters())
+    for predicted, ledger, sent, parts, _ in told:
+        assert predicted == {state: ledger.get(state, 0) for state in predicted}
+        assert sent == parts * (4 if dtype is None else 2)  # to the one other replica
+    kept = [sum(ledger.get(state, 0) for ledger in (each[1] for each in told)) for state in STATES]
+    assert kept[1] == kept[2] == 4 * numel
+    assert dtype is None or 4 * numel <= kept[0] < 4 * (numel + 128 * 16)  # masters have padding
+    owners = told[0][4]
+    assert sorted((o.start, o.stop) for o in owners["optimizer"])[0][0] == 0
+    assert sum(o.stop - o.start for o in owners["optimizer"]) == 16 * 24
+    assert sum(o.stop - o.start for o in owners["parameters"]) == 16 * 24 * (2 if stage == 3 else 4)
+
+
+def simulated():
+    def batch(step, index):
+        return torch.randn(4, 16)
+
+    def loss(model, data):
+        return model(data).square().mean()
+
+    return {"model": job_model(), "optimizer": lambda p: torch.optim.AdamW(p, lr=1e-2), "batch": batch, "loss": loss}
+
+
+def real(stage):
+    model, optimizer, zero = spread(stage, 2)
+    for _ in range(3):
+        model(torch.randn(4, 16)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return told(zero)
+
+
+def told(zero):
+    ledger = zero.ledger()
+    moved = {verb: each for verb, each in ledger.traffic.items() if verb in ("gather", "reduce", "relay", "share")}
+    return {state: nbytes for state, nbytes in ledger.held.items() if nbytes}, moved
+
+
+@pytest.mark.row(86)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_simulated_rank_holds_and_sends_what_a_real_one_does(ranks, stage):
+    for rank, outcome in enumerate(ranks.run(4, real, stage)):
+        comm = Comm(replicas=2, optimizer="all")
+        assert told(simulate(simulated, ranks=4, rank=rank, stage=stage, comm=comm).zero) == outcome
+
+
+def saves(stage, replicas, folder):
+    model, optimizer, zero = spread(stage, replicas)
+    train(model, optimizer, zero, 2)
+    zero.save(folder)
+    train(model, optimizer, zero, 1, first=2)
+    return weights(model, zero)
+
+
+def resumes(stage, replicas, how, folder):
+    make = spread if how == "all" else job
+    model, optimizer, zero = make(stage, replicas)
+    zero.load(folder)
+    train(model, optimizer, zero, 1, first=2)
+    return weights(model, zero)
+
+
+@pytest.mark.row(87)
+def test_its_checkpoints_load_anywhere_and_any_into_it(ranks, tmp_path):
+    want = ranks.run(4, saves, 3, 2, tmp_path / "a")[0]
+    for stage, replicas, how in ((3, 2, "all"), (1, 4, "all"), (2, 2, "team"), (0, 1, "team")):
+        for found in ranks.run(4, resumes, stage, replicas, how, tmp_path / "a"):
+            assert torch.equal(found, want)
+
+
+def edits(stage):
+    """Of weights inside gathered(), and of an optimizer's own part outside of a step."""
+    model, optimizer, zero = spread(stage, 2)
+    train(model, optimizer, zero, 1)
+    with zero.gathered(), torch.no_grad():
+        model[0].weight.mul_(2)
+    with torch.no_grad():
+        for fragment in optimizer.param_groups[0]["params"]:
+            fragment.add_(1)
+    train(model, optimizer, zero, 1, first=1)
+    zero.check_replicas()
+    return weights(model, zero)
+
+
+def test_edits_count_on_all_ranks(ranks):
+    first, *others = (ranks.run(4, edits, stage) for stage in STAGES)
+    assert all(torch.equal(found, first[0]) for each in (first, *others) for found in each)
+
+
+def flipped():
+    model, optimizer, zero = spread(3, 2)
+    train(model, optimizer, zero, 1)
+    if zero.rank == 3:
+        buffer = model[0].weight._zeroshard.buffer
+        with buffer.parameters.here() as own:
+            own.view(torch.int32)[1] ^= 1
+    with pytest.raises(PeerError) as caught:
+        zero.check_replicas()
+    return str(caught.value)
+
+
+@pytest.mark.row(88)
+def test_a_flipped_bit_of_a_parameter_is_still_named(ranks):
+    assert all("shard 1 of" in said and "ranks 1 and 3" in said for said in ranks.run(4, flipped))
+
+
+def test_what_contradicts_it_is_refused():
+    with pytest.raises(UserError, match=r"(?s)optimizer says over which ranks.*all"):
+        Comm(optimizer="al")
+
+
+def refused(options):
+    with pytest.raises(UserError) as caught:
+        spread(options.pop("stage", 3), 2, **options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"stage": 0}, "whole optimizer state at stage 0"),
+        ({"layout": Layout(bounds="tensor")}, "no tensor is to be cut"),
+        ({"stage": 2, "precision": Precision(param_dtype=torch.bfloat16, split_master=True)}, "halves of"),
+    ],
+    ids=["stage 0", "tensors", "split masters"],
+)
+def test_what_cannot_be_spread_is_refused_by_name(ranks, options, said):
+    assert all(said in each for each in ranks.run(2, refused, options))
+
+
+def one_replica():
+    _, _, zero = spread(3, 1)
+    return zero.placements.optimizer
+
+
+def test_of_one_replica_all_ranks_are_its_team(ranks):
+    assert ranks.run(2, one_replica) == [Degree.TEAM] * 2

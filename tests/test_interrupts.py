@@ -596,6 +596,36 @@ class Through:
         return True
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_one_rank_hears_that_its_weights_are_of_no_step(stage, caplog):
+    """It goes on with them, as in plain PyTorch, where nobody says so. A step that had written nothing is no news."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+
+    class Ends(torch.optim.SGD):
+        after = 0
+
+        def step(self):
+            for count, param in enumerate(param for group in self.param_groups for param in group["params"]):
+                if count == self.after:
+                    raise KeyboardInterrupt
+                param.data.add_(1)
+                torch.autograd.graph.increment_version(param)
+
+    Ends.elementwise = True
+    optimizer = Ends(model.parameters(), lr=0.1)
+    zero = zeroshard.shard(model, optimizer, stage=stage)
+    for after in (0, 1):
+        optimizer.after = after
+        model(torch.ones(2, 3)).sum().backward()
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+        caplog.clear()
+        optimizer.zero_grad()
+        model(torch.ones(2, 3)).sum().backward()
+        assert ("an exception ended step 1 while it updated the weights" in caplog.text) == (after > 0)
+    assert zero.world_size == 1
+
+
 def test_a_collective_that_is_through_and_pruned_before_its_launch_returns():
     """The garbage collector may run there, and find the end of another model over the same ranks, which prunes."""
 

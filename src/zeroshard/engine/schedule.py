@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 import re
 import sys
 import weakref
@@ -36,6 +37,8 @@ from .guard import SavedTensors, outside, refuse_inside, weak
 from .reduction import Reduction
 from .script import Script
 from .unit import Unit, profiled
+
+log = logging.getLogger("zeroshard")
 
 # What dynamo says where it is not to break a graph.
 NO_GRAPH = "zeroshard gathers and releases weights between graphs: compile blocks, or leave fullgraph=True out"
@@ -382,9 +385,12 @@ class Schedule:
         if drop:
             self.reduction.abort()
         for step in self.watcher.optimizers():
-            if step.torn() and self.group.ranks > 1:  # one rank goes on as in plain torch
-                number = self.group.progress.steps + 1
-                self.group.torn = f"an exception ended step {number} while it updated the weights"
+            if step.torn():
+                torn = f"an exception ended step {self.group.progress.steps + 1} while it updated the weights"
+                if self.group.ranks > 1:
+                    self.group.torn = torn
+                else:
+                    log.warning("%s: one rank goes on, as in plain PyTorch; zero.load(...) has those of a step", torn)
             step.forget_step()
         self.backward.forget()
 

@@ -24,7 +24,8 @@ import models
 import ranks
 import reference
 import zeroshard
-from zeroshard import Layout, Precision
+from zeroshard import Layout, Offload, Precision
+from zeroshard.engine.accepted import by_bucket
 from zeroshard.errors import CheckpointError, PeerError, StateError, UserError
 from zeroshard.planner import predict_states
 
@@ -405,6 +406,16 @@ def test_quantized_weights_of_torchao_are_named():
     optimizer.step()
     with pytest.raises(CheckpointError, match="cannot be saved(?s:.*)parameter '0.weight'"):
         zero.save("none")
+
+
+def test_an_optimizer_that_counts_its_calls_is_called_once_a_step():
+    """schedulefree's count steps in their groups: bucket by bucket they counted each step several times."""
+    kind = type("AdamWScheduleFree", (torch.optim.AdamW,), {"__module__": "schedulefree.adamw_schedulefree"})
+    model = models.build("mlp", sizes=SIZES)
+    optimizer = kind(model.parameters())
+    assert not by_bucket(optimizer) and by_bucket(Known(model.parameters())) and by_bucket(Together(model.parameters()))
+    with pytest.raises(UserError, match="go bucket by bucket(?s:.*)AdamWScheduleFree"):
+        zeroshard.shard(model, optimizer, offload=Offload(optimizer="cpu"))
 
 
 def lbfgs(engine, line_search):

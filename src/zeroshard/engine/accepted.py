@@ -31,6 +31,7 @@ TOGETHER = {
     "schedulefree": {"AdamWScheduleFree": 1, "RAdamScheduleFree": 1, "SGDScheduleFree": 1},
     "torchao": dict.fromkeys(("Adam8bit", "AdamW8bit", "Adam4bit", "AdamW4bit", "AdamFp8", "AdamWFp8"), 4096),
 }
+COUNTING = {"schedulefree"}  # packages whose optimizers count in their groups how often they were called
 WRAPPERS = {"accelerate.optimizer": "optimizer", "lightning.fabric.wrappers": "_optimizer"}
 
 
@@ -85,6 +86,8 @@ def updated(optimizer: Any) -> list[Any]:
 
 def by_bucket(optimizer: Any) -> bool:
     """May this optimizer be stepped one bucket after the other?"""
+    if type(optimizer).__module__.partition(".")[0] in COUNTING:
+        return False
     known = type(optimizer).__module__.startswith("torch.optim") and type(optimizer).__name__ in BY_TENSOR
     known |= block_of(optimizer) in (1, WHOLE) or isinstance(getattr(type(optimizer), "block", None), int)
     return bool(getattr(optimizer, "elementwise", known))

@@ -67,7 +67,8 @@ class Engine:
     ) -> None:
         placements(stage)
         if any(hasattr(tensor, "_zeroshard") for tensor in model.parameters()):
-            raise UserError("this model, or a part of it, is sharded already", instead="shard it once, as a whole")
+            once = "shard it once, as a whole; in a notebook, build model and optimizer in the cell that shards them"
+            raise UserError("this model, or a part of it, is sharded already", instead=once)
         self.stage, self.model = stage, model
         self.precision, self.layout, self.comm, self.device, self.offload = precision, layout, comm, device, offload
         self.ledger = Ledger()

@@ -191,6 +191,24 @@ def test_edits_count_on_all_ranks(ranks):
     assert all(torch.equal(found, first[0]) for each in (first, *others) for found in each)
 
 
+def averaged(stage, how):
+    model, optimizer, zero = (spread if how == "all" else job)(stage, 2)
+    average = zero.average(0.5)
+    for step in range(2):
+        train(model, optimizer, zero, 1, first=step)
+        average.update()
+    with average.swapped():
+        swapped = weights(model, zero)
+    return swapped, weights(model, zero)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_averages_of_weights_go_to_all_replicas(ranks, stage):
+    want = ranks.run(4, averaged, stage, "team")[0]
+    for found in ranks.run(4, averaged, stage, "all"):
+        assert all(map(torch.equal, found, want))
+
+
 def flipped():
     model, optimizer, zero = spread(3, 2)
     train(model, optimizer, zero, 1)

@@ -76,7 +76,6 @@ class Engine:
         self.group = connect(comm, self.ledger, device, layout.axis, mesh := mesh_of(model, comm))
         self.replicas = self.group.team.seat.replicas
         parts = Assembly(model, stage, precision, offload, self.group, mesh, comm.optimizer)
-        self.placements = parts.placements
         before: Before | None = None if mesh is None else Before(model, optimizers)
         try:
             parts.plan(optimizers, layout, comm)
@@ -102,7 +101,7 @@ class Engine:
         model, comm, precision = self.model, self.comm, self.precision
         parts.reserve()
         parts.build(init, before)
-        self.partition, self.seed = parts.partition, parts.seed
+        self.partition, self.seed, self.placements = parts.partition, parts.seed, parts.placements
         self.managed, self.units, self.buffers = parts.managed, parts.units, parts.buffers
         self.tier, self.tiers, self.resting = parts.tier, parts.tiers, parts.resting
         self.saving: Saving | None = None

@@ -12,7 +12,7 @@ import ranks
 import reference
 import zeroshard
 from test_whole import held
-from zeroshard import Offload, Precision
+from zeroshard import Comm, Offload, Precision
 from zeroshard.errors import CheckpointError, StateError, UserError
 from zeroshard.planner.built import predict_tiers
 
@@ -185,3 +185,28 @@ def test_split_masters_are_averaged_as_whole_ones(tmp_path):
         reference.assert_same(before, want[0])
         reference.assert_same(swapped, want[1])
         reference.assert_same(after, before)
+
+
+def over_replicas(stage, over, where, folder):
+    offload = Offload(path=folder, **where) if where else None
+    model, optimizer, zero, average = made(
+        stage, comm=Comm(replicas=2, optimizer=over), offload=offload,
+        precision=Precision(param_dtype=torch.bfloat16, cast_inputs=True),
+    )  # fmt: skip
+    trained(model, optimizer, average, range(3))
+    before = weights(zero)
+    with average.swapped():
+        swapped = weights(zero)
+    assert held(zero) == predict_tiers(zero)
+    return before, swapped, weights(zero)
+
+
+@pytest.mark.parametrize("over", ["team", "all"])
+def test_averages_of_replicas(over, tmp_path):
+    """Each replica's, or a part of each rank's: the bits of one replica, in files too."""
+    one = ranks.run(4, in_bf16, 1)[0]
+    for stage, where in ((1, {}), (3, {}), (3, {"optimizer": "nvme", "parameters": "nvme"})):
+        for before, swapped, after in ranks.run(4, over_replicas, stage, over, where, str(tmp_path)):
+            reference.assert_same(before, one[0])
+            reference.assert_same(swapped, one[1])
+            reference.assert_same(after, before)

@@ -118,7 +118,7 @@ class MovingAverage:
                 buffer.target.copy_(mean)
                 mean.copy_(kept)
                 if buffer.master is not None and not buffer.casts:
-                    with buffer.parameters.here(fresh=bool(buffer.place.parameters)):
+                    with buffer.parameters.here(fresh=buffer.rests == buffer.updated):
                         buffer.write_back()
             buffer.changed()
             buffer.gathered.current &= buffer.resident

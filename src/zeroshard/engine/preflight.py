@@ -85,7 +85,7 @@ def check_split(precision: Precision, partition: Partition, place: Placements, o
     """Refuse to split masters where there are none, or where that would save nothing."""
     dtypes = [getattr(torch, bucket.dtype.removeprefix("torch.")) for bucket in partition.buckets]
     found = [
-        {resting["parameters"], resting["optimizer"]} == {DEVICE} and bool(place.parameters) and precision.casts(dtype)
+        {resting["parameters"], resting["optimizer"]} == {DEVICE} and place.together and precision.casts(dtype)
         for bucket, resting, dtype in zip(partition.buckets, offload.buckets(partition.buckets), dtypes, strict=True)
         if bucket.trainable and precision.of(kept=bucket.kept).splits(dtype)
     ]
@@ -105,15 +105,6 @@ def check_split(precision: Precision, partition: Partition, place: Placements, o
             "split masters lie beside the parameters that they are halves of, and other ranks have some of these",
             got='Precision(split_master=True), Comm(optimizer="all")',
             instead='Comm(optimizer="team"), or whole masters',
-        )
-    starts = {slot.start for bucket in partition.buckets for slot in bucket.slots}
-    cuts = starts.union(*(bucket.bounds for bucket in partition.buckets))
-    if precision.split_master and any(cut % 8 for cut in cuts):
-        raise UserError(
-            "split masters have a byte for each eight elements, and a cut would fall inside one",
-            expected="blocks of a multiple of eight elements",
-            got=f"align={partition.align}",
-            instead="Layout(align=128), the default",
         )
 
 

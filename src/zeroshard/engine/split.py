@@ -94,7 +94,7 @@ class Split(Rest):
             try:
                 yield self._joined
                 if self._dirty:
-                    self._split(0, self._joined)
+                    self._split(0, self._joined, 0, self.numel)
             finally:
                 self._joined = None
 
@@ -108,11 +108,10 @@ class Split(Rest):
             yield torch.empty(0, dtype=torch.float32, device=self._home)
             return
         first, last = start // 8 * 8, min(-(-stop // 8) * 8, self.numel)  # a byte has the bits of eight
-        assert not changed or start == first, "blocks of masters begin with a byte"
         with self._memory(first, last) as joined:
             yield joined[start - first : stop - first]
             if changed:
-                self._split(first, joined)
+                self._split(first, joined, start, stop)
 
     @contextlib.contextmanager
     def _memory(self, first: int, last: int, *, fresh: bool = False) -> Iterator[Tensor]:
@@ -140,9 +139,15 @@ class Split(Rest):
         lower, ties = self.planes.tensor[: 2 * self.numel].view(torch.int16), self.planes.tensor[2 * self.numel :]
         return lower[first:last], ties[first // 8 : -(-last // 8)]
 
-    def _split(self, first: int, master: Tensor) -> None:
+    def _split(self, first: int, master: Tensor, start: int, stop: int) -> None:
+        """Elements from `first` on, of which those from `start` to `stop` are changed: other bits of a byte stay."""
+        before, after = (1 << start - first) - 1, 0xFF << (stop - first) % 8 & 0xFF if (stop - first) % 8 else 0
         with self.planes.here(changed=True):
-            split_(master, *self._planes(first, first + master.numel()))
+            lower, ties = self._planes(first, first + master.numel())
+            ends = ties[:1].clone(), ties[-1:].clone()
+            split_(master, lower, ties)
+            for byte, was, kept in ((ties[:1], ends[0], before), (ties[-1:], ends[1], after)):
+                byte.bitwise_and_(0xFF ^ kept).bitwise_or_(was & kept)
 
     def seed(self, master: Tensor) -> None:
         """At construction: what the parameters are the cast of."""

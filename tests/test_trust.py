@@ -47,3 +47,7 @@ def test_the_page_names_the_tests_of_every_row_and_no_others(row):
 
 def test_the_rows_are_those_of_the_table_in_order():
     assert list(told()) == list(ROWS)
+
+
+def test_the_readme_says_how_many_there_are():
+    assert f"{len(ROWS)} faults and promises" in (HERE.parent / "README.md").read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import os
@@ -170,6 +171,228 @@ def test_what_shapes_plan_bounds_what_is_held(tmp_path, stage, no_sync):
 
 def run_moved(run, verb: str) -> int:
     return sum(event.logical for event in run.events if event.verb == verb) // 2
+
+
+# --- one copy for a host ------------------------------------------------------------------------------------------------
+
+ONCE = Offload(parameters="shared")
+
+
+@pytest.mark.parametrize("precision", test_bits.PRECISIONS)
+@pytest.mark.parametrize("world", [2, 3])
+def test_one_copy_has_the_bits_of_plain_pytorch(world, precision):
+    grid = [(stage, list(test_bits.BUCKETS)[(stage + world) % 3], None, "foreach") for stage in (1, 2, 3)]
+    test_bits.check(world, grid, precision, steps=6, offload=ONCE)
+
+
+def with_one_copy(function, *args):
+    """A function of another test's, whose ranks have one copy of the parameters together."""
+    shard = zeroshard.shard
+    zeroshard.shard = functools.partial(shard, offload=ONCE)
+    try:
+        return function(*args)
+    finally:
+        zeroshard.shard = shard
+
+
+def copies_of(zero):
+    return list(zero._engine.group.team._exchange._copies.values())
+
+
+EDITS = {
+    "on all ranks": lambda zero, model: halved(model, True),
+    "on one": lambda zero, model: halved(model, zero.rank == 1),
+    "inside gathered": lambda zero, model: inside(zero, model, None),
+    "written from one": lambda zero, model: inside(zero, model, 1),
+}
+
+
+def halved(model, here):
+    """Of every element, whoever owns it."""
+    with torch.no_grad():
+        for param in model.parameters() if here else ():
+            param.mul_(0.5)
+
+
+def inside(zero, model, write_from):
+    with zero.gathered(write_from=write_from):
+        halved(model, write_from in (None, zero.rank))
+
+
+def edited(stage, how, offload, skip=False, dtype=None):
+    """Weights after steps between which somebody writes into them; and the private pages that are left of each copy."""
+    forget = shared_memory.Copy.forget
+    if skip:
+        shared_memory.Copy.forget = lambda copy: None
+    try:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        zero = zeroshard.shard(
+            model, optimizer, stage=stage, offload=offload, comm=SHARED, precision=Precision(param_dtype=dtype)
+        )
+        for index in range(4):
+            x = torch.randn(3, 64, generator=torch.Generator().manual_seed(10 * index + zero.rank))
+            optimizer.zero_grad()
+            model(x.to(dtype)).float().square().sum().backward()
+            optimizer.step()
+            if index % 2 == 0:
+                EDITS[how](zero, model)
+        for param in model.parameters():
+            param.sum()  # what the last step sent has landed
+        left = [copy.private() for copy in copies_of(zero)]
+        held = {tier: {state: n for state, n in held.items() if n} for tier, held in zero.ledger().tiers.items()}
+        sent = zero.ledger().traffic["gather"]
+        with zero.gathered():
+            numel = sum(bucket.numel for bucket in zero.partition.buckets)
+            return reference.weights(model), left, held, (sent.sent_and_received, sent.shared), numel
+    finally:
+        shared_memory.Copy.forget = forget
+
+
+@pytest.mark.row(103)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("how", EDITS)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_edits_mean_what_they_mean_in_a_copy_of_its_own(ranks, stage, how, dtype):
+    """On all ranks, on one, on what others own: and no page of a copy stays private once a step has landed."""
+    if (how, dtype) == ("on one", torch.bfloat16):  # which masters do not follow: it is named, in either
+        for offload in (Offload(), ONCE):
+            told = ranks.run(2, edited, stage if offload is ONCE else 1, how, offload, False, dtype, expect_errors=True)
+            assert all("rank 1: {'edited': ['0.weight'" in each.message for each in told)
+        return
+    want = ranks.run(2, edited, min(stage, 2), how, Offload(), False, dtype)
+    told = ranks.run(2, edited, stage, how, ONCE, False, dtype)
+    for (weights, left, held, sent, numel), (plain, *_) in zip(told, want, strict=True):
+        assert reference.first_difference(weights, plain) == ""
+        assert left and not any(left)
+        assert "parameters" not in held["device"]
+        assert held["shared"]["parameters"] == numel * (4 if dtype is None else 2)
+        assert sent == (0, 0)
+
+
+@pytest.mark.row(103)
+@pytest.mark.parametrize("how", EDITS)
+def test_a_copy_that_forgets_nothing_is_caught(ranks, how):
+    """Without it a page that was edited hides what its owners have written since."""
+    want = ranks.run(2, edited, 1, how, Offload())
+    found = ranks.run(2, edited, 1, how, ONCE, True)
+    assert any(reference.first_difference(got[0], plain[0]) for got, plain in zip(found, want, strict=True))
+    assert all(any(left) for _, left, *_ in found)
+
+
+def proportional():
+    """What this process is charged of memory without a name, each page shared out among those that have it; private
+    pages in full."""
+    charged, ours = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split()[0]:
+            ours = "memfd:zeroshard" in line
+        elif ours and line.startswith("Pss:"):
+            charged += int(line.split()[1]) << 10
+    return charged
+
+
+def charged(stage):
+    """Of 16 MiB of weights."""
+    torch.manual_seed(0)
+    gc.collect()
+    before = proportional()  # of tests before this one
+    model = nn.Linear(4096, 1024, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    zeroshard.shard(model, optimizer, stage=stage, offload=ONCE)
+    model.weight.sum()  # in which all pages are read
+    torch.distributed.barrier()
+    found = proportional() - before
+    torch.distributed.barrier()
+    return found
+
+
+@pytest.mark.row(103)
+def test_a_host_holds_one_copy(ranks):
+    """16 MiB of weights on 3 ranks are 16 in all and not 48, by the kernel's own count; it rounds each page's share."""
+    assert abs(sum(ranks.run(3, charged, 1)) - (16 << 20)) < 64 << 10
+
+
+@pytest.mark.parametrize("stage_of_plan", ["1", "2", "3"])
+def test_bytes_of_one_copy_are_those_planned(command, stage_of_plan, monkeypatch):
+    """At rest and at every peak, to the byte."""
+    monkeypatch.chdir(Path(__file__).parent)
+    options = ["--ranks", "2", "--stage", stage_of_plan, "--check", "--offload-parameters", "shared"]
+    code, out, error = command("plan", "test_shared_memory:job", *options)
+    assert code == 0, out + error
+
+
+def loaded(folder, stage):
+    model, optimizer, zero = test_lost_ranks.three(stage)
+    test_lost_ranks.step(model, optimizer, 0)
+    zero.save(folder)
+    test_lost_ranks.step(model, optimizer, 1)
+    zero.load(folder)
+    left = [copy.private() for copy in copies_of(zero)]
+    for index in (1, 2):
+        test_lost_ranks.step(model, optimizer, index)
+    with zero.gathered():
+        return reference.weights(model), left
+
+
+@pytest.mark.row(103)
+def test_a_load_leaves_one_copy(ranks, tmp_path):
+    for stage in (1, 3):
+        for weights, left in ranks.run(2, with_one_copy, loaded, str(tmp_path / str(stage)), stage):
+            assert reference.first_difference(weights, test_lost_ranks.unbroken(3)) == ""
+            assert left and not any(left)
+
+
+def drawn_with_one_copy(*args):
+    return with_one_copy(interrupts.several, *args)
+
+
+@pytest.mark.row(103)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("world", "cases"), [(2, 6), pytest.param(3, 250, marks=pytest.mark.slow)])
+def test_exceptions_at_drawn_waits_tear_no_copy(tmp_path, world, cases, stage):
+    outcomes = interrupts.run(
+        world, stage, [*range(cases)], str(tmp_path), timeout=30.0 * cases, cases=drawn_with_one_copy
+    )
+    for _, outcome, words in outcomes:
+        assert outcome.startswith(("the same bits", "named")), words
+    assert sum(outcome.startswith("the same bits") for _, outcome, _ in outcomes) > cases // 3
+
+
+def killed_with_one_copy(*args):
+    return with_one_copy(test_lost_ranks.loses_a_rank, *args)
+
+
+@pytest.mark.row(103)
+@pytest.mark.parametrize("where", ["forward", "step"])
+def test_a_rank_killed_beside_one_copy_is_named(ranks, tmp_path, where):
+    before = set(os.listdir("/dev/shm"))
+    outcomes = ranks.run(2, killed_with_one_copy, where, 1, signal.SIGKILL, str(tmp_path), **test_lost_ranks.PATIENT)
+    test_lost_ranks.check_named(outcomes, where, "is gone: its process has ended")
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+@pytest.mark.parametrize(
+    "settings", [{"gradients": "shared"}, {"parameters": {"shared": 0.5}}], ids=["gradients", "half"]
+)
+def test_one_copy_is_of_all_parameters(settings):
+    with pytest.raises(UserError) as caught:
+        Offload(**settings)
+    assert 'Offload(parameters="shared")' in str(caught.value).split("instead:")[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [({"stage": 0}, "stage=1"), ({"stage": 1, "comm": Comm(transport="gloo")}, 'Comm(transport="shared")')],
+    ids=["stage 0", "gloo"],
+)
+def test_one_copy_is_refused_where_it_would_be_wrong(options, says):
+    """At stage 0 every rank would write every element."""
+    model = nn.Linear(4, 4)
+    with pytest.raises(UserError) as caught:
+        zeroshard.shard(model, torch.optim.SGD(model.parameters()), offload=ONCE, **options)
+    assert says in str(caught.value).split("instead:")[1]
 
 
 # --- what else there is -------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from html import escape
 
-DEVICE, HOST, NVME = "device", "host", "nvme"  # tiers
+DEVICE, HOST, NVME, SHARED = "device", "host", "nvme", "shared"  # tiers; the last counts one copy for a whole host
 
 
 @dataclass

@@ -65,13 +65,12 @@ class Engine:
         device: torch.device,
         init: Callable[[nn.Module], None] | None,
     ) -> None:
-        placements(stage)
+        _, comm = placements(stage, once=offload.once), comm.sharing(once=offload.once)
         if any(hasattr(tensor, "_zeroshard") for tensor in model.parameters()):
             once = "shard it once, as a whole; in a notebook, build model and optimizer in the cell that shards them"
             raise UserError("this model, or a part of it, is sharded already", instead=once)
-        self.stage, self.model = stage, model
+        self.stage, self.model, self.ledger = stage, model, Ledger()
         self.precision, self.layout, self.comm, self.device, self.offload = precision, layout, comm, device, offload
-        self.ledger = Ledger()
         self.ledger.begin("init")
         self.group = connect(comm, self.ledger, device, layout.axis, mesh := mesh_of(model, comm))
         self.replicas = self.group.team.seat.replicas

@@ -146,10 +146,11 @@ def seat_along(rank: int, axes: Mapping[str, int], name: str) -> Seat:
     return Seat(rank // stride % size, size, part=part, parts=math.prod(axes.values()) // size, stride=stride)
 
 
-def placements(stage: int, *, spread: bool = False) -> Placements:
+def placements(stage: int, *, spread: bool = False, once: bool = False) -> Placements:
     """The row of the table. Raises `UserError` for anything but 0, 1, 2, 3.
 
     spread: over the ranks of all replicas, what an optimizer updates and keeps.
+    once: one copy of the parameters rests on each host, which every rank has whole; each writes what it updates.
     """
     if type(stage) is not int or stage not in STAGES:
         raise UserError("no such ZeRO stage", expected="0, 1, 2 or 3", got=repr(stage), instead="shard(..., stage=3)")
@@ -160,4 +161,12 @@ def placements(stage: int, *, spread: bool = False) -> Placements:
             got='stage=0, Comm(optimizer="all")',
             instead="stage=1, 2 or 3",
         )
+    if once and (spread or not row.optimizer):
+        raise UserError(
+            "one copy of the parameters for all ranks of a host needs one owner on it for each element",
+            expected="stage 1, 2 or 3, whose optimizer states are sharded among the ranks of a replica",
+            got=f"stage={stage}, Offload(parameters='shared')" + ", Comm(optimizer='all')" * spread,
+            instead=f"Offload() with Comm(optimizer='all'), at stage={stage}" if spread else "stage=1, or Offload()",
+        )
+    row = row._replace(parameters=Degree.RANK) if once else row
     return row._replace(optimizer=Degree.ALL) if spread else row

@@ -412,6 +412,7 @@ def renew(running: ModelState) -> None:
         buffer.gathered.current &= buffer.resident
         buffer.settle()
         buffer.changed()
+        buffer.parameters.make_one()
 
 
 def latest(group: Group, folder: Path) -> Path | None:

@@ -133,7 +133,8 @@ def check_plan(*, as_json: bool, text: str | None, **settings: Any) -> int:
     if isinstance(settings.get("align"), str):
         settings["align"] = _blocks(settings["align"])
     given = {name: settings[name] for name in names if settings[name] is not None}
-    stages = tuple(STAGES) if stage is None else (stage,)
+    once = offload.get("parameters") == "shared"
+    stages = tuple(each for each in STAGES if each or not once) if stage is None else (stage,)
     return check(Check(job=job, stages=stages, offload=offload, **given), as_json=as_json)
 
 

@@ -16,7 +16,7 @@ from zeroshard.checkpoint.staging import put
 from zeroshard.cli import screen
 from zeroshard.cli.config import Transport
 from zeroshard.errors import UserError
-from zeroshard.events import DEVICE, HOST, NVME, Ledger
+from zeroshard.events import DEVICE, HOST, NVME, SHARED, Ledger
 from zeroshard.integrations.chrome_trace import MADE_BY
 from zeroshard.layout import Layout
 from zeroshard.planner import from_job, predict_states, timeline
@@ -170,7 +170,7 @@ def at_rest(ledger: Ledger) -> dict[str, dict[str, int]]:
     passing = set(PASSING) - {"staging"}
     return {
         tier: {state: n for state, n in ledger.tiers.get(tier, {}).items() if n and state not in passing}
-        for tier in (DEVICE, HOST, NVME)
+        for tier in (DEVICE, HOST, NVME, *[SHARED] * (SHARED in ledger.tiers))
     }
 
 

@@ -95,7 +95,8 @@ def by_bucket(optimizer: Any) -> bool:
 
 def check_offload(optimizers: list[Any], offload: Offload, *, split: bool = False) -> None:
     """Refuse optimizers that cannot be stepped bucket by bucket."""
-    for optimizer in optimizers if split or offload != Offload() else ():
+    moved = offload not in (Offload(), Offload(parameters="shared"))
+    for optimizer in optimizers if split or moved else ():
         if not by_bucket(optimizer):
             raise UserError(
                 "states in another tier and split masters go bucket by bucket, which this optimizer may not allow",

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import Error, PeerError, TierError
-from ..events import DEVICE, HOST, NVME
+from ..errors import Error, PeerError, TierError, UserError
+from ..events import DEVICE, HOST, NVME, SHARED
 from ..layout import Bucket, Layout, Partition, Spec, partition
 from ..numerics import Precision, as_bytes, dense, same_bits, write_bytes
 from ..ranks.agreement import Group
 from ..ranks.comm import Comm, Over
 from ..stage import placements
 from ..tiers.nvme import NvmeTier
-from ..tiers.tier import STATES, DeviceTier, HostTier, Offload, Tier
+from ..tiers.tier import STATES, DeviceTier, HostTier, Offload, OnceTier, Tier
 from .accepted import blocks, check_offload, check_optimizers
 from .buffer import Buffer, Place
 from .guard import SavedTensors
@@ -78,7 +78,7 @@ class Assembly:
 
     def __post_init__(self) -> None:
         spread = self.over == "all" and self.group.team.seat.replicas > 1
-        self.placements = placements(self.stage, spread=spread)
+        self.placements = placements(self.stage, spread=spread, once=self.offload.once)
         self.tier = DeviceTier(self.group.device, self.group.ledger)
 
     def plan(self, optimizers: list[torch.optim.Optimizer], layout: Layout, comm: Comm) -> None:
@@ -105,6 +105,7 @@ class Assembly:
             check_optimizers(self.model, self.managed, optimizers, self.partition, block, parts, over)
             check_offload(optimizers, self.offload, split=self.precision.split_master)
             check_split(self.precision, self.partition, self.placements, self.offload)
+            check_once(self.offload, self.group)
             names, policies = [name for name, _ in named], (self.precision, layout, comm, self.offload)
             facts = describe(self.model, self.managed, names, optimizers, policies, self.group.device)
             facts["stage"] = self.stage
@@ -138,6 +139,7 @@ class Assembly:
     def reserve(self) -> None:
         """The tiers that some state rests in."""
         self.tiers = {DEVICE: self.tier, HOST: HostTier(self.group.device, self.group.ledger)}
+        self.tiers[SHARED] = OnceTier(self.group.team, self.group.ledger)
         self.resting = self.offload.buckets(self.partition.buckets)
         largest, nbytes = dict.fromkeys(STATES, 0), 0
         for bucket, resting in zip(self.partition.buckets, self.resting, strict=True):
@@ -192,6 +194,7 @@ class Assembly:
                 for index, param in enumerate(params):
                     param._zeroshard = Place(buffer, index)  # type: ignore[attr-defined]
                 buffer.adopt(flats.pop(bucket.index, None))
+                buffer.parameters.make_one()
                 if buffer.resident:
                     for param in params:
                         before.replaced(param)
@@ -229,6 +232,17 @@ class Assembly:
                     if not same_bits(sent, as_bytes(tensor)):
                         before.keep(tensor)
                         write_bytes(tensor, sent)
+
+
+def check_once(offload: Offload, group: Group) -> None:
+    """Refuse one copy of the parameters for a host where several teams have parts of them, or not on the CPU."""
+    if offload.once and (group.along is not group.team or group.device.type != "cpu"):
+        parts = "parameters along an axis of the mesh" if group.along is not group.team else f"on {group.device}"
+        raise UserError(
+            "one copy of the parameters for a host is for the CPU, and for parameters that all ranks shard",
+            got=f"Offload(parameters='shared'), {parts}",
+            instead="Offload()",
+        )
 
 
 def _own_modules(units: list[Unit]) -> dict[int, list[tuple[str, nn.Module]]]:

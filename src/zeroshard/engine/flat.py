@@ -142,6 +142,11 @@ class Flat:
             if moved is not own:
                 own.copy_(moved)
 
+    def make_one(self) -> None:
+        """Of one copy for all ranks of a host each rank has just written all, into pages of its own: let these go."""
+        if self.bucket.index in self.team.once:
+            self.redistribute().wait()
+
     def copy(self, first: int, to: Tensor) -> None:
         """Elements from `first` on, in the dtype of `to`, on its device."""
         try:

@@ -392,7 +392,8 @@ class Binding:
         for buffer in self._updated:
             if not self._alone(buffer):
                 self._write_back(buffer)
-        if any(tier.name == NVME for buffer in self._updated for tier in buffer.tiers.values()):
+        once = any(buffer.team.once for buffer in self._updated)  # nobody may read, where others write, from here on
+        if once or any(tier.name == NVME for buffer in self._updated for tier in buffer.tiers.values()):
             self.group.meet("end of step", self.group.numbers[f"step {self.number}"], self.number)
         for buffer in self._updated:
             buffer.spread(overlap=self.schedule.settings.overlap)

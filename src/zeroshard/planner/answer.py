@@ -203,7 +203,7 @@ def finish(
     """
     ranks, recipe, limit, copies = asked.ranks, asked.recipe, asked.gpu_mem, asked.copies
     node = asked.gpus_per_node or (ranks // copies if copies > 1 else None)  # else as large as a replica
-    lowest = of(min(STAGES))
+    lowest = of(min(asked.stages) if asked.once else min(STAGES))
     whole = lowest.total - lowest.states.get(states.STAGING, 0)
     stages = []
     for stage in asked.stages:
@@ -212,7 +212,7 @@ def finish(
             found,
             saved=float(plain(1 - recipes.Bytes(found.device, whole))),
             fits=None if limit is None else found.most <= limit,
-            largest=_largest(ranks // copies, STAGES[stage], asked, limit),
+            largest=_largest(ranks // copies, asked.place(stage), asked, limit),
             links=None
             if asked.gpus_per_node is None
             else traffic.links(found.traffic, ranks, asked.gpus_per_node, copies),
@@ -222,7 +222,7 @@ def finish(
         )
         stages.append(found)
     copied = max(found.snapshot for found in stages)
-    notes = [*(balance.said() if balance else []), *notes, *_of_files(asked)]
+    notes = [*(balance.said() if balance else []), *notes, *_of_one_copy(asked), *_of_files(asked)]
     notes.append(f"an asynchronous save takes {copied:,} bytes of host memory until it is written")
     advice: list[Change] = []
     if limit is not None and not any(found.fits for found in stages):
@@ -247,6 +247,11 @@ def finish(
         asked.tokens,
         balance,
     )
+
+
+def _of_one_copy(asked: Asked) -> list[str]:
+    once = "parameters lie once on a host, in memory that its ranks share; of the proportional set size each has 1/N"
+    return [once] if asked.once else []
 
 
 def _of_files(asked: Asked) -> list[str]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ..events import DEVICE
 from ..layout import Partition
-from ..stage import ALONE, Seat, seat_along
+from ..stage import ALONE, Placements, Seat, placements, seat_along
 from . import states
 from .disk import Disk
 from .recipes import Recipe
@@ -48,6 +48,14 @@ class Asked(NamedTuple):
     def along(self, rank: int, ranks: int) -> Seat:
         """Where a rank sits among those that have the same experts."""
         return seat_along(rank, self.axes(ranks), "edp") if self.experts else ALONE
+
+    @property
+    def once(self) -> bool:
+        """Does one copy of the parameters serve all ranks of a host?"""
+        return self.offload is not None and self.offload.once
+
+    def place(self, stage: int) -> Placements:
+        return placements(stage, once=self.once)
 
     @property
     def copies(self) -> int:

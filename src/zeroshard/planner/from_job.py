@@ -48,8 +48,9 @@ def plan_job(job: str | Callable[[], dict[str, Any]], asked: Asked, layout: Layo
         fullest = _fullest(simulated)
         return simulated if rank is not None or fullest == 0 else run(stage, fullest, **changes)
 
-    runs = {stage: run(stage, None) for stage in dict.fromkeys((min(STAGES), *asked.stages))}
-    recipe = _recipe(runs[min(STAGES)])
+    least = min(asked.stages) if asked.once else min(STAGES)
+    runs = {stage: run(stage, None) for stage in dict.fromkeys((least, *asked.stages))}
+    recipe = _recipe(runs[least])
     one = runs[asked.stages[0]]
     other = run(one.stage, one.rank, checkpoint=not asked.checkpoint)
     kept, recomputed = (other, one) if asked.checkpoint else (one, other)
@@ -99,7 +100,7 @@ def _fullest(run: Simulation) -> int:
     """The rank that holds most at rest; of equals the first, so one of the first replica."""
     if run.ranks == 1:
         return 0
-    recipe, place = _recipe(run), STAGES[run.stage]
+    recipe, place = _recipe(run), run.zero.placements
     owned = states.owned(run.zero.partition, run.zero._engine.group.along.seat)
     fullest = states.fullest_rank(owned, place, recipe)
     return 0 if owned[0] == owned[fullest] else fullest
@@ -152,7 +153,7 @@ def _recipe(run: Simulation) -> recipes.Recipe:
 
 
 def _stage(run: Simulation, recipe: recipes.Recipe) -> StagePlan:
-    place = STAGES[run.stage]
+    place = run.zero.placements
     holding = built.holding(run.zero)
     tiers = holding.tiers()
     at_rest = states.together(tiers)

@@ -6,10 +6,10 @@ import math
 from dataclasses import replace
 from fractions import Fraction
 
-from ..events import DEVICE, HOST, NVME
+from ..events import DEVICE, HOST, NVME, SHARED
 from ..headroom import BUFFERS, aligned
 from ..layout import Layout, Spec, partition
-from ..stage import STAGES, Placements
+from ..stage import Placements
 from . import advice, closed, files, instants, recipes, states, traffic
 from .advice import Change
 from .answer import Plan, StagePlan, finish, with_copies
@@ -26,12 +26,12 @@ def plan_params(numel: int, asked: Asked) -> Plan:
     def moved(stage: int, replicas: int) -> traffic.Traffic:
         backwards, no_sync = asked.accumulate, asked.no_sync
         moves = traffic.per_step(
-            numel, ranks, STAGES[stage], recipe, accumulate=backwards, no_sync=no_sync, replicas=replicas
+            numel, ranks, asked.place(stage), recipe, accumulate=backwards, no_sync=no_sync, replicas=replicas
         )
         return traffic.shared(moves) if asked.shared else moves
 
     def of(stage: int) -> StagePlan:
-        place = STAGES[stage]
+        place = asked.place(stage)
         tiers = _shared_out(numel, group, place, recipe, asked)
         at_rest = states.together(tiers)
         found = tuple(_of_equal_units(numel, asked, place))
@@ -59,7 +59,7 @@ def plan_params(numel: int, asked: Asked) -> Plan:
 
     def nbytes_of(stage: int, more_ranks: int, other: Recipe) -> int:
         mine = recipes.part(with_copies(other, asked), asked.shares(DEVICE), device=True)
-        return closed.total(numel, more_ranks // copies, STAGES[stage], mine)
+        return closed.total(numel, more_ranks // copies, asked.place(stage), mine)
 
     notes = []
     if asked.units is None:
@@ -78,7 +78,9 @@ def plan_params(numel: int, asked: Asked) -> Plan:
 def _shared_out(numel: int, ranks: int, place: Placements, recipe: Recipe, asked: Asked) -> states.Tiers:
     """The closed form, tier by tier; files have buffers of one message."""
     whole = with_copies(recipe, asked)
-    parts = {tier: recipes.part(whole, asked.shares(tier), device=tier == DEVICE) for tier in (DEVICE, HOST, NVME)}
+    parts = {
+        tier: recipes.part(whole, asked.shares(tier), device=tier == DEVICE) for tier in (DEVICE, HOST, NVME, SHARED)
+    }
     tiers = {tier: closed.at_rest(numel, ranks, place, mine) for tier, mine in parts.items()}
     message = int(Layout().bucket_mib * 2**20 / recipe.parameters)
     buffers = 0

@@ -8,7 +8,6 @@ from typing import Any
 
 from ..events import DEVICE
 from ..layout import Layout, Partition, Spec, partition, together
-from ..stage import STAGES
 from . import advice, files, instants, recipes, shapes, states, units
 from .advice import Change
 from .answer import Plan, StagePlan, finish
@@ -39,14 +38,14 @@ def plan_shapes(path: str | os.PathLike[str], asked: Asked, layout: Layout) -> P
 
     def alone(stage: int) -> Traffic:
         cut, owned = cut_among(asked.ranks)
-        rank = states.fullest_rank(owned, STAGES[stage], recipe)
+        rank = states.fullest_rank(owned, asked.place(stage), recipe)
         return states.recipe_traffic(
-            cut, STAGES[stage], rank, recipe, accumulate=asked.accumulate, no_sync=asked.no_sync, shares=shares
+            cut, asked.place(stage), rank, recipe, accumulate=asked.accumulate, no_sync=asked.no_sync, shares=shares
         )
 
     def planned(stage: int, ranks: int, other: Recipe) -> StagePlan:
         cut, owned = cut_among(ranks // copies)
-        place = STAGES[stage]
+        place = asked.place(stage)
         rank = ranks - cut.ranks + states.fullest_rank(owned, place, other)  # of the last replica, as of equal ranks
         resting = asked.resting(cut)
         along = asked.along(rank, ranks)

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from ..events import DEVICE
+from ..events import DEVICE, SHARED
 from ..headroom import IN_FLIGHT, POOLED, PREFETCH, room
 from ..layout import Bucket, Partition
 from ..stage import ALONE, Placements, Seat, seat
@@ -131,14 +131,19 @@ def instants(
     found.append(Instant("step", _some(stepped, lent(averages, sizes.gradients))))
     # A copy that rests elsewhere passes through the device, bucket by bucket.
     published = [nbytes(b) for b in trained if b.index in brought and not place.parameters]
-    spread = trained if place.optimizer and not place.parameters else []
+    spread = trained if place.optimizer and not (place.parameters or _once(resting)) else []
     moved = {GATHER: max(published, default=0) * place.optimizer}
     found.append(Instant("gather", _some(moved, lent(spread, sizes.parameters))))
     return found
 
 
 def _on_device(resting: Resting | None, bucket: Bucket, kind: str) -> bool:
-    return resting is None or resting[bucket.index][kind] == DEVICE
+    return resting is None or resting[bucket.index][kind] in (DEVICE, SHARED)
+
+
+def _once(resting: Resting | None) -> bool:
+    """Is there one copy of the parameters, of which nobody lends or brings anything?"""
+    return any(at["parameters"] == SHARED for at in resting or ())
 
 
 def peak(at_rest: Mapping[str, int], found: Iterable[Instant]) -> tuple[int, str]:

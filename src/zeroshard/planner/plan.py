@@ -19,7 +19,7 @@ from ..events import NVME
 from ..headroom import PREFETCH
 from ..layout import Bounds, Layout
 from ..ranks.comm import Comm, Transport
-from ..stage import STAGES, seat
+from ..stage import STAGES, placements, seat
 from . import from_number, from_shapes, quantities, recipes, states
 from .answer import Plan
 from .asked import Asked
@@ -113,6 +113,9 @@ def plan(
     _check_numbers(ranks, most, accumulate, prefetch, gpus_per_node, replicas)
     _check_units(units, known=params is None)
     _check_stage(stage)
+    once = offload is not None and offload.once
+    if once and stage is not None:
+        placements(stage, once=True)  # says which stages can
     _check_files(offload, disk, step_time, tokens)
     if transport == "shared" and gpus_per_node is not None:
         raise UserError(
@@ -123,7 +126,7 @@ def plan(
     check_experts(experts, ep, ranks, replicas=replicas, gpus_per_node=gpus_per_node, params=params)
     asked = Asked(
         ranks=ranks,
-        stages=tuple(STAGES) if stage is None else (stage,),
+        stages=tuple(each for each in STAGES if each or not once) if stage is None else (stage,),
         recipe=recipes.recipe(
             preset or ("paper" if params is not None else "zeroshard"), optimizer=optimizer, custom=bytes
         ),
@@ -144,7 +147,7 @@ def plan(
         tokens=None if tokens is None else quantities.count(tokens, "tokens"),
         experts=experts or "",
         ep=ep or 1,
-        shared=Comm(transport=transport).wanted == "shared",
+        shared=Comm(transport=transport).sharing(once=once).wanted == "shared",
     )
     along = {experts: "edp"} if experts else None
     patterns = None if whole is None else tuple(whole.split(","))

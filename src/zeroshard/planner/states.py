@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from ..events import DEVICE, HOST, NVME
+from ..events import DEVICE, HOST, NVME, SHARED
 from ..headroom import BUFFERS, SPLIT_BITS, aligned
 from ..layout import Bucket, Partition, Slot
 from ..stage import ALONE, SAVED, Placements, Seat, seat
@@ -161,7 +161,7 @@ class Holding(NamedTuple):
         What rests in files is counted without the rounding to pages; their buffers are "staging", in host memory.
         apart: the padding's bytes are not in their states but in a row of their own, "padding".
         """
-        held: Tiers = {DEVICE: {}, HOST: {}, NVME: {}}
+        held: Tiers = {DEVICE: {}, HOST: {}, NVME: {}, SHARED: {}}
 
         def add(tier: str, state: str, nbytes: Fraction | int) -> None:
             if nbytes:
@@ -256,7 +256,7 @@ def of_recipe(
 
 def updated_apart(at: Mapping[str, str]) -> bool:
     """Is what the optimizer updates not where the parameters are? Then it has a master also in the same dtype."""
-    return (at["parameters"] == DEVICE) != (at["optimizer"] == DEVICE)
+    return (at["parameters"] in (DEVICE, SHARED)) != (at["optimizer"] == DEVICE)
 
 
 class Owned(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, get_args
 
 from ..errors import UserError, nearest
@@ -111,6 +111,16 @@ class Comm:
         if self.transport != "auto":
             return self.transport
         return "auto" if AUTO == "shared" and self.reduce == "ordered" else "gloo"
+
+    def sharing(self, *, once: bool) -> Comm:
+        """With what one copy of the parameters for all ranks of a host needs, where there is to be one."""
+        if once and self.transport == "gloo":
+            raise UserError(
+                "one copy of the parameters for all ranks of a host lies in memory that they share",
+                got='Offload(parameters="shared"), Comm(transport="gloo")',
+                instead='Comm(transport="shared"), or Offload()',
+            )
+        return replace(self, transport="shared") if once else self
 
 
 class Simulated(NamedTuple):

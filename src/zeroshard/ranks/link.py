@@ -237,13 +237,17 @@ class Link:
             raise self._loss(RuntimeError(f"cannot take part in {what}: {error}")) from error
 
     def _lend(self, stream: SharedStream, what: Launch, group: Any) -> None:
-        _, _, bucket, state, nbytes = what
+        verb, _, bucket, state, nbytes = what
         whole = group.party.stand_in(bucket, state) if group is not None and group.party and state else None
         own = None
         if whole is not None and whole.numel() * whole.itemsize == nbytes:
             cut = group.party.bucket(bucket)
             first, last = cut.shard(group.team_of(cut).position)
             own = whole[first:last].view(torch.uint8)
+            if verb == "publish":
+                exchange = group.team_of(cut)._exchange
+                exchange.join_publishing(stream, what, whole, own, first * whole.itemsize)
+                return
         stand_in(stream, what, own)
 
     @property

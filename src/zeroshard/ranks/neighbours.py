@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 
 from .calls import Call
 
-MEMORY, POSTED, READ, DROPPED = 1, 2, 3, 4  # kinds of notices
+MEMORY, POSTED, READ, DROPPED, WHOLE = 1, 2, 3, 4, 5  # kinds of notices
 _PACKED = struct.Struct("<BBxxIQQQ")
 _ROOM = 1 << 22  # bytes of notices that the kernel is asked to keep for a peer that computes
 _HELLO = 1.0  # seconds that a stranger has to say who it is

@@ -44,6 +44,12 @@ class ProcessTeam(Team):
     def messages(self, tier: Any) -> Any:
         return tier if self._exchange is None else Messages(self._exchange.host, tier)
 
+    def one_copy(self, bucket: int, numel: int, dtype: torch.dtype) -> Tensor:
+        if self._exchange is None:
+            return super().one_copy(bucket, numel, dtype)
+        self.once.add(bucket)
+        return self._exchange.one_copy(numel, dtype)
+
     def contributions(self, send: Tensor, receive: Tensor, bucket: Bucket, sources: int = 1) -> list[Tensor]:
         if self._exchange is None:
             return super().contributions(send, receive, bucket, sources)
@@ -52,6 +58,8 @@ class ProcessTeam(Team):
     def _gather(self, full: Tensor, bucket: Bucket, state: str) -> list[Any]:
         if self.size == 1:
             return []
+        if self._exchange is not None and bucket.index in self.once and state == "parameters":
+            return self._exchange.publish(full, bucket)
         if self._exchange is not None:
             return self._exchange.gather(full, bucket, state)
         raw, link, stream = full.view(torch.uint8), self._link, self._gathers

@@ -31,11 +31,12 @@ from torch import Tensor
 from ..headroom import aligned
 from ..layout import Bucket
 from ..stage import Seat
-from .neighbours import DROPPED, MEMORY, POSTED, READ, Descriptor, Neighbours, Notice, meet
+from .neighbours import DROPPED, MEMORY, POSTED, READ, WHOLE, Descriptor, Neighbours, Notice, meet
+from .one_copy import Copy
 from .streams import Launch, Stream
 
 KEPT = 256 << 20  # bytes at most that nobody uses
-Part = tuple[int, Tensor]  # a rank, and where its shard goes
+Land = Callable[[dict[int, Notice]], None]
 
 
 def _made(nbytes: int) -> tuple[Tensor, Descriptor]:
@@ -46,10 +47,10 @@ def _made(nbytes: int) -> tuple[Tensor, Descriptor]:
     return _mapped(memory.number, nbytes), memory
 
 
-def _mapped(descriptor: int, nbytes: int) -> Tensor:
+def _mapped(descriptor: int, nbytes: int, *, shared: bool = True) -> Tensor:
     # By its path, since what torch maps so it holds without a descriptor.
     try:
-        return torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=nbytes, dtype=torch.uint8)
+        return torch.from_file(f"/proc/self/fd/{descriptor}", shared=shared, size=nbytes, dtype=torch.uint8)
     except RuntimeError as error:
         raise OSError(f"memory cannot be mapped: {str(error).splitlines()[0]}") from error
 
@@ -87,6 +88,7 @@ class Host:
         self._lent: dict[tuple[int, int], Block] = {}  # by stream and number, until all have read it
         self._theirs: dict[tuple[int, int], Tensor] = {}  # by rank and number of its block
         self._posted: dict[tuple[int, int], dict[int, Notice]] = defaultdict(dict)  # by stream and number
+        self.whole: dict[tuple[int, int], Copy] = {}  # by rank that made it and number, until it is taken
         self._last: dict[tuple[int, int], int] = {}  # by stream and rank, the number that it posted last
 
     # --- own memory -------------------------------------------------------------------------------------------------
@@ -148,11 +150,24 @@ class Host:
     def block(self, tensor: Tensor) -> Block | None:
         return self._blocks.get(tensor.data_ptr())
 
+    def make_whole(self, number: int, nbytes: int, others: Sequence[int]) -> None:
+        """One piece of memory for all, of the collective of this number."""
+        try:
+            window, descriptor = _made(nbytes)
+        except OSError as error:
+            raise MemoryError(f"the system has no {nbytes:,} bytes for parameters that ranks share: {error}") from error
+        self.whole[self.rank, number] = Copy(window, _mapped(descriptor.number, nbytes, shared=False))
+        for rank in others:
+            self.neighbours.tell(rank, Notice(WHOLE, block=number, nbytes=nbytes), descriptor)
+
     # --- what others say --------------------------------------------------------------------------------------------
 
     def _hear(self, rank: int, notice: Notice, memory: int) -> None:
         at = notice.stream, notice.number
-        if notice.kind == MEMORY:
+        if notice.kind == WHOLE:
+            both = (_mapped(memory, notice.nbytes, shared=shared) for shared in (True, False))
+            self.whole[rank, notice.block] = Copy(*both)
+        elif notice.kind == MEMORY:
             if (rank, notice.block) not in self._theirs:
                 self._theirs[rank, notice.block] = _mapped(memory, notice.nbytes)
         elif notice.kind == POSTED:
@@ -207,15 +222,13 @@ class Flight:
     As torch's own handles it has `wait` and `is_completed`, so that ranks that are gone or silent are noticed as ever.
     """
 
-    def __init__(
-        self, stream: SharedStream, tensor: Tensor | None, into: Sequence[Part] | None, what: int, number: int
-    ) -> None:
-        """tensor: what this rank shares. into: of a gather, where the others' shards go."""
+    def __init__(self, stream: SharedStream, tensor: Tensor | None, land: Land | None, what: int, number: int) -> None:
+        """tensor: what this rank shares. land: takes what came at once, after which nobody reads it any more."""
         self.host = stream.host
         self.at = stream.index, number
         self.peers = [rank for rank in stream.members if rank != stream.host.rank]
         self._tensor = tensor
-        self._into = into
+        self._land = land
         self._what = what
         self._posted = False
         self._since = 0.0
@@ -271,18 +284,16 @@ class Flight:
         return self._arrived()
 
     def copy(self) -> None:
-        """Of a gather: take what has come, if all has."""
-        if self._into is not None and self._arrived() and not self._fails():
-            posted = self.host.posted(self.at)
-            for rank, place in self._into:
-                place.copy_(self.host.theirs(rank, posted[rank])[: place.numel()])
+        """Take what has come, if all has."""
+        if self._land is not None and self._arrived() and not self._fails():
+            self._land(self.host.posted(self.at))
             self.read()
 
     def read(self) -> None:
         """What others share was used: they may use its memory again."""
         if not self.finished:
             self.host.read(self)
-            self.finished, self._into = True, None
+            self.finished, self._land = True, None
 
     def pieces(self, dtype: torch.dtype) -> dict[int, Tensor]:
         """What each of the others shares, by rank; until `read`."""
@@ -363,6 +374,7 @@ class Exchange:
         self._members = members
         self._gathers, self._reductions = streams
         self.host = self._gathers.host
+        self._copies: dict[int, Copy] = {}  # by address
 
     def gather(self, full: Tensor, bucket: Bucket, state: str) -> list[Any]:
         raw = full.view(torch.uint8)
@@ -370,10 +382,16 @@ class Exchange:
         into = [(rank, place) for rank, place in zip(self._members, places, strict=True) if place.numel()]
         own = places[self._sits.position]
         what = "lend", self._link.engine, bucket.index, state, raw.numel()
-        lent = self.host.take(own.numel(), torch.uint8)
+        lent, host = self.host.take(own.numel(), torch.uint8), self.host
+
+        def land(posted: dict[int, Notice]) -> None:
+            for rank, place in into:
+                if rank != host.rank:
+                    place.copy_(host.theirs(rank, posted[rank])[: place.numel()])
+
         try:
             lent.copy_(own)
-            return [self._launch(self._gathers, what, lent, [part for part in into if part[0] != self.host.rank])]
+            return [self._launch(self._gathers, what, lent, land)]
         finally:
             self.host.free(lent)
 
@@ -381,8 +399,35 @@ class Exchange:
         what = "lend", self._link.engine, bucket.index, "", send.numel() * send.itemsize
         return [self._launch(self._reductions, what, send, None)]
 
-    def _launch(self, stream: SharedStream, what: Launch, lent: Tensor, into: Sequence[Part] | None) -> Flight:
-        flight: Flight = self._link.launch(stream, what, Flight, stream, lent, into)
+    def one_copy(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Memory that all ranks of the team read, for whoever is in `shard`; see `Copy`."""
+        nbytes = aligned(max(numel * dtype.itemsize, 1))
+        first, number = self._members[0], self._gathers.count + 1
+        if self.host.rank == first:
+            self.host.make_whole(number, nbytes, [rank for rank in self._members if rank != first])
+        flight = self._launch(self._gathers, ("one copy", self._link.engine, -1, "", nbytes), None, None)
+        self._link.wait("one copy", None, flight)
+        flight.read()
+        copy = self.host.whole.pop((first, number))
+        self._copies[copy.own.data_ptr()] = copy
+        return copy.own[: numel * dtype.itemsize].view(dtype)
+
+    def publish(self, full: Tensor, bucket: Bucket) -> list[Any]:
+        """What this rank owns of the one copy becomes what it has made of it; edits of all else are forgotten."""
+        copy, raw = self._copies[full.data_ptr()], full.view(torch.uint8)
+        first, last = (bound * full.itemsize for bound in bucket.shard(self._sits.position))
+        copy.window[first:last].copy_(raw[first:last])
+        what = "publish", self._link.engine, bucket.index, "parameters", raw.numel()
+        return [self._launch(self._gathers, what, None, lambda posted: copy.forget())]
+
+    def join_publishing(self, stream: SharedStream, what: Launch, full: Tensor, own: Tensor, first: int) -> None:
+        """As `publish`, in a levelling."""
+        copy = self._copies[full.data_ptr()]
+        copy.window[first : first + own.numel()].copy_(own)
+        stream.launch(what, Flight, stream, None, lambda posted: copy.forget())
+
+    def _launch(self, stream: SharedStream, what: Launch, lent: Tensor | None, land: Land | None) -> Flight:
+        flight: Flight = self._link.launch(stream, what, Flight, stream, lent, land)
         if self.host.neighbours.clogged:
             self._link.wait("a notice", None, Told(self.host))
         return flight

@@ -109,15 +109,22 @@ class Team:
         self.seat = seat
         self.position = seat.position
         self.size = seat.size
+        self.once: set[int] = set()  # buckets of which all ranks have one copy together
+
+    def one_copy(self, bucket: int, numel: int, dtype: torch.dtype) -> Tensor:
+        """Memory for a bucket's parameters that all ranks read; what a rank writes is its own until it is gathered."""
+        self.once.add(bucket)
+        return torch.zeros(numel, dtype=dtype, device=self.device)
 
     def gather(self, full: Tensor, bucket: Bucket, state: str) -> Work:
         """Each shard of `full`, a whole bucket, becomes that of its owner, on every rank, in place."""
         nbytes, own = full.numel() * full.itemsize, bucket.shard_numel(self.position) * full.itemsize
         sent, received = own * (self.size - 1), nbytes - own
-        event = self._count("gather", nbytes, sent, received, state, bucket.index)
+        once = bucket.index in self.once and state == "parameters"
+        event = self._count("gather", nbytes, sent, 0 if once else received, state, bucket.index)
         handles = self._gather(full, bucket, state)
         work = Work(handles, event, lambda handle: self._wait("gather", bucket.index, handle))
-        if self.shares:
+        if self.shares and not once:
             work.lends(self.ledger, own)
         return work
 

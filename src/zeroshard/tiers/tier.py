@@ -25,12 +25,13 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError, check_local, nearest
-from ..events import DEVICE, HOST, NVME, Ledger
+from ..events import DEVICE, HOST, NVME, SHARED, Ledger
 from ..layout import Bucket
 from ..numerics import same_bits, simulated
+from ..ranks.transport import Team
 from .pool import Pool, zeros
 
-NAMES = {"device": DEVICE, "cpu": HOST, "nvme": NVME}  # as users write them
+NAMES = {"device": DEVICE, "cpu": HOST, "nvme": NVME, "shared": SHARED}  # as users write them
 STATES = ("parameters", "gradients", "optimizer")
 
 Where = str | float | Mapping[str, float]
@@ -49,6 +50,9 @@ class Offload:
     digests: check every block of every file that is read against a digest kept in memory (16 bytes per 4 MiB), so that
         what another program has written there is an error and not a state.
 
+    `parameters="shared"`, at stages 1 to 3 on the CPU: one copy for all ranks of a host, in memory that they share.
+        Each writes the elements that it updates; an edit is its rank's until then, as in a copy of its own.
+
     Costs nothing in bits: any choice gives the same ones. What it costs in time `zeroshard plan` says.
     """
 
@@ -61,6 +65,13 @@ class Offload:
     def __post_init__(self) -> None:
         for state in STATES:
             fractions(state, getattr(self, state))
+        elsewhere = [state for state in STATES if SHARED in self.tiers(state)]
+        if elsewhere and (elsewhere != ["parameters"] or not self.once):
+            raise UserError(
+                "one copy for all ranks of a host is for parameters, and for all of them",
+                got=f"Offload({elsewhere[0]}={getattr(self, elsewhere[0])!r})",
+                instead='Offload(parameters="shared")',
+            )
         on_disk = [state for state in STATES if NVME in self.tiers(state)]
         if on_disk and self.path is None:
             raise UserError(
@@ -79,6 +90,11 @@ class Offload:
                 f'Offload.{given} is for files, and nothing rests in "nvme"', got=repr(getattr(self, given)),
                 instead='Offload(optimizer="nvme", path="/scratch")',
             )  # fmt: skip
+
+    @property
+    def once(self) -> bool:
+        """Does one copy of the parameters serve all ranks of a host?"""
+        return self.tiers("parameters") == {SHARED: 1.0}
 
     def tiers(self, state: str) -> dict[str, float]:
         """{tier: fraction of the state's bytes}; fractions add up to 1."""
@@ -281,6 +297,21 @@ class DeviceTier:
     def again(self, tensor: Tensor) -> Tensor:
         """Memory for another message, where one has been that is through."""
         return tensor
+
+
+class OnceTier:
+    """One copy for all ranks of a host: what reads it computes with it in place, as on the device."""
+
+    name = DEVICE
+
+    def __init__(self, team: Team, ledger: Ledger) -> None:
+        self._team = team
+        self.device = team.device
+        self.ledger = ledger
+
+    def rest(self, state: str, bucket: int, numel: int, dtype: torch.dtype) -> Rest:
+        self.ledger.hold(state, numel * dtype.itemsize, SHARED)
+        return Rest(self.name, self._team.one_copy(bucket, numel, dtype))
 
 
 class HostTier:

@@ -60,7 +60,10 @@ class Tiers:
         str, unset(COMMON, "All states rest in host memory (cpu) or in files (nvme), not on the device.", "cpu|nvme")
     ] = ""
     offload_parameters: Annotated[
-        str, unset(WHERE, "Parameters: device, cpu, nvme, or the fraction of them in host memory.", "WHERE")
+        str,
+        unset(
+            WHERE, "Parameters: device, cpu, nvme, shared (by ranks of a host), or a fraction in host memory.", "WHERE"
+        ),
     ] = ""
     offload_gradients: Annotated[str, unset(WHERE, "Gradients, likewise.", "WHERE")] = ""
     offload_optimizer: Annotated[str, unset(WHERE, "Masters and optimizer states, likewise.", "WHERE")] = ""

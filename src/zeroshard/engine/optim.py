@@ -412,7 +412,7 @@ class Binding:
         """Masters become parameters again, where this step had gradients: the step itself may have cleared them."""
         if buffer.master is not None and not buffer.casts:
             first, last = buffer.updated
-            with buffer.parameters.here(fresh=buffer.rests == buffer.updated):
+            with buffer.parameters.here(fresh=buffer.place.together):
                 nbytes = (last - first) * buffer.dtype.itemsize
                 copied = self.group.ledger.note("copy", state="master", bucket=buffer.bucket.index, logical=nbytes)
                 buffer.write_back()

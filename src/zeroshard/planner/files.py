@@ -111,7 +111,7 @@ def moves(
                 file.use(number)
             gradients.use(number, changed=False)
             if mastered[number]:
-                parameters.use(number, fresh=bool(place.parameters))
+                parameters.use(number, fresh=place.together)
             for file in (*updating, parameters):
                 file.behind(number)
             gradients.forget(number)

@@ -373,6 +373,9 @@ def test_a_rank_killed_beside_one_copy_is_named(ranks, tmp_path, where):
     assert set(os.listdir("/dev/shm")) <= before
 
 
+SPLIT = zeroshard.Precision(param_dtype=torch.bfloat16, split_master=True)
+
+
 @pytest.mark.parametrize(
     "settings", [{"gradients": "shared"}, {"parameters": {"shared": 0.5}}], ids=["gradients", "half"]
 )
@@ -384,8 +387,12 @@ def test_one_copy_is_of_all_parameters(settings):
 
 @pytest.mark.parametrize(
     ("options", "says"),
-    [({"stage": 0}, "stage=1"), ({"stage": 1, "comm": Comm(transport="gloo")}, 'Comm(transport="shared")')],
-    ids=["stage 0", "gloo"],
+    [
+        ({"stage": 0}, "stage=1"),
+        ({"stage": 1, "comm": Comm(transport="gloo")}, 'Comm(transport="shared")'),
+        ({"stage": 1, "precision": SPLIT}, "whole masters"),
+    ],
+    ids=["stage 0", "gloo", "split masters"],
 )
 def test_one_copy_is_refused_where_it_would_be_wrong(options, says):
     """At stage 0 every rank would write every element."""

@@ -519,7 +519,13 @@ def test_four_weights_gathers_at_stage_3(run_four, checkpointing, backward, pass
         # A layer has two weights of two bytes. A gather of a whole layer is a broadcast by its owner; a reduction goes
         # to the owner alone.
         assert result["traffic"] == {
-            "gather": {"calls": len(gathers), "logical": nbytes, "sent": 4 * own, "sent_and_received": nbytes, "shared": 0},
+            "gather": {
+                "calls": len(gathers),
+                "logical": nbytes,
+                "sent": 4 * own,
+                "sent_and_received": nbytes,
+                "shared": 0,
+            },
             "reduce": {"calls": 2, "logical": 8, "sent": 4, "sent_and_received": 8, "shared": 0},
         }
         elements = (result["traffic"]["gather"]["logical"] + result["traffic"]["reduce"]["logical"]) // 2
@@ -534,7 +540,8 @@ def test_four_weights_gather_after_the_step_at_stages_1_and_2(run_four, stage):
         assert result["gathers in forward"] == result["gathers in backward"] == []
         assert result["gathers in step"] == ["layer1", "layer2"]
         assert result["traffic"] == {
-            verb: {"calls": 2, "logical": 8, "sent": 4, "sent_and_received": 8, "shared": 0} for verb in ("gather", "reduce")
+            verb: {"calls": 2, "logical": 8, "sent": 4, "sent_and_received": 8, "shared": 0}
+            for verb in ("gather", "reduce")
         }
 
 

@@ -106,6 +106,12 @@ def check_split(precision: Precision, partition: Partition, place: Placements, o
             got='Precision(split_master=True), Comm(optimizer="all")',
             instead='Comm(optimizer="team"), or whole masters',
         )
+    if precision.split_master and offload.once:
+        raise UserError(
+            "split masters lie beside parameters of this rank's own, and all ranks of a host have one copy of these",
+            got='Precision(split_master=True), Offload(parameters="shared")',
+            instead="Precision(), with whole masters",
+        )
 
 
 def dispatches(tensor: Tensor) -> bool:

@@ -113,10 +113,10 @@ def plan(
     _check_numbers(ranks, most, accumulate, prefetch, gpus_per_node, replicas)
     _check_units(units, known=params is None)
     _check_stage(stage)
+    _check_files(offload, disk, step_time, tokens)
     once = offload is not None and offload.once
     if once and stage is not None:
         placements(stage, once=True)  # says which stages can
-    _check_files(offload, disk, step_time, tokens)
     if transport == "shared" and gpus_per_node is not None:
         raise UserError(
             "gpus_per_node asks for the links of GPUs, and memory is shared between ranks on the CPU",

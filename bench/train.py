@@ -10,6 +10,7 @@ communication takes the other's core; `--free` leaves that out.
 CPU             processor time of a rank's step, communication threads included: what a busy machine cannot hide
 fresh MB        memory that a step touches for the first time, which costs the kernel ten times a copy
 wire B/param    bytes this rank's TCP sockets sent per step and parameter, from the kernel's own count (TCP_INFO)
+share B/param   the same as rest, of which memory that several processes have counts in parts (proportional set size)
 rest B/param    resident memory over the process's before the model was built, after backward, gradients and all
 peak B/param    the most resident at any time from the first step on, over the same
 """
@@ -54,7 +55,7 @@ class Held:
         self.size = SIZES[size]
         build = backends.load(name)
         _touch_libraries()
-        self._baseline = _resident("VmRSS")
+        self._baseline, self._share = _resident("VmRSS"), _proportional()
         torch.manual_seed(0)
         model = GPT(self.size)
         self._numel = sum(param.numel() for param in model.parameters())
@@ -79,10 +80,11 @@ class Held:
         before = _settled()
         self._train.backward(self._batch())
         ctypes.CDLL(None).malloc_trim(0)
-        rest = _resident("VmRSS") - self._baseline
+        rest, share = _resident("VmRSS") - self._baseline, _proportional() - self._share
         self._train.update()
         peak, wire = _resident("VmHWM") - self._baseline, _settled() - before
-        return {"wire": wire / self._numel, "rest": rest / self._numel, "peak": peak / self._numel}
+        counts = {"wire": wire, "rest": rest, "share": share, "peak": peak}
+        return {name: count / self._numel for name, count in counts.items()}
 
     def numel(self) -> int:
         return self._numel
@@ -100,6 +102,12 @@ def _touch_libraries() -> None:
         torch.nn.functional.linear(torch.ones(4, 64, dtype=dtype), layer.weight.to(dtype)).sum().backward()
     optimizer.step()
     dist.all_reduce(torch.ones(1))
+
+
+def _proportional() -> int:
+    """Bytes of this process's memory; of what several have each has its part."""
+    text = Path("/proc/self/smaps_rollup").read_text()
+    return int(text.split("\nPss:")[1].split()[0]) * 1024
 
 
 def _resident(field: str) -> int:

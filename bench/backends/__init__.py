@@ -44,6 +44,14 @@ BACKENDS = {
         for stage in (1, 2, 3)
     },
     **{f"zeroshard {stage}, 2 replicas": Backend("ours", {"stage": stage, "replicas": 2}, least=4) for stage in (2, 3)},
+    **{
+        f"zeroshard {stage}, shared memory": Backend("ours", {"stage": stage, "transport": "shared"})
+        for stage in (1, 2, 3)
+    },
+    **{
+        f"zeroshard {stage}, one copy": Backend("ours", {"stage": stage, "transport": "shared", "once": True})
+        for stage in (1, 2)
+    },
     "DDP": Backend("ddp"),
     "DDP + ZeroRedundancyOptimizer": Backend("redundancy"),
     "FSDP2, no reshard": Backend("fsdp2", {"reshard": False}),

@@ -1,6 +1,10 @@
-"""zeroshard, with its defaults; with gradients that rest in bfloat16, as all the peers keep them; or with replicas."""
+"""zeroshard, with its defaults; with gradients that rest in bfloat16, as all the peers keep them; with replicas;
+over memory that ranks share, for messages, or for one copy of the parameters too.
+"""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 from torch import nn
@@ -11,9 +15,20 @@ from ..model import LEARNING_RATE
 from . import Trainer, plain
 
 
-def build(model: nn.Module, *, low: bool, stage: int, low_gradients: bool = False, replicas: int = 1) -> Trainer:
+def build(
+    model: nn.Module,
+    *,
+    low: bool,
+    stage: int,
+    low_gradients: bool = False,
+    replicas: int = 1,
+    transport: Literal["gloo", "shared"] = "gloo",
+    once: bool = False,
+) -> Trainer:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     dtype = torch.bfloat16 if low else None
     precision = zeroshard.Precision(param_dtype=dtype, grad_dtype=dtype if low_gradients else None)
-    zeroshard.shard(model, optimizer, stage=stage, precision=precision, comm=zeroshard.Comm(replicas=replicas))
+    comm = zeroshard.Comm(replicas=replicas, transport=transport)
+    offload = zeroshard.Offload(parameters="shared") if once else zeroshard.Offload()
+    zeroshard.shard(model, optimizer, stage=stage, precision=precision, comm=comm, offload=offload)
     return plain(model, optimizer)

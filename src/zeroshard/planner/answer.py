@@ -169,7 +169,7 @@ class Plan:
             "replicas": self.replicas and self.replicas.json(),
             "advice": [change.json() for change in self.advice],
             "notes": list(self.notes),
-            "whole": self.whole and self.whole._asdict(),
+            **({"whole": self.whole._asdict()} if self.whole else {}),
             "offload": self.offload and {kind: self.offload.tiers(kind) for kind in states.KINDS},
             "host_mem": self.host_mem,
             "disk": self.disk and self.disk.json(),

@@ -14,7 +14,7 @@ from ..headroom import SPLIT_BITS
 from ..layout import Layout
 from ..numerics import Precision
 from ..ranks.comm import Comm
-from ..stage import STAGES
+from ..stage import STAGES, placements
 from ..tiers.tier import Offload
 from . import advice, built, optimizers, recipes, states, traffic
 from .answer import Plan, StagePlan, finish
@@ -80,7 +80,9 @@ def plan_job(job: str | Callable[[], dict[str, Any]], asked: Asked, layout: Layo
 def masters_alone(stage: int, offload: Offload | None) -> bool:
     """May masters be all that rests of the parameters?"""
     where = offload or Offload()
-    return bool(STAGES[stage].parameters) and set(where.tiers("parameters")) | set(where.tiers("optimizer")) == {DEVICE}
+    return bool(placements(stage).parameters) and set(where.tiers("parameters")) | set(where.tiers("optimizer")) == {
+        DEVICE
+    }
 
 
 def precision(name: str, grad_dtype: str | None = None, *, alone: bool = False) -> Precision | None:

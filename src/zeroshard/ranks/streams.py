@@ -80,9 +80,9 @@ class Stream:
     @property
     def last(self) -> list[Launch]:
         """The last ones, the newest at the end."""
-        numbered = dict([*self._landed, *map(_numbered, self._flights)])
+        numbered = dict([*self._landed, *map(_numbered, tuple(self._flights))])
         return list(numbered.values())[-KEPT:]
 
     @property
     def under_way(self) -> list[Any]:
-        return [handle for *_, handle in self._flights]
+        return [handle for *_, handle in tuple(self._flights)]  # a model's end may be noticed here, which prunes

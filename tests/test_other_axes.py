@@ -6,6 +6,8 @@ by hand.
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -51,10 +53,12 @@ def piped(dp, schedule, scale, stage=None):
             p.grad.div_(dp)
         optimizer.step()
         optimizer.zero_grad()
-    if zero is not None:
-        with zero.gathered():
-            return [p.detach().clone() for p in model.parameters()]
-    return [p.detach() for p in model.parameters()]
+    return weights(model, zero)
+
+
+def weights(model, zero):
+    with contextlib.nullcontext() if zero is None else zero.gathered():
+        return [p.detach().clone() for p in model.parameters()]
 
 
 @pytest.mark.row(100)
@@ -105,10 +109,7 @@ def in_context(stage):
             p.grad = total / 4
         optimizer.step()
         optimizer.zero_grad()
-    if zero is not None:
-        with zero.gathered():
-            return [p.detach().clone() for p in model.parameters()]
-    return [p.detach() for p in model.parameters()]
+    return weights(model, zero)
 
 
 @pytest.mark.row(100)

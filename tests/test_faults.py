@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -25,7 +26,7 @@ from zeroshard.engine.pending import Scratch
 from zeroshard.engine.reduction import Reduction
 from zeroshard.errors import Error, StateError
 from zeroshard.ranks.link import Link
-from zeroshard.ranks.watch import GONE, Watch
+from zeroshard.ranks.watch import GONE, Watch, _ask
 
 
 def train(stage: int, steps: int = 4, **options):
@@ -322,6 +323,27 @@ def test_a_forked_child_neither_ends_its_parents_watch_nor_outlives_it():
         os.kill(child, signal.SIGKILL)
         parent.stdout.close()
         asking.close()
+
+
+@pytest.mark.row(77)
+def test_who_tells_of_a_lost_rank_and_ends_is_not_called_lost_itself():
+    """Rank 0 tells rank 1 that rank 2 is gone, and ends while rank 1 asks it the same."""
+    asking = Watch(1, "127.0.0.1", lambda: {"doing": "", "waits": True, "failed": False})
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        nobody = gone.getsockname()
+
+    def tells():
+        asked, _ = teller.accept()
+        with asked:
+            _ask({1: asking.place}, {"alarm": {"2": GONE}})
+
+    with socket.create_server(("127.0.0.1", 0)) as teller:
+        asking.peers = {0: (*teller.getsockname(), ""), 1: asking.place, 2: (*nobody, "")}
+        thread = threading.Thread(target=tells)
+        thread.start()
+        assert asking.blame() == {2: GONE}
+        thread.join()
+    asking.close()
 
 
 CROWD = """

@@ -21,7 +21,7 @@ import zeroshard
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "zeroshard"
 PUBLIC = ["Comm", "Error", "Layout", "Offload", "Precision", "Zero", "apart", "load", "plan", "settings", "shard"]
-CAP = 9105  # lines of the core: see docs/decisions/core-size.md
+CAP = 9106  # lines of the core: see docs/decisions/core-size.md
 STORAGE = {"tiers/tier.py", "tiers/nvme.py"}  # beside checkpoint/: counted in what they do, not in lines
 NOT_LAYERS = {"__init__.py", "__main__.py"}
 OUTSIDE = {"integrations", "explain"}  # what the methods of Zero that need them import

@@ -94,7 +94,8 @@ class Watch:
 
     def blame(self) -> dict[int, str]:
         """Which ranks will not come any more, as far as the others can be asked."""
-        return self.alarm or {rank: answer.silence for rank, answer in self.ask().items() if answer.silence}
+        found = self.alarm or {rank: answer.silence for rank, answer in self.ask().items() if answer.silence}
+        return self.alarm or found  # who told this rank meanwhile, and ended, is not the one that was lost
 
     def lost(self) -> dict[int, str]:
         """As `blame`, where ranks only wait for longer than they should. Silent is who was so again and again."""

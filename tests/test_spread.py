@@ -8,7 +8,7 @@ import torch
 import test_bits
 import zeroshard
 from test_mesh import job, job_model, train, weights
-from zeroshard import Comm, Layout, Offload, Precision
+from zeroshard import Comm, Layout, Offload, Precision, sharded
 from zeroshard.errors import PeerError, UserError
 from zeroshard.planner import predict_states
 from zeroshard.planner.simulate import simulate
@@ -189,6 +189,24 @@ def edits(stage):
 def test_edits_count_on_all_ranks(ranks):
     first, *others = (ranks.run(4, edits, stage) for stage in STAGES)
     assert all(torch.equal(found, first[0]) for each in (first, *others) for found in each)
+
+
+def edits_under_way():
+    """How many messages of the edited weights had not arrived yet at each comparison."""
+    compare, under_way = sharded.check_replicas, []
+
+    def count(running, buffers, number):
+        under_way.append(sum(len(buffer._work) for buffer in buffers))
+        compare(running, buffers, number)
+
+    sharded.check_replicas = count
+    edits(1)
+    return under_way
+
+
+def test_edits_are_compared_when_they_have_arrived(ranks):
+    """What is still on its way to a rank is no edit of the other ranks alone."""
+    assert ranks.run(4, edits_under_way) == [[0, 0]] * 4
 
 
 def averaged(stage, how):

@@ -256,7 +256,10 @@ class Engine:
             buffer.changed()
             buffer.gathered.current &= buffer.resident
             buffer.spread(overlap=self.comm.overlap)
-        self._compare([buffer for buffer in published if not buffer.place.optimizer or self.replicas > 1])
+        compared = [buffer for buffer in published if not buffer.place.optimizer or self.replicas > 1]
+        for buffer in compared:
+            buffer.land()
+        self._compare(compared)
 
     def _refuse_mixture(self, module: nn.Module, *_: Any) -> None:
         """Before a state_dict, which asks no other rank."""

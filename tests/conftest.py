@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import sys
+from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: bits depend on the number of threads
 os.environ["MKL_NUM_THREADS"] = "1"
@@ -21,8 +22,10 @@ import selection
 
 TEST_TIMEOUT = 300  # seconds; a run on ranks has its own, shorter one
 LONGEST = {  # the longest files start first, or one of xdist's workers ends alone with one of them
-    "test_bits", "test_checkpoint", "test_cli", "test_clipping", "test_gradients", "test_harness", "test_inputs", "test_modules",
-    "test_offload", "test_optimizer", "test_page", "test_precision", "test_resume", "test_simulate", "test_verify",
+    "test_bits", "test_checkpoint", "test_cli", "test_clipping", "test_experts", "test_explain", "test_gradients",
+    "test_harness", "test_inputs", "test_mesh", "test_mesh_planned", "test_modules", "test_offload", "test_optimizer",
+    "test_page", "test_precision", "test_resume", "test_shared_memory", "test_simulate", "test_split", "test_tensor_parallel",
+    "test_verify",
 }  # fmt: skip
 MARKERS = {
     "dist": "runs on several rank processes (set by itself on tests that use the `ranks` or `world` fixture)",
@@ -116,6 +119,27 @@ def stage(request):
 
 def pytest_sessionfinish():
     rank_processes.shutdown()
+
+
+def check_rank(folder):
+    from zeroshard.cli.check import _train_all
+    from zeroshard.cli.config import Launch
+
+    _train_all(Path(folder), Launch.from_environment())
+
+
+@pytest.fixture
+def warm(monkeypatch):
+    """The ranks of `plan --check` are processes that need not import torch."""
+    from zeroshard.cli import launch
+
+    def start_ranks(command, world):
+        name, folder = command
+        assert name == "check-rank"
+        rank_processes.run(world, check_rank, folder, group="env", timeout=120)
+        return 0
+
+    monkeypatch.setattr(launch, "start_ranks", start_ranks)
 
 
 @pytest.fixture

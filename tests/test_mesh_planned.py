@@ -1,18 +1,15 @@
 """Replicas, known beforehand: what is predicted, simulated and compared of several copies of the sharded model."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-import ranks
 import zeroshard
 from zeroshard import Comm, Layout, Offload, shard
 from zeroshard.checkpoint.content import pieces
-from zeroshard.cli import check, launch
-from zeroshard.cli.config import Launch
+from zeroshard.cli import check
 from zeroshard.cli.main import app
 from zeroshard.explain.run import read, record_step
 from zeroshard.layout import Spec, partition
@@ -46,21 +43,6 @@ def job():
         "batch": lambda step, index: torch.full((4, 16), float(step + index)),
         "loss": lambda model, batch: model(batch).square().mean(),
     }
-
-
-def check_rank(folder):
-    check._train_all(Path(folder), Launch.from_environment())
-
-
-@pytest.fixture
-def warm(monkeypatch):
-    """`check.compare` has its ranks in processes that need not import torch."""
-
-    def start_ranks(command, world):
-        ranks.run(world, check_rank, command[1], group="env", timeout=120)
-        return 0
-
-    monkeypatch.setattr(launch, "start_ranks", start_ranks)
 
 
 @pytest.mark.row(86)

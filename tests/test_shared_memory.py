@@ -131,7 +131,7 @@ def job():
 
 @pytest.mark.parametrize("more", [(), ("--accumulate", "2", "--no-sync")], ids=["", "no_sync"])
 @pytest.mark.parametrize("world", [2, 3])
-def test_bytes_held_are_those_planned(command, world, more, monkeypatch):
+def test_bytes_held_are_those_planned(warm, command, world, more, monkeypatch):
     """Of every state, on every rank, at rest and at the most in every phase; with contributions that others read, and
     nothing that arrives."""
     monkeypatch.chdir(Path(__file__).parent)
@@ -315,7 +315,7 @@ def test_a_host_holds_one_copy(ranks):
 
 
 @pytest.mark.parametrize("stage_of_plan", ["1", "2", "3"])
-def test_bytes_of_one_copy_are_those_planned(command, stage_of_plan, monkeypatch):
+def test_bytes_of_one_copy_are_those_planned(warm, command, stage_of_plan, monkeypatch):
     """At rest and at every peak, to the byte."""
     monkeypatch.chdir(Path(__file__).parent)
     options = ["--ranks", "2", "--stage", stage_of_plan, "--check", "--offload-parameters", "shared"]

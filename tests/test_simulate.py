@@ -17,8 +17,7 @@ import ranks
 import reference
 import zeroshard
 from zeroshard import Comm, Layout, Precision, shard
-from zeroshard.cli import check, launch
-from zeroshard.cli.config import Launch
+from zeroshard.cli import check
 from zeroshard.errors import UserError
 from zeroshard.planner import built, from_job, predict_states
 from zeroshard.planner.machines import MACHINES, machine
@@ -415,23 +414,6 @@ def halves():
         "batch": lambda step, index: torch.ones(3, 20),
         "loss": lambda model, x: model(x).square().mean(),
     }
-
-
-def check_rank(folder):
-    check._train_all(Path(folder), Launch.from_environment())
-
-
-@pytest.fixture
-def warm(monkeypatch):
-    """`check.compare` has its ranks in processes that need not import torch."""
-
-    def start_ranks(command, world):
-        name, folder = command
-        assert name == "check-rank"
-        ranks.run(world, check_rank, folder, group="env", timeout=120)
-        return 0
-
-    monkeypatch.setattr(launch, "start_ranks", start_ranks)
 
 
 @pytest.mark.full

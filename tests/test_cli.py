@@ -278,6 +278,7 @@ def test_a_run_leaves_its_files(run):
     GPT(SIZES["tiny"]).load_state_dict(load_file(out / "model.safetensors"))
 
 
+@pytest.mark.full
 def test_one_rank_that_adds_up_two_micro_batches_gives_the_same_bits(run, tmp_path):
     """At stage 0, without any launcher, and at stage 3 on two ranks: one micro-batch is one, whoever computes it."""
     out = tmp_path / "one"
@@ -676,6 +677,7 @@ def test_a_micro_batch_is_a_function_of_its_arguments():
     assert set(starts) == set(range(200 - 9))  # every window can be drawn, none leaves the text
 
 
+@pytest.mark.full
 def test_the_standard_library_is_text_without_tests():
     files = standard_library()
     assert len(files) > 300

@@ -21,6 +21,8 @@ import ranks
 import reference
 from ranks import alive, until
 
+pytestmark = pytest.mark.full  # what the product claims is tested by others
+
 # --------------------------------------------------------------------------------- what the ranks run in these tests
 
 

@@ -18,6 +18,8 @@ import pytest
 
 import zeroshard
 
+pytestmark = pytest.mark.full  # `make check` runs them all
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "zeroshard"
 PUBLIC = ["Comm", "Error", "Layout", "Offload", "Precision", "Zero", "apart", "load", "plan", "settings", "shard"]

@@ -85,6 +85,7 @@ def test_replicas_have_the_same_bits_in_any_tier(ranks, tmp_path, tier):
             assert all(map(torch.equal, found, want))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("options", [{"overlap": False}, {"prefetch": 3}], ids=["no overlap", "prefetch 3"])
 def test_overlap_changes_no_bit_of_a_relay(options):
     configurations = [(stage, "many", None, "loop") for stage in STAGES]
@@ -106,6 +107,7 @@ def added_up(replicas):
     return found
 
 
+@pytest.mark.full
 def test_no_sync_is_the_same_with_replicas(ranks):
     one = ranks.run(4, added_up, 1)
     for replicas in (2, 4):
@@ -266,10 +268,11 @@ def by_mesh(shape):
 
 def test_a_device_mesh_of_two_axes_replicates_along_the_first(ranks):
     """As with FSDP2's hybrid sharding; one axis shards."""
-    for shape in ((2, 2), (4, 1), (1, 4), (4,)):
-        for replicas, size, found in ranks.run(4, by_mesh, shape):
-            assert (replicas, size) == (shape if len(shape) == 2 else (1, 4))
-            assert torch.equal(found, ranks.run(4, by_mesh, (4,))[0][2])
+    ((_, _, want), *_) = outcomes = ranks.run(4, by_mesh, (4,))
+    for shape in ((2, 2), (4, 1), (1, 4)):
+        outcomes += ranks.run(4, by_mesh, shape)
+    assert [told[:2] for told in outcomes] == [each for each in ((1, 4), (2, 2), (4, 1), (1, 4)) for _ in range(4)]
+    assert all(torch.equal(found, want) for *_, found in outcomes)
 
 
 REFUSED = {

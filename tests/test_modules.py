@@ -576,6 +576,7 @@ def interrupted_while_opening(stage: int, at: int):
                 layer.weight.sum()
 
 
+@pytest.mark.full
 @pytest.mark.row(4)
 @pytest.mark.parametrize("at", [1, 2, 3])
 def test_an_interrupt_while_a_unit_is_opened(ranks, stage, at):

@@ -42,6 +42,7 @@ def test_a_folder_that_never_was_a_run_is_left_as_it_is(tmp_path, mine):
     assert tree(tmp_path) == {mine: b"years"}
 
 
+@pytest.mark.full
 @pytest.mark.row(72)
 def test_an_earlier_run_is_moved_and_what_else_is_there_stays(tmp_path):
     """By a second run without --resume; one that goes on keeps its place, checkpoints and all."""
@@ -192,6 +193,7 @@ def test_an_error_shows_no_character_that_steers_a_terminal():
     assert steers(f"{error.value}") == [] and SHOWN in f"{error.value}"
 
 
+@pytest.mark.full
 @pytest.mark.row(75)
 @pytest.mark.parametrize("words", [["plan", "--params", "1e9"], ["explain", "--text"], ["train", "--help"]], ids=str)
 def test_every_command_can_be_shown_in_ascii(monkeypatch, words):

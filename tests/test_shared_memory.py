@@ -689,6 +689,7 @@ def stops(stage: int, where: str, folder: str) -> None:
     over_memory(test_lost_ranks.stopped, stage, where, folder)
 
 
+@pytest.mark.full
 @pytest.mark.row(101)
 @pytest.mark.parametrize(("stage", "where"), [(3, "forward"), pytest.param(1, "backward", marks=pytest.mark.slow)])
 def test_a_stopped_rank_is_named_in_time(ranks, tmp_path, stage, where):
@@ -758,6 +759,7 @@ def interrupted_at_lines(stage: int, every: int, steps: int):
         return reference.weights(model), struck, held
 
 
+@pytest.mark.full
 @pytest.mark.row(101)
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize(

@@ -160,6 +160,7 @@ def test_what_needs_values_is_refused():
         simulate(lambda: {"model": models.build("mlp")} | {k: job("mlp")()[k] for k in ("optimizer", "batch")}, ranks=2)
 
 
+@pytest.mark.full
 def test_a_simulation_leaves_nothing_behind():
     """Real training afterwards is what it was, in the same process."""
 
@@ -281,6 +282,7 @@ def block():
     }
 
 
+@pytest.mark.full
 def test_recomputation_is_not_free():
     """Nine tenths of the activations go, but the most that operators hold at once hardly changes with a single block."""
     plain, again = (simulate(block, ranks=2, checkpoint=checkpoint) for checkpoint in (False, True))
@@ -299,6 +301,7 @@ def two():
     return parts | {"optimizer": optimizers}
 
 
+@pytest.mark.full
 def test_two_optimizers_make_one_step():
     """The clock and the instants are of a whole step, not of what lies between two optimizers."""
     one, both = simulate(block, ranks=4), simulate(two, ranks=4)

@@ -60,6 +60,7 @@ def warm(monkeypatch, capsys):
 # --------------------------------------------------------------------------------------------------------- what is equal
 
 
+@pytest.mark.full
 def test_split_masters_are_verified_where_they_are_split(warm):
     """At stage 3 on the device masters rest alone: nothing is split there, and it is said."""
     words = ("--ranks", "2", "--stage", "2,3", "--steps", "2", "--bucket-mib", "small", "--precision", "bf16-split")

@@ -34,10 +34,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from zeroshard.cli.processor import computes_bf16
+
 from . import backends, report
 from .model import GPT, SIZES, batch
 from .ranks import Ranks
 
+DTYPES = ["fp32"] if computes_bf16() is False else ["bf16", "fp32"]  # that are measured unless others are named
 SENT = 200  # where struct tcp_info has tcpi_bytes_sent
 
 
@@ -230,9 +233,11 @@ def compare_losses(rows: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="10M parameters, bf16, 2 ranks, 2 rounds, six back-ends")
+    parser.add_argument(
+        "--quick", action="store_true", help="10M parameters, one dtype, 2 ranks, 2 rounds, six back-ends"
+    )
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["69M", "10M"])
-    parser.add_argument("--dtypes", nargs="+", choices=["bf16", "fp32"], default=["bf16", "fp32"])
+    parser.add_argument("--dtypes", nargs="+", choices=["bf16", "fp32"], default=DTYPES)
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--backends", nargs="+", choices=backends.installed(), default=backends.installed())
     parser.add_argument("--rounds", type=int, default=5)
@@ -241,7 +246,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=report.RESULTS)
     options = parser.parse_args()
     if options.quick:
-        options.sizes, options.dtypes, options.ranks, options.rounds = ["10M"], ["bf16"], [2], 2
+        options.sizes, options.dtypes, options.ranks, options.rounds = ["10M"], DTYPES[:1], [2], 2
         options.backends = ["limit", "zeroshard 0", "zeroshard 1", "zeroshard 3", "DDP", "FSDP2"]
     rows = []
     for size in options.sizes:

@@ -26,7 +26,7 @@ import ranks
 import zeroshard as package
 from ranks import alive
 from zeroshard.checkpoint.manifest import Saved
-from zeroshard.cli import demo, difference, screen
+from zeroshard.cli import demo, difference, processor, screen
 from zeroshard.cli.config import SIZES, Launch, RunConfig, Size, in_options
 from zeroshard.cli.data import Corpus, standard_library
 from zeroshard.cli.model import GPT, complete_line
@@ -301,11 +301,31 @@ def test_recomputing_gives_the_same_bits_and_a_gather_more_per_block(run, tmp_pa
     assert verbs[1] - verbs[0] == {"recompute"}
 
 
+@pytest.mark.parametrize(
+    ("says", "computes"),
+    [
+        ("processor\t: 0\nflags\t\t: fpu avx512f avx512_bf16 amx_tile\n", True),
+        ("processor\t: 0\nflags\t\t: fpu avx2 avx512f avx512bw\n", False),
+        ("processor\t: 0\nFeatures\t: fp asimd i8mm bf16\n", True),
+        ("processor\t: 0\nBogoMIPS\t: 243.75\n", None),
+    ],
+    ids=["x86", "x86 without", "ARM", "says nothing"],
+)
+def test_a_processor_without_bf16_is_known_and_fp32_recommended(says, computes, tmp_path, monkeypatch):
+    monkeypatch.setattr(processor, "CPUINFO", tmp_path / "cpuinfo")
+    assert processor.computes_bf16() is None
+    processor.CPUINFO.write_text(says)
+    assert processor.computes_bf16() is computes
+    assert ("use --precision fp32" in processor.slow("bf16-split")) == (computes is False)
+    assert processor.slow("fp32") == processor.slow("bf16", "cuda") == ""
+
+
 @pytest.mark.full
 def test_gradients_are_added_up_in_what_was_asked(tmp_path):
     done = zeroshard("train", *SHORT, "--precision", "bf16", "--grad-dtype", "bf16", "--out", tmp_path / "thin")
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     assert "bf16, bf16 gradients" in done.stdout
+    assert ("no bf16 arithmetic" in done.stdout) == (processor.computes_bf16() is False)
     (rank,) = json.loads((tmp_path / "thin" / "ledger.json").read_text())["ranks"]
     assert 2 * rank["held"]["gradients"] == rank["held"]["master"]
 

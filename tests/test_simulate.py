@@ -17,7 +17,7 @@ import ranks
 import reference
 import zeroshard
 from zeroshard import Comm, Layout, Precision, shard
-from zeroshard.cli import check
+from zeroshard.cli import check, processor
 from zeroshard.errors import UserError
 from zeroshard.planner import built, from_job, predict_states
 from zeroshard.planner.machines import MACHINES, machine
@@ -600,6 +600,14 @@ def test_a_wrong_prediction_is_seen(warm, monkeypatch, capsys):
     monkeypatch.setattr(built, "predict_tiers", wrong)
     assert check.check(asked) == 1
     assert "the first: stage 2, rank 0, gradients" in capsys.readouterr().out
+
+
+def test_a_check_in_bf16_says_once_where_the_processor_has_none(warm, monkeypatch, capsys, tmp_path):
+    (tmp_path / "cpuinfo").write_text("flags : fpu avx2\n")
+    monkeypatch.setattr(processor, "CPUINFO", tmp_path / "cpuinfo")
+    for precision, times in (("fp32", 0), ("bf16", 1)):
+        assert check.check(check.Check(job=EXAMPLE, ranks=1, stages=(0,), precision=precision)) == 0
+        assert capsys.readouterr().out.count("no bf16 arithmetic") == times
 
 
 def test_the_simulate_command(tmp_path):

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from zeroshard.cli import launch, screen
+from zeroshard.cli import launch, processor, screen
 from zeroshard.cli.config import InputError, Launch, Transport, offload_of
 from zeroshard.events import DEVICE
 
@@ -65,6 +65,8 @@ def check(asked: Check, *, as_json: bool = False) -> int:
     """Exit code 0 where every byte is as predicted, 1 where one is not."""
     if Launch.from_environment():
         raise InputError("plan --check starts its own ranks; run it without torchrun")
+    if (slow := processor.slow(asked.precision)) and not as_json:
+        screen.say(f"  [yellow]{slow}[/yellow]")
     rows = compare(asked)
     if isinstance(rows, int):
         return rows

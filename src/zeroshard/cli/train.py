@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 import zeroshard
 from zeroshard.cli import launch as launching
-from zeroshard.cli import screen
+from zeroshard.cli import processor, screen
 from zeroshard.cli.config import Device, InputError, Launch, RunConfig, one_line
 from zeroshard.cli.data import RUN_FILES, Corpus, holds_run
 from zeroshard.cli.model import GPT
@@ -290,6 +290,8 @@ def _open_run(config: RunConfig, corpus: Corpus, device: torch.device, start: in
     screen.say(
         f"  [dim]started[/dim] on {device.type}, torch {torch.__version__}" + f", from step {start} on" * bool(start)
     )
+    if slow := processor.slow(config.precision, device.type):
+        screen.say(f"  [yellow]{slow}[/yellow]")
 
 
 def _set_aside(out: Path) -> Path:

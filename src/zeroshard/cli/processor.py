@@ -1,0 +1,29 @@
+"""Whether this processor computes in bf16. Without such instructions each operand is converted: products take some 50
+times as long as in fp32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+CPUINFO = Path("/proc/cpuinfo")
+INSTRUCTIONS = {"avx512_bf16", "amx_bf16", "bf16"}  # x86's, x86's for tiles, ARM's
+
+
+def computes_bf16() -> bool | None:
+    """None where the system does not say."""
+    try:
+        lines = [line.partition(":") for line in CPUINFO.read_text().splitlines()]
+    except OSError:
+        return None
+    told = [set(words.split()) for name, _, words in lines if name.strip() in ("flags", "Features")]
+    return bool(INSTRUCTIONS & told[0]) if told else None
+
+
+def slow(precision: str, device: str = "cpu") -> str:
+    """What to say where a run in this precision takes much longer than it need; else nothing."""
+    if device != "cpu" or precision == "fp32" or computes_bf16() is not False:
+        return ""
+    return (
+        "this processor has no bf16 arithmetic: products in bf16 take some 50 times as long as in fp32; "
+        "use --precision fp32 here"
+    )

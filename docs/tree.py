@@ -11,7 +11,8 @@ ARCHITECTURE, CONTRIBUTING = ROOT / "docs" / "architecture.md", ROOT / "CONTRIBU
 
 # The core, in the order in which to read it: a file imports only what stands above it.
 ORDER = (
-    "errors.py", "events.py", "stage.py", "strips.py", "layout.py", "headroom.py", "numerics.py", "digests.py",
+    "errors.py", "events.py", "stage.py", "strips.py", "layout.py", "headroom.py", "numerics.py", "fp8.py",
+    "digests.py",
     "ranks/launcher.py", "ranks/watch.py", "ranks/calls.py", "ranks/comm.py", "ranks/transport.py",
     "ranks/agreement.py",
     "ranks/streams.py", "ranks/neighbours.py", "ranks/one_copy.py",
@@ -19,7 +20,7 @@ ORDER = (
     "ranks/process_team.py", "ranks/process_group.py", "ranks/mesh.py",
     "tiers/pool.py", "tiers/tier.py", "tiers/nvme.py",
     "engine/flat.py", "engine/split.py", "engine/guard.py", "engine/gathered.py", "engine/edits.py", "engine/buffer.py",
-    "engine/apart.py", "engine/unit.py",
+    "engine/apart.py", "engine/unit.py", "engine/quantised.py",
     "engine/accumulator.py", "engine/sharded_grad.py", "engine/gradient.py", "engine/finite.py",
     "engine/pending.py", "engine/reduction.py",
     "engine/script.py", "engine/backward.py", "engine/schedule.py", "engine/recompute.py",

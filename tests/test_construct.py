@@ -87,6 +87,7 @@ def test_public_names_are_locked():
             ("nonfinite", "ignore"),
             ("keep", ()),
             ("split_master", False),
+            ("fp8", False),
         ],
         Offload: [
             ("parameters", "device"),

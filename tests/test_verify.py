@@ -69,6 +69,12 @@ def test_split_masters_are_verified_where_they_are_split(warm):
     assert [note for note in found["notes"] if "nothing is split there" in note]
 
 
+def test_weights_in_8_bits_are_verified_against_plain_pytorch_that_rounds(warm):
+    words = ("--ranks", "2", "--stage", "1,3", "--steps", "2", "--bucket-mib", "small", "--precision", "fp32-fp8")
+    code, found = warm("mlp", *words)
+    assert (code, found["equal"]) == (0, True)
+
+
 @pytest.mark.full
 def test_without_a_job_the_three_scenarios_of_a_text_are_run(warm):
     """Its model on 2 ranks, a narrow one on 3 and 4, and 4,251 parameters, which 2 and 4 do not divide; in bf16."""

@@ -114,11 +114,12 @@ def _device(model: nn.Module, wanted: torch.device | str | None) -> torch.device
 
 
 class Dtypes(NamedTuple):
-    """What one bucket's states are held in."""
+    """What one bucket's states are held in. rest: what its parameters rest and travel as, where that is another."""
 
     param: torch.dtype
     grad: torch.dtype
     master: torch.dtype
+    rest: torch.dtype
 
 
 class Owner(NamedTuple):
@@ -406,7 +407,7 @@ class Zero:
     def dtypes(self, bucket: Bucket) -> Dtypes:
         """What a bucket's parameters, gradients, and masters are held in."""
         buffer = self._engine.buffers[bucket.index]
-        return Dtypes(buffer.dtype, buffer.grad_dtype, buffer.master_dtype)
+        return Dtypes(buffer.dtype, buffer.grad_dtype, buffer.master_dtype, buffer.format)
 
     def optimizer_members(self) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any], list[tuple[Bucket, Slot]]]]:
         """(optimizer, group, the parameters it updates on whichever rank), for every group of every optimizer."""

@@ -161,6 +161,7 @@ class Spec(NamedTuple):
     kept: bool = False  # an exception of `Precision.keep`
     block: int = 1  # elements, counted from its start, that no cut may part; or `WHOLE`
     cut: int | None = None  # the dimension that tensor parallelism has cut it on
+    fp8: bool = False  # does it rest and travel in 8 bits?
 
     @property
     def numel(self) -> int:
@@ -210,6 +211,7 @@ class Bucket:
     along: str = ""  # the axis whose ranks are its team
     kept: bool = False  # of exceptions of `Precision.keep`
     block: int = 1  # elements of a slot that no cut parts; or `WHOLE`
+    fp8: bool = False  # do its parameters rest and travel in 8 bits? `dtype` is what modules compute with
 
     @property
     def whole(self) -> bool:
@@ -395,6 +397,7 @@ class _Key(NamedTuple):
     along: str
     kept: bool
     block: int
+    fp8: bool
 
 
 class _Packed(NamedTuple):
@@ -419,7 +422,7 @@ def _runs(specs: Iterable[Spec], layout: Layout) -> list[tuple[_Key, list[Spec]]
     runs: list[tuple[_Key, list[Spec]]] = []
     for spec in specs:
         block = _block(spec, layout)
-        key = _Key(spec.unit, spec.dtype, spec.itemsize, spec.trainable, spec.along, spec.kept, block)
+        key = _Key(spec.unit, spec.dtype, spec.itemsize, spec.trainable, spec.along, spec.kept, block, spec.fp8)
         nbytes = spec.numel * spec.itemsize
         run, filled = open_runs.get(key, ([], math.inf))
         if filled + nbytes > limit:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Literal, get_args
 
@@ -28,6 +28,7 @@ from .errors import UserError, nearest
 Nonfinite = Literal["ignore", "raise", "skip"]
 CHUNK = 1 << 18  # elements handled at a time: 1 MiB of scratch stays in the cache, and calls are few
 LOW = (torch.bfloat16, torch.float16)
+COMPUTED = (*LOW, torch.float32)  # what modules may compute in with parameters of 8 bits
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,10 @@ class Precision:
         4, and the same bits in every step. Masters are joined bucket by bucket inside the step, in which a fused AdamW
         takes three to four times as long. Where masters alone rest (stage 3, on the device) nothing is split. The
         optimizer must allow to be stepped bucket by bucket; replicated weights are edited inside `gathered()` only.
+    fp8: names or patterns of parameters that rest and travel as 8-bit floats (e4m3), a byte each, with a scale for each
+        tensor. True: the weights of all trained `nn.Linear`, but for routers (modules called "router" or "gate") and
+        `keep`. Modules compute in `param_dtype` with the numbers that these stand for. Masters are fp32, seeded before
+        anything is rounded, and rounded once, to 8 bits. Such weights are edited inside `gathered()` only.
     """
 
     param_dtype: torch.dtype | None = None
@@ -67,6 +72,7 @@ class Precision:
     nonfinite: Nonfinite = "ignore"
     keep: Sequence[str] = ()
     split_master: bool = False
+    fp8: bool | Sequence[str] = False
 
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype", "grad_dtype", "master_dtype"):
@@ -77,7 +83,9 @@ class Precision:
                 raise UserError(
                     f"Precision.{name} must be a floating dtype of 16 bits or more",
                     got=repr(dtype),
-                    instead=f"Precision({name}=torch.bfloat16)",
+                    instead=f"Precision({name}=torch.bfloat16)"
+                    if name != "param_dtype" or "float8" not in f"{dtype}"
+                    else "Precision(param_dtype=torch.bfloat16, fp8=True), which computes in the first",
                 )
         if self.nonfinite not in get_args(Nonfinite):
             raise UserError(
@@ -124,13 +132,33 @@ class Precision:
                 got=f"param_dtype={self.param_dtype}, master_dtype={self.master_dtype}",
                 instead="Precision(param_dtype=torch.bfloat16, split_master=True)",
             )
+        self._check_fp8()
+
+    def _check_fp8(self) -> None:
+        patterns = isinstance(self.fp8, (list, tuple)) and all(isinstance(each, str) for each in self.fp8)
+        if type(self.fp8) is not bool and not patterns:
+            raise UserError(
+                "Precision.fp8 takes patterns of parameters that rest and travel in 8 bits, or a yes or a no",
+                got=repr(self.fp8),
+                instead='Precision(fp8=["*.mlp.*.weight"]), or Precision(fp8=True) for the weights of linear layers',
+            )
+        others = self.param_dtype not in (None, *COMPUTED) or self.master_dtype not in (None, torch.float32)
+        if self.fp8 and (others or self.split_master):
+            raise UserError(
+                "Precision.fp8 rounds whole fp32 masters, for modules that compute in 16 or 32 bits",
+                got=f"param_dtype={self.param_dtype}, master_dtype={self.master_dtype}, "
+                f"split_master={self.split_master}",
+                instead="Precision(param_dtype=torch.bfloat16, fp8=True)",
+            )
 
     def keeps(self, names: Sequence[str]) -> bool:
         """Is a parameter of these names an exception?"""
         return any(fnmatchcase(name, pattern) for name in names for pattern in self.keep)
 
-    def of(self, *, kept: bool) -> Precision:
-        """Of exceptions, or of all others."""
+    def of(self, *, kept: bool, fp8: bool = False) -> Precision:
+        """Of exceptions, or of all others. fp8: of those whose 8 bits rest beside masters everywhere."""
+        if fp8:
+            return replace(self, store_params=True)
         return Precision(store_params=self.store_params) if kept else self
 
     def param(self, own: torch.dtype) -> torch.dtype:

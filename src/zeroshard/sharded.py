@@ -29,6 +29,7 @@ from .engine.guard import cover_constructors, refuse_copy, refuse_load, refuse_s
 from .engine.moving import MovingAverage, furthest, updates_for
 from .engine.optim import Binding
 from .engine.preflight import Structure, check_trained, refuse_wrapper
+from .engine.quantised import follow_edits, spread
 from .engine.recompute import recompute
 from .engine.reduction import Reduction
 from .engine.schedule import Schedule, Step
@@ -252,14 +253,8 @@ class Engine:
         for binding in self.bindings:
             binding.edited.clear()
         published = [buffer for buffer, flag in zip(self.buffers, edited, strict=True) if flag]
-        for buffer in published:
-            buffer.changed()
-            buffer.gathered.current &= buffer.resident
-            buffer.spread(overlap=self.comm.overlap)
-        compared = [buffer for buffer in published if not buffer.place.optimizer or self.replicas > 1]
-        for buffer in compared:
-            buffer.land()
-        self._compare(compared)
+        spread(published, overlap=self.comm.overlap, outside=True)
+        self._compare([buffer for buffer in published if not buffer.place.optimizer or self.replicas > 1])
 
     def _refuse_mixture(self, module: nn.Module, *_: Any) -> None:
         """Before a state_dict, which asks no other rank."""
@@ -367,7 +362,7 @@ class Engine:
             )
         if self.replicas > 1 and differ:
             write_from = 0  # each shard has an owner in every replica, and these would differ
-        for buffer in (buffer for unit in units for buffer in unit.buffers):
+        for buffer in follow_edits(units, write_from):
             buffer.rebind()
             if write_from is not None:
                 self.group.torn = "an exception ended gathered(write_from=...) while the weights were sent"
@@ -414,11 +409,14 @@ class Engine:
 
     def _compare(self, buffers: list[Buffer]) -> None:
         with self.ledger.during("compare"):
+            for buffer in buffers:
+                buffer.land()
             check_replicas(self.model_state(), buffers, self.group.numbers["checkpoint"])
 
     def loaded(self) -> None:
         """All ranks hold the weights of one step, whatever they held."""
         self.group.torn, self.group.progress.steps = "", self._furthest
+        spread([buffer for buffer in self.buffers if buffer.bucket.fp8], overlap=False)
         self.comparing.written()
         self.gradients.hide(self.gradients.entries)
         for unit in self.units:

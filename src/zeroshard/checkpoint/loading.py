@@ -277,14 +277,13 @@ def _stage(running: ModelState, saved: Saved) -> Staged:
 
 def _stage_value(running: ModelState, saved: Saved, name: str, staged: Staged) -> None:
     buffer, slot = running.places[name]
-    updated, key = slot.within(*buffer.updated), (name, VALUE)
-    staged.values[name] = value = _wanted(saved, key, buffer, slot, *resting(running, name))
+    updated, key, alone = slot.within(*buffer.updated), (name, VALUE), buffer.casts or buffer.bucket.fp8
+    staged.values[name] = value = _wanted(saved, key, buffer, slot, *(updated if alone else resting(running, name)))
     mean = running.moving.part(buffer, slot, *updated) if running.moving and (name, AVERAGE) in saved.cut else None
     if mean is not None:
         staged.fills.append((mean, _wanted(saved, (name, AVERAGE), buffer, slot, *updated)))
     if buffer.master is not None:
-        same = buffer.casts  # only the masters rest
-        staged.masters[name] = value if same else _wanted(saved, key, buffer, slot, *updated)
+        staged.masters[name] = value if alone else _wanted(saved, key, buffer, slot, *updated)
 
 
 def _wanted(saved: Saved, key: tuple[str, str], buffer: Buffer, slot: Slot, start: int, stop: int) -> Cut:
@@ -388,8 +387,8 @@ def put(running: ModelState, name: str, value: Tensor | Cut, master: Tensor | Cu
     """Write the elements of one parameter that rest on this rank, and those of its master that it updates."""
     buffer, slot = running.places[name]
     at = slot.start + resting(running, name)[0]
-    if not buffer.casts:
-        _put(buffer.resting(at, at + value.numel()), value)
+    if not (buffer.casts or buffer.bucket.fp8):  # these are made of the masters
+        _put(buffer.parameters.part(at, at + value.numel()), value)
     if master is not None and buffer.master is not None:
         at = slot.start + slot.within(*buffer.updated).start
         _put(buffer.updating.part(at, at + master.numel()), master)

@@ -34,7 +34,7 @@ class Check:
     stages: tuple[int, ...]
     accumulate: int = 1
     no_sync: bool = False
-    precision: Literal["fp32", "bf16", "bf16-split"] = "fp32"
+    precision: Literal["fp32", "bf16", "bf16-split", "fp32-fp8", "bf16-fp8"] = "fp32"
     grad_dtype: Literal["fp32", "bf16"] | None = None
     bounds: Literal["unit", "model", "tensor"] = "unit"
     align: int | Mapping[str, int] = 128

@@ -26,6 +26,7 @@ from zeroshard.cli import reference
 from zeroshard.cli.config import InputError
 from zeroshard.cli.question import Configuration, Difference, Question
 from zeroshard.errors import Error, UserError
+from zeroshard.planner import from_job
 from zeroshard.planner.job import Job, build
 
 
@@ -107,9 +108,15 @@ def _run_plain(
     }
     common = (seeded.batch, seeded.loss, ranks, question.accumulate)
     try:
-        if any(precision.param(param.dtype) in reference.LOW for param in model.parameters()):
+        if precision.fp8 or any(precision.param(param.dtype) in reference.LOW for param in model.parameters()):
+            linear = _linear(model) if precision.fp8 else ()
             reference.accumulate_with_masters(
-                model, partial(_optimizer_of, seeded), *common, dtype=precision.param_dtype, **options
+                model,
+                partial(_optimizer_of, seeded),
+                *common,
+                dtype=precision.param_dtype,
+                rounded=lambda name, master: reference.in_8_bits(master) if name in linear else master,
+                **options,
             )
         else:
             reference.accumulate(model, _optimizer_of(seeded, model.parameters()), *common, **options)
@@ -126,6 +133,22 @@ def _run_plain(
     after = reference.weights(model)
     trains = any(not torch.equal(tensor.to(after[name].dtype), after[name]) for name, tensor in weights.items())
     return tuple(changed), trains
+
+
+def _linear(model: nn.Module) -> set[str]:
+    """What `Precision(fp8=True)` means, in plain words: every name of each weight of a linear layer, but of routers."""
+    names: dict[int, set[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), set()).add(name)
+    modules = dict(model.named_modules(remove_duplicate=False))
+
+    def chosen(name: str) -> bool:
+        module, _, own = name.rpartition(".")
+        routes = module.rpartition(".")[2] in ("router", "gate")
+        return own == "weight" and isinstance(modules[module], nn.Linear) and not routes
+
+    trained = {id(param) for param in model.parameters() if param.requires_grad}
+    return {name for of, found in names.items() if of in trained and all(map(chosen, found)) for name in found}
 
 
 def _optimizer_of(seeded: Seeded, parameters: Any) -> Any:
@@ -151,10 +174,7 @@ def _cast_inputs(dtype: torch.dtype | None, module: nn.Module, args: Any, kwargs
 
 def _precision(question: Question, *, alone: bool) -> zeroshard.Precision:
     """alone: are masters all that rests, so that nothing is split?"""
-    if question.precision != "fp32":
-        split = question.precision == "bf16-split" and not alone
-        return zeroshard.Precision(param_dtype=torch.bfloat16, cast_inputs=True, split_master=split)
-    return zeroshard.Precision()
+    return from_job.precision(question.precision, alone=alone) or zeroshard.Precision()
 
 
 # --- with zeroshard -------------------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ def in_options(error: object, names: Iterable[str]) -> str:
     return head + re.sub(rf"(?<![\w./-])(?=\w*_)(?:{named})\b(?!\.)", option, rest)
 
 
-Precision = Literal["fp32", "bf16", "bf16-split"]
+Precision = Literal["fp32", "bf16", "bf16-split", "fp32-fp8", "bf16-fp8"]
 GradDtype = Literal["fp32", "bf16"]
 STATES = ("parameters", "gradients", "optimizer")
 FloatingPoint = Literal["fp64", "fp32", "bf16", "fp16"]

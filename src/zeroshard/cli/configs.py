@@ -17,7 +17,7 @@ from zeroshard.planner.recipes import recipe
 from zeroshard.ranks.comm import Comm
 
 WORDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "bf16"}  # of as many bytes
-PARAM_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "bf16-split": torch.bfloat16}
+PARAM_DTYPES = {"fp32": None, "bf16": torch.bfloat16}
 
 
 def _word(precision: Precision | None, field: str) -> str | None:
@@ -114,14 +114,15 @@ def _fields(policy: Any) -> dict[str, Any]:
 
 def _precision(options: dict[str, Any]) -> Precision:
     """Of a job what it says; of a number or of shapes what its bytes are."""
-    param = PARAM_DTYPES[options["precision"] or "fp32"]
+    computed, _, rest = (options["precision"] or "fp32").partition("-")
+    param = PARAM_DTYPES[computed]
     if options["params"] is not None or options["shapes"] is not None:
         default = "paper" if options["params"] is not None else "zeroshard"
         chosen = recipe(options["preset"] or default, optimizer=options["optimizer"], custom=options["bytes"])
         half = torch.float16 if "fp16" in chosen.name else torch.bfloat16
         param = half if chosen.parameters == 2 else None
     grad = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(options["grad_dtype"])
-    return Precision(param_dtype=param, grad_dtype=grad, split_master=options["precision"] == "bf16-split")
+    return Precision(param_dtype=param, grad_dtype=grad, split_master=rest == "split", fp8=rest == "fp8")
 
 
 __all__ = ["SYSTEMS", "configured", "show_export"]

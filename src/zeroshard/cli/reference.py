@@ -116,11 +116,13 @@ def accumulate_with_masters(
     norm_type: float = 2.0,
     average: bool = False,
     after_step: Callable[[int], None] | None = None,
+    rounded: Callable[[str, Tensor], Tensor] = lambda name, master: master,
 ) -> tuple[History, dict[str, Tensor]]:
     """The same in `dtype`: each backward's gradient is added in fp32, fp32 masters step, parameters are their cast.
 
     Casts the model in place (floating parameters of other dtypes too; buffers stay) and returns the masters by name.
     With `dtype=None` each parameter keeps its own, and those of 32 bits and more are their own masters' equals.
+    rounded: what a parameter is the cast of, by name and master, such as `in_8_bits`.
     """
     names = {name: parameter for name, parameter in model.named_parameters() if parameter.is_floating_point()}
     masters = {}
@@ -128,7 +130,7 @@ def accumulate_with_masters(
         low = dtype or parameter.dtype
         own = parameter.detach().to(torch.float32 if low in LOW else low, copy=True)
         masters[name] = own.requires_grad_(parameter.requires_grad)  # optimizers are made of those that require it
-        parameter.data = parameter.data.to(low)
+        parameter.data = rounded(name, own.detach()).to(low, copy=True)
     trained = [name for name, parameter in names.items() if parameter.requires_grad]
     optimizer = make_optimizer([masters[name] for name in trained])
     history = History()
@@ -152,10 +154,20 @@ def accumulate_with_masters(
             history.norms.append(clip_(gradients, clip, norm, norm_type))
         optimizer.step()
         for name in trained:
-            names[name].data.copy_(masters[name].detach())
+            names[name].data.copy_(rounded(name, masters[name].detach()))
         if after_step:
             after_step(step)
     return history, masters
+
+
+def in_8_bits(master: Tensor) -> Tensor:
+    """The nearest numbers of 8 bits, at a scale at which the largest one fits, as `Precision(fp8=...)` has them."""
+    most = float(master.abs().max())
+    if not math.isfinite(most):
+        return torch.full_like(master, math.nan)
+    mantissa, exponent = math.frexp(most)
+    scale = 2.0 ** max(exponent - 9 + (mantissa > 0.875), -126)  # 448, the largest, is 0.875 * 2^9
+    return (master / scale).to(torch.float8_e4m3fn).to(torch.float32) * scale
 
 
 def loop(

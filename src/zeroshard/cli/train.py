@@ -43,9 +43,10 @@ def train(config: RunConfig, launch: Launch, corpus: Corpus) -> int:
     torch.manual_seed(config.seed)
     model = GPT(config.shape)
     optimizer = torch.optim.AdamW(model.parameters(), config.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    params, sums = (None if each == "fp32" else torch.bfloat16 for each in (config.precision, config.grad_dtype))
-    split = config.precision == "bf16-split"
-    precision = zeroshard.Precision(param_dtype=params, grad_dtype=sums, split_master=split)
+    computed, _, rest = config.precision.partition("-")
+    params, sums = (None if each == "fp32" else torch.bfloat16 for each in (computed, config.grad_dtype))
+    split, fp8 = rest == "split", rest == "fp8"
+    precision = zeroshard.Precision(param_dtype=params, grad_dtype=sums, split_master=split, fp8=fp8)
     zero = zeroshard.shard(
         model, optimizer, stage=config.stage, precision=precision, offload=config.offload, device=device,
         layout=zeroshard.Layout(recompute=config.recompute),

@@ -36,6 +36,7 @@ from .preflight import (
     check_trained,
     describe,
 )
+from .quantised import QuantisedBuffer, check_fp8, chosen
 from .split import split_nbytes
 from .tensor_parallel import TensorParallel, check_tensors, stand_in
 from .undo import Before
@@ -106,6 +107,7 @@ class Assembly:
             check_offload(optimizers, self.offload, split=self.precision.split_master)
             check_split(self.precision, self.partition, self.placements, self.offload)
             check_once(self.offload, self.group)
+            check_fp8(self.partition, self.offload)
             names, policies = [name for name, _ in named], (self.precision, layout, comm, self.offload)
             facts = describe(self.model, self.managed, names, optimizers, policies, self.group.device)
             facts["stage"] = self.stage
@@ -123,6 +125,7 @@ class Assembly:
     def _specs(self, layout: Layout, block: dict[str, int]) -> list[Spec]:
         specs, along = [], parameters_along(self.managed, layout)
         matching(self.managed, self.precision.keep, "Precision.keep")
+        fp8 = chosen(self.managed, self.precision)
         for r in self.managed:
             kept = self.precision.keeps(r.names)
             dtype = self.precision.of(kept=kept).param(r.param.dtype)
@@ -133,7 +136,7 @@ class Assembly:
                 check_trained(r.name, dtype)
             together = block.get(r.name, 1)
             kind = shape, str(dtype), dtype.itemsize
-            specs.append(Spec(r.name, *kind, r.unit, trainable, axis, kept, together, cut))
+            specs.append(Spec(r.name, *kind, r.unit, trainable, axis, kept, together, cut, r.name in fp8))
         return specs
 
     def reserve(self) -> None:
@@ -144,7 +147,7 @@ class Assembly:
         largest, nbytes = dict.fromkeys(STATES, 0), 0
         for bucket, resting in zip(self.partition.buckets, self.resting, strict=True):
             own: torch.dtype = getattr(torch, bucket.dtype.removeprefix("torch."))
-            precision = self.precision.of(kept=bucket.kept)
+            precision = self.precision.of(kept=bucket.kept, fp8=bucket.fp8)
             grad, master = precision.grad(own), precision.master(own)
             dtypes = {"parameters": own, "gradients": grad, "optimizer": master}
             kept = STATES if bucket.trainable else STATES[:1]  # frozen parameters have nothing else
@@ -190,7 +193,8 @@ class Assembly:
                 params = [by_name[slot.name].param for slot in bucket.slots]
                 tiers = {state: self.tiers[name] for state, name in self.resting[bucket.index].items()}
                 align, place = self.partition.align, self.placements
-                buffer = Buffer(bucket, params, align, place, self.precision, self.group, self.tier, tiers, self.saved)
+                kind = QuantisedBuffer if bucket.fp8 else Buffer
+                buffer = kind(bucket, params, align, place, self.precision, self.group, self.tier, tiers, self.saved)
                 for index, param in enumerate(params):
                     param._zeroshard = Place(buffer, index)  # type: ignore[attr-defined]
                 buffer.adopt(flats.pop(bucket.index, None))

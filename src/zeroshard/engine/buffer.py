@@ -23,7 +23,7 @@ from ..ranks.agreement import Group
 from ..ranks.transport import Work
 from ..stage import SAVED, Degree, Placements
 from ..strips import Strips
-from ..tiers.tier import STATES, DeviceTier, Part, Tier
+from ..tiers.tier import STATES, DeviceTier, Tier
 from .edits import Edits, increment_versions
 from .flat import Flat
 from .gathered import Gathered, State, alias, home
@@ -88,21 +88,16 @@ class Buffer:
 
         saved: where autograd's saved tensors are looked up, so that those in this bucket are kept as notes.
         """
-        self.bucket = bucket
-        self.align = align
-        self.params = params
-        self.place = place
+        self.bucket, self.params, self.align, self.place = bucket, params, align, place
         self._group = group
-        self.team = group.team_of(bucket)
-        self.tier = tier
+        self.team, self.tier = group.team_of(bucket), tier
         self.tiers: Mapping[str, Tier] = tiers or dict.fromkeys(STATES, tier)
         self._saved = saved or SavedTensors()
         self.resident = not place.parameters and self.tiers["parameters"].name == DEVICE
-        precision = precision.of(kept=bucket.kept)
-        self.dtype = precision.param(params[0].dtype)
-        self.grad_dtype = precision.grad(self.dtype)
-        self.reduce_dtype = precision.reduce(self.dtype)
-        self.master_dtype = precision.master(self.dtype)
+        precision = precision.of(kept=bucket.kept, fp8=bucket.fp8)
+        self.dtype = self.format = precision.param(params[0].dtype)  # computed with; and at rest
+        of = (precision.grad, precision.reduce, precision.master)
+        self.grad_dtype, self.reduce_dtype, self.master_dtype = (dtype(self.dtype) for dtype in of)
         self.generation = 0  # of the weights: a saved tensor of an older one must not be used
         self.unnoted = False  # may graphs hold parameters themselves, instead of notes?
         self.gathered = Gathered(bucket, params, self.dtype, tier)
@@ -141,9 +136,9 @@ class Buffer:
         self._group.give_all(source, bucket)
         if not self.resident:
             if not (needs_master and self._masters_suffice):
-                self.parameters = self.reserve("parameters", self.dtype, self.place.parameters)
+                self.parameters = self.reserve("parameters", self.format, self.place.parameters)
                 with self.parameters.here(fresh=True) as resting:
-                    resting.copy_(source[self.parameters.first : self.parameters.last])
+                    self._fill(resting, source)
                 self.parameters.behind()
             if source.dtype == self.dtype:
                 ledger.rename("staging", "gather", staged)
@@ -167,6 +162,9 @@ class Buffer:
             self.gathered.note_holders()
             self.close()
             self.release()
+
+    def _fill(self, resting: Tensor, source: Tensor) -> None:
+        resting.copy_(source[self.parameters.first : self.parameters.last])
 
     def reserve(self, state: str, dtype: torch.dtype, degree: Degree) -> Flat:
         tier = self.tiers[state if state in self.tiers else "optimizer"]
@@ -212,6 +210,11 @@ class Buffer:
     def casts(self) -> bool:
         """Are the masters all that rests of the parameters? A gather casts them then; no copy is kept beside them."""
         return self.parameters is self.master
+
+    @property
+    def beside(self) -> bool:
+        """Do parameters rest beside their masters, so that a step has to cast these back?"""
+        return self.master is not None and not self.casts
 
     @property
     def _updated_apart(self) -> bool:
@@ -281,11 +284,6 @@ class Buffer:
         """What stands for elements of the target's kind that are not in memory: NaN, and no memory at all."""
         return home(self.full, self.tiers["optimizer"].device).view(self.updating.dtype)[0].expand(numel)
 
-    def resting(self, start: int, stop: int) -> Part:
-        """Bucket elements [start, stop) of the resting parameters, where these are more than their masters."""
-        assert not self.casts
-        return self.parameters.part(start, stop)
-
     # --- the gathered copy ------------------------------------------------------------------------------------------
 
     @property
@@ -313,14 +311,18 @@ class Buffer:
                     self._saved.watch(self)
                 self.land()
                 # Not a write that autograd should see: who holds a view of weights that are still these may use it.
-                work = self.parameters.redistribute(alias(self.full))
+                landing = self._landing(kept=kept)
+                work = self.parameters.redistribute(alias(landing))
                 self.edits.came(self.full, self._mine if self.casts else None, kept=kept)
-                work.hold(self.full)  # the alias does not
+                work.hold(landing)  # the alias does not
             else:
                 work = self.parameters.redistribute()
             self.gathered.arriving()
         self._work.append(work)
         return work
+
+    def _landing(self, *, kept: bool) -> Tensor:
+        return self.full
 
     def stand_in(self) -> Tensor:
         """The whole bucket with this rank's shard of the weights in it, for ranks that wait for that."""
@@ -337,9 +339,9 @@ class Buffer:
             return self.gather()
         self.gathered.current = False
         with torch.no_grad():
-            self.parameters.redistribute()
+            self._work.append(self.parameters.redistribute())
         self.parameters.behind()
-        return Work()
+        return self._work[-1]
 
     def spread(self, *, overlap: bool) -> None:
         """What the owners updated of replicated parameters goes to every rank, behind the program if it may."""
@@ -449,7 +451,7 @@ class Buffer:
 
     def write_back(self) -> None:
         """The resting parameters, where these are more than their masters, become the cast of those; inside here()."""
-        assert self.master is not None and not self.casts
+        assert self.master is not None
         stored, master = self.parameters.of(*self.updated), self.master.tensor
         # Cast where the master is: then the fewer bytes travel.
         stored.copy_(master.to(self.dtype) if self._updated_apart else master)

@@ -51,6 +51,11 @@ class Edits:
         """These parameters are what the masters cast to. None: nothing is known of them."""
         self._agreed = None if params is None else self._digest(params)
 
+    def untouched(self, params: Tensor) -> bool:
+        """Is it certain that nobody has edited these?"""
+        now = self._digest(params)
+        return now is not None and now == self._agreed
+
     def agrees(self, params: Tensor) -> bool:
         """Are these still the parameters that are known to be what the masters cast to?"""
         return self._digest(params) == self._agreed

@@ -97,7 +97,9 @@ def alias(flat: Tensor) -> Tensor:
         return flat
     storage = flat.untyped_storage()
     other: Any = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), flat.device, storage.nbytes())
-    return torch.empty(0, dtype=flat.dtype, device=flat.device).set_(other, 0, flat.shape, flat.stride())
+    return torch.empty(0, dtype=flat.dtype, device=flat.device).set_(
+        other, flat.storage_offset(), flat.shape, flat.stride()
+    )
 
 
 class Gathered:

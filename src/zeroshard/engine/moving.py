@@ -14,6 +14,7 @@ from ..layout import Slot
 from ..tiers.tier import Part
 from .buffer import Buffer
 from .flat import Flat
+from .quantised import spread
 from .schedule import Schedule
 
 EXCHANGING = "exchanging weights and averages"  # a meeting
@@ -112,17 +113,16 @@ class MovingAverage:
     @torch.no_grad()
     def _exchange(self) -> None:
         self._meet(EXCHANGING)
-        for buffer in self._trained():
+        trained = self._trained()
+        for buffer in trained:
             with self.mean(buffer).here() as mean, buffer.updating.here():
                 kept: Tensor = buffer.target.clone()
                 buffer.target.copy_(mean)
                 mean.copy_(kept)
-                if buffer.master is not None and not buffer.casts:
+                if buffer.beside:
                     with buffer.parameters.here(fresh=buffer.rests == buffer.updated):
                         buffer.write_back()
-            buffer.changed()
-            buffer.gathered.current &= buffer.resident
-            buffer.spread(overlap=self._overlap)
+        spread(trained, overlap=self._overlap, outside=True)
 
 
 def updates_for(what: str, moving: MovingAverage | None) -> int:

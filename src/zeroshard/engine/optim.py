@@ -31,6 +31,7 @@ from .fragment import Fragment, Member, Shapes, States, fixed_shapes
 from .gradient import Gradients
 from .hooks import closure_at, hook_steps, refuse_alone, stay_last
 from .options import Options, same
+from .quantised import spread
 from .schedule import Schedule
 
 _STEP = torch.optim.Optimizer.profile_hook_step  # calls the hooks and, between them, the optimizer's own step
@@ -393,10 +394,10 @@ class Binding:
             if not self._alone(buffer):
                 self._write_back(buffer)
         once = any(buffer.team.once for buffer in self._updated)  # nobody may read, where others write, from here on
+        once |= any(buffer.bucket.fp8 for buffer in self._updated)
         if once or any(tier.name == NVME for buffer in self._updated for tier in buffer.tiers.values()):
             self.group.meet("end of step", self.group.numbers[f"step {self.number}"], self.number)
-        for buffer in self._updated:
-            buffer.spread(overlap=self.schedule.settings.overlap)
+        spread(self._updated, overlap=self.schedule.settings.overlap)
         self.schedule.after_step()
         given = self._averages.begin()
         self._show(
@@ -410,7 +411,7 @@ class Binding:
 
     def _write_back(self, buffer: Buffer) -> None:
         """Masters become parameters again, where this step had gradients: the step itself may have cleared them."""
-        if buffer.master is not None and not buffer.casts:
+        if buffer.beside:
             first, last = buffer.updated
             with buffer.parameters.here(fresh=buffer.place.together):
                 nbytes = (last - first) * buffer.dtype.itemsize

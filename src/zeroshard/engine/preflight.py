@@ -77,7 +77,8 @@ def check_trained(name: str, dtype: torch.dtype) -> None:
             where=f"parameter {name!r}",
             expected="a floating dtype of 16 bits or more, or requires_grad=False",
             got=dtype,
-            instead="Precision(param_dtype=torch.bfloat16), which begins with the values that the parameter has",
+            instead="Precision(param_dtype=torch.bfloat16), which begins with the values that the parameter has; with "
+            "fp8=True it rests in 8 bits again",
         )
 
 

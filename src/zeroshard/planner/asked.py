@@ -29,7 +29,7 @@ class Asked(NamedTuple):
     units: int | None
     prefetch: int
     gpus_per_node: int | None
-    precision: Literal["fp32", "bf16", "bf16-split"]
+    precision: Literal["fp32", "bf16", "bf16-split", "fp32-fp8", "bf16-fp8"]
     grad_dtype: Literal["fp32", "bf16"] | None
     checkpoint: bool
     offload: Offload | None = None

@@ -28,13 +28,13 @@ def holding(zero: Zero) -> Holding:
     from ..engine.fragment import file_name
 
     def stored(bucket: Bucket) -> Stored:
-        dtypes, precision = zero.dtypes(bucket), zero._engine.precision.of(kept=bucket.kept)
+        dtypes, precision = zero.dtypes(bucket), zero._engine.precision.of(kept=bucket.kept, fp8=bucket.fp8)
         copied = zero._engine.device.type != "cpu" and updated_apart(zero._engine.resting[bucket.index])
-        master = dtypes.master.itemsize if dtypes.master != dtypes.param or copied else 0
+        master = dtypes.master.itemsize if dtypes.master != dtypes.rest or copied else 0
         split = zero._engine.buffers[bucket.index].splits
         averaged = (dtypes.master if master else dtypes.param).itemsize * (zero._engine.moving is not None)
         cast = precision.casts(dtypes.param)
-        return Stored(dtypes.param.itemsize, dtypes.grad.itemsize, master, cast, split, averaged)
+        return Stored(dtypes.rest.itemsize, dtypes.grad.itemsize, master, cast, split, averaged, int(bucket.fp8))
 
     members: dict[tuple[int, str], int] = {}
     groups: list[tuple[Any, dict[str, Any]]] = []

@@ -87,15 +87,18 @@ def masters_alone(stage: int, offload: Offload | None) -> bool:
 
 def precision(name: str, grad_dtype: str | None = None, *, alone: bool = False) -> Precision | None:
     """ "fp32": the model's own dtypes; "bf16": bfloat16 parameters with fp32 masters, floating inputs cast;
-    "bf16-split": the same with masters that are split, but where masters rest alone.
+    "bf16-split": the same with masters that are split, but where masters rest alone. "fp32-fp8" and "bf16-fp8": with
+    the weights of linear layers in 8 bits.
 
     grad_dtype: what gradients are added up in, "fp32" or "bf16" (None: as `Precision` says).
     """
     sums = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16}[grad_dtype]
-    if name != "fp32":
-        split = name == "bf16-split" and not alone
-        return Precision(param_dtype=torch.bfloat16, grad_dtype=sums, cast_inputs=True, split_master=split)
-    return None if sums is None else Precision(grad_dtype=sums)
+    computed, _, rest = name.partition("-")
+    if computed == "bf16":
+        split = rest == "split" and not alone
+        low = Precision(param_dtype=torch.bfloat16, grad_dtype=sums, cast_inputs=True, split_master=split)
+        return replace(low, fp8=rest == "fp8")
+    return None if sums is None and not rest else Precision(grad_dtype=sums, fp8=rest == "fp8")
 
 
 def _fullest(run: Simulation) -> int:
@@ -121,17 +124,17 @@ def _recipe(run: Simulation) -> recipes.Recipe:
 
     for bucket in buckets:
         dtypes = zero.dtypes(bucket)
-        add("parameters", numel[bucket.index] * dtypes.param.itemsize)
+        add("parameters", numel[bucket.index] * dtypes.rest.itemsize)
         if bucket.trainable:
             add("gradients", numel[bucket.index] * dtypes.grad.itemsize)
-            if dtypes.master != dtypes.param:
+            if dtypes.master != dtypes.rest:
                 split = zero._engine.buffers[bucket.index].splits
                 add("master", numel[bucket.index] * (Fraction(SPLIT_BITS, 8) if split else dtypes.master.itemsize))
     cast = sum(
         numel[b.index] * zero.dtypes(b).param.itemsize
         for b, at in zip(buckets, zero._engine.resting, strict=True)
         if b.trainable
-        and zero._engine.precision.of(kept=b.kept).casts(zero.dtypes(b).param)
+        and zero._engine.precision.of(kept=b.kept, fp8=b.fp8).casts(zero.dtypes(b).param)
         and at["parameters"] == at["optimizer"] == DEVICE
     )
     per_tensor: dict[str, int] = {}
@@ -197,7 +200,7 @@ def _traffic(run: Simulation) -> traffic.Traffic:
         else traffic.Moved(0, 0, 0)
         for events in moved.values()
     )
-    model = sum(bucket.numel * run.zero.dtypes(bucket).param.itemsize for bucket in run.zero.partition.buckets)
+    model = sum(bucket.numel * run.zero.dtypes(bucket).rest.itemsize for bucket in run.zero.partition.buckets)
     passes = round(gathered.logical / model, 2) if model else 0.0
     trained = sum(b.numel * run.zero.dtypes(b).param.itemsize for b in run.zero.partition.buckets if b.trainable)
     relays = [event for event in run.events if event.verb == "relay"]
@@ -228,7 +231,7 @@ def _advice(run: Callable[..., Simulation], asked: Asked, layout: Layout, limit:
         changes["checkpoint"] = True
         if attempt("and recompute activations in backward", stage, **changes):
             return tried
-    if asked.precision != "fp32" and asked.grad_dtype != "bf16":
+    if asked.precision.startswith("bf16") and asked.grad_dtype != "bf16":
         alone = masters_alone(stage, asked.offload)
         changes["precision"] = precision(asked.precision, "bf16", alone=alone)
         if attempt("and Precision(grad_dtype=torch.bfloat16)", stage, **changes):

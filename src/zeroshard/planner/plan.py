@@ -53,7 +53,7 @@ def plan(
     bucket_mib: float | None = None,
     prefetch: int = PREFETCH,
     gpus_per_node: int | None = None,
-    precision: Literal["fp32", "bf16", "bf16-split"] | None = None,
+    precision: Literal["fp32", "bf16", "bf16-split", "fp32-fp8", "bf16-fp8"] | None = None,
     grad_dtype: Literal["fp32", "bf16"] | None = None,
     checkpoint: bool = False,
     offload: Offload | None = None,
@@ -89,7 +89,8 @@ def plan(
     bucket_mib: for shapes and jobs, as `Layout`'s.
     prefetch: units gathered ahead of use, as `Comm`'s.
     gpus_per_node: what one GPU's links inside and between nodes of that size carry.
-    precision: "fp32", a job's own dtypes; "bf16" with fp32 masters, or "bf16-split" with masters that are split.
+    precision: "fp32", a job's own dtypes; "bf16" with fp32 masters, or "bf16-split" with masters that are split;
+        "fp32-fp8" and "bf16-fp8" with the weights of linear layers in 8 bits.
     grad_dtype: what a job's gradients are added up in.
     checkpoint: every unit of a job recomputes in backward.
     offload: where states rest, as `shard`'s.
@@ -187,7 +188,7 @@ def _check_words(*, preset: object, bytes: object, **dtypes: object) -> None:
     if preset is not None and bytes is not None:
         raise UserError("preset and bytes both say how many bytes a parameter takes", instead="one of the two")
     for name, value in dtypes.items():
-        words = (*DTYPES, "bf16-split") if name == "precision" else DTYPES
+        words = (*DTYPES, "bf16-split", "fp32-fp8", "bf16-fp8") if name == "precision" else DTYPES
         if value not in (None, *words):
             raise UserError(f"no such {name}", got=repr(value), instead=nearest(value, words))
 

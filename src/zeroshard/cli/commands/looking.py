@@ -52,7 +52,8 @@ class Grid:
         Precision,
         option(
             GRID,
-            "fp32: the model's own dtypes; bf16: bfloat16 weights and inputs, fp32 masters, which bf16-split splits.",
+            "fp32: the model's own dtypes; bf16: bfloat16 weights and inputs, fp32 masters, which bf16-split splits; "
+            "-fp8: linear weights in 8 bits.",
         ),
     ] = "fp32"
     clip: Annotated[float | None, unset(GRID, "Clip gradients to this norm. [dim]\\[default: no][/dim]")] = None

@@ -93,7 +93,12 @@ Over = Annotated[
 Replicas = Annotated[int, option(RUN, "Copies of what is sharded, each over 1/K of the ranks: the same bits.")]
 Where = Annotated[Device, option(RUN, "auto: one GPU per rank if there are enough, else the CPU.")]
 Bits = Annotated[
-    Precision, option(MODEL, "bf16 computes and sends in bfloat16 and keeps fp32 masters; bf16-split splits these.")
+    Precision,
+    option(
+        MODEL,
+        "bf16 computes and sends in bfloat16 and keeps fp32 masters; bf16-split splits these; "
+        "-fp8: linear weights in 8 bits.",
+    ),
 ]
 GradDtypeOfJob = Annotated[
     GradDtype | None,

@@ -61,7 +61,10 @@ class Sharding:
     accumulate: Annotated[int, option(RUN, "Backwards per step.")] = 1
     no_sync: Annotated[bool, option(RUN, "Gradients are added up on the rank and reduced once.", "--no-sync")] = False
     precision: Annotated[
-        str | None, unset(RUN, "Of a job: fp32 (its own dtypes), or bf16 with fp32 masters.", "fp32|bf16|bf16-split")
+        str | None,
+        unset(
+            RUN, "Of a job: fp32 (its own dtypes), or bf16 with fp32 masters.", "fp32|bf16|bf16-split|fp32-fp8|bf16-fp8"
+        ),
     ] = None
     grad_dtype: GradDtypeOfJob = None
     checkpoint: Annotated[
@@ -152,7 +155,9 @@ class Simulated:
     precision: Annotated[
         Precision,
         option(
-            RUN, "fp32: the job's own dtypes; bf16: bfloat16 weights and inputs, fp32 masters, which bf16-split splits."
+            RUN,
+            "fp32: the job's own dtypes; bf16: bfloat16 weights and inputs, fp32 masters, which bf16-split splits; "
+            "-fp8: linear weights in 8 bits.",
         ),
     ] = "fp32"
     grad_dtype: GradDtypeOfJob = None

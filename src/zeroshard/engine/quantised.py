@@ -1,0 +1,284 @@
+"""A bucket whose parameters rest and travel in 8 bits: what of a buffer is another then.
+
+    masters, fp32            each step's scales are made from these, and then what rests
+    parameters, 1 byte       the shard, or all of them: rest beside their masters at every stage; what a gather moves
+    scales, 1 byte a tensor  on every rank the same
+    gathered, 16 or 32 bits  what modules compute with; the bytes arrive in the last of this memory, and are read there
+
+To everybody else such parameters are as those that rest in another tier: gathered for use at every stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import fp8
+from ..errors import StateError, UserError
+from ..events import DEVICE, ends
+from ..layout import Partition
+from ..numerics import COMPUTED, Precision, same_bits, simulated
+from ..tiers.tier import Offload
+from .buffer import Buffer
+from .gathered import alias
+from .unit import Managed, Unit, matching
+
+ROUTERS = ("router", "gate")  # modules that choose experts by numbers close to each other
+
+
+def chosen(managed: list[Managed], precision: Precision) -> set[str]:
+    """The names of the parameters that `Precision.fp8` says. Raises `UserError` for what cannot be one of them."""
+    if precision.fp8 is True:
+        found = {
+            record.name
+            for record in managed
+            if record.param.requires_grad
+            and not precision.keeps(record.names)
+            and all(isinstance(module, nn.Linear) and name == "weight" for module, name in record.owners)
+            and not any(name.split(".")[-2:-1] == [router] for name in record.names for router in ROUTERS)
+        }
+        if not found:
+            raise UserError(
+                "there is no weight of a linear layer that is trained, to rest in 8 bits",
+                got="Precision(fp8=True)",
+                instead='Precision(fp8=["*.experts.*"]), with patterns of the parameters that are meant',
+            )
+    else:
+        found = matching(managed, precision.fp8 or (), "Precision.fp8")
+    for record in (record for record in managed if record.name in found):
+        dtype = precision.param(record.param.dtype)
+        if not record.param.requires_grad or precision.keeps(record.names) or dtype not in COMPUTED:
+            raise UserError(
+                "a parameter can only rest in 8 bits beside fp32 masters, for a module that computes in 16 or 32 bits",
+                where=f"parameter {record.name!r}, Precision(fp8=...)",
+                expected="a trained parameter that Precision.keep does not name, in bfloat16, float16 or float32",
+                got="one that Precision.keep names"
+                if precision.keeps(record.names)
+                else f"requires_grad={record.param.requires_grad}, {dtype}",
+                instead="patterns that leave it out",
+            )
+    return found
+
+
+def check_fp8(partition: Partition, offload: Offload) -> None:
+    """Refuse, by name, what parameters of 8 bits do not go with."""
+    names = [slot.name for bucket in partition.buckets if bucket.fp8 for slot in bucket.slots]
+    if not names:
+        return
+    away = {tier for resting in offload.buckets(partition.buckets) for tier in resting.values()} - {DEVICE}
+    parts = any(b.fp8 and (b.along or slot.cut is not None) for b in partition.buckets for slot in b.slots)
+    if away or parts:
+        raise UserError(
+            "parameters in 8 bits rest on the device, and all ranks shard them",
+            where=f"parameter {names[0]!r}" + f" and {len(names) - 1} more" * (len(names) > 1),
+            got=f"Offload(...) with states in {', '.join(sorted(away))}" if away
+            else "parameters along an axis of the mesh: experts, or beside tensor parallelism",
+            instead="Offload()" if away else "Precision(fp8=[...]) with patterns that leave these out",
+        )  # fmt: skip
+
+
+class QuantisedBuffer(Buffer):
+    """The memory of one bucket on one rank, whose parameters rest as `fp8` says."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.resident = False
+        self.format = fp8.BYTE
+        self.scales = self.tier.reserve("scales", len(self.bucket.slots), fp8.BYTE)
+        self._arriving: Tensor | None = None  # the bytes that a gather brings
+        self._apart = False  # are these in memory of their own?
+
+    @property
+    def _wants_master(self) -> bool:
+        return True
+
+    @property
+    def beside(self) -> bool:
+        """No: that needs all ranks. See `requantise`."""
+        return False
+
+    # --- from masters to bytes --------------------------------------------------------------------------------------
+
+    def _pieces(self, first: int, last: int) -> Iterator[tuple[int, slice]]:
+        """(number of a slot, where of elements [first, last) it is)."""
+        for number, slot in enumerate(self.bucket.slots):
+            part = slot.slice_of(first, last)
+            if part.stop > part.start:
+                yield number, part
+
+    def _largest(self, masters: Tensor, first: int, last: int) -> Tensor:
+        found = torch.zeros(len(self.bucket.slots), dtype=torch.int32, device=masters.device)
+        for number, part in () if simulated(masters) else self._pieces(first, last):
+            found[number] = fp8.largest(masters[part])
+        return found
+
+    def _quantise(self, raw: Tensor, masters: Tensor, first: int, last: int) -> None:
+        scales = fp8.as_fp32(self.scales)
+        for number, part in self._pieces(first, last):
+            fp8.quantise_(raw[part], masters[part], scales[number])
+
+    def _fill(self, resting: Tensor, source: Tensor) -> None:
+        self.scales.copy_(fp8.scales_for(self._largest(source, 0, self.bucket.numel)))
+        first, last = self.parameters.first, self.parameters.last
+        self._quantise(resting, source[first:last], first, last)
+        self.gathered.current = False  # it was not rounded, and goes at once
+
+    def largest(self) -> Tensor:
+        """int32, for each slot the bits of the largest magnitude that this rank's masters of it have."""
+        with self.updating.here(changed=False):
+            return self._largest(self.target, *self.updated)
+
+    def requantise(self, largest: Tensor) -> None:
+        """New bytes of this rank's masters, of which all ranks' have these largest magnitudes."""
+        self.land()
+        self.scales.copy_(fp8.scales_for(largest))
+        first, last = self.updated
+        copied = self.tier.ledger.note("copy", state="master", bucket=self.bucket.index, logical=last - first)
+        with self.updating.here(changed=False), self.parameters.here():
+            self._quantise(self.parameters.of(first, last), self.target, first, last)
+        ends(copied)
+
+    # --- from bytes to what modules compute with --------------------------------------------------------------------
+
+    def _landing(self, *, kept: bool) -> Tensor:
+        """The last bytes of the memory to gather into; other memory, where somebody may read what is there."""
+        self._apart = kept
+        if kept:
+            self._arriving = self.tier.reserve("gather", self.bucket.numel, fp8.BYTE, zeroed=False)
+        else:
+            self._arriving = self.full.view(fp8.BYTE)[-self.bucket.numel :]
+        return self._arriving
+
+    def land(self) -> None:
+        super().land()
+        if self._arriving is None:
+            return
+        raw, self._arriving = self._arriving, None
+        # An interrupt leaves half of it read, and the other half overwritten: then this is to be gathered again.
+        current, self.gathered.current = self.gathered.current, False
+        with torch.inference_mode(False), torch.no_grad():
+            self._dequantise(alias(self.full), raw)
+        if self._apart:
+            self.tier.give_back("gather", raw)
+        self.gathered.current = current
+        if self.edits.reachable:
+            self.edits.agree(self._mine)
+
+    def _dequantise(self, full: Tensor, raw: Tensor) -> None:
+        scales, end = fp8.as_fp32(self.scales), 0
+        for number, slot in enumerate(self.bucket.slots):
+            full[end : slot.start] = 0  # padding, which ranks compare
+            fp8.dequantise_(full[slot.start : slot.stop], raw[slot.start : slot.stop], scales[number])
+            end = slot.stop
+        full[end:] = 0
+
+    def open(self) -> None:
+        self.land()
+        if self.gathered.open():
+            self.edits.opened(self.full, self._mine)
+
+    def stand_in(self) -> Tensor:
+        whole = torch.zeros(self.bucket.numel, dtype=fp8.BYTE, device=self.tier.device)
+        first, last = self.owned
+        self.parameters.copy(first, whole[first:last])
+        return whole
+
+    # --- edits ------------------------------------------------------------------------------------------------------
+
+    def edited(self) -> bool:
+        """Is the gathered copy of what rests here another than that?"""
+        if simulated(self.full) or not (self.ready and self.edits.reachable):
+            return False
+        self.land()
+        self.rebind()
+        mine, scales, first = self._mine, fp8.as_fp32(self.scales), self.parameters.first
+        if self.edits.untouched(mine):
+            return False
+        with self.parameters.here(changed=False) as resting:
+            return not all(
+                same_bits(numbers, mine[part][where])
+                for number, part in self._pieces(first, self.parameters.last)
+                for where, numbers in fp8.dequantised(resting[part], scales[number], self.dtype)
+            )
+
+    def _keep_edits(self) -> bool:
+        """Scales are all ranks' together, so nothing can follow by itself."""
+        if self.edited():
+            self._group.report(
+                StateError(
+                    "weights that rest in 8 bits were edited outside gathered(), or used inside it after an edit",
+                    where=f"rank {self._group.rank}, among parameters {self.bucket.slots[0].name!r} to "
+                    f"{self.bucket.slots[-1].name!r}",
+                    instead="with zero.gathered(): edit   (on every rank), and leave it before the next forward or "
+                    "step. The edit is lost. Or leave them out of Precision(fp8=...), and edits count anywhere",
+                )
+            )
+            self.edits.agree(self._mine)
+        return False
+
+    def take_edits(self) -> None:
+        """Masters take what was edited of them in the gathered copy."""
+        first, last = self.updated
+        seen, scales = self.full[first:last], fp8.as_fp32(self.scales)
+        with self.updating.here(), self.parameters.here(changed=False):
+            resting, bits = self.parameters.of(first, last), torch.int16 if self.dtype.itemsize == 2 else torch.int32
+            for number, part in self._pieces(first, last):
+                for where, numbers in fp8.dequantised(resting[part], scales[number], self.dtype):
+                    own, now = self.target[part][where], seen[part][where]
+                    torch.where(numbers.view(bits) != now.view(bits), now.to(own.dtype), own, out=own)
+
+
+def spread(buffers: Sequence[Buffer], *, overlap: bool, outside: bool = False) -> None:
+    """What was updated of these, on all ranks alike, goes to every rank. outside: not by a step."""
+    for buffer in buffers if outside else ():
+        buffer.changed()
+        buffer.gathered.current &= buffer.resident
+    requantise(buffers)
+    for buffer in buffers:
+        buffer.spread(overlap=overlap)
+
+
+def requantise(buffers: Sequence[Buffer]) -> None:
+    """What rests of those in 8 bits follows the masters. One small message for all tensors."""
+    found = [buffer for buffer in buffers if isinstance(buffer, QuantisedBuffer)]
+    if not found:
+        return
+    with torch.no_grad():
+        largest = torch.cat([buffer.largest() for buffer in found]).cpu()
+        found[0]._group.maximum(largest)
+        for buffer, mine in zip(found, largest.split([len(b.bucket.slots) for b in found]), strict=True):
+            buffer.requantise(mine)
+
+
+@torch.no_grad()
+def follow_edits(units: Sequence[Unit], write_from: int | None) -> list[Buffer]:
+    """All ranks leave gathered(): masters, scales and bytes of these follow what was edited, by owner or on one rank.
+
+    Afterwards the gathered copy is what the bytes stand for: an edit, too, is rounded to 8 bits. Answers with the other
+    buffers, that each follow by themselves.
+    """
+    buffers = [buffer for unit in units for buffer in unit.buffers]
+    found = [buffer for buffer in buffers if isinstance(buffer, QuantisedBuffer)]
+    others = [buffer for buffer in buffers if not buffer.bucket.fp8]
+    if not found:
+        return others
+    for buffer in found if write_from is not None else ():
+        assert write_from is not None
+        buffer.rebind()
+        buffer._group.give_all(buffer.full, buffer.bucket, write_from)
+        if not buffer.place.optimizer:  # bytes of it may agree where masters do not
+            buffer._group.give_all(buffer.target, buffer.bucket, write_from)
+    flags = found[0]._group.flags(bytes(buffer.edited() for buffer in found))
+    edited = [buffer for buffer, flag in zip(found, flags, strict=True) if flag]
+    for buffer in edited:
+        if not buffer.place.optimizer:  # where every rank updates everything, each element's owner says what it is
+            buffer.team.gather(alias(buffer.full), buffer.bucket, "parameters").wait()
+        buffer.take_edits()
+    spread(edited, overlap=False, outside=True)
+    for buffer in edited:
+        buffer.gather().wait()
+        buffer.land()
+    return others

@@ -303,7 +303,7 @@ def test_where_fewer_ranks_must_equal_more(more, most):
         if most is None or world == 3 or world == most:
             assert extra == []
         else:
-            ((stage, _, _, accumulate, plain, tier, _),) = extra
+            ((stage, _, _, accumulate, plain, tier, *_),) = extra
             assert (stage, accumulate * world, plain, tier) == (3, asked.accumulate * most, most, "device")
 
 
@@ -328,6 +328,60 @@ def test_replicas_are_held_against_plain_torch(warm):
     assert (code, found["equal"]) == (0, True)
     counts = [(each["ranks"], each["replicas"]) for each in found["results"]]
     assert counts == [(3, 1)] * 4 + [(4, 1)] * 4 + [(4, 2)] * 4
+
+
+def test_an_optimizer_over_all_is_compared_like_replicas():
+    """At stages 1 to 3, of several replicas; what it is of one replica, or at stage 0, the team's run has been."""
+    asked = question(ranks=(4, 2), replicas=(1, 2), stages=(0, 1, 2, 3), optimizer_over=("team", "all"), tiers=("cpu",))
+    grid = asked.configurations(4)
+    over = {(each.stage, each.replicas, each.tier) for each in grid if each.over == "all"}
+    assert over == {(stage, 2, tier) for stage in (1, 2, 3) for tier in ("device", "cpu")}
+    assert {(each.stage, each.replicas) for each in grid if each.over == "team"} == {
+        (stage, count) for stage in range(4) for count in (1, 2)
+    }
+    (one, *_) = (each for each in grid if each.over == "all")
+    assert str(one).endswith("2 replicas, optimizer over all")
+    alone = question(ranks=(4,), replicas=(2,), stages=(0, 1, 2, 3), optimizer_over=("all",))
+    assert {each.stage for each in alone.configurations(4)} == {1, 2, 3}
+    third = next(each for each in grid if each.over == "all" and each.stage == 3 and each.tier == "device")
+    assert not asked.masters_alone(third)
+    assert asked.masters_alone(third._replace(over="team"))
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"optimizer_over": ("al",)}, "must be of team and all, got 'al'"),
+        ({"optimizer_over": ()}, "must be of team and all, got ''"),
+        ({"optimizer_over": ("all",), "ranks": (4,)}, "takes several --replicas and --stage 1, 2 or 3; on 4 ranks"),
+        ({"optimizer_over": ("all",), "ranks": (4,), "replicas": (2,), "stages": (0,)}, "stages [0]"),
+    ],
+)
+def test_what_cannot_be_compared_over_all_is_refused(more, said):
+    with pytest.raises(InputError) as caught:
+        question(**more)
+    assert said in str(caught.value)
+
+
+@pytest.mark.full
+def test_an_optimizer_over_all_is_held_against_plain_torch(warm):
+    words = (
+        "--ranks",
+        "4",
+        "--replicas",
+        "1,2",
+        "--optimizer-over",
+        "all,team",
+        "--bucket-mib",
+        "small",
+        "--steps",
+        "2",
+    )
+    code, found = warm("dropout", *words, "--stage", "0,3")
+    assert (code, found["equal"]) == (0, True)
+    runs = [(each["stage"], each["replicas"], each["over"]) for each in found["results"][::2]]
+    assert runs == [(0, 1, "team"), (3, 1, "team"), (3, 2, "all"), (0, 2, "team"), (3, 2, "team")]
+    assert any(note.startswith("over all: not of one replica") for note in found["notes"])
 
 
 def test_equal_means_bits():

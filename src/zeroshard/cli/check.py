@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from zeroshard.cli import launch, processor, screen
-from zeroshard.cli.config import InputError, Launch, Transport, offload_of
+from zeroshard.cli.config import InputError, Launch, OptimizerOver, Transport, offload_of
 from zeroshard.events import DEVICE
 
 AT_REST = "at rest"
@@ -42,8 +42,14 @@ class Check:
     prefetch: int = 1
     checkpoint: bool = False
     replicas: int = 1
+    optimizer_over: OptimizerOver = "team"
     transport: Transport = "auto"
     offload: dict[str, str] = field(default_factory=dict)  # {state: where it rests}, as on the command line
+
+    @property
+    def spread(self) -> bool:
+        """Is the optimizer sharded over the ranks of several replicas?"""
+        return self.optimizer_over == "all" and self.replicas > 1
 
     def settings(self, folder: str, stage: int) -> dict[str, Any]:
         """The policies of `shard` and `simulate`; files go to `folder`."""
@@ -55,8 +61,12 @@ class Check:
         layout = Layout(bounds=self.bounds, align=self.align, bucket_mib=self.bucket_mib, recompute=self.checkpoint)
         return {
             "layout": layout,
-            "precision": precision(self.precision, self.grad_dtype, alone=masters_alone(stage, offload)),
-            "comm": Comm(prefetch=self.prefetch, replicas=self.replicas, transport=self.transport),
+            "precision": precision(
+                self.precision, self.grad_dtype, alone=masters_alone(stage, offload, spread=self.spread)
+            ),
+            "comm": Comm(
+                prefetch=self.prefetch, replicas=self.replicas, transport=self.transport, optimizer=self.optimizer_over
+            ),
             "offload": offload,
         }
 

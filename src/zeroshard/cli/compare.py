@@ -237,6 +237,7 @@ def _run(
                 timeout=question.timeout,
                 overlap=configuration.overlap,
                 replicas=configuration.replicas,
+                optimizer=configuration.over,  # type: ignore[arg-type]
                 transport=question.transport,
             ),
         )

@@ -57,6 +57,7 @@ FloatingPoint = Literal["fp64", "fp32", "bf16", "fp16"]
 Size = Literal["tiny", "small", "medium"]
 Device = Literal["auto", "cpu", "cuda"]
 Transport = Literal["auto", "gloo", "shared"]
+OptimizerOver = Literal["team", "all"]
 
 
 class Shape(NamedTuple):

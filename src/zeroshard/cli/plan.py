@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 from rich.text import Text as Styled
 
 from zeroshard.cli import screen
 from zeroshard.cli.config import STATES, InputError, in_options, one_line, places, planned_offload
 from zeroshard.cli.screen import Amount
+from zeroshard.cli.sent import replicas, show, traffic
 from zeroshard.errors import UserError
 from zeroshard.events import HOST, NVME
 from zeroshard.planner.answer import Plan, StagePlan
@@ -20,13 +19,10 @@ from zeroshard.planner.plan import plan
 from zeroshard.planner.quantities import number
 from zeroshard.planner.recipes import PADDING
 from zeroshard.planner.texts import Line, text
-from zeroshard.planner.traffic import Moved
-from zeroshard.stage import STAGES, seat
+from zeroshard.stage import STAGES, placements, seat
 
 BAR = 24  # characters of the longest bar
 PASSING = "passing at the peak"
-# Bytes are shown to the last digit, also where the terminal is narrower than the table.
-_wide = Console(highlight=False, width=200)
 # Told apart without colours too, in a log.
 LOOKS = {"parameters": ("█", "cyan"), "gradients": ("▓", "yellow"), PADDING: ("x", "red"), PASSING: ("·", "white")}
 MORE_LOOKS = (("▒", "magenta"), ("░", "green"), ("#", "blue"), ("=", "bright_magenta"), ("+", "bright_green"))
@@ -48,9 +44,9 @@ def show_plan(*, as_json: bool, exact: bool = False, **settings: Any) -> None:
         _files(found, amount)
     if any(stage.instants for stage in found.stages):
         _peaks(found, amount)
-    _traffic(found, amount)
+    traffic(found, amount)
     if found.replicas is not None:
-        _replicas(found, amount)
+        replicas(found, amount)
     if found.gpu_mem is not None:
         _answers(found, found.gpu_mem, amount)
     for note in found.notes[:8]:
@@ -118,6 +114,7 @@ def check_plan(*, as_json: bool, text: str | None, **settings: Any) -> int:
         "bucket_mib",
         "prefetch",
         "replicas",
+        "optimizer_over",
         "transport",
     )
     offload = _places(settings)
@@ -134,7 +131,10 @@ def check_plan(*, as_json: bool, text: str | None, **settings: Any) -> int:
         settings["align"] = _blocks(settings["align"])
     given = {name: settings[name] for name in names if settings[name] is not None}
     once = offload.get("parameters") == "shared"
-    stages = tuple(each for each in STAGES if each or not once) if stage is None else (stage,)
+    spread = settings["optimizer_over"] == "all" and (settings["replicas"] or 1) > 1
+    if spread:
+        placements(1 if stage is None else stage, spread=spread, once=once)  # says which can
+    stages = tuple(each for each in STAGES if each or not (once or spread)) if stage is None else (stage,)
     return check(Check(job=job, stages=stages, offload=offload, **given), as_json=as_json)
 
 
@@ -152,15 +152,10 @@ def show_text(letter: str, *, as_json: bool) -> None:
         shown = screen.new_table(table.title, "line", "text says", "recomputed", "unit", "")
         for line in table.lines:
             shown.add_row(line.what, _said(line), line.shown, line.unit, "" if line.agrees else "[red]differs[/red]")
-        _show(shown)
+        show(shown)
     screen.say("\n[bold]Where the text differs[/bold]")
     for correction in found.corrections:
         screen.console.print(f"  - {correction}", markup=False)
-
-
-def _show(table: Table) -> None:
-    screen.console.print()
-    _wide.print(table)
 
 
 def _said(line: Line) -> str:
@@ -225,7 +220,7 @@ def _bars(found: Plan, amount: Amount) -> None:
         table.add_row(
             str(stage.stage), stage.formula, _bar(stage, looks, longest), *cells, f"{100 * stage.saved:.1f} %"
         )
-    _show(table)
+    show(table)
     legend = Styled("  ")
     for state, (glyph, colour) in looks.items():
         legend.append(f"{glyph * 2} ", style=colour).append(f"{state}  ")
@@ -238,7 +233,7 @@ def _states(found: Plan, amount: Amount) -> None:
     for state in dict.fromkeys(state for stage in found.stages for state in stage.states):
         table.add_row(state, *(amount(stage.states.get(state, 0)) for stage in found.stages))
     table.add_row("[bold]total[/bold]", *(f"[bold]{amount(stage.total)}[/bold]" for stage in found.stages))
-    _show(table)
+    show(table)
 
 
 def _tiers(found: Plan, amount: Amount) -> None:
@@ -257,7 +252,7 @@ def _tiers(found: Plan, amount: Amount) -> None:
         filed = sum(stage.tiers.get(NVME, {}).values())
         cells = (stage.device, stage.host, host.get("staging", 0), stage.rounding, filed, stage.files)
         table.add_row(str(stage.stage), *map(amount, cells))
-    _show(table)
+    show(table)
     if found.host_mem is not None:
         table = screen.new_table(
             f"Into {_budget(found.host_mem, amount)} of host memory per rank", "stage", "fits", "to spare"
@@ -266,7 +261,7 @@ def _tiers(found: Plan, amount: Amount) -> None:
             spare = found.host_mem - stage.host
             verdict = "[green]fits[/green]" if spare >= 0 else "[red]does not fit[/red]"
             table.add_row(str(stage.stage), verdict, amount(spare))
-        _show(table)
+        show(table)
 
 
 def _files(found: Plan, amount: Amount) -> None:
@@ -286,7 +281,7 @@ def _files(found: Plan, amount: Amount) -> None:
         if worn:
             cells.append(amount(found.wear(stage) or 0))
         table.add_row(str(stage.stage), *cells)
-    _show(table)
+    show(table)
     if worn:
         how = "as fast as the disk goes" if found.step_time is None else f"of {found.step_time:g} seconds"
         screen.say(f"  [dim]written in a day: of steps {how}[/dim]")
@@ -305,71 +300,11 @@ def _peaks(found: Plan, amount: Amount) -> None:
         assert stage.peak is not None
         cells = (*amount.both(stage.peak), amount(stage.peak - stage.device), escape(str(stage.peak_at)))
         table.add_row(str(stage.stage), *cells, *([amount(stage.activations), amount(stage.working)] if kept else []))
-    _show(table)
+    show(table)
     if kept:
         screen.say("  [dim]passing: the engine's own; what operators make, activations included, comes on top[/dim]")
     else:
         screen.say("  [dim]an upper bound for units used one after the other; activations come on top[/dim]")
-
-
-def _traffic(found: Plan, amount: Amount) -> None:
-    backwards = f"{found.accumulate} backward" + ("s" if found.accumulate > 1 else "")
-    how = f"{backwards}, no_sync" if found.no_sync else backwards
-    table = screen.new_table(
-        f"Moved per step and rank, in {amount.unit} ({how})", "stage", "passes", "logical", "sent", "sent + received"
-    )
-    for stage in found.stages:
-        total = stage.traffic.total
-        table.add_row(str(stage.stage), f"{stage.traffic.passes:g}", *map(amount, total))
-        if stage.traffic.recompute != Moved(0, 0, 0):
-            table.add_row("", "recompute", *map(amount, stage.traffic.recompute))
-        if stage.traffic.relay != Moved(0, 0, 0):
-            table.add_row("", "of it relay", *map(amount, stage.traffic.relay))
-    _show(table)
-    if any(stage.links for stage in found.stages):
-        table = screen.new_table(
-            f"What one GPU sends over each link, in {amount.unit}", "stage", "inside its node", "between nodes"
-        )
-        for stage in found.stages:
-            if stage.links is not None:
-                table.add_row(str(stage.stage), *map(amount, stage.links))
-        _show(table)
-        screen.say(
-            "  [dim]gathers as a ring, whose node crossings all of a node's cards share; reductions to each owner; "
-            "sums from replica to replica, on average. "
-            "A ring's bytes are on both links: together they can be more than what is sent[/dim]"
-        )
-
-
-def _replicas(found: Plan, amount: Amount) -> None:
-    copies = found.replicas
-    assert copies is not None
-    named = "1 replica" if copies.replicas == 1 else f"{copies.replicas} replicas"
-    table = screen.new_table(f"{named} of {found.ranks // copies.replicas} ranks, for one backward", "what", "amount")
-    table.add_row("optimizer, bytes per parameter and rank", number(copies.optimizer))
-    for what, elements in {
-        "reduced inside a replica, P sent per rank": copies.reduce_inside,
-        "handed on and back between them": copies.reduce_between,
-        "gathered once inside a replica": copies.gather_inside,
-        "total, the same for every K": copies.total,
-    }.items():
-        table.add_row(what, number(elements / found.parameters))
-    _show(table)
-    compared = [(stage.stage, stage.slow_link) for stage in found.stages if stage.slow_link is not None]
-    if compared:
-        node = compared[0][1].gpus_per_node
-        table = screen.new_table(
-            f"Sent between nodes of {node}, bytes of one GPU in a step", "stage", named, "1 replica", "less"
-        )
-        for number_of_stage, link in compared:
-            saved = f"{float(100 * link.saved):.1f} %"
-            table.add_row(str(number_of_stage), f"{link.sent:,}", f"{link.with_one:,}", saved)
-        _show(table)
-    screen.say(
-        "  [dim]P per rank: on average. Between nodes: as this engine sends, each GPU with a network card of its own; "
-        "gathers are rings whose crossings a node's cards share, reductions go straight to each owner, running sums "
-        "from replica to replica. --text B has the answers of other assumptions[/dim]"
-    )
 
 
 def _budget(nbytes: int, amount: Amount) -> str:
@@ -395,7 +330,7 @@ def _answers(found: Plan, limit: int, amount: Amount) -> None:
         verdict = "[green]fits[/green]" if stage.fits else "[red]does not fit[/red]"
         largest = "-" if stage.largest is None else f"{stage.largest:,}"
         table.add_row(str(stage.stage), verdict, *amount.both(spare), largest)
-    _show(table)
+    show(table)
     screen.say(f"  [dim]fits: {what}; largest: by states at rest alone[/dim]")
     fitting = [stage.stage for stage in found.stages if stage.fits]
     if fitting and len(found.stages) > 1:
@@ -406,7 +341,7 @@ def _answers(found: Plan, limit: int, amount: Amount) -> None:
         for change in found.advice:
             verdict = "[green]fits[/green]" if change.fits else "does not fit"
             table.add_row(change.what, *amount.both(change.nbytes), verdict)
-        _show(table)
+        show(table)
     if not fitting and not any(change.fits for change in found.advice):
         screen.say("  nothing here is enough; a smaller model, or fewer bytes per parameter, would be")
     screen.console.print()

@@ -9,11 +9,11 @@ import json
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
-from zeroshard.cli.config import InputError, Precision, Transport
+from zeroshard.cli.config import InputError, OptimizerOver, Precision, Transport
 from zeroshard.errors import nearest
-from zeroshard.stage import STAGES
+from zeroshard.stage import STAGES, placements
 
 SMALL = "small"
 
@@ -51,11 +51,13 @@ class Configuration(NamedTuple):
     plain: int
     tier: str = "device"  # where all states rest
     replicas: int = 1
+    over: str = "team"  # which ranks the optimizer is sharded over
 
     def __str__(self) -> str:
         size = self.bucket if self.bucket == SMALL else f"{self.bucket} MiB"
         where = "" if self.tier == "device" else f", all states in {self.tier}"
         copies = "" if self.replicas == 1 else f", {self.replicas} replicas"
+        copies += ", optimizer over all" if self.over == "all" else ""
         return f"stage {self.stage}, buckets {size}, overlap {'on' if self.overlap else 'off'}{where}{copies}"
 
 
@@ -78,6 +80,7 @@ class Question:
     offload_path: str = ""
     replicas: tuple[int, ...] = (1,)
     transport: Transport = "auto"
+    optimizer_over: tuple[str, ...] = ("team",)
 
     def __post_init__(self) -> None:
         for stage in self.stages:
@@ -100,6 +103,15 @@ class Question:
         for ranks in self.ranks:
             if not self.copies(ranks):
                 raise InputError(f"--replicas: one must divide {ranks} of --ranks, got {list(self.replicas)}")
+        for over in self.optimizer_over or ("",):
+            if over not in get_args(OptimizerOver):
+                raise InputError(f"--optimizer-over must be of team and all, got {over!r}")
+        for ranks in self.ranks:
+            if not self.meshes(ranks):
+                raise InputError(
+                    f"--optimizer-over all takes several --replicas and --stage 1, 2 or 3; on {ranks} ranks got "
+                    f"{self.copies(ranks)} replicas and stages {list(self.stages)}; instead: --optimizer-over team,all"
+                )
         for name in ("clip", "timeout"):
             value = getattr(self, name)
             if value is not None and not (value > 0 and math.isfinite(value)):
@@ -111,27 +123,37 @@ class Question:
         """The numbers of replicas that divide so many ranks."""
         return [count for count in self.replicas if ranks % count == 0]
 
+    def meshes(self, ranks: int) -> list[tuple[int, int, str]]:
+        """(stage, replicas, over which ranks the optimizer is sharded). Over all is nothing of its own of one replica,
+        nor at stage 0."""
+        return [
+            (stage, count, over)
+            for count in self.copies(ranks)
+            for over in self.optimizer_over
+            for stage in self.stages
+            if over == "team" or (count > 1 and STAGES[stage].optimizer)
+        ]
+
     def configurations(self, ranks: int) -> list[Configuration]:
         """What `ranks` ranks run, in the order of the grid's rows; the last may be the elastic one."""
-        copies = self.copies(ranks)
+        meshes = self.meshes(ranks)
         grid = [
-            Configuration(stage, bucket, overlap, self.accumulate, ranks, replicas=count)
-            for count in copies
-            for stage in self.stages
+            Configuration(stage, bucket, overlap, self.accumulate, ranks, replicas=count, over=over)
+            for stage, count, over in meshes
             for bucket in self.buckets
             for overlap in (True, False)
         ]
         # In the smallest buckets asked for: then there are more than a file of states has buffers.
         grid += [
-            Configuration(stage, self.buckets[-1], True, self.accumulate, ranks, tier, count)
+            Configuration(stage, self.buckets[-1], True, self.accumulate, ranks, tier, count, over)
             for tier in self.tiers
-            for count in copies
-            for stage in self.stages
+            for stage, count, over in meshes
         ]
         most = self.elastic
         if most is not None and ranks < most and _is_power_of_two(ranks):
             more = self.accumulate * most // ranks
-            grid.append(Configuration(max(self.stages), self.buckets[0], True, more, most, replicas=copies[0]))
+            stage, count, over = max(meshes, key=lambda mesh: mesh[0])  # the first of the highest stage
+            grid.append(Configuration(stage, self.buckets[0], True, more, most, replicas=count, over=over))
         return grid
 
     def rows(self) -> list[Configuration]:
@@ -148,7 +170,8 @@ class Question:
 
     def masters_alone(self, configuration: Configuration) -> bool:
         """Where parameters are sharded on the device only their masters rest, and nothing is split."""
-        return bool(STAGES[configuration.stage].parameters) and configuration.tier == "device"
+        place = placements(configuration.stage, spread=configuration.over == "all")
+        return place.together and configuration.tier == "device"
 
     @property
     def elastic(self) -> int | None:

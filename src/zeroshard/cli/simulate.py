@@ -14,7 +14,7 @@ from zeroshard.api import Zero
 from zeroshard.checkpoint.content import pieces
 from zeroshard.checkpoint.staging import put
 from zeroshard.cli import screen
-from zeroshard.cli.config import Transport
+from zeroshard.cli.config import OptimizerOver, Transport
 from zeroshard.errors import UserError
 from zeroshard.events import DEVICE, HOST, NVME, SHARED, Ledger
 from zeroshard.integrations.chrome_trace import MADE_BY
@@ -43,6 +43,7 @@ def show_simulation(
     prefetch: int,
     reduce: str,
     replicas: int,
+    optimizer_over: OptimizerOver,
     transport: Transport,
     experts: str | None,
     ep: int | None,
@@ -56,6 +57,11 @@ def show_simulation(
     if trace is not None and not Path(trace).absolute().parent.is_dir():
         raise UserError("there is no folder for the trace", got=repr(trace))
     check_experts(experts, ep, ranks, replicas=None if replicas == 1 else replicas)
+    spread = optimizer_over == "all" and replicas > 1
+    alone = from_job.masters_alone(stage, offload, spread=spread)
+    comm = Comm(
+        prefetch=prefetch, reduce=reduce, replicas=replicas, transport=transport, optimizer=optimizer_over,  # type: ignore[arg-type]
+    )  # fmt: skip
     found = []
     for one in rank:
         run = simulate(
@@ -64,30 +70,24 @@ def show_simulation(
             rank=one,
             stage=stage,
             accumulate=accumulate,
-            precision=from_job.precision(precision, grad_dtype, alone=from_job.masters_alone(stage, offload)),
+            precision=from_job.precision(precision, grad_dtype, alone=alone),
             layout=Layout(bucket_mib=bucket_mib, along={experts: "edp"} if experts else {}),
             mesh={"edp": ranks // ep, "ep": ep} if ep else None,
-            comm=Comm(prefetch=prefetch, reduce=reduce, replicas=replicas, transport=transport),  # type: ignore[arg-type]
+            comm=comm,
             offload=offload,
             checkpoint=checkpoint,
         )
         line = clock(run, cluster, ordered=reduce == "ordered")
-        found.append(report(run, cluster, line))
-        if offload is not None:
-            found[-1]["tiers"] = at_rest(run.ledger)
-            found[-1]["files"] = moved(run)
+        tiers = {} if offload is None else {"tiers": at_rest(run.ledger), "files": moved(run)}
+        found.append(report(run, cluster, line) | tiers)
         if trace is not None:
-            name = trace if len(rank) == 1 else f"{trace}.rank{one}"
-            put(name, json.dumps(timeline.chrome(line, one)), MADE_BY)
+            put(trace if len(rank) == 1 else f"{trace}.rank{one}", json.dumps(timeline.chrome(line, one)), MADE_BY)
     if as_json:
-        print(
-            json.dumps(
-                {"job": job, "ranks": ranks, "replicas": replicas, "stage": stage, "machine": on, "simulated": found},
-                indent=2,
-            )
-        )
+        mesh = {"ranks": ranks, "replicas": replicas, "optimizer_over": optimizer_over}
+        print(json.dumps({"job": job, **mesh, "stage": stage, "machine": on, "simulated": found}, indent=2))
         return
-    _open(job, f"{ranks:,} at stage {stage}{_copies(ranks, replicas)}", cluster)
+    over = ", the optimizer over all of them" if spread else ""
+    _open(job, f"{ranks:,} at stage {stage}{_copies(ranks, replicas)}{over}", cluster)
     for each in found:
         _show(each)
 
@@ -225,7 +225,7 @@ def _show(found: dict[str, Any]) -> None:
         _show_tiers(found["tiers"], found["files"])
     table = screen.new_table("Collectives of one step", "verb", "calls", "logical", "sent", "sent + received")
     for verb, moved in found["traffic"].items():
-        if verb == "relay" and not moved["calls"]:
+        if verb in ("relay", "share") and not moved["calls"]:
             continue  # of one replica
         cells = (f"{moved[column]:,}" for column in ("logical", "sent", "sent_and_received"))
         table.add_row(verb, f"{moved['calls']:g}", *cells)

@@ -156,6 +156,8 @@ def notes(question: Question, cells: list[Cell], trains: bool) -> list[str]:
         )
     if question.precision == "bf16-split" and any(question.masters_alone(cell.configuration) for cell in cells):
         said.append("stage 3 on the device: masters alone rest of sharded parameters, and nothing is split there")
+    if "all" in question.optimizer_over and (0 in question.stages or 1 in question.replicas):
+        said.append("over all: not of one replica, whose ranks are all, nor at stage 0, where each keeps all states")
     if not trains:
         said.append("no parameter changed in all these steps: equal bits say little about gradients here")
     for ranks in question.ranks:
@@ -176,14 +178,16 @@ def _show(question: Question, cells: list[Cell], said: list[str]) -> None:
     columns = [screen.ranks_text(ranks) for ranks in question.ranks]
     tiers = ["tier"] if question.tiers else []
     copies = ["replicas"] if question.replicas != (1,) else []
+    over = ["optimizer over"] if question.optimizer_over != ("team",) else []
     table = Table(
-        *copies, "stage", "bucket MiB", "overlap", *tiers, *columns, box=None, pad_edge=False, header_style="dim"
+        *copies, *over, "stage", "bucket MiB", "overlap", *tiers, *columns, box=None, pad_edge=False, header_style="dim"
     )
     found = {(cell.ranks, cell.configuration._replace(plain=0)): cell for cell in cells}
     for configuration in question.rows():
         stage, bucket, overlap = configuration[:3]
         rests = [configuration.tier] if question.tiers else []
         count = [str(configuration.replicas)] if copies else []
+        count += [configuration.over] if over else []
         row = [found.get((ranks, configuration)) for ranks in question.ranks]
         cells_text = [_cell_text(cell) if cell else "" for cell in row]
         table.add_row(*count, str(stage), bucket, "on" if overlap else "off", *rests, *cells_text)
@@ -192,7 +196,7 @@ def _show(question: Question, cells: list[Cell], said: list[str]) -> None:
         row_text = [_cell_text(elastic[ranks]) if ranks in elastic else "" for ranks in question.ranks]
         row_text[question.ranks.index(question.elastic)] = "[dim]the reference[/dim]"
         table.add_section()
-        table.add_row(*([""] if copies else []), "elastic", "", "", *([""] if question.tiers else []), *row_text)
+        table.add_row(*[""] * len(copies + over), "elastic", "", "", *([""] if question.tiers else []), *row_text)
     screen.console.print(table, width=WIDEST, crop=False, no_wrap=True)
     screen.say("")
     for note in said:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..events import DEVICE, HOST, NVME
 from ..layout import Layout
-from ..stage import STAGES, Placements
+from ..stage import STAGES
 from . import closed, disk, instants, recipes, states, traffic
 from .advice import Change
 from .asked import Asked
@@ -212,7 +212,7 @@ def finish(
             found,
             saved=float(plain(1 - recipes.Bytes(found.device, whole))),
             fits=None if limit is None else found.most <= limit,
-            largest=_largest(ranks // copies, asked.place(stage), asked, limit),
+            largest=_largest(asked, stage, limit),
             links=None
             if asked.gpus_per_node is None
             else traffic.links(found.traffic, ranks, asked.gpus_per_node, copies),
@@ -236,7 +236,9 @@ def finish(
         asked.no_sync,
         tuple(stages),
         layout,
-        None if asked.replicas is None else traffic.replicas(numel, ranks, asked.replicas, recipe),
+        None
+        if asked.replicas is None
+        else traffic.replicas(numel, ranks, copies, recipe, spread=asked.spread(max(asked.stages))),
         limit,
         tuple(advice),
         tuple(notes),
@@ -267,10 +269,12 @@ def _of_files(asked: Asked) -> list[str]:
     return said
 
 
-def _largest(ranks: int, place: Placements, asked: Asked, limit: int | None) -> int | None:
+def _largest(asked: Asked, stage: int, limit: int | None) -> int | None:
     """The most parameters whose states alone fit the device; None where none of them rest there, or nobody asked."""
     mine = recipes.part(with_copies(asked.recipe, asked), asked.shares(DEVICE), device=True)
-    return None if limit is None or not mine.total else closed.largest(ranks, place, mine, limit)
+    if limit is None or not mine.total:
+        return None
+    return closed.largest(asked.ranks // asked.copies, asked.place(stage), mine, limit, asked.copies)
 
 
 def with_copies(recipe: Recipe, asked: Asked) -> Recipe:

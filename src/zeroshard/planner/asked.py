@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ..events import DEVICE
 from ..layout import Partition
-from ..stage import ALONE, Placements, Seat, placements, seat_along
+from ..ranks.comm import Over
+from ..stage import ALONE, STAGES, Placements, Seat, placements, seat_along
 from . import states
 from .disk import Disk
 from .recipes import Recipe
@@ -40,6 +41,7 @@ class Asked(NamedTuple):
     experts: str = ""  # a pattern of parameters that are divided among `ep` ranks
     ep: int = 1
     shared: bool = False  # do ranks that shard together read each other's memory?
+    over: Over = "team"  # which ranks the optimizer is sharded over, of several replicas
 
     def axes(self, ranks: int) -> dict[str, int]:
         """The mesh of so many ranks, where experts are divided; else none."""
@@ -54,8 +56,12 @@ class Asked(NamedTuple):
         """Does one copy of the parameters serve all ranks of a host?"""
         return self.offload is not None and self.offload.once
 
+    def spread(self, stage: int) -> bool:
+        """Is the optimizer sharded over all replicas? At stage 0, which others are compared with, never."""
+        return self.over == "all" and self.copies > 1 and bool(STAGES[stage].optimizer)
+
     def place(self, stage: int) -> Placements:
-        return placements(stage, once=self.once)
+        return placements(stage, spread=self.spread(stage), once=self.once)
 
     @property
     def copies(self) -> int:

@@ -4,6 +4,8 @@
     replicated    b * P
     sharded       b * ceil(P / N): one flat vector, padded to a multiple of the ranks N, cut evenly
 
+With K replicas a team has N/K ranks, and what is sharded over all of them is a Kth of each team's shard, rounded up.
+
 Rule of padding: every rank reserves ceil(P / N) elements of whatever is sharded, and what no parameter fills lies at
 the end, on the last rank. So it is the last rank that is shown, with padding as a row of its own; totals are equal on
 all ranks. Which states are sharded is read from `stage.STAGES`.
@@ -13,7 +15,7 @@ from __future__ import annotations
 
 import math
 
-from ..stage import Placements
+from ..stage import Degree, Placements
 from .recipes import PADDING, Recipe
 
 
@@ -22,32 +24,47 @@ def share(numel: int, ranks: int) -> int:
     return -(-numel // ranks)
 
 
-def at_rest(numel: int, ranks: int, place: Placements, recipe: Recipe) -> dict[str, int]:
-    """{state: bytes} of the last rank, which holds the padding. Equal sums on all ranks."""
-    reserved = share(numel, ranks)
-    own = max(numel - (ranks - 1) * reserved, 0)
+def reserves(numel: int, ranks: int, replicas: int = 1) -> dict[Degree, tuple[int, int]]:
+    """(elements that each rank reserves of a state, those of the last rank that parameters fill), by its degree.
+
+    ranks: of each of the replicas.
+    """
+    team = share(numel, ranks)
+    own = max(numel - (ranks - 1) * team, 0)
+    part = share(team, replicas)
+    return {
+        Degree.RANK: (numel, numel),
+        Degree.TEAM: (team, own),
+        Degree.ALL: (part, max(own - (replicas - 1) * part, 0)),
+    }
+
+
+def at_rest(numel: int, ranks: int, place: Placements, recipe: Recipe, replicas: int = 1) -> dict[str, int]:
+    """{state: bytes} of the last rank, which holds the padding. Equal sums on all ranks. ranks: of each replica."""
+    each = reserves(numel, ranks, replicas)
     held: dict[str, int] = {}
     padding = 0
-    for state, nbytes, sharded in recipe.states(place):
-        held[state] = math.ceil((own if sharded else numel) * nbytes)
-        padding += math.ceil(reserved * nbytes) - held[state] if sharded else 0
+    for state, nbytes, degree in recipe.states(place):
+        reserved, filled = each[degree]
+        held[state] = math.ceil(filled * nbytes)
+        padding += math.ceil(reserved * nbytes) - held[state]
     if padding:
         held[PADDING] = padding
     return held
 
 
-def total(numel: int, ranks: int, place: Placements, recipe: Recipe) -> int:
+def total(numel: int, ranks: int, place: Placements, recipe: Recipe, replicas: int = 1) -> int:
     """Bytes that every rank holds at rest."""
-    return sum(at_rest(numel, ranks, place, recipe).values())
+    return sum(at_rest(numel, ranks, place, recipe, replicas).values())
 
 
-def largest(ranks: int, place: Placements, recipe: Recipe, limit: int) -> int:
+def largest(ranks: int, place: Placements, recipe: Recipe, limit: int, replicas: int = 1) -> int:
     """The most parameters whose states fit into `limit` bytes per rank at rest (0: none)."""
     each = sum(nbytes for _, nbytes, _ in recipe.states(place))
     if not each:
         return 0
-    low, high = 0, math.ceil(limit * ranks / each) + ranks
+    low, high = 0, math.ceil(limit * ranks * replicas / each) + ranks * replicas
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if total(middle, ranks, place, recipe) <= limit else (low, middle - 1)
+        low, high = (middle, high) if total(middle, ranks, place, recipe, replicas) <= limit else (low, middle - 1)
     return low

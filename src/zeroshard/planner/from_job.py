@@ -14,7 +14,7 @@ from ..headroom import SPLIT_BITS
 from ..layout import Layout
 from ..numerics import Precision
 from ..ranks.comm import Comm
-from ..stage import STAGES, placements
+from ..stage import STAGES, Degree, placements
 from ..tiers.tier import Offload
 from . import advice, built, optimizers, recipes, states, traffic
 from .answer import Plan, StagePlan, finish
@@ -30,16 +30,22 @@ RANKS_TRIED = 1 << 10  # by advice
 def plan_job(job: str | Callable[[], dict[str, Any]], asked: Asked, layout: Layout) -> Plan:
     """Simulate the job at every stage asked for, as the rank that holds most there."""
 
+    def alone(stage: int) -> bool:
+        return masters_alone(stage, asked.offload, spread=asked.spread(stage))
+
     def run(stage: int, rank: int | None, **changes: Any) -> Simulation:
         settings: dict[str, Any] = {
             "ranks": asked.ranks,
             "accumulate": asked.accumulate,
             "no_sync": asked.no_sync,
             "layout": layout,
-            "precision": precision(asked.precision, asked.grad_dtype, alone=masters_alone(stage, asked.offload)),
+            "precision": precision(asked.precision, asked.grad_dtype, alone=alone(stage)),
             "checkpoint": asked.checkpoint,
             "comm": Comm(
-                prefetch=asked.prefetch, replicas=asked.replicas, transport="shared" if asked.shared else "auto"
+                prefetch=asked.prefetch,
+                replicas=asked.replicas,
+                transport="shared" if asked.shared else "auto",
+                optimizer="all" if asked.spread(stage) else "team",
             ),
             "offload": asked.offload,
         } | changes
@@ -59,7 +65,7 @@ def plan_job(job: str | Callable[[], dict[str, Any]], asked: Asked, layout: Layo
         f"{recomputed.activations:,} with every unit recomputed",
         "what operators take while they run, and the optimizer inside its step, comes on top: measured, not planned",
     ]
-    if asked.precision == "bf16-split" and any(masters_alone(stage, asked.offload) for stage in asked.stages):
+    if asked.precision == "bf16-split" and any(alone(stage) for stage in asked.stages):
         notes.append("stage 3: masters alone rest of sharded parameters on the device, and nothing is split there")
     if asked.offload is not None and one.zero._engine.device.type == "cpu":
         notes.append(
@@ -77,12 +83,11 @@ def plan_job(job: str | Callable[[], dict[str, Any]], asked: Asked, layout: Layo
     )
 
 
-def masters_alone(stage: int, offload: Offload | None) -> bool:
-    """May masters be all that rests of the parameters?"""
+def masters_alone(stage: int, offload: Offload | None, *, spread: bool = False) -> bool:
+    """May masters be all that rests of the parameters? spread: is the optimizer sharded over all replicas?"""
     where = offload or Offload()
-    return bool(placements(stage).parameters) and set(where.tiers("parameters")) | set(where.tiers("optimizer")) == {
-        DEVICE
-    }
+    tiers = set(where.tiers("parameters")) | set(where.tiers("optimizer"))
+    return placements(stage, spread=spread).together and tiers == {DEVICE}
 
 
 def precision(name: str, grad_dtype: str | None = None, *, alone: bool = False) -> Precision | None:
@@ -105,10 +110,12 @@ def _fullest(run: Simulation) -> int:
     """The rank that holds most at rest; of equals the first, so one of the first replica."""
     if run.ranks == 1:
         return 0
-    recipe, place = _recipe(run), run.zero.placements
-    owned = states.owned(run.zero.partition, run.zero._engine.group.along.seat)
-    fullest = states.fullest_rank(owned, place, recipe)
-    return 0 if owned[0] == owned[fullest] else fullest
+    recipe, place, cut = _recipe(run), run.zero.placements, run.zero.partition
+    owned = states.owned(cut, run.zero._engine.group.along.seat)
+    parts = states.updated(cut, run.zero.replicas) if place.optimizer is Degree.ALL else None
+    fullest = states.fullest_rank(owned, place, recipe, parts)
+    same = owned[0] == owned[fullest % len(owned)] and (parts is None or parts[0] == parts[fullest])
+    return 0 if same else fullest
 
 
 def _recipe(run: Simulation) -> recipes.Recipe:
@@ -178,7 +185,7 @@ def _stage(run: Simulation, recipe: recipes.Recipe) -> StagePlan:
         peak_at = named[0]
     last = [event for event in run.events if event.verb == "step"][-1 - run.steps].end
     moves = (sum(e.logical for e in run.events if e.verb == verb and e.start > last) for verb in ("read", "write"))
-    formula = recipes.with_replicas(recipe.formula(place), run.zero.replicas)
+    formula = recipe.formula(place, run.zero.replicas)
     return StagePlan(
         run.stage, run.rank, formula, at_rest, 0.0, _traffic(run), tuple(found), peak, peak_at,
         activations=run.activations, working=run.working,
@@ -188,8 +195,8 @@ def _stage(run: Simulation, recipe: recipes.Recipe) -> StagePlan:
 
 
 def _traffic(run: Simulation) -> traffic.Traffic:
-    moved = {verb: [e for e in run.events if e.verb == verb and e.logical] for verb in ("reduce", "gather")}
-    reduced, gathered = (
+    moved = {verb: [e for e in run.events if e.verb == verb and e.logical] for verb in ("reduce", "gather", "share")}
+    reduced, gathered, shared = (
         traffic.Moved(
             *(
                 sum(column) // RECORDED
@@ -197,18 +204,20 @@ def _traffic(run: Simulation) -> traffic.Traffic:
             )
         )
         if events
-        else traffic.Moved(0, 0, 0)
+        else traffic.NOTHING
         for events in moved.values()
     )
     model = sum(bucket.numel * run.zero.dtypes(bucket).rest.itemsize for bucket in run.zero.partition.buckets)
     passes = round(gathered.logical / model, 2) if model else 0.0
     trained = sum(b.numel * run.zero.dtypes(b).param.itemsize for b in run.zero.partition.buckets if b.trainable)
     relays = [event for event in run.events if event.verb == "relay"]
-    # Of a rank of the first replica, which sends sums and receives averages.
-    on, back = (sum(column) // RECORDED for column in ([e.sent for e in relays], [e.received for e in relays]))
+    # What the last replica sends is averages, to all others; the others receive one, and all but the first a sum too.
+    replica, last = run.zero._engine.group.team.seat.replica, run.zero.replicas - 1
+    backs = [e.sent // last if replica == last else e.received - e.logical * (replica > 0) for e in relays]
+    on, back = (sum(column) // RECORDED for column in ([e.logical for e in relays], backs))
     return traffic.Traffic(
         round(reduced.logical / trained, 2) if trained else 0.0, passes, reduced, gathered, traffic.NOTHING,
-        traffic.relayed(on, back, run.zero.replicas),
+        traffic.relayed(on, back, run.zero.replicas), shared,
     )  # fmt: skip
 
 
@@ -232,7 +241,7 @@ def _advice(run: Callable[..., Simulation], asked: Asked, layout: Layout, limit:
         if attempt("and recompute activations in backward", stage, **changes):
             return tried
     if asked.precision.startswith("bf16") and asked.grad_dtype != "bf16":
-        alone = masters_alone(stage, asked.offload)
+        alone = masters_alone(stage, asked.offload, spread=asked.spread(stage))
         changes["precision"] = precision(asked.precision, "bf16", alone=alone)
         if attempt("and Precision(grad_dtype=torch.bfloat16)", stage, **changes):
             return tried

@@ -23,10 +23,10 @@ def plan_params(numel: int, asked: Asked) -> Plan:
     ranks, recipe, copies = asked.ranks, asked.recipe, asked.copies
     group = ranks // copies  # among which a state is cut
 
-    def moved(stage: int, replicas: int) -> traffic.Traffic:
+    def moved(stage: int, asked: Asked = asked) -> traffic.Traffic:
         backwards, no_sync = asked.accumulate, asked.no_sync
         moves = traffic.per_step(
-            numel, ranks, asked.place(stage), recipe, accumulate=backwards, no_sync=no_sync, replicas=replicas
+            numel, ranks, asked.place(stage), recipe, accumulate=backwards, no_sync=no_sync, replicas=asked.copies
         )
         return traffic.shared(moves) if asked.shared else moves
 
@@ -37,14 +37,13 @@ def plan_params(numel: int, asked: Asked) -> Plan:
         found = tuple(_of_equal_units(numel, asked, place))
         peak, peak_at = instants.peak(tiers.get(DEVICE, {}), found) if found else (None, None)
         on_disk = tiers.get(NVME, {})
-        formula = recipes.cast_here(recipe, asked.shares(DEVICE)).formula(place)
         return StagePlan(
             stage,
             ranks - 1,
-            recipes.with_replicas(formula, copies),
+            recipes.cast_here(recipe, asked.shares(DEVICE)).formula(place, copies),
             at_rest,
             0.0,
-            moved(stage, copies),
+            moved(stage),
             found,
             peak,
             peak_at,
@@ -59,7 +58,7 @@ def plan_params(numel: int, asked: Asked) -> Plan:
 
     def nbytes_of(stage: int, more_ranks: int, other: Recipe) -> int:
         mine = recipes.part(with_copies(other, asked), asked.shares(DEVICE), device=True)
-        return closed.total(numel, more_ranks // copies, asked.place(stage), mine)
+        return closed.total(numel, more_ranks // copies, asked.place(stage), mine, copies)
 
     notes = []
     if asked.units is None:
@@ -72,7 +71,8 @@ def plan_params(numel: int, asked: Asked) -> Plan:
     def advise(limit: int) -> list[Change]:
         return advice.changes(max(asked.stages), ranks, recipe, limit, nbytes_of, RANKS_LIMIT, copies)
 
-    return finish("parameters", numel, asked, None, of, advise, notes, lambda stage: moved(stage, 1))
+    alone = asked._replace(replicas=None)
+    return finish("parameters", numel, asked, None, of, advise, notes, lambda stage: moved(stage, alone))
 
 
 def _shared_out(numel: int, ranks: int, place: Placements, recipe: Recipe, asked: Asked) -> states.Tiers:
@@ -81,11 +81,12 @@ def _shared_out(numel: int, ranks: int, place: Placements, recipe: Recipe, asked
     parts = {
         tier: recipes.part(whole, asked.shares(tier), device=tier == DEVICE) for tier in (DEVICE, HOST, NVME, SHARED)
     }
-    tiers = {tier: closed.at_rest(numel, ranks, place, mine) for tier, mine in parts.items()}
+    tiers = {tier: closed.at_rest(numel, ranks, place, mine, asked.copies) for tier, mine in parts.items()}
     message = int(Layout().bucket_mib * 2**20 / recipe.parameters)
     buffers = 0
-    for state, itemsize, sharded in replace(whole, cast=Fraction()).states(place):  # in files nothing is cast
-        slot = aligned(math.ceil(closed.share(min(message, numel), ranks if sharded else 1) * itemsize))
+    reserved = closed.reserves(min(message, numel), ranks, asked.copies)
+    for state, itemsize, degree in replace(whole, cast=Fraction()).states(place):  # in files nothing is cast
+        slot = aligned(math.ceil(reserved[degree][0] * itemsize))
         buffers += min(BUFFERS * slot, aligned(tiers[NVME].get(state, 0)))
     if buffers:
         tiers[HOST][states.STAGING] = buffers

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..events import DEVICE
 from ..layout import Layout, Partition, Spec, partition, together
+from ..stage import Degree, Placements
 from . import advice, files, instants, recipes, shapes, states, units
 from .advice import Change
 from .answer import Plan, StagePlan, finish
@@ -38,15 +39,16 @@ def plan_shapes(path: str | os.PathLike[str], asked: Asked, layout: Layout) -> P
 
     def alone(stage: int) -> Traffic:
         cut, owned = cut_among(asked.ranks)
-        rank = states.fullest_rank(owned, asked.place(stage), recipe)
+        place = asked._replace(replicas=None).place(stage)
+        rank = states.fullest_rank(owned, place, recipe)
         return states.recipe_traffic(
-            cut, asked.place(stage), rank, recipe, accumulate=asked.accumulate, no_sync=asked.no_sync, shares=shares
+            cut, place, rank, recipe, accumulate=asked.accumulate, no_sync=asked.no_sync, shares=shares
         )
 
     def planned(stage: int, ranks: int, other: Recipe) -> StagePlan:
         cut, owned = cut_among(ranks // copies)
         place = asked.place(stage)
-        rank = ranks - cut.ranks + states.fullest_rank(owned, place, other)  # of the last replica, as of equal ranks
+        rank = _fullest(cut, owned, place, other, copies)
         resting = asked.resting(cut)
         along = asked.along(rank, ranks)
         holding = states.of_recipe(cut, place, rank, other, resting, replicas=copies, along=along)
@@ -62,8 +64,7 @@ def plan_shapes(path: str | os.PathLike[str], asked: Asked, layout: Layout) -> P
             resting=resting, replicas=copies, along=along, shares=shares,
         )  # fmt: skip
         peak, peak_at = instants.peak(tiers.get(DEVICE, {}), found)
-        formula = recipes.cast_here(other, asked.shares(DEVICE)).formula(place)
-        formula = recipes.with_replicas(formula, copies)
+        formula = recipes.cast_here(other, asked.shares(DEVICE)).formula(place, copies)
         beside: dict[str, Any] = {}
         if resting is not None:
             beside["files"] = sum(file.nbytes for file in holding.files().values())
@@ -90,6 +91,13 @@ def plan_shapes(path: str | os.PathLike[str], asked: Asked, layout: Layout) -> P
         return advice.changes(max(asked.stages), asked.ranks, recipe, limit, nbytes_of, ADVISED_RANKS_LIMIT, copies)
 
     return finish(model.source, model.numel, asked, layout, of, advise, notes, alone, balance(laid_out, copies))
+
+
+def _fullest(cut: Partition, owned: list[states.Owned], place: Placements, recipe: Recipe, replicas: int) -> int:
+    """The rank of all replicas that holds most; of equals the last, so one of the last replica."""
+    if place.optimizer is Degree.ALL:
+        return states.fullest_rank(owned, place, recipe, states.updated(cut, replicas))
+    return cut.ranks * (replicas - 1) + states.fullest_rank(owned, place, recipe)
 
 
 def _specs(model: shapes.Shapes, asked: Asked, layout: Layout) -> list[Spec]:

@@ -132,7 +132,7 @@ def instants(
     # A copy that rests elsewhere passes through the device, bucket by bucket.
     published = [nbytes(b) for b in trained if b.index in brought and not place.parameters]
     spread = trained if place.optimizer and not (place.parameters or _once(resting)) else []
-    moved = {GATHER: max(published, default=0) * place.optimizer}
+    moved = {GATHER: max(published, default=0) * bool(place.optimizer)}
     found.append(Instant("gather", _some(moved, lent(spread, sizes.parameters))))
     return found
 

@@ -18,7 +18,7 @@ from ..errors import UserError, nearest
 from ..events import NVME
 from ..headroom import PREFETCH
 from ..layout import Bounds, Layout
-from ..ranks.comm import Comm, Transport
+from ..ranks.comm import Comm, Over, Transport
 from ..stage import STAGES, placements, seat
 from . import from_number, from_shapes, quantities, recipes, states
 from .answer import Plan
@@ -65,6 +65,7 @@ def plan(
     ep: int | None = None,
     whole: str | None = None,
     transport: Transport = "auto",
+    optimizer_over: Over = "team",
 ) -> Plan:
     """Bytes per rank of a model's states, at rest and at the worst instant, at one stage or all four.
 
@@ -103,6 +104,7 @@ def plan(
     whole: for shapes and jobs, name patterns of parameters that are never cut, comma between them, as `Layout`'s. What
         a job's optimizer needs whole is so by itself.
     transport: as `Comm`'s: "shared" for ranks of one host, on the CPU, that read each other's memory.
+    optimizer_over: as `Comm.optimizer`: "all" shards it over the ranks of all replicas. Stage 0 is left out then.
 
     Raises `UserError` for whatever cannot be answered.
     """
@@ -116,8 +118,15 @@ def plan(
     _check_stage(stage)
     _check_files(offload, disk, step_time, tokens)
     once = offload is not None and offload.once
-    if once and stage is not None:
-        placements(stage, once=True)  # says which stages can
+    spread = optimizer_over == "all" and (replicas or 1) > 1
+    if optimizer_over not in get_args(Over):
+        raise UserError(
+            "optimizer_over says over which ranks its states are sharded",
+            got=repr(optimizer_over),
+            instead=nearest(optimizer_over, get_args(Over)),
+        )
+    if once or spread:
+        placements(1 if stage is None else stage, spread=spread, once=once)  # says which can
     if transport == "shared" and gpus_per_node is not None:
         raise UserError(
             "gpus_per_node asks for the links of GPUs, and memory is shared between ranks on the CPU",
@@ -127,7 +136,7 @@ def plan(
     check_experts(experts, ep, ranks, replicas=replicas, gpus_per_node=gpus_per_node, params=params)
     asked = Asked(
         ranks=ranks,
-        stages=tuple(each for each in STAGES if each or not once) if stage is None else (stage,),
+        stages=tuple(each for each in STAGES if each or not (once or spread)) if stage is None else (stage,),
         recipe=recipes.recipe(
             preset or ("paper" if params is not None else "zeroshard"), optimizer=optimizer, custom=bytes
         ),
@@ -148,11 +157,18 @@ def plan(
         tokens=None if tokens is None else quantities.count(tokens, "tokens"),
         experts=experts or "",
         ep=ep or 1,
-        shared=Comm(transport=transport).sharing(once=once).wanted == "shared",
+        shared=Comm(transport=transport, optimizer=optimizer_over).sharing(once=once).wanted == "shared",
+        over=optimizer_over,
     )
     along = {experts: "edp"} if experts else None
     patterns = None if whole is None else tuple(whole.split(","))
     layout = _given(along=along, align=align, bounds=bounds, bucket_mib=bucket_mib, whole=patterns)
+    if optimizer_over == "all" and bounds == "tensor":
+        raise UserError(
+            "what an optimizer updates of a shard is cut between the replicas, and no tensor is to be cut",
+            got="optimizer_over='all', bounds='tensor'",
+            instead="optimizer_over='team', or whole= for what must not be cut",
+        )
     if job is not None:
         _refuse("a job says itself what it holds", "leave it out", preset=preset, bytes=bytes, optimizer=optimizer)
         return _plan_job(job, asked, _layout(layout))

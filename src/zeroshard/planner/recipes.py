@@ -11,7 +11,7 @@ from fractions import Fraction
 from types import MappingProxyType
 
 from ..errors import UserError, nearest
-from ..stage import Placements
+from ..stage import Degree, Placements
 from .quantities import number, plain
 
 PADDING = "padding"
@@ -55,17 +55,20 @@ class Recipe:
         """Bytes of one element in a checkpoint: its value and what the optimizer keeps of it."""
         return self.updated + sum((n for state, n in self.optimizer.items() if state != "master"), Fraction())
 
-    def states(self, place: Placements) -> Iterator[tuple[str, Bytes, bool]]:
-        """(state, bytes per parameter, sharded?), in the order they are shown."""
-        yield "parameters", self.parameters * (1 - self.cast * place.parameters), bool(place.parameters)
-        yield "gradients", self.gradients, bool(place.gradients)
+    def states(self, place: Placements) -> Iterator[tuple[str, Bytes, Degree]]:
+        """(state, bytes per parameter, over which ranks it is sharded), in the order they are shown."""
+        yield "parameters", self.parameters * (1 - self.cast * place.together), place.parameters
+        yield "gradients", self.gradients, place.gradients
         for state, nbytes in self.optimizer.items():
-            yield state, nbytes, bool(place.optimizer)
+            yield state, nbytes, place.optimizer
 
-    def formula(self, place: Placements) -> str:
-        """`6 + 12/N`: bytes per parameter and rank."""
-        whole, cut = (sum((n for _, n, cut in self.states(place) if cut == of), Fraction()) for of in (False, True))
-        return " + ".join(part for part in (number(whole) if whole else "", f"{number(cut)}/N" if cut else "") if part)
+    def formula(self, place: Placements, replicas: int = 1) -> str:
+        """`6 + 12/N`: bytes per parameter and rank. Of K replicas each has what is sharded in a team: `6 + 12*K/N`."""
+        each: dict[Degree, Bytes] = {}
+        for _, nbytes, degree in self.states(place):
+            each[degree] = each.get(degree, Fraction()) + nbytes
+        over = {Degree.RANK: "", Degree.TEAM: "/N" if replicas == 1 else f"*{replicas}/N", Degree.ALL: "/N"}
+        return " + ".join(f"{number(each[degree])}{over[degree]}" for degree in over if each.get(degree))
 
     def json(self) -> dict[str, object]:
         states = {"parameters": self.parameters, "gradients": self.gradients, **self.optimizer}
@@ -76,11 +79,6 @@ class Recipe:
             "sent": plain(self.reduced),
             "cast": plain(self.cast),
         }
-
-
-def with_replicas(formula: str, replicas: int) -> str:
-    """What is sharded is so among N/K ranks: `6 + 12*4/N`."""
-    return formula if replicas == 1 else formula.replace("/N", f"*{replicas}/N")
 
 
 def _recipe(

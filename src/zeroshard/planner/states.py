@@ -10,9 +10,9 @@ from typing import NamedTuple
 from ..events import DEVICE, HOST, NVME, SHARED
 from ..headroom import BUFFERS, SPLIT_BITS, aligned
 from ..layout import Bucket, Partition, Slot
-from ..stage import ALONE, SAVED, Placements, Seat, seat
+from ..stage import ALONE, SAVED, Degree, Placements, Seat, seat
 from .recipes import PADDING, Recipe
-from .traffic import NOTHING, Moved, Traffic, moved, passes, relayed, running, shared, widths
+from .traffic import NOTHING, Moved, Traffic, moved, passes, relayed, running, shared, split, widths
 
 
 class Stored(NamedTuple):
@@ -297,18 +297,37 @@ def owned(partition: Partition, along: Seat = ALONE) -> list[Owned]:
     return [Owned(*mine) for mine in found]
 
 
-def fullest_rank(ranks: Sequence[Owned], place: Placements, recipe: Recipe) -> int:
-    """The position that holds most at rest; of equals the last, where the padding lies."""
-    stored = recipe.parameters * (1 - recipe.cast) * place.parameters + recipe.gradients * place.gradients
-    stored += recipe.optimizer.get("master", Fraction()) * place.optimizer
+def updated(partition: Partition, replicas: int) -> list[Owned]:
+    """The same for every rank of all replicas, of what it updates where the optimizer is sharded over all of them."""
+    found = []
+    for rank in range(partition.ranks * replicas):
+        sits = seat(rank, partition.ranks * replicas, replicas)
+        parts = [(bucket, *bucket.held(sits, Degree.ALL)) for bucket in partition.buckets if bucket.trainable]
+        pieces = [slot.within(first, last).numel for bucket, first, last in parts for slot in bucket.slots]
+        numels = list(filter(None, pieces))
+        found.append(Owned(sum(last - first for _, first, last in parts), sum(numels), len(numels)))
+    return found
+
+
+def fullest_rank(
+    ranks: Sequence[Owned], place: Placements, recipe: Recipe, parts: Sequence[Owned] | None = None
+) -> int:
+    """The position that holds most at rest; of equals the last, where the padding lies.
+
+    parts: what each rank of all replicas updates, where the optimizer is sharded over them. Then it is a rank.
+    """
+    cast = recipe.cast * place.together
+    stored = recipe.parameters * (1 - cast) * bool(place.parameters) + recipe.gradients * bool(place.gradients)
+    master = recipe.optimizer.get("master", Fraction()) * bool(place.optimizer)
     kept = sum((nbytes for state, nbytes in recipe.optimizer.items() if state != "master"), Fraction())
     each = sum(recipe.per_tensor.values())
 
     def held(rank: int) -> tuple[Fraction, int]:
-        mine = ranks[rank]
-        return stored * mine.shard + (kept * mine.numel + each * mine.fragments) * place.optimizer, rank
+        mine, own = ranks[rank % len(ranks)], ranks[rank] if parts is None else parts[rank]
+        beside = (kept * own.numel + each * own.fragments) * bool(place.optimizer)
+        return stored * mine.shard + master * own.shard + beside, rank
 
-    return max(range(len(ranks)), key=held)
+    return max(range(len(parts or ranks)), key=held)
 
 
 def recipe_traffic(
@@ -325,6 +344,7 @@ def recipe_traffic(
 ) -> Traffic:
     """Bytes that one rank moves in a step, bucket by bucket; recomputation finds its unit gathered already."""
     position, on, back = rank % partition.ranks, 0, 0
+    sits, share = seat(rank, partition.ranks * replicas, replicas), NOTHING
     reductions, gathers = passes(place, accumulate=accumulate, no_sync=no_sync)
     reduced, gathered = widths(place, recipe, no_sync=no_sync)
     totals = [Moved(0, 0, 0), Moved(0, 0, 0)]
@@ -333,6 +353,10 @@ def recipe_traffic(
         if bucket.trainable:
             on += reductions * math.ceil(own * running(recipe))
             back += reductions * math.ceil(own * recipe.gradients)
+        if bucket.trainable and place.optimizer is Degree.ALL:
+            first, last = bucket.held(sits, Degree.ALL)
+            part, whole = (math.ceil(numel * recipe.parameters) for numel in (last - first, own))
+            share = Moved(*map(sum, zip(share, split(whole, part, replicas), strict=True)))
         both = (
             moved(bucket.numel, own, bucket.size, reduced)[0].times(reductions if bucket.trainable else 0),
             moved(bucket.numel, own, bucket.size, gathered)[1].times(
@@ -340,5 +364,5 @@ def recipe_traffic(
             ),
         )
         totals = [Moved(*map(sum, zip(*pair, strict=True))) for pair in zip(totals, both, strict=True)]
-    found = Traffic(reductions, gathers, totals[0], totals[1], NOTHING, relayed(on, back, replicas))
+    found = Traffic(reductions, gathers, totals[0], totals[1], NOTHING, relayed(on, back, replicas), share)
     return shared(found) if shares else found

@@ -1,7 +1,8 @@
 """What a step moves: passes of the parameters, bytes of one rank, what each kind of link carries, and replicas.
 
 One flat vector of parameters, padded to a multiple of the ranks, or the buckets of a layout: both count with `moved`.
-Of N ranks in K replicas each N/K gather and reduce among themselves, and hand running sums on (`relayed`).
+Of N ranks in K replicas each N/K gather and reduce among themselves, and hand running sums on (`relayed`). Where the
+optimizer is sharded over all N, the ranks of one position send each other what they have updated of a shard (`split`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import NamedTuple
 
-from ..stage import Placements, seat
+from ..stage import Degree, Placements, seat
 from .closed import share
 from .quantities import plain
 from .recipes import Bytes, Recipe
@@ -39,7 +40,8 @@ def _added(*parts: Moved) -> Moved:
 class Traffic:
     """What a step moves: passes of the whole parameters, and what recomputation gathers once more, apart.
 
-    relay: what K replicas hand on to each other, on average: the first sends no averages, the last no sums.
+    relay: what K replicas hand on to each other, on average: the first sends no averages, the last no sums. share: what
+    they send each other of a shard after the step, where each has updated a part of it.
     """
 
     reductions: float  # a job that does not use or train all of itself takes less than whole passes
@@ -48,6 +50,7 @@ class Traffic:
     gather: Moved
     recompute: Moved
     relay: Moved = NOTHING
+    share: Moved = NOTHING
 
     @property
     def passes(self) -> float:
@@ -55,10 +58,10 @@ class Traffic:
 
     @property
     def total(self) -> Moved:
-        return _added(self.reduce, self.gather, self.recompute, self.relay)
+        return _added(self.reduce, self.gather, self.recompute, self.relay, self.share)
 
     def json(self) -> dict[str, object]:
-        verbs = ("reduce", "gather", "recompute", "relay", "total")
+        verbs = ("reduce", "gather", "recompute", "relay", *["share"] * (self.share != NOTHING), "total")
         return {"passes": self.passes, **{verb: getattr(self, verb)._asdict() for verb in verbs}}
 
 
@@ -115,6 +118,12 @@ def relayed(on: int, back: int, replicas: int) -> Moved:
     return Moved(on, sent, 2 * sent)
 
 
+def split(shard: int, own: int, replicas: int) -> Moved:
+    """What goes between the K ranks of one position that update a shard of so many bytes, each its `own` of them."""
+    sent = own * (replicas - 1)
+    return Moved(shard, sent, sent + shard - own)
+
+
 def per_step(
     numel: int,
     ranks: int,
@@ -140,6 +149,7 @@ def per_step(
         return moved(part * group, part, group, nbytes)
 
     own = share(numel, group)
+    part = math.ceil(share(own, replicas) * recipe.parameters)
     on, back = (reductions * math.ceil(own * nbytes) for nbytes in (running(recipe), recipe.gradients))
     return Traffic(
         reductions,
@@ -148,6 +158,7 @@ def per_step(
         once(numel, gathered)[1].times(gathers),
         once(recompute, recipe.parameters)[1],
         relayed(on, back, replicas),
+        split(part * replicas, part, replicas) if place.optimizer is Degree.ALL else NOTHING,
     )
 
 
@@ -164,16 +175,20 @@ def links(moved: Traffic, ranks: int, gpus_per_node: int, replicas: int = 1) -> 
 
     Of K replicas each is so among its own ranks, which follow one another: a node holds whole replicas, or a replica
     whole nodes. Sums are handed on along the replicas and averages back, K-1 hops each, of which those between nodes
-    share the cards of the replicas in a node. On average over the replicas: the first and the last send less.
+    share the cards of the replicas in a node. On average over the replicas: the first and the last send less. What the
+    ranks of one position share is a ring over the replicas.
     """
     group, near = ranks // replicas, min(ranks // replicas, gpus_per_node)
+    beside = min(replicas, max(gpus_per_node // group, 1))  # replicas in a node
     ring, exchange = moved.gather.logical + moved.recompute.logical, moved.reduce.logical
     inside = Fraction(group - 1, group) * ring + Fraction(near - 1, group) * exchange
     outside = Fraction()
     if group > near:
         outside = Fraction(group - 1, group * near) * ring + Fraction(group - near, group) * exchange
     if replicas > 1:
-        crossed = -(-replicas // max(gpus_per_node // group, 1)) - 1  # of K-1 hops
+        inside += Fraction(replicas - 1, replicas) * moved.share.logical * (beside > 1)
+        outside += Fraction(replicas - 1, replicas * beside) * moved.share.logical * (beside < replicas)
+        crossed = -(-replicas // beside) - 1  # of K-1 hops
         outside += Fraction(crossed, replicas - 1) * moved.relay.sent
         inside += Fraction(replicas - 1 - crossed, replicas - 1) * moved.relay.sent
     return Links(math.ceil(inside), math.ceil(outside))
@@ -182,19 +197,21 @@ def links(moved: Traffic, ranks: int, gpus_per_node: int, replicas: int = 1) -> 
 class Replicas(NamedTuple):
     """K replicas of what is sharded in N ranks: groups of N/K ranks shard, and hand sums on between the K groups.
 
-    In elements that each rank sends per reduction and gather, on average. The total is 2(N-1)/N P for every K.
+    In elements that each rank sends per reduction and gather, on average. The total is 2(N-1)/N P for every K; with the
+    optimizer over all N ranks what they share of their shards comes on top, (K-1)/N P a step.
     """
 
     replicas: int  # K
     ranks: int  # N
-    optimizer: Bytes  # bytes per parameter and rank: K/N of the recipe's
+    optimizer: Bytes  # bytes per parameter and rank: K/N of the recipe's, or over all ranks 1/N
     reduce_inside: Fraction
     reduce_between: Fraction
     gather_inside: Fraction
+    share_between: Fraction = Fraction()
 
     @property
     def total(self) -> Fraction:
-        return self.reduce_inside + self.reduce_between + self.gather_inside
+        return self.reduce_inside + self.reduce_between + self.gather_inside + self.share_between
 
     @property
     def saved_per_rank(self) -> Fraction:
@@ -216,20 +233,22 @@ class Replicas(NamedTuple):
         return 1 - cards_worth * self.reduce_between / self.total
 
     def json(self) -> dict[str, object]:
-        each = ("optimizer", "reduce_inside", "reduce_between", "gather_inside", "total")
+        shared = ["share_between"] * bool(self.share_between)
+        each = ("optimizer", "reduce_inside", "reduce_between", "gather_inside", *shared, "total")
         return {"replicas": self.replicas, **{key: plain(getattr(self, key)) for key in each}}
 
 
-def replicas(numel: int, ranks: int, count: int, recipe: Recipe) -> Replicas:
+def replicas(numel: int, ranks: int, count: int, recipe: Recipe, *, spread: bool = False) -> Replicas:
     """Reduced inside, handed on and back between, gathered inside: P[(1-K/N) + 2(K-1)/N] + P(1-K/N).
 
-    That is 2(N-1)/N P for every K from 1 to N: only the place of the bytes changes, and the memory.
+    That is 2(N-1)/N P for every K from 1 to N: only the place of the bytes changes, and the memory. spread: the
+    optimizer is sharded over all ranks.
     """
     seat(0, ranks, count)  # says which numbers divide
     inside = numel * (1 - Fraction(count, ranks))
     between = numel * Fraction(2 * (count - 1), ranks)
-    optimizer = sum(recipe.optimizer.values(), Fraction()) * Fraction(count, ranks)
-    return Replicas(count, ranks, optimizer, inside, between, inside)
+    optimizer = sum(recipe.optimizer.values(), Fraction()) * Fraction(1 if spread else count, ranks)
+    return Replicas(count, ranks, optimizer, inside, between, inside, between / 2 * spread)
 
 
 class SlowLink(NamedTuple):

@@ -44,6 +44,9 @@ class Grid:
     replicas: Annotated[
         str, option(GRID, "And with that many copies of the sharded model, where they divide the ranks: 1,2,4.")
     ] = "1"
+    optimizer_over: Annotated[
+        str, option(GRID, "Which ranks share its states: each replica's (team), all replicas' (all), or team,all.")
+    ] = "team"
     transport: Over = "auto"
     bucket_mib: Annotated[str, option(GRID, "Bucket sizes; small: that of the median tensor.")] = "24,small"
     steps: Annotated[int, option(GRID, "Optimizer steps, each compared.")] = 4
@@ -145,6 +148,7 @@ def verify(
         buckets=bucket_sizes(options.pop("bucket_mib")),
         tiers=words(options.pop("offload")),
         replicas=whole_numbers("--replicas", options.pop("replicas")),
+        optimizer_over=words(options.pop("optimizer_over")),
         **options,
     )
     if job is None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-from zeroshard.cli.config import Device, GradDtype, Precision, Transport
+from zeroshard.cli.config import Device, GradDtype, OptimizerOver, Precision, Transport
 
 COMMON = None  # the panel that a help shows first
 DATA, RUN, MODEL = "Data", "Sharding and run", "Model and training"
@@ -91,6 +91,10 @@ Over = Annotated[
     option(RUN, "How CPU ranks exchange: gloo's messages, or shared memory, for ranks of one host; the same bits."),
 ]
 Replicas = Annotated[int, option(RUN, "Copies of what is sharded, each over 1/K of the ranks: the same bits.")]
+Spread = Annotated[
+    OptimizerOver,
+    option(RUN, "Which ranks share its states and masters: each replica's, or all replicas'. The same bits."),
+]
 Where = Annotated[Device, option(RUN, "auto: one GPU per rank if there are enough, else the CPU.")]
 Bits = Annotated[
     Precision,

@@ -18,6 +18,7 @@ from zeroshard.cli.commands.options import (
     Job,
     Over,
     Replicas,
+    Spread,
     Stage,
     Tiers,
     option,
@@ -90,6 +91,7 @@ class Sharding:
     replicas: Annotated[
         int | None, unset(RUN, "Copies of what is sharded, each over 1/K of the ranks.", None, "--replicas")
     ] = None
+    optimizer_over: Spread = "team"
     transport: Over = "auto"
     experts: Annotated[
         str | None, unset(RUN, 'Parameters that are divided among --ep ranks: "*.experts.*" (shapes, jobs).', "PATTERN")
@@ -167,6 +169,7 @@ class Simulated:
     bucket_mib: Annotated[float, option(RUN, "The most that one message moves.")] = 24.0
     prefetch: Annotated[int, option(RUN, "Units gathered ahead of use.")] = 1
     replicas: Replicas = 1
+    optimizer_over: Spread = "team"
     transport: Over = "auto"
     experts: Annotated[
         str | None, unset(RUN, 'Parameters that are divided among --ep ranks: "*.experts.*".', "PATTERN")

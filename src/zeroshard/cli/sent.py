@@ -1,0 +1,86 @@
+"""What a plan says of messages, as tables: passes, links and replicas."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from zeroshard.cli import screen
+from zeroshard.cli.screen import Amount
+from zeroshard.planner.answer import Plan
+from zeroshard.planner.quantities import number
+from zeroshard.planner.traffic import Moved
+
+# Bytes are shown to the last digit, also where the terminal is narrower than the table.
+_wide = Console(highlight=False, width=200)
+
+
+def show(table: Table) -> None:
+    screen.console.print()
+    _wide.print(table)
+
+
+def traffic(found: Plan, amount: Amount) -> None:
+    """What a step moves, and over which links."""
+    backwards = f"{found.accumulate} backward" + ("s" if found.accumulate > 1 else "")
+    how = f"{backwards}, no_sync" if found.no_sync else backwards
+    table = screen.new_table(
+        f"Moved per step and rank, in {amount.unit} ({how})", "stage", "passes", "logical", "sent", "sent + received"
+    )
+    for stage in found.stages:
+        total = stage.traffic.total
+        table.add_row(str(stage.stage), f"{stage.traffic.passes:g}", *map(amount, total))
+        if stage.traffic.recompute != Moved(0, 0, 0):
+            table.add_row("", "recompute", *map(amount, stage.traffic.recompute))
+        for verb, part in {"relay": stage.traffic.relay, "share": stage.traffic.share}.items():
+            if part != Moved(0, 0, 0):
+                table.add_row("", f"of it {verb}", *map(amount, part))
+    show(table)
+    if any(stage.links for stage in found.stages):
+        table = screen.new_table(
+            f"What one GPU sends over each link, in {amount.unit}", "stage", "inside its node", "between nodes"
+        )
+        for stage in found.stages:
+            if stage.links is not None:
+                table.add_row(str(stage.stage), *map(amount, stage.links))
+        show(table)
+        screen.say(
+            "  [dim]gathers as a ring, whose node crossings all of a node's cards share; reductions to each owner; "
+            "sums from replica to replica, on average. "
+            "A ring's bytes are on both links: together they can be more than what is sent[/dim]"
+        )
+
+
+def replicas(found: Plan, amount: Amount) -> None:
+    """What several replicas take and send, beside one."""
+    copies = found.replicas
+    assert copies is not None
+    named = "1 replica" if copies.replicas == 1 else f"{copies.replicas} replicas"
+    over = ", the optimizer over all" if copies.share_between else ""
+    title = f"{named} of {found.ranks // copies.replicas} ranks{over}, for one backward"
+    table = screen.new_table(title, "what", "amount")
+    table.add_row("optimizer, bytes per parameter and rank", number(copies.optimizer))
+    for what, elements in {
+        "reduced inside a replica, P sent per rank": copies.reduce_inside,
+        "handed on and back between them": copies.reduce_between,
+        "gathered once inside a replica": copies.gather_inside,
+        **({"shared between them after the step": copies.share_between} if over else {}),
+        "total" if over else "total, the same for every K": copies.total,
+    }.items():
+        table.add_row(what, number(elements / found.parameters))
+    show(table)
+    compared = [(stage.stage, stage.slow_link) for stage in found.stages if stage.slow_link is not None]
+    if compared:
+        node = compared[0][1].gpus_per_node
+        table = screen.new_table(
+            f"Sent between nodes of {node}, bytes of one GPU in a step", "stage", named + over, "1 replica", "less"
+        )
+        for number_of_stage, link in compared:
+            saved = f"{float(100 * link.saved):.1f} %"
+            table.add_row(str(number_of_stage), f"{link.sent:,}", f"{link.with_one:,}", saved)
+        show(table)
+    screen.say(
+        "  [dim]P per rank: on average. Between nodes: as this engine sends, each GPU with a network card of its own; "
+        "gathers are rings whose crossings a node's cards share, reductions go straight to each owner, running sums "
+        "from replica to replica. --text B has the answers of other assumptions[/dim]"
+    )

@@ -1,0 +1,189 @@
+"""`optimizer_over="all"`: what is predicted, simulated and compared of an optimizer that all replicas share."""
+
+import json
+from fractions import Fraction
+
+import pytest
+import torch
+
+import zeroshard
+from test_mesh_planned import STEPS, job, warm  # noqa: F401
+from zeroshard import Comm, Layout, shard
+from zeroshard.cli import check
+from zeroshard.cli.main import app
+from zeroshard.errors import UserError
+from zeroshard.layout import Spec, partition
+from zeroshard.planner import closed, recipes, states, traffic
+from zeroshard.planner.simulate import simulate
+from zeroshard.stage import placements
+
+STAGES = (1, 2, 3)
+LAYOUT = Layout(bucket_mib=0.003, units=())
+PAPER = recipes.PRESETS["paper"]
+NAMES = {"m": "exp_avg", "v": "exp_avg_sq"}
+
+
+@pytest.mark.row(86)
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), pytest.param(2, marks=pytest.mark.full), 3])
+@pytest.mark.parametrize("files", [(), pytest.param(("optimizer",), marks=pytest.mark.full)])
+def test_what_all_replicas_share_is_predicted_to_the_byte(warm, stage, files):  # noqa: F811
+    """4 ranks in 2 replicas: each state at rest and each peak, on each rank, by `plan --check`."""
+    asked = check.Check(
+        f"{__file__}:job", 4, (stage,), accumulate=2, precision="bf16",
+        replicas=2, optimizer_over="all", bucket_mib=0.003, offload=dict.fromkeys(files, "nvme"),
+    )  # fmt: skip
+    rows = check.compare(asked)
+    assert {(row["stage"], row["rank"]) for row in rows} == {(stage, rank) for rank in range(4)}
+    assert [row for row in rows if row["difference"] and row["what"] not in check.MEASURED] == []
+    kept = sum(row["held"] for row in rows if row["what"] == "exp_avg_sq")
+    assert kept == (0 if files else 4 * sum(param.numel() for param in job()["model"].parameters()))
+
+
+def real(stage):
+    rank = torch.distributed.get_rank()
+    parts = job()
+    optimizer = parts["optimizer"](parts["model"].parameters())
+    zero = shard(parts["model"], optimizer, stage=stage, layout=LAYOUT, comm=Comm(replicas=2, optimizer="all"))
+    for step in range(STEPS):
+        parts["loss"](parts["model"], parts["batch"](step, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    ledger = zero.ledger()
+    return {state: n for state, n in ledger.held.items() if n}, ledger.traffic
+
+
+def specs():
+    return [Spec(name, tuple(param.shape), "float32", 4, 0, True) for name, param in job()["model"].named_parameters()]
+
+
+@pytest.mark.row(86)
+@pytest.mark.parametrize("stage", STAGES)
+def test_shapes_alone_say_what_a_rank_of_all_replicas_holds_and_sends(ranks, stage):
+    """State by state, and what it shares, gathers and reduces in three steps; the relay on average."""
+    cut, place, recipe = partition(specs(), LAYOUT, 2), placements(stage, spread=True), recipes.PRESETS["fp32"]
+    told = ranks.run(4, real, stage)
+    for rank, (held, moved) in enumerate(told):
+        planned = states.of_recipe(cut, place, rank, recipe, replicas=2).states()
+        assert {NAMES.get(state, state): n for state, n in planned.items()} == held
+        want = states.recipe_traffic(cut, place, rank, recipe, replicas=2)
+        for verb in ("share", "reduce") if stage == 3 else ("share", "reduce", "gather"):  # the first layer needs one
+            found = moved[verb]
+            assert getattr(want, verb).times(STEPS) == (found.logical, found.sent, found.sent_and_received), verb
+        assert want.share.sent
+    relayed = sum(moved["relay"].sent for _, moved in told)
+    assert relayed == sum(states.recipe_traffic(cut, place, r, recipe, replicas=2).relay.sent for r in range(4)) * STEPS
+
+
+@pytest.mark.row(86)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_plan_of_a_job_is_the_simulated_rank_it_shows(stage):
+    """64 ranks in 8 replicas: the rank that holds most of all, its bytes, and what it shares in a step."""
+    plan = zeroshard.plan(job, ranks=64, stage=stage, replicas=8, optimizer_over="all", bucket_mib=0.003)
+    (found,) = plan.stages
+    comm, layout = Comm(replicas=8, optimizer="all"), Layout(bucket_mib=0.003)
+    runs = [simulate(job, ranks=64, rank=r, stage=stage, comm=comm, layout=layout) for r in (found.rank, 0, 29, 63)]
+    totals = [sum(n for state, n in run.ledger.held.items() if state in found.states) for run in runs]
+    assert found.total == totals[0] == max(totals)
+    shared = runs[0].ledger.traffic["share"]
+    assert found.traffic.share.times(STEPS) == (shared.logical, shared.sent, shared.sent_and_received)
+    relay = runs[0].ledger.traffic["relay"]
+    assert found.traffic.relay.logical * STEPS == relay.logical
+    assert found.formula == {1: "8 + 8/N", 2: "4 + 4*8/N + 8/N", 3: "8*8/N + 8/N"}[stage]
+
+
+def test_the_rank_shown_holds_most_of_all_replicas():
+    cut, recipe = partition(specs(), LAYOUT, 3), recipes.PRESETS["zeroshard"]
+    for stage in STAGES:
+        place = placements(stage, spread=True)
+        held = [sum(states.of_recipe(cut, place, r, recipe, replicas=4).states().values()) for r in range(12)]
+        fullest = states.fullest_rank(states.owned(cut), place, recipe, states.updated(cut, 4))
+        assert held[fullest] == max(held) > min(held)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_closed_form_of_all_replicas_is_the_layout_where_sizes_divide(stage):
+    cut = partition([Spec("w", (96 * 64,), "bfloat16", 2, 0, True)], Layout(units=(), align=1), 8)
+    place = placements(stage, spread=True)
+    for rank in range(32):
+        held = states.of_recipe(cut, place, rank, PAPER, replicas=4).states(apart=True)
+        assert held == closed.at_rest(96 * 64, 8, place, PAPER, 4)
+        moved = states.recipe_traffic(cut, place, rank, PAPER, replicas=4)
+        assert moved.total == traffic.per_step(96 * 64, 32, place, PAPER, replicas=4).total
+
+
+def test_a_number_of_parameters_over_all_replicas():
+    """Padding and all on every rank, and the largest model that fits is the largest."""
+    place = placements(3, spread=True)
+    found = zeroshard.plan(params=1001, ranks=12, replicas=3, optimizer_over="all", stage=3, gpu_mem="1KB").stages[0]
+    assert found.total == 2 * 251 + 2 * 251 + 12 * 84  # ceil(1001/4) of parameters and gradients, a third of that, up
+    assert closed.total(found.largest, 4, place, PAPER, 3) <= 1000 < closed.total(found.largest + 1, 4, place, PAPER, 3)
+
+
+@pytest.mark.parametrize(
+    ("over", "backwards", "between"),
+    [
+        ("team", 1, Fraction(7, 8)),
+        ("team", 4, Fraction(7, 2)),
+        ("all", 1, Fraction(35, 32)),
+        ("all", 4, Fraction(119, 32)),
+    ],
+)
+def test_the_slow_link_of_an_optimizer_over_all(over, backwards, between):
+    """Bytes per parameter between hosts of 8 at 64 ranks: the guide's 0.875, 3.5, 1.09 and 3.72."""
+    plan = zeroshard.plan(
+        params=64 * 10**6, preset="zeroshard", ranks=64, replicas=8, stage=3, gpus_per_node=8, accumulate=backwards,
+        optimizer_over=over,
+    )  # fmt: skip
+    (found,) = plan.stages
+    assert found.links.between == found.slow_link.sent == between * 64 * 10**6
+    assert plan.replicas.optimizer == Fraction(12, 64 if over == "all" else 8)
+    assert found.formula == ("6*8/N + 12/N" if over == "all" else "16*8/N")
+    assert ("share" in found.traffic.json()) == (over == "all")
+
+
+def test_a_node_of_several_replicas_shares_over_its_cards():
+    """A ring over 8 replicas, 4 of which are in a node: two cross."""
+    settings = {"params": 64 * 10**6, "ranks": 64, "replicas": 8, "stage": 1, "gpus_per_node": 32}
+    team, spread = (
+        zeroshard.plan(**settings, optimizer_over=over).stages[0].links for over in ("team", "all")
+    )  # fmt: skip
+    shard = 2 * 10**6 * 8
+    assert spread.between - team.between == shard * 7 // 8 // 4
+    assert spread.inside - team.inside == shard * 7 // 8
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"stage": 0}, "whole optimizer state at stage 0"),
+        ({"optimizer_over": "al"}, "over which ranks"),
+        ({"offload": zeroshard.Offload(parameters="shared")}, "one owner on it for each element"),
+    ],
+)
+def test_what_cannot_be_planned_over_all_is_refused(settings, said):
+    with pytest.raises(UserError, match=said):
+        zeroshard.plan(**{"params": 1000, "ranks": 4, "replicas": 2, "optimizer_over": "all"} | settings)
+
+
+def test_no_tensor_is_cut_between_replicas(tmp_path):
+    path = tmp_path / "m.json"
+    path.write_text(json.dumps({"w": [8, 8]}))
+    with pytest.raises(UserError, match="no tensor is to be cut"):
+        zeroshard.plan(shapes=path, ranks=4, replicas=2, optimizer_over="all", bounds="tensor")
+
+
+def test_stage_0_is_left_out_and_one_replica_is_all_ranks():
+    settings = {"params": 1000, "ranks": 4, "optimizer_over": "all"}
+    assert [stage.stage for stage in zeroshard.plan(**settings, replicas=2).stages] == [1, 2, 3]
+    one = zeroshard.plan(params=1000, ranks=4, replicas=1)
+    assert zeroshard.plan(**settings, replicas=1) == one
+
+
+def test_commands_name_it_alike(capsys):
+    for command in (["plan", "--params", "1e6", "--stage", "3"], ["simulate", f"{__file__}:job"]):
+        with pytest.raises(SystemExit) as ended:
+            app([*command, "--ranks", "4", "--replicas", "2", "--optimizer-over", "all", "--json"])
+        assert ended.value.code == 0
+        told = json.loads(capsys.readouterr().out)
+        found = told["stages"][0] if command[0] == "plan" else told["simulated"][0]
+        assert found["traffic"]["share"]["sent"] > 0

@@ -145,7 +145,7 @@ def test_the_options_are_these():
         "transport",
         "demo": "help out ranks seed steps",
         "plan": "accumulate align bounds bucket-mib bytes check config disk ep exact experts export gpu-mem gpus-per-node grad-dtype help "
-        "host-mem json no-sync offload offload-gradients offload-optimizer offload-parameters optimizer optimizer-over params precision "
+        "host-mem json machine no-sync offload offload-gradients offload-optimizer offload-parameters optimizer optimizer-over params precision "
         "prefetch preset ranks recompute replicas shapes stage step-time text tokens transport units whole",
         "simulate": "accumulate bucket-mib ep experts grad-dtype help json machine offload offload-gradients offload-optimizer "
         "offload-parameters optimizer-over precision prefetch rank ranks recompute reduce replicas stage trace transport",

@@ -11,7 +11,7 @@ from rich.text import Text as Styled
 from zeroshard.cli import screen
 from zeroshard.cli.config import STATES, InputError, in_options, one_line, places, planned_offload
 from zeroshard.cli.screen import Amount
-from zeroshard.cli.sent import replicas, show, traffic
+from zeroshard.cli.sent import replicas, show, traffic, ways
 from zeroshard.errors import UserError
 from zeroshard.events import HOST, NVME
 from zeroshard.planner.answer import Plan, StagePlan
@@ -47,6 +47,8 @@ def show_plan(*, as_json: bool, exact: bool = False, **settings: Any) -> None:
     traffic(found, amount)
     if found.replicas is not None:
         replicas(found, amount)
+    if found.ways is not None:
+        ways(found, found.ways, amount)
     if found.gpu_mem is not None:
         _answers(found, found.gpu_mem, amount)
     for note in found.notes[:8]:

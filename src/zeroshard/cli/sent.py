@@ -1,8 +1,9 @@
-"""What a plan says of messages, as tables: passes, links and replicas."""
+"""What a plan says of messages, as tables: passes, links, replicas, and which of them take least time."""
 
 from __future__ import annotations
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from zeroshard.cli import screen
@@ -10,6 +11,7 @@ from zeroshard.cli.screen import Amount
 from zeroshard.planner.answer import Plan
 from zeroshard.planner.quantities import number
 from zeroshard.planner.traffic import Moved
+from zeroshard.planner.ways import Ways
 
 # Bytes are shown to the last digit, also where the terminal is narrower than the table.
 _wide = Console(highlight=False, width=200)
@@ -84,3 +86,27 @@ def replicas(found: Plan, amount: Amount) -> None:
         "gathers are rings whose crossings a node's cards share, reductions go straight to each owner, running sums "
         "from replica to replica. --text B has the answers of other assumptions[/dim]"
     )
+
+
+def ways(found: Plan, compared: Ways, amount: Amount) -> None:
+    """How the ranks can share the model, and which way is recommended, and why."""
+    machine, nodes = compared.machine, compared.nodes
+    what = "at rest" if found.stages[0].peak is None else "at the peak"
+    table = screen.new_table(
+        f"On {screen.many(nodes, 'node')} of {machine.gpus} GPUs ({machine.name}), {amount.unit} of one GPU",
+        "stage", "replicas", "optimizer over", f"memory {what}", "between nodes", "inside", "messages of a step", "",
+    )  # fmt: skip
+    best = compared.recommended
+    for way in compared.shown:
+        verdict = "[green]least[/green]" if way == best else "" if way.fits else "[red]does not fit[/red]"
+        over = "-" if way.stage == 0 else "all" if way.over == "all" or way.replicas == 1 else "a replica"
+        sizes = map(amount, (way.nbytes, way.between, way.inside))
+        table.add_row(str(way.stage), str(way.replicas), over, *sizes, f"{way.seconds:.3g} s", verdict)
+    show(table)
+    screen.say(
+        f"  [dim]{len(compared.ways)} ways compared; shown: those that no other beats in memory and time, and one "
+        "replica. Time: messages one after the other, none behind compute. Activations come on top of memory[/dim]"
+    )
+    screen.say("  recommended: " + (f"[bold]{escape(best.settings)}[/bold]" if best else "none"))
+    for reason in compared.because:
+        screen.say(f"  - {reason}")

@@ -8,6 +8,7 @@ The question and its answer:
     quantities   numbers as people write them and as they are shown
     recipes      bytes per parameter of each state, by name
     advice       what would make it fit
+    ways         how ranks can share it on a cluster, and which way takes the least time
 
 Three numbers, and no layout:
 

@@ -19,6 +19,7 @@ from .files import STILL, Moves
 from .quantities import plain
 from .recipes import Recipe
 from .traffic import Links, Replicas, SlowLink, Traffic
+from .ways import Ways
 
 if TYPE_CHECKING:
     from ..tiers.tier import Offload
@@ -58,6 +59,7 @@ class StagePlan:
     rounding: int = 0
     files: int = 0
     moves: Moves = STILL
+    buckets: int = 1  # each is a message of every pass
 
     @property
     def total(self) -> int:
@@ -127,6 +129,7 @@ class Plan:
     step_time: float | None = None
     tokens: int | None = None
     whole: Balance | None = None
+    ways: Ways | None = None
 
     def _repr_html_(self) -> str:
         """A notebook shows each stage's bytes per rank at rest, and whether they fit."""
@@ -170,6 +173,7 @@ class Plan:
             "advice": [change.json() for change in self.advice],
             "notes": list(self.notes),
             **({"whole": self.whole._asdict()} if self.whole else {}),
+            **({"ways": self.ways.json()} if self.ways else {}),
             "offload": self.offload and {kind: self.offload.tiers(kind) for kind in states.KINDS},
             "host_mem": self.host_mem,
             "disk": self.disk and self.disk.json(),

@@ -190,7 +190,7 @@ def _stage(run: Simulation, recipe: recipes.Recipe) -> StagePlan:
         run.stage, run.rank, formula, at_rest, 0.0, _traffic(run), tuple(found), peak, peak_at,
         activations=run.activations, working=run.working,
         snapshot=holding.snapshot(), tiers=tiers, moves=Moves(*moves),
-        files=sum(file.nbytes for file in holding.files().values()),
+        files=sum(file.nbytes for file in holding.files().values()), buckets=len(run.zero.partition.buckets),
     )  # fmt: skip
 
 

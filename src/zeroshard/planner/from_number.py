@@ -54,6 +54,7 @@ def plan_params(numel: int, asked: Asked) -> Plan:
                 on_disk, place, mastered="master" in with_copies(recipe, asked).optimizer,
                 accumulate=asked.accumulate, no_sync=asked.no_sync, first=copies == 1,
             ),
+            buckets=-(-math.ceil(numel * recipe.parameters) // int(Layout().bucket_mib * 2**20)),
         )  # fmt: skip
 
     def nbytes_of(stage: int, more_ranks: int, other: Recipe) -> int:

@@ -74,7 +74,7 @@ def plan_shapes(path: str | os.PathLike[str], asked: Asked, layout: Layout) -> P
             )
         return StagePlan(
             stage, rank, formula, at_rest, 0.0, moved, tuple(found), peak, peak_at,
-            snapshot=holding.snapshot(), tiers=tiers, **beside,
+            snapshot=holding.snapshot(), tiers=tiers, buckets=len(cut.buckets), **beside,
         )  # fmt: skip
 
     def of(stage: int) -> StagePlan:

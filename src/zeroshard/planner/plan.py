@@ -9,6 +9,7 @@ Here a question is checked. The answer is `answer.Plan`.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -20,10 +21,11 @@ from ..headroom import PREFETCH
 from ..layout import Bounds, Layout
 from ..ranks.comm import Comm, Over, Transport
 from ..stage import STAGES, placements, seat
-from . import from_number, from_shapes, quantities, recipes, states
+from . import from_number, from_shapes, machines, quantities, recipes, states, ways
 from .answer import Plan
 from .asked import Asked
 from .disk import load
+from .machines import Machine
 
 if TYPE_CHECKING:
     from ..tiers.tier import Offload
@@ -66,6 +68,7 @@ def plan(
     whole: str | None = None,
     transport: Transport = "auto",
     optimizer_over: Over = "team",
+    machine: str | None = None,
 ) -> Plan:
     """Bytes per rank of a model's states, at rest and at the worst instant, at one stage or all four.
 
@@ -105,6 +108,8 @@ def plan(
         a job's optimizer needs whole is so by itself.
     transport: as `Comm`'s: "shared" for ranks of one host, on the CPU, that read each other's memory.
     optimizer_over: as `Comm.optimizer`: "all" shards it over the ranks of all replicas. Stage 0 is left out then.
+    machine: a cluster by name, or a JSON file of its numbers: which `replicas` and `optimizer_over` take least time on
+        it, of those that fit into its memory, or `gpu_mem`.
 
     Raises `UserError` for whatever cannot be answered.
     """
@@ -127,6 +132,9 @@ def plan(
         )
     if once or spread:
         placements(1 if stage is None else stage, spread=spread, once=once)  # says which can
+    over = None if optimizer_over == "team" else optimizer_over
+    others = {"replicas": replicas, "optimizer_over": over, "experts": experts}
+    cluster = _cluster(machine, gpus_per_node, transport=transport, **others)
     if transport == "shared" and gpus_per_node is not None:
         raise UserError(
             "gpus_per_node asks for the links of GPUs, and memory is shared between ranks on the CPU",
@@ -171,14 +179,32 @@ def plan(
         )
     if job is not None:
         _refuse("a job says itself what it holds", "leave it out", preset=preset, bytes=bytes, optimizer=optimizer)
-        return _plan_job(job, asked, _layout(layout))
+        return _compared(lambda asked: _plan_job(job, asked, _layout(layout)), asked, cluster)
     instead = 'name a job, module:function; for bytes per parameter preset="zeroshard-bf16-grads" and the like'
     _refuse("for jobs only", instead, precision=precision, checkpoint=checkpoint or None, grad_dtype=grad_dtype)
     if params is not None:
         _refuse("a number of parameters has no layout", "shapes, or leave it out", **layout)
-        return from_number.plan_params(quantities.count(params), asked)
+        return _compared(lambda asked: from_number.plan_params(quantities.count(params), asked), asked, cluster)
     assert shapes is not None
-    return from_shapes.plan_shapes(shapes, asked, _layout(layout))
+    return _compared(lambda asked: from_shapes.plan_shapes(shapes, asked, _layout(layout)), asked, cluster)
+
+
+def _cluster(name: str | None, gpus: int | None, *, transport: str, **others: object) -> Machine | None:
+    """What `machine` names, with nodes of so many GPUs; and what cannot be asked of it."""
+    if name is None:
+        return None
+    _refuse("machine compares them itself", "leave it out", **others)
+    _refuse(
+        "machine asks for the links of GPUs", "leave it out", transport=transport if transport == "shared" else None
+    )
+    found = machines.machine(name)
+    return found if gpus is None else dataclasses.replace(found, gpus=gpus)
+
+
+def _compared(plan_of: Callable[[Asked], Plan], asked: Asked, cluster: Machine | None) -> Plan:
+    """The plan, and on a cluster how the ranks can share the model."""
+    found = plan_of(asked)
+    return found if cluster is None else dataclasses.replace(found, ways=ways.compare(plan_of, asked, cluster))
 
 
 def _given(**settings: Any) -> dict[str, Any]:

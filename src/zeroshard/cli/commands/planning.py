@@ -92,6 +92,12 @@ class Sharding:
         int | None, unset(RUN, "Copies of what is sharded, each over 1/K of the ranks.", None, "--replicas")
     ] = None
     optimizer_over: Spread = "team"
+    machine: Annotated[
+        str | None,
+        unset(
+            RUN, "Which replicas take least time on dgx-2, a100, a100-ethernet, h100, or on a FILE.json?", "NAME|FILE"
+        ),
+    ] = None
     transport: Over = "auto"
     experts: Annotated[
         str | None, unset(RUN, 'Parameters that are divided among --ep ranks: "*.experts.*" (shapes, jobs).', "PATTERN")

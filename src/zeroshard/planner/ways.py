@@ -1,0 +1,158 @@
+"""Ways to share a model among the ranks of a cluster: one replica or several, the optimizer over each or over all.
+
+Each way has its figures: bytes of a rank, bytes between nodes, and how long the messages of a step take, one after the
+other and none behind compute, by the same arithmetic as a simulated clock (`machines`). Of those that fit the one whose
+messages take least is recommended, and the reasons are these figures and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..ranks.comm import Over
+from ..stage import STAGES
+from .asked import Asked
+from .machines import Machine
+from .traffic import Traffic, links
+
+if TYPE_CHECKING:
+    from .answer import Plan
+
+
+class Way(NamedTuple):
+    """A stage, and over which ranks its states are sharded.
+
+    nbytes: what has to fit the device of the rank that holds most: at the peak, or at rest where no units are known.
+    inside, between: what one GPU sends in a step over its link and over its network card. seconds: of all messages.
+    """
+
+    stage: int
+    replicas: int
+    over: Over
+    nbytes: int
+    inside: int
+    between: int
+    seconds: float
+    fits: bool
+
+    def __str__(self) -> str:
+        copies = "one replica" if self.replicas == 1 else f"{self.replicas} replicas"
+        return f"stage {self.stage}, {copies}" + ", the optimizer over all" * (self.over == "all")
+
+    @property
+    def settings(self) -> str:
+        """As `shard` takes it."""
+        if self.replicas == 1:
+            return f"stage={self.stage}"
+        comm = f"replicas={self.replicas}" + ', optimizer="all"' * (self.over == "all")
+        return f"stage={self.stage}, comm=Comm({comm})"
+
+    def better(self, other: Way) -> bool:
+        """Is it as good in all that counts, memory and time, and not the same in both?"""
+        mine, theirs = (self.seconds, self.nbytes), (other.seconds, other.nbytes)
+        return mine != theirs and all(a <= b for a, b in zip(mine, theirs, strict=True))
+
+
+class Ways(NamedTuple):
+    """All ways that were compared, those that take least time first."""
+
+    machine: Machine
+    nodes: int
+    limit: int  # bytes of one device
+    ways: tuple[Way, ...]
+
+    @property
+    def recommended(self) -> Way | None:
+        """Of those that fit the one whose messages take least; of equals the one that holds least."""
+        return next((way for way in self.ways if way.fits), None)
+
+    @property
+    def shown(self) -> list[Way]:
+        """Those that no other beats in both memory and time, and one replica at every stage."""
+        return [way for way in self.ways if way.replicas == 1 or not any(each.better(way) for each in self.ways)]
+
+    @property
+    def because(self) -> list[str]:
+        """Why, in figures."""
+        best = self.recommended
+        if best is None:
+            least = min(self.ways, key=lambda way: way.nbytes)
+            return [f"none of {len(self.ways)} ways fits; the smallest is {least}: {self._figures(least)}"]
+        fitting = sum(way.fits for way in self.ways)
+        said = [f"{fitting} of {len(self.ways)} ways fit; of these its messages take least: {self._figures(best)}"]
+        if self.nodes == 1:
+            said.append("all ranks are on one node, so no byte of any way crosses a slower link")
+        one = next((way for way in self.ways if way.replicas == 1 and way.stage == best.stage), None)
+        if one is not None and one != best:
+            said.append(f"beside it {one}: {self._figures(one)}" + ", which does not fit" * (not one.fits))
+        faster = self.ways[: self.ways.index(best)]
+        if faster:
+            least = min(faster, key=lambda way: way.nbytes)
+            what = f"less time, but too much memory: {len(faster)}"
+            said.append(f"{what}; the smallest is {least}: {self._figures(least)}")
+        return said
+
+    def _figures(self, way: Way) -> str:
+        sent = f"{way.between:,} bytes between nodes"
+        return f"{way.seconds:.3g} s a step, {sent} and {way.nbytes:,} bytes of memory, per GPU"
+
+    def json(self) -> dict[str, Any]:
+        best = self.recommended
+        return {
+            "machine": self.machine.name,
+            "nodes": self.nodes,
+            "limit": self.limit,
+            "ways": [way._asdict() for way in self.ways],
+            "recommended": best and {**best._asdict(), "settings": best.settings},
+            "because": self.because,
+        }
+
+
+def meshes(ranks: int, gpus: int) -> list[tuple[int, Over]]:
+    """(replicas, over which ranks the optimizer is sharded): replicas are whole nodes, or nodes are not told apart."""
+    several = [count for count in range(2, ranks // gpus + 1) if ranks % (count * gpus) == 0]
+    overs: tuple[Over, ...] = ("team", "all")
+    return [(1, "team"), *((count, over) for count in several for over in overs)]
+
+
+def seconds(moved: Traffic, machine: Machine, ranks: int, replicas: int, buckets: int) -> float:
+    """How long a step's messages take on one rank, one after the other: of each bucket one for each pass."""
+    group = ranks // replicas
+    found = 0.0
+    if group > 1:
+        found += _each(
+            moved.gather.logical + moved.recompute.logical, moved.gathers * buckets, group, machine.ring_seconds
+        )
+        found += _each(moved.reduce.logical, moved.reductions * buckets, group, machine.exchange_seconds)
+    if replicas > 1:
+        count = max(moved.reductions * buckets, 1)
+        back = moved.relay.sent * replicas / (replicas - 1) - moved.relay.logical
+        whole, busy = machine.relay_seconds(moved.relay.logical / count, back / count, replicas, group)
+        found += whole + (count - 1) * busy
+        apart = replace(machine, gpus=max(machine.gpus // group, 1))  # a replica lies between two of these ranks
+        found += _each(moved.share.logical, buckets, replicas, apart.ring_seconds)
+    return found
+
+
+def _each(nbytes: int, messages: float, ranks: int, time_of: Callable[[float, int], float]) -> float:
+    return messages * time_of(nbytes / messages, ranks) if nbytes and messages else 0.0
+
+
+def compare(plan_of: Callable[[Asked], Plan], asked: Asked, machine: Machine) -> Ways:
+    """Every mesh at every stage asked for. plan_of: the plan of such a question."""
+    limit = asked.gpu_mem or machine.memory
+    found = []
+    for replicas, over in meshes(asked.ranks, machine.gpus):
+        stages = tuple(stage for stage in asked.stages if over == "team" or STAGES[stage].optimizer)
+        if not stages:
+            continue
+        other = asked._replace(replicas=replicas, over=over, stages=stages, gpu_mem=None, gpus_per_node=machine.gpus)
+        for plan in plan_of(other).stages:
+            sent = links(plan.traffic, asked.ranks, machine.gpus, replicas)
+            fits = plan.most <= limit and (asked.host_mem is None or plan.host <= asked.host_mem)
+            took = seconds(plan.traffic, machine, asked.ranks, replicas, plan.buckets)
+            found.append(Way(plan.stage, replicas, over, plan.most, sent.inside, sent.between, took, fits))
+    found.sort(key=lambda way: (way.seconds, way.nbytes, way.stage))
+    return Ways(machine, -(-asked.ranks // machine.gpus), limit, tuple(found))

@@ -1,0 +1,154 @@
+"""`plan(machine=...)`: which way to share a model is recommended on a cluster, and what is said for it."""
+
+import json
+from fractions import Fraction
+
+import pytest
+
+import zeroshard
+from test_mesh_planned import job
+from zeroshard.cli.main import app
+from zeroshard.cli.simulate import clock
+from zeroshard.errors import UserError
+from zeroshard.planner.machines import MACHINES, machine
+from zeroshard.planner.simulate import simulate
+
+SLOW = "a100-ethernet"
+SETTINGS = {"params": 8 * 10**9, "preset": "zeroshard", "ranks": 64, "machine": SLOW}
+G, N, K, P = 8, 64, 8, 8 * 10**9
+
+
+def of(ways, stage, replicas, over="team"):
+    return next(way for way in ways.ways if (way.stage, way.replicas, way.over) == (stage, replicas, over))
+
+
+def test_the_figures_are_those_of_each_plan_alone():
+    """Bytes between nodes by hand, and all of them as plans say that ask for one mesh."""
+    ways = zeroshard.plan(**SETTINGS).ways
+    assert len(ways.ways) == 4 + 3 * (4 + 3)  # stages, of one replica; of 2, 4 and 8, over each and over all
+    assert of(ways, 3, 1).between == 2 * P * (Fraction(2 * (N - 1), N * G) + Fraction(N - G, N))
+    assert of(ways, 3, K).between == 8 * Fraction(P, G) * Fraction(K - 1, K)
+    assert of(ways, 3, K, "all").between == (8 + 2) * Fraction(P, G) * Fraction(K - 1, K)
+    for way in ways.ways:
+        settings = {**SETTINGS, "machine": None, "gpus_per_node": G, "stage": way.stage, "replicas": way.replicas}
+        (alone,) = zeroshard.plan(**settings, optimizer_over=way.over).stages
+        assert (alone.most, *alone.links) == (way.nbytes, way.inside, way.between)
+    assert [way.seconds for way in ways.ways] == sorted(way.seconds for way in ways.ways)
+
+
+@pytest.mark.parametrize(
+    ("budget", "settings"),
+    [
+        ("40GB", "stage=2, comm=Comm(replicas=8)"),
+        ("20GB", "stage=3, comm=Comm(replicas=8)"),
+        ("12GB", 'stage=3, comm=Comm(replicas=8, optimizer="all")'),
+        ("5GB", 'stage=3, comm=Comm(replicas=4, optimizer="all")'),
+        ("2GB", "stage=3"),
+    ],
+)
+def test_the_less_memory_the_more_is_sharded(budget, settings):
+    ways = zeroshard.plan(**SETTINGS, gpu_mem=budget).ways
+    best = ways.recommended
+    assert best.settings == settings
+    assert best.nbytes <= ways.limit
+    assert best.seconds == min(way.seconds for way in ways.ways if way.nbytes <= ways.limit)
+
+
+def test_what_is_said_is_what_the_figures_show():
+    ways = zeroshard.plan(**SETTINGS, gpu_mem="12GB").ways
+    fitting = sum(way.nbytes <= 12e9 for way in ways.ways)
+    first, beside, faster = ways.because
+    assert first.startswith(f"{fitting} of 25 ways fit")
+    assert "8,750,000,000 bytes between nodes and 7,500,000,000 bytes of memory" in first
+    assert beside.startswith("beside it stage 3, one replica")
+    assert "17,937,500,000 bytes between nodes and 2,000,000,000 bytes" in beside
+    before = ways.ways[: ways.ways.index(ways.recommended)]
+    assert faster.startswith(f"less time, but too much memory: {len(before)}; the smallest is stage 3, 8 replicas:")
+    assert not any(way.fits for way in before)
+    shown = ways.shown
+    for way in ways.ways:
+        beaten = any(o.seconds <= way.seconds and o.nbytes <= way.nbytes and o != way for o in shown)
+        assert way in shown or beaten
+
+
+def test_nothing_fits_and_one_node():
+    none = zeroshard.plan(**SETTINGS, gpu_mem="1GB").ways
+    assert none.recommended is None
+    assert none.json()["recommended"] is None
+    (said,) = none.because
+    assert said.startswith("none of 25 ways fits; the smallest is stage 3, one replica")
+    one = zeroshard.plan(**{**SETTINGS, "ranks": 8, "machine": "a100"}).ways
+    assert {way.replicas for way in one.ways} == {1}
+    assert {way.between for way in one.ways} == {0}
+    assert any("all ranks are on one node" in each for each in one.because)
+    assert one.limit == MACHINES["a100"].memory
+
+
+@pytest.mark.parametrize("gpus", [2, 4])
+def test_the_time_of_messages_is_that_of_a_simulated_clock(gpus):
+    """One replica, whose messages run one after the other on the clock too; gathers after the step are all there are."""
+    plan = zeroshard.plan(job, ranks=8, stage=2, machine="a100", gpus_per_node=gpus, bucket_mib=0.003)
+    cluster = plan.ways.machine
+    assert cluster.gpus == gpus
+    run = simulate(job, ranks=8, stage=2, layout=zeroshard.Layout(bucket_mib=0.003))
+    assert of(plan.ways, 2, 1).seconds == pytest.approx(clock(run, cluster, ordered=True).moving)  # sums of floats
+    assert {(way.replicas, way.over) for way in plan.ways.ways} == {
+        (1, "team"), *((k, over) for k in (2, 4) if 8 % (k * gpus) == 0 for over in ("team", "all"))
+    }  # fmt: skip
+
+
+def test_a_machine_of_one_s_own(tmp_path):
+    """Half the bandwidth and twice the latency take twice the time, for each way, and change no recommendation."""
+    told = {**machine(SLOW).__dict__, "name": "mine"}
+    told |= {name: told[name] / 2 for name in ("link", "network")}
+    told |= {name: told[name] * 2 for name in ("link_latency", "network_latency")}
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(told))
+    mine, slow = (zeroshard.plan(**SETTINGS | {"machine": name}).ways for name in (str(path), SLOW))
+    assert [way._replace(seconds=way.seconds / 2) for way in mine.ways] == list(slow.ways)
+    assert (mine.recommended.settings, mine.json()["machine"]) == (slow.recommended.settings, "mine")
+
+
+def test_shapes_are_compared_by_their_peaks(tmp_path):
+    path = tmp_path / "m.json"
+    path.write_text(json.dumps({f"blocks.{n}.w": [256, 256] for n in range(8)}))
+    ways = zeroshard.plan(shapes=path, ranks=16, machine="a100", stage=3).ways
+    alone = zeroshard.plan(shapes=path, ranks=16, stage=3, replicas=2, optimizer_over="all").stages[0]
+    assert of(ways, 3, 2, "all").nbytes == alone.peak > alone.total
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"replicas": 2}, "replicas: machine compares them itself"),
+        ({"optimizer_over": "all"}, "optimizer_over: machine compares them itself"),
+        ({"transport": "shared"}, "transport: machine asks for the links of GPUs"),
+        ({"machine": "a1000"}, "no such machine"),
+    ],
+)
+def test_what_a_machine_contradicts_is_refused(settings, said):
+    with pytest.raises(UserError, match=said):
+        zeroshard.plan(**SETTINGS | settings)
+
+
+def test_the_command_says_it(capsys):
+    words = [
+        "plan",
+        "--params",
+        "8e9",
+        "--preset",
+        "zeroshard",
+        "--ranks",
+        "64",
+        "--machine",
+        SLOW,
+        "--gpu-mem",
+        "12GB",
+    ]
+    app(words, standalone_mode=False)
+    shown = capsys.readouterr().out
+    assert 'recommended: stage=3, comm=Comm(replicas=8, optimizer="all")' in shown
+    ways = zeroshard.plan(**SETTINGS, gpu_mem="12GB").ways
+    assert all(" ".join(reason.split()) in " ".join(shown.split()) for reason in ways.because)
+    app([*words, "--json"], standalone_mode=False)
+    assert json.loads(capsys.readouterr().out)["ways"] == json.loads(json.dumps(ways.json()))

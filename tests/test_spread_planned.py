@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import zeroshard
-from test_mesh_planned import STEPS, job, warm  # noqa: F401
+from test_mesh_planned import STEPS, job
 from zeroshard import Comm, Layout, shard
 from zeroshard.cli import check
 from zeroshard.cli.main import app
@@ -26,7 +26,7 @@ NAMES = {"m": "exp_avg", "v": "exp_avg_sq"}
 @pytest.mark.row(86)
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), pytest.param(2, marks=pytest.mark.full), 3])
 @pytest.mark.parametrize("files", [(), pytest.param(("optimizer",), marks=pytest.mark.full)])
-def test_what_all_replicas_share_is_predicted_to_the_byte(warm, stage, files):  # noqa: F811
+def test_what_all_replicas_share_is_predicted_to_the_byte(warm, stage, files):
     """4 ranks in 2 replicas: each state at rest and each peak, on each rank, by `plan --check`."""
     asked = check.Check(
         f"{__file__}:job", 4, (stage,), accumulate=2, precision="bf16",

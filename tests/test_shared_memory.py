@@ -323,6 +323,16 @@ def test_bytes_of_one_copy_are_those_planned(warm, command, stage_of_plan, monke
     assert code == 0, out + error
 
 
+def test_a_plan_counts_the_one_copy_once_for_a_host(command):
+    for options, told in (((), False), (("--offload-parameters", "shared"), True)):
+        code, out, error = command(
+            "plan", "--params", "7e9", "--ranks", "8", "--stage", "2", "--offload-optimizer", "cpu", *options
+        )
+        assert code == 0, error
+        title, row = (out[out.index("Where it rests") :].splitlines()[at] for at in (1, 2))
+        assert (title.endswith("shared, once per host") and row.endswith(" 14.00")) is told
+
+
 def loaded(folder, stage):
     model, optimizer, zero = test_lost_ranks.three(stage)
     test_lost_ranks.step(model, optimizer, 0)

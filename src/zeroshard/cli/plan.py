@@ -13,7 +13,7 @@ from zeroshard.cli.config import STATES, InputError, in_options, one_line, place
 from zeroshard.cli.screen import Amount
 from zeroshard.cli.sent import replicas, show, traffic, ways
 from zeroshard.errors import UserError
-from zeroshard.events import HOST, NVME
+from zeroshard.events import HOST, NVME, SHARED
 from zeroshard.planner.answer import Plan, StagePlan
 from zeroshard.planner.plan import plan
 from zeroshard.planner.quantities import number
@@ -239,21 +239,14 @@ def _states(found: Plan, amount: Amount) -> None:
 
 
 def _tiers(found: Plan, amount: Amount) -> None:
-    table = screen.new_table(
-        f"Where it rests, in {amount.unit}",
-        "stage",
-        "device",
-        "host",
-        "of it buffers",
-        "of it pages",
-        "files",
-        "on the disk",
-    )
+    columns = ["device", "host", "of it buffers", "of it pages", "files", "on the disk"]
+    once = any(SHARED in stage.tiers for stage in found.stages)
+    table = screen.new_table(f"Where it rests, in {amount.unit}", "stage", *columns, *["shared, once per host"] * once)
     for stage in found.stages:
         host = stage.tiers.get(HOST, {})
-        filed = sum(stage.tiers.get(NVME, {}).values())
-        cells = (stage.device, stage.host, host.get("staging", 0), stage.rounding, filed, stage.files)
-        table.add_row(str(stage.stage), *map(amount, cells))
+        filed, shared = (sum(stage.tiers.get(tier, {}).values()) for tier in (NVME, SHARED))
+        cells = (stage.device, stage.host, host.get("staging", 0), stage.rounding, filed, stage.files, shared)
+        table.add_row(str(stage.stage), *map(amount, cells[: len(columns) + once]))
     show(table)
     if found.host_mem is not None:
         table = screen.new_table(

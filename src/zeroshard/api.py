@@ -55,6 +55,7 @@ def shard(
     comm: Comm | None = None,
     device: torch.device | str | None = None,
     init: Callable[[nn.Module], None] | None = None,
+    optimizer_in_backward: bool = False,
 ) -> Zero:
     """Shard a model and its optimizer over the ranks, in place; the training loop stays plain PyTorch.
 
@@ -70,6 +71,9 @@ def shard(
         device: where the model computes (default: where it is; the CPU for a model on meta).
         init: initialises one module whose parameters were on meta (default: its `reset_parameters()`, then its model's
             `_init_weights(module)` where there is one, as in Hugging Face's models).
+        optimizer_in_backward: each bucket is stepped inside `backward()` as its reduction lands, and its gradients'
+            memory is given back: of all gradients a rank holds one bucket's, and not its shard of all. The same bits;
+            no clipping, no scaling, one backward per step, which `optimizer.step()` then ends.
 
     Raises `UserError` (a ValueError) for what cannot work, `PeerError` where the ranks do not agree. With `torchrun`
     (or any process group) every rank calls it; without a launcher it runs as one rank.
@@ -84,7 +88,11 @@ def shard(
     given: list[Any] = list(optimizer or ()) if several else [optimizer]  # type: ignore[arg-type]
     optimizers = list(map(unwrapped, given))
     device = _device(model, device)
-    return Zero(Engine(model, optimizers, stage, precision, offload, layout, comm, device, init))
+    if type(optimizer_in_backward) is not bool:
+        got = repr(optimizer_in_backward)
+        raise UserError("optimizer_in_backward is a yes or a no", expected="True or False", got=got)
+    policies = precision, offload, layout, comm
+    return Zero(Engine(model, optimizers, stage, *policies, device, init, optimizer_in_backward))
 
 
 def _policy(name: str, given: Any, kind: Any) -> Any:

@@ -19,13 +19,14 @@ from .checkpoint.content import ModelState
 from .checkpoint.replicas import check_replicas
 from .checkpoint.saving import Saving
 from .engine.accepted import by_bucket, check_added, check_options
-from .engine.alike import Alike, editable, report_lost_edits
+from .engine.alike import Alike, editable, joined, report_lost_edits
 from .engine.assembly import Assembly
 from .engine.backward import in_backward
 from .engine.buffer import Buffer
 from .engine.finite import Finite
 from .engine.gradient import Gradients
 from .engine.guard import cover_constructors, refuse_copy, refuse_load, refuse_state_dict, weak
+from .engine.in_backward import InBackward
 from .engine.moving import MovingAverage, furthest, updates_for
 from .engine.optim import Binding
 from .engine.preflight import Structure, check_trained, refuse_wrapper
@@ -65,6 +66,7 @@ class Engine:
         comm: Comm,
         device: torch.device,
         init: Callable[[nn.Module], None] | None,
+        in_backward: bool,
     ) -> None:
         _, comm = placements(stage, once=offload.once), comm.sharing(once=offload.once)
         if any(hasattr(tensor, "_zeroshard") for tensor in model.parameters()):
@@ -75,7 +77,7 @@ class Engine:
         self.ledger.begin("init")
         self.group = connect(comm, self.ledger, device, layout.axis, mesh := mesh_of(model, comm))
         self.replicas = self.group.team.seat.replicas
-        parts = Assembly(model, stage, precision, offload, self.group, mesh, comm.optimizer)
+        parts = Assembly(model, stage, precision, offload, self.group, mesh, comm.optimizer, in_backward)
         before: Before | None = None if mesh is None else Before(model, optimizers)
         try:
             parts.plan(optimizers, layout, comm)
@@ -125,6 +127,11 @@ class Engine:
         self.bindings: list[Binding] = []
         for number, each in enumerate(optimizers):
             self.bindings.append(Binding(self, each, number, *parts_of_a_step, by_bucket=by_bucket(each)))
+        self.in_backward: InBackward | None = None
+        if parts.in_backward:
+            watching = weak(self.check_edits)
+            self.in_backward = InBackward(self.bindings, self.gradients, self.schedule, watching)
+            self.reduction.updater = self.in_backward
         self._structure = Structure(model)
         self.comparing = Alike(model, self.managed, self.group, self.layout)
         self._known = self._traits()
@@ -230,7 +237,7 @@ class Engine:
         self.group.refuse_within(busy=any(binding.busy for binding in self.bindings))
 
     def optimizers(self) -> Sequence[Step]:
-        return self.bindings
+        return self.bindings if self.in_backward is None else [*self.bindings, self.in_backward]
 
     def boundary(self) -> None:
         """A forward that trains begins: if it is the first after a step, and a signal was heard by then, save."""
@@ -289,32 +296,7 @@ class Engine:
 
     def join(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """`Zero.join`."""
-        none: Any = object()
-        last, iterator = none, iter(batches)
-        try:
-            while True:
-                batch = next(iterator, none)
-                last = last if batch is none else batch
-                self.schedule.recover()
-                with self.group.whole():
-                    told = self.group.poll("joining", self.group.number("joining"), batch is not none, last is not none)
-                    having = [rank for rank, (has, _) in enumerate(told) if has]
-                    if not having:
-                        self.comparing.digest(True)
-                        self.comparing.send_buffers()
-                        return
-                if empty := [f"rank {rank}" for rank, (_, had) in enumerate(told) if not had]:
-                    raise StateError(
-                        "a rank has no batch at all, so it cannot take part in what the others do with theirs",
-                        where=", ".join(empty),
-                        expected="one batch or more on every rank",
-                        instead="divide the data so that every rank has some",
-                    )
-                self.comparing.source, self.reduction.silent = having[0], batch is none
-                yield last
-                self.reduction.silent = False
-        finally:
-            self.comparing.source, self.reduction.silent = 0, False
+        return joined(batches, self.comparing, self.schedule, self.reduction)
 
     @contextlib.contextmanager
     def gathered(self, *what: nn.Module | str, write_from: int | None = None) -> Iterator[None]:
@@ -391,6 +373,8 @@ class Engine:
         if in_backward() or self.schedule.script.active or any(unit.pinned for unit in self.units):
             instead = "after step; in place of a signal's handler, zero.save_on(signal.SIGUSR1, path=...)"
             raise StateError(f"{what} inside forward, backward or gathered()", instead=instead)
+        if self.in_backward is not None and what != "loading":
+            self.in_backward.check_ended(what)
         updates = updates_for(what, self.moving)
         self.before_step()
         report_lost_edits(() if what == "loading" else self.buffers, self.group)
@@ -419,5 +403,7 @@ class Engine:
         spread([buffer for buffer in self.buffers if buffer.bucket.fp8], overlap=False)
         self.comparing.written()
         self.gradients.hide(self.gradients.entries)
+        if self.in_backward is not None:
+            self.in_backward.awaited.clear()
         for unit in self.units:
             unit.release()

@@ -146,11 +146,12 @@ def seat_along(rank: int, axes: Mapping[str, int], name: str) -> Seat:
     return Seat(rank // stride % size, size, part=part, parts=math.prod(axes.values()) // size, stride=stride)
 
 
-def placements(stage: int, *, spread: bool = False, once: bool = False) -> Placements:
+def placements(stage: int, *, spread: bool = False, once: bool = False, in_backward: bool = False) -> Placements:
     """The row of the table. Raises `UserError` for anything but 0, 1, 2, 3.
 
     spread: over the ranks of all replicas, what an optimizer updates and keeps.
     once: one copy of the parameters rests on each host, which every rank has whole; each writes what it updates.
+    in_backward: a gradient is there only for the update of what a rank's optimizer updates, and no larger than that.
     """
     if type(stage) is not int or stage not in STAGES:
         raise UserError("no such ZeRO stage", expected="0, 1, 2 or 3", got=repr(stage), instead="shard(..., stage=3)")
@@ -169,4 +170,5 @@ def placements(stage: int, *, spread: bool = False, once: bool = False) -> Place
             instead=f"Offload() with Comm(optimizer='all'), at stage={stage}" if spread else "stage=1, or Offload()",
         )
     row = row._replace(parameters=Degree.RANK) if once else row
+    row = row._replace(gradients=row.optimizer) if in_backward else row
     return row._replace(optimizer=Degree.ALL) if spread else row

@@ -91,6 +91,8 @@ class Accumulator:
 
     def clear(self) -> None:
         self.filled = self.averaged = self.spread = self.rounded = False
+        if self.sum.passing:
+            self.sum.rest.forget()
 
     def blocks(self) -> BlockMap:
         """Which of the shard's blocks belongs to which entry of the book."""
@@ -115,3 +117,37 @@ class Entry:
     updater: int | None = None  # the number of the optimizer that updates it, on some rank
     fragments: list[nn.Parameter] = field(default_factory=list)  # what that optimizer holds of it on this rank
     displaced: Tensor | None = None  # what `p.grad` was when autograd was about to add to it
+
+
+class Updater:
+    """Who uses each average as it comes: by itself nobody, for they wait for a step."""
+
+    early = False
+
+    def words(self, *, local: bool) -> str:
+        """A backward begins, `local` under no_sync: what of it ranks must have alike."""
+        return ""
+
+    def prepare(self) -> None:
+        """All ranks are at it."""
+
+    def landed(self, accumulator: Accumulator, having: set[int]) -> None:
+        """A bucket's sum is here. having: the numbers of its gradients, those that some rank has."""
+
+    def due(self, allowed: int) -> Work | None:
+        """What brings the oldest average to all ranks, if there are more than so many that were not used."""
+        return None
+
+    def update_first(self) -> None:
+        """Use the oldest average."""
+
+    def catch_up(self, allowed: int) -> None:
+        """Use the oldest ones, until there are no more than so many."""
+        while self.due(allowed) is not None:
+            self.update_first()
+
+    def ended(self) -> None:
+        """A backward is through."""
+
+    def abort(self) -> None:
+        """It is not, and will not be."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,11 @@ from ..numerics import as_bytes, dense, write_bytes
 from ..ranks.agreement import Group
 from .buffer import Buffer
 from .preflight import Contents
+from .reduction import Reduction
+from .schedule import Schedule
 from .unit import Managed, Unit
+
+Batch = TypeVar("Batch")
 
 
 class Alike:
@@ -139,3 +143,33 @@ def editable(units: list[Unit]) -> Iterator[None]:
     finally:
         for split in kept:
             split.forget_kept()
+
+
+def joined(batches: Iterable[Batch], alike: Alike, schedule: Schedule, reduction: Reduction) -> Iterator[Batch]:
+    """`Zero.join`: a rank that has no batch left gives its last one again, and its part of gradients is zero."""
+    none: Any = object()
+    last, iterator, group = none, iter(batches), reduction.group
+    try:
+        while True:
+            batch = next(iterator, none)
+            last = last if batch is none else batch
+            schedule.recover()
+            with group.whole():
+                told = group.poll("joining", group.number("joining"), batch is not none, last is not none)
+                having = [rank for rank, (has, _) in enumerate(told) if has]
+                if not having:
+                    alike.digest(True)
+                    alike.send_buffers()
+                    return
+            if empty := [f"rank {rank}" for rank, (_, had) in enumerate(told) if not had]:
+                raise StateError(
+                    "a rank has no batch at all, so it cannot take part in what the others do with theirs",
+                    where=", ".join(empty),
+                    expected="one batch or more on every rank",
+                    instead="divide the data so that every rank has some",
+                )
+            alike.source, reduction.silent = having[0], batch is none
+            yield last
+            reduction.silent = False
+    finally:
+        alike.source, reduction.silent = 0, False

@@ -20,10 +20,11 @@ from ..ranks.agreement import Group
 from ..ranks.comm import Comm, Over
 from ..stage import placements
 from ..tiers.nvme import NvmeTier
-from ..tiers.tier import STATES, DeviceTier, HostTier, Offload, OnceTier, Tier
+from ..tiers.tier import STATES, DeviceTier, HostTier, Offload, OnceTier, PassingTier, Tier
 from .accepted import blocks, check_offload, check_optimizers
 from .buffer import Buffer, Place
 from .guard import SavedTensors
+from .in_backward import check_in_backward
 from .preflight import (
     agree,
     ask_all,
@@ -66,6 +67,7 @@ class Assembly:
     group: Group
     mesh: Any = None  # over whose axis tensor parallelism has cut parameters
     over: Over = "team"  # is what optimizers update sharded over one of several replicas, or over all?
+    in_backward: bool = False  # are buckets stepped as their gradients come?
     managed: list[Managed] = field(init=False)
     partition: Partition = field(init=False)
     seed: int = field(init=False)  # of all random numbers, agreed on
@@ -79,7 +81,8 @@ class Assembly:
 
     def __post_init__(self) -> None:
         spread = self.over == "all" and self.group.team.seat.replicas > 1
-        self.placements = placements(self.stage, spread=spread, once=self.offload.once)
+        once, early = self.offload.once, self.in_backward
+        self.placements = placements(self.stage, spread=spread, once=once, in_backward=early)
         self.tier = DeviceTier(self.group.device, self.group.ledger)
 
     def plan(self, optimizers: list[torch.optim.Optimizer], layout: Layout, comm: Comm) -> None:
@@ -108,9 +111,11 @@ class Assembly:
             check_split(self.precision, self.partition, self.placements, self.offload)
             check_once(self.offload, self.group)
             check_fp8(self.partition, self.offload)
+            if self.in_backward:
+                check_in_backward(optimizers, self.precision, self.offload)
             names, policies = [name for name, _ in named], (self.precision, layout, comm, self.offload)
             facts = describe(self.model, self.managed, names, optimizers, policies, self.group.device)
-            facts["stage"] = self.stage
+            facts |= {"stage": self.stage, "optimizer_in_backward": self.in_backward}
         except Exception as error:
             problem = error
         told = ask_all(self.group, facts, problem)
@@ -192,6 +197,8 @@ class Assembly:
             for bucket in buckets[unit.index]:
                 params = [by_name[slot.name].param for slot in bucket.slots]
                 tiers = {state: self.tiers[name] for state, name in self.resting[bucket.index].items()}
+                if self.in_backward:
+                    tiers["gradients"] = PassingTier(self.tier)
                 align, place = self.partition.align, self.placements
                 kind = QuantisedBuffer if bucket.fp8 else Buffer
                 buffer = kind(bucket, params, align, place, self.precision, self.group, self.tier, tiers, self.saved)

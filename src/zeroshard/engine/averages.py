@@ -81,11 +81,13 @@ class Averages:
         """The averaged gradient of a fragment, like it: a view of the accumulator, made once, where that can be."""
         param, accumulator = fragment.param, entry.accumulator
         own, part = accumulator.for_step, fragment.slot.slice_of(*fragment.buffer.updated)
-        if accumulator.sum.in_file or own.device != param.device:
+        passing = accumulator.sum.passing
+        if own.device != param.device or (accumulator.sum.in_file and not passing):
             return own[part].to(param.device, param.dtype).view(param.shape)
         if own.dtype != param.dtype:
             return self._copied(fragment.buffer, own, param.dtype)[part].view(param.shape)
-        return self._views.setdefault(id(param), own[part].view(param.shape))
+        average = own[part].view(param.shape)
+        return average if passing else self._views.setdefault(id(param), average)
 
     def _copied(self, buffer: Buffer, own: Tensor, dtype: torch.dtype) -> Tensor:
         """A bucket's averages in another dtype, until the step is over.

@@ -98,10 +98,12 @@ class Backward:
         if self.begun:
             self.group.level(self.trouble)
         kept, kind = self.reduction.kept(), "backward under no_sync" if self.local else "backward"
-        which = zlib.crc32(repr(sorted(kept)).encode())
-        facts = f"{len(kept)} parameters have gradients that this backward adds to"
+        words = self.reduction.updater.words(local=self.local)
+        which = zlib.crc32(repr((sorted(kept), words)).encode())
+        facts = f"{len(kept)} parameters have gradients that this backward adds to" + f"; options {words}" * bool(words)
         with self.group.whole():
             self._meet(kind, self.group.number("backward"), which, facts=lambda: facts)
+            self.reduction.updater.prepare()
             self._recent.clear()
             self._stay_last()
             self._task = torch._C._current_graph_task_id()

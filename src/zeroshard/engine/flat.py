@@ -31,7 +31,7 @@ from ..layout import Bucket
 from ..ranks.agreement import Group
 from ..ranks.transport import Work
 from ..stage import Degree
-from ..tiers.tier import Part, Rest, Tier
+from ..tiers.tier import Part, Passing, Rest, Tier
 
 
 class Flat:
@@ -85,7 +85,13 @@ class Flat:
 
     @property
     def on_device(self) -> bool:
-        return self.rest.tier == DEVICE
+        """Is it there at any time?"""
+        return self.rest.tier == DEVICE and not self.passing
+
+    @property
+    def passing(self) -> bool:
+        """Does it rest nowhere?"""
+        return isinstance(self.rest, Passing)
 
     @contextlib.contextmanager
     def here(self, *, changed: bool = True, fresh: bool = False) -> Iterator[Tensor]:

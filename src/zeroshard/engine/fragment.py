@@ -106,9 +106,10 @@ class States:
             if self._counters[index]._version != self._versions[index]
         ]
 
-    def followed(self) -> None:
-        """What was written to fragments so far is known."""
-        self._versions = {index: counter._version for index, counter in self._counters.items()}
+    def followed(self, only: Buffer | None = None) -> None:
+        """What was written to fragments so far is known; `only` to those of one bucket."""
+        known = {index: counter._version for index, counter in self._counters.items()}
+        self._versions = known if only is None else self._versions | {only.bucket.index: known[only.bucket.index]}
 
     def replaced(self, fragments: Sequence[Fragment], *, inside: bool = False) -> list[Buffer]:
         """Buckets of which a fragment's `.data` was replaced: it has the new values and is a view again."""

@@ -48,6 +48,7 @@ class Gradients:
         self.entries: list[Entry] = []
         self.stand_ins: dict[int, nn.Parameter] = {}  # optimizer number -> its first fragment on this rank
         self.uncalled: set[int] = set()  # numbers of the optimizers in a step whose closure was not called yet
+        self.gone = False  # did the optimizer use all gradients inside backward?
         self._edits: list[str] = []  # by which numbers gradients were scaled, clamped, ... since the last step
         self._edited_with: Any = None
         self._displaced: list[Entry] = []  # those with something in `displaced`
@@ -264,6 +265,8 @@ class Gradients:
         It calls once per dtype that it sees, which differs over the ranks: so the first call with a new `found_inf`
         settles the verdict for everything that the optimizer updates.
         """
+        if self.gone:
+            raise grads[0]._cannot("a GradScaler")
         if found_inf is not self._judged:
             with self.group.whole():
                 self.ask()

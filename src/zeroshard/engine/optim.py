@@ -20,9 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import StateError, TierError, UserError
-from ..events import NVME, ends
+from ..events import NVME
 from ..ranks.calls import Call
-from .accumulator import Entry
+from .accumulator import Accumulator, Entry
+from .alone import Alone
 from .averages import Averages
 from .backward import in_backward
 from .buffer import Buffer, Place
@@ -51,6 +52,13 @@ class StepWatcher(Protocol):
 
     def check_added(self, optimizer: torch.optim.Optimizer, added: list[nn.Parameter]) -> None:
         """Refuse parameters of a group that was added, where this optimizer cannot update them."""
+
+
+class Early(Protocol):
+    """What has stepped an optimizer in backward, bucket by bucket."""
+
+    def check_step(self, number: int, *, closure: bool) -> None:
+        """Report what a call of `optimizer.step()` asks for that cannot be done any more."""
 
 
 class Binding:
@@ -92,6 +100,8 @@ class Binding:
         self._lent = False  # does its closure run, which is the program's?
         self._bound_now = False  # has it got its gradients? With a closure it gets them when that was called
         self.states = States(optimizer, number, finite.group)
+        self._alone = Alone(optimizer, self.states, self._averages, finite.group.ledger)
+        self.early: Early | None = None  # what has stepped it in backward already
         self.adopt(broadcast_state=True)
         hook_steps(type(optimizer))
         stay_last(optimizer, optimizer.register_step_pre_hook(self._before).id)
@@ -207,7 +217,7 @@ class Binding:
                 )
                 continue
             with self.gradients.reporting():
-                self._write_back(buffer)
+                self._alone.write_back(buffer)
             buffer.gathered.current &= buffer.resident
         return bool(self.edited)
 
@@ -235,6 +245,8 @@ class Binding:
         self.group.ledger.begin("step")
         self.gradients.uncalled.discard(self.number)
         at = closure_at(optimizer, args, kwargs)
+        if self.early is not None:
+            self.early.check_step(self.number, closure=at is not None)
         self._begin()
         if at is None:
             self._bind()
@@ -245,8 +257,8 @@ class Binding:
             self.gradients.uncalled.discard(self.number)
             with torch.no_grad():
                 for buffer in self._updated:
-                    if not self._alone(buffer):
-                        self._write_back(buffer)
+                    if not self._by_itself(buffer):
+                        self._alone.write_back(buffer)
                 self._show(self.fragments)
             self._lent = True
             try:
@@ -306,10 +318,10 @@ class Binding:
         self.gradients.take_edits()
         self.gradients.keeper.settle()
         self.watcher.before_step()
-        for buffer in self.buffers:
+        for buffer in self.buffers if self.early is None else ():
             buffer.land()
             buffer.rebind()
-            if not self._alone(buffer) and buffer.seed_master():
+            if not self._by_itself(buffer) and buffer.seed_master():
                 buffer.changed()
 
     def _check_options(self) -> None:
@@ -321,7 +333,7 @@ class Binding:
     def _bind(self) -> None:
         """Give every fragment its averaged gradient, after the buckets that are stepped one by one; or none, if this
         step is to be skipped."""
-        self._skips = self.finite.refuses(self.buffers)
+        self._skips = self.early is not None or self.finite.refuses(self.buffers)
         filled = [accumulator for accumulator in self.gradients.accumulators if accumulator.filled]
         for work in [each.spread_average() for each in filled if not each.buffer.by_itself]:
             work.wait()
@@ -335,7 +347,7 @@ class Binding:
         before, self._bound_now = averages.begin(), True
         # On any rank, and shown in the optimizer's groups: it is enough to clear one of the two.
         given = {which for which, entry in averages.entry_of.items() if which in shown and entry.number in having}
-        one_by_one = [buffer for buffer in self._updated if self._alone(buffer)]
+        one_by_one = [buffer for buffer in self._updated if self._by_itself(buffer)]
         self._marks = -1 if one_by_one else self._versions()
         try:
             for at, buffer in enumerate(one_by_one):
@@ -350,10 +362,10 @@ class Binding:
                 fragment.param.grad = shown.get(id(fragment.param))
             raise
         for buffer in self._updated:
-            if not self._alone(buffer):
+            if not self._by_itself(buffer):
                 averages.give(self.states.of(buffer), given)
 
-    def _alone(self, buffer: Buffer) -> bool:
+    def _by_itself(self, buffer: Buffer) -> bool:
         """Is this bucket stepped by itself, so that not all copies of gradients exist at once? Offloaded ones are."""
         return buffer.by_itself or (self.by_bucket and buffer.upcast)
 
@@ -364,22 +376,26 @@ class Binding:
         averaged = accumulator.averaged  # already, as it rests
         accumulator.sum.behind()
         try:
-            with self.states.present(buffer):
-                if buffer.seed_master():
-                    buffer.changed()
-                accumulator.spread_average(kept=not accumulator.sum.in_file).wait()
-                self._averages.give(self.states.of(buffer), given)
-                step: Any = type(self.optimizer).step
-                step = step.__wrapped__ if getattr(step, "hooked", False) else step
-                step(self.optimizer)
-                self.states.replaced(self.states.of(buffer), inside=True)
-                for fragment in self.states.of(buffer):
-                    fragment.param.grad = None
-                self._averages.drop_copies()
-                self._write_back(buffer)
+            self._alone.step(buffer, accumulator, given)
         finally:
             if accumulator.sum.in_file:
                 accumulator.forget_step(averaged=averaged)
+
+    def words(self) -> str:
+        """The options that it steps with, as ranks compare them."""
+        return self._options.words()
+
+    def updates(self, accumulator: Accumulator, having: set[int]) -> bool:
+        """Has it anything to do, on any rank, with these gradients of a bucket? having: their numbers."""
+        return any(entry.updater == self.number and entry.number in having for entry in accumulator.entries)
+
+    def update(self, accumulator: Accumulator, having: set[int]) -> None:
+        """Step one bucket in backward."""
+        given = {which for which, entry in self._averages.entry_of.items() if entry.number in having}
+        self._alone.step(accumulator.buffer, accumulator, given)
+        self._averages.begin()  # what it has given is no more
+        self.states.followed(accumulator.buffer)
+        self.states.count(changed=True)
 
     @torch.no_grad()
     def _after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -391,8 +407,8 @@ class Binding:
         self.states.followed()
         self.gradients.uncalled.discard(self.number)
         for buffer in self._updated:
-            if not self._alone(buffer):
-                self._write_back(buffer)
+            if not self._by_itself(buffer):
+                self._alone.write_back(buffer)
         once = any(buffer.team.once for buffer in self._updated)  # nobody may read, where others write, from here on
         once |= any(buffer.bucket.fp8 for buffer in self._updated)
         if once or any(tier.name == NVME for buffer in self._updated for tier in buffer.tiers.values()):
@@ -408,17 +424,6 @@ class Binding:
         self._call = self._marks = None
         self.group.progress.steps += 1
         self.group.ledger.end("step")
-
-    def _write_back(self, buffer: Buffer) -> None:
-        """Masters become parameters again, where this step had gradients: the step itself may have cleared them."""
-        if buffer.beside:
-            first, last = buffer.updated
-            with buffer.parameters.here(fresh=buffer.place.together):
-                nbytes = (last - first) * buffer.dtype.itemsize
-                copied = self.group.ledger.note("copy", state="master", bucket=buffer.bucket.index, logical=nbytes)
-                buffer.write_back()
-                ends(copied)
-        buffer.changed()
 
     def _show(self, fragments: Sequence[Fragment]) -> None:
         self._averages.show(fragments, self.gradients.having(self._entries))

@@ -55,6 +55,12 @@ class Pending:
         starts = [slot.start + source * self.bucket.numel for source in range(self.sources)]
         return [send.as_strided(slot.shape, strides, start) for start in starts]
 
+    def fill(self, send: Tensor) -> None:
+        """Zeros where nothing came."""
+        for index in range(len(self.bucket.slots)):
+            for place in self.places(send, index) if index not in self.received else ():
+                place.zero_()
+
     def by_source(self, entry: Entry, grad: Tensor) -> Sequence[Tensor]:
         """What each source has added to a gradient, or the whole of it where nobody asks."""
         if self.sources == 1:
@@ -85,6 +91,27 @@ class Pending:
         return not (self.missing or self.hold)
 
 
+def check_dense(grad: Tensor, name: str) -> None:
+    """Refuse a gradient that has no place for every element."""
+    if grad.layout is not torch.strided:
+        raise StateError(
+            "sparse gradients cannot be sharded",
+            where=f"parameter {name!r}",
+            expected="a dense gradient",
+            got=str(grad.layout),
+            instead="nn.Embedding(..., sparse=False)",
+        )
+
+
+def second_gradient(names: list[str]) -> StateError:
+    """What is wrong where a sum was complete, and then more came."""
+    return StateError(
+        "a parameter received a second gradient from a re-entrant checkpoint after its first was reduced",
+        where=f"parameters {names}",
+        instead="checkpoint(..., use_reentrant=False), or repeat the step: from now on they wait for the end",
+    )
+
+
 @dataclass
 class Sent:
     """One bucket's contributions on their way to the owners, and the owners' sums on theirs to other replicas."""
@@ -97,6 +124,13 @@ class Sent:
     @property
     def accumulator(self) -> Accumulator:
         return self.pending.accumulator
+
+    def pieces(self, *, native: bool) -> list[Tensor]:
+        """Each rank's contribution to the own shard, in rank order; or the backend's sum of them."""
+        pending = self.pending
+        if native or pending.send is None:
+            return [self.receive]
+        return pending.buffer.team.contributions(pending.send, self.receive, pending.bucket, pending.sources)
 
     def here(self) -> bool:
         """Has all come that this rank adds up?"""

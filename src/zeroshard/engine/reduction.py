@@ -19,22 +19,23 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from ..errors import StateError, TierError
+from ..errors import TierError
 from ..headroom import IN_FLIGHT
 from ..numerics import divides_exactly, fold, running_dtype, simulated
 from ..ranks.agreement import Group
 from ..ranks.comm import Comm
-from ..ranks.transport import Relay
+from ..ranks.transport import Relay, Work
 from ..tiers.tier import DeviceTier
-from .accumulator import Accumulator, Entry
+from .accumulator import Accumulator, Entry, Updater
 from .buffer import Buffer
 from .finite import Finite
 from .gradient import Gradients
-from .pending import Pending, Scratch, Sent
+from .pending import Pending, Scratch, Sent, check_dense, second_gradient
 from .sharded_grad import ShardedGrad
 from .unit import Unit, profiled
 
@@ -71,6 +72,8 @@ class Reduction:
         self.pause = PAUSE
         self._shortened = 1  # by this factor, since ranks were seen to wait for each other in vain
         self._again: list[Entry] = []
+        self.updater = Updater()
+        self._got = b""  # how many gradients each parameter got on the rank that got most, once that is known
         self._hidden: dict[int, Tensor | None] = {}  # by entry number, what makes way in p.grad
 
     def add(self, accumulator: Accumulator, unit: Unit) -> None:
@@ -94,7 +97,7 @@ class Reduction:
 
     def begin(self, kept: set[int], *, local: bool) -> None:
         """Start counting. kept: as above. local: under no_sync, contributions are added up here and not sent."""
-        self._local, self._next, self._pauses = local, 0, True
+        self._local, self._next, self._pauses, self._got = local, 0, True, b""
         self._again.clear()
         self.gradients.forget_answers()
         for pending in self.pending.values():
@@ -104,6 +107,8 @@ class Reduction:
                 entry.param._zeroshard.apart = None  # type: ignore[attr-defined]
             self._notice_cleared(pending, kept)
             pending.expect()
+            # What is not trained any more may be needed further on, and must not change before.
+            pending.hold = self.updater.early and not pending.whole
         self.finite.begin()
         self._hidden = self.gradients.take(kept)
 
@@ -134,14 +139,7 @@ class Reduction:
             if grad is None or isinstance(grad, ShardedGrad):
                 return False  # the hook fires also when nothing was added
             param.grad = None
-        if grad.layout is not torch.strided:
-            raise StateError(
-                "sparse gradients cannot be sharded",
-                where=f"parameter {entry.slot.name!r}",
-                expected="a dense gradient",
-                got=str(grad.layout),
-                instead="nn.Embedding(..., sparse=False)",
-            )
+        check_dense(grad, entry.slot.name)
         if self.silent:
             return False
         at = entry.position
@@ -211,9 +209,7 @@ class Reduction:
         accumulator, buffer = pending.accumulator, pending.buffer
         send = self._send_buffer(pending)
         if send is not accumulator.local:
-            for index in range(len(buffer.bucket.slots)):
-                for place in pending.places(send, index) if index not in pending.received else ():
-                    place.zero_()
+            pending.fill(send)
         team, own = buffer.team, buffer.bucket.shard_numel(buffer.team.position)
         with profiled("reduce", pending.unit.name):
             if self.settings.reduce == "native":
@@ -244,11 +240,10 @@ class Reduction:
         """
         allowed = IN_FLIGHT if self.settings.overlap else 0
         deadline = time.monotonic() + self.pause / self._shortened
-        while (full := len(self._relayed) > allowed + self.group.team.seat.replicas) or len(self._under_way) > allowed:
-            if full and self._relayed[0].relay.back.done():
-                self._settle_first()
-            elif not full and self._under_way[0].here():
-                self._land_first()
+        while due := self._due(allowed):
+            here, work, then = due
+            if here():
+                then()
             elif not self._pauses:
                 return
             elif time.monotonic() > deadline:
@@ -256,7 +251,18 @@ class Reduction:
             else:
                 since = time.perf_counter_ns()
                 time.sleep(0.0001)
-                (self._relayed[0].relay.back if full else self._under_way[0].work).stood_still(since)
+                work.stood_still(since)
+
+    def _due(self, allowed: int) -> tuple[Callable[[], bool], Work, Callable[[], None]] | None:
+        """What is to get through before more is sent: is it here, what brings it, and what is done with it then."""
+        if (rest := self.updater.due(min(allowed, 1))) is not None:
+            return rest.done, rest, self.updater.update_first
+        if len(self._relayed) > allowed + self.group.team.seat.replicas:
+            back = self._relayed[0].relay.back
+            return back.done, back, self._settle_first
+        if len(self._under_way) > allowed:
+            return self._under_way[0].here, self._under_way[0].work, self._land_first
+        return None
 
     def _land_first(self) -> None:
         sent = self._under_way[0]  # until it has landed: an exception may come at any moment
@@ -270,7 +276,8 @@ class Reduction:
         if accumulator.bucket.shard_numel(accumulator.buffer.team.position):
             try:
                 begun = accumulator.sum.here(changed=relay.last, fresh=not accumulator.filled)
-                with begun if relay.first else contextlib.nullcontext():
+                adds = relay.first and (accumulator.filled or relay.average is None)  # to what rests, or into it
+                with begun if adds else contextlib.nullcontext():
                     if not simulated(receive):
                         self._fold(sent, early=early)
             except TierError as error:
@@ -292,7 +299,7 @@ class Reduction:
         total = accumulator.own if into is None or (relay.last and accumulator.aside is not None) else into
         start = relay.running if not relay.first else accumulator.own.to(total.device) if accumulator.filled else None
         times = self.group.sources if relay.first and accumulator.averaged else 1
-        pieces = [piece.to(total.device) for piece in self._pieces(sent.pending, sent.receive)]
+        pieces = [piece.to(total.device) for piece in sent.pieces(native=self.settings.reduce == "native")]
         fold(total, pieces, start=start, times=times, over=self.group.sources if relay.last and early else 1)
         self.finite.look_at_gradient(accumulator, pieces, total)
         if total is accumulator.aside:
@@ -313,12 +320,15 @@ class Reduction:
                     accumulator.sum.own.copy_(relay.average)
                 self.scratch.give_back(relay.average)
             accumulator.sum.behind()
+        came, got = sent.pending.received, self._got
+        having = {e.number for e in accumulator.entries if (got[e.number] if got else e.position in came)}
+        self.updater.landed(accumulator, having)
 
     def _land_all(self) -> None:
-        while self._under_way:
-            self._land_first()
-        while self._relayed:
-            self._settle_first()
+        while self._under_way or self._relayed:
+            (self._land_first if self._under_way else self._settle_first)()
+            self.updater.catch_up(1)
+        self.updater.catch_up(0)
 
     def _drop(self, pending: Pending) -> None:
         """Nobody needs this rank's contribution any more, sent or not."""
@@ -327,13 +337,6 @@ class Reduction:
             self.scratch.give_back(transient)
             self.sends.give_back(transient)
         accumulator.aside = accumulator.local = pending.send = None
-
-    def _pieces(self, pending: Pending, receive: Tensor) -> list[Tensor]:
-        """Each rank's contribution to the own shard, in rank order; or the backend's sum of them."""
-        if self.settings.reduce == "native" or pending.send is None:
-            return [receive]
-        team = pending.buffer.team
-        return team.contributions(pending.send, receive, pending.bucket, pending.sources)
 
     # --- its end ----------------------------------------------------------------------------------------------------
 
@@ -367,12 +370,8 @@ class Reduction:
         if 2 in got:
             names = [entry.slot.name for entry in self.gradients.entries if got[entry.number] == 2]
             self.group.level("")
-            raise StateError(
-                "a parameter received a second gradient from a re-entrant checkpoint after its first was reduced",
-                where=f"parameters {names}",
-                instead="checkpoint(..., use_reentrant=False), or repeat the step: from now on they wait for the end",
-            )
-        with_gradient = set()
+            raise second_gradient(names)
+        self._got, with_gradient = got, set()
         for index, pending in self.pending.items():
             # What no_sync kept goes with this backward, whatever it used: when it goes must not depend on the bucket.
             if pending.accumulator.local is not None or any(got[e.number] for e in pending.entries):
@@ -392,6 +391,7 @@ class Reduction:
         self.order = sorted(self.pending, key=lambda index: (index not in with_gradient, -index))
         self.gradients.put_back(self._hidden, got)  # autograd.grad(), for one, takes gradients without adding them
         self.gradients.show(entry for entry in self.gradients.entries if got[entry.number])
+        self.updater.ended()
 
     def _trim(self) -> None:
         self.scratch.trim()
@@ -423,6 +423,7 @@ class Reduction:
         Nothing is on its way any more: the ranks were levelled.
         """
         self._relayed, self._under_way, self._settling = [], [], False
+        self.updater.abort()
         for pending in self.pending.values():
             self._drop(pending)
             pending.received.clear()

@@ -42,6 +42,7 @@ class Book(Protocol):
     keeper: Keeper
     entries: list[Entry]
     uncalled: set[int]  # numbers of the optimizers in a step whose closure was not called yet
+    gone: bool  # did the optimizer use all gradients inside backward?
 
     def norm(self, entry: Entry, order: float) -> Tensor:
         """0-d fp32 tensor: the norm of one parameter's whole gradient, the same on every rank."""
@@ -115,6 +116,8 @@ class ShardedGrad(Tensor):
     def _current(self) -> Entry:
         """The entry, if this is still its gradient: a kept handle must not speak for a later backward."""
         entry = self._entry
+        if self._book.gone:
+            raise self._cannot("a question or an edit")
         with torch._C.DisableTorchFunctionSubclass():
             holders = [entry.param.grad, *(fragment.grad for fragment in entry.fragments)]
         if not any(holder is self for holder in holders) and not self._is_fragment:
@@ -129,6 +132,15 @@ class ShardedGrad(Tensor):
         return f"ShardedGrad({self._entry.slot.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def _cannot(self, what: object) -> StateError:
+        if self._book.gone:
+            return StateError(
+                "a gradient is gone: with the optimizer in backward it was used and its memory given back",
+                where=f"gradient of {self._entry.slot.name!r}",
+                expected="nothing between loss.backward() and optimizer.step() that reads, clips or scales gradients, "
+                "and zero_grad() with set_to_none=True",
+                got=f"{what}",
+                instead="leave it out; or shard(...) without optimizer_in_backward=True",
+            )
         if self._entry.updater in self._book.uncalled:
             return StateError(
                 "the optimizer reads gradients before it calls the closure that its step was given",

@@ -185,6 +185,32 @@ class Rest:
         return same_bits(tensor.to(self.tensor.device), self.tensor)
 
 
+class Passing(Rest):
+    """One state of one bucket that rests nowhere: it is in memory from the first `here()` until it is forgotten."""
+
+    def __init__(self, tier: DeviceTier, state: str, numel: int, dtype: torch.dtype) -> None:
+        super().__init__(tier.name, torch.empty(0, dtype=dtype, device=tier.device))
+        self._of, self._state, self._numel = tier, state, numel
+        self._none = self.tensor
+
+    @property
+    def in_file(self) -> bool:
+        return True
+
+    @contextlib.contextmanager
+    def here(self, *, changed: bool = True, fresh: bool = False) -> Iterator[Tensor]:
+        """Of whatever is there at first: all that anybody reads is to be written before."""
+        if self.tensor is self._none:
+            self.tensor = self._of.reserve(self._state, self._numel, self._none.dtype, zeroed=False)
+        yield self.tensor
+
+    def forget(self) -> None:
+        """Its memory goes."""
+        if self.tensor is not self._none:
+            tensor, self.tensor = self.tensor, self._none
+            self._of.give_back(self._state, tensor)
+
+
 class Part(NamedTuple):
     """Elements [start, stop) of what rests, in a shape: a tensor that need not be in memory."""
 
@@ -297,6 +323,20 @@ class DeviceTier:
     def again(self, tensor: Tensor) -> Tensor:
         """Memory for another message, where one has been that is through."""
         return tensor
+
+
+class PassingTier:
+    """The device's memory, for as long as a state is needed."""
+
+    name = DEVICE
+
+    def __init__(self, tier: DeviceTier) -> None:
+        self._tier = tier
+        self.device = tier.device
+        self.ledger = tier.ledger
+
+    def rest(self, state: str, bucket: int, numel: int, dtype: torch.dtype) -> Rest:
+        return Passing(self._tier, state, numel, dtype)
 
 
 class OnceTier:

@@ -1,0 +1,51 @@
+"""One bucket's update by the optimizer's own `step`, with the gradients of all others hidden."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..events import Ledger, ends
+from .accumulator import Accumulator
+from .averages import Averages
+from .buffer import Buffer
+from .fragment import States
+
+
+class Alone:
+    """What steps one optimizer bucket by bucket."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, states: States, averages: Averages, ledger: Ledger) -> None:
+        self._optimizer = optimizer
+        self._states = states
+        self._averages = averages
+        self._ledger = ledger
+
+    def step(self, buffer: Buffer, accumulator: Accumulator, given: set[int]) -> None:
+        """given: the ids of the fragments that are to have a gradient, in this bucket or another."""
+        fragments = self._states.of(buffer)
+        with self._states.present(buffer):
+            if buffer.seed_master():
+                buffer.changed()
+            accumulator.spread_average(kept=not accumulator.sum.in_file).wait()
+            self._averages.give(fragments, given)
+            step: Any = type(self._optimizer).step
+            step = step.__wrapped__ if getattr(step, "hooked", False) else step
+            step(self._optimizer)
+            self._states.replaced(fragments, inside=True)
+            for fragment in fragments:
+                fragment.param.grad = None
+            self._averages.drop_copies()
+            self.write_back(buffer)
+
+    def write_back(self, buffer: Buffer) -> None:
+        """Masters become parameters again, where this step had gradients: the step itself may have cleared them."""
+        if buffer.beside:
+            first, last = buffer.updated
+            with buffer.parameters.here(fresh=buffer.place.together):
+                nbytes = (last - first) * buffer.dtype.itemsize
+                copied = self._ledger.note("copy", state="master", bucket=buffer.bucket.index, logical=nbytes)
+                buffer.write_back()
+                ends(copied)
+        buffer.changed()

@@ -1,0 +1,280 @@
+"""The optimizer in backward: each bucket is stepped as its reduction lands, and its gradients' memory is given back.
+
+A gradient then exists from the moment its sum begins until its bucket is updated: of all gradients a rank holds one
+bucket's. The price: nobody can ask or change gradients before they are used, so clipping, scaling, adding up several
+backwards and skipping a step are refused. `optimizer.step()` ends the step that backward has made.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from ..errors import StateError, TierError, UserError
+from ..numerics import Precision
+from ..ranks.transport import Work
+from ..tiers.tier import Offload
+from .accepted import BY_TENSOR, by_bucket
+from .accumulator import Accumulator, Updater
+from .buffer import Buffer
+from .gradient import Gradients
+from .optim import Binding
+from .quantised import spread
+from .schedule import Schedule
+
+_LOOP = "loss.backward(); optimizer.step(); optimizer.zero_grad()"
+_ELSE = "or shard(...) without optimizer_in_backward=True"
+_scaled: list[int] = []  # the last graph task that a GradScaler's loss began
+
+
+class InBackward(Updater):
+    """What backwards do to the weights of one model, and what the program may not ask for because of it.
+
+    It is as much of a step as an optimizer's own (`schedule.Step`): an exception may leave it half done.
+    """
+
+    early = True
+
+    def __init__(
+        self, bindings: Sequence[Binding], gradients: Gradients, schedule: Schedule, check_edits: Callable[[], None]
+    ) -> None:
+        self.bindings = bindings
+        self.gradients = gradients
+        self.schedule = schedule
+        self.group = gradients.group
+        self._check_edits = check_edits
+        self._unit_of = {id(buffer): unit for unit in schedule.units for buffer in unit.buffers}
+        self._landed: list[tuple[Accumulator, set[int], Work]] = []  # the oldest first
+        self._updated: list[Buffer] = []  # by the running backward
+        self._words: list[str] = []  # the options that it steps with, optimizer by optimizer
+        self.awaited: set[int] = set()  # numbers of the optimizers whose step() is to end what a backward has done
+        gradients.gone = True
+        for binding in bindings:
+            binding.early = self
+        cover_scalers()
+
+    # --- a backward -------------------------------------------------------------------------------------------------
+
+    def words(self, *, local: bool) -> str:
+        """A backward begins: with which options it steps. What it may not do is reported."""
+        self._check_edits()
+        trouble = self._trouble(local)
+        if trouble is not None:
+            self.group.report(trouble)
+        self._words = [binding.words() for binding in self.bindings]
+        return repr(self._words)
+
+    def _trouble(self, local: bool) -> StateError | None:
+        number = self.group.numbers["backward"] + 1
+        where = f"rank {self.group.rank}, backward {number}, step {self.group.progress.steps + 1}"
+        shown = [entry for entry in self.gradients.entries if entry.updater is not None]
+        if self.awaited:
+            which = f"optimizer {min(self.awaited)}" if len(self.bindings) > 1 else "the optimizer"
+            return StateError(
+                "a second backward in one step: with the optimizer in backward the first has updated the weights",
+                where=where,
+                expected=f"one backward per step: {_LOOP}",
+                got=f"no step() of {which} since the last backward",
+                instead=f"call it; in place of adding up micro-batches, larger batches, {_ELSE}",
+            )
+        if self.gradients.having(shown):
+            return StateError(
+                "gradients were not cleared, and with the optimizer in backward nothing can be added to them",
+                where=where,
+                expected=f"one backward per step: {_LOOP}",
+                instead=f"optimizer.zero_grad() before this backward, {_ELSE}",
+            )
+        if local:
+            what, instead = "no_sync() adds up gradients", "leave no_sync() out"
+        elif _scaled == [torch._C._current_graph_task_id()]:
+            what, instead = "a GradScaler scaled this loss", "Precision(param_dtype=torch.bfloat16), which needs none"
+        elif any(unit.open_calls for unit in self.schedule.units):
+            what, instead = "a forward of the model is running", "call backward after the model's forward"
+        else:
+            return None
+        return StateError(
+            f"{what}, and with the optimizer in backward each gradient is used as it comes",
+            where=where,
+            instead=f"{instead}, {_ELSE}",
+        )
+
+    def prepare(self) -> None:
+        """All ranks are at the same backward, with the same options."""
+        for binding in self.bindings:
+            binding.follow_groups()
+        self.gradients.hide(self.gradients.entries)  # cleared on one side, or updated by nobody
+
+    def landed(self, accumulator: Accumulator, having: set[int]) -> None:
+        """A bucket's sum is here: each rank updates its part, or all of it once it has all."""
+        buffer = accumulator.buffer
+        if buffer.place.optimizer or buffer.team.size == 1:
+            self._update(accumulator, having)
+            return
+        accumulator.average()
+        accumulator.spread = True
+        work = buffer.team.gather(accumulator.sum.tensor, buffer.bucket, accumulator.sum.state)
+        self._landed.append((accumulator, having, work))
+
+    def due(self, allowed: int) -> Work | None:
+        return self._landed[0][2] if len(self._landed) > allowed else None
+
+    def update_first(self) -> None:
+        accumulator, having, work = self._landed[0]
+        work.wait()
+        self._update(accumulator, having)
+        self._landed.pop(0)
+
+    @torch.no_grad()
+    def _update(self, accumulator: Accumulator, having: set[int]) -> None:
+        buffer, unit = accumulator.buffer, self._unit_of[id(accumulator.buffer)]
+        bindings = [binding for binding in self.bindings if binding.updates(accumulator, having)]
+        if bindings:
+            buffer.land()
+            buffer.rebind()
+            if not buffer.resident and not unit.pinned:  # nobody needs its weights any more in this backward
+                buffer.close()
+                buffer.release()
+            buffer.follow_edits()
+            self._updated.append(buffer)
+            for binding in bindings:
+                try:
+                    binding.update(accumulator, having)
+                except TierError as error:
+                    self.group.report(error)  # the peers have further reductions to get through
+            buffer.gathered.current &= buffer.resident
+        accumulator.clear()
+
+    def ended(self) -> None:
+        """What was updated on any rank goes to all."""
+        spread(sorted(self._updated, key=_index), overlap=self.schedule.settings.overlap)
+        for unit in self.schedule.units:
+            if unit.pinned:
+                unit.gather(wait=True)
+        self.awaited = {binding.number for binding in self.bindings}
+        self._updated.clear()
+
+    # --- a step -----------------------------------------------------------------------------------------------------
+
+    def check_step(self, number: int, *, closure: bool) -> None:
+        """Report what a call of `optimizer.step()` asks for that cannot be done any more."""
+        where, words = f"optimizer {number}, rank {self.group.rank}", self.bindings[number].words()
+        mine = [entry for entry in self.gradients.entries if entry.updater == number]
+        trouble: StateError | None = None
+        if closure:
+            trouble = StateError(
+                "a closure asks for more than one backward in a step, and the optimizer is in backward",
+                where=where,
+                instead=f"{_LOOP}, {_ELSE}",
+            )
+        elif number in self.awaited and words != self._words[number]:
+            trouble = StateError(
+                "the options of an optimizer changed between backward and step(), and backward has used them already",
+                where=where,
+                expected=self._words[number],
+                got=words,
+                instead=f"set learning rates before backward: scheduler.step() after optimizer.step(); {_ELSE}",
+            )
+        elif number not in self.awaited and self.gradients.having(mine):
+            trouble = StateError(
+                "a second step() after one backward: its gradients were used, and are gone",
+                where=where,
+                expected=_LOOP,
+                instead=f"one step() for each backward, {_ELSE}",
+            )
+        if trouble is not None:
+            self.group.report(trouble)
+        self.awaited.discard(number)
+
+    def check_ended(self, what: str) -> None:
+        """Refuse what is between two steps, in the middle of one."""
+        if self.awaited:
+            raise StateError(
+                f"{what} between backward, which has updated the weights, and optimizer.step(), which ends the step",
+                where=f"rank {self.group.rank}, step {self.group.progress.steps + 1}",
+                instead="call it after optimizer.step()",
+            )
+
+    # --- an exception -----------------------------------------------------------------------------------------------
+
+    def abort(self) -> None:
+        self._landed.clear()
+
+    @property
+    def stepping(self) -> bool:
+        return bool(self._updated)
+
+    def interrupted(self) -> bool:
+        return False  # by itself: it goes with its backward
+
+    def torn(self) -> bool:
+        return bool(self._updated)
+
+    def forget_step(self) -> None:
+        self._updated.clear()
+
+
+def _index(buffer: Buffer) -> int:
+    return buffer.bucket.index
+
+
+def check_in_backward(optimizers: list[Any], precision: Precision, offload: Offload) -> None:
+    """Refuse what needs all gradients at once, or lets nobody write to weights while others read them."""
+    if not optimizers:
+        raise UserError(
+            "optimizer_in_backward=True without an optimizer: nothing is stepped",
+            instead="shard(model, optimizer, optimizer_in_backward=True)",
+        )
+    for optimizer in optimizers:
+        if not by_bucket(optimizer):
+            raise UserError(
+                "the optimizer in backward goes bucket by bucket, which this optimizer may not allow",
+                where=type(optimizer).__name__,
+                expected=f"one of {sorted(BY_TENSOR)}, or an attribute elementwise = True on the class",
+                instead="leave optimizer_in_backward=True out, or set elementwise = True if each element is updated by "
+                "itself",
+            )
+    if precision.nonfinite != "ignore":
+        raise UserError(
+            "Precision.nonfinite looks at all gradients before a step, and in backward they are used one by one",
+            got=f"nonfinite={precision.nonfinite!r}, optimizer_in_backward=True",
+            instead="one of the two",
+        )
+    for state, why in {
+        "gradients": "rest nowhere",
+        "parameters": "are read by others while a rank updates them",
+    }.items():
+        where = getattr(offload, state)
+        if (state == "gradients" and where != "device") or (state == "parameters" and offload.once):
+            raise UserError(
+                f"with the optimizer in backward {state} {why}",
+                got=f"Offload({state}={where!r}), optimizer_in_backward=True",
+                instead="one of the two",
+            )
+
+
+def cover_scalers() -> None:
+    """A loss that a `GradScaler` has scaled says so when its backward begins: scaled gradients must not be used."""
+    scaler: Any = torch.amp.GradScaler
+    plain = scaler.scale
+    if hasattr(plain, "covered"):
+        return
+
+    @functools.wraps(plain)
+    def scale(self: Any, outputs: Any) -> Any:
+        scaled = plain(self, outputs)
+        for leaf in tree_leaves(scaled) if self.is_enabled() else ():
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(_note_scaled)
+        return scaled
+
+    scale.covered = True  # type: ignore[attr-defined]
+    scaler.scale = scale
+
+
+def _note_scaled(grad: Tensor) -> None:
+    _scaled[:] = [torch._C._current_graph_task_id()]

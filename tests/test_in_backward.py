@@ -1,0 +1,374 @@
+"""The optimizer in backward: the bits of the ordinary step, with the gradients of one bucket at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import models
+import ranks
+import reference
+import zeroshard
+from zeroshard import Comm, Layout, Offload, Precision
+from zeroshard.errors import PeerError, StateError, UserError
+
+STAGES = (0, 1, 2, 3)
+SMALL = Layout(bucket_mib=0.002)
+BF16 = Precision(param_dtype=torch.bfloat16, cast_inputs=True)
+SPLIT = Precision(param_dtype=torch.bfloat16, cast_inputs=True, split_master=True)
+
+
+def adamw(model):
+    return [torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)]
+
+
+def muon_and_sgd(model):
+    """Two optimizers, which share buckets; one of them needs whole tensors."""
+    named = [(param.ndim == 2 and "blocks" in name, param) for name, param in model.named_parameters()]
+    matrices, others = ([param for is_matrix, param in named if is_matrix is wanted] for wanted in (True, False))
+    return [torch.optim.Muon(matrices, lr=1e-2), torch.optim.SGD(others, lr=1e-2, momentum=0.9)]
+
+
+def sharded(early=True, name="gpt", options=None, make=adamw, **settings):
+    model = models.build(name, **(options or {}))
+    optimizers = make(model)
+    return model, optimizers, zeroshard.shard(model, optimizers, optimizer_in_backward=early, **settings)
+
+
+def train(model, optimizers, zero, name="gpt", steps=3, first=0, schedules=()):
+    losses = []
+    for step in range(first, first + steps):
+        loss = models.loss(name, model, models.batch(name, step, zero.rank))
+        loss.backward()
+        for each in (*optimizers, *schedules):
+            each.step()
+        for each in optimizers:
+            each.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def everything(model, optimizers, zero):
+    """Weights, and what this rank keeps of the optimizers' states in memory."""
+    params = [param for each in optimizers for group in each.param_groups for param in group["params"]]
+    kept = [sorted(each.state.get(param, {}).items()) for each in optimizers for param in params]
+    states = [value for states in kept for _, value in states]
+    with zero.gathered():
+        weights = [param.detach().clone() for param in model.parameters()]
+    return [*weights, *(value.clone() for value in states if isinstance(value, torch.Tensor) and not value.is_meta)]
+
+
+def trained(early, name, options, make, settings):
+    """Of three steps with schedules: losses, weights and states."""
+    parts = sharded(early, name, options, make, **settings)
+    schedules = [torch.optim.lr_scheduler.LambdaLR(each, lambda step: 1 / (1 + step)) for each in parts[1]]
+    losses = train(*parts, name, schedules=schedules)
+    return losses, everything(*parts)
+
+
+# name of the model, its options, its optimizers, settings of `shard`
+WAYS = {
+    "plain": ("gpt", {}, adamw, {}),
+    "tied": ("gpt", {"tied": True}, adamw, {"layout": SMALL}),
+    "frozen": ("gpt", {"frozen": ("embed", "blocks.0")}, adamw, {"layout": SMALL}),
+    "masters": ("gpt", {}, adamw, {"precision": BF16, "layout": SMALL}),
+    "split masters": ("gpt", {}, adamw, {"precision": SPLIT, "layout": SMALL}),
+    "8 bits": ("gpt", {}, adamw, {"precision": Precision(param_dtype=torch.bfloat16, fp8=True), "layout": SMALL}),
+    "layers dropped": ("layerdrop", {}, adamw, {"layout": SMALL}),
+    "two optimizers": ("gpt", {}, muon_and_sgd, {"layout": SMALL}),
+    "no overlap": ("gpt", {}, adamw, {"comm": Comm(overlap=False), "layout": SMALL}),
+    "shared memory": ("gpt", {}, adamw, {"comm": Comm(transport="shared"), "layout": SMALL}),
+    "host": ("gpt", {}, adamw, {"offload": Offload(parameters=0.5, optimizer="cpu"), "layout": SMALL}),
+    "one vector": ("gpt", {}, adamw, {"layout": Layout(bounds="model", bucket_mib=0.001)}),
+    "recomputed": ("gpt", {}, adamw, {"layout": Layout(recompute=True)}),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_bits_of_the_ordinary_step(way, world, stage):
+    name, options, make, settings = WAYS[way]
+    if way == "split masters" and stage == 3:
+        pytest.skip("masters alone rest of sharded parameters")
+    early, ordinary = (
+        ranks.run(world, trained, each, name, options, make, settings | {"stage": stage}) for each in (True, False)
+    )
+    for (losses, tensors), (want, others) in zip(early, ordinary, strict=True):
+        assert losses == want
+        assert [torch.equal(a, b) for a, b in zip(tensors, others, strict=True)] == [True] * len(others)
+
+
+def last_weights(stage, settings):
+    parts = sharded(stage=stage, **settings)
+    train(*parts)
+    with parts[2].gathered():
+        return reference.weights(parts[0])
+
+
+REPLICAS = {
+    "a team each": Comm(replicas=2),
+    "spread over all": Comm(replicas=2, optimizer="all"),
+}
+
+
+@pytest.mark.parametrize("how", REPLICAS)
+def test_replicas_have_the_bits_of_plain_pytorch(how, stage):
+    if how == "spread over all" and stage == 0:
+        pytest.skip("every rank keeps all of it")
+    model = models.build("gpt")
+    batch, loss = partial(models.batch, "gpt"), partial(models.loss, "gpt")
+    reference.accumulate(model, adamw(model)[0], batch, loss, 4, steps=3)
+    for found in ranks.run(4, last_weights, stage, {"comm": REPLICAS[how], "layout": SMALL}):
+        reference.assert_same(found, reference.weights(model))
+
+
+# -------------------------------------------------------------------------------------------------------------- memory
+
+
+def most_gradients(stage):
+    """The ledger's gradients at rest and at most, and the largest that a bucket's are on this rank."""
+    model, optimizers, zero = sharded(stage=stage, layout=SMALL)
+    held = []
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(lambda _: held.append(zero.ledger().held.get("gradients", 0)))
+    train(model, optimizers, zero)
+    buckets = zero.partition.buckets
+    parts = sorted(4 * (b.shard_numel(zero.rank) if zero.placements.gradients else b.numel) for b in buckets)
+    ledger = zero.ledger()
+    return ledger.held["gradients"], ledger.peak["gradients"], held[-1], parts
+
+
+def test_a_rank_holds_the_gradients_of_one_bucket(stage):
+    """And at stage 0 those of a second, whose averages come while the first are used."""
+    for rest, most, between, parts in ranks.run(2, most_gradients, stage):
+        assert rest == 0
+        assert most == parts[-1] if stage else parts[-1] < most <= parts[-1] + parts[-2]
+        assert between == 0 if stage else between <= parts[-1]
+        assert sum(parts) > 3 * most
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+
+
+def backward(model, step=0, index=0):
+    models.loss("gpt", model, models.batch("gpt", step, index)).backward()
+
+
+def unsynced(model, optimizer, zero):
+    with zero.no_sync():
+        backward(model)
+
+
+def scaled(model, optimizer, zero):
+    loss = models.loss("gpt", model, models.batch("gpt", 0, 0))
+    torch.amp.GradScaler("cpu").scale(loss).backward()
+
+
+def rated(model, optimizer, zero):
+    backward(model)
+    optimizer.param_groups[0]["lr"] = 0.5
+    optimizer.step()
+
+
+def after_backward(act):
+    def done(model, optimizer, zero):
+        backward(model)
+        act(model, optimizer, zero)
+
+    return done
+
+
+def first_gradient(model):
+    return next(model.parameters()).grad
+
+
+REFUSED = {
+    "clipped": (after_backward(lambda m, o, z: nn.utils.clip_grad_norm_(m.parameters(), 1.0)), "a gradient is gone"),
+    "clipped by us": (after_backward(lambda m, o, z: z.clip_grad_norm_(1.0)), "a gradient is gone"),
+    "clipped by value": (
+        after_backward(lambda m, o, z: nn.utils.clip_grad_value_(m.parameters(), 1.0)),
+        "a gradient is gone",
+    ),
+    "read": (after_backward(lambda m, o, z: first_gradient(m).full_tensor()), "a gradient is gone"),
+    "edited": (after_backward(lambda m, o, z: first_gradient(m).mul_(2)), "a gradient is gone"),
+    "zeroed": (after_backward(lambda m, o, z: o.zero_grad(set_to_none=False)), "zero_grad() with set_to_none=True"),
+    "backward twice": (after_backward(lambda m, o, z: backward(m)), "a second backward in one step"),
+    "not cleared": (after_backward(lambda m, o, z: (o.step(), backward(m))), "gradients were not cleared"),
+    "under no_sync": (unsynced, "no_sync() adds up gradients"),
+    "by a closure": (lambda m, o, z: o.step(lambda: backward(m)), "a closure asks for more than one backward"),
+    "a scaled loss": (scaled, "a GradScaler scaled this loss"),
+    "another rate": (rated, "the options of an optimizer changed between backward and step()"),
+    "step twice": (after_backward(lambda m, o, z: (o.step(), o.step())), "a second step() after one backward"),
+    "saved in a step": (after_backward(lambda m, o, z: z.save("never")), "saving between backward"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_cannot_be_done_any_more_is_refused(stage, what):
+    model, (optimizer,), zero = sharded(stage=stage)
+    train(model, [optimizer], zero, steps=1)
+    act, said = REFUSED[what]
+    with pytest.raises(StateError) as error:
+        act(model, optimizer, zero)
+    assert said in str(error.value)
+    assert "without optimizer_in_backward=True" in str(error.value) or what == "saved in a step"
+
+
+class Unknown(torch.optim.SGD):
+    pass
+
+
+SETTINGS = {
+    "an optimizer that goes over all": (lambda m: [torch.optim.LBFGS(m.parameters())], {"stage": 0}, "LBFGS"),
+    "an optimizer nobody knows": (lambda m: [Unknown(m.parameters())], {"stage": 0}, "Unknown"),
+    "no optimizer": (lambda m: [], {}, "nothing is stepped"),
+    "numbers looked at": (adamw, {"precision": Precision(nonfinite="skip")}, "nonfinite='skip'"),
+    "gradients elsewhere": (adamw, {"offload": Offload(gradients="cpu")}, "gradients rest nowhere"),
+    "one copy": (adamw, {"offload": Offload(parameters="shared")}, "read by others while a rank updates them"),
+}
+
+
+@pytest.mark.parametrize("what", SETTINGS)
+def test_what_needs_all_gradients_is_refused_at_once(what):
+    make, settings, said = SETTINGS[what]
+    model = models.build("gpt")
+    kinds = [type(param) for param in model.parameters()]
+    with pytest.raises(UserError) as error:
+        zeroshard.shard(model, make(model), optimizer_in_backward=True, **settings)
+    assert said in str(error.value) and "optimizer_in_backward=True" in str(error.value)
+    assert [type(param) for param in model.parameters()] == kinds
+    with pytest.raises(UserError, match="a yes or a no"):
+        zeroshard.shard(model, adamw(model), optimizer_in_backward="yes")
+
+
+def one_rank_differs(what, stage):
+    """What each rank hears, then the weights of two more steps as if nothing had been."""
+    model, (optimizer,), zero = sharded(stage=stage)
+    train(model, [optimizer], zero, steps=1)
+    try:
+        if what == "accumulates":
+            with zero.no_sync() if zero.rank else contextlib.nullcontext():
+                backward(model)
+        else:
+            optimizer.param_groups[0]["lr"] = 0.25 if zero.rank else 0.5
+            backward(model)
+    except (StateError, PeerError) as error:
+        told = str(error)
+    optimizer.param_groups[0]["lr"] = 1e-2
+    train(model, [optimizer], zero, steps=2, first=1)
+    return told, everything(model, [optimizer], zero)
+
+
+def undisturbed(stage):
+    parts = sharded(stage=stage)
+    train(*parts)
+    return everything(*parts)
+
+
+@pytest.mark.parametrize("what", ["accumulates", "has another rate"])
+def test_what_one_rank_does_all_ranks_refuse_before_anything_is_updated(what, stage):
+    told, wanted = ranks.run(2, one_rank_differs, what, stage), ranks.run(2, undisturbed, stage)
+    for (said, got), want in zip(told, wanted, strict=True):
+        assert ("no_sync" if what == "accumulates" else "'lr': 0.25") in said
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+# ---------------------------------------------------------------------------------------------------------- exceptions
+
+
+def struck(stage, after, folder):
+    """In step 2 rank 1 fails in backward, before or after buckets were updated: what each rank hears when it goes on,
+    and what it has after a checkpoint was loaded where it was told to."""
+    model, optimizers, zero = sharded(stage=stage, layout=SMALL)
+    train(model, optimizers, zero, steps=1)
+    zero.save(folder / "1")
+    loss, told = models.loss("gpt", model, models.batch("gpt", 1, zero.rank)), ""
+
+    def fail(_):
+        raise RuntimeError("struck")
+
+    if zero.rank == 1 and after:
+        handle = model.embed.weight.register_post_accumulate_grad_hook(fail)
+    elif zero.rank == 1:
+        handle = loss.register_hook(fail)
+    for attempt in range(4):
+        try:
+            if attempt == 0:
+                loss.backward()
+            train(model, optimizers, zero, steps=2, first=1)
+            break
+        except (StateError, PeerError) as error:
+            told += str(error)
+            if "zero.load(...) the last checkpoint" in str(error):
+                zero.load(folder / "1")
+        except RuntimeError:
+            handle.remove()
+        optimizers[0].zero_grad()
+    return told, everything(model, optimizers, zero)
+
+
+@pytest.mark.parametrize("after", [True, False], ids=["some updated", "none updated"])
+def test_an_exception_in_backward_is_said_where_it_left_weights_of_no_step(tmp_path, stage, after):
+    wanted = ranks.run(2, undisturbed_in_small_buckets, stage)
+    for (told, got), want in zip(ranks.run(2, struck, stage, after, tmp_path), wanted, strict=True):
+        assert ("an exception ended step 2 while it updated the weights" in told) == after
+        assert ("zero.load(...) the last checkpoint" in told) == after
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def undisturbed_in_small_buckets(stage):
+    parts = sharded(stage=stage, layout=SMALL)
+    train(*parts)
+    return everything(*parts)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_one_rank_goes_on_and_says_so(stage, caplog):
+    model, optimizers, zero = sharded(stage=stage, layout=SMALL)
+
+    def fail(_):
+        raise RuntimeError("struck")
+
+    handle = model.embed.weight.register_post_accumulate_grad_hook(fail)
+    with pytest.raises(RuntimeError, match="struck"):
+        backward(model)
+    handle.remove()
+    optimizers[0].zero_grad()
+    with caplog.at_level(logging.WARNING):
+        train(model, optimizers, zero, steps=1)
+    assert "an exception ended step 1 while it updated the weights: one rank goes on" in caplog.text
+
+
+# -------------------------------------------------------------------------------------------------------- in other code
+
+
+def evaluated_and_edited(early, stage):
+    """Weights are those of the next step right after backward; edits count, and so does what is frozen and thawed."""
+    model, optimizers, zero = sharded(early, stage=stage, layout=SMALL)
+    losses = []
+    for step in range(4):
+        for param in model.blocks[0].parameters():
+            param.requires_grad_(step != 1)
+        backward(model, step, zero.rank)
+        if not early:
+            optimizers[0].step()
+        with torch.no_grad():
+            losses.append(models.loss("gpt", model, models.batch("gpt", 9, zero.rank)).item())
+        if early:
+            optimizers[0].step()
+        optimizers[0].zero_grad()
+        with zero.gathered(), torch.no_grad():
+            model.head.weight.mul_(0.9)
+    return losses, everything(model, optimizers, zero)
+
+
+def test_weights_between_backward_and_step_are_the_new_ones(stage):
+    early, ordinary = (ranks.run(2, evaluated_and_edited, each, stage) for each in (True, False))
+    for (losses, tensors), (want, others) in zip(early, ordinary, strict=True):
+        assert losses == want
+        assert all(torch.equal(a, b) for a, b in zip(tensors, others, strict=True))

@@ -1,6 +1,7 @@
 """Parameters that rest and travel in 8 bits: one rounding, from fp32 masters, and the same bits everywhere."""
 
 import dataclasses
+import itertools
 import math
 from functools import partial
 
@@ -15,6 +16,8 @@ from torch import nn
 import models
 import ranks
 import reference
+import test_offload
+import test_tiers_planned
 import zeroshard
 from zeroshard import Comm, Layout, Offload, Precision, fp8
 from zeroshard.cli.reference import in_8_bits, total_norm
@@ -100,12 +103,12 @@ def linear(name):
     return name.endswith(LINEAR)
 
 
-def start(stage, precision=FP8, *, bucket_mib=0.005, **comm):
+def start(stage, precision=FP8, *, bucket_mib=0.005, offload=None, **comm):
     model = models.build("gpt", **GPT)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     zero = zeroshard.shard(
         model, optimizer, stage=stage, precision=precision, layout=Layout(bucket_mib=bucket_mib),
-        comm=Comm(timeout=60, **comm),
+        comm=Comm(timeout=60, **comm), offload=Offload() if offload is None else test_offload.offload(**offload),
     )  # fmt: skip
     return model, optimizer, zero
 
@@ -193,6 +196,23 @@ def test_8_bits_beside_other_settings_have_the_same_bits(which):
             reference.assert_same(got, want)
 
 
+@pytest.mark.row(104)
+@pytest.mark.parametrize("world", [1, 2])
+def test_8_bits_have_the_same_bits_wherever_states_rest(world, tmp_path):
+    """In host memory, in files, by fractions, without overlap: as in plain PyTorch."""
+    fields = [test_offload.SOME[at] for at in (0, 1, 5, 6)] + [{"parameters": "nvme"}]
+    cases = [
+        (stage, FP8, {"offload": {"path": str(tmp_path), **each}, "overlap": number != 2})
+        for number, (stage, each) in enumerate(zip((3, 1, 3, 2, 0), fields, strict=True))
+    ]
+    cases += [(3, FP8, {"offload": {"path": str(tmp_path), **fields[3]}})]
+    losses, weights = plain(world=world)
+    for rank, runs in enumerate(ranks.run(world, all_trained, cases, timeout=120)):
+        for case, (mine, got) in zip(cases, runs, strict=True):
+            reference.assert_same(got, weights)
+            assert mine == [each for step in losses for each in step[rank::world]], case
+
+
 # ------------------------------------------------------------------------------------------------------- which, and bytes
 
 
@@ -245,6 +265,20 @@ def test_a_byte_moves_and_rests_of_each_element(stage):
         # Stage 3: forward and backward; 1 and 2: after the step. Stage 0 sends averages of gradients.
         passes = {0: 0, 1: 1, 2: 1, 3: 2}[stage]
         assert stage == 0 or gathered == passes * (low + 4 * high)
+
+
+def planned(cases, folder):
+    return [test_tiers_planned.train(stage, where, FP8, folder, turns) for stage, where, turns in cases]
+
+
+@pytest.mark.row(104)
+def test_what_rests_elsewhere_is_planned_to_the_byte(tmp_path):
+    """Held in each tier, read and written: masters in files are read once more, for the bytes."""
+    wheres = [(*["cpu"] * 3,), ("nvme", "nvme", "nvme"), ("device", "device", "nvme"), *test_tiers_planned.MIXED]
+    cases = [(stage, where, 1 + stage % 2) for stage, where in itertools.product((0, 1, 2, 3), wheres)]
+    for found in ranks.run(2, planned, cases, str(tmp_path), timeout=120):
+        for case, (said, held) in zip(cases, found, strict=True):
+            assert said == held, case
 
 
 def job():
@@ -510,7 +544,10 @@ REFUSED = {
     "frozen": (lambda: shard(Precision(fp8=["*weight"]), frozen()), "(?s)0.weight.*requires_grad=False"),
     "kept": (lambda: shard(Precision(param_dtype=torch.float32, fp8=["*"], keep=["0.*"])), "(?s)one that Precision.keep"),
     "own fp64": (lambda: shard(Precision(fp8=True), models.build("mlp").double()), "(?s)0.weight.*float64"),
-    "host": (lambda: shard(FP8, offload=Offload(optimizer="cpu")), "(?s)rest on the device.*host"),
+    "one copy": (
+        lambda: shard(FP8, stage=1, offload=Offload(parameters="shared"), comm=Comm(transport="shared")),
+        "(?s)each rank.*shared",
+    ),
     "own 8 bits": (
         lambda: shard(Precision(), nn.Sequential(nn.Linear(4, 4)).to(torch.float8_e4m3fn)), "(?s)fewer than 16.*fp8=True"
     ),

@@ -400,7 +400,7 @@ class Engine:
     def loaded(self) -> None:
         """All ranks hold the weights of one step, whatever they held."""
         self.group.torn, self.group.progress.steps = "", self._furthest
-        spread([buffer for buffer in self.buffers if buffer.bucket.fp8], overlap=False)
+        spread([buffer for buffer in self.buffers if buffer.bucket.fp8], overlap=False, outside=True)
         self.comparing.written()
         self.gradients.hide(self.gradients.entries)
         if self.in_backward is not None:

@@ -11,6 +11,7 @@ from .accumulator import Accumulator
 from .averages import Averages
 from .buffer import Buffer
 from .fragment import States
+from .quantised import look
 
 
 class Alone:
@@ -38,6 +39,7 @@ class Alone:
                 fragment.param.grad = None
             self._averages.drop_copies()
             self.write_back(buffer)
+            look(buffer)
 
     def write_back(self, buffer: Buffer) -> None:
         """Masters become parameters again, where this step had gradients: the step itself may have cleared them."""

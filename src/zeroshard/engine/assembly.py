@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import Error, PeerError, TierError, UserError
 from ..events import DEVICE, HOST, NVME, SHARED
+from ..fp8 import BYTE
 from ..layout import Bucket, Layout, Partition, Spec, partition
 from ..numerics import Precision, as_bytes, dense, same_bits, write_bytes
 from ..ranks.agreement import Group
@@ -154,7 +155,7 @@ class Assembly:
             own: torch.dtype = getattr(torch, bucket.dtype.removeprefix("torch."))
             precision = self.precision.of(kept=bucket.kept, fp8=bucket.fp8)
             grad, master = precision.grad(own), precision.master(own)
-            dtypes = {"parameters": own, "gradients": grad, "optimizer": master}
+            dtypes = {"parameters": BYTE if bucket.fp8 else own, "gradients": grad, "optimizer": master}
             kept = STATES if bucket.trainable else STATES[:1]  # frozen parameters have nothing else
             for state in (state for state in kept if resting[state] == NVME):
                 seat = self.group.team_of(bucket).seat

@@ -163,4 +163,4 @@ class Flat:
                 ends(copied)
         except TierError as error:
             self.group.report(error)
-            to.fill_(torch.nan)
+            to.view(torch.uint8).fill_(0xFF)  # NaN in any format

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import fp8
-from ..errors import StateError, UserError
-from ..events import DEVICE, ends
+from ..errors import StateError, TierError, UserError
+from ..events import ends
 from ..layout import Partition
 from ..numerics import COMPUTED, Precision, same_bits, simulated
 from ..tiers.tier import Offload
@@ -68,15 +68,14 @@ def check_fp8(partition: Partition, offload: Offload) -> None:
     names = [slot.name for bucket in partition.buckets if bucket.fp8 for slot in bucket.slots]
     if not names:
         return
-    away = {tier for resting in offload.buckets(partition.buckets) for tier in resting.values()} - {DEVICE}
     parts = any(b.fp8 and (b.along or slot.cut is not None) for b in partition.buckets for slot in b.slots)
-    if away or parts:
+    if offload.once or parts:
         raise UserError(
-            "parameters in 8 bits rest on the device, and all ranks shard them",
+            "parameters in 8 bits rest on each rank, and all ranks shard them",
             where=f"parameter {names[0]!r}" + f" and {len(names) - 1} more" * (len(names) > 1),
-            got=f"Offload(...) with states in {', '.join(sorted(away))}" if away
+            got="Offload(parameters='shared')" if offload.once
             else "parameters along an axis of the mesh: experts, or beside tensor parallelism",
-            instead="Offload()" if away else "Precision(fp8=[...]) with patterns that leave these out",
+            instead="Offload()" if offload.once else "Precision(fp8=[...]) with patterns that leave these out",
         )  # fmt: skip
 
 
@@ -88,6 +87,7 @@ class QuantisedBuffer(Buffer):
         self.resident = False
         self.format = fp8.BYTE
         self.scales = self.tier.reserve("scales", len(self.bucket.slots), fp8.BYTE)
+        self._seen: Tensor | None = None  # the largest masters that a step has left, where these rest elsewhere now
         self._arriving: Tensor | None = None  # the bytes that a gather brings
         self._apart = False  # are these in memory of their own?
 
@@ -116,7 +116,7 @@ class QuantisedBuffer(Buffer):
         return found
 
     def _quantise(self, raw: Tensor, masters: Tensor, first: int, last: int) -> None:
-        scales = fp8.as_fp32(self.scales)
+        scales = fp8.as_fp32(self.scales).to(masters.device)
         for number, part in self._pieces(first, last):
             fp8.quantise_(raw[part], masters[part], scales[number])
 
@@ -126,10 +126,24 @@ class QuantisedBuffer(Buffer):
         self._quantise(resting, source[first:last], first, last)
         self.gathered.current = False  # it was not rounded, and goes at once
 
+    def look(self) -> None:
+        """A step has left these masters, and is about to put them where they rest."""
+        self._seen = self._largest(self.target, *self.updated)
+
+    def forget(self) -> None:
+        """The masters are others than a step has left."""
+        self._seen = None
+
     def largest(self) -> Tensor:
         """int32, for each slot the bits of the largest magnitude that this rank's masters of it have."""
-        with self.updating.here(changed=False):
-            return self._largest(self.target, *self.updated)
+        if self._seen is not None:
+            return self._seen
+        try:
+            with self.updating.here(changed=False):
+                return self._largest(self.target, *self.updated)
+        except TierError as error:  # the others wait for an answer, and will hear of it
+            self._group.report(error)
+            return torch.zeros(len(self.bucket.slots), dtype=torch.int32, device=self.tier.device)
 
     def requantise(self, largest: Tensor) -> None:
         """New bytes of this rank's masters, of which all ranks' have these largest magnitudes."""
@@ -137,8 +151,17 @@ class QuantisedBuffer(Buffer):
         self.scales.copy_(fp8.scales_for(largest))
         first, last = self.updated
         copied = self.tier.ledger.note("copy", state="master", bucket=self.bucket.index, logical=last - first)
-        with self.updating.here(changed=False), self.parameters.here():
-            self._quantise(self.parameters.of(first, last), self.target, first, last)
+        alone = self.place.together  # all that rests here is written
+        try:
+            with self.updating.here(changed=False), self.parameters.here(fresh=alone) as resting:
+                if alone:
+                    resting.zero_()  # padding too
+                self._quantise(self.parameters.of(first, last), self.target, first, last)
+        except TierError as error:
+            self._group.report(error)
+        self.updating.behind()
+        self.parameters.behind()
+        self.forget()
         ends(copied)
 
     # --- from bytes to what modules compute with --------------------------------------------------------------------
@@ -206,7 +229,12 @@ class QuantisedBuffer(Buffer):
 
     def _keep_edits(self) -> bool:
         """Scales are all ranks' together, so nothing can follow by itself."""
-        if self.edited():
+        try:
+            edited = self.edited()
+        except TierError as error:
+            self._group.report(error)
+            return False
+        if edited:
             self._group.report(
                 StateError(
                     "weights that rest in 8 bits were edited outside gathered(), or used inside it after an edit",
@@ -234,11 +262,19 @@ class QuantisedBuffer(Buffer):
 def spread(buffers: Sequence[Buffer], *, overlap: bool, outside: bool = False) -> None:
     """What was updated of these, on all ranks alike, goes to every rank. outside: not by a step."""
     for buffer in buffers if outside else ():
+        if isinstance(buffer, QuantisedBuffer):
+            buffer.forget()
         buffer.changed()
         buffer.gathered.current &= buffer.resident
     requantise(buffers)
     for buffer in buffers:
         buffer.spread(overlap=overlap)
+
+
+def look(buffer: Buffer) -> None:
+    """A step of this bucket alone is through, and its masters are still here."""
+    if isinstance(buffer, QuantisedBuffer):
+        buffer.look()
 
 
 def requantise(buffers: Sequence[Buffer]) -> None:
@@ -247,7 +283,7 @@ def requantise(buffers: Sequence[Buffer]) -> None:
     if not found:
         return
     with torch.no_grad():
-        largest = torch.cat([buffer.largest() for buffer in found]).cpu()
+        largest = torch.cat([buffer.largest().cpu() for buffer in found])
         found[0]._group.maximum(largest)
         for buffer, mine in zip(found, largest.split([len(b.bucket.slots) for b in found]), strict=True):
             buffer.requantise(mine)

@@ -3,6 +3,7 @@
     gather     the parameters of a unit are read, for each forward and each backward
     backward   a reduction is written; added to an earlier one, that is read before
     step       gradients, masters and optimizer states are read; masters, states and parameters written
+    8 bits     masters are read again, for what rests of their parameters, which is written
     publish    parameters that every rank has a copy of, updated by their owners: read and written once more
 
 What is still in one of a file's buffers is not read again, so a model of few buckets reads less than its bytes say.
@@ -92,6 +93,8 @@ def moves(
     backward = sorted(forward, key=lambda bucket: -bucket.unit if bucket.unit else -len(forward))  # the root leads
     trained = [bucket for bucket in partition.buckets if bucket.trainable]
     alone = [bucket.index for bucket in trained if set(resting[bucket.index].values()) != {DEVICE}]
+    bytewise, masters = [b.index for b in trained if b.fp8 and b.index in alone], found.get("master", _Buffers({}))
+    updating = {True: kept, False: [parameters, *kept]}
     before = STILL
     for _ in range(3):  # in the third everything has been written before
         before = _total(found)
@@ -103,18 +106,22 @@ def moves(
                     gradients.use(bucket.index, fresh=no_sync or turn == 0 or not first)
                     gradients.behind(bucket.index)
         for at, number in enumerate(alone):
-            updating = kept if mastered[number] else [parameters, *kept]
             for coming in alone[at : at + 2]:
-                for file in (*updating, gradients):
+                for file in (*updating[mastered[coming]], gradients):
                     file.ahead(coming)
-            for file in updating:
+            for file in updating[mastered[number]]:
                 file.use(number)
             gradients.use(number, changed=False)
-            if mastered[number]:
+            if mastered[number] and number not in bytewise:
                 parameters.use(number, fresh=place.together)
-            for file in (*updating, parameters):
+            for file in (parameters, *kept):
                 file.behind(number)
             gradients.forget(number)
+        for number in bytewise:
+            masters.use(number, changed=False)
+            parameters.use(number, fresh=place.together)
+            for file in (masters, parameters):
+                file.behind(number)
         if place.optimizer and not place.parameters:
             for number in alone:
                 parameters.use(number)
@@ -177,7 +184,7 @@ def predict_moves(zero: Zero, *, accumulate: int = 1, no_sync: bool = False) -> 
             zero._engine.device.type != "cpu" and updated_apart(zero._engine.resting[bucket.index]),
         )
         # A split master is joined with its parameters, which so come with it.
-        return (dtypes.master != dtypes.param or copied) and not zero._engine.buffers[bucket.index].splits
+        return (dtypes.master != dtypes.rest or copied) and not zero._engine.buffers[bucket.index].splits
 
     found = holding(zero)
     return moves(

@@ -4,6 +4,8 @@
     run-1000   1,000 tensors on four ranks, stage 3: is it still small, and does it still scroll?
     hostile    modules whose names are HTML
     tiers      half of the parameters in host memory, the gradients too, the optimizer's state in files
+    experts    four experts, two on each of four ranks
+    replicas   two replicas of two ranks, the optimizer over all four
 
 Their times are of the machine that ran them, so they differ from run to run; nothing compares them.
 """
@@ -12,11 +14,13 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
 from zeroshard.cli.config import Shape
@@ -27,7 +31,7 @@ from zeroshard.explain.document import document
 from .ranks import Ranks
 
 TARGET = Path(__file__).parents[1] / "web" / "fixtures"
-WORLDS = {"run": 2, "run-1000": 4, "hostile": 2, "tiers": 2}
+WORLDS = {"run": 2, "run-1000": 4, "hostile": 2, "tiers": 2, "experts": 4, "replicas": 4}
 WARM_UP = 3  # steps before the one that is shown
 HOSTILE = (  # a module's name may hold anything but a dot
     "</script><script>document['title']='gone'</script>", "<img src=x onerror=\"document['title']='gone'\">",
@@ -48,6 +52,17 @@ class Block(nn.Module):
         return x + hidden
 
 
+class Experts(nn.Module):
+    """Two of four experts. Every token goes through all that are here: who has which rows is what is shown."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, width, width) / width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.einsum("td,edf->tf", x, self.weight)
+
+
 def named_like_markup() -> nn.Module:
     model = nn.Sequential()
     for name in HOSTILE:
@@ -65,8 +80,10 @@ class Watched:
         torch.manual_seed(0)
         if self.name == "run":
             return self._train(GPT(Shape(context=64, blocks=4, heads=4, hidden=96, lr=1e-3)), steps=60)
-        if self.name == "tiers":
+        if self.name in ("tiers", "replicas"):
             model: nn.Module = nn.Sequential(*(Block(16) for _ in range(4)))
+        elif self.name == "experts":
+            model = nn.Sequential(nn.Linear(16, 16), nn.Sequential(OrderedDict(experts=Experts(16))), nn.Linear(16, 16))
         else:
             model = named_like_markup() if self.name == "hostile" else nn.Sequential(*(Block(16) for _ in range(125)))
         return self._train(model, steps=WARM_UP + 1)
@@ -76,7 +93,13 @@ class Watched:
         offload = zeroshard.Offload()
         if self.name == "tiers":
             offload = zeroshard.Offload(parameters=0.5, gradients="cpu", optimizer="nvme", path="run/scratch")
-        zero = zeroshard.shard(model, optimizer, stage=3, offload=offload)
+        layout, comm = zeroshard.Layout(), zeroshard.Comm()
+        if self.name == "experts":
+            layout = zeroshard.Layout(along={"*experts*": "edp"})
+            comm = zeroshard.Comm(group=init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep")))
+        if self.name == "replicas":
+            comm = zeroshard.Comm(replicas=2, optimizer="all")
+        zero = zeroshard.shard(model, optimizer, stage=3, offload=offload, layout=layout, comm=comm)
         metrics = []
         for step in range(steps):
             if step == steps - 2:

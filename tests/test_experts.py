@@ -24,6 +24,7 @@ from norms import total
 from ranks import RankFailure
 from zeroshard import Comm, Layout, Offload, Precision
 from zeroshard.errors import NotFiniteError, PeerError, UserError
+from zeroshard.explain.run import read, record_step
 from zeroshard.planner import predict_states
 from zeroshard.planner.simulate import simulate
 
@@ -546,15 +547,41 @@ def given_differently():
     return str(caught.value)
 
 
-def pages():
-    _, _, zero = sharded(2, 2, 3)
-    with pytest.raises(UserError) as caught:
-        zero.explain()
-    return str(caught.value)
+def pages(stage, folder):
+    model, optimizer, zero = sharded(4, 2, stage)
+    zero.record(1 << 16)
+    train(model, optimizer, zero, 2)
+    record_step(zero, folder)
+    zero.explain(folder / "page.html")
+    return {name: zero.owners(name, "optimizer") for name, _ in model.named_parameters()}
 
 
-def test_the_page_says_that_it_cannot_show_them(ranks):
-    assert all("parameters along an axis have several" in message for message in ranks.run(2, pages))
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_page_shows_who_has_which_rows(ranks, tmp_path, stage):
+    """Teams, parts and elements in the document are those of `owners`, which counts in all rows."""
+    owners = ranks.run(4, pages, stage, tmp_path)[0]
+    run = read(tmp_path)
+    experts = sum(math.prod(owner_shape) for owner_shape in ((EXPERTS, WIDTH, WIDTH), (EXPERTS, WIDTH))) * 3
+    numel = sum(p.numel() for p in model_of(0, 1).parameters())
+    assert run["numel"] == numel
+    assert [(g["axis"], g["rows"], g["spread"], g["numel"], g["teams"]) for g in run["groups"]] == [
+        ("", False, False, numel - experts, [[0, 1, 2, 3]]),
+        ("edp", True, False, experts, [[0, 2], [1, 3]]),
+    ]
+    assert [one["numel"] for one in run["summary"]] == [
+        sum(o.stop - o.start for of in owners.values() for o in of if o.rank == rank) for rank in range(4)
+    ]
+    for bucket in run["layout"]["buckets"]:
+        size, stride, parts = (bucket.get(key, default) for key, default in (("size", 4), ("stride", 1), ("parts", 1)))
+        bounds = bucket.get("bounds") or [bucket["share"] * at for at in range(size + 1)]
+        for name, shape, start in run["layout"]["slots"][bucket["first"] : bucket["last"]]:
+            found = set()
+            for rank in range(4):
+                position, part = rank // stride % size, rank // (stride * size) * stride + rank % stride
+                low, high = max(bounds[position], start), min(bounds[position + 1], start + math.prod(shape))
+                offset = part * math.prod(shape) - start if parts > 1 else -start
+                found |= {(rank, low + offset, high + offset)} if low < high else set()
+            assert found == {(o.rank, o.start, o.stop) for o in owners[name]}
 
 
 # ------------------------------------------------------------------------------------------------------------- simulated

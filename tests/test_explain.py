@@ -1057,6 +1057,14 @@ FORGED = {
     "truth for a number": (lambda found: found["run"].update(numel=True), "run.numel is no int"),
     "a rank too few": (lambda found: found["run"]["summary"].pop(), "no row for each rank"),
     "uneven shards": (lambda found: found["run"]["layout"]["buckets"][1].update(share=1), r"buckets\[1\] is not cut into 2 shards"),
+    "a team of none": (lambda found: found["run"]["layout"]["buckets"][1].update(size=0), r"buckets\[1\] is of no team"),
+    "parts of nothing": (lambda found: found["run"]["layout"]["buckets"][1].update(updates=[0, 1]), r"buckets\[1\] is not updated"),
+    "a rank in no team": (
+        lambda found: found["run"]["groups"].append(
+            {"axis": "", "buckets": 1, "numel": 1, "teams": [[0]], "rows": False, "spread": False}
+        ),
+        r"groups\[0\] has not every rank",
+    ),
     "a unit that is not": (lambda found: found["run"]["layout"]["buckets"][1].update(unit=99), r"buckets\[1\] names a unit"),
     "a verb that is not": (lambda found: found["run"]["recording"]["ranks"][1]["moves"][5].__setitem__(0, 99), r"ranks\[1\].moves\[5\] names"),
     "a state that is not": (lambda found: found["run"]["recording"]["ranks"][0]["held"][1].__setitem__(2, -1), r"held\[1\] names"),

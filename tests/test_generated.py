@@ -29,7 +29,12 @@ def test_a_table_of_results_is_its_numbers(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["hostile", "tiers", *(pytest.param(name, marks=pytest.mark.full) for name in ("run", "run-1000"))]
+    "name",
+    [
+        "hostile",
+        "tiers",
+        *(pytest.param(name, marks=pytest.mark.full) for name in ("run", "run-1000", "experts", "replicas")),
+    ],
 )
 def test_a_recorded_run_of_the_pages_tests_is_what_a_run_leaves(name, tmp_path, monkeypatch):
     """web/fixtures/NAME.json is what `python -m bench.pages NAME` writes, but for times and what depends on them."""

@@ -206,10 +206,10 @@ def test_a_save_copies_a_replica_s_part_and_tiers_hold_what_is_predicted(ranks, 
             assert rests == {tier: states for tier, states in held.items() if states}
 
 
-def recorded(folder):
+def recorded(folder, over="team"):
     parts = job()
     optimizer = parts["optimizer"](parts["model"].parameters())
-    zero = shard(parts["model"], optimizer, stage=3, comm=Comm(replicas=2))
+    zero = shard(parts["model"], optimizer, stage=3, comm=Comm(replicas=2, optimizer=over))
     zero.record(1 << 16)
     for step in range(2):
         parts["loss"](parts["model"], parts["batch"](step, zero.rank)).backward()
@@ -226,6 +226,27 @@ def test_a_recorded_run_with_replicas_is_one_the_page_takes(ranks, tmp_path):
     assert (run["ranks"], run["layout"]["ranks"], len(run["summary"])) == (4, 2, 4)
     assert [one["numel"] for one in run["summary"][:2]] == [one["numel"] for one in run["summary"][2:]]
     assert "relay" in run["recording"]["verbs"]
+    (group,) = run["groups"]
+    assert (group["teams"], group["rows"], group["spread"], group["numel"]) == (
+        [[0, 1], [2, 3]],
+        False,
+        False,
+        run["numel"],
+    )
     rows = {row["verb"]: row for row in run["traffic"]}
     assert rows["relay"]["calls"] == rows["reduce"]["calls"]
     assert rows["relay"]["sent"] == rows["relay"]["logical"]
+
+
+def test_the_page_says_which_part_of_a_shard_a_replica_updates(ranks, tmp_path):
+    """The document's parts are those that the layout gives each rank, one after the other."""
+    ranks.run(4, recorded, tmp_path, "all")
+    run = read(tmp_path)
+    (group,) = run["groups"]
+    assert (group["teams"], group["spread"]) == ([[0, 1], [2, 3]], True)
+    for bucket in run["layout"]["buckets"]:
+        cuts = bucket["updates"]
+        assert len(cuts) == 5
+        assert cuts == sorted(cuts)
+        assert (cuts[0], cuts[2], cuts[4]) == (0, bucket.get("share", bucket.get("bounds", [0, 0])[1]), bucket["numel"])
+    assert {row["verb"] for row in run["traffic"]} >= {"relay", "share"}

@@ -74,7 +74,7 @@ def files(tmp_path_factory):
     """{name: path} of the pages that are opened: what ships, and what runs leave."""
     folder = tmp_path_factory.mktemp("pages")
     documents = {"walkthroughs": document(walkthroughs=built_in(), run=None)}
-    documents |= {name: fixture(name) for name in ("run", "run-1000", "hostile", "tiers")}
+    documents |= {name: fixture(name) for name in ("run", "run-1000", "hostile", "tiers", "experts", "replicas")}
     documents["two"] = {**document(walkthroughs=None, run=None), **COMPARED, "links": LINKS}
     documents["version"] = {**document(walkthroughs=None, run=None), "version": 99}
     paths = {}
@@ -1000,7 +1000,7 @@ def test_a_thousand_tensors_stay_few_nodes(opened):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["run", "run-1000", "tiers", "hostile"])
+@pytest.mark.parametrize("name", ["run", "run-1000", "tiers", "hostile", "experts", "replicas"])
 def test_a_run_plays_unit_by_unit(opened, name):
     """Its own blocks: what all ranks have sent at the end of the step, and what they hold, as recorded."""
     run = fixture(name)["run"]
@@ -1018,6 +1018,26 @@ def test_a_run_plays_unit_by_unit(opened, name):
     assert page.locator(f'[data-rank="{chosen}"]').get_attribute("data-holds") == str(
         held_at(run["recording"], chosen, stop)["device"]
     )
+
+
+@pytest.mark.parametrize("name", ["experts", "replicas"])
+def test_the_teams_of_a_run_are_shown(opened, name):
+    """Each group, its teams, how many elements it has, and one copy of optimizer states where there is one."""
+    run = fixture(name)["run"]
+    page = opened(name, "#run")
+    groups = page.locator("[data-group]").all()
+    assert [group.get_attribute("data-group") for group in groups] == [group["axis"] for group in run["groups"]]
+    for shown, group in zip(groups, run["groups"], strict=True):
+        teams = [[int(rank) for rank in team.locator("b").all_inner_texts()] for team in shown.locator("li").all()]
+        assert teams == group["teams"]
+        assert f"{group['numel']:,} elements" in shown.inner_text()
+        assert ("there is one copy" in shown.inner_text()) == group["spread"]
+    if name == "experts":
+        page.get_by_label("Who has an element?").fill("1.experts.weight[512]")
+        assert page.locator("[data-answer]").inner_text().startswith("Rank 1, element 0 of its part")
+    else:
+        assert page.locator("#teams").count() == 1
+        assert opened("run", "#run").locator("#teams").count() == 0
 
 
 @pytest.mark.full

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 from ..events import DEVICE, Event, Record
-from ..layout import Partition
+from ..layout import Bucket, Partition
+from ..stage import ALONE, Seat
 
 PHASES = ("forward", "backward", "reduce", "step", "gather", "save", "export")
 WORK = ("forward", "recompute", "backward")  # what a unit does
@@ -31,24 +32,39 @@ class Told(NamedTuple):
     held: Sequence[tuple[int, str, str, int]]
 
 
-def layout_json(partition: Partition, units: Sequence[str]) -> dict[str, Any]:
-    """The layout of a model. `units`: their names, in the order of `Bucket.unit`."""
+def layout_json(
+    partition: Partition, units: Sequence[str], along: Seat = ALONE, sits: Seat = ALONE, *, spread: bool = False
+) -> dict[str, Any]:
+    """The layout of a model. `units`: their names, in the order of `Bucket.unit`.
+
+    along: any rank's seat among those that have the same rows of some buckets. sits: and among all. spread: each of
+    several replicas updates a part of a shard.
+    """
     buckets: list[dict[str, Any]] = []
     slots: list[Any] = []
     for bucket in partition.buckets:
         shares = {bucket.shard_numel(rank) for rank in range(bucket.size)}
         cuts = {"share": shares.pop()} if len(shares) == 1 else {"bounds": list(bucket.bounds)}
+        rows = {"size": bucket.size, "stride": along.stride, "parts": along.parts} if bucket.along else {}
+        updates = {"updates": _updates(bucket, sits)} if spread else {}
         first = len(slots)
         slots += [[slot.name, list(slot.shape), slot.start] for slot in bucket.slots]
         buckets.append(
             {
                 "unit": bucket.unit, "dtype": bucket.dtype.removeprefix("torch."), "itemsize": bucket.itemsize,
                 "trainable": bucket.trainable, "numel": bucket.numel, "first": first, "last": len(slots), **cuts,
+                **rows, **updates,
             }
         )  # fmt: skip
     return {
         "ranks": partition.ranks, "align": partition.align, "units": list(units), "buckets": buckets, "slots": slots
     }  # fmt: skip
+
+
+def _updates(bucket: Bucket, sits: Seat) -> list[int]:
+    """Where the part of each replica begins, shard by shard; and the bucket's end."""
+    positions = [sits._replace(position=position) for position in range(bucket.size)]
+    return [bucket.part(each, number) for each in positions for number in range(sits.replicas)] + [bucket.numel]
 
 
 def is_phase(event: Event) -> bool:

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import StateError, UserError
+from ..layout import Bucket
 from ..planner import predict_states
 from ..planner.states import owned
+from ..stage import Degree, Seat
 from .document import Page, built_in, document
 from .recording import Told, began_before, last_step, layout_json, one_step, shorten, together, traffic_of
 from .shape import check
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 RANKS_SHOWN = 8  # whose step is shown in full; of all others a line
 CURVE_POINTS = 2_000
 RECORDED, METRICS = "explain.json", "metrics.jsonl"  # in a run's folder
-FORMAT, VERSION = "zeroshard-run", 2
+FORMAT, VERSION = "zeroshard-run", 3
 
 
 def explain(
@@ -46,12 +48,6 @@ def explain(
 
 def gather(zero: Zero) -> dict[str, Any]:
     """A `Run` without curves, the same on every rank. Collective."""
-    if zero._engine.layout.along:
-        raise UserError(
-            "the page draws one team of ranks, and parameters along an axis have several",
-            got=f"along={dict(zero._engine.layout.along)}",
-            instead="zero.trace(path), zero.owners(name), zero.ledger()",
-        )
     record = zero._engine.ledger.record
     span = None if record is None else last_step(zero.events())
     silent = zero._engine.group.describe(record is None, "explaining")
@@ -75,6 +71,7 @@ def gather(zero: Zero) -> dict[str, Any]:
     shown = _shown(summary) if step is not None else []
     steps = zero._engine.group.describe(step if zero.rank in shown else None)
     units = [unit.name for unit in zero._engine.units]
+    along, sits = zero._engine.group.along.seat, zero._engine.group.team.seat
     recording = None
     if shown:
         notes = [note for each in summaries for note in each["notes"]]
@@ -87,15 +84,38 @@ def gather(zero: Zero) -> dict[str, Any]:
         "stage": zero.stage,
         "ranks": zero.world_size,
         "placements": zero.placements.sharded(),
-        "numel": sum(record.param.numel() for record in zero._engine.managed),
+        "numel": sum(_numel(bucket, along) for bucket in zero.partition.buckets),
         "facts": _facts(zero),
         "dtypes": _dtypes(zero),
-        "layout": layout_json(zero.partition, units),
+        "layout": layout_json(zero.partition, units, along, sits, spread=zero.placements.optimizer is Degree.ALL),
+        "groups": _groups(zero),
         "summary": summary,
         "recording": recording,
         "traffic": summaries[0]["traffic"],
         "curves": None,
     }
+
+
+def _numel(bucket: Bucket, along: Seat) -> int:
+    """Of all rows that the ranks have."""
+    return (bucket.numel - bucket.padding) * (along.parts if bucket.along else 1)
+
+
+def _groups(zero: Zero) -> list[dict[str, Any]]:
+    """Which ranks share what among themselves; none where all ranks share everything."""
+    along, sits = zero._engine.group.along.seat, zero._engine.group.team.seat
+    found = []
+    for what, seat in {"": sits, zero._engine.layout.axis or "": along}.items():
+        own = [bucket for bucket in zero.partition.buckets if bool(bucket.along) == bool(what)]
+        if not sits.mirrored and own and (sits.replicas > 1 or along.parts > 1):
+            found.append(
+                {
+                    "axis": what, "buckets": len(own), "numel": sum(_numel(bucket, along) for bucket in own),
+                    "teams": [list(team) for team in seat.teams(zero.world_size)], "rows": bool(what),
+                    "spread": zero.placements.optimizer is Degree.ALL,
+                }
+            )  # fmt: skip
+    return found
 
 
 def record_step(zero: Zero, folder: Path) -> None:

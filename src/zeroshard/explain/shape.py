@@ -48,6 +48,7 @@ RUN = {
         ],
         "slots": [Row(str, [int], int)],
     },
+    "groups": [{"axis": str, "buckets": int, "numel": int, "teams": [[int]], "rows": bool, "spread": bool}],
     "summary": [
         {
             "rank": int, "numel": int, "held": HELD, "predicted": Maybe(HELD), "most": HELD, "tiers": Each(HELD),
@@ -128,13 +129,22 @@ def _loose_end(run: dict[str, Any]) -> str | None:
     if size < 1 or run["ranks"] % size or [one["rank"] for one in run["summary"]] != list(range(run["ranks"])):
         return "run.summary has no row for each rank"
     for at, bucket in enumerate(layout["buckets"]):
+        size = bucket.get("size", layout["ranks"])
+        if not all(type(bucket.get(key, 1)) is int and bucket.get(key, 1) > 0 for key in ("size", "stride", "parts")):
+            return f"run.layout.buckets[{at}] is of no team"
         even = type(bucket.get("share")) is int and bucket["share"] * size == bucket["numel"]
         bounds = bucket.get("bounds", [])
         cut = _problem(bounds, Row(*[int] * (size + 1)), "") is None and bounds[-1] == bucket["numel"]
         if not (even or cut):
             return f"run.layout.buckets[{at}] is not cut into {size} shards"
+        updates = bucket.get("updates", [0, bucket["numel"]])
+        if _problem(updates, [int], "") or not updates or updates[-1] != bucket["numel"]:
+            return f"run.layout.buckets[{at}] is not updated in parts of it"
         if not (0 <= bucket["unit"] < units and 0 <= bucket["first"] <= bucket["last"] <= slots):
             return f"run.layout.buckets[{at}] names a unit or slots that are not there"
+    for at, group in enumerate(run["groups"]):
+        if sorted(rank for team in group["teams"] for rank in team) != list(range(run["ranks"])):
+            return f"run.groups[{at}] has not every rank in one of its teams"
     tables = () if recording is None else tuple(len(recording[part]) for part in ("verbs", "states", "tiers"))
     limits = (buckets, units, *tables)
     for number, rank in enumerate(recording["ranks"] if recording else ()):

@@ -18,6 +18,12 @@ export interface Bucket {
   last: number;
   share?: number;
   bounds?: number[];
+  /** Along an axis of the mesh: the ranks of a team, from one of them to the next, and how many teams have rows. */
+  size?: number;
+  stride?: number;
+  parts?: number;
+  /** Where the optimizer is sharded over all replicas: where each one's part of each shard begins, and the end. */
+  updates?: number[];
 }
 
 export type Slot = [name: string, shape: number[], start: number];
@@ -403,6 +409,16 @@ export interface RankSummary {
   peak: number | null;
 }
 
+/** Teams of ranks that share some buckets. axis: its name, empty of what all ranks share or have copies of. */
+export interface Group {
+  axis: string;
+  buckets: number;
+  numel: number;
+  teams: number[][];
+  rows: boolean;
+  spread: boolean;
+}
+
 export interface Run {
   title: string;
   stage: number;
@@ -412,6 +428,7 @@ export interface Run {
   facts: Record<string, string | number>;
   dtypes: { parameters: string; gradients: string; master: string; buckets: number }[];
   layout: Layout;
+  groups: Group[];
   summary: RankSummary[];
   recording: Recording | null;
   traffic: Traffic[];

@@ -5,7 +5,7 @@
  * parameters come back. What every rank has after a beat follows from the beats up to it and the layout.
  */
 import type { Layout, Move, Placements, RankRecording, Recording } from './data';
-import { bounds } from './layout';
+import { bounds, team, updated } from './layout';
 
 export type Kind =
   | 'start'
@@ -244,7 +244,7 @@ export function starts(layout: Layout): number[] {
   });
 }
 
-/** What flies in a beat, between the shown ranks of a replica: weights from their owners, gradients to them. */
+/** What flies in a beat, between the shown ranks of a team: weights from their owners, gradients to them. */
 export function flights(beat: Beat, layout: Layout, ranks: readonly number[]): Flight[] {
   const first = starts(layout);
   const found: Flight[] = [];
@@ -256,9 +256,9 @@ export function flights(beat: Beat, layout: Layout, ranks: readonly number[]): F
       const [low, high] = bounds(layout.buckets[bucket], rank);
       if (low >= high) continue;
       const [start, stop] = [first[bucket] + low, first[bucket] + high];
-      const replica = (at: number) => Math.floor(ranks[at] / layout.ranks);
+      const of = (at: number) => team(layout.buckets[bucket], ranks[at]);
       for (const other of ranks.keys())
-        if (other !== owner && replica(other) === replica(owner))
+        if (other !== owner && of(other) === of(owner))
           found.push({ state, from: reduce ? other : owner, to: reduce ? owner : other, start, stop });
     }
   return found;
@@ -372,7 +372,9 @@ export function hasAt(
     if (gradient === 'own' || gradient === 'sending') put(has.gradients, base, end, 'own');
     else if (gradient === 'average' && !placements.optimizer) put(has.gradients, base, end, 'average');
     else if (gradient !== 'none') lay(has.gradients, gradient, placements.gradients ? null : 'own');
-    if (updates) lay(has.optimizer, 'has', placements.optimizer ? null : 'has');
+    const [from, to] = updated(bucket, of).map((at) => base + at);
+    if (updates && placements.optimizer) put(has.optimizer, from, to, 'has');
+    else if (updates) lay(has.optimizer, 'has', 'has');
   });
   return has;
 }

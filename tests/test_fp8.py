@@ -96,6 +96,17 @@ def test_bytes_are_read_where_they_came_to_lie(dtype, numel):
     assert torch.equal(full.nan_to_num(7), want.nan_to_num(7))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [2.0**-126, 2.0**-30, 1.0, 2.0**119])
+def test_a_byte_looked_up_has_the_bits_of_torchs_cast(dtype, scale):
+    """Also where the dtype has no such number, or only a subnormal one."""
+    got, scale = torch.empty(256, dtype=dtype), torch.tensor(scale)
+    fp8.dequantise_(got, ALL, scale)
+    want = (ALL.view(torch.float8_e4m3fn).to(torch.float32) * scale).to(dtype)
+    reference.assert_same({"numbers": got}, {"numbers": want})
+    assert all(torch.equal(reference.bits(n), reference.bits(got)) for _, n in fp8.dequantised(ALL, scale, dtype))
+
+
 # ------------------------------------------------------------------------------------------------------ the same bits
 
 

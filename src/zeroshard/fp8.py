@@ -50,14 +50,25 @@ def quantise_(raw: Tensor, masters: Tensor, scale: Tensor) -> None:
         raw[at : at + CHUNK] = (masters[at : at + CHUNK] / scale).to(FORMAT).view(BYTE)
 
 
+def _numbers(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """What each byte stands for: to look it up is several times faster than torch's cast, and has its bits."""
+    every = torch.arange(256, dtype=BYTE, device=scale.device)
+    return (every.view(FORMAT).to(torch.float32) * scale).to(dtype)
+
+
 def dequantised(raw: Tensor, scale: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
     """What bytes stand for, a piece after the other, in memory of its own: (where, the numbers)."""
+    numbers = _numbers(scale, dtype)
     for at in range(0, 0 if simulated(raw) else raw.numel(), CHUNK):
         where = slice(at, at + CHUNK)
-        yield where, (raw[where].view(FORMAT).to(torch.float32) * scale).to(dtype)
+        yield where, numbers.index_select(0, raw[where].to(torch.int32))
 
 
 def dequantise_(values: Tensor, raw: Tensor, scale: Tensor) -> None:
     """values = what the bytes stand for, which may be the last ones of the memory that is written to."""
-    for where, numbers in dequantised(raw, scale, values.dtype):
-        values[where] = numbers
+    numbers, numel = _numbers(scale, values.dtype), 0 if simulated(raw) else raw.numel()
+    places = torch.empty(min(numel, CHUNK), dtype=torch.int32, device=raw.device)
+    for at in range(0, numel, CHUNK):
+        part = raw[at : at + CHUNK]
+        found = places[: part.numel()].copy_(part)  # then the bytes may be overwritten
+        torch.index_select(numbers, 0, found, out=values[at : at + CHUNK])

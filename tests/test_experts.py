@@ -23,7 +23,7 @@ import zeroshard
 from norms import total
 from ranks import RankFailure
 from zeroshard import Comm, Layout, Offload, Precision
-from zeroshard.errors import NotFiniteError, PeerError, UserError
+from zeroshard.errors import CheckpointError, NotFiniteError, PeerError, UserError
 from zeroshard.explain.run import read, record_step
 from zeroshard.planner import predict_states
 from zeroshard.planner.simulate import simulate
@@ -348,6 +348,150 @@ def test_states_go_with_their_experts_into_a_plain_model_of_all(ranks, tmp_path)
     assert all(states[key].shape == others[key].shape for key in states)
     moments = states["1.0.experts.weight exp_avg"]
     assert moments.shape == (EXPERTS, WIDTH, WIDTH) and all(rows.any() for rows in moments)
+
+
+# -------------------------------------------------------------------------------------------- modules in a list, as saved
+
+
+class One(nn.Module):
+    def __init__(self, weight, bias):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(weight.clone()), nn.Parameter(bias.clone())
+
+    def forward(self, x):
+        return x @ self.weight + self.bias
+
+
+class Listed(nn.ModuleList):
+    """The same experts, each a module of its own."""
+
+    unused = ()
+
+    def forward(self, x):
+        return torch.stack([expert(x) * (at not in self.unused) for at, expert in enumerate(self)])
+
+
+def listed(world, ep, stage, unused=(), **options):
+    mesh = init_device_mesh("cpu", (world // ep, ep), mesh_dim_names=("edp", "ep"))
+    model = model_of(mesh.get_local_rank("ep"), ep, options.pop("seed", 0))
+    for block in model[1]:
+        block.experts = Listed(One(*pair) for pair in zip(block.experts.weight, block.experts.bias, strict=True))
+        for at in unused:
+            block.experts[at].requires_grad_(False)
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
+    layout = Layout(along=ALONG, bucket_mib=0.001)
+    return (
+        model,
+        optimizer,
+        zeroshard.shard(model, optimizer, stage=stage, layout=layout, comm=Comm(group=mesh), **options),
+    )
+
+
+def by_expert(model, optimizer, ep, at):
+    """{name with the number among all experts: its value and what the optimizer has of it}, of one ep coordinate."""
+    found, params = {}, [p for group in optimizer.param_groups for p in group["params"]]
+    for (name, p), fragment in zip(model.named_parameters(), params, strict=True):
+        words = name.split(".")
+        if "experts" in words:
+            words[words.index("experts") + 1] = str(int(words[words.index("experts") + 1]) + at * (EXPERTS // ep))
+        kept = {key: value.clone() for key, value in optimizer.state[fragment].items()}
+        found[".".join(words)] = {"value": p.detach().clone()} | {k: v.view(-1) for k, v in kept.items()}
+    return found
+
+
+def saved_as_list(ep, stage, folder):
+    model, optimizer, zero = listed(4, ep, stage)
+    train(model, optimizer, zero, 2)
+    zero.save(folder)
+    return by_expert(model, optimizer, ep, zero.rank % ep) if stage == 0 else None
+
+
+def loaded_from_list(ep, stage, folder):
+    model, optimizer, zero = listed(4, ep, stage, seed=3)
+    zero.load(folder)
+    if stage:
+        zero.save(folder / "again")
+        return None
+    return by_expert(model, optimizer, ep, zero.rank % ep)
+
+
+def all_experts(told):
+    return {name: kept for each in told for name, kept in each.items()}
+
+
+def same(found, want):
+    assert found.keys() == want.keys()
+    for name, kept in want.items():
+        assert found[name].keys() == kept.keys() >= {"value", "exp_avg", "exp_avg_sq", "step"}
+        assert all(torch.equal(found[name][key], kept[key]) for key in kept), name
+
+
+@pytest.mark.row(95)
+@pytest.mark.parametrize("ep", [1, 2, 4])
+def test_experts_in_a_list_load_into_any_number_of_groups(ranks, tmp_path, ep):
+    """Each expert by its number among all: values, moments and steps; and on from there to another stage and back."""
+    want = all_experts(ranks.run(4, saved_as_list, ep, 0, tmp_path / "a"))
+    assert len({name for name in want if "experts" in name}) == 3 * EXPERTS * 2
+    for other in (1, 2, 4):
+        same(all_experts(ranks.run(4, loaded_from_list, other, 0, tmp_path / "a")), want)
+    other = {1: 4, 2: 1, 4: 2}[ep]
+    ranks.run(4, loaded_from_list, other, 3, tmp_path / "a")
+    same(all_experts(ranks.run(4, loaded_from_list, ep, 0, tmp_path / "a" / "again")), want)
+
+
+def stepped_apart(folder):
+    model, optimizer, zero = listed(4, 1, 2, unused=(0,))
+    train(model, optimizer, zero, 1)
+    zero.save(folder)
+
+
+def not_merged(folder):
+    _, _, zero = listed(4, 2, 2)
+    with pytest.raises(CheckpointError) as caught:
+        zero.load(folder)
+    return str(caught.value)
+
+
+def test_experts_that_were_not_stepped_alike_are_not_one_parameter(ranks, tmp_path):
+    ranks.run(4, stepped_apart, tmp_path / "a")
+    for said in ranks.run(4, not_merged, tmp_path / "a"):
+        assert "were not stepped alike" in said
+        assert "experts.0" in said
+
+
+def in_groups(folder):
+    """A group of its own for expert 3 of four, which is expert 1 of the second half."""
+    mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("edp", "ep"))
+    model = model_of(0, 1)
+    for block in model[1]:
+        block.experts = Listed(One(*pair) for pair in zip(block.experts.weight, block.experts.bias, strict=True))
+    apart = [p for name, p in model.named_parameters() if ".experts.3." in name]
+    rest = [p for name, p in model.named_parameters() if ".experts.3." not in name]
+    optimizer = torch.optim.AdamW([{"params": rest}, {"params": apart, "lr": 1e-3}], lr=1e-2)
+    zero = zeroshard.shard(model, optimizer, stage=1, layout=Layout(along=ALONG), comm=Comm(group=mesh))
+    train(model, optimizer, zero, 1)
+    zero.save(folder)
+
+
+def test_a_list_in_several_groups_is_refused_at_another_ep(ranks, tmp_path):
+    ranks.run(4, in_groups, tmp_path / "a")
+    assert all("in several groups of an optimizer" in said for said in ranks.run(4, not_merged, tmp_path / "a"))
+
+
+def other_depth(folder):
+    layers = [nn.Linear(4, 8, bias=False) for _ in range(4)]
+    zero = zeroshard.shard(nn.ModuleList(layers), None, stage=3)
+    zero.save(folder)
+    zero = zeroshard.shard(nn.ModuleList([nn.Linear(4, 4, bias=False) for _ in range(8)]), None, stage=3)
+    with pytest.raises(CheckpointError) as caught:
+        zero.load(folder)
+    return str(caught.value)
+
+
+def test_layers_in_a_list_are_no_experts(ranks, tmp_path):
+    """As many elements in twice as many layers are another model."""
+    for said in ranks.run(2, other_depth, tmp_path / "a"):
+        assert "has shape (4, 4), saved was (8, 4)" in said
 
 
 # ---------------------------------------------------------------------------------------------------- what is not alike

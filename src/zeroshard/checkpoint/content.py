@@ -11,6 +11,7 @@ import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy
@@ -32,10 +33,11 @@ from ..layout import Bucket, Slot
 from ..numerics import Precision, dense
 from ..ranks.agreement import Group
 from ..stage import placements
-from ..strips import Elements, Strips
+from ..strips import ONE_STRIP, Elements, Strips
 from ..tiers.tier import DeviceTier, Part, Rest
 from .files import DTYPES
-from .manifest import AVERAGE, VALUE, own_name, state_name
+from .listed import Here, relist
+from .manifest import AVERAGE, VALUE, Saved, own_name, state_name
 
 
 @dataclass
@@ -72,6 +74,15 @@ class ModelState:
         """Of a whole parameter, of which this rank may have some rows."""
         buffer, slot = self.places[record.name]
         return buffer.whole_shape(slot)
+
+    @contextlib.contextmanager
+    def saved_in(self, folder: Path) -> Iterator[Saved]:
+        """A checkpoint, told by the names that this model has."""
+        along = [(buffer, slot) for buffer in self.buffers if buffer.bucket.along for slot in buffer.bucket.slots]
+        with Saved.open(folder) as saved:
+            here = {slot.name: Here(buffer.whole_shape(slot), buffer.team.seat.parts) for buffer, slot in along}
+            relist(saved, {name: each for name, each in here.items() if self.strips(name) == ONE_STRIP})
+            yield saved
 
     def strips(self, name: str) -> Strips:
         """How the parts of a parameter lie in the whole of it."""

@@ -80,7 +80,7 @@ def _load(running: ModelState, folder: Path, opened: contextlib.ExitStack, *, st
     group = running.group
     problem, differences, staged, saved = None, [], Staged(), None
     try:
-        saved = opened.enter_context(Saved.open(folder))
+        saved = opened.enter_context(running.saved_in(folder))
         differences = _differences(running, saved)
         if not (differences and strict):
             staged = _stage(running, saved)

@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ import ranks as rank_processes
 import reference
 import test_bits
 import test_collectives
+import test_fragments
 import test_interrupts
 import test_lost_ranks
 import zeroshard
@@ -321,6 +323,38 @@ def test_bytes_of_one_copy_are_those_planned(warm, command, stage_of_plan, monke
     options = ["--ranks", "2", "--stage", stage_of_plan, "--check", "--offload-parameters", "shared"]
     code, out, error = command("plan", "test_shared_memory:job", *options)
     assert code == 0, out + error
+
+
+def read_in_closures(stage, offload):
+    """Weights of the others that a closure reads when its backward is over, late on one rank; and at the end."""
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64)
+    optimizer = test_fragments.Reassigning(model.parameters())
+    zero = zeroshard.shard(model, optimizer, stage=stage, offload=offload, comm=SHARED)
+    seen = []
+
+    def closure():
+        optimizer.zero_grad()
+        x = torch.randn(3, 64, generator=torch.Generator().manual_seed(len(seen)))
+        loss = model(x).square().sum()
+        loss.backward()
+        time.sleep(0.2 * zero.rank)
+        seen.append(model.weight.detach().clone())
+        return loss
+
+    for _ in range(3):
+        optimizer.step(closure)
+    with zero.gathered():
+        return reference.weights(model), seen
+
+
+@pytest.mark.row(103)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_no_rank_updates_what_a_closure_of_another_still_reads(ranks, stage):
+    own, one = (ranks.run(2, read_in_closures, stage, offload) for offload in (Offload(), ONCE))
+    for (weights, seen), (want, others) in zip(one, own, strict=True):
+        reference.assert_same(weights, want)
+        assert all(map(torch.equal, seen, others))
 
 
 def test_a_plan_counts_the_one_copy_once_for_a_host(command):

@@ -91,6 +91,7 @@ def files(tmp_path):
         "stage 4": ("--stage 4", "--stage must be 0, 1, 2 or 3, got 4"),
         "timeout 0": ("--timeout 0", "--timeout must be a positive number of seconds, up to a billion, got 0.0"),
         "replicas 3": ("--ranks 4 --replicas 3", "--replicas must divide --ranks 4, got 3"),
+        "over all at stage 0": ("--stage 0 --optimizer-over all", "--optimizer-over all takes --stage 1, 2 or 3"),
         "steps -1": ("--steps -1", "--steps must be at least 1, got -1"),
         "lr 0": ("--lr 0", "--lr must be a number above 0, got 0.0; for 'tiny' try 0.006"),
         "lr nan": ("--lr nan", "--lr must be a number above 0, got nan"),
@@ -141,7 +142,7 @@ def test_the_options_are_these():
     """A new option is a decision; this list makes it one."""
     wanted = {
         "train": "accumulate batch data device grad-dtype help keep lr no-recompute no-report offload offload-gradients offload-optimizer "
-        "offload-parameters offload-path out precision ranks recompute replicas report resume save-every seed size stage steps timeout "
+        "offload-parameters offload-path optimizer-over out precision ranks recompute replicas report resume save-every seed size stage steps timeout "
         "transport",
         "demo": "help out ranks seed steps",
         "plan": "accumulate align bounds bucket-mib bytes check config disk ep exact experts export gpu-mem gpus-per-node grad-dtype help "
@@ -360,6 +361,33 @@ def test_a_resumed_run_is_the_run_that_never_stopped(run, tmp_path):
         assert {row.name for row in difference.compare(a, b)} == {
             f"extra.run.{name}" for name in ("out", "stage", "ranks", "accumulate", "resume", "report")
         } - {"extra.run.report"}
+
+
+@pytest.mark.full
+def test_an_optimizer_over_all_trains_the_same_run(run, tmp_path):
+    """Two replicas of one rank that share the optimizer, stopped, and resumed by one rank: the bits of one replica."""
+    words = (
+        *SHORT,
+        "--ranks",
+        2,
+        "--replicas",
+        2,
+        "--optimizer-over",
+        "all",
+        "--save-every",
+        5,
+        "--out",
+        tmp_path / "a",
+    )
+    done = zeroshard("train", *words)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    assert "in 2 replicas, the optimizer over all" in done.stdout
+    assert bits(tmp_path / "a") == bits(run[0])
+    (group,) = json.loads((tmp_path / "a" / "explain.json").read_text())["run"]["groups"]
+    assert (group["teams"], group["spread"]) == ([[0], [1]], True)
+    out = stopped(tmp_path / "a", tmp_path / "b")
+    assert zeroshard("train", "--resume", out, "--ranks", 1, "--stage", 0).returncode == 0
+    assert bits(out) == bits(run[0])
 
 
 @pytest.mark.parametrize(

@@ -147,6 +147,7 @@ class RunConfig:
     replicas: int = 1
     timeout: float = 1800.0  # seconds
     transport: Transport = "auto"
+    optimizer_over: OptimizerOver = "team"
 
     def __post_init__(self) -> None:
         # Here rather than in the option parser, whose refusals do not say what they got.
@@ -158,6 +159,8 @@ class RunConfig:
                 raise InputError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(self, name)}")
         if self.replicas < 1 or self.ranks % self.replicas:
             raise InputError(f"--replicas must divide --ranks {self.ranks}, got {self.replicas}")
+        if self.optimizer_over == "all" and self.stage == 0:
+            raise InputError("--optimizer-over all takes --stage 1, 2 or 3: at stage 0 every rank keeps all states")
         if not 0 < self.timeout <= 1e9:
             raise InputError(f"--timeout must be a positive number of seconds, up to a billion, got {self.timeout}")
         if not (self.lr > 0 and math.isfinite(self.lr)):
@@ -168,6 +171,14 @@ class RunConfig:
         """The `Offload` asked for. Raises `InputError`."""
         given = {state: getattr(self, f"offload_{state}") for state in STATES}
         return offload_of(places("", **given), self.offload_path)
+
+    @property
+    def comm(self) -> Any:
+        """The `Comm` asked for."""
+        from zeroshard.ranks.comm import Comm
+
+        how = {"replicas": self.replicas, "transport": self.transport, "optimizer": self.optimizer_over}
+        return Comm(timeout=self.timeout, **how)  # type: ignore[arg-type]
 
     @property
     def shape(self) -> Shape:

@@ -2,8 +2,8 @@
 
 A checkpoint of `zeroshard train` keeps its run's settings. What decides the losses stays as it was, and an option that
 says otherwise is refused: the model's size, the data, the seed, the batch, the rate, the precision, what gradients are
-added up in. What must not change a bit may change: ranks, replicas, stage, device, where files go. So may the number of
-steps, which the learning rate falls over: that is said.
+added up in. What must not change a bit may change: ranks, replicas, over which ranks the optimizer is sharded, stage,
+device, where files go. So may the number of steps, which the learning rate falls over: that is said.
 """
 
 from __future__ import annotations
@@ -87,6 +87,8 @@ def settle(resume: str, options: Mapping[str, Any], given: frozenset[str], ranks
     settled["ranks"] = before["ranks"] if ranks is None else ranks
     if "replicas" not in given:
         settled["replicas"] = 1 if settled["ranks"] % before.get("replicas", 1) else before.get("replicas", 1)
+    if "optimizer_over" not in given:
+        settled["optimizer_over"] = before.get("optimizer_over", "team") if settled["stage"] else "team"
     if "accumulate" not in given:
         every = before["ranks"] * before["accumulate"]
         settled["accumulate"] = before["accumulate"] if every % settled["ranks"] else every // settled["ranks"]

@@ -50,7 +50,7 @@ def train(config: RunConfig, launch: Launch, corpus: Corpus) -> int:
     zero = zeroshard.shard(
         model, optimizer, stage=config.stage, precision=precision, offload=config.offload, device=device,
         layout=zeroshard.Layout(recompute=config.recompute),
-        comm=zeroshard.Comm(timeout=config.timeout, replicas=config.replicas, transport=config.transport),
+        comm=config.comm,
     )  # fmt: skip
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_then_cosine(config.steps))
 

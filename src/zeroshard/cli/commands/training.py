@@ -18,6 +18,7 @@ from zeroshard.cli.commands.options import (
     Over,
     Replicas,
     Seed,
+    Spread,
     Stage,
     Steps,
     Tiers,
@@ -56,6 +57,7 @@ class Training:
         ),
     ] = ""
     replicas: Replicas = 1
+    optimizer_over: Spread = "team"
     transport: Over = "auto"
     out: Out = "run/train"
     report: Annotated[bool, option(RUN, "Print the tables of bytes at the end.")] = False

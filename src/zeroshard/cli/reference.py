@@ -17,6 +17,7 @@ A batch function takes (step, index). A norm function takes (gradients, norm_typ
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -117,12 +118,14 @@ def accumulate_with_masters(
     average: bool = False,
     after_step: Callable[[int], None] | None = None,
     rounded: Callable[[str, Tensor], Tensor] = lambda name, master: master,
+    sent: Callable[[str, Tensor], Tensor] = lambda name, gradient: gradient,
 ) -> tuple[History, dict[str, Tensor]]:
     """The same in `dtype`: each backward's gradient is added in fp32, fp32 masters step, parameters are their cast.
 
     Casts the model in place (floating parameters of other dtypes too; buffers stay) and returns the masters by name.
     With `dtype=None` each parameter keeps its own, and those of 32 bits and more are their own masters' equals.
-    rounded: what a parameter is the cast of, by name and master, such as `in_8_bits`.
+    rounded: what a parameter is the cast of, by name and master, such as `in_8_bits`. sent: what arrives of a gradient,
+    such as `in_codes`.
     """
     names = {name: parameter for name, parameter in model.named_parameters() if parameter.is_floating_point()}
     masters = {}
@@ -143,7 +146,7 @@ def accumulate_with_masters(
             (value / backwards if average and backwards != 1 else value).backward()
             for name in trained:
                 if (gradient := names[name].grad) is not None:
-                    gradient = gradient.to(masters[name].dtype)
+                    gradient = sent(name, gradient.to(masters[name].dtype))
                     sums[name] = sums[name] + gradient if name in sums else gradient
                     names[name].grad = None
         history.losses.append(losses)
@@ -168,6 +171,33 @@ def in_8_bits(master: Tensor) -> Tensor:
     mantissa, exponent = math.frexp(most)
     scale = 2.0 ** max(exponent - 9 + (mantissa > 0.875), -126)  # 448, the largest, is 0.875 * 2^9
     return (master / scale).to(torch.float8_e4m3fn).to(torch.float32) * scale
+
+
+def in_codes(name: str, gradient: Tensor) -> Tensor:
+    """What codes of 8 bits with a scale for each 128 elements keep of a gradient, as `Comm(reduce="int8")` sends them.
+
+    An element is rounded up where its remainder and 16 bits of a hash, and a half, come to 2^16 or more.
+    """
+    flat = gradient.detach().reshape(-1).to(torch.float32)
+    rows = torch.nn.functional.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK)
+    finite = rows.isfinite()
+    rows = torch.where(finite, rows, 0.0)
+    largest = rows.abs().amax(1)
+    scales = (largest / 127).clamp(min=2.0**-126)[:, None]
+    block = _hash(_hash(torch.arange(len(rows))) ^ zlib.crc32(name.encode())) ^ _hash(_unsigned(largest) % 2**23)
+    drawn = _hash(_unsigned(rows / scales) ^ block[:, None] ^ _hash(torch.arange(BLOCK))) % 2**16
+    codes = (rows / scales + (drawn + 0.5) / 2**16).floor().clamp(-127, 127)
+    return torch.where(finite, codes * scales, math.nan).view(-1)[: flat.numel()].view_as(gradient).to(gradient.dtype)
+
+
+def _unsigned(values: Tensor) -> Tensor:
+    return values.view(torch.int32).to(torch.int64) % 2**32
+
+
+def _hash(number: Tensor) -> Tensor:
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        number = (number ^ number >> shift) * factor % 2**32
+    return number ^ number >> 16
 
 
 def loop(

@@ -77,7 +77,7 @@ def show_simulation(
             offload=offload,
             checkpoint=checkpoint,
         )
-        line = clock(run, cluster, ordered=reduce == "ordered")
+        line = clock(run, cluster, ordered=reduce != "native")
         tiers = {} if offload is None else {"tiers": at_rest(run.ledger), "files": moved(run)}
         found.append(report(run, cluster, line) | tiers)
         if trace is not None:

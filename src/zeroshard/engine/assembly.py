@@ -104,7 +104,7 @@ class Assembly:
             replicated, along = not self.placements.optimizer, self.group.along
             block = blocks(self.managed, optimizers, layout, replicated=replicated)
             self.partition = partition(self._specs(layout, block), layout, self.group.team.size, along.size)
-            check_settings(self.partition, layout, comm)
+            check_settings(self.partition, layout, comm, self.precision)
             parts = along.seat.parts
             over = self.placements.optimizer
             check_optimizers(self.model, self.managed, optimizers, self.partition, block, parts, over)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .. import int8
 from ..errors import StateError
 from ..headroom import POOLED
 from ..layout import Bucket
@@ -35,6 +37,7 @@ class Pending:
     launched: bool = False
     hold: bool = False  # may receive again: wait for the end
     sources: int = 1  # whose parts of each gradient are sent one by one
+    codes: bool = False  # are gradients sent as codes of 8 bits?
     most: int | None = None  # gradients a slot received in the last backward; None before the first
 
     @property
@@ -76,6 +79,19 @@ class Pending:
                 instead=f"zeroshard.apart(parameter, {self.sources}) in the model's forward, for the parameter",
             )
         return apart.unbind(0)
+
+    @property
+    def message(self) -> Bucket:
+        """The bucket in elements of what is sent: of codes, in bytes."""
+        return int8.coded(self.bucket) if self.codes else self.bucket
+
+    def encode(self, values: Tensor, scratch: Scratch) -> Tensor:
+        """This rank's contribution as codes; nobody needs the gradients themselves any more."""
+        send = scratch.take(self.message.numel, int8.BYTE)
+        int8.encode_(send, values, self.bucket)
+        scratch.give_back(values)
+        self.send, self.accumulator.local = send, None
+        return send
 
     def expect(self) -> None:
         """A backward begins: it waits for what wants a gradient."""
@@ -125,12 +141,14 @@ class Sent:
     def accumulator(self) -> Accumulator:
         return self.pending.accumulator
 
-    def pieces(self, *, native: bool) -> list[Tensor]:
+    def pieces(self, *, native: bool) -> list[Any]:
         """Each rank's contribution to the own shard, in rank order; or the backend's sum of them."""
         pending = self.pending
         if native or pending.send is None:
             return [self.receive]
-        return pending.buffer.team.contributions(pending.send, self.receive, pending.bucket, pending.sources)
+        team = pending.buffer.team
+        pieces = team.contributions(pending.send, self.receive, pending.message, pending.sources)
+        return [int8.Coded(piece) for piece in pieces] if pending.codes else pieces
 
     def here(self) -> bool:
         """Has all come that this rank adds up?"""

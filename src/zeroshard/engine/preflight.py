@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..errors import PeerError, UserError
 from ..events import DEVICE
 from ..layout import Layout, Partition
-from ..numerics import Precision, as_bytes, dense, parts, simulated
+from ..numerics import BLOCK, COMPUTED, Precision, as_bytes, dense, parts, simulated
 from ..ranks.agreement import Group
 from ..ranks.comm import Comm
 from ..stage import Degree, Placements
@@ -217,7 +217,7 @@ def _share(a: Tensor, b: Tensor) -> bool:
     return bool(seen.as_strided(b.shape, b.stride(), starts[1]).any())
 
 
-def check_settings(partition: Partition, layout: Layout, comm: Comm) -> None:
+def check_settings(partition: Partition, layout: Layout, comm: Comm, precision: Precision) -> None:
     """Refuse settings that contradict each other."""
     if comm.optimizer == "all" and layout.bounds == "tensor":
         raise UserError(
@@ -225,6 +225,8 @@ def check_settings(partition: Partition, layout: Layout, comm: Comm) -> None:
             got='Comm(optimizer="all"), Layout(bounds="tensor")',
             instead='Comm(optimizer="team"), or Layout(whole=[...]) for what must not be cut',
         )
+    if comm.reduce == "int8":
+        _check_int8(partition, precision)
     if comm.reduce == "native" and layout.apart:
         raise UserError(
             "the backend's reduce-scatter adds up gradients in an order of its own, whatever comes apart",
@@ -238,6 +240,32 @@ def check_settings(partition: Partition, layout: Layout, comm: Comm) -> None:
             + ", and tensors that are never cut" * any(b.whole for b in partition.buckets),
             instead='Comm(reduce="ordered"), or Layout(bounds="unit") and no whole tensors',
         )
+
+
+def _check_int8(partition: Partition, precision: Precision) -> None:
+    """Refuse, by name, what gradients of 8 bits do not go with."""
+    if precision.reduce_dtype is not None:
+        raise UserError(
+            "Precision.reduce_dtype and Comm.reduce both say what gradients are sent as",
+            got=f'Precision(reduce_dtype={precision.reduce_dtype}), Comm(reduce="int8")',
+            instead="one of them",
+        )
+    trained = [bucket for bucket in partition.buckets if bucket.trainable]
+    if partition.align % BLOCK or any(bound % BLOCK for bucket in trained for bound in bucket.bounds):
+        raise UserError(
+            f"gradients of 8 bits have a scale for each {BLOCK} elements of a parameter, and no cut may fall inside",
+            got=f'Layout(align={partition.align}), Comm(reduce="int8")',
+            instead=f"Layout(align={BLOCK}), the default",
+        )
+    for bucket in trained:
+        parts = bucket.along or any(slot.cut is not None for slot in bucket.slots)
+        if parts or bucket.dtype not in map(str, COMPUTED):
+            raise UserError(
+                "gradients of 8 bits are those of real parameters of 16 or 32 bits that all ranks shard",
+                where=f"parameter {bucket.slots[0].name!r}",
+                got="an expert, or a part beside tensor parallelism" if parts else bucket.dtype,
+                instead='Comm(reduce="ordered")',
+            )
 
 
 def describe(

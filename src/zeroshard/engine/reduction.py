@@ -79,7 +79,9 @@ class Reduction:
     def add(self, accumulator: Accumulator, unit: Unit) -> None:
         index = accumulator.bucket.index
         sources = accumulator.buffer.team.seat.parts if self._apart else 1
-        self.pending[index] = pending = Pending(accumulator, unit, sources=sources)
+        self.pending[index] = pending = Pending(
+            accumulator, unit, sources=sources, codes=self.settings.reduce == "int8"
+        )
         self.pending_of += [pending] * len(accumulator.buffer.params)
         self.order = sorted(self.pending, reverse=True)
 
@@ -174,7 +176,7 @@ class Reduction:
         # has to go aside; and where it may be asked whose contribution spoiled a sum, the own one must outlive that.
         apart = buffer.place.gradients or not accumulator.sum.on_device or pending.sources > 1 or self.group.team.shares
         numel = buffer.bucket.numel * pending.sources
-        asked = self.finite.on and self.group.ranks > 1 and self.settings.reduce != "native"
+        asked = self.finite.on and self.group.ranks > 1 and self.settings.reduce == "ordered"
         if self._local and accumulator.local is None:
             if apart:
                 accumulator.local = self.sends.take(numel, buffer.grad_dtype)
@@ -210,14 +212,17 @@ class Reduction:
         send = self._send_buffer(pending)
         if send is not accumulator.local:
             pending.fill(send)
-        team, own = buffer.team, buffer.bucket.shard_numel(buffer.team.position)
+        team, bucket = buffer.team, pending.message
+        own = bucket.shard_numel(team.position)
         with profiled("reduce", pending.unit.name):
+            if pending.codes:
+                send = pending.encode(send, self.sends)
             if self.settings.reduce == "native":
                 receive = self.scratch.take(own, send.dtype)
-                work = team.reduce_native(send, receive, buffer.bucket)
+                work = team.reduce_native(send, receive, bucket)
             else:
                 receive = self.scratch.take(own * team.room * pending.sources, send.dtype)
-                work = team.reduce(send, receive, buffer.bucket, pending.sources)
+                work = team.reduce(send, receive, bucket, pending.sources)
         pending.launched = True
         self._under_way.append(Sent(pending, work, receive, self._relay(accumulator)))
 

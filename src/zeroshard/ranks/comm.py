@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from ..errors import UserError, nearest
 from ..headroom import PREFETCH
 
-Reduce = Literal["ordered", "native"]
+Reduce = Literal["ordered", "native", "int8"]
 Transport = Literal["auto", "gloo", "shared"]
 AUTO: Transport = "gloo"  # what "auto" means
 Over = Literal["team", "all"]
@@ -25,7 +25,9 @@ class Comm:
     timeout: seconds after which a silent peer is an error (None: the process group's own, which is 30
         minutes by default; a dead one is an error at once in any case).
     reduce: "ordered" sums gradients in rank order (same bits at every stage and bucket size); "native" uses the
-        backend's reduce-scatter, whose order is its own business, and needs equal shards.
+        backend's reduce-scatter, whose order is its own business, and needs equal shards. "int8" sends gradients as
+        codes of 8 bits with a scale for each 128, and sums what these stand for in rank order: other bits than without,
+        but again the same at every stage, bucket size, tier and overlap.
     overlap: gathers and reductions run behind compute. Off, each is waited for where it is launched (a reduction only
         for a moment, so that ranks that drop different layers do not wait for each other): same bits.
     prefetch: how many units ahead of use are gathered.
@@ -62,6 +64,12 @@ class Comm:
                 "Comm.transport is not a known way",
                 got=repr(self.transport),
                 instead=nearest(self.transport, get_args(Transport)),
+            )
+        if self.transport == "shared" and self.reduce == "int8":
+            raise UserError(
+                "Comm.reduce makes messages smaller, and with shared memory none are sent",
+                got='reduce="int8", transport="shared"',
+                instead='Comm(transport="shared"), whose sums nothing rounds, or Comm(reduce="int8")',
             )
         if self.transport == "shared" and self.reduce == "native":
             raise UserError(

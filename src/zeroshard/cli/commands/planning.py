@@ -181,7 +181,9 @@ class Simulated:
         str | None, unset(RUN, 'Parameters that are divided among --ep ranks: "*.experts.*".', "PATTERN")
     ] = None
     ep: Annotated[int | None, unset(RUN, "Ranks that divide --experts; the job's model has one rank's part.")] = None
-    reduce: Annotated[str, option(RUN, "ordered: the same bits at every stage; native: the backend's sum.")] = "ordered"
+    reduce: Annotated[
+        str, option(RUN, "ordered: the same bits at every stage; native: the backend's sum; int8: codes of 8 bits.")
+    ] = "ordered"
     trace: Annotated[str | None, unset(ANSWER, "Write what happened as a Chrome trace.", "FILE")] = None
     as_json: AsJson = False
 

@@ -85,8 +85,10 @@ class Pending:
         """The bucket in elements of what is sent: of codes, in bytes."""
         return int8.coded(self.bucket) if self.codes else self.bucket
 
-    def encode(self, values: Tensor, scratch: Scratch) -> Tensor:
-        """This rank's contribution as codes; nobody needs the gradients themselves any more."""
+    def encoded(self, values: Tensor, scratch: Scratch) -> Tensor:
+        """This rank's contribution as it is sent; where that is codes, nobody needs the gradients any more."""
+        if not self.codes:
+            return values
         send = scratch.take(self.message.numel, int8.BYTE)
         int8.encode_(send, values, self.bucket)
         scratch.give_back(values)

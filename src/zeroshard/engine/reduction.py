@@ -78,10 +78,8 @@ class Reduction:
 
     def add(self, accumulator: Accumulator, unit: Unit) -> None:
         index = accumulator.bucket.index
-        sources = accumulator.buffer.team.seat.parts if self._apart else 1
-        self.pending[index] = pending = Pending(
-            accumulator, unit, sources=sources, codes=self.settings.reduce == "int8"
-        )
+        sources, codes = accumulator.buffer.team.seat.parts if self._apart else 1, self.settings.reduce == "int8"
+        self.pending[index] = pending = Pending(accumulator, unit, sources=sources, codes=codes)
         self.pending_of += [pending] * len(accumulator.buffer.params)
         self.order = sorted(self.pending, reverse=True)
 
@@ -213,10 +211,8 @@ class Reduction:
         if send is not accumulator.local:
             pending.fill(send)
         team, bucket = buffer.team, pending.message
-        own = bucket.shard_numel(team.position)
         with profiled("reduce", pending.unit.name):
-            if pending.codes:
-                send = pending.encode(send, self.sends)
+            send, own = pending.encoded(send, self.sends), bucket.shard_numel(team.position)
             if self.settings.reduce == "native":
                 receive = self.scratch.take(own, send.dtype)
                 work = team.reduce_native(send, receive, bucket)

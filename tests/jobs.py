@@ -116,6 +116,15 @@ def without_loss():
     return job
 
 
+class Unknown(torch.optim.SGD):
+    pass
+
+
+def unknown_optimizer():
+    """It may be elementwise, or not."""
+    return mlp(optimizer=lambda parameters: Unknown(parameters, lr=0.1))
+
+
 def misspelt():
     return mlp(optimiser=torch.optim.SGD)
 

@@ -146,18 +146,19 @@ def test_the_options_are_these():
         "transport",
         "demo": "help out ranks seed steps",
         "plan": "accumulate align bounds bucket-mib bytes check config disk ep exact experts export gpu-mem gpus-per-node grad-dtype help "
-        "host-mem json machine no-sync offload offload-gradients offload-optimizer offload-parameters optimizer optimizer-over params precision "
+        "host-mem json machine no-sync offload offload-gradients offload-optimizer offload-parameters optimizer "
+        "optimizer-in-backward optimizer-over params precision "
         "prefetch preset ranks recompute replicas shapes stage step-time text tokens transport units whole",
         "simulate": "accumulate bucket-mib ep experts grad-dtype help json machine offload offload-gradients offload-optimizer "
-        "offload-parameters optimizer-over precision prefetch rank ranks recompute reduce replicas stage trace transport",
+        "offload-parameters optimizer-in-backward optimizer-over precision prefetch rank ranks recompute reduce replicas stage trace transport",
         "ckpt inspect": "help json",
         "ckpt verify": "help json",
         "ckpt diff": "help json",
         "ckpt export": "dtype file-size help json overwrite",
         "ckpt import": "buffer help json optimizer tied weights",
         "explain": "element help no-open open out stage text",
-        "verify": "accumulate bucket-mib clip help json offload offload-path optimizer-over precision ranks replicas seed stage steps timeout "
-        "transport",
+        "verify": "accumulate bucket-mib clip help json offload offload-path optimizer-in-backward "
+        "optimizer-over precision ranks replicas seed stage steps timeout transport",
         "io-bench": "block depth direct help json offload offload-gradients offload-optimizer offload-parameters out params "
         "ranks rounds sharing size stage tokens",
     }

@@ -45,6 +45,7 @@ class Check:
     optimizer_over: OptimizerOver = "team"
     transport: Transport = "auto"
     offload: dict[str, str] = field(default_factory=dict)  # {state: where it rests}, as on the command line
+    optimizer_in_backward: bool = False
 
     @property
     def spread(self) -> bool:
@@ -68,6 +69,7 @@ class Check:
                 prefetch=self.prefetch, replicas=self.replicas, transport=self.transport, optimizer=self.optimizer_over
             ),
             "offload": offload,
+            "optimizer_in_backward": self.optimizer_in_backward,
         }
 
 

@@ -240,6 +240,7 @@ def _run(
                 optimizer=configuration.over,  # type: ignore[arg-type]
                 transport=question.transport,
             ),
+            optimizer_in_backward=question.optimizer_in_backward and configuration != question.baseline,
         )
     except UserError as error:
         raise InputError(f"{configuration}: {error}") from error  # the ranks have agreed on it: one of them says so
@@ -260,7 +261,8 @@ def _run(
 
 def _offload(question: Question, tier: str) -> zeroshard.Offload:
     path = question.offload_path if tier == "nvme" else None
-    return zeroshard.Offload(parameters=tier, gradients=tier, optimizer=tier, path=path)
+    gradients = "device" if question.optimizer_in_backward else tier
+    return zeroshard.Offload(parameters=tier, gradients=gradients, optimizer=tier, path=path)
 
 
 def _bucket_mib(bucket: str, model: nn.Module, precision: zeroshard.Precision) -> float:

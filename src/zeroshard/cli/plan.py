@@ -15,6 +15,7 @@ from zeroshard.cli.sent import replicas, show, traffic, ways
 from zeroshard.errors import UserError
 from zeroshard.events import HOST, NVME, SHARED
 from zeroshard.planner.answer import Plan, StagePlan
+from zeroshard.planner.asked import check_in_backward
 from zeroshard.planner.plan import plan
 from zeroshard.planner.quantities import number
 from zeroshard.planner.recipes import PADDING
@@ -108,6 +109,7 @@ def check_plan(*, as_json: bool, text: str | None, **settings: Any) -> int:
         "ranks",
         "accumulate",
         "no_sync",
+        "optimizer_in_backward",
         "precision",
         "grad_dtype",
         "checkpoint",
@@ -127,6 +129,8 @@ def check_plan(*, as_json: bool, text: str | None, **settings: Any) -> int:
         raise InputError(f"--check runs a job; {'leave out ' + what if other else 'name one: train:job'}")
     if settings["ranks"] < 1 or settings["accumulate"] < 1:
         raise InputError("--ranks and --accumulate must be at least 1")
+    early = settings["optimizer_in_backward"]
+    check_in_backward(settings["accumulate"], None, no_sync=settings["no_sync"], asked=early)
     if settings["replicas"] is not None:
         seat(0, settings["ranks"], settings["replicas"])
     if isinstance(settings.get("align"), str):
@@ -168,7 +172,7 @@ def _said(line: Line) -> str:
 
 def _head(found: Plan) -> None:
     recipe = found.recipe
-    states = {"parameters": recipe.parameters, "gradients": recipe.gradients, **recipe.optimizer}
+    states = {"parameters": recipe.parameters, "gradients": recipe.kept_gradients, **recipe.optimizer}
     facts = {
         "model": f"{found.parameters:,} parameters" + ("" if found.layout is None else f" in {escape(found.source)}"),
         "ranks": f"{found.ranks:,}; the bytes below are {_whose(found)}'s, which holds most",

@@ -81,6 +81,7 @@ class Question:
     replicas: tuple[int, ...] = (1,)
     transport: Transport = "auto"
     optimizer_over: tuple[str, ...] = ("team",)
+    optimizer_in_backward: bool = False
 
     def __post_init__(self) -> None:
         for stage in self.stages:
@@ -103,6 +104,11 @@ class Question:
         for ranks in self.ranks:
             if not self.copies(ranks):
                 raise InputError(f"--replicas: one must divide {ranks} of --ranks, got {list(self.replicas)}")
+        if self.optimizer_in_backward and (self.accumulate > 1 or self.clip is not None):
+            given = f"--accumulate {self.accumulate}" if self.accumulate > 1 else f"--clip {self.clip}"
+            raise InputError(
+                f"--optimizer-in-backward uses gradients as they come; with {given} it cannot. Try --accumulate 1"
+            )
         for over in self.optimizer_over or ("",):
             if over not in get_args(OptimizerOver):
                 raise InputError(f"--optimizer-over must be of team and all, got {over!r}")
@@ -180,7 +186,9 @@ class Question:
         Sums are in one order at any rank count; dividing them by N and losses by A is exact for powers of two only.
         """
         counts = [count for count in self.ranks if _is_power_of_two(count)]
-        return max(counts) if len(counts) > 1 and _is_power_of_two(self.accumulate) and not self.buffers else None
+        if self.optimizer_in_backward or self.buffers:
+            return None
+        return max(counts) if len(counts) > 1 and _is_power_of_two(self.accumulate) else None
 
     @property
     def baseline(self) -> Configuration:

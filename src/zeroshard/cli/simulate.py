@@ -38,7 +38,6 @@ def show_simulation(
     accumulate: int,
     precision: str,
     grad_dtype: str | None,
-    checkpoint: bool,
     bucket_mib: float,
     prefetch: int,
     reduce: str,
@@ -51,8 +50,12 @@ def show_simulation(
     on: str,
     trace: str | None,
     as_json: bool,
+    **how: bool,
 ) -> None:
-    """Simulate each of the ranks, and print. Raises `UserError` for what cannot be simulated."""
+    """Simulate each of the ranks, and print. Raises `UserError` for what cannot be simulated.
+
+    how: `checkpoint` and `optimizer_in_backward`, as `simulate` has them.
+    """
     cluster = machine(on)
     if trace is not None and not Path(trace).absolute().parent.is_dir():
         raise UserError("there is no folder for the trace", got=repr(trace))
@@ -75,7 +78,7 @@ def show_simulation(
             mesh={"edp": ranks // ep, "ep": ep} if ep else None,
             comm=comm,
             offload=offload,
-            checkpoint=checkpoint,
+            **how,
         )
         line = clock(run, cluster, ordered=reduce != "native")
         tiers = {} if offload is None else {"tiers": at_rest(run.ledger), "files": moved(run)}

@@ -174,7 +174,8 @@ def _show(question: Question, cells: list[Cell], said: list[str]) -> None:
     steps, batches = screen.many(question.steps, "step"), screen.many(question.accumulate, "micro-batch", "es")
     counted = f"{steps} of {batches} per rank, {question.precision}"
     clip = "" if question.clip is None else f", clipped at {question.clip}"
-    screen.say(f"\n[bold]{escape(question.job)}[/bold]: {counted}{clip}\n")
+    early = ", the optimizer in backward" if question.optimizer_in_backward else ""
+    screen.say(f"\n[bold]{escape(question.job)}[/bold]: {counted}{clip}{early}\n")
     columns = [screen.ranks_text(ranks) for ranks in question.ranks]
     tiers = ["tier"] if question.tiers else []
     copies = ["replicas"] if question.replicas != (1,) else []

@@ -26,6 +26,7 @@ class _Told:
     def __init__(self, found: Settings) -> None:
         self.stage = found.get("stage", 3)
         self.loop = dict(found.loop)
+        self.early = bool(found.get("optimizer_in_backward"))
         self.unsaid: list[str] = []
         self._left: dict[tuple[str, str], tuple[Any, Any]] = {}
         for name, policy in sections(found):
@@ -46,6 +47,7 @@ class _Told:
         """What is left, in words."""
         left = [(key, value) for key, (value, default) in self._left.items() if value != default]
         fields = [f"{policy.capitalize()}({field}={value!r})" for (policy, field), value in left]
+        fields += ["optimizer_in_backward=True"] * self.early
         loop = [f"{name} {value!r}, which the loop does" for name, value in self.loop.items()]
         return [*(f"{each}: {system} has no word for it" for each in (*fields, *loop)), *self.unsaid]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from ..errors import UserError
 from ..events import DEVICE
 from ..layout import Partition
 from ..ranks.comm import Over
@@ -61,7 +62,7 @@ class Asked(NamedTuple):
         return self.over == "all" and self.copies > 1 and bool(STAGES[stage].optimizer)
 
     def place(self, stage: int) -> Placements:
-        return placements(stage, spread=self.spread(stage), once=self.once)
+        return placements(stage, spread=self.spread(stage), once=self.once, in_backward=self.recipe.in_backward)
 
     @property
     def copies(self) -> int:
@@ -77,3 +78,21 @@ class Asked(NamedTuple):
             return dict.fromkeys(states.KINDS, Fraction(tier == DEVICE))
         parts = {kind: self.offload.tiers(kind).get(tier, 0.0) for kind in states.KINDS}
         return {kind: Fraction(part).limit_denominator(10**6) for kind, part in parts.items()}
+
+
+def check_in_backward(accumulate: int, offload: Offload | None, *, no_sync: bool, asked: bool) -> None:
+    """Refuse what the optimizer in backward leaves no gradients for, where it is asked for."""
+    if not asked:
+        return
+    if accumulate > 1 or no_sync:
+        raise UserError(
+            "with the optimizer in backward gradients are used as they come, and nothing is added up",
+            got=f"accumulate={accumulate}" + ", no_sync=True" * no_sync,
+            instead="accumulate=1, or without optimizer_in_backward",
+        )
+    if offload is not None and (offload.gradients != "device" or offload.once):
+        raise UserError(
+            "with the optimizer in backward gradients rest nowhere, and each rank needs parameters of its own",
+            got=f"Offload(parameters={offload.parameters!r}, gradients={offload.gradients!r})",
+            instead="one of the two",
+        )

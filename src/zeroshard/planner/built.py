@@ -34,7 +34,8 @@ def holding(zero: Zero) -> Holding:
         split = zero._engine.buffers[bucket.index].splits
         averaged = (dtypes.master if master else dtypes.param).itemsize * (zero._engine.moving is not None)
         cast = precision.casts(dtypes.param)
-        return Stored(dtypes.rest.itemsize, dtypes.grad.itemsize, master, cast, split, averaged, int(bucket.fp8))
+        gradients = dtypes.grad.itemsize * (zero._engine.in_backward is None)  # else they rest nowhere
+        return Stored(dtypes.rest.itemsize, gradients, master, cast, split, averaged, int(bucket.fp8))
 
     members: dict[tuple[int, str], int] = {}
     groups: list[tuple[Any, dict[str, Any]]] = []

@@ -48,6 +48,7 @@ def plan_job(job: str | Callable[[], dict[str, Any]], asked: Asked, layout: Layo
                 optimizer="all" if asked.spread(stage) else "team",
             ),
             "offload": asked.offload,
+            "optimizer_in_backward": asked.recipe.in_backward,
         } | changes
         settings["mesh"] = asked.axes(settings["ranks"])
         simulated = simulate(job, stage=stage, rank=rank or 0, **settings)
@@ -161,7 +162,9 @@ def _recipe(run: Simulation) -> recipes.Recipe:
     share = Fraction(cast, sums["parameters"] or 1) if cast else Fraction()
     parameters, gradients = (Fraction(sums.pop(state, 0), total) for state in ("parameters", "gradients"))
     optimizer_states = {state: Fraction(nbytes, total) for state, nbytes in sums.items()}
-    return recipes.Recipe("the job's own", parameters, gradients, optimizer_states, None, per_tensor, cast=share)
+    early = zero._engine.in_backward is not None
+    kept = parameters, gradients, optimizer_states
+    return recipes.Recipe("the job's own", *kept, None, per_tensor, cast=share, in_backward=early)
 
 
 def _stage(run: Simulation, recipe: recipes.Recipe) -> StagePlan:

@@ -18,7 +18,7 @@ parameter, which belong to autograd until they land, with the activations, which
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -29,7 +29,7 @@ from ..stage import ALONE, Placements, Seat, seat
 from .recipes import Recipe
 from .states import Resting
 
-GATHER, REDUCE, UPCAST, BUILD, LENT = "gather", "reduce", "upcast", "build", "lent"
+GATHER, REDUCE, UPCAST, BUILD, LENT, GRADIENTS = "gather", "reduce", "upcast", "build", "lent", "gradients"
 
 
 class ItemSizes(NamedTuple):
@@ -39,6 +39,7 @@ class ItemSizes(NamedTuple):
     gradients: Fraction | int
     reduced: Fraction | int
     updated: Fraction | int
+    in_backward: bool = False  # is a gradient there only until its bucket is updated, in backward?
 
     @property
     def running(self) -> Fraction | int:
@@ -62,7 +63,7 @@ class Instant(NamedTuple):
 
 def item_sizes(recipe: Recipe) -> ItemSizes:
     """Those of a recipe."""
-    return ItemSizes(recipe.parameters, recipe.gradients, recipe.reduced, recipe.updated)
+    return ItemSizes(recipe.parameters, recipe.gradients, recipe.reduced, recipe.updated, recipe.in_backward)
 
 
 def instants(
@@ -120,14 +121,14 @@ def instants(
         found.append(Instant(f"forward of {shown.get(0, 'the root')}", gathered(0, 0, 0)))
     for at in reversed(range(len(order))):
         unit = order[at]
-        most = max((reduced.get(bucket.index, 0) for bucket in units[unit]), default=0)
-        found.append(Instant(f"backward of {shown[unit]}", _some(gathered(at, prefetch, 1), {REDUCE: most})))
+        most = max((reduced.get(bucket.index, {}) for bucket in units[unit]), key=_total, default={})
+        found.append(Instant(f"backward of {shown[unit]}", _some(gathered(at, prefetch, 1), most)))
         found += _each_bucket(units[unit], reduced, gathered(at, prefetch, 1))
     if 0 in units:
         found += _each_bucket(units[0], reduced, gathered(0, 0, 1))
     trained = [bucket for bucket in partition.buckets if bucket.trainable]
-    averages = [] if place.optimizer else trained
-    stepped = _step(partition, place, sizes, sits, along, resting)
+    averages = [] if place.optimizer or sizes.in_backward else trained
+    stepped = {} if sizes.in_backward else _step(partition, place, sizes, sits, along, resting)
     found.append(Instant("step", _some(stepped, lent(averages, sizes.gradients))))
     # A copy that rests elsewhere passes through the device, bucket by bucket.
     published = [nbytes(b) for b in trained if b.index in brought and not place.parameters]
@@ -171,16 +172,73 @@ def _step(
     partition: Partition, place: Placements, sizes: ItemSizes, sits: Seat, along: Seat, resting: Resting | None
 ) -> dict[str, int]:
     """The optimizer gets every gradient in the dtype of what it updates, bucket by bucket."""
-    if sizes.gradients == sizes.updated:
-        return {}
-    stepped = [b for b in partition.buckets if b.trainable and _on_device(resting, b, "optimizer")]
-    held = [bucket.held(along if bucket.along else sits, place.optimizer) for bucket in stepped]
-    return {UPCAST: _nbytes(max((last - first for first, last in held), default=0), sizes.updated)}
+    trained = [bucket for bucket in partition.buckets if bucket.trainable]
+    return {UPCAST: max((_upcast(b, place, sizes, along if b.along else sits, resting) for b in trained), default=0)}
 
 
-def _each_bucket(buckets: Sequence[Bucket], reduced: Mapping[int, int], gathered: Mapping[str, int]) -> list[Instant]:
+def _upcast(bucket: Bucket, place: Placements, sizes: ItemSizes, sits: Seat, resting: Resting | None) -> int:
+    """Bytes of a bucket's gradients in the dtype of what the optimizer updates, where that is another."""
+    if sizes.gradients == sizes.updated or not _on_device(resting, bucket, "optimizer"):
+        return 0
+    first, last = bucket.held(sits, place.optimizer)
+    return _nbytes(last - first, sizes.updated)
+
+
+def _total(table: Mapping[str, int]) -> int:
+    return sum(table.values())
+
+
+class _Updates:
+    """Of the optimizer in backward: averages from when they land until their bucket is updated.
+
+    Where each rank updates all of a bucket, it has to wait for the others' shards of its average: the next one lands.
+    """
+
+    def __init__(
+        self, buckets: Sequence[Bucket], place: Placements, sizes: ItemSizes, seat: Callable[[Bucket], Seat],
+        resting: Resting | None, allowed: int,
+    ) -> None:  # fmt: skip
+        """buckets: in the order that they land in."""
+        self._asked = place, sizes, seat, resting
+        self._coming = [*buckets] if sizes.in_backward else []
+        self._here: list[Bucket] = []  # the oldest first
+        self._waits = 0 if place.optimizer else min(allowed, 1)
+        self._most: dict[str, int] = {}
+
+    def land(self, count: int) -> None:
+        """So many more land."""
+        for bucket in self._coming[:count]:
+            self._here.append(self._coming.pop(0))
+            self._update(self._waits if bucket.size > 1 else 0)
+
+    def most(self, *, last: bool) -> dict[str, int]:
+        """What was held at most since this was asked. last: with all that still lands."""
+        if last:
+            self.land(len(self._coming))
+            self._update(0)
+        most, self._most = self._most, {}
+        return most
+
+    def _update(self, waits: int) -> None:
+        """All but so many."""
+        place, sizes, seat, resting = self._asked
+        self._most = max(self._most, self._held(0), key=_total)
+        while len(self._here) > waits:
+            copied = _upcast(self._here[0], place, sizes, seat(self._here[0]), resting)
+            self._most = max(self._most, self._held(copied), key=_total)
+            self._here.pop(0)
+
+    def _held(self, copied: int) -> dict[str, int]:
+        place, sizes, seat, _ = self._asked
+        held = [each.held(seat(each), place.gradients) for each in self._here]
+        return {GRADIENTS: sum(_nbytes(last - first, sizes.gradients) for first, last in held), UPCAST: copied}
+
+
+def _each_bucket(
+    buckets: Sequence[Bucket], reduced: Mapping[int, Mapping[str, int]], gathered: Mapping[str, int]
+) -> list[Instant]:
     return [
-        Instant(f"reduce of bucket {bucket.index}", _some(gathered, {REDUCE: reduced[bucket.index]}))
+        Instant(f"reduce of bucket {bucket.index}", _some(gathered, reduced[bucket.index]))
         for bucket in reversed(buckets)
         if bucket.index in reduced
     ]
@@ -211,8 +269,10 @@ def _reductions(
     no_sync: bool,
     resting: Resting | None,
     shares: bool = False,
-) -> dict[int, int]:
+) -> dict[int, dict[str, int]]:
     """{bucket: bytes of contributions and of what arrives for them when it has been sent}, last bucket first.
+
+    With the optimizer in backward there are gradients too, and a copy of them: of what lands once it has been sent.
 
     The engine's bookkeeping of buffers with every reduction as late as allowed: a send buffer of the bucket's size and
     a buffer for what arrives (`headroom.room`); done, both wait in a pool for the next bucket of their size. The send
@@ -228,7 +288,8 @@ def _reductions(
     """
     itemsize = max(sizes.gradients, sizes.reduced) if no_sync else sizes.reduced
     trainable = [bucket for bucket in partition.buckets if bucket.trainable]
-    in_place = not shares and not place.gradients and (no_sync or (fresh and sizes.gradients == sizes.reduced))
+    in_place = no_sync or (fresh and sizes.gradients == sizes.reduced)
+    in_place = in_place and not (shares or sizes.in_backward or place.gradients)
 
     def sends(bucket: Bucket) -> list[int]:
         return [] if in_place and _on_device(resting, bucket, "gradients") else [_nbytes(bucket.numel, itemsize)]
@@ -242,18 +303,17 @@ def _reductions(
     def handed_on(bucket: Bucket) -> list[int]:
         if sits.replicas == 1:
             return []
-        own = bucket.shard_numel(sits.position)
-        average = [] if _on_device(resting, bucket, "gradients") else [_nbytes(own, sizes.gradients)]
+        own, rests = bucket.shard_numel(sits.position), _on_device(resting, bucket, "gradients")
+        average = [_nbytes(own, sizes.gradients)] * (sizes.in_backward or not rests)
         return [_nbytes(own, sizes.running), *average]
 
     pool = _Pool()
     sent = _Pool() if shares else pool
-    begun: set[int] = set()
+    begun = {bucket.index for bucket in trainable if no_sync}
     alive: list[tuple[list[int], ...]] = []  # buffers of the reductions under way, oldest first
     relayed: list[list[int]] = []  # of those that were handed on
-    most: dict[int, int] = {}
-    if no_sync:
-        begun = {bucket.index for bucket in trainable}
+    most: dict[int, dict[str, int]] = {}
+    updates = _Updates(trainable[::-1], place, sizes, lambda b: along if b.along else sits, resting, in_flight)
     waiting = {bucket.index: sum(sends(bucket)) for bucket in trainable} if no_sync else {}
     for bucket in reversed(trainable):
         for other in trainable:
@@ -265,12 +325,15 @@ def _reductions(
         waiting.pop(bucket.index, 0)
         alive.append((sends(bucket), receive(bucket), handed_on(bucket)))
         under_way = sum(sum(run) for each in alive for run in each) + sum(map(sum, relayed))
-        most[bucket.index] = sum(waiting.values()) + under_way + sum(pool) + sum(sent) * shares
+        reduce = sum(waiting.values()) + under_way + sum(pool) + sum(sent) * shares
         while len(alive) > in_flight:
             went, came, on = alive.pop(0)
             relayed += [on] if any(on) else []
             pool.keep(came)
             sent.keep(went)
+            updates.land(0 if any(on) else 1)
         while len(relayed) > in_flight + sits.replicas:
             pool.keep(relayed.pop(0))
+            updates.land(1)
+        most[bucket.index] = {REDUCE: reduce} | updates.most(last=bucket is trainable[0])
     return most

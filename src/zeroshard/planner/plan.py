@@ -23,7 +23,7 @@ from ..ranks.comm import Comm, Over, Transport
 from ..stage import STAGES, placements, seat
 from . import from_number, from_shapes, machines, quantities, recipes, states, ways
 from .answer import Plan
-from .asked import Asked
+from .asked import Asked, check_in_backward
 from .disk import load
 from .machines import Machine
 
@@ -47,6 +47,7 @@ def plan(
     gpu_mem: str | None = None,
     accumulate: int = 1,
     no_sync: bool = False,
+    optimizer_in_backward: bool = False,
     replicas: int | None = None,
     instances: int | None = None,
     units: int | None = None,
@@ -85,6 +86,7 @@ def plan(
     gpu_mem: a budget such as "80GiB": does it fit, and what would? With `offload`, about what stays on the device.
     accumulate: backwards per step.
     no_sync: gradients are added up on the rank before one reduction.
+    optimizer_in_backward: each bucket is stepped as its gradients come, which rest nowhere then; as `shard`'s.
     replicas: as `Comm`'s, K copies of what is sharded, each over 1/K of the ranks.
     instances: an older name of replicas.
     units: with params, the number of equal blocks, for the peaks of a step.
@@ -142,11 +144,15 @@ def plan(
             instead="one of the two",
         )
     check_experts(experts, ep, ranks, replicas=replicas, gpus_per_node=gpus_per_node, params=params)
+    check_in_backward(accumulate, offload, no_sync=bool(no_sync), asked=bool(optimizer_in_backward))
     asked = Asked(
         ranks=ranks,
         stages=tuple(each for each in STAGES if each or not (once or spread)) if stage is None else (stage,),
-        recipe=recipes.recipe(
-            preset or ("paper" if params is not None else "zeroshard"), optimizer=optimizer, custom=bytes
+        recipe=dataclasses.replace(
+            recipes.recipe(
+                preset or ("paper" if params is not None else "zeroshard"), optimizer=optimizer, custom=bytes
+            ),
+            in_backward=bool(optimizer_in_backward),
         ),
         gpu_mem=None if gpu_mem is None else quantities.budget(gpu_mem, "gpu_mem"),
         accumulate=accumulate,

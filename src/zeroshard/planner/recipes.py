@@ -24,6 +24,7 @@ class Recipe:
 
     sent: bytes of one gradient element on its way to the reduction (None: the parameters').
     cast: fraction of the parameters that, where they are sharded, are cast from masters and not kept beside them.
+    in_backward: is each bucket stepped in backward? Then gradients take their bytes in passing, and rest nowhere.
     per_tensor: bytes per parameter tensor and rank, whatever its size: step counters. Only a layout knows how many.
     """
 
@@ -35,10 +36,16 @@ class Recipe:
     per_tensor: Mapping[str, int] = field(default_factory=dict)
     says: str = ""
     cast: Fraction = Fraction()
+    in_backward: bool = False
+
+    @property
+    def kept_gradients(self) -> Bytes:
+        """Bytes of one element of a gradient at rest."""
+        return self.gradients * (not self.in_backward)
 
     @property
     def total(self) -> Bytes:
-        return self.parameters + self.gradients + sum(self.optimizer.values(), Fraction())
+        return self.parameters + self.kept_gradients + sum(self.optimizer.values(), Fraction())
 
     @property
     def reduced(self) -> Bytes:
@@ -58,7 +65,7 @@ class Recipe:
     def states(self, place: Placements) -> Iterator[tuple[str, Bytes, Degree]]:
         """(state, bytes per parameter, over which ranks it is sharded), in the order they are shown."""
         yield "parameters", self.parameters * (1 - self.cast * place.together), place.parameters
-        yield "gradients", self.gradients, place.gradients
+        yield "gradients", self.kept_gradients, place.gradients
         for state, nbytes in self.optimizer.items():
             yield state, nbytes, place.optimizer
 
@@ -71,7 +78,7 @@ class Recipe:
         return " + ".join(f"{number(each[degree])}{over[degree]}" for degree in over if each.get(degree))
 
     def json(self) -> dict[str, object]:
-        states = {"parameters": self.parameters, "gradients": self.gradients, **self.optimizer}
+        states = {"parameters": self.parameters, "gradients": self.kept_gradients, **self.optimizer}
         return {
             "name": self.name,
             "bytes_per_parameter": {state: plain(nbytes) for state, nbytes in states.items()},

@@ -31,6 +31,7 @@ from ..layout import Layout
 from ..numerics import Precision
 from ..ranks.comm import Comm, Simulated
 from ..tiers.tier import Offload
+from .asked import check_in_backward
 from .job import Job, build
 from .optimizers import asked_with, probe
 
@@ -77,23 +78,24 @@ def simulate(
     no_sync: bool = False,
     checkpoint: bool = False,
     mesh: Mapping[str, int] | None = None,
+    optimizer_in_backward: bool = False,
 ) -> Simulation:
     """Run three steps of `module:function` (or of a function that returns a job's parts) as rank `rank` of `ranks`.
 
     offload: no file is made, whatever rests there. no_sync: all backwards of a step but the last are added up on the
     rank. checkpoint: as `Layout(recompute=True)`. mesh: {"edp": 64, "ep": 16}, the axes that stand for a `DeviceMesh`,
-    for `Layout(along=...)`; the job makes one rank's rows. Raises `UserError` for what cannot be built, or needs values
-    (`.item()`) to run.
+    for `Layout(along=...)`; the job makes one rank's rows. optimizer_in_backward: as `shard`'s.
+    Raises `UserError` for what cannot be built, or needs values (`.item()`) to run.
     """
     for name, value, least in (("ranks", ranks, 1), ("accumulate", accumulate, 1), ("rank", rank, 0)):
         if type(value) is not int or value < least:
             raise UserError(f"{name} is a number of at least {least}", got=repr(value))
     if rank >= ranks:
         raise UserError("no such rank", expected=f"0 to {ranks - 1}", got=rank)
+    check_in_backward(accumulate, offload, no_sync=no_sync, asked=optimizer_in_backward)
     axes = tuple((mesh or {}).items())
     if axes and math.prod(length for _, length in axes) != ranks:
         raise UserError("the axes of a mesh multiply to its ranks", expected=ranks, got=dict(axes))
-    comm = Comm() if comm is None else comm
     with without_values():
         built = build(job)
         built.need("optimizer", "batch", "loss")
@@ -107,7 +109,8 @@ def simulate(
             precision=precision,
             offload=offload,
             layout=dataclasses.replace(layout or Layout(), recompute=True) if checkpoint else layout,
-            comm=dataclasses.replace(comm, group=Simulated(rank, ranks, axes)),
+            comm=dataclasses.replace(comm or Comm(), group=Simulated(rank, ranks, axes)),
+            optimizer_in_backward=optimizer_in_backward,
         )
         counted = Counter(zero)
         for step in range(STEPS):

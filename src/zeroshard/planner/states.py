@@ -251,7 +251,7 @@ def of_recipe(
 
     def stored(bucket: Bucket) -> Stored:
         copied = resting is not None and updated_apart(resting[bucket.index])
-        return Stored(recipe.parameters, recipe.gradients, master or recipe.parameters * copied, bool(recipe.cast))
+        return Stored(recipe.parameters, recipe.kept_gradients, master or recipe.parameters * copied, bool(recipe.cast))
 
     sits = seat(rank, partition.ranks * replicas, replicas)
     return Holding(partition, place, sits, stored, lambda bucket, slot: kept, resting, along)
@@ -317,7 +317,7 @@ def fullest_rank(
     parts: what each rank of all replicas updates, where the optimizer is sharded over them. Then it is a rank.
     """
     cast = recipe.cast * place.together
-    stored = recipe.parameters * (1 - cast) * bool(place.parameters) + recipe.gradients * bool(place.gradients)
+    stored = recipe.parameters * (1 - cast) * bool(place.parameters) + recipe.kept_gradients * bool(place.gradients)
     master = recipe.optimizer.get("master", Fraction()) * bool(place.optimizer)
     kept = sum((nbytes for state, nbytes in recipe.optimizer.items() if state != "master"), Fraction())
     each = sum(recipe.per_tensor.values())

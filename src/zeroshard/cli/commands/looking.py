@@ -11,6 +11,7 @@ from zeroshard.cli.commands.options import (
     GRID,
     WHERE,
     AsJson,
+    InBackward,
     OffloadPath,
     Over,
     option,
@@ -44,6 +45,7 @@ class Grid:
     replicas: Annotated[
         str, option(GRID, "And with that many copies of the sharded model, where they divide the ranks: 1,2,4.")
     ] = "1"
+    optimizer_in_backward: InBackward = False
     optimizer_over: Annotated[
         str, option(GRID, "Which ranks share its states: each replica's (team), all replicas' (all), or team,all.")
     ] = "team"

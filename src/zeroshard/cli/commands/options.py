@@ -108,6 +108,14 @@ GradDtypeOfJob = Annotated[
     GradDtype | None,
     unset(RUN, "What a job's gradients are added up in. [dim]\\[default: fp32 of 16-bit ones][/dim]"),
 ]
+InBackward = Annotated[
+    bool,
+    option(
+        RUN,
+        "Each bucket is stepped in backward, as its gradients come; they rest nowhere then.",
+        "--optimizer-in-backward",
+    ),
+]
 OffloadPath = Annotated[str, unset(WHERE, "The folder on a local disk for states in files.", "DIR")]
 Job = Annotated[str, typer.Argument(metavar="MODULE:FUNCTION", help="train:job, or path/to/train.py:job.")]
 AsJson = Annotated[bool, option(ANSWER, "Print one JSON object, with bytes as integers.", "--json")]

@@ -15,6 +15,7 @@ from zeroshard.cli.commands.options import (
     WHAT,
     AsJson,
     GradDtypeOfJob,
+    InBackward,
     Job,
     Over,
     Replicas,
@@ -60,6 +61,7 @@ class Sharding:
         unset(RUN, "Stage, tiers and the rest from a config: DeepSpeed's JSON or Accelerate's YAML.", "FILE"),
     ] = None
     accumulate: Annotated[int, option(RUN, "Backwards per step.")] = 1
+    optimizer_in_backward: InBackward = False
     no_sync: Annotated[bool, option(RUN, "Gradients are added up on the rank and reduced once.", "--no-sync")] = False
     precision: Annotated[
         str | None,
@@ -160,6 +162,7 @@ class Simulated:
     stage: Stage = 3
     machine: Annotated[str, option(COMMON, "dgx-2, a100, a100-ethernet or h100.")] = "a100"
     accumulate: Annotated[int, option(RUN, "Backwards per step.")] = 1
+    optimizer_in_backward: InBackward = False
     precision: Annotated[
         Precision,
         option(

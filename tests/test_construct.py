@@ -88,6 +88,7 @@ def test_public_names_are_locked():
             ("keep", ()),
             ("split_master", False),
             ("fp8", False),
+            ("scaling", "tensor"),
         ],
         Offload: [
             ("parameters", "device"),

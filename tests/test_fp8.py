@@ -36,17 +36,18 @@ ALL = torch.arange(256, dtype=torch.uint8)
 
 def through(values, scale=None):
     """What 8 bits keep of a tensor; and its scale."""
-    scale = fp8.as_fp32(fp8.scales_for(fp8.largest(values))) if scale is None else scale
+    tiles = fp8.grid(values.shape, "tensor")
+    scale = fp8.as_fp32(fp8.scales_of(values, tiles)) if scale is None else scale.view(1)
     raw, back = torch.empty(values.numel(), dtype=torch.uint8), torch.empty_like(values)
-    fp8.quantise_(raw, values, scale)
-    fp8.dequantise_(back, raw, scale)
-    return back, scale
+    fp8.quantise_(raw, values, scale, tiles)
+    fp8.dequantise_(back, raw, scale, tiles)
+    return back, scale[0]
 
 
 @hypothesis.given(strategies.floats(width=32, min_value=0, allow_nan=False, allow_infinity=False))
 def test_a_scale_is_the_least_at_which_the_largest_number_fits(most):
     """448 times it is not below the largest magnitude, and 448 times half of it is; but no scale is a subnormal."""
-    scale = float(fp8.as_fp32(fp8.scales_for(fp8.largest(torch.tensor([-most, most / 2])))))
+    scale = float(through(torch.tensor([-most, most / 2]))[1])
     assert math.log2(scale).is_integer() and most <= 448 * scale
     assert most > 448 * scale / 2 or scale == 2.0**-126
 
@@ -91,7 +92,7 @@ def test_bytes_are_read_where_they_came_to_lie(dtype, numel):
     full = torch.zeros(numel, dtype=dtype)
     end = full.view(torch.uint8)[-numel:]
     end.copy_(raw)
-    fp8.dequantise_(full, end, scale)
+    fp8.dequantise_(full, end, scale.view(1), fp8.grid([numel], "tensor"))
     want = (raw.view(torch.float8_e4m3fn).float() * scale).to(dtype)
     assert torch.equal(full.nan_to_num(7), want.nan_to_num(7))
 
@@ -101,10 +102,50 @@ def test_bytes_are_read_where_they_came_to_lie(dtype, numel):
 def test_a_byte_looked_up_has_the_bits_of_torchs_cast(dtype, scale):
     """Also where the dtype has no such number, or only a subnormal one."""
     got, scale = torch.empty(256, dtype=dtype), torch.tensor(scale)
-    fp8.dequantise_(got, ALL, scale)
+    one = scale.view(1), fp8.grid([256], "tensor")
+    fp8.dequantise_(got, ALL, *one)
     want = (ALL.view(torch.float8_e4m3fn).to(torch.float32) * scale).to(dtype)
     reference.assert_same({"numbers": got}, {"numbers": want})
-    assert all(torch.equal(reference.bits(n), reference.bits(got)) for _, n in fp8.dequantised(ALL, scale, dtype))
+    assert all(torch.equal(reference.bits(n), reference.bits(got)) for _, n in fp8.dequantised(ALL, *one, dtype))
+
+
+SHAPES = [(300, 260), (128, 128), (5, 7), (1, 300), (300,), (2, 130, 129), (3000, 200)]
+
+
+def tiled(master, scaling):
+    """In plain words: each tile by itself."""
+    if scaling == "tensor":
+        return in_8_bits(master)
+    tall, wide = map(int, scaling.split("x"))
+    rows = master.reshape(-1, master.shape[-1])
+    out = torch.empty_like(rows)
+    for row, column in itertools.product(range(0, rows.shape[0], tall), range(0, rows.shape[1], wide)):
+        where = slice(row, row + tall), slice(column, column + wide)
+        out[where] = in_8_bits(rows[where])
+    return out.view(master.shape)
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "128x128", "1x128"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_tile_is_scaled_by_its_own_largest_number_however_a_tensor_is_cut(shape, scaling):
+    """Three ranks, cut anywhere: a scale is the largest that one of them asks for. What is read lies in the same memory."""
+    torch.manual_seed(0)
+    master = torch.randn(shape) * torch.logspace(-3, 3, shape[-1])
+    tiles, flat = fp8.grid(shape, scaling), master.view(-1)
+    cuts = [0, flat.numel() // 3, flat.numel() * 2 // 3 + 1, flat.numel()]
+    asked = [fp8.scales_of(flat[a:b], tiles, a) for a, b in itertools.pairwise(cuts)]
+    assert torch.stack(asked).amax(0).tolist() == fp8.scales_of(flat, tiles).tolist()
+    scales, full = fp8.as_fp32(torch.stack(asked).amax(0)), torch.empty(flat.numel(), dtype=torch.bfloat16)
+    raw = full.view(torch.uint8)[-flat.numel() :]
+    for a, b in itertools.pairwise(cuts):
+        fp8.quantise_(raw[a:b], flat[a:b], scales, tiles, a)
+    part = torch.cat([n for _, n in fp8.dequantised(raw[cuts[1] : cuts[2]], scales, tiles, torch.float32, cuts[1])])
+    fp8.dequantise_(full, raw, scales, tiles)
+    want = tiled(master, scaling).view(-1)
+    assert torch.equal(part, want[cuts[1] : cuts[2]]) and torch.equal(full, want.bfloat16())
+    across = {"tensor": 1, "128x128": -(-shape[-1] // 128), "1x128": -(-shape[-1] // 128)}[scaling]
+    rows = flat.numel() // shape[-1]
+    assert len(scales) == across * {"tensor": 1, "128x128": -(-rows // 128), "1x128": rows}[scaling]
 
 
 # ------------------------------------------------------------------------------------------------------ the same bits
@@ -151,13 +192,13 @@ def all_trained(cases):
     return [trained(stage, precision, **settings) for stage, precision, settings in cases]
 
 
-def plain(dtype=None, *, world=1, every=4):
+def plain(dtype=None, *, world=1, every=4, scaling="tensor"):
     """The same in plain PyTorch: of linear layers the modules compute with what 8 bits keep of fp32 masters."""
     model = models.build("gpt", **GPT)
     history, _ = reference.accumulate_with_masters(
         model, partial(torch.optim.AdamW, lr=1e-2), partial(models.batch, "gpt"), partial(models.loss, "gpt"),
         world, every // world, dtype=dtype, steps=3, clip=0.5, norm=total_norm, average=True,
-        rounded=lambda name, master: in_8_bits(master) if linear(name) else master,
+        rounded=lambda name, master: tiled(master, scaling) if linear(name) else master,
     )  # fmt: skip
     return history.losses, reference.weights(model)
 
@@ -184,6 +225,18 @@ def test_modules_compute_in_bf16_with_numbers_of_8_bits():
     for runs in ranks.run(2, all_trained, [(3, low, {}), (1, low, {})], timeout=120):
         for _, got in runs:
             reference.assert_same(got, weights)
+
+
+@pytest.mark.row(104)
+@pytest.mark.parametrize("scaling", ["128x128", "1x128"])
+def test_scales_of_tiles_have_the_same_bits_at_every_stage(scaling):
+    """Tiles that several ranks have parts of too."""
+    precision = dataclasses.replace(FP8, scaling=scaling)
+    losses, weights = plain(world=2, scaling=scaling)
+    for rank, runs in enumerate(ranks.run(2, all_trained, [(stage, precision, {}) for stage in range(4)], timeout=120)):
+        for mine, got in runs:
+            reference.assert_same(got, weights)
+            assert mine == [each for step in losses for each in step[rank::2]]
 
 
 OTHERS = {
@@ -224,6 +277,25 @@ def test_8_bits_have_the_same_bits_wherever_states_rest(world, tmp_path):
             assert mine == [each for step in losses for each in step[rank::world]], case
 
 
+def stepped_in_backward(stage, early):
+    model = models.build("gpt", **GPT)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    settings = {"layout": Layout(bucket_mib=0.005), "comm": Comm(timeout=60), "optimizer_in_backward": early}
+    zero = zeroshard.shard(model, optimizer, stage=stage, precision=FP8, **settings)
+    steps(model, optimizer, zero, range(3), clip=None, every=zero.world_size)
+    with zero.gathered():
+        return reference.weights(model)
+
+
+@pytest.mark.row(104)
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_8_bits_have_the_same_bits_where_backward_steps(stage):
+    """Bytes of all buckets are made when backward ends: until then its gathers bring the weights that it began with."""
+    want = ranks.run(2, stepped_in_backward, stage, False, timeout=60)[0]
+    for got in ranks.run(2, stepped_in_backward, stage, True, timeout=60):
+        reference.assert_same(got, want)
+
+
 # ------------------------------------------------------------------------------------------------------- which, and bytes
 
 
@@ -251,8 +323,8 @@ def test_routers_frozen_and_kept_weights_stay_as_they_are():
     assert resting(zero) == {"up.weight"}
 
 
-def counted(stage):
-    model, optimizer, zero = start(stage)
+def counted(stage, scaling="tensor"):
+    model, optimizer, zero = start(stage, dataclasses.replace(FP8, scaling=scaling))
     steps(model, optimizer, zero, range(2))
     before = zero.ledger().traffic["gather"].logical
     steps(model, optimizer, zero, range(2, 3), every=zero.world_size)
@@ -276,6 +348,14 @@ def test_a_byte_moves_and_rests_of_each_element(stage):
         # Stage 3: forward and backward; 1 and 2: after the step. Stage 0 sends averages of gradients.
         passes = {0: 0, 1: 1, 2: 1, 3: 2}[stage]
         assert stage == 0 or gathered == passes * (low + 4 * high)
+
+
+def test_scales_of_tiles_are_planned_to_the_byte():
+    """Of 24 or 96 columns, and as many rows: a scale for each row, or one for all."""
+    rows = 2 * (72 + 24 + 96 + 24) + 61
+    for scaling, number in (("1x128", rows), ("128x128", 9)):
+        for held, *_, said in ranks.run(2, counted, 3, scaling, timeout=60):
+            assert held["scales"] == said["scales"] == number
 
 
 def planned(cases, folder):
@@ -545,6 +625,8 @@ def frozen():
 
 
 REFUSED = {
+    "scaling": (lambda: Precision(fp8=True, scaling="block"), "(?s)each scale is.*1x128, 128x128.*'block'"),
+    "nothing to scale": (lambda: Precision(scaling="1x128"), "(?s)each scale is.*fp8=False"),
     "a word": (lambda: Precision(fp8="yes"), "takes patterns"),
     "as the dtype": (lambda: Precision(param_dtype=torch.float8_e4m3fn), r"fp8=True\), which computes in the first"),
     "fp64": (lambda: Precision(param_dtype=torch.float64, fp8=True), "compute in 16 or 32 bits"),

@@ -1,19 +1,25 @@
-"""Numbers of 8 bits with a scale for each tensor: the only place that rounds to them, and reads them.
+"""Numbers of 8 bits with a scale for each tensor, or for each tile of it: the only place that rounds to them.
 
     a weight that modules compute with   fp8(master / scale) * scale, in the dtype that they compute in
-    scale                                2^e, the least with which no master of the tensor is above 448 * scale
+    scale                                2^e, the least with which no master of the tile is above 448 * scale
 
 The largest magnitude is taken now, of the masters themselves, and its maximum over ranks is exact. A division by a
 power of two is exact as well, so a weight is rounded once, from fp32, to the nearest of 8 bits and ties to even; going
 over bfloat16 would round twice. Reading it back is exact but where a 16-bit dtype has no such small number.
 
-A scale is a byte, e + 127. Of a tensor with a master that is no number, or infinite, it is 255: then all of that tensor
-is read as NaN, since 8 bits know no infinity and would make the largest number of it.
+A scale is a byte, e + 127. Of a tile with a master that is no number, or infinite, it is 255: then all of that tile is
+read as NaN, since 8 bits know no infinity and would make the largest number of it. Of more magnitudes the scale is the
+largest of the scales, so ranks send each other bytes.
+
+A tile is the whole tensor, or so many rows of so many elements. What a rank has of a tensor may begin and end inside
+of tiles and of rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,14 +32,86 @@ _INFINITE, _MANTISSA = 0x7F800000, 23  # the bits of fp32's infinity; how many b
 _CARRY = 0x1FFFFF  # added to the mantissa of what is above 1.75 * 2^k, it makes k one more: 448 is 1.75 * 2^8
 
 
-def largest(masters: Tensor) -> Tensor:
-    """int32, no dimension: the bits of the largest magnitude, of which a maximum is one of magnitudes; NaN is above."""
-    low, high = torch.aminmax(masters)
-    return torch.maximum(-low, high).view(torch.int32) & 0x7FFFFFFF
+class Grid(NamedTuple):
+    """The tiles of a tensor of so many rows and columns, each so tall and wide; at the ends they are smaller."""
+
+    rows: int
+    columns: int
+    tall: int
+    wide: int
+
+    @property
+    def across(self) -> int:
+        return -(-self.columns // self.wide)
+
+    @property
+    def number(self) -> int:
+        """How many tiles, and so scales, row by row."""
+        return -(-self.rows // self.tall) * self.across
+
+    def pieces(self, first: int, numel: int) -> Iterator[Piece]:
+        """So many elements of the tensor from the first-th on, few at a time, so that what is made of them stays in the
+        cache: in pieces that are whole tiles across, or a part of one."""
+        for start in range(first, first + numel, CHUNK):
+            yield from self._pieces(start, min(start + CHUNK, first + numel))
+
+    def _pieces(self, first: int, last: int) -> Iterator[Piece]:
+        while first < last:
+            row, column = divmod(first, self.columns)
+            rows = 1 if column else max((last - first) // self.columns, 1)
+            at, end = column, min(self.columns, column + last - first)
+            while at < end:
+                split = at % self.wide or end - at < self.wide
+                width = min(self.wide - at % self.wide, end - at) if split else (end - at) // self.wide * self.wide
+                tiles = 1 if split else width // self.wide
+                yield Piece(first + at - column, row, rows, at // self.wide, tiles, width // tiles, self)
+                at += width
+            first += rows * (end - column)
 
 
-def scales_for(bits: Tensor) -> Tensor:
-    """uint8: of magnitudes by `largest` the scales."""
+class Piece(NamedTuple):
+    """Of some rows, elements of some tiles that lie side by side: in each row those of `tiles` from `tile` on."""
+
+    start: int
+    row: int
+    rows: int
+    tile: int
+    tiles: int
+    width: int
+    grid: Grid
+
+    def of(self, flat: Tensor, first: int) -> Tensor:
+        """[rows, tiles, width]: a view, of elements that begin with the tensor's first-th."""
+        shape, strides = (self.rows, self.tiles, self.width), (self.grid.columns, self.width, 1)
+        return flat.as_strided(shape, strides, flat.storage_offset() + self.start - first)
+
+    def bands(self, like: Tensor) -> Tensor:
+        """[rows]: in which row of tiles each is."""
+        return torch.arange(self.row, self.row + self.rows, device=like.device) // self.grid.tall
+
+    def beside(self, scales: Tensor) -> Tensor:
+        """Of each row of tiles, the ones here: a view."""
+        return scales.view(-1, self.grid.across)[:, self.tile : self.tile + self.tiles]
+
+
+TILES = {"tensor": None, "1x128": (1, 128), "128x128": (128, 128)}  # Precision.scaling: rows and columns of a tile
+
+
+def grid(shape: Sequence[int], scaling: str) -> Grid:
+    """The tiles of a tensor: its last dimension counts columns, all others rows."""
+    tile, numel = TILES[scaling], math.prod(shape)
+    if tile is None or not numel:
+        return Grid(1, max(numel, 1), 1, max(numel, 1))
+    columns = shape[-1] if shape else 1
+    return Grid(numel // columns, columns, *tile)
+
+
+def scales_of(masters: Tensor, tiles: Grid, first: int = 0) -> Tensor:
+    """uint8, a scale for each tile: as far as the masters from the tensor's first-th on tell, else the least one."""
+    bits = torch.zeros(tiles.number, dtype=torch.int32, device=masters.device)
+    for piece in () if simulated(masters) else tiles.pieces(first, masters.numel()):
+        most = piece.of(masters, first).abs().amax(2).view(torch.int32)  # magnitudes compare like their bits
+        piece.beside(bits).scatter_reduce_(0, piece.bands(bits)[:, None].expand_as(most), most, "amax")
     found = (((bits.clamp(max=_INFINITE) + _CARRY) >> _MANTISSA) - 8).clamp(min=1)
     return torch.where(bits >= _INFINITE, NO_NUMBER, found).to(BYTE)
 
@@ -44,10 +122,11 @@ def as_fp32(scales: Tensor) -> Tensor:
     return ((exponents << _MANTISSA) | (exponents == NO_NUMBER).to(torch.int32) << _MANTISSA - 1).view(torch.float32)
 
 
-def quantise_(raw: Tensor, masters: Tensor, scale: Tensor) -> None:
-    """raw = fp8(masters / scale), as bytes. Both are 1-D; scale: fp32, no dimension."""
-    for at in range(0, 0 if simulated(raw) else raw.numel(), CHUNK):
-        raw[at : at + CHUNK] = (masters[at : at + CHUNK] / scale).to(FORMAT).view(BYTE)
+def quantise_(raw: Tensor, masters: Tensor, scales: Tensor, tiles: Grid, first: int = 0) -> None:
+    """raw = fp8(masters / scale), as bytes. Both are 1-D, from the tensor's first-th on; scales: fp32, of all tiles."""
+    for piece in () if simulated(raw) else tiles.pieces(first, raw.numel()):
+        by = piece.beside(scales)[piece.bands(scales)].unsqueeze(2)
+        piece.of(raw, first).copy_((piece.of(masters, first) / by).to(FORMAT).view(BYTE))
 
 
 def _numbers(scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -56,17 +135,26 @@ def _numbers(scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (every.view(FORMAT).to(torch.float32) * scale).to(dtype)
 
 
-def dequantised(raw: Tensor, scale: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+def dequantised(
+    raw: Tensor, scales: Tensor, tiles: Grid, dtype: torch.dtype, first: int = 0
+) -> Iterator[tuple[slice, Tensor]]:
     """What bytes stand for, a piece after the other, in memory of its own: (where, the numbers)."""
-    numbers = _numbers(scale, dtype)
+    one = tiles.number == 1
+    numbers = _numbers(scales[0], dtype) if one else _numbers(torch.ones_like(scales[0]), torch.float32)
     for at in range(0, 0 if simulated(raw) else raw.numel(), CHUNK):
-        where = slice(at, at + CHUNK)
-        yield where, numbers.index_select(0, raw[where].to(torch.int32))
+        found = numbers.index_select(0, raw[at : at + CHUNK].to(torch.int32))
+        for piece in () if one else tiles.pieces(first + at, found.numel()):
+            piece.of(found, first + at).mul_(piece.beside(scales)[piece.bands(scales)].unsqueeze(2))
+        yield slice(at, at + found.numel()), found.to(dtype)
 
 
-def dequantise_(values: Tensor, raw: Tensor, scale: Tensor) -> None:
+def dequantise_(values: Tensor, raw: Tensor, scales: Tensor, tiles: Grid) -> None:
     """values = what the bytes stand for, which may be the last ones of the memory that is written to."""
-    numbers, numel = _numbers(scale, values.dtype), 0 if simulated(raw) else raw.numel()
+    if tiles.number > 1:
+        for where, found in dequantised(raw, scales, tiles, values.dtype):
+            values[where] = found
+        return
+    numbers, numel = _numbers(scales[0], values.dtype), 0 if simulated(raw) else raw.numel()
     places = torch.empty(min(numel, CHUNK), dtype=torch.int32, device=raw.device)
     for at in range(0, numel, CHUNK):
         part = raw[at : at + CHUNK]

@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from .errors import UserError, nearest
 
 Nonfinite = Literal["ignore", "raise", "skip"]
+Scaling = Literal["tensor", "1x128", "128x128"]
 CHUNK = 1 << 18  # elements handled at a time: 1 MiB of scratch stays in the cache, and calls are few
 LOW = (torch.bfloat16, torch.float16)
 COMPUTED = (*LOW, torch.float32)  # what modules may compute in with parameters of 8 bits
@@ -61,6 +62,8 @@ class Precision:
         tensor. True: the weights of all trained `nn.Linear`, but for routers (modules called "router" or "gate") and
         `keep`. Modules compute in `param_dtype` with the numbers that these stand for. Masters are fp32, seeded before
         anything is rounded, and rounded once, to 8 bits. Such weights are edited inside `gathered()` only.
+    scaling: of which part of such a tensor each scale is: "tensor", all of it; "128x128", so many rows and columns; or
+        "1x128" of a row. Columns are the last dimension, rows all others.
     """
 
     param_dtype: torch.dtype | None = None
@@ -73,6 +76,7 @@ class Precision:
     keep: Sequence[str] = ()
     split_master: bool = False
     fp8: bool | Sequence[str] = False
+    scaling: Scaling = "tensor"
 
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype", "grad_dtype", "master_dtype"):
@@ -141,6 +145,13 @@ class Precision:
                 "Precision.fp8 takes patterns of parameters that rest and travel in 8 bits, or a yes or a no",
                 got=repr(self.fp8),
                 instead='Precision(fp8=["*.mlp.*.weight"]), or Precision(fp8=True) for the weights of linear layers',
+            )
+        if self.scaling not in get_args(Scaling) or (self.scaling != "tensor" and not self.fp8):
+            raise UserError(
+                "Precision.scaling says of which part of a tensor in 8 bits each scale is",
+                expected=f"one of {', '.join(get_args(Scaling))}, with fp8=True or patterns",
+                got=f"scaling={self.scaling!r}, fp8={self.fp8!r}",
+                instead='Precision(param_dtype=torch.bfloat16, fp8=True, scaling="128x128")',
             )
         others = self.param_dtype not in (None, *COMPUTED) or self.master_dtype not in (None, torch.float32)
         if self.fp8 and (others or self.split_master):

@@ -5,6 +5,7 @@ Nothing of the model changes before every rank has agreed that it can and will d
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -201,7 +202,7 @@ class Assembly:
                 if self.in_backward:
                     tiers["gradients"] = PassingTier(self.tier)
                 align, place = self.partition.align, self.placements
-                kind = QuantisedBuffer if bucket.fp8 else Buffer
+                kind = functools.partial(QuantisedBuffer, scaling=self.precision.scaling) if bucket.fp8 else Buffer
                 buffer = kind(bucket, params, align, place, self.precision, self.group, self.tier, tiers, self.saved)
                 for index, param in enumerate(params):
                     param._zeroshard = Place(buffer, index)  # type: ignore[attr-defined]

@@ -2,7 +2,7 @@
 
     masters, fp32            each step's scales are made from these, and then what rests
     parameters, 1 byte       the shard, or all of them: rest beside their masters at every stage; what a gather moves
-    scales, 1 byte a tensor  on every rank the same
+    scales, 1 byte a tile    on every rank the same
     gathered, 16 or 32 bits  what modules compute with; the bytes arrive in the last of this memory, and are read there
 
 To everybody else such parameters are as those that rest in another tier: gathered for use at every stage.
@@ -10,8 +10,9 @@ To everybody else such parameters are as those that rest in another tier: gather
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -79,15 +80,28 @@ def check_fp8(partition: Partition, offload: Offload) -> None:
         )  # fmt: skip
 
 
+class Part(NamedTuple):
+    """What some elements of a bucket have of one slot: where among them, and how it is scaled."""
+
+    where: slice
+    tiles: fp8.Grid
+    first: int  # element of the tensor
+    scales: Tensor  # fp32, of all its tiles
+    held: slice  # which of the bucket's these are
+
+
 class QuantisedBuffer(Buffer):
     """The memory of one bucket on one rank, whose parameters rest as `fp8` says."""
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args: Any, scaling: str) -> None:
         super().__init__(*args)
         self.resident = False
         self.format = fp8.BYTE
-        self.scales = self.tier.reserve("scales", len(self.bucket.slots), fp8.BYTE)
-        self._seen: Tensor | None = None  # the largest masters that a step has left, where these rest elsewhere now
+        self.grids = [fp8.grid(slot.shape, scaling) for slot in self.bucket.slots]
+        ends_at = [*itertools.accumulate((tiles.number for tiles in self.grids), initial=0)]
+        self._held = [slice(*pair) for pair in itertools.pairwise(ends_at)]  # of each slot, which scales are its own
+        self.scales = self.tier.reserve("scales", ends_at[-1], fp8.BYTE)
+        self._seen: Tensor | None = None  # what the masters ask for that a step has left, and that rest elsewhere now
         self._arriving: Tensor | None = None  # the bytes that a gather brings
         self._apart = False  # are these in memory of their own?
 
@@ -102,53 +116,53 @@ class QuantisedBuffer(Buffer):
 
     # --- from masters to bytes --------------------------------------------------------------------------------------
 
-    def _pieces(self, first: int, last: int) -> Iterator[tuple[int, slice]]:
-        """(number of a slot, where of elements [first, last) it is)."""
-        for number, slot in enumerate(self.bucket.slots):
-            part = slot.slice_of(first, last)
-            if part.stop > part.start:
-                yield number, part
+    def _parts(self, first: int, last: int, scales: Tensor | None = None) -> Iterator[Part]:
+        """What of each slot is among elements [first, last). scales: those of this bucket, as they rest."""
+        stood = fp8.as_fp32(self.scales if scales is None else scales)
+        for slot, tiles, held in zip(self.bucket.slots, self.grids, self._held, strict=True):
+            inside = slot.within(first, last)
+            if inside.numel:
+                yield Part(slot.slice_of(first, last), tiles, inside.start, stood[held], held)
 
-    def _largest(self, masters: Tensor, first: int, last: int) -> Tensor:
-        found = torch.zeros(len(self.bucket.slots), dtype=torch.int32, device=masters.device)
-        for number, part in () if simulated(masters) else self._pieces(first, last):
-            found[number] = fp8.largest(masters[part])
+    def _scales(self, masters: Tensor, first: int, last: int) -> Tensor:
+        found = torch.ones(len(self.scales), dtype=fp8.BYTE, device=masters.device)
+        for part in self._parts(first, last):
+            found[part.held] = fp8.scales_of(masters[part.where], part.tiles, part.first)
         return found
 
     def _quantise(self, raw: Tensor, masters: Tensor, first: int, last: int) -> None:
-        scales = fp8.as_fp32(self.scales).to(masters.device)
-        for number, part in self._pieces(first, last):
-            fp8.quantise_(raw[part], masters[part], scales[number])
+        for part in self._parts(first, last, self.scales.to(masters.device)):
+            fp8.quantise_(raw[part.where], masters[part.where], part.scales, part.tiles, part.first)
 
     def _fill(self, resting: Tensor, source: Tensor) -> None:
-        self.scales.copy_(fp8.scales_for(self._largest(source, 0, self.bucket.numel)))
+        self.scales.copy_(self._scales(source, 0, self.bucket.numel))
         first, last = self.parameters.first, self.parameters.last
         self._quantise(resting, source[first:last], first, last)
         self.gathered.current = False  # it was not rounded, and goes at once
 
     def look(self) -> None:
         """A step has left these masters, and is about to put them where they rest."""
-        self._seen = self._largest(self.target, *self.updated)
+        self._seen = self._scales(self.target, *self.updated)
 
     def forget(self) -> None:
         """The masters are others than a step has left."""
         self._seen = None
 
-    def largest(self) -> Tensor:
-        """int32, for each slot the bits of the largest magnitude that this rank's masters of it have."""
+    def scales_here(self) -> Tensor:
+        """The scales that this rank's masters ask for."""
         if self._seen is not None:
             return self._seen
         try:
             with self.updating.here(changed=False):
-                return self._largest(self.target, *self.updated)
+                return self._scales(self.target, *self.updated)
         except TierError as error:  # the others wait for an answer, and will hear of it
             self._group.report(error)
-            return torch.zeros(len(self.bucket.slots), dtype=torch.int32, device=self.tier.device)
+            return self.scales
 
-    def requantise(self, largest: Tensor) -> None:
-        """New bytes of this rank's masters, of which all ranks' have these largest magnitudes."""
+    def requantise(self, scales: Tensor) -> None:
+        """New bytes of this rank's masters, at the scales that all ranks' ask for."""
         self.land()
-        self.scales.copy_(fp8.scales_for(largest))
+        self.scales.copy_(scales)
         first, last = self.updated
         copied = self.tier.ledger.note("copy", state="master", bucket=self.bucket.index, logical=last - first)
         alone = self.place.together  # all that rests here is written
@@ -191,11 +205,11 @@ class QuantisedBuffer(Buffer):
             self.edits.agree(self._mine)
 
     def _dequantise(self, full: Tensor, raw: Tensor) -> None:
-        scales, end = fp8.as_fp32(self.scales), 0
-        for number, slot in enumerate(self.bucket.slots):
-            full[end : slot.start] = 0  # padding, which ranks compare
-            fp8.dequantise_(full[slot.start : slot.stop], raw[slot.start : slot.stop], scales[number])
-            end = slot.stop
+        end = 0
+        for part in self._parts(0, self.bucket.numel):
+            full[end : part.where.start] = 0  # padding, which ranks compare
+            fp8.dequantise_(full[part.where], raw[part.where], part.scales, part.tiles)
+            end = part.where.stop
         full[end:] = 0
 
     def open(self) -> None:
@@ -217,15 +231,18 @@ class QuantisedBuffer(Buffer):
             return False
         self.land()
         self.rebind()
-        mine, scales, first = self._mine, fp8.as_fp32(self.scales), self.parameters.first
+        mine = self._mine
         if self.edits.untouched(mine):
             return False
         with self.parameters.here(changed=False) as resting:
             return not all(
-                same_bits(numbers, mine[part][where])
-                for number, part in self._pieces(first, self.parameters.last)
-                for where, numbers in fp8.dequantised(resting[part], scales[number], self.dtype)
+                same_bits(numbers.to(mine.device), mine[part.where][where])
+                for part in self._parts(self.parameters.first, self.parameters.last, self.scales.to(resting.device))
+                for where, numbers in self._numbers(resting, part)
             )
+
+    def _numbers(self, resting: Tensor, part: Part) -> Iterator[tuple[slice, Tensor]]:
+        return fp8.dequantised(resting[part.where], part.scales, part.tiles, self.dtype, part.first)
 
     def _keep_edits(self) -> bool:
         """Scales are all ranks' together, so nothing can follow by itself."""
@@ -250,12 +267,13 @@ class QuantisedBuffer(Buffer):
     def take_edits(self) -> None:
         """Masters take what was edited of them in the gathered copy."""
         first, last = self.updated
-        seen, scales = self.full[first:last], fp8.as_fp32(self.scales)
+        seen, bits = self.full[first:last], torch.int16 if self.dtype.itemsize == 2 else torch.int32
         with self.updating.here(), self.parameters.here(changed=False):
-            resting, bits = self.parameters.of(first, last), torch.int16 if self.dtype.itemsize == 2 else torch.int32
-            for number, part in self._pieces(first, last):
-                for where, numbers in fp8.dequantised(resting[part], scales[number], self.dtype):
-                    own, now = self.target[part][where], seen[part][where]
+            resting, target = self.parameters.of(first, last), self.target
+            for part in self._parts(first, last, self.scales.to(resting.device)):
+                for where, found in self._numbers(resting, part):
+                    own, now = target[part.where][where], seen[part.where][where].to(target.device)
+                    numbers = found.to(target.device)
                     torch.where(numbers.view(bits) != now.view(bits), now.to(own.dtype), own, out=own)
 
 
@@ -278,14 +296,14 @@ def look(buffer: Buffer) -> None:
 
 
 def requantise(buffers: Sequence[Buffer]) -> None:
-    """What rests of those in 8 bits follows the masters. One small message for all tensors."""
+    """What rests of those in 8 bits follows the masters. One small message for all tensors, a byte for each scale."""
     found = [buffer for buffer in buffers if isinstance(buffer, QuantisedBuffer)]
     if not found:
         return
     with torch.no_grad():
-        largest = torch.cat([buffer.largest().cpu() for buffer in found])
-        found[0]._group.maximum(largest)
-        for buffer, mine in zip(found, largest.split([len(b.bucket.slots) for b in found]), strict=True):
+        scales = torch.cat([buffer.scales_here().cpu() for buffer in found])
+        found[0]._group.maximum(scales)
+        for buffer, mine in zip(found, scales.split([len(buffer.scales) for buffer in found]), strict=True):
             buffer.requantise(mine)
 
 

@@ -26,6 +26,7 @@ def predict_states(zero: Zero) -> dict[str, int]:
 def holding(zero: Zero) -> Holding:
     """What this rank will hold once the optimizer has stepped."""
     from ..engine.fragment import file_name
+    from ..fp8 import grid
 
     def stored(bucket: Bucket) -> Stored:
         dtypes, precision = zero.dtypes(bucket), zero._engine.precision.of(kept=bucket.kept, fp8=bucket.fp8)
@@ -35,7 +36,8 @@ def holding(zero: Zero) -> Holding:
         averaged = (dtypes.master if master else dtypes.param).itemsize * (zero._engine.moving is not None)
         cast = precision.casts(dtypes.param)
         gradients = dtypes.grad.itemsize * (zero._engine.in_backward is None)  # else they rest nowhere
-        return Stored(dtypes.rest.itemsize, gradients, master, cast, split, averaged, int(bucket.fp8))
+        scales = sum(grid(slot.shape, precision.scaling).number for slot in bucket.slots) if bucket.fp8 else 0
+        return Stored(dtypes.rest.itemsize, gradients, master, cast, split, averaged, scales)
 
     members: dict[tuple[int, str], int] = {}
     groups: list[tuple[Any, dict[str, Any]]] = []

@@ -21,7 +21,7 @@ class Stored(NamedTuple):
     cast: may masters on the device stand for sharded parameters, which are then not stored?
     split: do masters rest as what the parameters beside them lack? In memory, and in a checkpoint, they are whole.
     average: of a moving average.
-    scales: of each tensor's scale, on every rank.
+    scales: of all scales of the bucket's tensors, on every rank.
     """
 
     parameters: Fraction | int
@@ -84,7 +84,7 @@ def reserved(
 
     if not (sizes.cast and bucket.trainable and place.together and at["parameters"] == at["optimizer"] == DEVICE):
         yield store("parameters", "parameters", sizes.parameters)
-    yield Reserved(DEVICE, "parameters", "scales", len(bucket.slots), 0, sizes.scales)
+    yield Reserved(DEVICE, "parameters", "scales", sizes.scales, 0, 1)
     if not bucket.trainable:
         return
     yield store("gradients", "gradients", sizes.gradients)

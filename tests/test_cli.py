@@ -142,7 +142,7 @@ def test_the_options_are_these():
     """A new option is a decision; this list makes it one."""
     wanted = {
         "train": "accumulate batch data device grad-dtype help keep lr no-recompute no-report offload offload-gradients offload-optimizer "
-        "offload-parameters offload-path optimizer-over out precision ranks recompute replicas report resume save-every seed size stage steps timeout "
+        "offload-parameters offload-path optimizer-over out precision ranks recompute reduce replicas report resume save-every seed size stage steps timeout "
         "transport",
         "demo": "help out ranks seed steps",
         "plan": "accumulate align bounds bucket-mib bytes check config disk ep exact experts export gpu-mem gpus-per-node grad-dtype help "
@@ -158,7 +158,7 @@ def test_the_options_are_these():
         "ckpt import": "buffer help json optimizer tied weights",
         "explain": "element help no-open open out stage text",
         "verify": "accumulate bucket-mib clip help json offload offload-path optimizer-in-backward "
-        "optimizer-over precision ranks replicas seed stage steps timeout transport",
+        "optimizer-over precision ranks reduce replicas seed stage steps timeout transport",
         "io-bench": "block depth direct help json offload offload-gradients offload-optimizer offload-parameters out params "
         "ranks rounds sharing size stage tokens",
     }

@@ -75,6 +75,14 @@ def test_weights_in_8_bits_are_verified_against_plain_pytorch_that_rounds(warm):
     assert (code, found["equal"]) == (0, True)
 
 
+def test_gradients_in_8_bits_are_verified_against_plain_pytorch_that_rounds_them(warm):
+    """Also on one rank with more micro-batches; and it is said that the reference is not the run without."""
+    words = ("--ranks", "1,2", "--stage", "0,3", "--steps", "2", "--bucket-mib", "small", "--reduce", "int8")
+    code, found = warm("mlp", *words)
+    assert (code, found["equal"]) == (0, True)
+    assert "each one's gradient rounded alike" in found["notes"][0]
+
+
 @pytest.mark.full
 def test_without_a_job_the_three_scenarios_of_a_text_are_run(warm):
     """Its model on 2 ranks, a narrow one on 3 and 4, and 4,251 parameters, which 2 and 4 do not divide; in bf16."""

@@ -108,7 +108,8 @@ def _run_plain(
     }
     common = (seeded.batch, seeded.loss, ranks, question.accumulate)
     try:
-        if precision.fp8 or any(precision.param(param.dtype) in reference.LOW for param in model.parameters()):
+        low = any(precision.param(param.dtype) in reference.LOW for param in model.parameters())
+        if low or precision.fp8 or question.reduce == "int8":
             linear = _linear(model) if precision.fp8 else ()
             reference.accumulate_with_masters(
                 model,
@@ -116,6 +117,7 @@ def _run_plain(
                 *common,
                 dtype=precision.param_dtype,
                 rounded=lambda name, master: reference.in_8_bits(master) if name in linear else master,
+                sent=_sent_in_codes(model) if question.reduce == "int8" else lambda name, gradient: gradient,
                 **options,
             )
         else:
@@ -133,6 +135,18 @@ def _run_plain(
     after = reference.weights(model)
     trains = any(not torch.equal(tensor.to(after[name].dtype), after[name]) for name, tensor in weights.items())
     return tuple(changed), trains
+
+
+def _sent_in_codes(model: nn.Module) -> Callable[[str, Tensor], Tensor]:
+    """What arrives of a gradient whose elements are counted as its parameter's are in memory."""
+    strides = {name: param.stride() for name, param in model.named_parameters()}
+
+    def sent(name: str, gradient: Tensor) -> Tensor:
+        order = sorted(range(gradient.dim()), key=lambda axis: -strides[name][axis])
+        back = sorted(range(gradient.dim()), key=order.__getitem__)
+        return reference.in_codes(name, gradient.permute(order)).permute(back)
+
+    return sent
 
 
 def _linear(model: nn.Module) -> set[str]:
@@ -239,6 +253,7 @@ def _run(
                 replicas=configuration.replicas,
                 optimizer=configuration.over,  # type: ignore[arg-type]
                 transport=question.transport,
+                reduce=question.reduce,
             ),
             optimizer_in_backward=question.optimizer_in_backward and configuration != question.baseline,
         )

@@ -58,6 +58,7 @@ Size = Literal["tiny", "small", "medium"]
 Device = Literal["auto", "cpu", "cuda"]
 Transport = Literal["auto", "gloo", "shared"]
 OptimizerOver = Literal["team", "all"]
+Reduce = Literal["ordered", "int8"]
 
 
 class Shape(NamedTuple):
@@ -148,6 +149,7 @@ class RunConfig:
     timeout: float = 1800.0  # seconds
     transport: Transport = "auto"
     optimizer_over: OptimizerOver = "team"
+    reduce: Reduce = "ordered"
 
     def __post_init__(self) -> None:
         # Here rather than in the option parser, whose refusals do not say what they got.
@@ -178,7 +180,7 @@ class RunConfig:
         from zeroshard.ranks.comm import Comm
 
         how = {"replicas": self.replicas, "transport": self.transport, "optimizer": self.optimizer_over}
-        return Comm(timeout=self.timeout, **how)  # type: ignore[arg-type]
+        return Comm(timeout=self.timeout, reduce=self.reduce, **how)  # type: ignore[arg-type]
 
     @property
     def shape(self) -> Shape:

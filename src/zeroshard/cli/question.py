@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
-from zeroshard.cli.config import InputError, OptimizerOver, Precision, Transport
+from zeroshard.cli.config import InputError, OptimizerOver, Precision, Reduce, Transport
 from zeroshard.errors import nearest
 from zeroshard.stage import STAGES, placements
 
@@ -82,6 +82,7 @@ class Question:
     transport: Transport = "auto"
     optimizer_over: tuple[str, ...] = ("team",)
     optimizer_in_backward: bool = False
+    reduce: Reduce = "ordered"
 
     def __post_init__(self) -> None:
         for stage in self.stages:

@@ -2,8 +2,8 @@
 
 A checkpoint of `zeroshard train` keeps its run's settings. What decides the losses stays as it was, and an option that
 says otherwise is refused: the model's size, the data, the seed, the batch, the rate, the precision, what gradients are
-added up in. What must not change a bit may change: ranks, replicas, over which ranks the optimizer is sharded, stage,
-device, where files go. So may the number of steps, which the learning rate falls over: that is said.
+added up in and sent as. What must not change a bit may change: ranks, replicas, over which ranks the optimizer is
+sharded, stage, device, where files go. So may the number of steps, which the learning rate falls over: that is said.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from zeroshard.cli.config import STATES, InputError
 
 CHECKPOINTS = "checkpoints"  # in a run's folder
 MANIFEST = "manifest.json"
-FIXED = ("size", "precision", "grad_dtype", "batch", "lr", "seed")
+FIXED = ("size", "precision", "grad_dtype", "reduce", "batch", "lr", "seed")
 KEPT = ("stage", "steps", "save_every", "keep", "data", "recompute")  # unless given anew
 ALIKE = {"bf16", "bf16-split"}  # precisions of the same bits
 TIERS = tuple(f"offload_{state}" for state in STATES)  # and these
@@ -69,7 +69,7 @@ def _unplain(told: Any) -> Any:
 
 def settle(resume: str, options: Mapping[str, Any], given: frozenset[str], ranks: int | None) -> dict[str, Any]:
     """The settings to go on with: the stopped run's, but for what is `given`. ranks: as started or asked, if so."""
-    before: dict[str, Any] = {"grad_dtype": "fp32", "recompute": False} | read(resume)
+    before: dict[str, Any] = {"grad_dtype": "fp32", "reduce": "ordered", "recompute": False} | read(resume)
     for name in FIXED:
         if name in given and not {options[name], before[name]} <= ALIKE and options[name] != before[name]:
             option = f"--{name.replace('_', '-')}"

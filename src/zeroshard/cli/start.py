@@ -52,7 +52,8 @@ def show_header(config: RunConfig, corpus: Corpus) -> None:
         + f" in {config.replicas} replicas" * (config.replicas > 1)
         + ", the optimizer over all" * (config.replicas > 1 and config.optimizer_over == "all")
         + f", {config.precision}"
-        + f", {config.grad_dtype} gradients" * (config.grad_dtype != "fp32"),
+        + f", {config.grad_dtype} gradients" * (config.grad_dtype != "fp32")
+        + ", gradients sent in 8 bits" * (config.reduce == "int8"),
         {
             "model": f"{config.size}: {shape.blocks} blocks of {shape.hidden}, {shape.numel:,} parameters",
             "data": f"{corpus.files:,} files, {len(corpus.text):,} bytes, sha256 {corpus.sha256[:12]}",

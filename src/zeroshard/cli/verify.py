@@ -141,6 +141,7 @@ def notes(question: Question, cells: list[Cell], trains: bool) -> list[str]:
     """What each cell was compared with, and what to know before believing it."""
     said = []
     alone = "plain PyTorch in one process, the same micro-batches one after the other"
+    alone += ", each one's gradient rounded alike" * (question.reduce == "int8")
     if question.buffers and max(question.ranks) > 1:
         names = ", ".join(question.buffers[:3]) + (", ..." if len(question.buffers) > 3 else "")
         said.append(
@@ -173,6 +174,7 @@ def notes(question: Question, cells: list[Cell], trains: bool) -> list[str]:
 def _show(question: Question, cells: list[Cell], said: list[str]) -> None:
     steps, batches = screen.many(question.steps, "step"), screen.many(question.accumulate, "micro-batch", "es")
     counted = f"{steps} of {batches} per rank, {question.precision}"
+    counted += ", gradients sent in 8 bits" * (question.reduce == "int8")
     clip = "" if question.clip is None else f", clipped at {question.clip}"
     early = ", the optimizer in backward" if question.optimizer_in_backward else ""
     screen.say(f"\n[bold]{escape(question.job)}[/bold]: {counted}{clip}{early}\n")

@@ -14,6 +14,7 @@ from zeroshard.cli.commands.options import (
     InBackward,
     OffloadPath,
     Over,
+    Sums,
     option,
     takes,
     unset,
@@ -50,6 +51,7 @@ class Grid:
         str, option(GRID, "Which ranks share its states: each replica's (team), all replicas' (all), or team,all.")
     ] = "team"
     transport: Over = "auto"
+    reduce: Sums = "ordered"
     bucket_mib: Annotated[str, option(GRID, "Bucket sizes; small: that of the median tensor.")] = "24,small"
     steps: Annotated[int, option(GRID, "Optimizer steps, each compared.")] = 4
     accumulate: Annotated[int, option(GRID, "Micro-batches that each rank adds up in one step.")] = 2

@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-from zeroshard.cli.config import Device, GradDtype, OptimizerOver, Precision, Transport
+from zeroshard.cli.config import Device, GradDtype, OptimizerOver, Precision, Reduce, Transport
 
 COMMON = None  # the panel that a help shows first
 DATA, RUN, MODEL = "Data", "Sharding and run", "Model and training"
@@ -89,6 +89,10 @@ LocalRanks = Annotated[int | None, unset(COMMON, "Local processes to start. [dim
 Over = Annotated[
     Transport,
     option(RUN, "How CPU ranks exchange: gloo's messages, or shared memory, for ranks of one host; the same bits."),
+]
+Sums = Annotated[
+    Reduce,
+    option(RUN, "Gradients as they are, or sent as int8 codes: a quarter of the bytes, and bits of its own."),
 ]
 Replicas = Annotated[int, option(RUN, "Copies of what is sharded, each over 1/K of the ranks: the same bits.")]
 Spread = Annotated[

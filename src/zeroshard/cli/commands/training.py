@@ -21,6 +21,7 @@ from zeroshard.cli.commands.options import (
     Spread,
     Stage,
     Steps,
+    Sums,
     Tiers,
     Where,
     option,
@@ -59,6 +60,7 @@ class Training:
     replicas: Replicas = 1
     optimizer_over: Spread = "team"
     transport: Over = "auto"
+    reduce: Sums = "ordered"
     out: Out = "run/train"
     report: Annotated[bool, option(RUN, "Print the tables of bytes at the end.")] = False
     device: Where = "auto"

@@ -258,7 +258,7 @@ def test_jobs_that_cannot_be(name, says):
         ("jobs:cannot_be_built", "zeroshard: the job's function raised; where: jobs:cannot_be_built(); got: OSError"),
         pytest.param(
             "jobs:products --ranks 2 --stage 1",
-            "zeroshard: stage 1, buckets 24 MiB, overlap on: LBFGS takes inner products over all parameters",
+            "zeroshard: stage 1, buckets 24 MiB, overlap on: zeroshard does not know whether this optimizer is elementwise",
             marks=pytest.mark.slow,
         ),
     ],

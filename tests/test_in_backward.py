@@ -89,6 +89,7 @@ WAYS = {
 }
 
 
+@pytest.mark.row(106)
 @pytest.mark.parametrize("way", WAYS)
 def test_bits_of_the_ordinary_step(way, world, stage):
     name, options, make, settings = WAYS[way]
@@ -270,6 +271,7 @@ def undisturbed(stage):
     return everything(*parts)
 
 
+@pytest.mark.row(106)
 @pytest.mark.parametrize("what", ["accumulates", "has another rate"])
 def test_what_one_rank_does_all_ranks_refuse_before_anything_is_updated(what, stage):
     told, wanted = ranks.run(2, one_rank_differs, what, stage), ranks.run(2, undisturbed, stage)
@@ -312,6 +314,7 @@ def struck(stage, after, folder):
     return told, everything(model, optimizers, zero)
 
 
+@pytest.mark.row(106)
 @pytest.mark.parametrize("after", [True, False], ids=["some updated", "none updated"])
 def test_an_exception_in_backward_is_said_where_it_left_weights_of_no_step(tmp_path, stage, after):
     wanted = ranks.run(2, undisturbed_in_small_buckets, stage)
@@ -327,6 +330,7 @@ def undisturbed_in_small_buckets(stage):
     return everything(*parts)
 
 
+@pytest.mark.row(106)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_one_rank_goes_on_and_says_so(stage, caplog):
     model, optimizers, zero = sharded(stage=stage, layout=SMALL)

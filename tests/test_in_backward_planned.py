@@ -22,6 +22,7 @@ JOBS = Path(__file__).with_name("jobs.py")
 PASSING = ("reduce", "gradients", "upcast")
 
 
+@pytest.mark.row(106)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_held_is_what_is_predicted(warm, stage, precision):
     """Each state at rest and each peak, on each rank, by `plan --check`."""

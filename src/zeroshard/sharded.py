@@ -261,7 +261,10 @@ class Engine:
             binding.edited.clear()
         published = [buffer for buffer, flag in zip(self.buffers, edited, strict=True) if flag]
         spread(published, overlap=self.comm.overlap, outside=True)
-        self._compare([buffer for buffer in published if not buffer.place.optimizer or self.replicas > 1])
+        compared = [buffer for buffer in published if not buffer.place.optimizer or self.replicas > 1]
+        for buffer in compared:
+            buffer.land()
+        self._compare(compared)
 
     def _refuse_mixture(self, module: nn.Module, *_: Any) -> None:
         """Before a state_dict, which asks no other rank."""

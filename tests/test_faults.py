@@ -301,7 +301,7 @@ watch = Watch(0, "127.0.0.1", lambda: {"doing": "well", "waits": False, "failed"
 if (child := os.fork()) == 0:
     del watch  # as a child does that drops the model
     time.sleep(600)
-print(json.dumps([watch.place, child]), flush=True)
+print(json.dumps([watch.address, child]), flush=True)
 time.sleep(600)
 """
 
@@ -313,7 +313,7 @@ def test_a_forked_child_neither_ends_its_parents_watch_nor_outlives_it():
     parent = subprocess.Popen([sys.executable, "-c", WATCHED], stdout=subprocess.PIPE)
     place, child = json.loads(parent.stdout.readline())
     try:
-        asking.peers = dict(enumerate([tuple(place), asking.place]))
+        asking.peers = dict(enumerate([tuple(place), asking.address]))
         assert asking.ask()[0].doing == "well"
         parent.kill()
         parent.wait()
@@ -335,10 +335,10 @@ def test_who_tells_of_a_lost_rank_and_ends_is_not_called_lost_itself():
     def tells():
         asked, _ = teller.accept()
         with asked:
-            _ask({1: asking.place}, {"alarm": {"2": GONE}})
+            _ask({1: asking.address}, {"alarm": {"2": GONE}})
 
     with socket.create_server(("127.0.0.1", 0)) as teller:
-        asking.peers = {0: (*teller.getsockname(), ""), 1: asking.place, 2: (*nobody, "")}
+        asking.peers = {0: (*teller.getsockname(), ""), 1: asking.address, 2: (*nobody, "")}
         thread = threading.Thread(target=tells)
         thread.start()
         assert asking.blame() == {2: GONE}
@@ -352,7 +352,7 @@ from zeroshard.ranks.watch import Watch, _ask
 resource.setrlimit(resource.RLIMIT_NOFILE, (4096, max(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1])))
 if len(sys.argv) == 1:
     watch = Watch(0, "127.0.0.1", lambda: {"doing": "well", "waits": False, "failed": False})
-    print(json.dumps(watch.place), flush=True)
+    print(json.dumps(watch.address), flush=True)
     sys.stdin.read()
 else:
     place = tuple(json.loads(sys.argv[1]))

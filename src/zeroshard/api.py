@@ -145,7 +145,7 @@ def _whole(method: Method) -> Method:
     @functools.wraps(method)
     def called(self: Zero, *args: Any, **kwargs: Any) -> Any:
         self._engine.refuse_within()
-        with self._engine.group.whole():
+        with self._engine.group.as_one():
             return method(self, *args, **kwargs)
 
     return cast(Method, called)

@@ -261,7 +261,7 @@ class Engine:
             binding.edited.clear()
         published = [buffer for buffer, flag in zip(self.buffers, edited, strict=True) if flag]
         spread(published, overlap=self.comm.overlap, outside=True)
-        compared = [buffer for buffer in published if not buffer.place.optimizer or self.replicas > 1]
+        compared = [buffer for buffer in published if not buffer.placements.optimizer or self.replicas > 1]
         for buffer in compared:
             buffer.land()
         self._compare(compared)
@@ -315,7 +315,7 @@ class Engine:
         self.schedule.recover()
         self.check_edits()
         which = zlib.crc32(repr([unit.index for unit in units]).encode())
-        with self.group.whole():
+        with self.group.as_one():
             self.schedule.meet("gathered()", len(units), which, -1 if write_from is None else write_from)
             for unit in units:
                 unit.land()
@@ -326,7 +326,7 @@ class Engine:
                     yield
                 finally:
                     if not self.group.interrupted:
-                        with self.group.whole():
+                        with self.group.as_one():
                             self._leave_gathered(units, write_from)
         finally:
             self.ledger.end("gather")
@@ -353,12 +353,12 @@ class Engine:
                 self.group.torn = "an exception ended gathered(write_from=...) while the weights were sent"
                 self.group.give_all(buffer.full, buffer.bucket, write_from)
             buffer.follow_edits()
-            if write_from is not None and buffer.master is not None and not buffer.place.optimizer:
+            if write_from is not None and buffer.master is not None and not buffer.placements.optimizer:
                 with buffer.master.here() as master:  # casts of it may agree where masters do not
                     sent = master.to(self.device)
                     self.group.give_all(sent, buffer.bucket, write_from)
                     master.copy_(sent)
-            if not buffer.place.parameters and write_from is None:
+            if not buffer.placements.parameters and write_from is None:
                 # Whatever each rank did to its copy, the owner's edit of every element is the one that counts.
                 buffer.publish().wait()
         self.group.torn = ""

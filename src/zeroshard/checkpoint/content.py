@@ -103,7 +103,7 @@ def _alone(record: Managed, group: Group) -> Buffer:
     bucket = Bucket(-1, -1, *kind, param.requires_grad, (slot,), numel, (0, *[numel] * group.team.size))
     buffer = Buffer(bucket, [param], 1, placements(0), Precision(), group, DeviceTier(param.device, group.ledger))
     buffer.gathered.full = param.detach().reshape(-1)
-    buffer.parameters = Flat(bucket, group, Rest(DEVICE, buffer.full), param.dtype, buffer.place.parameters)
+    buffer.parameters = Flat(bucket, group, Rest(DEVICE, buffer.full), param.dtype, buffer.placements.parameters)
     return buffer
 
 

@@ -123,12 +123,12 @@ def _items(
                     ]
                 for name, start, stop in parts:
                     yield held(buffer, flat.degree) + what + name, flat.part(start, stop)
-    chosen = {buffer.bucket.index for buffer in buffers if shared(buffer, buffer.place.optimizer)}
+    chosen = {buffer.bucket.index for buffer in buffers if shared(buffer, buffer.placements.optimizer)}
     for binding in running.bindings:
         for fragment in binding.fragments:
             if fragment.buffer.bucket.index in chosen:
                 for key, value in binding.states.kept(fragment).items():
-                    of = held(fragment.buffer, fragment.buffer.place.optimizer)
+                    of = held(fragment.buffer, fragment.buffer.placements.optimizer)
                     yield f"{of}state {key!r} of parameter {fragment.slot.name!r}", value
 
 

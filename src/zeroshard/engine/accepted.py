@@ -119,10 +119,10 @@ def check_added(
             raise UserError(_FOREIGN, where=f"a group that was added, shape {tuple(param.shape)}", instead=_TOGETHER)
         if place is not None and id(place) in updated:
             raise UserError(_TWICE, where=f"a group that was added, parameter {place.name!r}", instead=_ONCE)
-        if place is not None and place.buffer.place.optimizer:
+        if place is not None and place.buffer.placements.optimizer:
             bucket, slot = place.buffer.bucket, place.buffer.bucket.slots[place.position]
             block = block_of(optimizer)
-            spread = place.buffer.place.optimizer is Degree.ALL and not bucket.whole
+            spread = place.buffer.placements.optimizer is Degree.ALL and not bucket.whole
             if (bucket.cuts(slot) or spread) and not (block and bucket.block % block == 0 and slot.numel % block == 0):
                 raise UserError(
                     "an optimizer got a parameter that is cut already, and not as it needs it",

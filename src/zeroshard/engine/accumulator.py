@@ -69,7 +69,7 @@ class Accumulator:
     def spread_average(self, *, kept: bool = True) -> Work:
         """Launch the gather of the whole average, where the optimizer's state is replicated and asks for it."""
         self.average(kept=kept)
-        if self.buffer.place.optimizer or self.spread:
+        if self.buffer.placements.optimizer or self.spread:
             return Work()
         self.spread = True
         return self.sum.redistribute(kept=kept)

@@ -154,7 +154,7 @@ def joined(batches: Iterable[Batch], alike: Alike, schedule: Schedule, reduction
             batch = next(iterator, none)
             last = last if batch is none else batch
             schedule.recover()
-            with group.whole():
+            with group.as_one():
                 told = group.poll("joining", group.number("joining"), batch is not none, last is not none)
                 having = [rank for rank, (has, _) in enumerate(told) if has]
                 if not having:

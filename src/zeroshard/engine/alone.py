@@ -45,7 +45,7 @@ class Alone:
         """Masters become parameters again, where this step had gradients: the step itself may have cleared them."""
         if buffer.beside:
             first, last = buffer.updated
-            with buffer.parameters.here(fresh=buffer.place.together):
+            with buffer.parameters.here(fresh=buffer.placements.together):
                 nbytes = (last - first) * buffer.dtype.itemsize
                 copied = self._ledger.note("copy", state="master", bucket=buffer.bucket.index, logical=nbytes)
                 buffer.write_back()

@@ -201,9 +201,9 @@ class Assembly:
                 tiers = {state: self.tiers[name] for state, name in self.resting[bucket.index].items()}
                 if self.in_backward:
                     tiers["gradients"] = PassingTier(self.tier)
-                align, place = self.partition.align, self.placements
+                align, placed = self.partition.align, self.placements
                 kind = functools.partial(QuantisedBuffer, scaling=self.precision.scaling) if bucket.fp8 else Buffer
-                buffer = kind(bucket, params, align, place, self.precision, self.group, self.tier, tiers, self.saved)
+                buffer = kind(bucket, params, align, placed, self.precision, self.group, self.tier, tiers, self.saved)
                 for index, param in enumerate(params):
                     param._zeroshard = Place(buffer, index)  # type: ignore[attr-defined]
                 buffer.adopt(flats.pop(bucket.index, None))

@@ -101,7 +101,7 @@ class Backward:
         words = self.reduction.updater.words(local=self.local)
         which = zlib.crc32(repr((sorted(kept), words)).encode())
         facts = f"{len(kept)} parameters have gradients that this backward adds to" + f"; options {words}" * bool(words)
-        with self.group.whole():
+        with self.group.as_one():
             self._meet(kind, self.group.number("backward"), which, facts=lambda: facts)
             self.reduction.updater.prepare()
             self._recent.clear()

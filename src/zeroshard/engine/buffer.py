@@ -77,7 +77,7 @@ class Buffer:
         bucket: Bucket,
         params: list[nn.Parameter],
         align: int,
-        place: Placements,
+        placements: Placements,
         precision: Precision,
         group: Group,
         tier: DeviceTier,
@@ -88,12 +88,12 @@ class Buffer:
 
         saved: where autograd's saved tensors are looked up, so that those in this bucket are kept as notes.
         """
-        self.bucket, self.params, self.align, self.place = bucket, params, align, place
+        self.bucket, self.params, self.align, self.placements = bucket, params, align, placements
         self._group = group
         self.team, self.tier = group.team_of(bucket), tier
         self.tiers: Mapping[str, Tier] = tiers or dict.fromkeys(STATES, tier)
         self._saved = saved or SavedTensors()
-        self.resident = not place.parameters and self.tiers["parameters"].name == DEVICE
+        self.resident = not placements.parameters and self.tiers["parameters"].name == DEVICE
         precision = precision.of(kept=bucket.kept, fp8=bucket.fp8)
         self.dtype = self.format = precision.param(params[0].dtype)  # computed with; and at rest
         of = (precision.grad, precision.reduce, precision.master)
@@ -103,7 +103,7 @@ class Buffer:
         self.gathered = Gathered(bucket, params, self.dtype, tier)
         # Off the device a copy stays beside the masters: fewer bytes to bring for every gather count more than room.
         on_device = all(self.tiers[state].name == DEVICE for state in ("parameters", "optimizer"))
-        self._masters_suffice = place.together and on_device and precision.casts(self.dtype)
+        self._masters_suffice = placements.together and on_device and precision.casts(self.dtype)
         self.parameters: Flat  # at rest; the masters where these are all that rests, see `casts`
         self.master: Flat | None = None
         self.split: Split | None = None  # how the master rests, where it does so in halves
@@ -136,7 +136,7 @@ class Buffer:
         self._group.give_all(source, bucket)
         if not self.resident:
             if not (needs_master and self._masters_suffice):
-                self.parameters = self.reserve("parameters", self.format, self.place.parameters)
+                self.parameters = self.reserve("parameters", self.format, self.placements.parameters)
                 with self.parameters.here(fresh=True) as resting:
                     self._fill(resting, source)
                 self.parameters.behind()
@@ -147,7 +147,7 @@ class Buffer:
                 ledger.hold("gather", bucket.numel * self.dtype.itemsize)
                 full = source.to(self.dtype)
         else:
-            self.parameters = self.reserve("parameters", self.dtype, self.place.parameters)
+            self.parameters = self.reserve("parameters", self.dtype, self.placements.parameters)
             full = self.parameters.tensor
             full.copy_(source)
         if needs_master:
@@ -173,12 +173,14 @@ class Buffer:
     def _make_master(self, values: Tensor) -> None:
         if self.splits:
             self.split = Split(self.parameters, *self.updated, self.tiers["optimizer"], self.tier)
-            self.master = Flat(self.bucket, self._group, self.split, self.master_dtype, self.place.optimizer, "master")
+            self.master = Flat(
+                self.bucket, self._group, self.split, self.master_dtype, self.placements.optimizer, "master"
+            )
             self.split.seed(values)
             self.split.behind()
             self.settle()
             return
-        self.master = self.reserve("master", self.master_dtype, self.place.optimizer)
+        self.master = self.reserve("master", self.master_dtype, self.placements.optimizer)
         with self.master.here(fresh=True) as master:
             master.copy_(values)
         self.master.behind()
@@ -188,7 +190,7 @@ class Buffer:
     def reserve_gradients(self) -> None:
         """The accumulator of averaged gradients: full-size where gradients are replicated, else the shard."""
         if self.gradients is None:
-            self.gradients = self.reserve("gradients", self.grad_dtype, self.place.gradients)
+            self.gradients = self.reserve("gradients", self.grad_dtype, self.placements.gradients)
 
     def reserve_master(self) -> None:
         """Masters for a bucket that was frozen at construction: seeded from the parameters themselves."""
@@ -258,7 +260,7 @@ class Buffer:
     @property
     def rests(self) -> tuple[int, int]:
         """Bucket elements of the parameters that rest on this rank."""
-        return self.bucket.held(self.team.seat, self.place.parameters)
+        return self.bucket.held(self.team.seat, self.placements.parameters)
 
     @property
     def saves(self) -> tuple[int, int]:
@@ -268,7 +270,7 @@ class Buffer:
     @property
     def updated(self) -> tuple[int, int]:
         """Bucket elements that this rank's optimizer updates: its shard, or everything where state is replicated."""
-        return self.bucket.held(self.team.seat, self.place.optimizer)
+        return self.bucket.held(self.team.seat, self.placements.optimizer)
 
     @property
     def updating(self) -> Flat:
@@ -345,8 +347,8 @@ class Buffer:
 
     def spread(self, *, overlap: bool) -> None:
         """What the owners updated of replicated parameters goes to every rank, behind the program if it may."""
-        self.parameters.share(self.place.optimizer)
-        if self.place.optimizer and not self.place.parameters:
+        self.parameters.share(self.placements.optimizer)
+        if self.placements.optimizer and not self.placements.parameters:
             self.close()  # guarded until they have landed
             work = self.publish()
             if not overlap:

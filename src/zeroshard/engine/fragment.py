@@ -187,7 +187,7 @@ class States:
         rests = self._rests.setdefault(buffer.bucket.index, {})
         if key not in rests:
             name = file_name(key, self.number)
-            tier, degree = buffer.tiers["optimizer"], buffer.place.optimizer
+            tier, degree = buffer.tiers["optimizer"], buffer.placements.optimizer
             rests[key] = Flat.reserve(name, buffer.bucket, self.group, tier, like.dtype, degree)
         part = slot.within(*buffer.updated)
         return rests[key].part(slot.start + part.start, slot.start + part.stop)._replace(shape=tuple(like.shape))

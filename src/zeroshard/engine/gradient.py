@@ -194,7 +194,7 @@ class Gradients:
                     got=f"order {order}",
                     instead="norm_type=2.0, 1.0 or float('inf')",
                 )
-            with self.group.whole():
+            with self.group.as_one():
                 self._answers[order] = self._norms(order)
         return self._answers[order][entry.number]
 
@@ -244,7 +244,7 @@ class Gradients:
 
     def full(self, entry: Entry) -> Tensor:
         """The whole averaged gradient of one parameter, on every rank."""
-        with self.group.whole():
+        with self.group.as_one():
             return self._full(entry)
 
     def _full(self, entry: Entry) -> Tensor:
@@ -268,7 +268,7 @@ class Gradients:
         if self.gone:
             raise grads[0]._cannot("a GradScaler")
         if found_inf is not self._judged:
-            with self.group.whole():
+            with self.group.as_one():
                 self.ask()
                 mine = [entry for entry in self.entries if entry.updater == grads[0]._entry.updater]
                 having = self.having(mine)

@@ -112,7 +112,7 @@ class InBackward(Updater):
     def landed(self, accumulator: Accumulator, having: set[int]) -> None:
         """A bucket's sum is here: each rank updates its part, or all of it once it has all."""
         buffer = accumulator.buffer
-        if buffer.place.optimizer or buffer.team.size == 1:
+        if buffer.placements.optimizer or buffer.team.size == 1:
             self._update(accumulator, having)
             return
         accumulator.average()

@@ -59,7 +59,7 @@ class MovingAverage:
         """Where the average of a bucket rests; from now on, if nowhere yet."""
         index = buffer.bucket.index
         if index not in self._means:
-            self._means[index] = buffer.reserve("average", buffer.updating.dtype, buffer.place.optimizer)
+            self._means[index] = buffer.reserve("average", buffer.updating.dtype, buffer.placements.optimizer)
             if self.updates:  # unfrozen since: the average of what did not change is that
                 with self._means[index].here(fresh=True) as mean, buffer.updating.here(changed=False):
                     mean.copy_(buffer.target)

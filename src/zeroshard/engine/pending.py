@@ -33,7 +33,7 @@ class Pending:
     send: Tensor | None = None  # full-size, this rank's contribution
     received: dict[int, int] = field(default_factory=dict)  # slot index -> gradients received
     missing: set[int] = field(default_factory=set)  # slot indices that it waits for
-    whole: bool = True  # does every parameter want a gradient?
+    all_wanted: bool = True  # does every parameter want a gradient?
     launched: bool = False
     hold: bool = False  # may receive again: wait for the end
     sources: int = 1  # whose parts of each gradient are sent one by one
@@ -100,7 +100,7 @@ class Pending:
         with torch._C.DisableTorchFunctionSubclass():
             wanting = [param.requires_grad for param in self.buffer.params]
         slots = self.bucket.slots
-        self.whole = all(wanting)
+        self.all_wanted = all(wanting)
         self.missing = {at for at, wants in enumerate(wanting) if wants and slots[at].numel}
 
     @property

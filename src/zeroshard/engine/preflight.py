@@ -82,11 +82,11 @@ def check_trained(name: str, dtype: torch.dtype) -> None:
         )
 
 
-def check_split(precision: Precision, partition: Partition, place: Placements, offload: Offload) -> None:
+def check_split(precision: Precision, partition: Partition, placements: Placements, offload: Offload) -> None:
     """Refuse to split masters where there are none, or where that would save nothing."""
     dtypes = [getattr(torch, bucket.dtype.removeprefix("torch.")) for bucket in partition.buckets]
     found = [
-        {resting["parameters"], resting["optimizer"]} == {DEVICE} and place.together and precision.casts(dtype)
+        {resting["parameters"], resting["optimizer"]} == {DEVICE} and placements.together and precision.casts(dtype)
         for bucket, resting, dtype in zip(partition.buckets, offload.buckets(partition.buckets), dtypes, strict=True)
         if bucket.trainable and precision.of(kept=bucket.kept).splits(dtype)
     ]
@@ -101,7 +101,7 @@ def check_split(precision: Precision, partition: Partition, place: Placements, o
             if found
             else "Precision(param_dtype=torch.bfloat16, split_master=True)",
         )
-    if precision.split_master and place.optimizer is Degree.ALL:
+    if precision.split_master and placements.optimizer is Degree.ALL:
         raise UserError(
             "split masters lie beside the parameters that they are halves of, and other ranks have some of these",
             got='Precision(split_master=True), Comm(optimizer="all")',

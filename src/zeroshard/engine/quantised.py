@@ -165,7 +165,7 @@ class QuantisedBuffer(Buffer):
         self.scales.copy_(scales)
         first, last = self.updated
         copied = self.tier.ledger.note("copy", state="master", bucket=self.bucket.index, logical=last - first)
-        alone = self.place.together  # all that rests here is written
+        alone = self.placements.together  # all that rests here is written
         try:
             with self.updating.here(changed=False), self.parameters.here(fresh=alone) as resting:
                 if alone:
@@ -323,12 +323,12 @@ def follow_edits(units: Sequence[Unit], write_from: int | None) -> list[Buffer]:
         assert write_from is not None
         buffer.rebind()
         buffer._group.give_all(buffer.full, buffer.bucket, write_from)
-        if not buffer.place.optimizer:  # bytes of it may agree where masters do not
+        if not buffer.placements.optimizer:  # bytes of it may agree where masters do not
             buffer._group.give_all(buffer.target, buffer.bucket, write_from)
     flags = found[0]._group.flags(bytes(buffer.edited() for buffer in found))
     edited = [buffer for buffer, flag in zip(found, flags, strict=True) if flag]
     for buffer in edited:
-        if not buffer.place.optimizer:  # where every rank updates everything, each element's owner says what it is
+        if not buffer.placements.optimizer:  # where every rank updates everything, each element's owner says what it is
             buffer.team.gather(alias(buffer.full), buffer.bucket, "parameters").wait()
         buffer.take_edits()
     spread(edited, overlap=False, outside=True)

@@ -108,7 +108,7 @@ class Reduction:
             self._notice_cleared(pending, kept)
             pending.expect()
             # What is not trained any more may be needed further on, and must not change before.
-            pending.hold = self.updater.early and not pending.whole
+            pending.hold = self.updater.early and not pending.all_wanted
         self.finite.begin()
         self._hidden = self.gradients.take(kept)
 
@@ -165,14 +165,19 @@ class Reduction:
     def complete(self, buffer: Buffer) -> bool:
         """Have all of a bucket's parameters their gradients, with no more to come in this backward?"""
         pending = self.pending.get(buffer.bucket.index)
-        return pending is not None and pending.whole and pending.complete
+        return pending is not None and pending.all_wanted and pending.complete
 
     def _send_buffer(self, pending: Pending) -> Tensor:
         """Where this rank's contribution is put together: full-size, in the dtype it is sent in."""
         accumulator, buffer = pending.accumulator, pending.buffer
         # A full-size accumulator doubles as the place to put contributions: they are of its size. What it holds already
         # has to go aside; and where it may be asked whose contribution spoiled a sum, the own one must outlive that.
-        apart = buffer.place.gradients or not accumulator.sum.on_device or pending.sources > 1 or self.group.team.shares
+        apart = (
+            buffer.placements.gradients
+            or not accumulator.sum.on_device
+            or pending.sources > 1
+            or self.group.team.shares
+        )
         numel = buffer.bucket.numel * pending.sources
         asked = self.finite.on and self.group.ranks > 1 and self.settings.reduce == "ordered"
         if self._local and accumulator.local is None:

@@ -150,7 +150,7 @@ class Schedule:
     def telling(self) -> Iterator[None]:
         """Around a meeting: what was written to fragments before it, on any rank, counts after it on every rank."""
         self.group.news = self.watcher.notice()
-        with self.group.whole():
+        with self.group.as_one():
             try:
                 yield
             finally:
@@ -173,7 +173,7 @@ class Schedule:
             self.group.refuse_within()
             if torch.is_grad_enabled():
                 self.watcher.boundary()
-            with self.group.whole():
+            with self.group.as_one():
                 self._begin_forward(unit)
             self._outermost = Call(nn.Module._call_impl)
         frame = Frame(unit, recompute)  # there before anything is opened: an interrupt may come at any moment
@@ -239,7 +239,7 @@ class Schedule:
             alike, words = self.watcher.alike(training)
             self.meet(kind, self.group.number("forward"), unit.index, training, alike, facts=words)
         elif self.watcher.notice() and (
-            self.group.failed or any(buffer.place.optimizer for each in self.units for buffer in each.buffers)
+            self.group.failed or any(buffer.placements.optimizer for each in self.units for buffer in each.buffers)
         ):
             self.group.progress.trouble = (
                 "an optimizer's part of the weights was edited on this rank: before a forward without grad every rank "
@@ -417,7 +417,7 @@ class Schedule:
         """Hold units open, for `gathered()`. Every rank calls it with the same units."""
         pinned, pushed = [], False
         try:
-            with self.group.whole():
+            with self.group.as_one():
                 for unit in units:
                     if self.script.active:
                         self.script.demand(unit)

@@ -53,7 +53,7 @@ class Script:
         """This rank needs the unit now: its gather is launched, or was."""
         if not unit.released or (unit.ready and not unit.ahead):
             return
-        with self.group.whole():
+        with self.group.as_one():
             if not (unit.ahead and unit.ready):
                 self._reach(unit)
             unit.ahead -= 1
@@ -68,7 +68,7 @@ class Script:
 
         usual: what this rank says for the caller in the last round. Returns whether all ranks said so.
         """
-        with self.group.whole():
+        with self.group.as_one():
             while self._at < len(self._sequence):
                 self._launch_next()
             usual = self._negotiate(None, usual)

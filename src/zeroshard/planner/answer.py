@@ -278,7 +278,7 @@ def _largest(asked: Asked, stage: int, limit: int | None) -> int | None:
     mine = recipes.part(with_copies(asked.recipe, asked), asked.shares(DEVICE), device=True)
     if limit is None or not mine.total:
         return None
-    return closed.largest(asked.ranks // asked.copies, asked.place(stage), mine, limit, asked.copies)
+    return closed.largest(asked.ranks // asked.copies, asked.placements(stage), mine, limit, asked.copies)
 
 
 def with_copies(recipe: Recipe, asked: Asked) -> Recipe:

@@ -61,7 +61,7 @@ class Asked(NamedTuple):
         """Is the optimizer sharded over all replicas? At stage 0, which others are compared with, never."""
         return self.over == "all" and self.copies > 1 and bool(STAGES[stage].optimizer)
 
-    def place(self, stage: int) -> Placements:
+    def placements(self, stage: int) -> Placements:
         return placements(stage, spread=self.spread(stage), once=self.once, in_backward=self.recipe.in_backward)
 
     @property

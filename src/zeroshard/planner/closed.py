@@ -39,12 +39,12 @@ def reserves(numel: int, ranks: int, replicas: int = 1) -> dict[Degree, tuple[in
     }
 
 
-def at_rest(numel: int, ranks: int, place: Placements, recipe: Recipe, replicas: int = 1) -> dict[str, int]:
+def at_rest(numel: int, ranks: int, placements: Placements, recipe: Recipe, replicas: int = 1) -> dict[str, int]:
     """{state: bytes} of the last rank, which holds the padding. Equal sums on all ranks. ranks: of each replica."""
     each = reserves(numel, ranks, replicas)
     held: dict[str, int] = {}
     padding = 0
-    for state, nbytes, degree in recipe.states(place):
+    for state, nbytes, degree in recipe.states(placements):
         reserved, filled = each[degree]
         held[state] = math.ceil(filled * nbytes)
         padding += math.ceil(reserved * nbytes) - held[state]
@@ -53,18 +53,18 @@ def at_rest(numel: int, ranks: int, place: Placements, recipe: Recipe, replicas:
     return held
 
 
-def total(numel: int, ranks: int, place: Placements, recipe: Recipe, replicas: int = 1) -> int:
+def total(numel: int, ranks: int, placements: Placements, recipe: Recipe, replicas: int = 1) -> int:
     """Bytes that every rank holds at rest."""
-    return sum(at_rest(numel, ranks, place, recipe, replicas).values())
+    return sum(at_rest(numel, ranks, placements, recipe, replicas).values())
 
 
-def largest(ranks: int, place: Placements, recipe: Recipe, limit: int, replicas: int = 1) -> int:
+def largest(ranks: int, placements: Placements, recipe: Recipe, limit: int, replicas: int = 1) -> int:
     """The most parameters whose states fit into `limit` bytes per rank at rest (0: none)."""
-    each = sum(nbytes for _, nbytes, _ in recipe.states(place))
+    each = sum(nbytes for _, nbytes, _ in recipe.states(placements))
     if not each:
         return 0
     low, high = 0, math.ceil(limit * ranks * replicas / each) + ranks * replicas
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if total(middle, ranks, place, recipe, replicas) <= limit else (low, middle - 1)
+        low, high = (middle, high) if total(middle, ranks, placements, recipe, replicas) <= limit else (low, middle - 1)
     return low

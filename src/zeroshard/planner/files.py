@@ -73,7 +73,7 @@ class _Buffers:
 
 def moves(
     partition: Partition,
-    place: Placements,
+    placements: Placements,
     resting: Resting,
     files: Mapping[str, File],
     mastered: Sequence[bool],
@@ -113,16 +113,16 @@ def moves(
                 file.use(number)
             gradients.use(number, changed=False)
             if mastered[number] and number not in bytewise:
-                parameters.use(number, fresh=place.together)
+                parameters.use(number, fresh=placements.together)
             for file in (parameters, *kept):
                 file.behind(number)
             gradients.forget(number)
         for number in bytewise:
             masters.use(number, changed=False)
-            parameters.use(number, fresh=place.together)
+            parameters.use(number, fresh=placements.together)
             for file in (masters, parameters):
                 file.behind(number)
-        if place.optimizer and not place.parameters:
+        if placements.optimizer and not placements.parameters:
             for number in alone:
                 parameters.use(number)
                 parameters.behind(number)
@@ -136,7 +136,7 @@ def _total(found: Mapping[str, _Buffers]) -> Moves:
 
 def recipe_moves(
     partition: Partition,
-    place: Placements,
+    placements: Placements,
     rank: int,
     recipe: Recipe,
     resting: Resting,
@@ -147,17 +147,17 @@ def recipe_moves(
     along: Seat = ALONE,
 ) -> Moves:
     """`moves` with the bytes of a recipe."""
-    holding = of_recipe(partition, place, rank, recipe, resting, replicas=replicas, along=along)
+    holding = of_recipe(partition, placements, rank, recipe, resting, replicas=replicas, along=along)
     mastered = ["master" in recipe.optimizer or updated_apart(at) for at in resting]
     first = holding.sits.replica == 0
     return moves(
-        partition, place, resting, holding.files(), mastered, accumulate=accumulate, no_sync=no_sync, first=first
+        partition, placements, resting, holding.files(), mastered, accumulate=accumulate, no_sync=no_sync, first=first
     )
 
 
 def closed_moves(
     held: Mapping[str, int],
-    place: Placements,
+    placements: Placements,
     *,
     mastered: bool,
     accumulate: int = 1,
@@ -169,8 +169,8 @@ def closed_moves(
     kept = sum(held.values()) - whole - added
     backwards = 1 if no_sync else accumulate
     # What was cast from masters into a shard is written alone; into a copy or in place, that is read before.
-    published = place.optimizer and not place.parameters
-    read = whole * (2 * accumulate + (not (mastered and place.parameters)) + published)
+    published = placements.optimizer and not placements.parameters
+    read = whole * (2 * accumulate + (not (mastered and placements.parameters)) + published)
     written = whole * (1 + published)
     return Moves(read + kept + added * (backwards if first else 1), written + kept + added * backwards)
 

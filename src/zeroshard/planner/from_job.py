@@ -111,10 +111,10 @@ def _fullest(run: Simulation) -> int:
     """The rank that holds most at rest; of equals the first, so one of the first replica."""
     if run.ranks == 1:
         return 0
-    recipe, place, cut = _recipe(run), run.zero.placements, run.zero.partition
+    recipe, placements, cut = _recipe(run), run.zero.placements, run.zero.partition
     owned = states.owned(cut, run.zero._engine.group.along.seat)
-    parts = states.updated(cut, run.zero.replicas) if place.optimizer is Degree.ALL else None
-    fullest = states.fullest_rank(owned, place, recipe, parts)
+    parts = states.updated(cut, run.zero.replicas) if placements.optimizer is Degree.ALL else None
+    fullest = states.fullest_rank(owned, placements, recipe, parts)
     same = owned[0] == owned[fullest % len(owned)] and (parts is None or parts[0] == parts[fullest])
     return 0 if same else fullest
 
@@ -168,7 +168,7 @@ def _recipe(run: Simulation) -> recipes.Recipe:
 
 
 def _stage(run: Simulation, recipe: recipes.Recipe) -> StagePlan:
-    place = run.zero.placements
+    placements = run.zero.placements
     holding = built.holding(run.zero)
     tiers = holding.tiers()
     at_rest = states.together(tiers)
@@ -188,7 +188,7 @@ def _stage(run: Simulation, recipe: recipes.Recipe) -> StagePlan:
         peak_at = named[0]
     last = [event for event in run.events if event.verb == "step"][-1 - run.steps].end
     moves = (sum(e.logical for e in run.events if e.verb == verb and e.start > last) for verb in ("read", "write"))
-    formula = recipe.formula(place, run.zero.replicas)
+    formula = recipe.formula(placements, run.zero.replicas)
     return StagePlan(
         run.stage, run.rank, formula, at_rest, 0.0, _traffic(run), tuple(found), peak, peak_at,
         activations=run.activations, working=run.working,

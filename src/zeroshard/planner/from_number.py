@@ -26,21 +26,21 @@ def plan_params(numel: int, asked: Asked) -> Plan:
     def moved(stage: int, asked: Asked = asked) -> traffic.Traffic:
         backwards, no_sync = asked.accumulate, asked.no_sync
         moves = traffic.per_step(
-            numel, ranks, asked.place(stage), recipe, accumulate=backwards, no_sync=no_sync, replicas=asked.copies
+            numel, ranks, asked.placements(stage), recipe, accumulate=backwards, no_sync=no_sync, replicas=asked.copies
         )
         return traffic.shared(moves) if asked.shared else moves
 
     def of(stage: int) -> StagePlan:
-        place = asked.place(stage)
-        tiers = _shared_out(numel, group, place, recipe, asked)
+        placements = asked.placements(stage)
+        tiers = _shared_out(numel, group, placements, recipe, asked)
         at_rest = states.together(tiers)
-        found = tuple(_of_equal_units(numel, asked, place))
+        found = tuple(_of_equal_units(numel, asked, placements))
         peak, peak_at = instants.peak(tiers.get(DEVICE, {}), found) if found else (None, None)
         on_disk = tiers.get(NVME, {})
         return StagePlan(
             stage,
             ranks - 1,
-            recipes.cast_here(recipe, asked.shares(DEVICE)).formula(place, copies),
+            recipes.cast_here(recipe, asked.shares(DEVICE)).formula(placements, copies),
             at_rest,
             0.0,
             moved(stage),
@@ -51,7 +51,7 @@ def plan_params(numel: int, asked: Asked) -> Plan:
             tiers=tiers,
             files=sum(on_disk.values()),
             moves=files.closed_moves(
-                on_disk, place, mastered="master" in with_copies(recipe, asked).optimizer,
+                on_disk, placements, mastered="master" in with_copies(recipe, asked).optimizer,
                 accumulate=asked.accumulate, no_sync=asked.no_sync, first=copies == 1,
             ),
             buckets=-(-math.ceil(numel * recipe.parameters) // int(Layout().bucket_mib * 2**20)),
@@ -59,7 +59,7 @@ def plan_params(numel: int, asked: Asked) -> Plan:
 
     def nbytes_of(stage: int, more_ranks: int, other: Recipe) -> int:
         mine = recipes.part(with_copies(other, asked), asked.shares(DEVICE), device=True)
-        return closed.total(numel, more_ranks // copies, asked.place(stage), mine, copies)
+        return closed.total(numel, more_ranks // copies, asked.placements(stage), mine, copies)
 
     notes = []
     if asked.units is None:
@@ -76,17 +76,17 @@ def plan_params(numel: int, asked: Asked) -> Plan:
     return finish("parameters", numel, asked, None, of, advise, notes, lambda stage: moved(stage, alone))
 
 
-def _shared_out(numel: int, ranks: int, place: Placements, recipe: Recipe, asked: Asked) -> states.Tiers:
+def _shared_out(numel: int, ranks: int, placements: Placements, recipe: Recipe, asked: Asked) -> states.Tiers:
     """The closed form, tier by tier; files have buffers of one message."""
     whole = with_copies(recipe, asked)
     parts = {
         tier: recipes.part(whole, asked.shares(tier), device=tier == DEVICE) for tier in (DEVICE, HOST, NVME, SHARED)
     }
-    tiers = {tier: closed.at_rest(numel, ranks, place, mine, asked.copies) for tier, mine in parts.items()}
+    tiers = {tier: closed.at_rest(numel, ranks, placements, mine, asked.copies) for tier, mine in parts.items()}
     message = int(Layout().bucket_mib * 2**20 / recipe.parameters)
     buffers = 0
     reserved = closed.reserves(min(message, numel), ranks, asked.copies)
-    for state, itemsize, degree in replace(whole, cast=Fraction()).states(place):  # in files nothing is cast
+    for state, itemsize, degree in replace(whole, cast=Fraction()).states(placements):  # in files nothing is cast
         slot = aligned(math.ceil(reserved[degree][0] * itemsize))
         buffers += min(BUFFERS * slot, aligned(tiers[NVME].get(state, 0)))
     if buffers:
@@ -95,7 +95,7 @@ def _shared_out(numel: int, ranks: int, place: Placements, recipe: Recipe, asked
     return {tier: found for tier, found in held.items() if found}
 
 
-def _of_equal_units(numel: int, asked: Asked, place: Placements) -> list[instants.Instant]:
+def _of_equal_units(numel: int, asked: Asked, placements: Placements) -> list[instants.Instant]:
     """The instants of a model of that many equal units, in messages of the default size; none if it was not said."""
     if asked.units is None:
         return []
@@ -111,7 +111,7 @@ def _of_equal_units(numel: int, asked: Asked, place: Placements) -> list[instant
     names = ["root", *(f"units.{number}" for number in range(asked.units))]
     cut = partition(specs, Layout(), asked.ranks // asked.copies)
     return instants.instants(
-        cut, place, instants.item_sizes(asked.recipe), asked.ranks - 1, prefetch=asked.prefetch,
+        cut, placements, instants.item_sizes(asked.recipe), asked.ranks - 1, prefetch=asked.prefetch,
         accumulate=asked.accumulate, no_sync=asked.no_sync, names=names, resting=asked.resting(cut),
         replicas=asked.copies, shares=asked.shared,
     )  # fmt: skip

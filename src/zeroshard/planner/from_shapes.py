@@ -39,38 +39,54 @@ def plan_shapes(path: str | os.PathLike[str], asked: Asked, layout: Layout) -> P
 
     def alone(stage: int) -> Traffic:
         cut, owned = cut_among(asked.ranks)
-        place = asked._replace(replicas=None).place(stage)
-        rank = states.fullest_rank(owned, place, recipe)
+        placements = asked._replace(replicas=None).placements(stage)
+        rank = states.fullest_rank(owned, placements, recipe)
         return states.recipe_traffic(
-            cut, place, rank, recipe, accumulate=asked.accumulate, no_sync=asked.no_sync, shares=shares
+            cut, placements, rank, recipe, accumulate=asked.accumulate, no_sync=asked.no_sync, shares=shares
         )
 
     def planned(stage: int, ranks: int, other: Recipe) -> StagePlan:
         cut, owned = cut_among(ranks // copies)
-        place = asked.place(stage)
-        rank = _fullest(cut, owned, place, other, copies)
+        placements = asked.placements(stage)
+        rank = _fullest(cut, owned, placements, other, copies)
         resting = asked.resting(cut)
         along = asked.along(rank, ranks)
-        holding = states.of_recipe(cut, place, rank, other, resting, replicas=copies, along=along)
+        holding = states.of_recipe(cut, placements, rank, other, resting, replicas=copies, along=along)
         tiers = holding.tiers(apart=True)
         at_rest = states.together(tiers)
         backwards, no_sync = asked.accumulate, asked.no_sync
         moved = states.recipe_traffic(
-            cut, place, rank, other, accumulate=backwards, no_sync=no_sync, replicas=copies, along=along, shares=shares
+            cut,
+            placements,
+            rank,
+            other,
+            accumulate=backwards,
+            no_sync=no_sync,
+            replicas=copies,
+            along=along,
+            shares=shares,
         )
         sizes = instants.item_sizes(other)
         found = instants.instants(
-            cut, place, sizes, rank, prefetch=asked.prefetch, accumulate=backwards, no_sync=no_sync, names=names,
+            cut, placements, sizes, rank, prefetch=asked.prefetch, accumulate=backwards, no_sync=no_sync, names=names,
             resting=resting, replicas=copies, along=along, shares=shares,
         )  # fmt: skip
         peak, peak_at = instants.peak(tiers.get(DEVICE, {}), found)
-        formula = recipes.cast_here(other, asked.shares(DEVICE)).formula(place, copies)
+        formula = recipes.cast_here(other, asked.shares(DEVICE)).formula(placements, copies)
         beside: dict[str, Any] = {}
         if resting is not None:
             beside["files"] = sum(file.nbytes for file in holding.files().values())
             beside["rounding"] = holding.rounding()
             beside["moves"] = files.recipe_moves(
-                cut, place, rank, other, resting, accumulate=backwards, no_sync=no_sync, replicas=copies, along=along
+                cut,
+                placements,
+                rank,
+                other,
+                resting,
+                accumulate=backwards,
+                no_sync=no_sync,
+                replicas=copies,
+                along=along,
             )
         return StagePlan(
             stage, rank, formula, at_rest, 0.0, moved, tuple(found), peak, peak_at,
@@ -93,11 +109,11 @@ def plan_shapes(path: str | os.PathLike[str], asked: Asked, layout: Layout) -> P
     return finish(model.source, model.numel, asked, layout, of, advise, notes, alone, balance(laid_out, copies))
 
 
-def _fullest(cut: Partition, owned: list[states.Owned], place: Placements, recipe: Recipe, replicas: int) -> int:
+def _fullest(cut: Partition, owned: list[states.Owned], placements: Placements, recipe: Recipe, replicas: int) -> int:
     """The rank of all replicas that holds most; of equals the last, so one of the last replica."""
-    if place.optimizer is Degree.ALL:
-        return states.fullest_rank(owned, place, recipe, states.updated(cut, replicas))
-    return cut.ranks * (replicas - 1) + states.fullest_rank(owned, place, recipe)
+    if placements.optimizer is Degree.ALL:
+        return states.fullest_rank(owned, placements, recipe, states.updated(cut, replicas))
+    return cut.ranks * (replicas - 1) + states.fullest_rank(owned, placements, recipe)
 
 
 def _specs(model: shapes.Shapes, asked: Asked, layout: Layout) -> list[Spec]:

@@ -68,7 +68,7 @@ def item_sizes(recipe: Recipe) -> ItemSizes:
 
 def instants(
     partition: Partition,
-    place: Placements,
+    placements: Placements,
     sizes: ItemSizes,
     rank: int,
     *,
@@ -94,7 +94,7 @@ def instants(
     def nbytes(bucket: Bucket) -> int:
         return _nbytes(bucket.numel, sizes.parameters)
 
-    brought = {b.index for b in partition.buckets if place.parameters or not _on_device(resting, b, "parameters")}
+    brought = {b.index for b in partition.buckets if placements.parameters or not _on_device(resting, b, "parameters")}
     whole = {unit: sum(nbytes(bucket) for bucket in units[unit] if bucket.index in brought) for unit in units}
     order = [unit for unit in units if unit != 0]  # the root runs around them all
     shown = {unit: names[unit] if unit < len(names) else f"unit {unit}" for unit in units}
@@ -111,7 +111,7 @@ def instants(
         return {LENT: sum(_nbytes(numel, itemsize) for numel in numels) * shares}
 
     reduced = _reductions(
-        partition, place, sizes, sits, along, in_flight, fresh=accumulate == 1, no_sync=no_sync and accumulate > 1,
+        partition, placements, sizes, sits, along, in_flight, fresh=accumulate == 1, no_sync=no_sync and accumulate > 1,
         resting=resting, shares=shares,
     )  # fmt: skip
     found = [_init(units, whole, sizes)]
@@ -127,13 +127,13 @@ def instants(
     if 0 in units:
         found += _each_bucket(units[0], reduced, gathered(0, 0, 1))
     trained = [bucket for bucket in partition.buckets if bucket.trainable]
-    averages = [] if place.optimizer or sizes.in_backward else trained
-    stepped = {} if sizes.in_backward else _step(partition, place, sizes, sits, along, resting)
+    averages = [] if placements.optimizer or sizes.in_backward else trained
+    stepped = {} if sizes.in_backward else _step(partition, placements, sizes, sits, along, resting)
     found.append(Instant("step", _some(stepped, lent(averages, sizes.gradients))))
     # A copy that rests elsewhere passes through the device, bucket by bucket.
-    published = [nbytes(b) for b in trained if b.index in brought and not place.parameters]
-    spread = trained if place.optimizer and not (place.parameters or _once(resting)) else []
-    moved = {GATHER: max(published, default=0) * bool(place.optimizer)}
+    published = [nbytes(b) for b in trained if b.index in brought and not placements.parameters]
+    spread = trained if placements.optimizer and not (placements.parameters or _once(resting)) else []
+    moved = {GATHER: max(published, default=0) * bool(placements.optimizer)}
     found.append(Instant("gather", _some(moved, lent(spread, sizes.parameters))))
     return found
 
@@ -169,18 +169,20 @@ def _init(units: Mapping[int, list[Bucket]], whole: Mapping[int, int], sizes: It
 
 
 def _step(
-    partition: Partition, place: Placements, sizes: ItemSizes, sits: Seat, along: Seat, resting: Resting | None
+    partition: Partition, placements: Placements, sizes: ItemSizes, sits: Seat, along: Seat, resting: Resting | None
 ) -> dict[str, int]:
     """The optimizer gets every gradient in the dtype of what it updates, bucket by bucket."""
     trained = [bucket for bucket in partition.buckets if bucket.trainable]
-    return {UPCAST: max((_upcast(b, place, sizes, along if b.along else sits, resting) for b in trained), default=0)}
+    return {
+        UPCAST: max((_upcast(b, placements, sizes, along if b.along else sits, resting) for b in trained), default=0)
+    }
 
 
-def _upcast(bucket: Bucket, place: Placements, sizes: ItemSizes, sits: Seat, resting: Resting | None) -> int:
+def _upcast(bucket: Bucket, placements: Placements, sizes: ItemSizes, sits: Seat, resting: Resting | None) -> int:
     """Bytes of a bucket's gradients in the dtype of what the optimizer updates, where that is another."""
     if sizes.gradients == sizes.updated or not _on_device(resting, bucket, "optimizer"):
         return 0
-    first, last = bucket.held(sits, place.optimizer)
+    first, last = bucket.held(sits, placements.optimizer)
     return _nbytes(last - first, sizes.updated)
 
 
@@ -195,14 +197,14 @@ class _Updates:
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], place: Placements, sizes: ItemSizes, seat: Callable[[Bucket], Seat],
+        self, buckets: Sequence[Bucket], placements: Placements, sizes: ItemSizes, seat: Callable[[Bucket], Seat],
         resting: Resting | None, allowed: int,
     ) -> None:  # fmt: skip
         """buckets: in the order that they land in."""
-        self._asked = place, sizes, seat, resting
+        self._asked = placements, sizes, seat, resting
         self._coming = [*buckets] if sizes.in_backward else []
         self._here: list[Bucket] = []  # the oldest first
-        self._waits = 0 if place.optimizer else min(allowed, 1)
+        self._waits = 0 if placements.optimizer else min(allowed, 1)
         self._most: dict[str, int] = {}
 
     def land(self, count: int) -> None:
@@ -221,16 +223,16 @@ class _Updates:
 
     def _update(self, waits: int) -> None:
         """All but so many."""
-        place, sizes, seat, resting = self._asked
+        placements, sizes, seat, resting = self._asked
         self._most = max(self._most, self._held(0), key=_total)
         while len(self._here) > waits:
-            copied = _upcast(self._here[0], place, sizes, seat(self._here[0]), resting)
+            copied = _upcast(self._here[0], placements, sizes, seat(self._here[0]), resting)
             self._most = max(self._most, self._held(copied), key=_total)
             self._here.pop(0)
 
     def _held(self, copied: int) -> dict[str, int]:
-        place, sizes, seat, _ = self._asked
-        held = [each.held(seat(each), place.gradients) for each in self._here]
+        placements, sizes, seat, _ = self._asked
+        held = [each.held(seat(each), placements.gradients) for each in self._here]
         return {GRADIENTS: sum(_nbytes(last - first, sizes.gradients) for first, last in held), UPCAST: copied}
 
 
@@ -259,7 +261,7 @@ class _Pool(list[int]):
 
 def _reductions(
     partition: Partition,
-    place: Placements,
+    placements: Placements,
     sizes: ItemSizes,
     sits: Seat,
     along: Seat,
@@ -289,7 +291,7 @@ def _reductions(
     itemsize = max(sizes.gradients, sizes.reduced) if no_sync else sizes.reduced
     trainable = [bucket for bucket in partition.buckets if bucket.trainable]
     in_place = no_sync or (fresh and sizes.gradients == sizes.reduced)
-    in_place = in_place and not (shares or sizes.in_backward or place.gradients)
+    in_place = in_place and not (shares or sizes.in_backward or placements.gradients)
 
     def sends(bucket: Bucket) -> list[int]:
         return [] if in_place and _on_device(resting, bucket, "gradients") else [_nbytes(bucket.numel, itemsize)]
@@ -313,7 +315,7 @@ def _reductions(
     alive: list[tuple[list[int], ...]] = []  # buffers of the reductions under way, oldest first
     relayed: list[list[int]] = []  # of those that were handed on
     most: dict[int, dict[str, int]] = {}
-    updates = _Updates(trainable[::-1], place, sizes, lambda b: along if b.along else sits, resting, in_flight)
+    updates = _Updates(trainable[::-1], placements, sizes, lambda b: along if b.along else sits, resting, in_flight)
     waiting = {bucket.index: sum(sends(bucket)) for bucket in trainable} if no_sync else {}
     for bucket in reversed(trainable):
         for other in trainable:

@@ -62,17 +62,17 @@ class Recipe:
         """Bytes of one element in a checkpoint: its value and what the optimizer keeps of it."""
         return self.updated + sum((n for state, n in self.optimizer.items() if state != "master"), Fraction())
 
-    def states(self, place: Placements) -> Iterator[tuple[str, Bytes, Degree]]:
+    def states(self, placements: Placements) -> Iterator[tuple[str, Bytes, Degree]]:
         """(state, bytes per parameter, over which ranks it is sharded), in the order they are shown."""
-        yield "parameters", self.parameters * (1 - self.cast * place.together), place.parameters
-        yield "gradients", self.kept_gradients, place.gradients
+        yield "parameters", self.parameters * (1 - self.cast * placements.together), placements.parameters
+        yield "gradients", self.kept_gradients, placements.gradients
         for state, nbytes in self.optimizer.items():
-            yield state, nbytes, place.optimizer
+            yield state, nbytes, placements.optimizer
 
-    def formula(self, place: Placements, replicas: int = 1) -> str:
+    def formula(self, placements: Placements, replicas: int = 1) -> str:
         """`6 + 12/N`: bytes per parameter and rank. Of K replicas each has what is sharded in a team: `6 + 12*K/N`."""
         each: dict[Degree, Bytes] = {}
-        for _, nbytes, degree in self.states(place):
+        for _, nbytes, degree in self.states(placements):
             each[degree] = each.get(degree, Fraction()) + nbytes
         over = {Degree.RANK: "", Degree.TEAM: "/N" if replicas == 1 else f"*{replicas}/N", Degree.ALL: "/N"}
         return " + ".join(f"{number(each[degree])}{over[degree]}" for degree in over if each.get(degree))

@@ -65,7 +65,7 @@ class Reserved(NamedTuple):
 
 def reserved(
     bucket: Bucket,
-    place: Placements,
+    placements: Placements,
     sits: Seat,
     sizes: Stored,
     kept: Callable[[Bucket, Slot], Kept],
@@ -78,11 +78,11 @@ def reserved(
     """
 
     def store(kind: str, state: str, itemsize: Fraction | int) -> Reserved:
-        first, last = bucket.held(sits, getattr(place, kind))
+        first, last = bucket.held(sits, getattr(placements, kind))
         filled = sum(slot.within(first, last).numel for slot in bucket.slots)
         return Reserved(at[kind], kind, state, last - first, last - first - filled, itemsize)
 
-    if not (sizes.cast and bucket.trainable and place.together and at["parameters"] == at["optimizer"] == DEVICE):
+    if not (sizes.cast and bucket.trainable and placements.together and at["parameters"] == at["optimizer"] == DEVICE):
         yield store("parameters", "parameters", sizes.parameters)
     yield Reserved(DEVICE, "parameters", "scales", sizes.scales, 0, 1)
     if not bucket.trainable:
@@ -92,7 +92,7 @@ def reserved(
     yield store("optimizer", "average", sizes.average)
     filed: dict[str, Fraction | int] = {}
     tier = at["optimizer"]
-    updated = bucket.held(sits, place.optimizer)
+    updated = bucket.held(sits, placements.optimizer)
     for slot in bucket.slots:
         numel = slot.within(*updated).numel
         if numel:  # of a rank that owns nothing of it, the optimizer has no state
@@ -140,7 +140,7 @@ class Holding(NamedTuple):
     """
 
     partition: Partition
-    place: Placements
+    placements: Placements
     sits: Seat
     stored: Callable[[Bucket], Stored]
     kept: Callable[[Bucket, Slot], Kept]
@@ -156,7 +156,7 @@ class Holding(NamedTuple):
         return self.resting[bucket.index] if self.resting else DEVICE_ALONE
 
     def reserved(self, bucket: Bucket) -> Iterator[Reserved]:
-        return reserved(bucket, self.place, self.seat(bucket), self.stored(bucket), self.kept, self.at(bucket))
+        return reserved(bucket, self.placements, self.seat(bucket), self.stored(bucket), self.kept, self.at(bucket))
 
     def tiers(self, *, apart: bool = False) -> Tiers:
         """{tier: {state: bytes}} at rest.
@@ -193,7 +193,7 @@ class Holding(NamedTuple):
             itemsizes = sizes.parameters, sizes.gradients, sizes.master or sizes.parameters
             for kind, itemsize in zip(KINDS, itemsizes, strict=True):
                 if at[kind] == NVME and (bucket.trainable or kind == "parameters"):
-                    first, last = bucket.held(self.seat(bucket), getattr(self.place, kind))
+                    first, last = bucket.held(self.seat(bucket), getattr(self.placements, kind))
                     largest[kind] = max(largest[kind], math.ceil((last - first) * itemsize))
             for each in self.reserved(bucket):
                 if each.tier == NVME and each.nbytes:
@@ -234,7 +234,7 @@ class Holding(NamedTuple):
 
 def of_recipe(
     partition: Partition,
-    place: Placements,
+    placements: Placements,
     rank: int,
     recipe: Recipe,
     resting: Resting | None = None,
@@ -254,7 +254,7 @@ def of_recipe(
         return Stored(recipe.parameters, recipe.kept_gradients, master or recipe.parameters * copied, bool(recipe.cast))
 
     sits = seat(rank, partition.ranks * replicas, replicas)
-    return Holding(partition, place, sits, stored, lambda bucket, slot: kept, resting, along)
+    return Holding(partition, placements, sits, stored, lambda bucket, slot: kept, resting, along)
 
 
 def updated_apart(at: Mapping[str, str]) -> bool:
@@ -310,21 +310,23 @@ def updated(partition: Partition, replicas: int) -> list[Owned]:
 
 
 def fullest_rank(
-    ranks: Sequence[Owned], place: Placements, recipe: Recipe, parts: Sequence[Owned] | None = None
+    ranks: Sequence[Owned], placements: Placements, recipe: Recipe, parts: Sequence[Owned] | None = None
 ) -> int:
     """The position that holds most at rest; of equals the last, where the padding lies.
 
     parts: what each rank of all replicas updates, where the optimizer is sharded over them. Then it is a rank.
     """
-    cast = recipe.cast * place.together
-    stored = recipe.parameters * (1 - cast) * bool(place.parameters) + recipe.kept_gradients * bool(place.gradients)
-    master = recipe.optimizer.get("master", Fraction()) * bool(place.optimizer)
+    cast = recipe.cast * placements.together
+    stored = recipe.parameters * (1 - cast) * bool(placements.parameters) + recipe.kept_gradients * bool(
+        placements.gradients
+    )
+    master = recipe.optimizer.get("master", Fraction()) * bool(placements.optimizer)
     kept = sum((nbytes for state, nbytes in recipe.optimizer.items() if state != "master"), Fraction())
     each = sum(recipe.per_tensor.values())
 
     def held(rank: int) -> tuple[Fraction, int]:
         mine, own = ranks[rank % len(ranks)], ranks[rank] if parts is None else parts[rank]
-        beside = (kept * own.numel + each * own.fragments) * bool(place.optimizer)
+        beside = (kept * own.numel + each * own.fragments) * bool(placements.optimizer)
         return stored * mine.shard + master * own.shard + beside, rank
 
     return max(range(len(parts or ranks)), key=held)
@@ -332,7 +334,7 @@ def fullest_rank(
 
 def recipe_traffic(
     partition: Partition,
-    place: Placements,
+    placements: Placements,
     rank: int,
     recipe: Recipe,
     *,
@@ -345,22 +347,22 @@ def recipe_traffic(
     """Bytes that one rank moves in a step, bucket by bucket; recomputation finds its unit gathered already."""
     position, on, back = rank % partition.ranks, 0, 0
     sits, share = seat(rank, partition.ranks * replicas, replicas), NOTHING
-    reductions, gathers = passes(place, accumulate=accumulate, no_sync=no_sync)
-    reduced, gathered = widths(place, recipe, no_sync=no_sync)
+    reductions, gathers = passes(placements, accumulate=accumulate, no_sync=no_sync)
+    reduced, gathered = widths(placements, recipe, no_sync=no_sync)
     totals = [Moved(0, 0, 0), Moved(0, 0, 0)]
     for bucket in partition.buckets:
         own = bucket.shard_numel(along.position if bucket.along else position)
         if bucket.trainable:
             on += reductions * math.ceil(own * running(recipe))
             back += reductions * math.ceil(own * recipe.gradients)
-        if bucket.trainable and place.optimizer is Degree.ALL:
+        if bucket.trainable and placements.optimizer is Degree.ALL:
             first, last = bucket.held(sits, Degree.ALL)
             part, whole = (math.ceil(numel * recipe.parameters) for numel in (last - first, own))
             share = Moved(*map(sum, zip(share, split(whole, part, replicas), strict=True)))
         both = (
             moved(bucket.numel, own, bucket.size, reduced)[0].times(reductions if bucket.trainable else 0),
             moved(bucket.numel, own, bucket.size, gathered)[1].times(
-                gathers if bucket.trainable or place.parameters else 0
+                gathers if bucket.trainable or placements.parameters else 0
             ),
         )
         totals = [Moved(*map(sum, zip(*pair, strict=True))) for pair in zip(totals, both, strict=True)]

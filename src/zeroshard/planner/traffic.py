@@ -65,24 +65,24 @@ class Traffic:
         return {"passes": self.passes, **{verb: getattr(self, verb)._asdict() for verb in verbs}}
 
 
-def passes(place: Placements, *, accumulate: int = 1, no_sync: bool = False) -> tuple[int, int]:
+def passes(placements: Placements, *, accumulate: int = 1, no_sync: bool = False) -> tuple[int, int]:
     """(reductions, gathers) of the whole model in a step of `accumulate` backwards.
 
     Every backward is reduced by itself, unless `no_sync` adds up on the rank first. Sharded parameters are gathered
     for each forward and each backward, replicated ones once, after the step. The most, that is: backward does not
     gather what autograd needs no weights of (an embedding; a first layer whose input needs no gradient).
     """
-    return (1 if no_sync else accumulate), (2 * accumulate if place.parameters else 1)
+    return (1 if no_sync else accumulate), (2 * accumulate if placements.parameters else 1)
 
 
-def widths(place: Placements, recipe: Recipe, *, no_sync: bool = False) -> tuple[Bytes, Bytes]:
+def widths(placements: Placements, recipe: Recipe, *, no_sync: bool = False) -> tuple[Bytes, Bytes]:
     """(reduced, gathered) bytes per element.
 
     What `no_sync` has added up travels in the dtype it was added in. Where the optimizer's state is replicated, the
     averaged gradients are gathered in place of parameters, in that dtype too.
     """
     added = max(recipe.gradients, recipe.reduced)
-    return (added if no_sync else recipe.reduced), (recipe.parameters if place.optimizer else added)
+    return (added if no_sync else recipe.reduced), (recipe.parameters if placements.optimizer else added)
 
 
 def moved(numel: int, own: int, ranks: int, nbytes: Bytes) -> tuple[Moved, Moved]:
@@ -127,7 +127,7 @@ def split(shard: int, own: int, replicas: int) -> Moved:
 def per_step(
     numel: int,
     ranks: int,
-    place: Placements,
+    placements: Placements,
     recipe: Recipe,
     *,
     accumulate: int = 1,
@@ -139,8 +139,8 @@ def per_step(
 
     Each of K replicas gathers and reduces among its N/K ranks.
     """
-    reductions, gathers = passes(place, accumulate=accumulate, no_sync=no_sync)
-    reduced, gathered = widths(place, recipe, no_sync=no_sync)
+    reductions, gathers = passes(placements, accumulate=accumulate, no_sync=no_sync)
+    reduced, gathered = widths(placements, recipe, no_sync=no_sync)
 
     group = ranks // replicas
 
@@ -158,7 +158,7 @@ def per_step(
         once(numel, gathered)[1].times(gathers),
         once(recompute, recipe.parameters)[1],
         relayed(on, back, replicas),
-        split(part * replicas, part, replicas) if place.optimizer is Degree.ALL else NOTHING,
+        split(part * replicas, part, replicas) if placements.optimizer is Degree.ALL else NOTHING,
     )
 
 

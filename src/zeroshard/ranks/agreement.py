@@ -87,14 +87,14 @@ class Progress:
     trouble: str = ""  # an exception that this rank alone may have had
     units: list[str] = dataclasses.field(default_factory=list)  # by bucket, the unit's name
     met: str = ""  # the last meeting
-    waits: tuple[str, int | None] | None = None  # the collective it waits for, and of which bucket
+    awaited: tuple[str, int | None] | None = None  # the collective it waits for, and of which bucket
 
     def words(self, phase: str) -> str:
         """In words, for whoever wants to know."""
         moment = f"step {self.steps + 1}, in {phase if phase != 'between' else 'the loop'}"
         trouble = f"; {self.trouble}" if self.trouble else ""
-        if self.waits:
-            verb, bucket = self.waits
+        if self.awaited:
+            verb, bucket = self.awaited
             unit = "" if bucket is None else f" of unit {self._unit(bucket)!r}"
             turn = f", turn {self.turn[0]} of {self.turn[1]} of the script" if verb == "gather" and self.turn[1] else ""
             return f"{moment}, waiting for {verb}{unit}{turn}{trouble}"
@@ -205,7 +205,7 @@ class Group:
             self.party.levelled(self.party.unsettled())
 
     @contextlib.contextmanager
-    def whole(self) -> Iterator[None]:
+    def as_one(self) -> Iterator[None]:
         """Around verbs that belong together: after an exception between the first and the last, `level` must follow."""
         (launched, levelled), around, self._inside = self.launched, self._inside, Call(frame=sys._getframe(2))
         try:

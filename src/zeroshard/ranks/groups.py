@@ -31,7 +31,7 @@ from .comm import Comm, Transport
 from .launcher import could_not_meet, find_master
 from .shared_memory import SharedStream, share
 from .streams import Stream
-from .watch import Attended, Watch, attend, cannot_come, come_together, host_towards, waits
+from .watch import Attended, Watch, attend, cannot_come, come_together, host_towards, still_waits
 
 LEAVING = 10.0  # seconds that a rank whose program ends waits for the others
 
@@ -49,7 +49,9 @@ def start(settings: Comm, device: torch.device) -> None:
         # A gloo process that leaves right after its last collective can abort peers that still read from it. But one
         # that an exception ends must not wait for peers that wait for it: then its own error is what they need. Nor one
         # that has lost a peer: the store may be where it cannot be reached, and answers no question in time then.
-        if os.getpid() == process and dist.is_initialized() and not waits():  # a fork's connections are its parent's
+        if (
+            os.getpid() == process and dist.is_initialized() and not still_waits()
+        ):  # a fork's connections are its parent's
             lost = any(groups.loss is not None for made in _made.values() for groups in made.values())
             if dist.get_backend() == "gloo" and not lost and not hasattr(sys, "last_value"):
                 with contextlib.suppress(RuntimeError):  # a peer is gone already; its own error says more

@@ -78,7 +78,7 @@ class Link:
     def wait(self, verb: str, bucket: int | None, handle: Any) -> None:
         refuse_forked(self.process, self.rank)
         self.groups.speaker = self._weak
-        self.progress.waits = verb, bucket
+        self.progress.awaited = verb, bucket
         within = self.groups.call
         if not self.behind and (within is None or not within.running()):
             self.groups.call = Call()  # of a verb's own waits it is the verb's
@@ -87,7 +87,7 @@ class Link:
             self._wait_for(handle)  # the device's stream waits, not this thread
         else:
             self._wait_in_slices(handle)
-        self.progress.waits = None
+        self.progress.awaited = None
         if not self.behind:
             self.ledger.waited += time.perf_counter_ns() - since
             self.groups.call = within
@@ -110,7 +110,7 @@ class Link:
             if self.groups.watch.alarm or self.lost:
                 raise self._loss(error) from error
             if self.saves and time.monotonic() > asked + self.groups.limit:
-                if self.groups.watch.lost():  # whoever writes answers
+                if self.groups.watch.lost_ranks():  # whoever writes answers
                     raise self._loss(error) from error
                 asked = asked if self.groups.watch.unheard else time.monotonic()
             # Not at once: of an exception that all ranks raise alike a slower rank comes to its own, since others have
@@ -186,7 +186,7 @@ class Link:
         for engine, group in engines.items():
             group.levelled([each["engines"][str(engine)] for each in states if str(engine) in each["engines"]], uneven)
         groups.watch.posted.pop(number - 1, None)  # which all have heard: they were here
-        groups.call, self.progress.waits, groups.levellings = None, None, number
+        groups.call, self.progress.awaited, groups.levellings = None, None, number
         return [f"rank {rank}: {each['why']}" for rank, each in enumerate(states) if each["why"]]
 
     def _posted(self, number: int) -> list[dict[str, Any]]:
@@ -264,7 +264,11 @@ class Link:
         return self.progress.words(self.ledger.phase)
 
     def about(self) -> dict[str, Any]:
-        return {"doing": self.doing(), "waits": bool(self.progress.waits) and not self.interrupted, "failed": self.lost}
+        return {
+            "doing": self.doing(),
+            "waits": bool(self.progress.awaited) and not self.interrupted,
+            "failed": self.lost,
+        }
 
     def _loss(self, error: Exception) -> PeerError:
         """The error for a collective that did not complete: who is to blame, as far as it can be found out."""

@@ -88,7 +88,7 @@ class Host:
         self._lent: dict[tuple[int, int], Block] = {}  # by stream and number, until all have read it
         self._theirs: dict[tuple[int, int], Tensor] = {}  # by rank and number of its block
         self._posted: dict[tuple[int, int], dict[int, Notice]] = defaultdict(dict)  # by stream and number
-        self.whole: dict[tuple[int, int], Copy] = {}  # by rank that made it and number, until it is taken
+        self.copies: dict[tuple[int, int], Copy] = {}  # by rank that made it and number, until it is taken
         self._last: dict[tuple[int, int], int] = {}  # by stream and rank, the number that it posted last
 
     # --- own memory -------------------------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ class Host:
             window, descriptor = _made(nbytes)
         except OSError as error:
             raise MemoryError(f"the system has no {nbytes:,} bytes for parameters that ranks share: {error}") from error
-        self.whole[self.rank, number] = Copy(window, _mapped(descriptor.number, nbytes, shared=False))
+        self.copies[self.rank, number] = Copy(window, _mapped(descriptor.number, nbytes, shared=False))
         for rank in others:
             self.neighbours.tell(rank, Notice(WHOLE, block=number, nbytes=nbytes), descriptor)
 
@@ -166,7 +166,7 @@ class Host:
         at = notice.stream, notice.number
         if notice.kind == WHOLE:
             both = (_mapped(memory, notice.nbytes, shared=shared) for shared in (True, False))
-            self.whole[rank, notice.block] = Copy(*both)
+            self.copies[rank, notice.block] = Copy(*both)
         elif notice.kind == MEMORY:
             if (rank, notice.block) not in self._theirs:
                 self._theirs[rank, notice.block] = _mapped(memory, notice.nbytes)
@@ -408,7 +408,7 @@ class Exchange:
         flight = self._launch(self._gathers, ("one copy", self._link.engine, -1, "", nbytes), None, None)
         self._link.wait("one copy", None, flight)
         flight.read()
-        copy = self.host.whole.pop((first, number))
+        copy = self.host.copies.pop((first, number))
         self._copies[copy.own.data_ptr()] = copy
         return copy.own[: numel * dtype.itemsize].view(dtype)
 

@@ -41,7 +41,7 @@ GONE = "is gone: its process has ended"
 SILENT = "is silent: it is stopped, holds the interpreter, or its host cannot be reached"
 
 
-Place = tuple[str, int, str]  # host, port, token
+Address = tuple[str, int, str]  # host, port, token
 
 
 class Answer(NamedTuple):
@@ -61,14 +61,14 @@ class Watch:
         """about: what this rank is doing, as the fields of `Answer`; called on the watch's own thread."""
         self.rank = rank
         self.alarm: dict[int, str] = {}  # rank -> what it did: none of them will come to any collective
-        self.peers: dict[int, Place] = {}  # by rank: those that have come so far
+        self.peers: dict[int, Address] = {}  # by rank: those that have come so far
         self.called = 0  # the last levelling that anybody has called for: see `streams.py`
         self.posted: dict[int, str] = {}  # by levelling, what this rank says there
-        self.unheard: dict[int, int] = {}  # by rank, how many questions in a row it has not answered: see `lost`
+        self.unheard: dict[int, int] = {}  # by rank, how many questions in a row it has not answered: see `lost_ranks`
         self._about = about
         # All ranks may ask at once; the kernel takes its own most.
         self._server = socket.create_server((host, 0), backlog=4096)
-        self.place = (host, int(self._server.getsockname()[1]), secrets.token_hex(8))
+        self.address = (host, int(self._server.getsockname()[1]), secrets.token_hex(8))
         thread = threading.Thread(target=_serve, args=(self._server, weakref.ref(self)), name="watch", daemon=True)
         thread.start()
         # A blocked accept returns when the socket is shut down, not when it is closed.
@@ -85,7 +85,7 @@ class Watch:
         self._send({"alarm": culprits})
 
     def _send(self, message: dict[str, Any]) -> dict[int, Answer]:
-        others = {rank: place for rank, place in self.peers.items() if rank != self.rank}
+        others = {rank: address for rank, address in self.peers.items() if rank != self.rank}
         return _ask(others, message)
 
     def call(self, number: int, ranks: Iterable[int]) -> dict[int, Answer]:
@@ -97,7 +97,7 @@ class Watch:
         found = self.alarm or {rank: answer.silence for rank, answer in self.ask().items() if answer.silence}
         return self.alarm or found  # who told this rank meanwhile, and ended, is not the one that was lost
 
-    def lost(self) -> dict[int, str]:
+    def lost_ranks(self) -> dict[int, str]:
         """As `blame`, where ranks only wait for longer than they should. Silent is who was so again and again."""
         found = self.blame()
         self.unheard = {rank: self.unheard.get(rank, 0) + 1 for rank in found if found[rank] == SILENT}
@@ -105,7 +105,7 @@ class Watch:
 
     def hear(self, message: dict[str, Any]) -> dict[str, Any]:
         """The answer to a peer."""
-        if message.get("token") != self.place[2]:
+        if message.get("token") != self.address[2]:
             return {}
         for rank, what in message.get("alarm", {}).items():
             self.alarm.setdefault(int(rank), str(what))
@@ -133,13 +133,13 @@ os.register_at_fork(after_in_child=_forked)
 def come_together(
     watch: Watch, store: Any, at: str, ranks: int, cut_off: Callable[[], bool], limit: float, alike: str = ""
 ) -> None:
-    """Learn every rank's place. Raises `PeerError` where one has ended before it came, or cannot go on.
+    """Learn every rank's address. Raises `PeerError` where one has ended before it came, or cannot go on.
 
     at: a name in the store that nobody has used yet. alike: what every rank must say alike. cut_off: has a connection
     to any rank ended? One that died before it came has left nothing else to tell by.
     """
     keys, trouble = [f"{at}/{rank}" for rank in range(ranks)], f"{at}/trouble"
-    store.set(keys[watch.rank], json.dumps([watch.place, alike]))
+    store.set(keys[watch.rank], json.dumps([watch.address, alike]))
     deadline, pause, ended = time.monotonic() + limit, 0.001, False
     while not (complete := store.check(keys)):
         ended = cut_off()
@@ -149,7 +149,7 @@ def come_together(
         pause = min(2 * pause, 0.1)
     here = [rank for rank in range(ranks) if complete or store.check([keys[rank]])]
     told = {rank: json.loads(store.get(keys[rank])) for rank in here}
-    watch.peers = {rank: tuple(place) for rank, (place, _) in told.items()}
+    watch.peers = {rank: tuple(address) for rank, (address, _) in told.items()}
     if store.check([trouble]):
         raise PeerError("another rank cannot shard its model", got=store.get(trouble).decode())
     if not complete:
@@ -192,7 +192,7 @@ class Attended:
         while self._thread.is_alive() and not watch.alarm:
             self._thread.join(0.1)
             if time.monotonic() > asked + patience:
-                if lost := watch.lost():
+                if lost := watch.lost_ranks():
                     lose(watch, lost)
                 asked, patience = time.monotonic(), ANSWERS if watch.unheard else 2 * patience
         value, error = self._ended[0] if self._ended else (None, None)
@@ -204,7 +204,7 @@ class Attended:
         raise error
 
 
-def waits() -> bool:
+def still_waits() -> bool:
     """Does a call that was given up still wait? It holds the store and the process group until its time-out."""
     return any(thread.name == "groups" for thread in threading.enumerate())
 
@@ -222,13 +222,13 @@ def lose(watch: Watch, lost: dict[int, str], error: BaseException | None = None)
     ) from error
 
 
-def _ask(places: dict[int, Place], message: dict[str, Any]) -> dict[int, Answer]:
+def _ask(addresses: dict[int, Address], message: dict[str, Any]) -> dict[int, Answer]:
     """All at once, by one thread: the interpreter may be on its way out, where no thread can be started."""
     answers: dict[int, Answer] = {}
-    heard = dict.fromkeys(places, b"")
+    heard = dict.fromkeys(addresses, b"")
     deadline = time.monotonic() + ANSWERS
     with selectors.DefaultSelector() as selector, ExitStack() as open_sockets:
-        for rank, (host, port, _) in places.items():
+        for rank, (host, port, _) in addresses.items():
             connection = open_sockets.enter_context(socket.socket())
             connection.setblocking(False)
             number = connection.connect_ex((host, port))
@@ -243,7 +243,7 @@ def _ask(places: dict[int, Place], message: dict[str, Any]) -> dict[int, Answer]
                     if event & selectors.EVENT_WRITE:
                         if number := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                             raise OSError(number, os.strerror(number))
-                        connection.sendall(json.dumps({**message, "token": places[rank][2]}).encode() + b"\n")
+                        connection.sendall(json.dumps({**message, "token": addresses[rank][2]}).encode() + b"\n")
                         selector.modify(connection, selectors.EVENT_READ, rank)
                         continue
                     part = connection.recv(_LONGEST)
@@ -254,7 +254,7 @@ def _ask(places: dict[int, Place], message: dict[str, Any]) -> dict[int, Answer]
                 except OSError as error:
                     answers[rank] = _failed(error)
                 selector.unregister(connection)
-    return {rank: answers.get(rank, Answer(SILENT)) for rank in places}
+    return {rank: answers.get(rank, Answer(SILENT)) for rank in addresses}
 
 
 def _failed(error: OSError) -> Answer:

@@ -148,7 +148,7 @@ def test_the_options_are_these():
         "plan": "accumulate align bounds bucket-mib bytes check config disk ep exact experts export gpu-mem gpus-per-node grad-dtype help "
         "host-mem json machine no-sync offload offload-gradients offload-optimizer offload-parameters optimizer "
         "optimizer-in-backward optimizer-over params precision "
-        "prefetch preset ranks recompute replicas shapes stage step-time text tokens transport units whole",
+        "prefetch preset ranks recompute reduce replicas shapes stage step-time text tokens transport units whole",
         "simulate": "accumulate bucket-mib ep experts grad-dtype help json machine offload offload-gradients offload-optimizer "
         "offload-parameters optimizer-in-backward optimizer-over precision prefetch rank ranks recompute reduce replicas stage trace transport",
         "ckpt inspect": "help json",

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from zeroshard.cli import launch, processor, screen
-from zeroshard.cli.config import InputError, Launch, OptimizerOver, Transport, offload_of
+from zeroshard.cli.config import InputError, Launch, OptimizerOver, Reduce, Transport, offload_of
 from zeroshard.events import DEVICE
 
 AT_REST = "at rest"
@@ -45,6 +45,7 @@ class Check:
     optimizer_over: OptimizerOver = "team"
     transport: Transport = "auto"
     offload: dict[str, str] = field(default_factory=dict)  # {state: where it rests}, as on the command line
+    reduce: Reduce = "ordered"
     optimizer_in_backward: bool = False
 
     @property
@@ -66,7 +67,11 @@ class Check:
                 self.precision, self.grad_dtype, alone=masters_alone(stage, offload, spread=self.spread)
             ),
             "comm": Comm(
-                prefetch=self.prefetch, replicas=self.replicas, transport=self.transport, optimizer=self.optimizer_over
+                prefetch=self.prefetch,
+                replicas=self.replicas,
+                transport=self.transport,
+                optimizer=self.optimizer_over,
+                reduce=self.reduce,
             ),
             "offload": offload,
             "optimizer_in_backward": self.optimizer_in_backward,

@@ -120,6 +120,7 @@ def check_plan(*, as_json: bool, text: str | None, **settings: Any) -> int:
         "replicas",
         "optimizer_over",
         "transport",
+        "reduce",
     )
     offload = _places(settings)
     planned_offload(offload)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from ..errors import UserError
 from ..events import DEVICE
 from ..layout import Partition
-from ..ranks.comm import Over
+from ..ranks.comm import Over, Reduce
 from ..stage import ALONE, STAGES, Placements, Seat, placements, seat_along
 from . import states
 from .disk import Disk
@@ -43,6 +43,7 @@ class Asked(NamedTuple):
     ep: int = 1
     shared: bool = False  # do ranks that shard together read each other's memory?
     over: Over = "team"  # which ranks the optimizer is sharded over, of several replicas
+    reduce: Reduce = "ordered"
 
     def axes(self, ranks: int) -> dict[str, int]:
         """The mesh of so many ranks, where experts are divided; else none."""

@@ -46,6 +46,7 @@ def plan_job(job: str | Callable[[], dict[str, Any]], asked: Asked, layout: Layo
                 replicas=asked.replicas,
                 transport="shared" if asked.shared else "auto",
                 optimizer="all" if asked.spread(stage) else "team",
+                reduce=asked.reduce,
             ),
             "offload": asked.offload,
             "optimizer_in_backward": asked.recipe.in_backward,
@@ -212,7 +213,8 @@ def _traffic(run: Simulation) -> traffic.Traffic:
     )
     model = sum(bucket.numel * run.zero.dtypes(bucket).rest.itemsize for bucket in run.zero.partition.buckets)
     passes = round(gathered.logical / model, 2) if model else 0.0
-    trained = sum(b.numel * run.zero.dtypes(b).param.itemsize for b in run.zero.partition.buckets if b.trainable)
+    pending = run.zero._engine.reduction.pending.values()
+    trained = sum(each.message.numel * (1 if each.codes else each.buffer.reduce_dtype.itemsize) for each in pending)
     relays = [event for event in run.events if event.verb == "relay"]
     # What the last replica sends is averages, to all others; the others receive one, and all but the first a sum too.
     replica, last = run.zero._engine.group.team.seat.replica, run.zero.replicas - 1

@@ -19,7 +19,7 @@ from ..errors import UserError, nearest
 from ..events import NVME
 from ..headroom import PREFETCH
 from ..layout import Bounds, Layout
-from ..ranks.comm import Comm, Over, Transport
+from ..ranks.comm import Comm, Over, Reduce, Transport
 from ..stage import STAGES, placements, seat
 from . import from_number, from_shapes, machines, quantities, recipes, states, ways
 from .answer import Plan
@@ -69,6 +69,7 @@ def plan(
     whole: str | None = None,
     transport: Transport = "auto",
     optimizer_over: Over = "team",
+    reduce: Reduce = "ordered",
     machine: str | None = None,
 ) -> Plan:
     """Bytes per rank of a model's states, at rest and at the worst instant, at one stage or all four.
@@ -110,6 +111,7 @@ def plan(
         a job's optimizer needs whole is so by itself.
     transport: as `Comm`'s: "shared" for ranks of one host, on the CPU, that read each other's memory.
     optimizer_over: as `Comm.optimizer`: "all" shards it over the ranks of all replicas. Stage 0 is left out then.
+    reduce: as `Comm`'s, for jobs: "int8" sends gradients as codes of 8 bits.
     machine: a cluster by name, or a JSON file of its numbers: which `replicas` and `optimizer_over` take least time on
         it, of those that fit into its memory, or `gpu_mem`.
 
@@ -136,6 +138,9 @@ def plan(
         placements(1 if stage is None else stage, spread=spread, once=once)  # says which can
     over = None if optimizer_over == "team" else optimizer_over
     others = {"replicas": replicas, "optimizer_over": over, "experts": experts}
+    sums = None if reduce == "ordered" else reduce
+    if job is None or machine is not None:
+        _refuse("for jobs only, and without machine", "leave it out", reduce=sums)
     cluster = _cluster(machine, gpus_per_node, transport=transport, **others)
     if transport == "shared" and gpus_per_node is not None:
         raise UserError(
@@ -171,7 +176,8 @@ def plan(
         tokens=None if tokens is None else quantities.count(tokens, "tokens"),
         experts=experts or "",
         ep=ep or 1,
-        shared=Comm(transport=transport, optimizer=optimizer_over).sharing(once=once).wanted == "shared",
+        reduce=reduce,
+        shared=Comm(transport=transport, optimizer=optimizer_over, reduce=reduce).sharing(once=once).wanted == "shared",
         over=optimizer_over,
     )
     along = {experts: "edp"} if experts else None

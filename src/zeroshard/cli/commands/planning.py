@@ -21,6 +21,7 @@ from zeroshard.cli.commands.options import (
     Replicas,
     Spread,
     Stage,
+    Sums,
     Tiers,
     option,
     takes,
@@ -101,6 +102,7 @@ class Sharding:
         ),
     ] = None
     transport: Over = "auto"
+    reduce: Sums = "ordered"
     experts: Annotated[
         str | None, unset(RUN, 'Parameters that are divided among --ep ranks: "*.experts.*" (shapes, jobs).', "PATTERN")
     ] = None

@@ -148,8 +148,7 @@ class Buffer:
                 full = source.to(self.dtype)
         else:
             self.parameters = self.reserve("parameters", self.dtype, self.placements.parameters)
-            full = self.parameters.tensor
-            full.copy_(source)
+            full = self.parameters.tensor.copy_(source)
         if needs_master:
             self._make_master(source[slice(*self.updated)])
         del source
@@ -167,20 +166,19 @@ class Buffer:
         resting.copy_(source[self.parameters.first : self.parameters.last])
 
     def reserve(self, state: str, dtype: torch.dtype, degree: Degree) -> Flat:
-        tier = self.tiers[state if state in self.tiers else "optimizer"]
+        tier = self.tiers.get(state, self.tiers["optimizer"])
         return Flat.reserve(state, self.bucket, self._group, tier, dtype, degree)
 
     def _make_master(self, values: Tensor) -> None:
+        degree = self.placements.optimizer
         if self.splits:
             self.split = Split(self.parameters, *self.updated, self.tiers["optimizer"], self.tier)
-            self.master = Flat(
-                self.bucket, self._group, self.split, self.master_dtype, self.placements.optimizer, "master"
-            )
+            self.master = Flat(self.bucket, self._group, self.split, self.master_dtype, degree, "master")
             self.split.seed(values)
             self.split.behind()
             self.settle()
             return
-        self.master = self.reserve("master", self.master_dtype, self.placements.optimizer)
+        self.master = self.reserve("master", self.master_dtype, degree)
         with self.master.here(fresh=True) as master:
             master.copy_(values)
         self.master.behind()

@@ -172,13 +172,9 @@ class Reduction:
         accumulator, buffer = pending.accumulator, pending.buffer
         # A full-size accumulator doubles as the place to put contributions: they are of its size. What it holds already
         # has to go aside; and where it may be asked whose contribution spoiled a sum, the own one must outlive that.
-        apart = (
-            buffer.placements.gradients
-            or not accumulator.sum.on_device
-            or pending.sources > 1
-            or self.group.team.shares
-        )
-        numel = buffer.bucket.numel * pending.sources
+        placed, sources = buffer.placements.gradients, pending.sources
+        apart = placed or not accumulator.sum.on_device or sources > 1 or self.group.team.shares
+        numel = buffer.bucket.numel * sources
         asked = self.finite.on and self.group.ranks > 1 and self.settings.reduce == "ordered"
         if self._local and accumulator.local is None:
             if apart:

@@ -55,39 +55,19 @@ def plan_shapes(path: str | os.PathLike[str], asked: Asked, layout: Layout) -> P
         tiers = holding.tiers(apart=True)
         at_rest = states.together(tiers)
         backwards, no_sync = asked.accumulate, asked.no_sync
-        moved = states.recipe_traffic(
-            cut,
-            placements,
-            rank,
-            other,
-            accumulate=backwards,
-            no_sync=no_sync,
-            replicas=copies,
-            along=along,
-            shares=shares,
-        )
+        how: dict[str, Any] = {"accumulate": backwards, "no_sync": no_sync, "replicas": copies, "along": along}
+        moved = states.recipe_traffic(cut, placements, rank, other, shares=shares, **how)
         sizes = instants.item_sizes(other)
         found = instants.instants(
-            cut, placements, sizes, rank, prefetch=asked.prefetch, accumulate=backwards, no_sync=no_sync, names=names,
-            resting=resting, replicas=copies, along=along, shares=shares,
-        )  # fmt: skip
+            cut, placements, sizes, rank, prefetch=asked.prefetch, names=names, resting=resting, shares=shares, **how
+        )
         peak, peak_at = instants.peak(tiers.get(DEVICE, {}), found)
         formula = recipes.cast_here(other, asked.shares(DEVICE)).formula(placements, copies)
         beside: dict[str, Any] = {}
         if resting is not None:
             beside["files"] = sum(file.nbytes for file in holding.files().values())
             beside["rounding"] = holding.rounding()
-            beside["moves"] = files.recipe_moves(
-                cut,
-                placements,
-                rank,
-                other,
-                resting,
-                accumulate=backwards,
-                no_sync=no_sync,
-                replicas=copies,
-                along=along,
-            )
+            beside["moves"] = files.recipe_moves(cut, placements, rank, other, resting, **how)
         return StagePlan(
             stage, rank, formula, at_rest, 0.0, moved, tuple(found), peak, peak_at,
             snapshot=holding.snapshot(), tiers=tiers, buckets=len(cut.buckets), **beside,

@@ -120,10 +120,12 @@ ZERO = {
     "zero_hpz_partition_size": refused(
         "A second copy of the parameters inside each node is not there", "`Comm(replicas=...)` keeps gathers inside a node", 1
     ),
-    "zero_quantized_weights": refused("Quantized gathers are not there", "Leave it out", False),
-    "zero_quantized_nontrainable_weights": refused("Quantized gathers are not there", "Leave it out", False),
+    "zero_quantized_weights": refused(
+        "Weights are not sent in fewer bits than they rest in", "`Precision(fp8=True)` rests and sends them in 8 bits", False
+    ),
+    "zero_quantized_nontrainable_weights": refused("Frozen weights are sent as they are", "Leave it out", False),
     "zero_quantized_gradients": refused(
-        "Quantized gradients are not there", "`Precision(reduce_dtype=torch.bfloat16)` halves what is sent", False
+        "Other bits than DeepSpeed's: it rounds otherwise", "`Comm(reduce=\"int8\")` sends a byte an element, by name", False
     ),
     "zeropp_loco_param": refused(REMOVED, "Leave it out"),
     "mics_shard_size": refused(REMOVED, "`Comm(replicas=...)`: ranks divided by this size", -1),
@@ -200,7 +202,7 @@ DEEPSPEED: Mapping[str, Key] = {
     "gradient_allreduce_op": refused("Gradients are averaged over the ranks", "Multiply the loss by `zero.world_size`", "mean"),
     "disable_allgather": ignored("updated parameters are always gathered by buckets"),
     "seq_parallel_communication_data_type": ignored("there is no sequence parallelism"),
-    "use_data_before_expert_parallelism": ignored("there is no expert parallelism"),
+    "use_data_before_expert_parallelism": ignored("the order of a DeviceMesh's axes says it"),
     "flops_profiler": ignored(YOURS),
     "comms_logger": ignored("`zero.ledger()`, `zero.trace(...)`"),
     "tensorboard": ignored("`zero.metrics()`, and a logger of yours"),
@@ -218,14 +220,14 @@ DEEPSPEED: Mapping[str, Key] = {
     "curriculum_learning": refused("Batches are yours to choose", "A sampler of yours"),
     "progressive_layer_drop": refused("The model's forward is yours", "Drop layers there"),
     "data_efficiency": refused("Batches are yours to choose", "A sampler of yours"),
-    "quantize_training": refused("Weights are not quantized here", "Leave it out"),
+    "quantize_training": refused("Weights are not quantized by a schedule here", "`Precision(fp8=True)`, or leave it out"),
     "compression_training": refused("Weights are not quantized or pruned here", "Leave it out"),
-    "weight_quantization": refused("Weights are not quantized here", "Leave it out"),
+    "weight_quantization": refused("Weights are not quantized for inference here", "Leave it out"),
     "amp": refused("Apex is not there", "`Precision(param_dtype=torch.float16)`"),
     "hybrid_engine": refused("There is no engine of its own for generation", "`with zero.gathered(): model.generate(...)`"),
     "pipeline": refused("Pipeline stages are not cut here", "Shard each stage's module over its own ranks: `Comm(group=...)`"),
-    "tensor_parallel": refused("Tensors are not split here", "Leave it out"),
-    "expert_parallel": refused("Experts are not spread here", "Leave it out"),
+    "tensor_parallel": refused("Tensors are not split here", "`parallelize_module`, and `Comm(group=mesh[\"dp\"])`"),
+    "expert_parallel": refused("A config cannot name the experts", "`Layout(along={\"*.experts.*\": \"edp\"})`"),
     "sequence_parallel_size": refused("Sequences are not split here", "Leave it out", 1),
 }  # fmt: skip
 
@@ -283,7 +285,7 @@ def _ahead(draft: Draft, key: str, value: Any) -> int:
     return int(one_of(draft, key, str(value).upper(), {"BACKWARD_PRE": 1, "BACKWARD_POST": 1, "NO_PREFETCH": 0}))
 
 
-TENSOR = ("Tensors are not split here", "Leave it out", 1)
+TENSOR = ("Tensors and sequences are not split here", 'torch splits them; `Comm(group=mesh["dp"])` shards beside it', 1)
 
 ACCELERATE: Mapping[str, Key] = {
     "compute_environment": refused("Only runs on machines of your own are read", "LOCAL_MACHINE", "LOCAL_MACHINE"),

@@ -38,8 +38,8 @@ gpu: install ## on a machine with a GPU: the same bits there, and what the engin
 trainers: .venv-trainers/installed ## Accelerate, Hugging Face's Trainer and Lightning, from a virtual environment of their own; four minutes
 	.venv-trainers/bin/pytest -m "not slow" -n 2 --dist loadfile tests/test_accelerate.py tests/test_trainer.py tests/test_lightning.py tests/test_kubernetes.py tests/test_docs.py tests/test_optimizer.py -k "trainer or lightning or accelerate or packages or torchao or kubernetes"
 
-ray: .venv-trainers/installed ## Ray Train on a local cluster of three nodes, from the same environment
-	.venv-trainers/bin/pytest tests/test_ray.py
+ray: .venv-trainers/installed ## Ray Train on a local cluster of three nodes, and torchao's states of 8 bits, from the same environment
+	.venv-trainers/bin/pytest tests/test_ray.py tests/test_optimizer.py -k "test_ray or torchao"
 
 .venv-trainers/installed: pyproject.toml constraints-trainers.txt
 	$(PYTHON) -m venv --clear .venv-trainers && .venv-trainers/bin/pip install -q -c constraints-trainers.txt -e '.[trainers]' && touch $@

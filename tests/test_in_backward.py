@@ -15,7 +15,8 @@ import ranks
 import reference
 import zeroshard
 from zeroshard import Comm, Layout, Offload, Precision
-from zeroshard.errors import PeerError, StateError, UserError
+from zeroshard.engine import alone
+from zeroshard.errors import PeerError, StateError, TierError, UserError
 
 STAGES = (0, 1, 2, 3)
 SMALL = Layout(bucket_mib=0.002)
@@ -86,6 +87,7 @@ WAYS = {
     "host": ("gpt", {}, adamw, {"offload": Offload(parameters=0.5, optimizer="cpu"), "layout": SMALL}),
     "one vector": ("gpt", {}, adamw, {"layout": Layout(bounds="model", bucket_mib=0.001)}),
     "recomputed": ("gpt", {}, adamw, {"layout": Layout(recompute=True)}),
+    "nothing on some": ("gpt", {}, adamw, {"precision": BF16, "layout": Layout(bounds="tensor", bucket_mib=0.002)}),
 }
 
 
@@ -175,6 +177,13 @@ def rated(model, optimizer, zero):
     optimizer.step()
 
 
+def swapped(model, optimizer, zero):
+    average = zero.average(0.5)
+    average.update()
+    with average.swapped():
+        backward(model)
+
+
 def after_backward(act):
     def done(model, optimizer, zero):
         backward(model)
@@ -202,6 +211,7 @@ REFUSED = {
     "under no_sync": (unsynced, "no_sync() adds up gradients"),
     "by a closure": (lambda m, o, z: o.step(lambda: backward(m)), "a closure asks for more than one backward"),
     "a scaled loss": (scaled, "a GradScaler scaled this loss"),
+    "beside averages": (swapped, "the weights are the averages"),
     "another rate": (rated, "the options of an optimizer changed between backward and step()"),
     "step twice": (after_backward(lambda m, o, z: (o.step(), o.step())), "a second step() after one backward"),
     "saved in a step": (after_backward(lambda m, o, z: z.save("never")), "saving between backward"),
@@ -324,6 +334,44 @@ def test_an_exception_in_backward_is_said_where_it_left_weights_of_no_step(tmp_p
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
+def unwritten(stage, folder):
+    """As above, where rank 1 cannot update the last bucket, of which no rank hears before the step."""
+    model, optimizers, zero = sharded(stage=stage, layout=SMALL)
+    step, fails, calls, told = alone.Alone.step, 0, [], ""
+
+    def count(self, *args):
+        calls.append(self)
+        if zero.rank == 1 and len(calls) == fails:
+            raise TierError("the disk is gone")
+        step(self, *args)
+
+    alone.Alone.step = count
+    try:
+        train(model, optimizers, zero, steps=1)
+        zero.save(folder / "1")
+        fails = 2 * len(calls)
+        for _ in range(4):
+            try:
+                train(model, optimizers, zero, steps=2, first=1)
+                break
+            except (StateError, PeerError, TierError) as error:
+                told += str(error)
+                if "zero.load(...) the last checkpoint" in str(error):
+                    zero.load(folder / "1")
+            optimizers[0].zero_grad()
+    finally:
+        alone.Alone.step = step
+    return told, everything(model, optimizers, zero)
+
+
+@pytest.mark.row(106)
+def test_an_update_that_fails_last_is_an_exception_too(tmp_path, stage):
+    wanted = ranks.run(2, undisturbed_in_small_buckets, stage)
+    for (told, got), want in zip(ranks.run(2, unwritten, stage, tmp_path), wanted, strict=True):
+        assert "an exception ended step 2 while it updated the weights" in told
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
 def undisturbed_in_small_buckets(stage):
     parts = sharded(stage=stage, layout=SMALL)
     train(*parts)
@@ -369,6 +417,24 @@ def evaluated_and_edited(early, stage):
         with zero.gathered(), torch.no_grad():
             model.head.weight.mul_(0.9)
     return losses, everything(model, optimizers, zero)
+
+
+def penalised(early, stage):
+    model, optimizers, zero = sharded(early, name="mlp", stage=stage, layout=SMALL)
+    for step in range(2):
+        batch = models.batch("mlp", step, zero.rank)
+        inputs = batch[0].clone().requires_grad_()
+        found = torch.autograd.grad(model(inputs).sum(), inputs)[0]
+        (models.loss("mlp", model, batch) * found.norm()).backward()
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+    return everything(model, optimizers, zero)
+
+
+def test_derivatives_of_the_inputs_update_nothing(stage):
+    early, ordinary = (ranks.run(2, penalised, each, stage) for each in (True, False))
+    for mine, theirs in zip(early, ordinary, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
 def test_weights_between_backward_and_step_are_the_new_ones(stage):

@@ -140,7 +140,7 @@ class Owner(NamedTuple):
 
 
 def _whole(method: Method) -> Method:
-    """Of a method in which ranks meet more than once: see `Group.whole`."""
+    """Of a method in which ranks meet more than once: see `Group.as_one`."""
 
     @functools.wraps(method)
     def called(self: Zero, *args: Any, **kwargs: Any) -> Any:

@@ -21,7 +21,7 @@ def computes_bf16() -> bool | None:
 
 def slow(precision: str, device: str = "cpu") -> str:
     """What to say where a run in this precision takes much longer than it need; else nothing."""
-    if device != "cpu" or precision == "fp32" or computes_bf16() is not False:
+    if device != "cpu" or not precision.startswith("bf16") or computes_bf16() is not False:
         return ""
     return (
         "this processor has no bf16 arithmetic: products in bf16 take some 50 times as long as in fp32; "

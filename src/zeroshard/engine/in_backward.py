@@ -93,6 +93,8 @@ class InBackward(Updater):
             what, instead = "no_sync() adds up gradients", "leave no_sync() out"
         elif _scaled == [torch._C._current_graph_task_id()]:
             what, instead = "a GradScaler scaled this loss", "Precision(param_dtype=torch.bfloat16), which needs none"
+        elif self.schedule.averages_in:
+            what, instead = "the weights are the averages", "leave average.swapped() first"
         elif any(unit.open_calls for unit in self.schedule.units):
             what, instead = "a forward of the model is running", "call backward after the model's forward"
         else:
@@ -115,9 +117,10 @@ class InBackward(Updater):
         if buffer.placements.optimizer or buffer.team.size == 1:
             self._update(accumulator, having)
             return
-        accumulator.average()
-        accumulator.spread = True
-        work = buffer.team.gather(accumulator.sum.tensor, buffer.bucket, accumulator.sum.state)
+        with accumulator.sum.here() as averages:  # also of a bucket of which this rank has no part
+            accumulator.average()
+            accumulator.spread = True
+            work = buffer.team.gather(averages, buffer.bucket, accumulator.sum.state)
         self._landed.append((accumulator, having, work))
 
     def due(self, allowed: int) -> Work | None:
@@ -155,8 +158,10 @@ class InBackward(Updater):
         for unit in self.schedule.units:
             if unit.pinned:
                 unit.gather(wait=True)
-        self.awaited = {binding.number for binding in self.bindings}
-        self._updated.clear()
+        if self._updated:
+            self.awaited = {binding.number for binding in self.bindings}
+        if self.group.failed is None:  # else the step stays half done, and all ranks hear of it at their next meeting
+            self._updated.clear()
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
@@ -188,7 +193,6 @@ class InBackward(Updater):
             )
         if trouble is not None:
             self.group.report(trouble)
-        self.awaited.discard(number)
 
     def check_ended(self, what: str) -> None:
         """Refuse what is between two steps, in the middle of one."""

@@ -46,7 +46,7 @@ class MovingAverage:
         self._meet = meet
         self._overlap = schedule.settings.overlap
         self._means: dict[int, Flat] = {}  # by bucket
-        self.swapped_in = False
+        self._schedule = schedule
         for buffer in self._trained():
             self.mean(buffer)
         for optimizer in optimizers:
@@ -99,15 +99,15 @@ class MovingAverage:
         if not self.updates:
             raise StateError("nothing was averaged yet", instead="average.update() after optimizer.step()")
         self._exchange()
-        self.swapped_in = True
+        self._schedule.averages_in = True
         try:
             yield
         finally:
-            self.swapped_in = False
             self._exchange()
+            self._schedule.averages_in = False
 
     def refuse_swapped(self, what: str) -> None:
-        if self.swapped_in:
+        if self._schedule.averages_in:
             raise StateError(f"{what} while the weights are the averages", instead="leave average.swapped() first")
 
     @torch.no_grad()

@@ -57,6 +57,8 @@ class StepWatcher(Protocol):
 class Early(Protocol):
     """What has stepped an optimizer in backward, bucket by bucket."""
 
+    awaited: set[int]  # numbers of the optimizers whose step() is to end what a backward has done
+
     def check_step(self, number: int, *, closure: bool) -> None:
         """Report what a call of `optimizer.step()` asks for that cannot be done any more."""
 
@@ -248,6 +250,8 @@ class Binding:
         if self.early is not None:
             self.early.check_step(self.number, closure=at is not None)
         self._begin()
+        if self.early is not None:
+            self.early.awaited.discard(self.number)
         if at is None:
             self._bind()
             return None

@@ -130,6 +130,7 @@ class Schedule:
         self._cast_everywhere = precision.cast_inputs == "units"  # and not only where a forward of the model begins
         self._frames: list[Frame] = []
         self._outermost: Call | None = None  # of a module, whose forward is the first of them
+        self.averages_in = False  # are the weights a moving average's, for a while?
         self._grad_forward = False  # was the running root forward called in grad mode?
         group.party = self
         self._buffers = [buffer for unit in units for buffer in unit.buffers]

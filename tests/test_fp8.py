@@ -412,9 +412,9 @@ def test_a_simulation_holds_and_moves_what_a_run_does(stage):
 # ------------------------------------------------------------------------------------------------------------- edits
 
 
-def edit(stage, world, write_from=None):
+def edit(stage, world, write_from=None, offload=None):
     """Weights as they are after an edit inside gathered(), which differs by rank; and after a step."""
-    model, optimizer, zero = start(stage)
+    model, optimizer, zero = start(stage, offload=offload)
     steps(model, optimizer, zero, range(1))
     weight = model.blocks[0].qkv.weight
     with zero.gathered(write_from=write_from), torch.no_grad():
@@ -449,6 +449,16 @@ def test_an_edit_inside_gathered_becomes_the_masters_and_is_rounded(stage, write
         assert want[5, 5] == 96.0  # of 88, 96 and 104 at a scale of 1/4 two are as near: the even one
         assert (want[:5, 3] == 2.0 + (write_from or 0)).all() and not torch.equal(later[name], want)
         assert len(want.unique()) <= 255 and (want * 4).frac().abs().sum() != 0
+
+
+@pytest.mark.row(104)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_edit_of_one_rank_goes_to_masters_in_files(stage, tmp_path):
+    fields = {"path": str(tmp_path), "optimizer": "nvme"}
+    want = ranks.run(2, edit, stage, 2, 1, timeout=60)
+    for found, memory in zip(ranks.run(2, edit, stage, 2, 1, fields, timeout=60), want, strict=True):
+        for mine, theirs in zip(found, memory, strict=True):
+            reference.assert_same(mine, theirs)
 
 
 def edited_outside(stage, how):

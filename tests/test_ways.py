@@ -117,12 +117,21 @@ def test_shapes_are_compared_by_their_peaks(tmp_path):
     assert of(ways, 3, 2, "all").nbytes == alone.peak > alone.total
 
 
+def test_ways_that_shard_would_refuse_are_left_out(tmp_path):
+    path = tmp_path / "m.json"
+    path.write_text(json.dumps({f"blocks.{n}.w": [256, 256] for n in range(8)}))
+    for bounds, overs in (("unit", {"team", "all"}), ("tensor", {"team"})):
+        ways = zeroshard.plan(shapes=path, ranks=16, machine="a100", bounds=bounds).ways.ways
+        assert {way.over for way in ways} == overs and {way.replicas for way in ways} == {1, 2}
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
         ({"replicas": 2}, "replicas: machine compares them itself"),
         ({"optimizer_over": "all"}, "optimizer_over: machine compares them itself"),
         ({"transport": "shared"}, "transport: machine asks for the links of GPUs"),
+        ({"offload": zeroshard.Offload(parameters="shared")}, "offload: machine asks for the links of GPUs"),
         ({"machine": "a1000"}, "no such machine"),
     ],
 )

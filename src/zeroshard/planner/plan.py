@@ -141,7 +141,7 @@ def plan(
     sums = None if reduce == "ordered" else reduce
     if job is None or machine is not None:
         _refuse("for jobs only, and without machine", "leave it out", reduce=sums)
-    cluster = _cluster(machine, gpus_per_node, transport=transport, **others)
+    cluster = _cluster(machine, gpus_per_node, transport=transport, once=once, **others)
     if transport == "shared" and gpus_per_node is not None:
         raise UserError(
             "gpus_per_node asks for the links of GPUs, and memory is shared between ranks on the CPU",
@@ -191,32 +191,37 @@ def plan(
         )
     if job is not None:
         _refuse("a job says itself what it holds", "leave it out", preset=preset, bytes=bytes, optimizer=optimizer)
-        return _compared(lambda asked: _plan_job(job, asked, _layout(layout)), asked, cluster)
+        return _compared(lambda asked: _plan_job(job, asked, _layout(layout)), asked, cluster, bounds)
     instead = 'name a job, module:function; for bytes per parameter preset="zeroshard-bf16-grads" and the like'
     _refuse("for jobs only", instead, precision=precision, checkpoint=checkpoint or None, grad_dtype=grad_dtype)
     if params is not None:
         _refuse("a number of parameters has no layout", "shapes, or leave it out", **layout)
-        return _compared(lambda asked: from_number.plan_params(quantities.count(params), asked), asked, cluster)
+        return _compared(lambda asked: from_number.plan_params(quantities.count(params), asked), asked, cluster, bounds)
     assert shapes is not None
-    return _compared(lambda asked: from_shapes.plan_shapes(shapes, asked, _layout(layout)), asked, cluster)
+    return _compared(lambda asked: from_shapes.plan_shapes(shapes, asked, _layout(layout)), asked, cluster, bounds)
 
 
-def _cluster(name: str | None, gpus: int | None, *, transport: str, **others: object) -> Machine | None:
+def _cluster(name: str | None, gpus: int | None, *, transport: str, once: bool, **others: object) -> Machine | None:
     """What `machine` names, with nodes of so many GPUs; and what cannot be asked of it."""
     if name is None:
         return None
     _refuse("machine compares them itself", "leave it out", **others)
-    _refuse(
-        "machine asks for the links of GPUs", "leave it out", transport=transport if transport == "shared" else None
-    )
+    shared = {"transport": "shared" if transport == "shared" else None, "offload": "parameters" if once else None}
+    _refuse("machine asks for the links of GPUs, which share no memory", "leave it out", **shared)
     found = machines.machine(name)
     return found if gpus is None else dataclasses.replace(found, gpus=gpus)
 
 
-def _compared(plan_of: Callable[[Asked], Plan], asked: Asked, cluster: Machine | None) -> Plan:
-    """The plan, and on a cluster how the ranks can share the model."""
+def _compared(plan_of: Callable[[Asked], Plan], asked: Asked, cluster: Machine | None, bounds: object) -> Plan:
+    """The plan, and on a cluster how the ranks can share the model. The optimizer over all ranks cuts each tensor, and
+    splits no masters: such ways are left out where that is asked for."""
+    spread = bounds != "tensor" and asked.precision != "bf16-split"
     found = plan_of(asked)
-    return found if cluster is None else dataclasses.replace(found, ways=ways.compare(plan_of, asked, cluster))
+    return (
+        found
+        if cluster is None
+        else dataclasses.replace(found, ways=ways.compare(plan_of, asked, cluster, spread=spread))
+    )
 
 
 def _given(**settings: Any) -> dict[str, Any]:

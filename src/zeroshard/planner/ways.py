@@ -140,12 +140,13 @@ def _each(nbytes: int, messages: float, ranks: int, time_of: Callable[[float, in
     return messages * time_of(nbytes / messages, ranks) if nbytes and messages else 0.0
 
 
-def compare(plan_of: Callable[[Asked], Plan], asked: Asked, machine: Machine) -> Ways:
-    """Every mesh at every stage asked for. plan_of: the plan of such a question."""
+def compare(plan_of: Callable[[Asked], Plan], asked: Asked, machine: Machine, *, spread: bool) -> Ways:
+    """Every mesh at every stage asked for. plan_of: the plan of such a question. spread: may the optimizer be over all
+    ranks?"""
     limit = asked.gpu_mem or machine.memory
     found = []
     for replicas, over in meshes(asked.ranks, machine.gpus):
-        stages = tuple(stage for stage in asked.stages if over == "team" or STAGES[stage].optimizer)
+        stages = tuple(stage for stage in asked.stages if over == "team" or (spread and STAGES[stage].optimizer))
         if not stages:
             continue
         other = asked._replace(replicas=replicas, over=over, stages=stages, gpu_mem=None, gpus_per_node=machine.gpus)

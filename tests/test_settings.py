@@ -436,6 +436,9 @@ def test_export_and_its_complaints(tmp_path, command):
     (tmp_path / "ds.json").write_text(out)
     code, out, said = command("plan", "--config", tmp_path / "ds.json", "--export", "accelerate")
     assert code == 0 and 'distributed_type: "DEEPSPEED"' in out and "zero_stage: 1" in out
+    job = f"{Path(__file__).parents[1] / 'examples' / 'job.py'}:job"
+    code, out, said = command("plan", job, "--ranks", 2, "--reduce", "int8", "--export", "deepspeed")
+    assert code == 0 and "zeroshard: Comm(reduce='int8'): DeepSpeed has no word for it\n" in said
     code, out, said = command("plan", "--params", "7B", "--stage", 7, "--export", "deepspeed")
     assert (code, out) == (2, "") and "no such ZeRO stage" in said
     (tmp_path / "bad.json").write_text('{"zero_optimization": {"stag": 1}}')

@@ -91,7 +91,8 @@ def _settings(options: dict[str, Any], found: Settings, given: Collection[str]) 
         layout["recompute"] = True
     if options["optimizer_in_backward"]:
         shard["optimizer_in_backward"] = True
-    comm |= {"prefetch": options["prefetch"], "replicas": options["replicas"], "optimizer": options["optimizer_over"]}
+    comm |= {name: options[name] for name in ("prefetch", "replicas", "reduce", "transport")}
+    comm["optimizer"] = options["optimizer_over"]
     places = {state: options[f"offload_{state}"] or options["offload"] for state in STATES}
     offload = planned_offload({state: where for state, where in places.items() if where not in ("", "device")})
     if offload is not None:

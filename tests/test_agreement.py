@@ -87,6 +87,7 @@ def trained(longest, stage, alike):
             return axes, {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("alike", [True, False], ids=["alike", "branching"])
 @pytest.mark.parametrize(("world", "longest", "axes"), [(4, 2, 2), (6, 3, 2)])
 @pytest.mark.parametrize("stage", [1, 3])

@@ -201,6 +201,7 @@ def over_replicas(stage, over, where, folder):
     return before, swapped, weights(zero)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("over", ["team", "all"])
 def test_averages_of_replicas(over, tmp_path):
     """Each replica's, or a part of each rank's: the bits of one replica, in files too."""

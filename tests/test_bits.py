@@ -213,6 +213,7 @@ def test_overlap_and_prefetch_change_no_bit(stage, checkpoint, comm):
     check(3, [(stage, "many", checkpoint, "loop")], "fp32", backwards=2, steps=3, comm=COMMS[comm])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("bounds", ["model", "tensor"])

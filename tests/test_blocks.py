@@ -101,6 +101,7 @@ def steps(stage, layout, path, numbers, load=None, offload=None, sizes=SIZES):
     return None if offload else digest(model, zero)
 
 
+@pytest.mark.full
 def test_checkpoints_of_blocks_load_at_any_ranks_and_stage(tmp_path):
     """Codes, scales and tables: four ranks, then two with the states in files, then one: the bits of never stopping."""
     straight = ranks.run(4, steps, 3, None, tmp_path / "straight", range(4))
@@ -159,6 +160,7 @@ def what_is_held(stage):
     return held(zero), predicted
 
 
+@pytest.mark.full
 def test_codes_and_scales_are_planned_to_the_byte():
     """What a built engine predicts, and what a simulated rank holds, is what is held: scales of short blocks too."""
     for stage in (0, 1, 3):

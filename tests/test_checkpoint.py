@@ -202,6 +202,7 @@ def moves_on_after_inference_mode(path, fresh):
     return digest(model, optimizer, zero)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("fresh", [False, True])
 def test_training_goes_on_after_a_load_in_inference_mode(ranks, tmp_path, fresh):
     straight = ranks.run(2, saves, "gpt", tmp_path / "a", 3, {"dtype": torch.bfloat16}, 2)
@@ -630,6 +631,7 @@ LAYOUTS = {
 }  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.row(71)
 @pytest.mark.parametrize("load", [True, "over"], ids=["fresh", "over"])
 @pytest.mark.parametrize(("one", "other"), list(itertools.pairwise([*LAYOUTS, "unit"])))
@@ -643,6 +645,7 @@ def test_states_are_known_by_their_shapes_whatever_their_names(ranks, tmp_path, 
             assert reference.first_difference(found, plain) == "", (world, there)
 
 
+@pytest.mark.full
 @pytest.mark.row(71)
 @pytest.mark.parametrize("names", [("none",), ("one",), ("none", "one"), ("c",)], ids=str)
 def test_states_where_nothing_but_one_shape_is_there(ranks, tmp_path, names):

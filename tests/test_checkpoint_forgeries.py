@@ -858,6 +858,7 @@ def opens(path):
         saved.reader.check_share(0, 1)
 
 
+@pytest.mark.full
 @pytest.mark.row(53)
 @settings(max_examples=100)
 @given(value=json_values | st.dictionaries(st.sampled_from(KEYS), json_values).map(

@@ -741,6 +741,7 @@ def test_learning_rate():
     assert warmup_then_cosine(1)(0) == 1.0
 
 
+@pytest.mark.full
 def test_a_sampled_line_is_repeatable_and_ends():
     """The same seed gives the same text; it ends at the line's end or at the given length."""
     torch.manual_seed(0)

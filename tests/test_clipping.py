@@ -317,6 +317,7 @@ def unclipped(want):
     return found
 
 
+@pytest.mark.full
 def test_a_part_of_the_parameters_can_be_clipped_by_itself():
     """clip_grad_norm_ over some parameters norms and scales those only."""
     gradients = plain("gpt", 3)
@@ -516,6 +517,7 @@ def replace(then):
 # ------------------------------------------------------------------------------------------- questions are collective
 
 
+@pytest.mark.full
 def test_a_question_on_some_ranks_only_raises_within_the_time_out():
     """Rank 0 asks for the norm and nobody else says anything: PeerError after Comm(timeout=...), never a hang."""
     for stage in (0, 3):
@@ -554,6 +556,7 @@ def ask_twice():
     return found
 
 
+@pytest.mark.full
 def test_clipping_before_more_backwards_is_equal_over_stages():
     """Clip, backward, clip: at three ranks the same bits at every stage and bucketing."""
     found = ranks.run(3, clip_between)[0]

@@ -134,6 +134,7 @@ def straight_on():
     return digest(model, optimizer, zero)
 
 
+@pytest.mark.full
 def test_training_goes_on_after_a_load_in_inference_mode(ranks, tmp_path):
     same(ranks.run(2, moves_on_after_inference_mode, tmp_path / "a"), ranks.run(2, straight_on))
 

@@ -184,6 +184,7 @@ def in_tier(world, ep, where, folder):
     return found
 
 
+@pytest.mark.full
 @pytest.mark.row(94)
 @pytest.mark.parametrize("where", ["cpu", "nvme"])
 def test_tiers_change_no_bit(ranks, tmp_path, where):
@@ -259,6 +260,7 @@ def begun():
     return weights(model, zero)
 
 
+@pytest.mark.full
 def test_first_values_come_from_rank_0_and_of_experts_from_their_own_first_rank(ranks):
     told = ranks.run(4, begun)
     for rank, found in enumerate(told):
@@ -335,6 +337,7 @@ def alone(folder):
     return weights(model, zero), state
 
 
+@pytest.mark.full
 @pytest.mark.row(95)
 def test_states_go_with_their_experts_into_a_plain_model_of_all(ranks, tmp_path):
     """One process that holds all experts gets each one's moments and the step, from four ranks in groups of two."""

@@ -159,6 +159,7 @@ def delayed(stage: int, seeds: range, comm: Comm):
     return other
 
 
+@pytest.mark.full
 @pytest.mark.row(31)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_random_delays_change_no_bit(ranks, stage):

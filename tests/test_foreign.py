@@ -203,6 +203,7 @@ def one_step_more(path):
         return {name: param.detach().clone() for name, param in model.named_parameters()}
 
 
+@pytest.mark.full
 def test_fsdp2s_own_values_arrive_and_training_goes_on(ranks, tmp_path):
     """Sharded, with flattened states, and whole; the next step has FSDP2's bits on two ranks."""
     (found, after), _ = ranks.run(2, fsdp2, tmp_path)

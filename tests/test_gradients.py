@@ -700,6 +700,7 @@ def disagree(case, stage, warm):
     return f"rank {ranks.rank()} noticed nothing"
 
 
+@pytest.mark.full
 @pytest.mark.row(6)
 @pytest.mark.parametrize("stage", [2, 3], ids=lambda stage: f"stage{stage}")
 def test_a_rank_that_stops_is_an_error_within_the_time_out(stage):

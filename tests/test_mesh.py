@@ -76,6 +76,7 @@ def in_tier(replicas, tier, folder):
     return found
 
 
+@pytest.mark.full
 @pytest.mark.row(85)
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])
 def test_replicas_have_the_same_bits_in_any_tier(ranks, tmp_path, tier):

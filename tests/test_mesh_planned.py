@@ -93,6 +93,7 @@ def told(zero):
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("replicas", [2, 4])
 def test_a_simulated_rank_of_a_replica_is_the_real_one(ranks, stage, replicas):
     """Rest, traffic of every verb and the order of things, on every rank of every replica."""

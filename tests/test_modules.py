@@ -112,6 +112,7 @@ def test_any_module_equals_plain_pytorch(ranks, world, case, settings):
         assert differences == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize(
     ("world", "case"),
@@ -294,6 +295,7 @@ def test_two_forwards_before_one_backward(ranks, world, stage):
     assert ranks.run(world, two_forwards, world, stage, False) == [""] * world
 
 
+@pytest.mark.full
 def test_two_forwards_before_two_backwards_at_one_rank(ranks, stage):
     """Each backward is reduced by itself; at one rank that is plain PyTorch."""
     assert ranks.run(1, two_forwards, 1, stage, True) == [""]

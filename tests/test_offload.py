@@ -207,6 +207,7 @@ def both_like_the_device(loop, folder, stages):
         same(loop(stage, offload(folder, **fields)), loop(stage, None))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("loop", [scaled, edited])
 @pytest.mark.parametrize("world", [1, 2])
 def test_scalers_edits_and_unfreezing_count_in_every_tier(loop, world, tmp_path):
@@ -632,6 +633,7 @@ def many_steps(folder, steps):
     return before, resources()
 
 
+@pytest.mark.full
 @pytest.mark.row(35)
 @pytest.mark.parametrize("steps", [20, pytest.param(1000, marks=pytest.mark.slow)])
 def test_steps_grow_neither_files_nor_descriptors_nor_threads(steps, tmp_path):

@@ -220,6 +220,7 @@ def several_kinds(want):
     return {kind: compare(training, STAGES, each, (kind, 0), True) for kind, each in want.items()}
 
 
+@pytest.mark.full
 @pytest.mark.row(18)
 def test_tensors_of_every_size_keep_their_state():
     """Zero-element, 0-d and one-element parameters, at more ranks than elements: state as plain PyTorch has it."""
@@ -330,6 +331,7 @@ def test_an_optimizer_may_say_that_it_is_elementwise():
     check(training, "Known", 2)
 
 
+@pytest.mark.full
 def test_an_optimizer_may_say_which_elements_it_updates_together():
     """One with `block = 256` is cut at such blocks, at which it has plain PyTorch's bits, whatever the layout's `align`;
     a tensor that is no multiple of them is not cut."""
@@ -1170,6 +1172,7 @@ def alternating(engine):
     return model
 
 
+@pytest.mark.full
 def test_optimizers_in_turn():
     """A step of one optimizer leaves the other's weights alone, also within one bucket."""
     check(alternating)

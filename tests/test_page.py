@@ -251,6 +251,7 @@ def test_a_step_goes_unit_by_unit(opened, walk, stage):
         assert counted == [str(sent), str(both - sent)]
 
 
+@pytest.mark.full
 def test_stage_3_gathers_computes_and_releases(opened):
     """What a rank does not own comes, is there while the unit computes, and goes again; the model shows it too."""
     page = opened("walkthroughs", "#transformer?stage=3", reduced=True)
@@ -914,6 +915,7 @@ def test_two_runs_are_compared(opened):
     assert page.locator(".plot").count() == 2  # a timeline each
 
 
+@pytest.mark.full
 def test_the_footer_links_to_addresses_alone(opened):
     links = opened("two", "#compare").locator("footer a")
     assert [(link.inner_text(), link.get_attribute("href")) for link in links.all()] == list(LINKS.items())[:2]

@@ -236,6 +236,7 @@ def test_every_state_has_the_dtype_it_was_given(build, setting):
     assert ranks.run(3, trained, build, setting, apart.found()) == [{}] * 3
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("build", "setting"), [("fp32", "param bf16"), ("bf16", "own")], ids=lambda each: each)
 def test_a_stepped_optimizer_keeps_its_state_in_another_precision(build, setting):
     """State of an optimizer that had stepped goes on in the masters' dtype, as `load_state_dict` would cast it."""
@@ -938,6 +939,7 @@ def in_bf16(name):
     return [reference.first_difference(weights, runs[0][0]) or notes != runs[0][1] for weights, notes in runs]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_optimizer_scenarios_in_bf16(name):
     """Param groups, unfreezing, hooks and edits with bf16 parameters and fp32 masters: equal over stages, and whether

@@ -95,6 +95,7 @@ def test_only_the_units_named_run_again():
     assert losses == ranks.run(2, trained, 3, False)[0][0]
 
 
+@pytest.mark.full
 def test_activations_are_planned_as_with_torchs_own_checkpoint():
     plain, again, by_hand = (
         simulate(make, ranks=2, checkpoint=recompute)

@@ -511,6 +511,7 @@ def replicated(transport: str):
         return reference.weights(model), sent
 
 
+@pytest.mark.full
 def test_replicas_share_inside_and_hand_on_by_messages(ranks):
     by_message, shared = (ranks.run(4, replicated, transport) for transport in ("gloo", "shared"))
     for (want, sent), (got, read_) in zip(by_message, shared, strict=True):
@@ -821,6 +822,7 @@ def drawn(*args):
     return over_memory(interrupts.several, *args)
 
 
+@pytest.mark.full
 @pytest.mark.row(101)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(("world", "cases"), [(2, 6), pytest.param(3, 250, marks=pytest.mark.slow)])

@@ -189,6 +189,7 @@ def test_a_simulation_leaves_nothing_behind():
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_timeline_adds_up(stage):
     """Exposed waiting is what is left of the step; free links hide everything, slow ones nothing."""

@@ -140,6 +140,7 @@ def told(zero):
     return {state: nbytes for state, nbytes in ledger.held.items() if nbytes}, moved
 
 
+@pytest.mark.full
 @pytest.mark.row(86)
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_simulated_rank_holds_and_sends_what_a_real_one_does(ranks, stage):
@@ -164,6 +165,7 @@ def resumes(stage, replicas, how, folder):
     return weights(model, zero)
 
 
+@pytest.mark.full
 @pytest.mark.row(87)
 def test_its_checkpoints_load_anywhere_and_any_into_it(ranks, tmp_path):
     want = ranks.run(4, saves, 3, 2, tmp_path / "a")[0]

@@ -258,6 +258,7 @@ def held(stage):
     return predict_states(zero), between, owners, (zero.rank, zero.world_size)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [0, 3])
 def test_memory_is_that_of_each_ranks_part_and_weights_are_released_between_forward_and_backward(ranks, stage):
     told = ranks.run(4, held, stage)
@@ -362,6 +363,7 @@ def flipped(folder):
     return "saved"
 
 
+@pytest.mark.full
 @pytest.mark.row(98)
 def test_copies_that_differ_between_tensor_ranks_are_named_at_the_next_save(ranks, tmp_path):
     for said in ranks.run(4, flipped, tmp_path):
@@ -385,6 +387,7 @@ OTHERWISE = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.row(98)
 @pytest.mark.parametrize("how", OTHERWISE)
 def test_cuts_tiers_and_recomputation_change_no_bit(ranks, tmp_path, how):

@@ -186,6 +186,7 @@ def steps_of(kind, stage, layout, path, numbers, load=None):
     return digest(model, zero)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["Muon", "Shampoo", "Adafactor"])
 def test_checkpoints_of_whole_matrices_load_at_any_ranks_and_stage(kind, tmp_path):
     """Four ranks, then two, then one: the bits of the training that never stopped, at other stages and bounds."""
@@ -222,6 +223,7 @@ def held_and_planned(kind, stage):
     return held(zero), predict_tiers(zero)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_planner_knows_whole_tensors_to_the_byte(kind):
     """On every rank: what is held, what the built engine predicts, and what the simulation of that rank holds."""
@@ -232,6 +234,7 @@ def test_the_planner_knows_whole_tensors_to_the_byte(kind):
             assert predict_tiers(run.zero) == planned
 
 
+@pytest.mark.full
 def test_a_plan_says_how_even_whole_tensors_are_and_which_replicas_leave_no_rank_idle(tmp_path):
     found = zeroshard.plan(lambda: job("Muon"), ranks=2, stage=3)
     assert found.json()["whole"]["tensors"] == 3 and found.json()["whole"]["idle"] == 0

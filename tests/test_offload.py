@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import json
@@ -11,6 +12,8 @@ import stat
 import subprocess
 import sys
 import textwrap
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -23,6 +26,7 @@ import reference
 import zeroshard
 from zeroshard import Comm, Layout, Offload, Precision
 from zeroshard.errors import PeerError, StateError, TierError, UserError
+from zeroshard.tiers import nvme
 from zeroshard.tiers.nvme import BUFFERS, aligned
 
 TIERS = ("device", "cpu", "nvme")
@@ -737,3 +741,18 @@ def test_a_fraction_is_of_the_bytes(fraction):
     host, device = tiers.get("host", {}).get("parameters", 0), tiers["device"].get("parameters", 0)
     largest = 2 * max(bucket.numel for bucket in zero.partition.buckets)
     assert abs(host - fraction * (host + device)) <= largest
+
+
+def test_the_end_of_a_tier_waits_for_no_thread():
+    """A collection may end it under the lock that threads need to end: that was a hang."""
+    threads = ThreadPoolExecutor(1)
+    threads.submit(int).result()
+
+    def collect():
+        with getattr(threading, "_shutdown_locks_lock", contextlib.nullcontext()):
+            nvme._end(os.getpid(), threads)
+
+    collecting = threading.Thread(target=collect, daemon=True)
+    collecting.start()
+    collecting.join(20)
+    assert not collecting.is_alive()

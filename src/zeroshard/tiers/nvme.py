@@ -114,8 +114,10 @@ class NvmeTier:
 
 
 def _end(process: int, threads: ThreadPoolExecutor) -> None:
+    """A collection may come where this thread holds a lock that theirs need to end, so nobody waits for them. What is
+    under way holds the tier; and an interpreter that ends waits for its threads itself."""
     if os.getpid() == process:  # and not a fork of it
-        threads.shutdown(cancel_futures=True)
+        threads.shutdown(wait=False, cancel_futures=True)
 
 
 class _Room:

@@ -261,10 +261,7 @@ class Engine:
             binding.edited.clear()
         published = [buffer for buffer, flag in zip(self.buffers, edited, strict=True) if flag]
         spread(published, overlap=self.comm.overlap, outside=True)
-        compared = [buffer for buffer in published if not buffer.placements.optimizer or self.replicas > 1]
-        for buffer in compared:
-            buffer.land()
-        self._compare(compared)
+        self._compare([buffer for buffer in published if not buffer.placements.optimizer or self.replicas > 1])
 
     def _refuse_mixture(self, module: nn.Module, *_: Any) -> None:
         """Before a state_dict, which asks no other rank."""
@@ -354,10 +351,7 @@ class Engine:
                 self.group.give_all(buffer.full, buffer.bucket, write_from)
             buffer.follow_edits()
             if write_from is not None and buffer.master is not None and not buffer.placements.optimizer:
-                with buffer.master.here() as master:  # casts of it may agree where masters do not
-                    sent = master.to(self.device)
-                    self.group.give_all(sent, buffer.bucket, write_from)
-                    master.copy_(sent)
+                buffer.master.give_all(write_from)  # casts of it may agree where masters do not
             if not buffer.placements.parameters and write_from is None:
                 # Whatever each rank did to its copy, the owner's edit of every element is the one that counts.
                 buffer.publish().wait()

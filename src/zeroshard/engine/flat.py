@@ -137,6 +137,14 @@ class Flat:
         return Work()
 
     @torch.no_grad()
+    def give_all(self, source: int) -> None:
+        """Of a state that every rank has whole: rank `source`'s elements become all ranks'."""
+        with self.here() as own:
+            sent = own.to(self.team.device)
+            self.group.give_all(sent, self.bucket, source)
+            own.copy_(sent)
+
+    @torch.no_grad()
     def share(self, updated: Degree) -> None:
         """Where every replica has `updated` a part of the own shard: it goes to the others' ranks of this position."""
         if updated is not Degree.ALL:

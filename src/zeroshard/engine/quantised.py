@@ -324,10 +324,7 @@ def follow_edits(units: Sequence[Unit], write_from: int | None) -> list[Buffer]:
         buffer.rebind()
         buffer._group.give_all(buffer.full, buffer.bucket, write_from)
         if not buffer.placements.optimizer:  # bytes of it may agree where masters do not
-            with buffer.updating.here():
-                sent = buffer.target.to(buffer.tier.device)
-                buffer._group.give_all(sent, buffer.bucket, write_from)
-                buffer.target.copy_(sent)
+            buffer.updating.give_all(write_from)
     flags = found[0]._group.flags(bytes(buffer.edited() for buffer in found))
     edited = [buffer for buffer, flag in zip(found, flags, strict=True) if flag]
     for buffer in edited:

@@ -107,6 +107,11 @@ class ZeroTrainerMixin:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
         return None
 
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)  # type: ignore[misc]
+        # Rank 0 removes checkpoints next, the newest too where `train()` is called again: every rank has written before.
+        self.accelerator.wait_for_everyone()
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if not (Path(resume_from_checkpoint) / FOLDER).is_dir():  # else the weights are there, too
             with self._gathered():

@@ -109,7 +109,7 @@ class ZeroTrainerMixin:
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)  # type: ignore[misc]
-        # Rank 0 removes checkpoints next, the newest too where `train()` is called again: every rank has written before.
+        # Rank 0 removes checkpoints next, and the newest too where `train()` is called again.
         self.accelerator.wait_for_everyone()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:

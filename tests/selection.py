@@ -3,6 +3,7 @@
     make test   every test function: with every value of its parameters where it stays in pytest's own process, which costs
                 milliseconds; once where it starts ranks or a command. At which stage and on how many ranks differs: a file's
                 functions share them out, so that each file still runs at every stage and every number of ranks that it has
+                What takes seconds at each stage (`STAGES`) runs at 1 and 3
     make full   all other values of the parameters, and what is marked `full` by hand: tests of over a second
     make slow   what is marked `slow` by hand
 
@@ -24,6 +25,9 @@ import ranks
 COLLECTED = pytest.StashKey[list[Any]]()  # all tests, before pytest leaves any out
 RANKS = ("world", "ranks")  # names of parameters that are a number of ranks
 SHARED = ("stage", *RANKS)  # parameters whose values the functions of a file share out
+STAGES = [
+    pytest.param(stage, marks=[pytest.mark.full] * (stage in (0, 2))) for stage in range(4)
+]  # of what takes seconds
 FEW = 2  # ranks: fewer share nothing, more cost more
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import ranks as rank_processes
+import selection
 import test_experts
 import zeroshard
 from zeroshard import Layout, Precision
@@ -49,7 +50,7 @@ def held(stage):
 
 
 @pytest.mark.row(97)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", selection.STAGES)
 @pytest.mark.parametrize("how", ["stacked", "listed"])
 def test_planned_from_shapes_is_what_each_rank_holds_and_sends(ranks, tmp_path, stage, how):
     """Buckets, bounds, bytes at rest and of reductions; experts as rows, or each by its number."""

@@ -204,7 +204,7 @@ def plain(dtype=None, *, world=1, every=4, scaling="tensor"):
 
 
 @pytest.mark.row(104)
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [*(pytest.param(each, marks=pytest.mark.full) for each in (1, 2, 4)), 3])
 def test_8_bits_at_every_stage_have_the_bits_of_plain_pytorch(world):
     """Losses and weights; in buckets of several sizes, with overlap and without. 3 ranks have 3 micro-batches."""
     cases = [(stage, FP8, {}) for stage in range(4)]
@@ -261,7 +261,7 @@ def test_8_bits_beside_other_settings_have_the_same_bits(which):
 
 
 @pytest.mark.row(104)
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_8_bits_have_the_same_bits_wherever_states_rest(world, tmp_path):
     """In host memory, in files, by fractions, without overlap: as in plain PyTorch."""
     fields = [test_offload.SOME[at] for at in (0, 1, 5, 6)] + [{"parameters": "nvme"}]

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import ranks as on_ranks
+import selection
 import zeroshard
 from test_mesh_planned import job
 from zeroshard import Comm, Offload, Precision
@@ -23,6 +24,7 @@ PASSING = ("reduce", "gradients", "upcast")
 
 
 @pytest.mark.row(106)
+@pytest.mark.parametrize("stage", selection.STAGES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_held_is_what_is_predicted(warm, stage, precision):
     """Each state at rest and each peak, on each rank, by `plan --check`."""

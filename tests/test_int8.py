@@ -67,7 +67,7 @@ def plain(dtype=None, *, world=1, every=4, sent=in_codes):
 
 
 @pytest.mark.row(105)
-@pytest.mark.parametrize("world", [1, 2, 3, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("world", [*(pytest.param(each, marks=pytest.mark.full) for each in (1, 3, 4)), 2])
 def test_every_stage_has_the_bits_of_plain_pytorch_that_rounds_alike(world):
     every = 3 if world == 3 else 4
     cases = [(stage, {}) for stage in range(4)]
@@ -82,6 +82,7 @@ def test_every_stage_has_the_bits_of_plain_pytorch_that_rounds_alike(world):
 
 
 @pytest.mark.row(105)
+@pytest.mark.full
 def test_other_settings_change_no_bit():
     """bf16, tiers, buckets, a sum under no_sync, replicas; each beside stage 0, or beside plain PyTorch."""
     bf16 = Precision(param_dtype=torch.bfloat16)
@@ -201,7 +202,7 @@ def job():
 
 
 @pytest.mark.row(105)
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.full), 3])
 def test_a_quarter_of_the_bytes_is_sent_counted_and_simulated(stage):
     """33 bytes of 32 elements, where fp32 has 128: 128 codes and a scale for each block."""
     for rank, (held, traffic, peak, sent, numel) in enumerate(ranks.run(2, moved, stage, timeout=60)):

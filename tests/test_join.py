@@ -9,6 +9,7 @@ from torch import nn
 import norms
 import ranks as rank_processes
 import reference
+import selection
 import zeroshard
 from zeroshard import Comm, Precision
 from zeroshard.errors import StateError
@@ -79,7 +80,7 @@ def plain(lengths: list[int], accumulate: int = 1):
 
 @pytest.mark.row(80)
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", selection.STAGES)
 @pytest.mark.parametrize("world", LENGTHS)
 def test_a_rank_without_batches_contributes_zero(ranks, world, stage, accumulate):
     """The sum of those that have one, divided by the number of ranks; a layer that no such rank used gets none."""

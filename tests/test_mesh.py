@@ -52,7 +52,9 @@ def weights(model, zero):
 
 @pytest.mark.row(85)
 @pytest.mark.parametrize("precision", test_bits.PRECISIONS)
-@pytest.mark.parametrize(("world", "replicas"), MESHES)
+@pytest.mark.parametrize(
+    ("world", "replicas"), [MESHES[0], *(pytest.param(*each, marks=pytest.mark.full) for each in MESHES[1:])]
+)
 def test_any_number_of_replicas_has_the_bits_of_plain_torch(world, replicas, precision):
     """Weights, masters, states and norms, `==`, at every stage: two backwards a step, clipped, several buckets."""
     configurations = [(stage, "many", None, "loop") for stage in STAGES]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import selection
 import zeroshard
 from zeroshard import Comm, Layout, Offload, shard
 from zeroshard.checkpoint.content import pieces
@@ -46,6 +47,7 @@ def job():
 
 
 @pytest.mark.row(86)
+@pytest.mark.parametrize("stage", selection.STAGES)
 @pytest.mark.parametrize("files", [(), pytest.param(("gradients", "optimizer"), marks=pytest.mark.full)])
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.full), "bf16"])
 def test_what_replicas_hold_is_predicted_to_the_byte(warm, stage, precision, files):
@@ -195,6 +197,7 @@ def copied(stage, offload):
     return built.holding(zero).snapshot(), sum(p.tensor.numel() * p.tensor.itemsize for p in own), predicted, held
 
 
+@pytest.mark.parametrize("stage", selection.STAGES)
 def test_a_save_copies_a_replica_s_part_and_tiers_hold_what_is_predicted(ranks, stage):
     """Each element is some rank's to write, and nobody's beside: values, states, and step counters."""
     numel = sum(param.numel() for param in job()["model"].parameters())

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import norms
+import selection
 import zeroshard
 from zeroshard import Comm, Layout
 from zeroshard.errors import StateError, UserError
@@ -78,7 +79,7 @@ def alike(found, want):
 
 
 @pytest.mark.row(94)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", selection.STAGES)
 @pytest.mark.parametrize(("world", "ep"), [(2, 1), (2, 2), (4, 1), (4, 2), (4, 4)])
 def test_apart_any_number_of_groups_has_the_bits_of_one_plain_process(ranks, world, ep, stage):
     """Each source's tokens multiplied apart, and their gradients added up in the order of all ranks: EP = 1, 2, 4 and
@@ -88,6 +89,7 @@ def test_apart_any_number_of_groups_has_the_bits_of_one_plain_process(ranks, wor
         assert alike(whole(told, ep), plain(world, backwards))
 
 
+@pytest.mark.full
 @pytest.mark.row(94)
 def test_without_it_another_number_of_groups_has_other_bits(ranks):
     """Else the test above would say nothing: the same products, their gradients added up group by group."""

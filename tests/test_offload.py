@@ -119,7 +119,14 @@ BITS = {
 
 
 @pytest.mark.row(32, 34)
-@pytest.mark.parametrize(("name", "stage"), [(name, stage) for name in BITS for stage in BITS[name][1]])
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [
+        pytest.param(name, stage, marks=[pytest.mark.full] * (stage in (0, 2)))
+        for name in BITS
+        for stage in BITS[name][1]
+    ],
+)
 def test_any_tier_gives_the_bits_of_the_device(name, stage, tmp_path):
     world, _, dtype, cases = BITS[name]
     ranks.run(world, every_tier_like_the_device, str(tmp_path), (stage,), dtype, cases, timeout=120)

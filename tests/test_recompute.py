@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import ranks
+import selection
 import zeroshard
 from zeroshard import Layout
 from zeroshard.errors import UserError
@@ -77,7 +78,7 @@ def trained(stage, recompute, by_hand=False):
     return losses, weights, found, {phase: peak.total for phase, peak in zero.ledger().phases.items()}
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", selection.STAGES)
 def test_the_same_bits_messages_and_peaks_as_with_torchs_own_checkpoint_around_each_block(stage):
     for rank, plain in enumerate(ranks.run(2, trained, stage, False)):
         again, by_hand = (ranks.run(2, trained, stage, *how)[rank] for how in ((True,), (False, True)))

@@ -364,7 +364,10 @@ def predicted_and_copied(case, stage, dtype, bounds):
     return holding(zero).snapshot(), sum(piece.tensor.numel() * piece.tensor.itemsize for piece in own)
 
 
-@pytest.mark.parametrize(("stage", "bounds"), [(0, "unit"), (1, "tensor"), (3, "model")])
+@pytest.mark.parametrize(
+    ("stage", "bounds"),
+    [pytest.param(0, "unit", marks=pytest.mark.full), pytest.param(1, "tensor", marks=pytest.mark.full), (3, "model")],
+)
 def test_the_planner_states_a_snapshot_to_the_byte(ranks, stage, bounds):
     for case, dtype in (("gpt", torch.bfloat16), ("lora", None), ("mlp", None)):
         found = ranks.run(3, predicted_and_copied, case, stage, dtype, bounds)

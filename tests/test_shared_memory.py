@@ -21,6 +21,7 @@ from torch import nn
 import interrupts
 import ranks as rank_processes
 import reference
+import selection
 import test_bits
 import test_collectives
 import test_fragments
@@ -143,6 +144,7 @@ def test_bytes_held_are_those_planned(warm, command, world, more, monkeypatch):
 
 
 @pytest.mark.parametrize("no_sync", [False, True], ids=["", "no_sync"])
+@pytest.mark.parametrize("stage", selection.STAGES)
 def test_what_shapes_plan_bounds_what_is_held(tmp_path, stage, no_sync):
     """The peaks of a plan from shapes are at least those of the engine's own walk; its traffic is the same."""
     from zeroshard import plan
@@ -316,7 +318,9 @@ def test_a_host_holds_one_copy(ranks):
     assert abs(sum(ranks.run(3, charged, 1)) - (16 << 20)) < 64 << 10
 
 
-@pytest.mark.parametrize("stage_of_plan", ["1", "2", "3"])
+@pytest.mark.parametrize(
+    "stage_of_plan", [pytest.param("1", marks=pytest.mark.full), pytest.param("2", marks=pytest.mark.full), "3"]
+)
 def test_bytes_of_one_copy_are_those_planned(warm, command, stage_of_plan, monkeypatch):
     """At rest and at every peak, to the byte."""
     monkeypatch.chdir(Path(__file__).parent)

@@ -100,7 +100,10 @@ OPTIONS = {
     ("case", "stage"),
     [
         pytest.param(
-            case, stage, marks=[pytest.mark.slow] * (case not in ("gpt", "gpt-checkpoint") and stage in (0, 2))
+            case,
+            stage,
+            marks=[pytest.mark.slow] * (case not in ("gpt", "gpt-checkpoint") and stage in (0, 2))
+            + [pytest.mark.full] * (stage in (0, 2)),
         )
         for case in CASES
         for stage in range(4)

@@ -137,10 +137,17 @@ def same_bits(cases, folder):
 
 
 @pytest.mark.row(102)
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param([(0, {}), (1, {}), (2, {}), (1, HOST), (2, FILES)], marks=pytest.mark.full),
+        [(1, {}), (3, HOST), (3, FILES)],
+    ],
+    ids=["others", "some"],
+)
 @pytest.mark.parametrize("world", [1, 2])
-def test_split_masters_have_the_bits_of_whole_ones(world, tmp_path):
+def test_split_masters_have_the_bits_of_whole_ones(world, cases, tmp_path):
     """Weights, masters and losses at every stage where they rest beside parameters; and nothing else takes room."""
-    cases = [(0, {}), (1, {}), (2, {}), (1, HOST), (3, HOST), (2, FILES), (3, FILES)]
     ranks.run(world, same_bits, cases, str(tmp_path), timeout=120)
 
 

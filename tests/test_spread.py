@@ -28,7 +28,9 @@ def spread(stage, replicas, **options):
 
 @pytest.mark.row(85)
 @pytest.mark.parametrize("precision", test_bits.PRECISIONS)
-@pytest.mark.parametrize(("world", "replicas"), [(2, 2), (4, 2), (4, 4)])
+@pytest.mark.parametrize(
+    ("world", "replicas"), [(2, 2), *(pytest.param(4, each, marks=pytest.mark.full) for each in (2, 4))]
+)
 def test_an_optimizer_over_all_ranks_has_the_bits_of_plain_torch(world, replicas, precision):
     """Weights, masters, states and norms, `==`: two backwards a step, clipped, several buckets."""
     configurations = [(stage, "many", None, "loop") for stage in STAGES]

@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+import selection
 import zeroshard
 from norms import BLOCK, total
 from zeroshard import Comm, Layout, Offload, Precision
@@ -217,7 +218,7 @@ def unclipped(stage):
 
 
 @pytest.mark.row(98)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", selection.STAGES)
 def test_two_data_ranks_beside_two_tensor_ranks_have_the_bits_of_the_tensor_ranks_alone(ranks, stage):
     want = ranks.run(2, alone, 2, 2, 2)
     for rank, found in enumerate(ranks.run(4, unclipped, stage)):

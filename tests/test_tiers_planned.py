@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import ranks
+import selection
 import zeroshard
 from zeroshard import Offload, Precision
 from zeroshard.cli import iobench
@@ -84,6 +85,7 @@ def grid(stages, wheres):
     return [(stage, where, precision) for stage, where, precision in itertools.product(stages, wheres, (None, BF16))]
 
 
+@pytest.mark.parametrize("stage", selection.STAGES)
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_what_is_held_in_each_tier_and_moved_is_as_predicted(ranks, world, stage, tmp_path):
     """Parameters, gradients and optimizer each in each tier, in two precisions; and fractions of them."""

@@ -21,7 +21,7 @@ import test_tiers_planned
 import zeroshard
 from zeroshard import Comm, Layout, Offload, Precision, fp8
 from zeroshard.cli.reference import in_8_bits, total_norm
-from zeroshard.errors import PeerError, StateError, UserError
+from zeroshard.errors import PeerError, StateError, TierError, UserError
 from zeroshard.numerics import CHUNK
 from zeroshard.planner.simulate import simulate
 
@@ -459,6 +459,55 @@ def test_an_edit_of_one_rank_goes_to_masters_in_files(stage, tmp_path):
     for found, memory in zip(ranks.run(2, edit, stage, 2, 1, fields, timeout=60), want, strict=True):
         for mine, theirs in zip(found, memory, strict=True):
             reference.assert_same(mine, theirs)
+
+
+def edit_beside_a_fault(stage, path):
+    """Rank 1 cannot read its files when gathered() is left: what each rank hears, and whether nobody waits for long."""
+    model, optimizer, zero = start(stage, offload={"path": path, **test_offload.ON_DISK})
+    steps(model, optimizer, zero, range(1))
+    undo = None
+    try:
+        with zero.gathered(), torch.no_grad():
+            model.blocks[0].qkv.weight[:, 3] = 2.0
+            if zero.rank == 1:
+                undo = test_offload.failing("preadv", zero)
+    except (TierError, PeerError) as error:
+        return type(error).__name__, str(error)
+    finally:
+        if undo is not None:
+            undo()
+
+
+@pytest.mark.row(104)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_edit_that_one_rank_cannot_follow_is_an_error_on_every_rank(stage, tmp_path):
+    """At once: no rank goes on to wait for the one whose files are damaged."""
+    first, second = ranks.run(2, edit_beside_a_fault, stage, str(tmp_path), timeout=60)
+    assert (first[0], second[0]) == ("PeerError", "TierError")
+    assert "Input/output error" in first[1] and "rank 1" in first[1]
+
+
+def interrupted_landing():
+    """Bytes of gathers in the ledger, before and after a landing beside weights that somebody reads is left half done."""
+    model, optimizer, zero = start(3)
+    steps(model, optimizer, zero, range(1))
+    buffer = next(buffer for buffer in zero._engine.buffers if buffer.bucket.fp8)
+    with zero.gathered():
+        before = zero.ledger().held["gather"]
+        buffer.gather()
+        apart, dequantise = zero.ledger().held["gather"] - before, buffer._dequantise
+        buffer._dequantise = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+        with pytest.raises(KeyboardInterrupt):
+            buffer.land()
+        buffer._dequantise = dequantise
+        left = zero.ledger().held["gather"] - before
+        buffer.gather()
+        buffer.land()
+    return apart == buffer.bucket.numel, left
+
+
+def test_a_landing_that_is_interrupted_gives_its_memory_back():
+    assert ranks.run(1, interrupted_landing, timeout=60) == [(True, 0)]
 
 
 def edited_outside(stage, how):

@@ -11,7 +11,7 @@ To everybody else such parameters are as those that rest in another tier: gather
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -196,10 +196,12 @@ class QuantisedBuffer(Buffer):
         raw, self._arriving = self._arriving, None
         # An interrupt leaves half of it read, and the other half overwritten: then this is to be gathered again.
         current, self.gathered.current = self.gathered.current, False
-        with torch.inference_mode(False), torch.no_grad():
-            self._dequantise(alias(self.full), raw)
-        if self._apart:
-            self.tier.give_back("gather", raw)
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                self._dequantise(alias(self.full), raw)
+        finally:
+            if self._apart:
+                self.tier.give_back("gather", raw)
         self.gathered.current = current
         if self.edits.reachable:
             self.edits.agree(self._mine)
@@ -307,6 +309,26 @@ def requantise(buffers: Sequence[Buffer]) -> None:
             buffer.requantise(mine)
 
 
+def _reported(buffer: QuantisedBuffer, look: Callable[[], bool | None]) -> bool:
+    """What it answers. What a file answers instead is for all ranks to hear, who go on to ask each other."""
+    try:
+        return bool(look())
+    except TierError as error:
+        buffer._group.report(error)
+        return False
+
+
+def _on_any_rank(buffers: list[QuantisedBuffer], mine: list[bool]) -> list[QuantisedBuffer]:
+    """Those of which some rank says yes. Raises on every rank what one of them has reported."""
+    if not buffers:
+        return []
+    group = buffers[0]._group
+    *flags, failed = group.flags(bytes([*mine, group.failed is not None]))
+    if failed:
+        group.fail()
+    return [buffer for buffer, flag in zip(buffers, flags, strict=True) if flag]
+
+
 @torch.no_grad()
 def follow_edits(units: Sequence[Unit], write_from: int | None) -> list[Buffer]:
     """All ranks leave gathered(): masters, scales and bytes of these follow what was edited, by owner or on one rank.
@@ -325,12 +347,14 @@ def follow_edits(units: Sequence[Unit], write_from: int | None) -> list[Buffer]:
         buffer._group.give_all(buffer.full, buffer.bucket, write_from)
         if not buffer.placements.optimizer:  # bytes of it may agree where masters do not
             buffer.updating.give_all(write_from)
-    flags = found[0]._group.flags(bytes(buffer.edited() for buffer in found))
-    edited = [buffer for buffer, flag in zip(found, flags, strict=True) if flag]
+    edited = _on_any_rank(found, [_reported(buffer, buffer.edited) for buffer in found])
+    if edited:
+        found[0]._group.torn = "gathered() was left with edits of which only some had reached the masters"
     for buffer in edited:
         if not buffer.placements.optimizer:  # where every rank updates everything, each element's owner says what it is
             buffer.team.gather(alias(buffer.full), buffer.bucket, "parameters").wait()
-        buffer.take_edits()
+        _reported(buffer, buffer.take_edits)
+    _on_any_rank(edited, [False] * len(edited))
     spread(edited, overlap=False, outside=True)
     for buffer in edited:
         buffer.gather().wait()

@@ -272,7 +272,7 @@ class Group:
         if self.torn and what != LOADING:
             raise StateError(self.torn, instead="zero.load(...) the last checkpoint")
         if self.failed is not None:
-            self._fail()
+            self.fail()
         return [mine]
 
     def flags(self, mine: bytes) -> bytes:
@@ -311,7 +311,7 @@ class Group:
         """Something failed here while peers go on to wait for this rank: raise at the next agreement, on every rank."""
         self.failed = self.failed or error
 
-    def _fail(self) -> NoReturn:
+    def fail(self) -> NoReturn:
         """Something was reported on some rank: all of them raise."""
         mine, self.failed = self.failed, None
         told = self.problems(None if mine is None else str(mine))

@@ -132,7 +132,7 @@ class ProcessGroup(Group):
         self.signalled = max(self.signalled, *(row[_FLAGS] // _SIGNALLED for row in rows))
         if any(row[_FLAGS] & _FAILED for row in rows):
             self._link.end()
-            self._fail()
+            self.fail()
         torn = not mends and any(row[_FLAGS] & _TORN for row in rows)
         if torn or any(row[:compared] != rows[0][:compared] for row in rows):
             self._disagree(rows, at, facts, torn=torn)

@@ -817,7 +817,7 @@ def test_a_model_is_sharded_once(stage):
     optimizer = adamw(model)
     zeroshard.shard(model, optimizer, stage=stage)
     for what in (model, model[0], nn.Sequential(model, nn.Linear(5, 5))):
-        with pytest.raises(UserError, match=r"(?s)sharded already.*in a notebook, build model and optimizer"):
+        with pytest.raises(UserError, match=r"(?s)sharded already.*zero.unshard\(\) makes model and optimizer plain"):
             zeroshard.shard(what, None)
     train(model, optimizer, rank=0)
 

@@ -384,6 +384,19 @@ class Zero:
             export.export(self._engine.model_state(), folder, wanted)
 
     @_whole
+    def unshard(self) -> None:
+        """Make the model and its optimizers plain again, in place: whole parameters and states, on every rank.
+
+        Parameters have the dtype that they had before `shard`, from the masters where there are any. Hooks of the
+        engine go, those of the program stay; gradients are cleared, an average is given up, this handle refuses what
+        it is asked. Train on as in plain PyTorch, or `shard` again, at another stage. Holds all of it beside the shards
+        for a moment. After a step. Collective.
+        """
+        from .integrations import unshard
+
+        unshard.unshard(self)
+
+    @_whole
     def check_replicas(self) -> None:
         """Raise `PeerError`, on every rank, if ranks hold different copies of what each of them holds whole.
 

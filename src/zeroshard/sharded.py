@@ -70,7 +70,7 @@ class Engine:
     ) -> None:
         _, comm = placements(stage, once=offload.once), comm.sharing(once=offload.once)
         if any(hasattr(tensor, "_zeroshard") for tensor in model.parameters()):
-            once = "shard it once, as a whole; in a notebook, build model and optimizer in the cell that shards them"
+            once = "shard it once, as a whole; zero.unshard() makes model and optimizer plain again, in a notebook say"
             raise UserError("this model, or a part of it, is sharded already", instead=once)
         self.stage, self.model, self.ledger = stage, model, Ledger()
         self.precision, self.layout, self.comm, self.device, self.offload = precision, layout, comm, device, offload

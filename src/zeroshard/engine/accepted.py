@@ -163,6 +163,9 @@ def check_optimizers(
         check_parts(optimizer, [slot.name for _, slot in slots if slot.cut is not None])
         check_optimizer(optimizer, partition, rows, cut, replicated=replicated)
         check_options(optimizer, number)
+        for param in () if replicated else (each for each in updated(optimizer) if names.get(id(each)) in held):
+            for key, value in optimizer.state.get(param, {}).items():
+                check_cut(optimizer, names[id(param)], tuple(param.shape), key, value)
     known = set(names) | {id(param) for param in model.parameters()}
     seen: set[int] = set()
     for number, optimizer in enumerate(optimizers):
@@ -174,10 +177,6 @@ def check_optimizers(
                 if id(param) in seen:
                     raise UserError(_TWICE, where=where, instead=_ONCE)
                 seen.add(id(param))
-    for optimizer in optimizers:
-        for record in managed:
-            for key, value in optimizer.state.get(record.param, {}).items():
-                check_cut(optimizer, record.name, tuple(record.param.shape), key, value)
 
 
 def check_options(optimizer: Any, number: int) -> None:

@@ -145,7 +145,8 @@ class States:
         value = value.detach().to(like.device, copy=True).contiguous()
         if broadcast:
             self.group.broadcast(value.view(-1))
-        check_cut(self.optimizer, slot.name, slot.shape, key, value)
+        if 0 < like.numel() < slot.numel:
+            check_cut(self.optimizer, slot.name, slot.shape, key, value)
         if not is_like(key, value, slot.shape, fixed):
             return value if options.get("fused") or options.get("capturable") else value.to(home)
         part = slot.within(*fragment.buffer.updated)

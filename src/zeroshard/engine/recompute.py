@@ -28,7 +28,7 @@ def recompute(unit: Unit, schedule: Schedule) -> None:
     def again(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(run, *args, use_reentrant=False, **kwargs)
 
-    unit.module.forward = torch.compiler.disable(again)
+    unit.forward, unit.module.forward = forward, torch.compiler.disable(again)
 
 
 class _Segment:

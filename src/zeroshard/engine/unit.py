@@ -33,6 +33,10 @@ class Managed:
     names: list[str]
     owners: list[tuple[nn.Module, str]]
     unit: int
+    dtype: torch.dtype = field(init=False)  # before it was sharded
+
+    def __post_init__(self) -> None:
+        self.dtype = self.param.dtype
 
     @property
     def name(self) -> str:
@@ -54,6 +58,7 @@ class Unit:
     name: str
     module: nn.Module
     recomputed: bool = False  # does backward run its forward again? (`Layout.recompute`)
+    forward: Callable[..., Any] | None = None  # its module's own, where another was put in its place
     buffers: list[Buffer] = field(default_factory=list)
     borrows: list[Unit] = field(default_factory=list)
     open_calls: int = 0  # forwards of this unit (or a borrower) running now

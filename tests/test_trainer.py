@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import ranks
 from trainers import LIMIT, fresh, run_example
@@ -160,20 +161,28 @@ def lora(stages, folder):
         made = trainer(stage, folder / f"run {stage}", peft.get_peft_model(llama(), config), eval_strategy="epoch")
         made.train()
         made.save_model(str(folder / str(stage)))
+        for _ in range(2 if stage is not None else 0):  # the second time it replaces its own
+            made.zero.export(folder / f"exported {stage}")
         found.append((history(made), weights(made)))
     return found
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_adapters_of_peft(tmp_path):
-    """LoRA at stages 0-3 as with DDP; what is saved is an adapter alone, which `PeftModel.from_pretrained` reads."""
+    """LoRA at stages 0-3 as with DDP; what is saved, and what `zero.export` writes, is an adapter alone, which
+    `PeftModel.from_pretrained` reads."""
     peft = pytest.importorskip("peft")
     plain, *sharded = ranks.run(2, lora, (None, *STAGES), tmp_path, group="env", timeout=LIMIT)[0]
     for stage, found in zip(STAGES, sharded, strict=True):
         assert found == plain
         assert not (tmp_path / str(stage) / "model.safetensors").exists()
-        read = peft.PeftModel.from_pretrained(llama(), tmp_path / str(stage)).state_dict()
-        assert {name: tensor.tolist() for name, tensor in read.items()} == plain[1]
+        for folder in (tmp_path / str(stage), tmp_path / f"exported {stage}"):
+            read = peft.PeftModel.from_pretrained(llama(), folder).state_dict()
+            assert {name: tensor.tolist() for name, tensor in read.items()} == plain[1]
+        assert sorted(path.name for path in folder.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+        assert len(load_file(folder / "adapter_model.safetensors")) == 8
+        told, own = (json.loads((each / "adapter_config.json").read_text()) for each in (folder, tmp_path / str(stage)))
+        assert told == own
     assert any(any(map(any, value)) for name, value in plain[1].items() if "lora_B" in name)  # begins as zeros
 
 

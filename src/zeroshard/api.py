@@ -373,8 +373,9 @@ class Zero:
         overwrite: replace a folder that is not an export. An earlier export is replaced in any case.
 
         All that `model.state_dict()` names; of a tied parameter the first name, with the others in the file's metadata.
-        A model's `config` that can write itself (Hugging Face's) is written as config.json. Gathers one bucket at a
-        time; rank 0 writes. The folder appears by one rename. Raises `CheckpointError` on every rank. Collective.
+        A model's `config` that can write itself (Hugging Face's) is written as config.json. Of a `PeftModel` the active
+        adapter alone is written, for `PeftModel.from_pretrained`. Gathers one bucket at a time; rank 0 writes. The
+        folder appears by one rename. Raises `CheckpointError` on every rank. Collective.
         """
         from .integrations import export
 

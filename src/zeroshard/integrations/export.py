@@ -34,9 +34,10 @@ from ..engine.buffer import Buffer
 from ..errors import CheckpointError, Error, PeerError, UserError
 from ..ranks.agreement import Group
 from ..strips import ONE_STRIP, Strips
+from . import adapters
 
 INDEX, CONFIG = "model.safetensors.index.json", "config.json"
-WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+WEIGHTS = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors")
 METADATA = {"format": "pt", "made_by": "zeroshard"}  # the second is how an export that may be replaced is told
 HEADER_LIMIT = 100_000_000  # bytes; the library's own
 
@@ -91,7 +92,7 @@ class Kind(NamedTuple):
 class Weights:
     """The files of an export, laid out and reserved, to be filled in any order."""
 
-    def __init__(self, folder: Path, tensors: Mapping[str, Kind], file_nbytes: int) -> None:
+    def __init__(self, folder: Path, tensors: Mapping[str, Kind], file_nbytes: int, *, adapter: bool = False) -> None:
         for name, kind in tensors.items():
             _check_names(name, kind.names)
         self.folder = folder
@@ -105,8 +106,14 @@ class Weights:
             files[-1].append(name)
             held, total = held + tensors[name].nbytes, total + tensors[name].nbytes
         several = len(files) > 1
+        if adapter and several:
+            raise UserError(
+                "an adapter is one file",
+                got=f"{total} bytes, file_nbytes={file_nbytes}",
+                instead=f"file_nbytes={total}",
+            )
         self.files = [f"model-{at:05d}-of-{len(files):05d}.safetensors" for at in range(1, len(files) + 1)]
-        self.files = self.files if several else ["model.safetensors"]
+        self.files = self.files if several else [adapters.WEIGHTS if adapter else "model.safetensors"]
         self._open: dict[str, int] = {}
         self._places: dict[str, tuple[str, int]] = {}
         try:
@@ -182,7 +189,7 @@ class Folder:
         self.beside = place_beside(target, owner)
         self._others: Callable[[Path], list[str]] = lambda folder: []  # what must not be replaced
 
-    def begin(self, wanted: Wanted, tensors: Mapping[str, Kind], *, config: bool) -> Weights:
+    def begin(self, wanted: Wanted, tensors: Mapping[str, Kind], *, config: bool, adapter: bool = False) -> Weights:
         if not wanted.overwrite:
             self._others = functools.partial(_foreign, config=config)
         foreign = self._others(self.target) if self.target.is_dir() else []
@@ -194,7 +201,7 @@ class Folder:
         self.target.parent.mkdir(parents=True, exist_ok=True)
         clean(self.target.parent)
         temporary(self.beside).mkdir()
-        return Weights(self.beside, tensors, wanted.file_nbytes)
+        return Weights(self.beside, tensors, wanted.file_nbytes, adapter=adapter)
 
     def publish(self) -> None:
         """Once everything is on the disk."""
@@ -215,7 +222,7 @@ def _foreign(folder: Path, *, config: bool) -> list[str]:
     names = sorted(os.listdir(folder))
     plain = {name for name in names if (folder / name).is_file() and not (folder / name).is_symlink()}
     weights = [name for name in names if name in plain and WEIGHTS.fullmatch(name) and _made_here(folder / name)]
-    mine = {*weights, INDEX, *([CONFIG] if config else [])} if weights else set()
+    mine = {*weights, INDEX, *([CONFIG, adapters.CONFIG] if config else [])} if weights else set()
     return [name for name in names if name not in mine & plain]
 
 
@@ -276,27 +283,40 @@ def export(running: ModelState, path: str | os.PathLike[str], wanted: Wanted) ->
         raise PeerError("the ranks export differently", expected=told[0]["asked"], got=[each["asked"] for each in told])
     folder, weights = Folder(target, told[0]["owner"]), None
     problems: list[str] = []
-    whole = _whole(running)
+    whole, adapted = _whole(running), adapters.is_adapted(running.model)
     try:
+        with _noting(problems):
+            chosen = adapters.names(running.model) if adapted and group.rank == 0 else {}
+        _agree(group, target, problems)
+        chosen = group.describe(chosen)[0]
         with _noting(problems):
             tensors = {r.name: Kind(running.shape(r), wanted.of(r.param.dtype), r.names) for r in running.managed}
             tensors |= {name: Kind(tuple(each.shape), wanted.of(each.dtype), [name]) for name, each in whole.items()}
+            if adapted:  # under the first of its names in the adapter's file
+                tensors = {keys[0]: tensors[name]._replace(names=keys) for name, keys in chosen.items()}
             if group.rank == 0:
-                weights = folder.begin(wanted, tensors, config=_config_writer(running.model) is not None)
+                config = adapted or _config_writer(running.model) is not None
+                weights = folder.begin(wanted, tensors, config=config, adapter=adapted)
         _agree(group, target, problems)
         for buffer in running.buffers:
+            slots = [slot for slot in buffer.bucket.slots if not adapted or slot.name in chosen]
+            if not slots:
+                continue
             with _gathered(buffer, wanted, problems) as own:
                 for part, flat in _parts(buffer, own, group):
                     with _noting(problems):
                         if weights is not None and not problems:
-                            for slot in buffer.bucket.slots:
-                                values = flat[slot.start : slot.stop].cpu()
-                                _write_strips(weights, slot.name, part * slot.numel, values, buffer.strips(slot))
+                            for slot in slots:
+                                name, values = chosen.get(slot.name, [slot.name])[0], flat[slot.start : slot.stop].cpu()
+                                _write_strips(weights, name, part * slot.numel, values, buffer.strips(slot))
         with _noting(problems):
             if weights is not None and not problems:
                 for name, tensor in whole.items():
-                    weights.write(name, 0, wanted.cast(name, tensor.detach().cpu().contiguous(), tensor.dtype))
-                _write_config(running.model, folder.beside)
+                    if not adapted or name in chosen:
+                        values = wanted.cast(name, tensor.detach().cpu().contiguous(), tensor.dtype)
+                        weights.write(chosen.get(name, [name])[0], 0, values)
+                write = adapters.write_config if adapted else _write_config
+                write(running.model, folder.beside)
         _agree(group, target, problems)
         with _noting(problems):
             if group.rank == 0:

@@ -296,6 +296,42 @@ def test_8_bits_have_the_same_bits_where_backward_steps(stage):
         reference.assert_same(got, want)
 
 
+IN_8_BITS = {"8 bits": FP8, "as they are": Precision()}
+TOGETHER = {
+    "int8": {"reduce": "int8"},
+    "int8, in backward": {"reduce": "int8", "early": True},
+    "int8, in files": {"reduce": "int8", "files": True},
+    "int8, over all": {"reduce": "int8", "replicas": 2, "optimizer": "all"},
+    "in backward, in files": {"early": True, "files": True},
+    "in backward, over all": {"early": True, "replicas": 2, "optimizer": "all"},
+}
+
+
+def together(stage, precision, path, *, early=False, files=False, **comm):
+    model = models.build("gpt", **GPT)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    zero = zeroshard.shard(
+        model, optimizer, stage=stage, precision=precision, layout=Layout(bucket_mib=0.005), optimizer_in_backward=early,
+        comm=Comm(timeout=60, **comm), offload=Offload(parameters="nvme", optimizer="nvme", path=path) if files else None,
+    )  # fmt: skip
+    steps(model, optimizer, zero, range(3), clip=None, every=zero.world_size)
+    with zero.gathered():
+        return reference.weights(model)
+
+
+@pytest.mark.parametrize("precision", IN_8_BITS)
+@pytest.mark.parametrize("how", TOGETHER)
+def test_formats_and_ways_together_have_the_bits_of_stage_0(how, precision, tmp_path):
+    """Of the same format of gradients, stepped after backward, in memory."""
+    settings, low = TOGETHER[how], IN_8_BITS[precision]
+    world = 4 if "replicas" in settings else 2
+    alone = {"reduce": settings.get("reduce", "ordered")}
+    want = ranks.run(world, together, 0, low, None, **alone, timeout=60)[0]
+    for stage in (1, 2, 3) if "replicas" in settings else (0, 1, 2, 3):
+        for got in ranks.run(world, together, stage, low, str(tmp_path), **settings, timeout=60):
+            reference.assert_same(got, want)
+
+
 # ------------------------------------------------------------------------------------------------------- which, and bytes
 
 
@@ -346,8 +382,8 @@ def test_a_byte_moves_and_rests_of_each_element(stage):
         assert held["master"] == 4 * low // (2 if stage else 1)
         assert said == {state: held[state] for state in said} and set(held) - set(said) <= {"norms", "staging"}
         # Stage 3: forward and backward; 1 and 2: after the step. Stage 0 sends averages of gradients.
-        passes = {0: 0, 1: 1, 2: 1, 3: 2}[stage]
-        assert stage == 0 or gathered == passes * (low + 4 * high)
+        passes = {0: 0, 1: 1, 2: 1, 3: 2}[stage]  # of parameters
+        assert gathered == (passes * (low + 4 * high) if stage else 4 * (low + high))
 
 
 def test_scales_of_tiles_are_planned_to_the_byte():

@@ -16,6 +16,7 @@ import reference
 import zeroshard
 from zeroshard import Comm, Layout, Offload, Precision
 from zeroshard.engine import alone
+from zeroshard.engine.pending import second_gradient
 from zeroshard.errors import PeerError, StateError, TierError, UserError
 
 STAGES = (0, 1, 2, 3)
@@ -442,3 +443,10 @@ def test_weights_between_backward_and_step_are_the_new_ones(stage):
     for (losses, tensors), (want, others) in zip(early, ordinary, strict=True):
         assert losses == want
         assert all(torch.equal(a, b) for a, b in zip(tensors, others, strict=True))
+
+
+def test_a_second_gradient_is_refused_without_saying_that_the_step_can_be_repeated():
+    """The optimizer has used the first: waiting for the end would not bring it back."""
+    early, late = (str(second_gradient(["w"], stepped=stepped)) for stepped in (True, False))
+    assert "used by the optimizer in backward" in early and "without optimizer_in_backward=True" in early
+    assert "repeat the step" in late and "repeat" not in early

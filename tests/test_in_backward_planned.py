@@ -93,6 +93,16 @@ def test_what_a_run_refuses_is_not_planned(settings):
         zeroshard.plan(params=1e6, ranks=2, optimizer_in_backward=True, **settings)
 
 
+def test_gradients_that_are_said_to_rest_on_the_device_are_no_others():
+    """In whatever words, for a plan and for a run."""
+    for nowhere in (0.0, {"device": 1.0}, {"cpu": 0.0}):
+        offload = Offload(gradients=nowhere)
+        zeroshard.plan(params=1e6, ranks=2, optimizer_in_backward=True, offload=offload)
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.AdamW(model.parameters())
+        zeroshard.shard(model, optimizer, optimizer_in_backward=True, offload=offload)
+
+
 def test_the_jobs_own_plan():
     plain, early = (zeroshard.plan(job, ranks=2, stage=2, optimizer_in_backward=each) for each in (False, True))
     assert plain.stages[0].states["gradients"] == plain.stages[0].total - early.stages[0].total

@@ -139,7 +139,7 @@ class Owner(NamedTuple):
     tier: str
 
 
-def _whole(method: Method) -> Method:
+def _meeting(method: Method) -> Method:
     """Of a method in which ranks meet more than once: see `Group.as_one`."""
 
     @functools.wraps(method)
@@ -227,7 +227,7 @@ class Zero:
         """
         return self._engine.gathered(*what, write_from=write_from)
 
-    @_whole
+    @_meeting
     def average(self, decay: float) -> MovingAverage:
         """An exponential moving average of the weights, sharded and resting as the optimizer's states: 4 bytes of each
         of a rank's masters.
@@ -247,7 +247,7 @@ class Zero:
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
-    @_whole
+    @_meeting
     def save(
         self,
         path: str | os.PathLike[str],
@@ -320,7 +320,7 @@ class Zero:
         """The signal given to `save_on` that some rank got: the same on every rank, from a step on."""
         return Signals(self._engine.group.signalled) if self._engine.group.signalled else None
 
-    @_whole
+    @_meeting
     def load(self, path: str | os.PathLike[str], *, strict: bool = True) -> loading.Loaded:
         """Load what `save` wrote, into whatever ranks, stage, bounds and precision; returns what was in `extra`.
 
@@ -338,7 +338,7 @@ class Zero:
         self._engine.loaded()
         return loaded
 
-    @_whole
+    @_meeting
     def state_dict(self) -> dict[str, Any]:
         """This rank's pieces for `torch.distributed.checkpoint`: `dcp.save({"app": zero}, checkpoint_id=...)`.
 
@@ -350,7 +350,7 @@ class Zero:
         self._engine.meet_for_checkpoint("saving")
         return dcp.state_dict(self._engine.model_state())
 
-    @_whole
+    @_meeting
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take a `state_dict()` that DCP has read into, as `dcp.load({"app": zero}, checkpoint_id=...)` does.
 
@@ -362,7 +362,7 @@ class Zero:
         dcp.load_state_dict(self._engine.model_state(), state_dict)
         self._engine.loaded()
 
-    @_whole
+    @_meeting
     def export(
         self, folder: str | Path, *, file_nbytes: int = 5 * 10**9, dtype: Any = None, overwrite: bool = False
     ) -> None:
@@ -384,7 +384,7 @@ class Zero:
         with self._engine.ledger.during("export"):
             export.export(self._engine.model_state(), folder, wanted)
 
-    @_whole
+    @_meeting
     def unshard(self) -> None:
         """Make the model and its optimizers plain again, in place: whole parameters and states, on every rank.
 
@@ -397,7 +397,7 @@ class Zero:
 
         unshard.unshard(self)
 
-    @_whole
+    @_meeting
     def check_replicas(self) -> None:
         """Raise `PeerError`, on every rank, if ranks hold different copies of what each of them holds whole.
 
@@ -407,7 +407,7 @@ class Zero:
         """
         self._engine.meet_for_checkpoint(COMPARING)
 
-    @_whole
+    @_meeting
     def latest(self, folder: str | os.PathLike[str]) -> Path | None:
         """The newest complete checkpoint in `folder`, for `load`; None if there is none.
 
@@ -513,7 +513,7 @@ class Zero:
         events = list(self._engine.ledger.record.events)
         return [e if e.bucket is None else dataclasses.replace(e, unit=units[e.bucket]) for e in events]
 
-    @_whole
+    @_meeting
     def trace(self, path: str | os.PathLike[str]) -> None:
         """Write what all ranks recorded as one Chrome trace, for ui.perfetto.dev. Collective; rank 0 writes."""
         from .integrations import chrome_trace
@@ -528,7 +528,7 @@ class Zero:
             )
         self._engine.group.first_writes(path, lambda: chrome_trace.write(path, ranks))
 
-    @_whole
+    @_meeting
     def explain(
         self, path: str | os.PathLike[str] | None = None, *, metrics: Sequence[Mapping[str, float]] | None = None
     ) -> Page:

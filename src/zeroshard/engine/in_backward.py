@@ -248,21 +248,16 @@ def check_in_backward(optimizers: list[Any], precision: Precision, offload: Offl
             got=f"nonfinite={precision.nonfinite!r}, optimizer_in_backward=True",
             instead="one of the two",
         )
-    for state, why in {
-        "gradients": "rest nowhere",
-        "parameters": "are read by others while a rank updates them",
-    }.items():
-        where = getattr(offload, state)
-        if (state == "gradients" and where != "device") or (state == "parameters" and offload.once):
-            raise UserError(
-                f"with the optimizer in backward {state} {why}",
-                got=f"Offload({state}={where!r}), optimizer_in_backward=True",
-                instead="one of the two",
-            )
+    offload.check_in_backward()
 
 
 def cover_scalers() -> None:
-    """A loss that a `GradScaler` has scaled says so when its backward begins: scaled gradients must not be used."""
+    """A loss that a `GradScaler` has scaled says so when its backward begins: scaled gradients must not be used.
+
+    Of the class, for the whole process: a scaler is not told of a model, so none of its objects is known here, and it
+    may be made before or after `shard`. What a loss gets is a hook that writes one number, which only a backward of
+    a model with its optimizer in backward reads.
+    """
     scaler: Any = torch.amp.GradScaler
     plain = scaler.scale
     if hasattr(plain, "covered"):

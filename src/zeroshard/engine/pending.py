@@ -121,12 +121,15 @@ def check_dense(grad: Tensor, name: str) -> None:
         )
 
 
-def second_gradient(names: list[str]) -> StateError:
-    """What is wrong where a sum was complete, and then more came."""
+def second_gradient(names: list[str], *, stepped: bool) -> StateError:
+    """What is wrong where a sum was complete, and then more came. stepped: by the optimizer in backward, perhaps."""
+    first, or_else = "reduced", "or repeat the step: from now on they wait for the end"
+    if stepped:
+        first, or_else = "used by the optimizer in backward", "or shard(...) without optimizer_in_backward=True"
     return StateError(
-        "a parameter received a second gradient from a re-entrant checkpoint after its first was reduced",
+        f"a parameter received a second gradient from a re-entrant checkpoint after its first was {first}",
         where=f"parameters {names}",
-        instead="checkpoint(..., use_reentrant=False), or repeat the step: from now on they wait for the end",
+        instead=f"checkpoint(..., use_reentrant=False), {or_else}",
     )
 
 

@@ -372,7 +372,7 @@ class Reduction:
         if 2 in got:
             names = [entry.slot.name for entry in self.gradients.entries if got[entry.number] == 2]
             self.group.level("")
-            raise second_gradient(names)
+            raise second_gradient(names, stepped=self.updater.early)
         self._got, with_gradient = got, set()
         for index, pending in self.pending.items():
             # What no_sync kept goes with this backward, whatever it used: when it goes must not depend on the bucket.

@@ -91,9 +91,5 @@ def check_in_backward(accumulate: int, offload: Offload | None, *, no_sync: bool
             got=f"accumulate={accumulate}" + ", no_sync=True" * no_sync,
             instead="accumulate=1, or without optimizer_in_backward",
         )
-    if offload is not None and (offload.gradients != "device" or offload.once):
-        raise UserError(
-            "with the optimizer in backward gradients rest nowhere, and each rank needs parameters of its own",
-            got=f"Offload(parameters={offload.parameters!r}, gradients={offload.gradients!r})",
-            instead="one of the two",
-        )
+    if offload is not None:
+        offload.check_in_backward()

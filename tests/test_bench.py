@@ -99,3 +99,13 @@ def test_one_round_of_offload(tmp_path):
     assert ("beside DeepSpeedCPUAdam: not installed" in text) == (theirs is None)
     assert not list(tmp_path.glob("bench-*"))
     assert text in printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stops", [[], ["--stops"]], ids=["killed", "stopped"])
+def test_rounds_of_the_soak_over_shared_memory(tmp_path, stops):
+    """A round in which nobody names the rank, or that leaves a descriptor or a process, ends it with 1."""
+    call = [sys.executable, "-W", "ignore", "-m", "bench.soak_shared", "--rounds", "3", *stops]
+    done = subprocess.run([*call, "--out", f"{tmp_path}/soak.json"], cwd=ROOT, timeout=200, check=False)
+    told = json.loads((tmp_path / "soak.json").read_text())
+    assert (done.returncode, told["rounds"], told["violations"]) == (0, 3, [])

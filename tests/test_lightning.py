@@ -248,6 +248,46 @@ def test_fabric_has_the_bits_of_ddp_and_resumes(tmp_path):
         assert all(found == (plain[0][2:], plain[1]) for found in later)
 
 
+def fabric_goes_on(stages, folder, resumed):
+    """Six steps of two micro-batches, which two ranks share; clipped by norm. Stage 3 saves half of it on two ranks."""
+    import zeroshard.integrations.fabric  # noqa: F401  # it registers the names
+
+    found = []
+    for stage in stages:
+        torch.manual_seed(7)
+        world = ranks.world()
+        fabric = lightning.Fabric(accelerator="cpu", devices=world, strategy=f"zeroshard_stage_{stage}")
+        fabric.launch()
+        net = Module(alike=True).net
+        model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
+        state = {"model": model, "optimizer": optimizer, "step": 0}
+        if resumed:
+            fabric.load(folder / "third", state)
+        batches, norms = loader().dataset.split(2), []
+        for step in range(state["step"], 6):
+            own = batches[2 * step : 2 * step + 2][ranks.rank() :: world]
+            for at, batch in enumerate(own):
+                with fabric.no_backward_sync(model, enabled=at + 1 < len(own)):
+                    fabric.backward(model(batch).square().mean() / len(own))
+            norms.append(fabric.clip_gradients(model, optimizer, max_norm=0.01).item())
+            optimizer.step()
+            optimizer.zero_grad()
+            state["step"] = step + 1
+            if step == 2 and stage == 3 and not resumed:
+                fabric.save(folder / "third", state)
+        found.append((norms, weights(net)))
+    return found
+
+
+def test_fabric_resumes_on_other_ranks_and_clips_by_norm(tmp_path):
+    """At every stage the same norms and weights; so has what goes on from stage 3's half on one rank or on two."""
+    first, *others = ranks.run(2, fabric_goes_on, STAGES, tmp_path, False, group="env", timeout=LIMIT)[0]
+    assert all(found == first for found in others) and min(first[0]) > 0.01
+    for world, stages in ((2, (1,)), (1, (0, 3))):
+        for found in ranks.run(world, fabric_goes_on, stages, tmp_path, True, group="env", timeout=LIMIT)[0]:
+            assert found == (first[0][3:], first[1]), world
+
+
 def test_fabric_refuses_what_would_not_be_averaged():
     from zeroshard.integrations.fabric import ZeroFabricStrategy
 

@@ -120,6 +120,16 @@ def test_the_bits_are_those_of_ddp(name, tmp_path):
             assert found[:4] == plain[:4]
 
 
+@pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
+def test_a_module_in_another_precision_has_the_same_bits_at_every_stage(precision, tmp_path):
+    """In fp64 those of DDP. Of 16-bit weights fp32 masters are kept, which DDP does without: those of no DDP."""
+    for plain, *sharded in ranks.run(
+        2, runs, (None, 0, 1, 3), tmp_path, {"precision": precision}, group="env", timeout=LIMIT
+    ):
+        assert all(found == sharded[0] for found in sharded)
+        assert (sharded[0][:4] == plain[:4]) == (precision == "64-true")
+
+
 def clipped(stages, folder):
     found = []
     for stage in stages:

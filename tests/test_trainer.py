@@ -92,27 +92,6 @@ def test_the_bits_are_those_of_the_plain_trainer(name, tmp_path):
             assert found == plain
 
 
-def goes_on(folder, stage, saves, resumes, accumulation=1):
-    options = {"save_strategy": "steps", "save_steps": 3, "gradient_accumulation_steps": accumulation}
-    made = trainer(stage, folder, **options if saves else {"gradient_accumulation_steps": accumulation})
-    made.train(resume_from_checkpoint=str(folder / "checkpoint-3") if resumes else None)
-    return history(made), weights(made)
-
-
-def test_a_checkpoint_is_gone_on_from(tmp_path):
-    """Saved on two ranks at stage 3: on two ranks at stage 1, and on one that accumulates two micro-batches, the second
-    half has the bits of the run that never stopped. Its weights are read by `from_pretrained`."""
-    whole = ranks.run(2, goes_on, tmp_path, 3, True, False, group="env", timeout=LIMIT)[0]
-    saved = tmp_path / "checkpoint-3"
-    assert {path.name for path in saved.iterdir()} >= {"zeroshard", "model.safetensors", "scheduler.pt", "config.json"}
-    assert not (saved / "optimizer.pt").exists()
-    again = ranks.run(2, goes_on, tmp_path, 1, False, True, group="env", timeout=LIMIT)[0]
-    alone = ranks.run(1, goes_on, tmp_path, 0, False, True, 2, group="env", timeout=LIMIT)[0]
-    assert whole == again == alone
-    last = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "checkpoint-6").state_dict()
-    assert {name: tensor.tolist() for name, tensor in last.items()} == whole[1]
-
-
 def slow_save(*args, save=torch.save, **kwargs):
     time.sleep(0.1 * ranks.rank())
     save(*args, **kwargs)
@@ -186,7 +165,7 @@ def test_adapters_of_peft(tmp_path):
     assert any(any(map(any, value)) for name, value in plain[1].items() if "lora_B" in name)  # begins as zeros
 
 
-def tuned(stages, folder):
+def tuner(stage, folder, adapters, **options):
     """TRL's trainer, packing rows of several lengths, with adapters or without."""
     import datasets
     import peft
@@ -201,19 +180,23 @@ def tuned(stages, folder):
     words = tokenizers.models.WordLevel({str(number): number for number in range(64)}, unk_token="62")
     tokens = {"pad_token": "62", "eos_token": "63", "unk_token": "62"}
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(words), **tokens)
-    rows = [{"input_ids": row["input_ids"][: 3 + at % 6]} for at, row in enumerate(examples(24))]
+    rows = [{"input_ids": row["input_ids"][: 3 + at % 6]} for at, row in enumerate(examples(48))]
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM") if adapters else None
+    fresh()
+    arguments = {
+        "use_cpu": True, "report_to": "none", "disable_tqdm": True, "packing": True, "max_length": 16, "logging_steps": 1,
+        "per_device_train_batch_size": 1, "max_grad_norm": 0.0, "bf16": False, "learning_rate": 0.01,
+    }  # fmt: skip
+    kind, settings = (trl.SFTTrainer, {}) if stage is None else (Sharded, {"stage": stage})
+    data = {"train_dataset": datasets.Dataset.from_list(rows), "processing_class": tokenizer}
+    return kind(llama(), trl.SFTConfig(str(folder), **arguments | options), **data, peft_config=config, **settings)
+
+
+def tuned(stages, folder):
     found = []
     for stage in stages:
-        for adapters in (None, peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")):
-            fresh()
-            arguments = trl.SFTConfig(
-                str(folder / f"{stage} {adapters is None}"), use_cpu=True, report_to="none", disable_tqdm=True, max_steps=3,
-                packing=True, max_length=16, per_device_train_batch_size=1, logging_steps=1, max_grad_norm=0.0, bf16=False,
-                learning_rate=0.01,
-            )  # fmt: skip
-            kind, settings = (trl.SFTTrainer, {}) if stage is None else (Sharded, {"stage": stage})
-            data = {"train_dataset": datasets.Dataset.from_list(rows), "processing_class": tokenizer}
-            made = kind(llama(), arguments, **data, peft_config=adapters, **settings)
+        for adapters in (False, True):
+            made = tuner(stage, folder / f"{stage} {adapters}", adapters, max_steps=3)
             made.train()
             found.append((history(made), weights(made)))
     return found
@@ -227,6 +210,39 @@ def test_trls_trainer_with_packing(tmp_path):
         assert len(found[0][0]) == 4 and found[0] != found[1]
         assert found[2::2] == found[:1] * 4
         assert found[3::2] == found[1:2] * 4
+
+
+def goes_on(folder, kind, stage, saves, resumes, accumulation=1):
+    options = {"max_steps": 6, "gradient_accumulation_steps": accumulation}
+    options |= {"save_strategy": "steps", "save_steps": 3} if saves else {"save_strategy": "no"}
+    made = trainer(stage, folder, **options) if kind == "plain" else tuner(stage, folder, kind == "adapters", **options)
+    made.train(resume_from_checkpoint=str(folder / "checkpoint-3") if resumes else None)
+    return history(made), weights(made)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("kind", ["plain", "packed", "adapters"])
+def test_a_checkpoint_is_gone_on_from(kind, tmp_path):
+    """By the Trainer, and by TRL's. Saved on two ranks at stage 3: on two ranks at stage 1, and on one that accumulates two micro-batches, the second
+    half has the bits of the run that never stopped. Its weights are read by `from_pretrained`."""
+    if kind != "plain":
+        pytest.importorskip("trl")
+        pytest.importorskip("peft")
+    whole = ranks.run(2, goes_on, tmp_path, kind, 3, True, False, group="env", timeout=LIMIT)[0]
+    saved = tmp_path / "checkpoint-3"
+    assert {path.name for path in saved.iterdir()} >= {
+        "zeroshard",
+        f"{'adapter_' * (kind == 'adapters')}model.safetensors",
+        "scheduler.pt",
+    }
+    assert not (saved / "optimizer.pt").exists()
+    again = ranks.run(2, goes_on, tmp_path, kind, 1, False, True, group="env", timeout=LIMIT)[0]
+    alone = ranks.run(1, goes_on, tmp_path, kind, 0, False, True, 2, group="env", timeout=LIMIT)[0]
+    assert whole == again == alone
+    if kind == "adapters":  # what reads these is tested above
+        return
+    last = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "checkpoint-6").state_dict()
+    assert {name: tensor.tolist() for name, tensor in last.items()} == whole[1]
 
 
 def other_things(folder):

@@ -24,6 +24,7 @@ import models
 import ranks
 import reference
 import zeroshard
+from ranks import RankFailure
 from zeroshard import Layout, Offload, Precision
 from zeroshard.engine.accepted import by_bucket
 from zeroshard.errors import CheckpointError, PeerError, StateError, UserError
@@ -408,6 +409,49 @@ def test_quantized_weights_of_torchao_are_named():
     optimizer.step()
     with pytest.raises(CheckpointError, match="cannot be saved(?s:.*)parameter '0.weight'"):
         zero.save("none")
+
+
+def float8(stages, **options):
+    """Weights after three steps of two micro-batches, with `torchao.float8` linears; of plain torch where no stage is."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    found = []
+    for stage in stages:
+        torch.manual_seed(5)
+        model = torch.nn.Sequential(torch.nn.Linear(32, 48), torch.nn.GELU(), torch.nn.Linear(48, 16, bias=False))
+        convert_to_float8_training(model, config=Float8LinearConfig(emulate=True, **options))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        zero = (
+            None if stage is None else zeroshard.shard(model, optimizer, stage=stage, layout=Layout(bucket_mib=0.002))
+        )
+        for step in range(3):
+            for source in (0, 1) if zero is None else (zero.rank,):
+                batch = torch.randn(16, 32, generator=torch.Generator().manual_seed(2 * step + source))
+                (model(batch).square().mean() / (2 if zero is None else 1)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with zero.gathered() if zero else contextlib.nullcontext():
+            found.append((type(model[0]).__name__, reference.weights(model)))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")  # torchao's, of what it was built for
+def test_float8_linears_of_torchao():
+    """Products in 8 bits, by torchao before `shard`, have plain torch's bits at stages 0-3."""
+    pytest.importorskip("torchao")
+    ((kind, want),) = ranks.run(1, float8, (None,))[0]
+    assert kind == "Float8Linear"
+    for found in ranks.run(2, float8, (0, 1, 2, 3)):
+        for _, weights in found:
+            reference.assert_same(weights, want)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_weights_that_torchao_gathers_for_fsdp_are_refused_by_name():
+    """Its subclass casts in FSDP2's own gather; here `Precision(fp8=...)` is what gathers bytes."""
+    pytest.importorskip("torchao")
+    with pytest.raises(RankFailure, match=r"(?s)parameter '0\.weight'.*WeightWithDynamicFloat8CastTensor.*fp8="):
+        ranks.run(1, float8, (3,), enable_fsdp_float8_all_gather=True)
 
 
 def test_an_optimizer_that_counts_its_calls_is_called_once_a_step():

@@ -65,8 +65,17 @@ def check_parameters(managed: list[Managed]) -> None:
                 where=f"parameter {record.name!r}",
                 expected="a dense real tensor",
                 got=f"{type(record.param).__name__} {record.param.dtype} {record.param.layout}",
-                instead=f"Layout(ignore=[{record.name!r}]), or store it as real numbers in a plain tensor",
+                instead=_plain_instead(record.name, record.param),
             )
+
+
+def _plain_instead(name: str, param: nn.Parameter) -> str:
+    if hasattr(param, "fsdp_pre_all_gather"):  # FSDP2 asks it what to send
+        return (
+            "a plain tensor, which shard(..., precision=Precision(fp8=[...])) gathers in 8 bits; of torchao's linears "
+            "Float8LinearConfig(enable_fsdp_float8_all_gather=False)"
+        )
+    return f"Layout(ignore=[{name!r}]), or store it as real numbers in a plain tensor"
 
 
 def check_trained(name: str, dtype: torch.dtype) -> None:

@@ -304,7 +304,7 @@ ACCELERATE: Mapping[str, Key] = {
     ),
     **dict.fromkeys(("tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_env", "downcast_bf16"), ignored("there are no TPUs")),
     "dynamo_config": ignored("`torch.compile` is yours; before or after `shard`"),
-    "fp8_config": refused("fp8 is not made here", "torchao's float8 training, before `shard`"),
+    "fp8_config": refused("products in 8 bits are not made here", "torchao's float8 training, before `shard`"),
     "megatron_lm_config": refused("Megatron's parallelism is not there", "Leave it out"),
     "parallelism_config.parallelism_config_dp_replicate_size": fact("replicas", positive, "`Comm(replicas=...)`"),
     "parallelism_config.parallelism_config_dp_shard_size": ignored("the ranks divided by `Comm(replicas=...)`"),

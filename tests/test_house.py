@@ -23,7 +23,8 @@ pytestmark = pytest.mark.full  # `make check` runs them all
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "zeroshard"
 PUBLIC = ["Comm", "Error", "Layout", "Offload", "Precision", "Zero", "apart", "load", "plan", "settings", "shard"]
-CAP = 10026  # lines of the core: see docs/decisions/core-size.md
+CAP = 10026  # lines of the core that docs/decisions/core-size.md accounts for
+SLACK = 800  # lines that a change may add without a word there: see the same note
 STORAGE = {"tiers/tier.py", "tiers/nvme.py"}  # beside checkpoint/: counted in what they do, not in lines
 NOT_LAYERS = {"__init__.py", "__main__.py"}
 OUTSIDE = {"integrations", "explain"}  # what the methods of Zero that need them import
@@ -147,22 +148,23 @@ def test_layout_is_pure():
 def test_size_cap():
     counted = [name for name in ORDER if not name.startswith("checkpoint/") and name not in STORAGE]
     counts = {name: code_lines(PACKAGE / name) for name in counted}
-    assert sum(counts.values()) <= CAP, counts
+    assert sum(counts.values()) <= CAP + SLACK, (
+        f"the core has {sum(counts.values()):,} lines of code, {CAP + SLACK:,} are allowed: look for what can go, or add "
+        "a row to the table in docs/decisions/core-size.md that says what the lines bought, and raise CAP by as many"
+    )
     note = (ROOT / "docs" / "decisions" / "core-size.md").read_text()
     bought = [int(lines.replace(",", "")) for lines in re.findall(r"\| ([\d,]+) \|$", note, re.MULTILINE)]
-    assert sum(bought) == CAP and f"fails above {CAP:,}." in note
+    assert sum(bought) == CAP and f"fails above {CAP + SLACK:,}:" in note
 
 
 LONG = {"plan"}  # functions that say themselves why they are
 
 
-def test_no_file_and_no_function_is_long():
-    """A file is read at one sitting and a function at one glance."""
-    files = {path: code(path) for path in PACKAGE.rglob("*.py")}
-    assert [path.name for path, (lines, _) in files.items() if len(lines) > 350] == []
+def test_no_function_is_long():
+    """A function is read at one glance. How long a file is, its idea decides."""
     long = {
         node.name
-        for lines, tree in files.values()
+        for lines, tree in map(code, PACKAGE.rglob("*.py"))
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef) and len(lines & {*range(node.lineno, node.end_lineno + 1)}) > 60
     }

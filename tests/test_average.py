@@ -100,6 +100,7 @@ def in_bf16(stage):
     return before, swapped, weights(zero), {state for state in held(zero)["device"] if "average" in state}
 
 
+@pytest.mark.full
 def test_with_masters_these_are_averaged():
     """In fp32, and cast where they are swapped in; the same at every stage."""
     found = [each for stage in (0, 1, 2, 3) for each in ranks.run(2, in_bf16, stage)]

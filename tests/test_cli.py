@@ -597,6 +597,7 @@ def test_one_stage_in_the_terminal():
     assert "--stage is for the walkthrough in the terminal" in zeroshard("explain", "--stage", 1).stderr
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("changed", ["weights", "loss"])
 def test_demo_fails_when_one_bit_differs(run, tmp_path, capsys, changed):
     assert demo.compare(run[0], shutil.copytree(run[0], tmp_path / "same")) == 0

@@ -269,6 +269,7 @@ def stepped_plainly(case, gradients):
     return reference.weights(model)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("by", ["torch", "zero"])
 @pytest.mark.parametrize("case", ["gpt", "layerdrop", "degenerate", "tiny"])
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow), 3], ids="ranks{}".format)
@@ -353,6 +354,7 @@ def clip_values(foreach, want):
     return found
 
 
+@pytest.mark.full
 def test_edits_in_place_count_like_those_of_a_plain_gradient():
     """Scaling, adding, copying, zeroing p.grad: the step uses it, the next norm sees it, at every stage."""
     want = _edited(plain("gpt", 3))

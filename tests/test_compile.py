@@ -6,7 +6,6 @@ from functools import partial
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
 
 import models
 import ranks
@@ -22,10 +21,14 @@ def compiled(stage, what, overlap):
     """What differs from the same loop without `torch.compile`, graphs after each step, and how often a graph broke."""
     torch._dynamo.reset()
     want, _ = train(stage, None, overlap)
-    counters.clear()
+    torch._dynamo.utils.counters.clear()
     with torch._dynamo.config.patch(error_on_recompile=True):
         found, graphs = train(stage, what, overlap)
-    return test_bits.reference.first_difference(found, want), graphs, sum(counters["graph_break"].values())
+    return (
+        test_bits.reference.first_difference(found, want),
+        graphs,
+        sum(torch._dynamo.utils.counters["graph_break"].values()),
+    )
 
 
 def train(stage, what, overlap):
@@ -45,7 +48,7 @@ def train(stage, what, overlap):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
-        graphs.append(counters["stats"]["unique_graphs"])
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     with zero.gathered():
         return test_bits.reference.weights(model), graphs
 

@@ -305,6 +305,7 @@ def together(told, ep):
     }
 
 
+@pytest.mark.full
 @pytest.mark.row(95)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("ep", [1, 2, 4])
@@ -476,6 +477,7 @@ def in_groups(folder):
     zero.save(folder)
 
 
+@pytest.mark.full
 def test_a_list_in_several_groups_is_refused_at_another_ep(ranks, tmp_path):
     ranks.run(4, in_groups, tmp_path / "a")
     assert all("in several groups of an optimizer" in said for said in ranks.run(4, not_merged, tmp_path / "a"))
@@ -510,6 +512,7 @@ def spoiled(stage):
     return zero.nonfinite
 
 
+@pytest.mark.full
 @pytest.mark.row(96)
 def test_a_nan_of_an_expert_is_named_by_rank_and_by_its_element_among_all_experts(ranks):
     element = (3 * WIDTH + 2) * WIDTH + 3  # of expert 3: the second of the second group
@@ -764,6 +767,7 @@ def test_a_simulated_rank_holds_and_moves_what_a_real_one_does(ranks, stage):
         assert {verb: (traffic[verb].calls, traffic[verb].sent) for verb in moved} == moved
 
 
+@pytest.mark.full
 def test_a_mesh_of_a_thousand_ranks():
     """16 teams of 64 along the axis: what a rank holds of the experts is 1/64 of its rows, of all else 1/1,024."""
     run = simulate(job, ranks=1024, rank=1023, layout=Layout(along=ALONG), mesh={"edp": 64, "ep": 16})

@@ -150,6 +150,7 @@ def test_what_cannot_be_planned_is_refused(tmp_path):
         zeroshard.plan(params=7e9, experts="*", ep=1)
 
 
+@pytest.mark.full
 def test_a_job_is_planned_as_it_is_simulated(capsys):
     plan = zeroshard.plan(test_experts.job, ranks=64, stage=3, experts="*.experts.*", ep=2)
     run = simulate(test_experts.job, ranks=64, rank=plan.stages[0].rank, layout=Layout(along=test_experts.ALONG),

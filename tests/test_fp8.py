@@ -247,6 +247,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.row(104)
 @pytest.mark.parametrize("which", OTHERS)
 def test_8_bits_beside_other_settings_have_the_same_bits(which):
@@ -260,8 +261,9 @@ def test_8_bits_beside_other_settings_have_the_same_bits(which):
             reference.assert_same(got, want)
 
 
+@pytest.mark.full
 @pytest.mark.row(104)
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.full), 2])
+@pytest.mark.parametrize("world", [1, 2])
 def test_8_bits_have_the_same_bits_wherever_states_rest(world, tmp_path):
     """In host memory, in files, by fractions, without overlap: as in plain PyTorch."""
     fields = [test_offload.SOME[at] for at in (0, 1, 5, 6)] + [{"parameters": "nvme"}]
@@ -319,6 +321,7 @@ def together(stage, precision, path, *, early=False, files=False, **comm):
         return reference.weights(model)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("precision", IN_8_BITS)
 @pytest.mark.parametrize("how", TOGETHER)
 def test_formats_and_ways_together_have_the_bits_of_stage_0(how, precision, tmp_path):
@@ -386,6 +389,7 @@ def test_a_byte_moves_and_rests_of_each_element(stage):
         assert gathered == (passes * (low + 4 * high) if stage else 4 * (low + high))
 
 
+@pytest.mark.full
 def test_scales_of_tiles_are_planned_to_the_byte():
     """Of 24 or 96 columns, and as many rows: a scale for each row, or one for all."""
     rows = 2 * (72 + 24 + 96 + 24) + 61
@@ -398,6 +402,7 @@ def planned(cases, folder):
     return [test_tiers_planned.train(stage, where, FP8, folder, turns) for stage, where, turns in cases]
 
 
+@pytest.mark.full
 @pytest.mark.row(104)
 def test_what_rests_elsewhere_is_planned_to_the_byte(tmp_path):
     """Held in each tier, read and written: masters in files are read once more, for the bytes."""
@@ -434,6 +439,7 @@ def peaks(stage):
     )
 
 
+@pytest.mark.full
 @pytest.mark.row(104)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_simulation_holds_and_moves_what_a_run_does(stage):
@@ -606,6 +612,7 @@ def averaged(stage):
         return mean, reference.weights(model)
 
 
+@pytest.mark.full
 def test_a_moving_average_is_of_masters_and_is_rounded_where_it_is_swapped_in():
     runs = [ranks.run(world, averaged, stage, timeout=60)[0] for world, stage in ((1, 0), (2, 1), (2, 3))]
     for mean, weights in runs:
@@ -658,6 +665,7 @@ def loaded(folder, stage, precision, after=()):
         return reference.weights(model)
 
 
+@pytest.mark.full
 @pytest.mark.row(104)
 @pytest.mark.parametrize(
     ("before", "after"),

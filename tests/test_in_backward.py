@@ -365,6 +365,7 @@ def unwritten(stage, folder):
     return told, everything(model, optimizers, zero)
 
 
+@pytest.mark.full
 @pytest.mark.row(106)
 def test_an_update_that_fails_last_is_an_exception_too(tmp_path, stage):
     wanted = ranks.run(2, undisturbed_in_small_buckets, stage)

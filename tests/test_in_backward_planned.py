@@ -103,6 +103,7 @@ def test_gradients_that_are_said_to_rest_on_the_device_are_no_others():
         zeroshard.shard(model, optimizer, optimizer_in_backward=True, offload=offload)
 
 
+@pytest.mark.full
 def test_the_jobs_own_plan():
     plain, early = (zeroshard.plan(job, ranks=2, stage=2, optimizer_in_backward=each) for each in (False, True))
     assert plain.stages[0].states["gradients"] == plain.stages[0].total - early.stages[0].total

@@ -102,6 +102,7 @@ def test_other_settings_change_no_bit():
     assert reference.first_difference(first[6][1], whole)
 
 
+@pytest.mark.full
 @pytest.mark.row(105)
 def test_fewer_ranks_with_more_micro_batches_have_the_same_bits():
     """One rank rounds as well: a micro-batch's gradient is rounded alike wherever it is computed."""
@@ -215,6 +216,7 @@ def test_a_quarter_of_the_bytes_is_sent_counted_and_simulated(stage):
         assert told.peak == peak
 
 
+@pytest.mark.full
 @pytest.mark.row(105)
 def test_a_plan_of_a_job_says_what_is_sent_and_held():
     """For a number of parameters and for shapes it is refused so far."""

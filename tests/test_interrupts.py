@@ -34,8 +34,9 @@ def found(outcomes):
     return [(seed, outcome, words if outcome == "not named" else "") for seed, outcome, words in outcomes]
 
 
+@pytest.mark.full
 @pytest.mark.row(89)
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_exceptions_at_drawn_waits_change_no_bit(tmp_path, world, stage):
     """KeyboardInterrupt, MemoryError and a handler's save, at drawn waits of drawn ranks, with retries."""

@@ -359,6 +359,7 @@ def raises(*_):
     raise ArithmeticError("on this rank alone")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("at", [0, 1, 3])
 def test_a_backward_that_raised_on_one_rank_can_be_tried_again(ranks, stage, at):
     """Whatever was being handed on is handed on to its end: no replica waits for another."""

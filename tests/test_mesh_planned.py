@@ -46,10 +46,11 @@ def job():
     }
 
 
+@pytest.mark.full
 @pytest.mark.row(86)
-@pytest.mark.parametrize("stage", selection.STAGES)
-@pytest.mark.parametrize("files", [(), pytest.param(("gradients", "optimizer"), marks=pytest.mark.full)])
-@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.full), "bf16"])
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("files", [(), ("gradients", "optimizer")])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_what_replicas_hold_is_predicted_to_the_byte(warm, stage, precision, files):
     """4 ranks in 2 replicas, every stage: each state at rest and each peak, on each rank, by `plan --check`.
 
@@ -197,6 +198,7 @@ def copied(stage, offload):
     return built.holding(zero).snapshot(), sum(p.tensor.numel() * p.tensor.itemsize for p in own), predicted, held
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", selection.STAGES)
 def test_a_save_copies_a_replica_s_part_and_tiers_hold_what_is_predicted(ranks, stage):
     """Each element is some rank's to write, and nobody's beside: values, states, and step counters."""
@@ -242,6 +244,7 @@ def test_a_recorded_run_with_replicas_is_one_the_page_takes(ranks, tmp_path):
     assert rows["relay"]["sent"] == rows["relay"]["logical"]
 
 
+@pytest.mark.full
 def test_the_page_says_which_part_of_a_shard_a_replica_updates(ranks, tmp_path):
     """The document's parts are those that the layout gives each rank, one after the other."""
     ranks.run(4, recorded, tmp_path, "all")

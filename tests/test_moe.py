@@ -158,6 +158,7 @@ def moved(apart):
     return zero.ledger().held["reduce"]
 
 
+@pytest.mark.full
 def test_what_it_sends_is_the_gradient_of_each_source(ranks):
     """As many times the bytes as there are groups, of experts alone; and no memory stays."""
     assert ranks.run(4, moved, True) == ranks.run(4, moved, False) == [0] * 4

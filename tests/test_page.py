@@ -1022,6 +1022,7 @@ def test_a_run_plays_unit_by_unit(opened, name):
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["experts", "replicas"])
 def test_the_teams_of_a_run_are_shown(opened, name):
     """Each group, its teams, how many elements it has, and one copy of optimizer states where there is one."""

@@ -605,6 +605,7 @@ def count(steps, number, *_):
     steps[number] += 1
 
 
+@pytest.mark.full
 def test_grad_scaler_decides_per_optimizer():
     """Two optimizers, an overflow in the gradients of one: that one skips on all ranks, the other steps, as in torch."""
     world = 3
@@ -678,6 +679,7 @@ def uneven(name, want):
     return found
 
 
+@pytest.mark.full
 @pytest.mark.row(12)
 @pytest.mark.parametrize("name", UNEVEN)
 def test_grad_scaler_where_ranks_hold_different_things(name):

@@ -425,6 +425,7 @@ def test_a_config_is_planned_as_its_options_would_be(tmp_path, command):
     assert command(*model, "--config", path) == command(*model, *options, "--preset", "fp32")
 
 
+@pytest.mark.full
 def test_export_and_its_complaints(tmp_path, command):
     code, out, said = command(
         "plan", "--params", "7B", "--ranks", 8, "--stage", 1, "--prefetch", 3, "--export", "deepspeed"

@@ -132,6 +132,7 @@ def job():
     }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("more", [(), ("--accumulate", "2", "--no-sync")], ids=["", "no_sync"])
 @pytest.mark.parametrize("world", [2, 3])
 def test_bytes_held_are_those_planned(warm, command, world, more, monkeypatch):
@@ -143,6 +144,7 @@ def test_bytes_held_are_those_planned(warm, command, world, more, monkeypatch):
     assert code == 0, out + error
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("no_sync", [False, True], ids=["", "no_sync"])
 @pytest.mark.parametrize("stage", selection.STAGES)
 def test_what_shapes_plan_bounds_what_is_held(tmp_path, stage, no_sync):
@@ -352,6 +354,7 @@ def read_in_closures(stage, offload):
         return reference.weights(model), seen
 
 
+@pytest.mark.full
 @pytest.mark.row(103)
 @pytest.mark.parametrize("stage", [1, 2])
 def test_no_rank_updates_what_a_closure_of_another_still_reads(ranks, stage):
@@ -396,6 +399,7 @@ def drawn_with_one_copy(*args):
     return with_one_copy(interrupts.several, *args)
 
 
+@pytest.mark.full
 @pytest.mark.row(103)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(("world", "cases"), [(2, 6), pytest.param(3, 250, marks=pytest.mark.slow)])

@@ -606,6 +606,7 @@ def test_a_wrong_prediction_is_seen(warm, monkeypatch, capsys):
     assert "the first: stage 2, rank 0, gradients" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_a_check_in_bf16_says_once_where_the_processor_has_none(warm, monkeypatch, capsys, tmp_path):
     (tmp_path / "cpuinfo").write_text("flags : fpu avx2\n")
     monkeypatch.setattr(processor, "CPUINFO", tmp_path / "cpuinfo")
@@ -614,6 +615,7 @@ def test_a_check_in_bf16_says_once_where_the_processor_has_none(warm, monkeypatc
         assert capsys.readouterr().out.count("no bf16 arithmetic") == times
 
 
+@pytest.mark.full
 def test_the_simulate_command(tmp_path):
     """Two ranks of 1,024: bytes as integers, messages that add up, and a trace that opens."""
     trace = tmp_path / "trace.json"

@@ -187,6 +187,7 @@ def as_whole(loop, cases, folder):
             test_offload.same(loop(stage, test_offload.offload(folder, **fields)), whole)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("loop", [test_offload.edited, test_offload.repeated])
 @pytest.mark.parametrize("world", [1, 2])
 def test_edits_unfreezing_and_steps_that_raise_count_as_beside_whole_ones(loop, world, tmp_path):
@@ -270,6 +271,7 @@ def planned(cases, folder):
     return [test_tiers_planned.train(stage, where, SPLIT, folder, turns) for stage, where, turns in cases]
 
 
+@pytest.mark.full
 @pytest.mark.row(102)
 def test_what_split_masters_hold_and_move_is_planned_to_the_byte(tmp_path):
     wheres = [("device", "device", "device"), ("nvme", "nvme", "nvme"), *test_tiers_planned.MIXED]
@@ -313,6 +315,7 @@ def went_on(model, optimizer, zero):
         return reference.weights(model)
 
 
+@pytest.mark.full
 @pytest.mark.row(102)
 @pytest.mark.parametrize(
     ("before", "after"),

@@ -73,6 +73,7 @@ HOW = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("which", HOW)
 def test_tiers_overlap_and_cuts_change_no_bit(ranks, tmp_path, which):
     how, options = HOW[which]
@@ -224,6 +225,7 @@ def averaged(stage, how):
     return swapped, weights(model, zero)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", STAGES)
 def test_averages_of_weights_go_to_all_replicas(ranks, stage):
     want = ranks.run(4, averaged, stage, "team")[0]

@@ -69,12 +69,14 @@ def test_split_masters_are_verified_where_they_are_split(warm):
     assert [note for note in found["notes"] if "nothing is split there" in note]
 
 
+@pytest.mark.full
 def test_weights_in_8_bits_are_verified_against_plain_pytorch_that_rounds(warm):
     words = ("--ranks", "2", "--stage", "1,3", "--steps", "2", "--bucket-mib", "small", "--precision", "fp32-fp8")
     code, found = warm("mlp", *words)
     assert (code, found["equal"]) == (0, True)
 
 
+@pytest.mark.full
 def test_gradients_in_8_bits_are_verified_against_plain_pytorch_that_rounds_them(warm):
     """Also on one rank with more micro-batches; and it is said that the reference is not the run without."""
     words = ("--ranks", "1,2", "--stage", "0,3", "--steps", "2", "--bucket-mib", "small", "--reduce", "int8")

@@ -84,7 +84,8 @@ def test_nothing_fits_and_one_node():
     assert one.limit == MACHINES["a100"].memory
 
 
-@pytest.mark.parametrize("gpus", [pytest.param(2, marks=pytest.mark.full), 4])
+@pytest.mark.full
+@pytest.mark.parametrize("gpus", [2, 4])
 def test_the_time_of_messages_is_that_of_a_simulated_clock(gpus):
     """One replica, whose messages run one after the other on the clock too; gathers after the step are all there are."""
     plan = zeroshard.plan(job, ranks=8, stage=2, machine="a100", gpus_per_node=gpus, bucket_mib=0.003)

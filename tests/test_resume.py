@@ -233,6 +233,48 @@ def test_a_failure_behind_the_training_is_told_once_on_every_rank(ranks, tmp_pat
     assert "rank00001.safetensors" in first[0][0] and "bytes to write" in first[0][0]
 
 
+def through_another_handle(ask, folder):
+    """A save behind the training, and at once something is asked of a model that is built anew."""
+    write_tensors = saving_module.write_tensors
+    model, optimizer, zero = counted()
+    zero.save(folder / "c", extra={"n": 1})
+    if ask == "lost" and zero.rank == 1:
+        saving_module.write_tensors = full
+    elif ask != "lost":
+        saving_module.write_tensors = slowly(write_tensors)
+    try:
+        target = folder / ("c" if ask in ("over", "lost") else "d")
+        saving = zero.save(target, extra={"n": 2}, asynchronous=True)
+        del model, optimizer, zero
+        if ask == "load_weights":
+            with torch.device("meta"):
+                other = Counter()
+            zeroshard.load(other, folder / "d", init=lambda module: None)
+            return saving.done
+        _, _, other = counted(stage=1)
+        if ask == "lost":
+            with pytest.raises(CheckpointError, match="rank 1: No space left on device"):
+                other.load(folder / "c")
+            return other.load(folder / "c").extra  # said once
+        if ask == "latest":
+            return other.latest(folder).name
+        if ask == "save":
+            other.save(folder / "e")
+            return saving.done
+        return other.load(target).extra
+    finally:
+        saving_module.write_tensors = write_tensors
+
+
+ASKED = {"over": {"n": 2}, "first": {"n": 2}, "lost": {"n": 1}, "latest": "d", "save": True, "load_weights": True}
+
+
+@pytest.mark.row(48)
+@pytest.mark.parametrize("ask", ASKED)
+def test_a_save_under_way_is_waited_for_through_any_handle(ranks, tmp_path, ask):
+    assert ranks.run(2, through_another_handle, ask, tmp_path) == [ASKED[ask]] * 2
+
+
 def program(tmp_path, body):
     text = "import torch, zeroshard\nmodel = torch.nn.Linear(64, 64)\nzero = zeroshard.shard(model, None)\n"
     path = tmp_path / "program.py"

@@ -261,8 +261,8 @@ class Zero:
         extra: what else a resumed run needs, as numbers, text, lists, dicts, tensors, or objects with `state_dict()`
             (schedulers, scalers). Rank 0's counts.
         asynchronous: copy what this rank owns to host memory (`zeroshard plan` says how much) and write it behind the
-            training. `.wait()` on what is returned waits for it, and so do the next save or load, and the program's
-            end. At most one is under way.
+            training. `.wait()` on what is returned waits for it, and so do the next save or load, also those of another
+            model, and the program's end. At most one is under way in a program.
         keep: once this one is complete, remove the oldest checkpoints in the same folder until so many are left.
 
         Gradients are not saved. Every rank writes what it owns; nothing is gathered. The folder appears by one rename
@@ -272,8 +272,7 @@ class Zero:
         self._engine.meet_for_checkpoint("saving")
         with self._engine.ledger.during("save"):
             state, ledger = self._engine.model_state(), self._engine.ledger
-            self._engine.saving = saving.save(state, path, extra, asynchronous=asynchronous, keep=keep, ledger=ledger)
-        return self._engine.saving
+            return saving.save(state, path, extra, asynchronous=asynchronous, keep=keep, ledger=ledger)
 
     def save_on(
         self,

@@ -17,7 +17,7 @@ from torch import nn
 
 from .checkpoint.content import ModelState
 from .checkpoint.replicas import check_replicas
-from .checkpoint.saving import Saving
+from .checkpoint.saving import Saving, settle
 from .engine.accepted import by_bucket, check_added, check_options
 from .engine.alike import Alike, editable, joined, report_lost_edits
 from .engine.assembly import Assembly
@@ -106,7 +106,6 @@ class Engine:
         self.partition, self.seed, self.placements = parts.partition, parts.seed, parts.placements
         self.managed, self.units, self.buffers = parts.managed, parts.units, parts.buffers
         self.tier, self.tiers, self.resting = parts.tier, parts.tiers, parts.resting
-        self.saving: Saving | None = None
         self._furthest = 0  # steps that some rank had completed when a checkpoint was met for
         self.moving: MovingAverage | None = None
         self.on_signal: dict[int, Callable[[], object]] = {}  # what is to happen where all ranks have heard of it
@@ -376,10 +375,11 @@ class Engine:
         self.before_step()
         report_lost_edits(() if what == "loading" else self.buffers, self.group)
         with self.schedule.telling():
-            told = self.group.poll(what, self.group.number("checkpoint"), self.group.progress.steps, updates)
+            mine = self.group.progress.steps, len(Saving.untold()), updates
+            told = self.group.poll(what, self.group.number("checkpoint"), *mine)
         self._furthest = furthest(what, told)
-        if self.saving is not None and not self.saving.reported and what != COMPARING:
-            self.saving.wait()
+        if what != COMPARING and any(saving for _, saving, _ in told):
+            settle(self.group)
         for buffer in self.buffers:
             buffer.land()
             buffer.rebind()

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from torch import Tensor
 from ..errors import CheckpointError, Error, PeerError, UserError
 from ..events import HOST, Ledger
 from ..ranks.agreement import Group
+from ..ranks.mesh import program
 from ..tiers.tier import Part, present
 from .content import (
     ModelState,
@@ -47,19 +49,21 @@ SNAPSHOT = "snapshot"  # in the ledger: what a save behind the training holds
 class Saving:
     """A checkpoint, complete at `path`, or being written there by a thread while training goes on."""
 
-    running: ClassVar[Saving | None] = None  # at most one in a process: they share a control group, and the memory
+    # At most one is under way in a program, whichever model it is of: they share a control group, and the memory.
+    # Here are those of which nobody has heard yet what became of them.
+    _untold: ClassVar[list[Saving]] = []
 
     def __init__(self, path: Path, work: Callable[[], None], *, asynchronous: bool) -> None:
         self.path = path
-        self.reported = False
         self._work: Callable[[], None] | None = work
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name=f"saving {path.name}") if asynchronous else None
         if self._thread is None:
             work()
         else:
+            self._program = _here()
             atexit.register(self._report)
-            Saving.running = self
+            Saving._untold.append(self)
             self._thread.start()  # not a daemon: before it exits the interpreter waits for it
 
     @property
@@ -69,21 +73,22 @@ class Saving:
 
     def wait(self) -> Path:
         """The path, once the checkpoint is complete. Raises `CheckpointError` on every rank if it could not be saved;
-        if nobody waits, the next `save` or `load` does, or the end of the program tells."""
-        self.join()
+        if nobody waits, the next `save` or `load` does, of this model or another, or the end of the program tells."""
+        if self._thread is not None:
+            self._thread.join()
+            release_signals()
         atexit.unregister(self._report)
-        self.reported = True
+        if self in Saving._untold:
+            Saving._untold.remove(self)
         if self._error is not None:
             raise self._error
         return self.path
 
-    def join(self) -> None:
-        """Wait, whatever comes of it."""
-        if self._thread is not None:
-            self._thread.join()
-            release_signals()
-        if Saving.running is self:
-            Saving.running = None
+    @classmethod
+    def untold(cls) -> list[Saving]:
+        """Those of this program that nobody has waited for."""
+        here = _here()  # where threads run several programs, each has saves of its own
+        return [saving for saving in cls._untold if saving._program in (None, here)]
 
     def _run(self) -> None:
         try:
@@ -94,8 +99,33 @@ class Saving:
         self._work = None  # and with it the snapshot
 
     def _report(self) -> None:
-        if self._error is not None and not self.reported:
+        if self._error is not None:
             print(f"zeroshard: a checkpoint was lost. {self._error}", file=sys.stderr)
+
+
+def _here() -> weakref.ref[Any] | None:
+    common = program()
+    return None if common is None else weakref.ref(common)  # a save nobody asked of must not keep it alive
+
+
+def wait_for_saves() -> None:
+    """Wait for what this rank saves behind the training, through whatever handle. Raises what became of it."""
+    for saving in Saving.untold():
+        saving.wait()
+
+
+def settle(group: Group) -> None:
+    """All ranks do so, of which some are saving behind the training: what one of them lost is an error on all."""
+    lost = None
+    try:
+        wait_for_saves()
+    except Exception as error:
+        lost = error
+    told = group.problems(None if lost is None else f"{lost}")
+    if lost is not None:
+        raise lost
+    if told:
+        raise CheckpointError("a checkpoint that other ranks were saving was lost", got="; ".join(told))
 
 
 def save(
@@ -109,8 +139,6 @@ def save(
 ) -> Saving:
     """Write a checkpoint at `path`, or leave everything as it is and raise on every rank."""
     target, group = Path(), running.group
-    if Saving.running is not None:
-        Saving.running.join()
     apart, snapshot, problem, digests, kinds = group.apart(behind=asynchronous), None, None, {}, []
     wrong: UserError | None = None
     try:

@@ -21,6 +21,7 @@ from ..checkpoint.content import persistent
 from ..checkpoint.files import MANIFEST, absolute
 from ..checkpoint.loading import put, renew, resting
 from ..checkpoint.manifest import Saved
+from ..checkpoint.saving import wait_for_saves
 from ..engine.tensor_parallel import mesh_of
 from ..engine.unit import Initialiser
 from ..errors import CheckpointError, Error, UserError
@@ -72,6 +73,7 @@ def load(
     group = connect(comm or Comm(), Ledger(), torch.device("cpu"), tensor=mesh_of(model, comm or Comm()))
     problem, tensors = None, {}
     try:
+        wait_for_saves()
         tensors = _shapes(path)
         problem = "".join(f"\n    {each}" for each in _differences(model, tensors)) if strict else None
         _check_initialisers(model, tensors, Initialiser(model, init))

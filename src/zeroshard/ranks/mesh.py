@@ -73,6 +73,11 @@ def connect(settings: Comm, ledger: Ledger, device: torch.device, axis: str = ""
     return ProcessGroup(team, link, other)
 
 
+def program() -> Any:
+    """What all models of this rank have in common: torch's default process group, or None."""
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
 def _transport(settings: Comm, device: torch.device) -> Transport:
     """What to try on a device."""
     if device.type != "cpu" and settings.transport == "shared":

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import os
 import random
 import re
 import shutil
@@ -357,6 +358,76 @@ def cannot_describe(path):
 
 def test_what_one_rank_cannot_save_is_an_error_on_all(ranks, tmp_path):
     assert ranks.run(2, cannot_describe, tmp_path / "a") == [([1 + 2j, 3 - 4j], [0.5, 448.0])] * 2
+
+
+ASKED = {  # how, what rank 0 asks, what rank 1 asks, and what both are told
+    "asynchronous": ("save", {"asynchronous": True}, {}, "zero.save(...), asynchronous=\n"),
+    "keep": ("save", {"keep": 1}, {"keep": 3}, "1 on rank 0; 3 on rank 1"),
+    "keep none": ("save", {}, {"keep": 3}, "None on rank 0; 3 on rank 1"),
+    "name": ("save", {"path": "b"}, {"path": "c"}, "'b' on rank 0; 'c' on rank 1"),
+    "wrong keep": ("save", {}, {"keep": 0}, "keep= counts checkpoints"),
+    "wrong path": ("save", {"path": 5}, {}, "this is no path"),
+    "an address": ("save", {}, {"path": "s3://bucket/run"}, "this is an address"),
+    "strict": ("load", {"strict": False}, {}, "False on rank 0; True on rank 1"),
+    "wrong strict": ("load", {"strict": "no"}, {}, "strict= is a yes or a no"),
+    "overwrite": ("export", {"overwrite": True}, {}, "zero.export(...), overwrite=\n"),
+    "dtype": ("export", {"dtype": torch.float16}, {"dtype": torch.bfloat16}, "torch.float16 on rank 0"),
+    "wrong file_nbytes": ("export", {"file_nbytes": 0}, {}, "file_nbytes counts bytes"),
+    "wrong folder": ("latest", {}, {"path": None}, "this is no path"),
+    "other folders": ("latest", {"path": ""}, {"path": "nowhere/run"}, "the ranks look into different folders"),
+    "load_weights": ("load_weights", {"path": 5}, {}, "this is no path"),
+}
+
+
+def asks_differently(folder):
+    """By name of a case the error of this rank; nothing is written, and nobody waits."""
+    (folder / "run").mkdir(exist_ok=True)
+    _, _, zero = build("mlp", 3)
+    for name in ("old", "older", "a"):
+        zero.save(folder / "run" / name)
+    found = {}
+    for name, (how, *asked, _) in ASKED.items():
+        given = dict(asked[zero.rank])
+        path = given.pop("path", "a")
+        path = folder / "run" / path if isinstance(path, str) and "//" not in path else path
+        call = partial(zeroshard.load, models.build("mlp")) if how == "load_weights" else getattr(zero, how)
+        with pytest.raises(zeroshard.Error) as error:
+            call(path, **given)
+        found[name] = type(error.value), str(error.value).replace("on another rank", "")
+    assert zero.load(folder / "run" / "a").extra == {}
+    return found, sorted(each.name for each in (folder / "run").iterdir())
+
+
+@pytest.mark.row(9)
+def test_ranks_that_ask_differently_are_told_before_anything_is_done(ranks, tmp_path):
+    """Not least: of two `keep`s rank 0's counted, and of `asynchronous` on one rank nobody heard until a time-out."""
+    (first, left), (second, _) = ranks.run(2, asks_differently, tmp_path, group_timeout=20)
+    assert left == ["a", "old", "older"] and first.keys() == second.keys() == ASKED.keys()
+    for name, (*_, told) in ASKED.items():
+        assert first[name][0] is second[name][0], name
+        assert told in first[name][1] and told in second[name][1], (first[name], second[name])
+
+
+def in_folders_of_their_own(folder, asynchronous):
+    own = folder / f"rank{rank_and_world()[0]}"
+    own.mkdir()
+    _, _, zero = build("mlp", 3)
+    os.chdir(own)
+    with pytest.raises(CheckpointError) as error:
+        zero.save("run/a", asynchronous=asynchronous).wait()
+    zero.save(folder / "b")
+    with pytest.raises(CheckpointError) as missing:
+        zero.load("../b" if zero.rank == 0 else "b")
+    return str(error.value), str(missing.value), sorted(str(each) for each in own.rglob("*"))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_ranks_that_save_to_a_relative_path_in_different_folders(ranks, tmp_path, asynchronous):
+    """Both places are named on both ranks, and nothing stays in either."""
+    first, second = ranks.run(2, in_folders_of_their_own, tmp_path, asynchronous)
+    assert first[:2] == second[:2] and first[2] == [f"{tmp_path}/rank0/run"] and second[2] == []
+    assert f"{tmp_path}/rank0/run/a" in first[0] and f"{tmp_path}/rank1/run/a" in first[0]
+    assert "rank 0 loads" in first[1] and f"{tmp_path}/rank1/b" in first[1]
 
 
 def refused(path, message, rank_of_damage=None):

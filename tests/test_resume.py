@@ -333,7 +333,7 @@ def test_the_latest_is_the_last_saved_and_so_many_are_kept(ranks, tmp_path):
     assert finds(tmp_path / "one", 1) == (everything, ["a"])
     _, _, zero = counted()
     for wrong in (0, -1, 1.5, True):
-        with pytest.raises(CheckpointError, match="keep= counts checkpoints"):
+        with pytest.raises(UserError, match="keep= counts checkpoints"):
             zero.save(tmp_path / "x", keep=wrong)
 
 

@@ -26,7 +26,7 @@ from .engine.accepted import unwrapped
 from .engine.finite import Finding
 from .engine.guard import refuse_copy, refuse_inside, weak
 from .engine.moving import MovingAverage
-from .errors import StateError, UserError, nearest
+from .errors import StateError, UserError, check_flag, nearest
 from .events import Event, Ledger, Record
 from .layout import Bucket, Layout, Slot
 from .numerics import Precision
@@ -88,9 +88,7 @@ def shard(
     given: list[Any] = list(optimizer or ()) if several else [optimizer]  # type: ignore[arg-type]
     optimizers = list(map(unwrapped, given))
     device = _device(model, device)
-    if type(optimizer_in_backward) is not bool:
-        got = repr(optimizer_in_backward)
-        raise UserError("optimizer_in_backward is a yes or a no", expected="True or False", got=got)
+    check_flag("optimizer_in_backward", optimizer_in_backward)
     policies = precision, offload, layout, comm
     return Zero(Engine(model, optimizers, stage, *policies, device, init, optimizer_in_backward))
 
@@ -265,6 +263,8 @@ class Zero:
             model, and the program's end. At most one is under way in a program.
         keep: once this one is complete, remove the oldest checkpoints in the same folder until so many are left.
 
+        All but `extra` alike on every rank, which is compared before anything is done.
+
         Gradients are not saved. Every rank writes what it owns; nothing is gathered. The folder appears by one rename
         once all of it is on the disk; what was at `path` stays until then. Raises `CheckpointError` on every rank if
         one cannot write, at `wait` where it is asynchronous. Collective.
@@ -378,10 +378,9 @@ class Zero:
         """
         from .integrations import export
 
-        wanted = export.Wanted(file_nbytes, dtype, overwrite)
         self._engine.meet_for_checkpoint("exporting")
         with self._engine.ledger.during("export"):
-            export.export(self._engine.model_state(), folder, wanted)
+            export.export(self._engine.model_state(), folder, file_nbytes=file_nbytes, dtype=dtype, overwrite=overwrite)
 
     @_meeting
     def unshard(self) -> None:
@@ -414,7 +413,7 @@ class Zero:
         with a warning. Collective; every rank checks a share.
         """
         self._engine.meet_for_checkpoint("loading")
-        return loading.latest(self._engine.group, absolute(folder))
+        return loading.latest(self._engine.group, folder)
 
     def micro_batch_rng(self, step: int, index: int) -> contextlib.AbstractContextManager[None]:
         """Inside, random numbers (Python's, NumPy's, torch's) depend on the run's seed, `step` and `index` alone.

@@ -69,6 +69,12 @@ def visible(text: str) -> str:
     return "".join(c if c == "\n" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def check_flag(name: str, given: object) -> None:
+    """Refuse what is neither True nor False."""
+    if type(given) is not bool:
+        raise UserError(f"{name}= is a yes or a no", expected="True or False", got=repr(given))
+
+
 def check_local(path: str | os.PathLike[str]) -> None:
     """Refuse an address where a file or folder of this machine is meant: it would become a folder called `s3:`."""
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", os.fspath(path)):

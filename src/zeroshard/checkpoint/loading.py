@@ -17,7 +17,7 @@ from ..digests import digest
 from ..engine.buffer import Buffer
 from ..engine.fragment import Fragment, fresh_states, made_of, planes, rests_away
 from ..engine.optim import Binding
-from ..errors import CheckpointError, PeerError
+from ..errors import CheckpointError, PeerError, check_flag
 from ..layout import Slot
 from ..numerics import unrepeated
 from ..ranks.agreement import Group
@@ -72,8 +72,15 @@ class Staged:
 def load(running: ModelState, path: str | os.PathLike[str], *, strict: bool) -> Loaded:
     """Check and agree; then change everything, on all ranks."""
     # Also called in inference mode: its tensors could not be trained on.
+    running.group.same("zero.load(...)", lambda: _asked(path, strict))
     with contextlib.ExitStack() as opened, torch.inference_mode(False):
         return _load(running, absolute(path), opened, strict=strict)
+
+
+def _asked(path: object, strict: object) -> dict[str, Any]:
+    check_flag("strict", strict)
+    absolute(path)  # which may differ: ranks may have copies of one checkpoint
+    return {"strict": strict}
 
 
 def _load(running: ModelState, folder: Path, opened: contextlib.ExitStack, *, strict: bool) -> Loaded:
@@ -87,12 +94,16 @@ def _load(running: ModelState, folder: Path, opened: contextlib.ExitStack, *, st
     except Exception as error:  # the other ranks must hear of it, whatever it is
         problem = f"{error}" if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
     seen = None if saved is None else digest(canonical(saved.manifest))
-    everyone = group.describe({"problem": problem, "differences": differences, "manifest": seen})
+    mine = {"at": str(folder), "problem": problem, "differences": differences, "manifest": seen}
+    everyone = group.describe(mine)
     for rank, told in enumerate(everyone):
         if told["problem"]:
+            other = next((other for other, each in enumerate(everyone) if each["at"] != told["at"]), None)
+            elsewhere = "" if other is None else f"; rank {other} loads {everyone[other]['at']}"
             raise CheckpointError(
-                "the checkpoint was not loaded; nothing was changed", where=f"rank {rank}", got=told["problem"]
-            )
+                "the checkpoint was not loaded; nothing was changed", where=f"rank {rank}{elsewhere}",
+                got=told["problem"],
+            )  # fmt: skip
         if strict and told["differences"]:
             raise CheckpointError(
                 "the checkpoint is of another model or optimizer; nothing was changed", where=str(folder),
@@ -414,10 +425,22 @@ def renew(running: ModelState) -> None:
         buffer.parameters.make_one()
 
 
-def latest(group: Group, folder: Path) -> Path | None:
-    """The checkpoint last saved in `folder` of which every byte is right; each rank checks its share."""
-    names = [path.name for path in siblings(folder)] if group.rank == 0 and folder.is_dir() else []
-    for name in group.describe(names)[0]:
+def latest(group: Group, path: str | os.PathLike[str]) -> Path | None:
+    """The checkpoint last saved in a folder of which every byte is right; each rank checks its share."""
+    group.same("zero.latest(...)", lambda: {"folder": absolute(path).name})
+    folder = absolute(path)
+    names = [each.name for each in siblings(folder)] if group.rank == 0 and folder.is_dir() else []
+    everyone = group.describe([str(folder), folder.is_dir(), names])
+    if len({there for _, there, _ in everyone}) > 1:
+        raise CheckpointError(
+            "the ranks look into different folders",
+            expected="one on a file system that all ranks have mounted",
+            got="; ".join(
+                f"rank {rank}: {at}{'' if there else ', which is not there'}"
+                for rank, (at, there, _) in enumerate(everyone)
+            ),
+        )
+    for name in everyone[0][2]:
         problem = None
         try:
             with Saved.open(folder / name) as saved:

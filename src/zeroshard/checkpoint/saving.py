@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError, Error, PeerError, UserError
+from ..errors import CheckpointError, Error, UserError, check_flag
 from ..events import HOST, Ledger
 from ..ranks.agreement import Group
 from ..ranks.mesh import program
@@ -138,28 +138,23 @@ def save(
     ledger: Ledger,
 ) -> Saving:
     """Write a checkpoint at `path`, or leave everything as it is and raise on every rank."""
-    target, group = Path(), running.group
-    apart, snapshot, problem, digests, kinds = group.apart(behind=asynchronous), None, None, {}, []
-    wrong: UserError | None = None
+    group = running.group
+    group.same("zero.save(...)", lambda: _asked(path, asynchronous=asynchronous, keep=keep))
+    target, apart = absolute(path), group.apart(behind=asynchronous)
+    snapshot, problem, digests, kinds = None, None, {}, []
     try:
-        target = absolute(path)
         kinds = told_kinds(running)
     except Exception as error:  # the other ranks must hear of it
         problem = f"{error}" if isinstance(error, Error) else f"{type(error).__name__}: {error}"
-        wrong = error if isinstance(error, UserError) else None
     told = group.describe({"kinds": kinds, "problem": problem})
-    if wrong is not None:
-        raise wrong
     _raise(target, [each["problem"] for each in told])
     running.kinds = agreed_kinds([each["kinds"] for each in told])
     try:
-        if keep is not None and not (type(keep) is int and keep >= 1):
-            raise UserError("keep= counts checkpoints, the new one too", got=repr(keep), instead="keep=3")
         snapshot = _snapshot(running, extra, copied=asynchronous)
         digests = ignored_digests(running)
     except Exception as error:  # the other ranks must hear of it, also of what `extra` raises
         problem = f"{error}" if isinstance(error, Error) else f"{type(error).__name__}: {error}"
-    told = group.describe({"owner": owner(), "name": target.name, "problem": problem, "ignored": digests})
+    told = group.describe({"owner": owner(), "at": str(target), "problem": problem, "ignored": digests})
     _raise(target, [each["problem"] for each in told])
     ignored = [each["ignored"] for each in told]
     if differing := [name for name in ignored[0] | ignored[-1] if len({each.get(name) for each in ignored}) > 1]:
@@ -168,16 +163,13 @@ def save(
             where=differing[0], expected="the same bits on all ranks", got="other ones",
             instead="average its gradients over the ranks before each step, or do not ignore it",
         )  # fmt: skip
-    names = [each["name"] for each in told]
-    if len(set(names)) > 1:
-        raise PeerError("the ranks save to different places", expected=names[0], got=names)
     assert snapshot is not None
     nbytes = sum(tensor.numel() * tensor.itemsize for tensor in snapshot.tensors.values())
-    beside = place_beside(target, told[0]["owner"])
+    beside, places = place_beside(target, told[0]["owner"]), [each["at"] for each in told]
 
     def work() -> None:
         try:
-            _write(apart, snapshot, beside, target, keep)
+            _write(apart, snapshot, beside, target, places, keep)
         finally:
             if asynchronous:
                 ledger.hold(SNAPSHOT, -nbytes, HOST)
@@ -187,6 +179,14 @@ def save(
     if asynchronous:
         ledger.hold(SNAPSHOT, nbytes, HOST)
     return Saving(target, work, asynchronous=asynchronous)
+
+
+def _asked(path: object, *, asynchronous: object, keep: object) -> dict[str, Any]:
+    check_flag("asynchronous", asynchronous)
+    if keep is not None and not (type(keep) is int and keep >= 1):
+        raise UserError("keep= counts checkpoints, the new one too", got=repr(keep), instead="keep=3")
+    # The last part of the path: what is before it may be called otherwise on another host.
+    return {"path": absolute(path).name, "asynchronous": asynchronous, "keep": keep}
 
 
 @dataclass
@@ -271,11 +271,14 @@ def _head(running: ModelState, extra: Any) -> dict[str, Any]:
 # --- from here on without the model, perhaps on a thread ------------------------------------------------------------
 
 
-def _write(group: Group, snapshot: Snapshot, beside: Path, target: Path, keep: int | None) -> None:
+def _write(
+    group: Group, snapshot: Snapshot, beside: Path, target: Path, places: Sequence[str], keep: int | None
+) -> None:
     """Write, agree, publish, agree. Whatever fails on a rank is told to all before any of them raises."""
     first = group.rank == 0
     try:
         _together(group, target, lambda: make_room(beside, target) if first else None)
+        _together(group, Path(places[0]), lambda: _check_seen(group, beside, places))
         own = _together(group, target, lambda: _write_own(group, snapshot, beside))
         _together(group, target, lambda: _publish(snapshot.head, own, beside, target) if first else None)
     except BaseException as error:  # Ctrl-C too: nothing half written stays
@@ -296,6 +299,8 @@ def _together(group: Group, target: Path, act: Callable[[], Any]) -> list[Any]:
         told["answer"] = act()
     except OSError as error:
         told["problem"] = f"{error.strerror or error}: {error.filename or target}"
+    except CheckpointError as error:
+        told["problem"] = f"{error}"
     except Exception as error:  # a peer must hear of it, whatever it is
         told["problem"] = f"{type(error).__name__}: {error}"
     everyone = group.describe(told)
@@ -309,6 +314,15 @@ def _raise(target: Path, problems: Sequence[str | None]) -> None:
         raise CheckpointError(
             "the checkpoint was not saved; the one before it and the training are as they were",
             where=str(target), got="; ".join(told), instead="mend that, or name another folder, and save again",
+        )  # fmt: skip
+
+
+def _check_seen(group: Group, beside: Path, places: Sequence[str]) -> None:
+    """Every rank is to write into the folder that rank 0 has made."""
+    if not beside.is_dir():
+        raise CheckpointError(
+            "this rank does not see the folder that rank 0 saves in", expected=f"{places[0]}, which is rank 0's",
+            got=places[group.rank], instead="an absolute path, on a file system that all ranks have mounted",
         )  # fmt: skip
 
 

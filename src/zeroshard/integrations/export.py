@@ -18,7 +18,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ from ..checkpoint.manifest import VALUE, Saved, numel
 from ..checkpoint.staging import clean, discard, owner, place_beside, temporary
 from ..digests import raw
 from ..engine.buffer import Buffer
-from ..errors import CheckpointError, Error, PeerError, UserError
+from ..errors import CheckpointError, Error, UserError, check_flag
 from ..ranks.agreement import Group
 from ..strips import ONE_STRIP, Strips
 from . import adapters
@@ -51,6 +51,7 @@ class Wanted:
     overwrite: bool
 
     def __post_init__(self) -> None:
+        check_flag("overwrite", self.overwrite)
         if type(self.file_nbytes) is not int or self.file_nbytes < 1:
             raise UserError("file_nbytes counts bytes", got=repr(self.file_nbytes), instead="file_nbytes=5_000_000_000")
         known = isinstance(self.dtype, torch.dtype) and self.dtype in DTYPES and _plain_float(self.dtype)
@@ -275,13 +276,15 @@ def _write_strips(weights: Weights, name: str, start: int, values: Tensor, strip
 
 
 @torch.no_grad()
-def export(running: ModelState, path: str | os.PathLike[str], wanted: Wanted) -> None:
-    """Gather bucket by bucket, from masters where there are any; rank 0 writes. Raises on every rank or on none."""
-    target, group = absolute(path), running.group
-    told = group.describe({"owner": owner(), "asked": f"{target.name}, {wanted}"})
-    if len({each["asked"] for each in told}) > 1:
-        raise PeerError("the ranks export differently", expected=told[0]["asked"], got=[each["asked"] for each in told])
-    folder, weights = Folder(target, told[0]["owner"]), None
+def export(running: ModelState, path: str | os.PathLike[str], **asked: Any) -> None:
+    """Gather bucket by bucket, from masters where there are any; rank 0 writes. Raises on every rank or on none.
+
+    asked: the fields of `Wanted`.
+    """
+    group = running.group
+    group.same("zero.export(...)", lambda: {"folder": absolute(path).name, **asdict(Wanted(**asked))})
+    target, wanted = absolute(path), Wanted(**asked)
+    folder, weights = Folder(target, group.describe(owner())[0]), None
     problems: list[str] = []
     whole, adapted = _whole(running), adapters.is_adapted(running.model)
     try:

@@ -24,7 +24,7 @@ from ..checkpoint.manifest import Saved
 from ..checkpoint.saving import wait_for_saves
 from ..engine.tensor_parallel import mesh_of
 from ..engine.unit import Initialiser
-from ..errors import CheckpointError, Error, UserError
+from ..errors import CheckpointError, Error, UserError, check_flag
 from ..events import Ledger
 from ..layout import Layout
 from ..numerics import Precision
@@ -62,7 +62,6 @@ def load(
 
     Raises `CheckpointError` on every rank where the folder and the model do not fit. The other arguments are `shard`'s.
     """
-    path = absolute(folder)
     if layout is not None and layout.along:
         raise UserError(
             "load(model, folder) fills whole tensors, and of parameters along an axis a rank has some rows",
@@ -71,7 +70,8 @@ def load(
         )
     # Before anything is built, all ranks hear whether each of them can: one that raised alone would keep them waiting.
     group = connect(comm or Comm(), Ledger(), torch.device("cpu"), tensor=mesh_of(model, comm or Comm()))
-    problem, tensors = None, {}
+    group.same("zeroshard.load(...)", lambda: _asked(folder, strict))
+    path, problem, tensors = absolute(folder), None, {}
     try:
         wait_for_saves()
         tensors = _shapes(path)
@@ -97,6 +97,12 @@ def load(
     if told:
         raise CheckpointError("the model was not loaded, and holds nothing of use", where=str(path), got=told[0])
     return zero
+
+
+def _asked(folder: object, strict: object) -> dict[str, Any]:
+    check_flag("strict", strict)
+    absolute(folder)  # which may differ: ranks may have copies of one folder
+    return {"strict": strict}
 
 
 class Weights:

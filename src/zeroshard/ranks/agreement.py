@@ -296,6 +296,37 @@ class Group:
         """What every rank that has a problem says of it, so that all of them can raise."""
         return [f"rank {rank}: {problem}" for rank, problem in enumerate(self.describe(mine)) if problem]
 
+    def same(self, verb: str, ask: Callable[[], dict[str, Any]]) -> None:
+        """Compare what ranks are asked, before anything is done. Raises on every rank where they differ, or one cannot.
+
+        ask: the arguments by name; raises what is wrong with them.
+        """
+        mine: dict[str, str] = {}
+        wrong: Exception | None = None
+        try:
+            mine = {name: repr(value) for name, value in ask().items()}
+        except Exception as error:  # the other ranks must hear of it
+            wrong = error
+        told = self.describe([mine, None if wrong is None else f"{wrong}"])
+        if wrong is not None:
+            raise wrong
+        if said := [f"rank {rank}: {problem}" for rank, (_, problem) in enumerate(told) if problem]:
+            raise UserError(f"another rank asks {verb} for what cannot be", got="; ".join(said))
+        for name in mine:
+            ranks: dict[str, list[str]] = defaultdict(list)
+            for rank, (asked, _) in enumerate(told):
+                ranks[asked[name]].append(f"{rank}")
+            if len(ranks) > 1:
+                got = [
+                    f"{value} on rank {', '.join(who[:5])}{', ...' * (len(who) > 5)}" for value, who in ranks.items()
+                ]
+                raise PeerError(
+                    "the ranks ask for different things",
+                    where=f"{verb}, {name}=",
+                    expected="the same on every rank",
+                    got="; ".join(got),
+                )
+
     def first_writes(self, path: object, write: Callable[[], None]) -> None:
         """Rank 0 writes a file; what keeps it from that is an error on every rank."""
         problem = None

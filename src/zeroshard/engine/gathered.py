@@ -102,6 +102,18 @@ def alias(flat: Tensor) -> Tensor:
     )
 
 
+def point(tensor: Any, data: Tensor) -> None:
+    """`tensor.data = data`; also between two devices of which torch refuses that, the CPU and one of a plug-in say."""
+    if torch._has_compatible_shallow_copy_type(tensor, data):
+        tensor.data = data
+        return
+    hooks = tensor._backward_hooks, tensor._post_accumulate_grad_hooks  # C++ has them beside the data
+    data = data.data  # with a version counter of its own
+    other = nn.Parameter(data, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
+    torch._C._swap_tensor_impl(tensor, other)
+    tensor._backward_hooks, tensor._post_accumulate_grad_hooks = hooks
+
+
 class Gathered:
     """The whole of one bucket on one rank, its parameters, and how far both are within reach."""
 
@@ -127,6 +139,8 @@ class Gathered:
         absent = self._placeholder.view(self.dtype)[0]
         self._absent = [absent.expand(slot.shape) for slot in self.bucket.slots]
         self._shapes = self._views_of(torch.empty(self.bucket.numel, dtype=self.dtype, device="meta"))
+        for param, absent in zip(self.params, self._absent, strict=True):
+            point(param, absent)  # on this device, whichever it was on
         self._lie_in(full)
 
     def _lie_in(self, full: Tensor) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..numerics import dense, same_bits
+from .gathered import point
 
 _TABLES = (dict, OrderedDict, defaultdict)
 
@@ -62,7 +63,7 @@ class _Leaf:
                 )
                 tensor.__class__ = self.kind
         elif self.data is not None:
-            tensor.data = self.data
+            point(tensor, self.data)
         else:  # what took its place has the same bits
             tensor.data = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=tensor.device).copy_(
                 tensor.data
@@ -102,14 +103,14 @@ class Before:
         self._written.append((tensor, tensor.clone()))
 
     def replaced(self, param: nn.Parameter) -> None:
-        """A parameter lies elsewhere now. If that has the same bits, the old data need not be held."""
+        """A parameter lies elsewhere now. If that has the same bits, the old data need not be held.
+
+        On another device they are held: there they are no second copy, and to compare would bring the new ones back.
+        """
         leaf = self._leaves.get(id(param))  # none of one that stands in for a DTensor
-        if (
-            leaf is not None
-            and leaf.data is not None
-            and leaf.dtype == param.dtype
-            and same_bits(leaf.data, param.data)
-        ):
+        if leaf is None or (data := leaf.data) is None or data.device != param.device or data.dtype != param.dtype:
+            return
+        if same_bits(data, param.data):
             leaf.data = None
 
     @torch.no_grad()

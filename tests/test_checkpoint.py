@@ -19,6 +19,7 @@ import models
 import reference
 import zeroshard
 from zeroshard import Layout, Precision
+from zeroshard.checkpoint.manifest import check_loads
 from zeroshard.errors import CheckpointError, StateError, UserError
 
 CASES = {
@@ -430,6 +431,39 @@ def test_ranks_that_save_to_a_relative_path_in_different_folders(ranks, tmp_path
     assert "rank 0 loads" in first[1] and f"{tmp_path}/rank1/b" in first[1]
 
 
+def taken_out(path, stage, how):
+    """Rank 0's part of a parameter, whose other part is rank 1's, leaves its group."""
+    model = torch.nn.Sequential(torch.nn.Linear(13, 170), torch.nn.Linear(170, 13))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9 if how == "moved" else 0)
+    zero = zeroshard.shard(model, optimizer, stage=stage)
+    model(torch.ones(2, 13)).sum().backward()
+    optimizer.step()
+    zero.save(path)
+    held = optimizer.param_groups[0]["params"]
+    if how == "all":
+        held.clear()
+        return zero.save(path).path.name
+    if zero.rank == 0 or how == "moved":
+        out = held.pop(-1 if zero.rank == 0 else 1)  # rank 1 has the whole of '0.bias'
+    if how == "moved":
+        optimizer.add_param_group({"params": [out], "lr": 0.5})
+    with pytest.raises(CheckpointError) as error:
+        zero.save(path)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("how", ["taken", "moved", "all"])
+def test_a_part_that_leaves_its_group_on_some_ranks_is_named(ranks, tmp_path, stage, how):
+    first, second = ranks.run(2, taken_out, tmp_path / "a", stage, how)
+    assert first == second
+    if how == "all":
+        assert first == "a"
+    else:
+        assert "only some ranks' parts of a parameter are in one group" in first and "'1.weight'" in first
+        assert f"rank 0: {'group 1' if how == 'moved' else 'none'}; rank 1: group 0" in first
+
+
 def refused(path, message, rank_of_damage=None):
     model, optimizer, zero = build("gpt", 3)
     step("gpt", model, optimizer, 7)
@@ -782,6 +816,15 @@ def test_a_state_that_no_load_would_take_is_refused_at_save(tmp_path, key, value
     with pytest.raises(CheckpointError, match=f"matrix[^$]*{what}"):
         zero.save(tmp_path / "a")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_about_to_be_written_is_called_no_damaged_file(checkpoint):
+    manifest = json.loads((checkpoint / "manifest.json").read_text())["manifest"]
+    lost = next(each for each in manifest["fragments"] if each[1] == "value")
+    manifest["fragments"].remove(lost)
+    with pytest.raises(CheckpointError, match="could be saved and not loaded again") as error:
+        check_loads(checkpoint, manifest)
+    assert repr(lost[0]) in str(error.value) and "damaged" not in str(error.value)
 
 
 ANY_NAMES = [

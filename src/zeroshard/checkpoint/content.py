@@ -187,7 +187,19 @@ def told_kinds(running: ModelState) -> list[Any]:
                 kept, name = binding.states.kept(fragment), fragment.slot.name
                 parts[name] = {state_name(name, key): _told(fragment, key, value) for key, value in kept.items()}
         fixed = {f"{key}": sorted(shapes) for key, shapes in fixed_shapes(binding.optimizer).items()}
-        found.append([fixed, parts, _grains(running, binding)])
+        found.append([fixed, parts, _grains(running, binding), _holding(binding)])
+    return found
+
+
+def _holding(binding: Binding) -> dict[str, int]:
+    """By parameter that is cut, and of which this rank updates a part: which group holds that part; -1: none."""
+    groups = {id(p): number for number, group in enumerate(binding.optimizer.param_groups) for p in group["params"]}
+    held = {(id(each.buffer), each.position): groups.get(id(each.param), -1) for each in binding.fragments}
+    found = {}
+    for place in (member.place for member in binding.members):
+        buffer, slot = place.buffer, place.buffer.bucket.slots[place.position]
+        if 0 < slot.within(*buffer.updated).numel < math.prod(buffer.whole_shape(slot)):
+            found[slot.name] = held.get((id(buffer), place.position), -1)
     return found
 
 
@@ -204,17 +216,32 @@ def agreed_kinds(everyone: Sequence[list[Any]]) -> list[Kinds]:
     """From what every rank has told, what counts. Raises `CheckpointError` for what could not be loaded again."""
     found = []
     for ranks in zip(*everyone, strict=True):
-        kinds = Kinds({}, {}, _common([grains for *_, grains in ranks]))
+        _check_holding([holding for *_, holding in ranks])
+        kinds = Kinds({}, {}, _common([grains for *_, grains, _ in ranks]))
         for fixed, *_ in ranks:
             for key, shapes in fixed.items():
                 kinds.fixed.setdefault(key, set()).update(map(tuple, shapes))
-        for name in dict.fromkeys(name for _, parts, _ in ranks for name in parts):
-            there = [parts[name] for _, parts, _ in ranks if name in parts]
+        for name in dict.fromkeys(name for _, parts, *_ in ranks for name in parts):
+            there = [parts[name] for _, parts, *_ in ranks if name in parts]
             for state in dict.fromkeys(state for each in there for state in each):
                 like = _agreed(name, own_name(state), [each.get(state) for each in there], kinds)
                 kinds.parts.setdefault(name, {})[own_name(state)] = like
         found.append(kinds)
     return found
+
+
+def _check_holding(ranks: Sequence[Mapping[str, int]]) -> None:
+    """Raise where a fragment was taken out of its group, or put into another, on some of the ranks that have parts."""
+    for name in dict.fromkeys(name for holding in ranks for name in holding):
+        told = {rank: holding[name] for rank, holding in enumerate(ranks) if name in holding}
+        if len(set(told.values())) > 1:
+            raise CheckpointError(
+                "only some ranks' parts of a parameter are in one group of the optimizer, which updates it in part",
+                where=f"parameter {name!r}", expected="the parts of all ranks in one group, or in none",
+                got="; ".join(f"rank {rank}: {'none' if at < 0 else f'group {at}'}" for rank, at in told.items()),
+                instead="model.get_parameter(name).requires_grad_(False), not to train it; or other groups before "
+                "shard(...), which knows whose parts are whose",
+            )  # fmt: skip
 
 
 def _common(ranks: Sequence[dict[str, list[int]]]) -> dict[str, int]:

@@ -62,7 +62,7 @@ class Saved:
     """One checkpoint, opened: its manifest checked in every name, interval and place, and its elements to read."""
 
     folder: Path
-    descriptor: int  # of the folder, to open its files
+    descriptor: int  # of the folder, to open its files; -1: it is about to be written
     manifest: dict[str, Any]
     parameters: dict[str, Parameter] = field(default_factory=dict)
     states: dict[str, list[str]] = field(default_factory=dict)  # parameter -> what its optimizer keeps
@@ -82,6 +82,11 @@ class Saved:
             raise self.damage("a manifest as zeroshard writes it", f"{type(error).__name__}: {error}") from error
 
     def damage(self, expected: object, got: object) -> CheckpointError:
+        if self.descriptor < 0:
+            return CheckpointError(
+                "this could be saved and not loaded again", where=str(self.folder), expected=f"{expected}"[:500],
+                got=f"{got}"[:500], instead="other names or numbers",
+            )  # fmt: skip
         return damaged(self.folder / "manifest.json", expected, got)
 
     def _check(self) -> None:
@@ -331,12 +336,7 @@ class Saved:
 
 def check_loads(folder: Path, manifest: dict[str, Any]) -> None:
     """Raise `CheckpointError` for what no load would take, while it can still be kept from being written."""
-    try:
-        Saved(folder, -1, json.loads(canonical(manifest)))
-    except CheckpointError as error:
-        raise CheckpointError(
-            "this could be saved and not loaded again", where=str(folder), got=error, instead="other names or numbers"
-        ) from error
+    Saved(folder, -1, json.loads(canonical(manifest)))
 
 
 def state_name(parameter: str, key: Any) -> str:

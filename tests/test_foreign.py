@@ -1,11 +1,13 @@
 """Checkpoints of DeepSpeed's, FSDP2's and torch's, imported: the bits that their own systems say they hold."""
 
+import functools
 import io
 import json
 import os
 import pickle
 import shutil
 import tarfile
+import warnings
 from pathlib import Path
 
 import pytest
@@ -263,6 +265,154 @@ def test_a_plain_optimizers_numbers(tmp_path):
     optimizer = torch.optim.Adam(other.parameters())
     zeroshard.shard(other, optimizer).load(tmp_path / "ours")
     assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+@functools.cache
+def kinds_of_tensors():
+    """By name, whatever torch.load takes as a tensor with weights_only=True; and what keeps it out of a checkpoint."""
+    warnings.simplefilter("ignore")  # of torch, that some of these are new; pytest restores the filters
+    table, wave = torch.arange(12.0).view(3, 4), torch.tensor([1 + 2j, 3 - 4j])
+    plain = [torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int8, torch.uint8, torch.bool]
+    eighth = [torch.float8_e4m3fn, torch.float8_e5m2]
+    other = [torch.uint16, torch.uint64, torch.complex128, torch.float8_e4m3fnuz, torch.float8_e8m0fnu]
+    found = {str(dtype): (torch.ones(2, 3).to(dtype), "") for dtype in plain + eighth}
+    found |= {str(dtype): (torch.ones(2).to(dtype), str(dtype)) for dtype in other}
+    return found | {
+        "scalar": (torch.tensor(1.5), ""),
+        "empty": (torch.empty(0, 3), ""),
+        "transposed": (table.t(), ""),
+        "strided": (table[1:, ::2], ""),
+        "expanded": (torch.ones(1).expand(5), ""),
+        "complex": (wave, ""),
+        "conjugate": (wave.conj(), ""),
+        "negative": (wave.conj().imag, ""),
+        "parameter": (nn.Parameter(torch.ones(2)), ""),
+        "buffer": (nn.Buffer(torch.ones(2)), ""),
+        "many dimensions": (torch.ones([1] * 64), ""),
+        "sparse": (table.to_sparse(), "torch.sparse_coo"),
+        "rows": (table.to_sparse_csr(), "torch.sparse_csr"),
+        "blocks": (table.to_sparse_bsr((1, 2)), "torch.sparse_bsr"),
+        "quantised": (torch.quantize_per_tensor(table, 0.1, 0, torch.qint8), "torch.qint8"),
+        "meta": (torch.empty(3, device="meta"), "a tensor on meta"),
+        "nested": (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "a nested tensor"),
+        "jagged": (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), "a nested tensor"),
+    }
+
+
+def everything(path):
+    """{name: tensor} of a checkpoint of ours, buffers too, and its extra."""
+    from zeroshard.checkpoint.manifest import unplain
+
+    with Saved.open(path) as saved:
+        found = {name: saved.read(stored) for name, stored in saved.buffers.items()}
+        found |= {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in saved.parameters.items()}
+        extra = unplain(saved.manifest["extra"], {key: saved.read(stored) for key, stored in saved.extra.items()})
+    for key, tensor in contents(path).items():
+        if key.endswith("/value"):
+            found[key.removesuffix("/value")] = tensor
+    return found, extra
+
+
+def equal(one, other):
+    return one.dtype == other.dtype and torch.equal(
+        torch.view_as_real(one.resolve_conj()) if one.is_complex() else one.float(),
+        torch.view_as_real(other.resolve_conj()) if other.is_complex() else other.float(),
+    )
+
+
+@pytest.mark.parametrize("kind", kinds_of_tensors())
+def test_any_tensor_of_a_file_arrives_or_is_named(tmp_path, kind):
+    """As a weight it arrives bit for bit or is refused; as anything else it arrives or is left out with a note."""
+    tensor, odd = kinds_of_tensors()[kind]
+    torch.save({"w": torch.ones(2), "x": tensor, "y": tensor}, tmp_path / "a.pt")
+    torch.save({"model": {"w": torch.ones(2)}, "more": {"deep": [tensor, 1]}}, tmp_path / "b.pt")
+    found = import_checkpoint(tmp_path / "b.pt", tmp_path / "extra", Hints())
+    _, extra = everything(tmp_path / "extra")
+    if odd:
+        with pytest.raises(CheckpointError, match=rf"cannot be saved\n  where: x\n(?s:.*){odd}"):
+            import_checkpoint(tmp_path / "a.pt", tmp_path / "ours", Hints())
+        assert extra == {} and len(found.notes) == 1 and "more.deep is left out" in found.notes[0]
+        return
+    import_checkpoint(tmp_path / "a.pt", tmp_path / "ours", Hints())
+    ours, _ = everything(tmp_path / "ours")
+    assert equal(ours["x"], tensor) and (tensor.is_floating_point() or equal(ours["y"], tensor))
+    assert equal(extra["more.deep"][0], tensor) and extra["more.deep"][1] == 1
+
+
+def with_optimizer(state, *groups):
+    groups = groups or ({"lr": 0.1, "params": [0]},)
+    return {"model": {"w": torch.ones(2, 2)}, "optimizer": {"state": state, "param_groups": list(groups)}}
+
+
+def moments(**more):
+    return {0: {"step": torch.tensor(3.0), "exp_avg": torch.ones(2, 2), "exp_avg_sq": torch.ones(2, 2)} | more}
+
+
+ITSELF: dict = {"model": {"w": torch.ones(2)}}
+ITSELF["self"] = ITSELF
+WAVE = torch.tensor([1 + 2j, 3 - 4j])
+ARRIVE = {  # what a file holds, and where a file of tensors and states has them
+    "conjugates of one memory": ({"a": WAVE, "b": WAVE.conj()}, {"a": WAVE, "b": WAVE.conj()}),
+    "integers of one memory": ({"w": torch.ones(2), "a.i": (at := torch.arange(3)), "b.i": at}, {"a.i": at, "b.i": at}),
+    "extra state": ({"w": torch.ones(2), "n._extra_state": {"a": torch.zeros(1)}}, {"w": torch.ones(2)}),
+    "extra state, bare": ({"model": {"w": torch.ones(2), "_extra_state": None}}, {"w": torch.ones(2)}),
+    "no momentum yet": (with_optimizer({0: {"momentum_buffer": None}}, {"lr": 0.1, "momentum": 0.9, "params": [0]}), {}),
+    "no amsgrad": (with_optimizer(moments(max_exp_avg_sq=None)), {}),
+    "groups by number": ({**(whole := with_optimizer(moments())), "optimizer": {"state": moments(), "param_groups": {0: {"lr": 0.1, "params": {0: 0}}}}}, {}),
+    "a list in itself": ({"model": {"w": torch.ones(2)}, "more": (loop := [])}, {"w": torch.ones(2)}),
+}  # fmt: skip
+loop.append(loop)
+NAMED = {
+    "a number as a name": ({"model": {0: torch.ones(2)}}, "name is no text"),
+    "two kinds of names": ({"model": {1.5: torch.ones(2), "1.5": torch.ones(2)}}, "name is no text"),
+    "a tuple as a name": ({"model": {("a", 1): torch.ones(2)}}, "name is no text"),
+    "a number beside tensors": ({"w": torch.ones(2), "n": 3}, "a dict of nothing but tensors"),
+    "itself": (ITSELF, "no file of state dicts(?s:.*)RecursionError"),
+    "no groups": ({**whole, "optimizer": {"state": {}, "param_groups": None}}, "groups are not as torch"),
+    "groups of numbers": (with_optimizer({}, 3), "groups are not as torch"),
+    "no parameters": (with_optimizer({}, {"lr": 0.1}), "parameters are not as torch"),
+    "parameters of lists": (with_optimizer({}, {"params": [["w"]]}), "parameters are not as torch"),
+    "a name too many": (with_optimizer({}, {"params": [0], "param_names": ["w", "v"]}), "not a name for each"),
+    "names that are none": (with_optimizer({}, {"params": [0], "param_names": 5}), "names of parameters are not"),
+    "states in a list": (with_optimizer([moments()[0]]), "states are not as torch"),
+    "no states": (with_optimizer({0: None}), "states are not as torch"),
+    "a state in a list": (with_optimizer(moments(past=[1, 2])), "'past' of parameter 'w'"),
+    "a complex state": (with_optimizer(moments(x=1j)), "neither a tensor nor a number"),
+    "a large state": (with_optimizer(moments(x=10**400)), "neither a tensor nor a number"),
+    "a sparse state": (with_optimizer(moments(exp_avg=torch.ones(2, 2).to_sparse())), "exp_avg/w(?s:.*)sparse_coo"),
+    "a state of a number": (with_optimizer({0: {0: torch.ones(2)}}, {"params": [0], "momentum": 0.9}), "of which class|no text"),
+    "an option of two": (with_optimizer(moments(), {"lr": torch.ones(2), "params": [0]}), "option 'lr'"),
+    "an option that is a set": (with_optimizer(moments(), {"betas": {1, 2}, "params": [0]}), "option 'betas'"),
+    "an option without end": (with_optimizer(moments(), {"lr": float("nan"), "params": [0]}), "option 'lr'"),
+    "an option of no name": (with_optimizer(moments(), {5: 6, "params": [0]}), "a name that is no text"),
+    "flat, and something else": ({"model": {"w": torch.ones(2)}, "optim": {"param_groups.w.lr": 0.1, 3: 4}}, "neither a state nor an option"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", [*ARRIVE, *NAMED])
+def test_any_content_of_a_file_arrives_or_is_named(tmp_path, what):
+    content, expected = {**ARRIVE, **NAMED}[what]
+    torch.save(content, tmp_path / "a.pt")
+    torch.load(tmp_path / "a.pt", weights_only=True)  # which takes all of it
+    if isinstance(expected, str):
+        with pytest.raises((CheckpointError, UserError), match=expected):
+            import_checkpoint(tmp_path / "a.pt", tmp_path / "ours", Hints())
+        assert sorted(os.listdir(tmp_path)) == ["a.pt"]
+        return
+    import_checkpoint(tmp_path / "a.pt", tmp_path / "ours", Hints())
+    ours, _ = everything(tmp_path / "ours")
+    assert all(equal(ours[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("kind", [name for name, kind in vars(torch.optim).items() if isinstance(kind, type)])
+def test_any_class_of_optimizers_can_be_named(tmp_path, kind):
+    torch.save(whole, tmp_path / "a.pt")
+    if kind == "Optimizer":
+        with pytest.raises(UserError, match="no such class"):
+            import_checkpoint(tmp_path / "a.pt", tmp_path / "ours", Hints(optimizer=kind))
+    else:
+        import_checkpoint(tmp_path / "a.pt", tmp_path / "ours", Hints(optimizer=kind))
+        assert saved_optimizers(tmp_path / "ours")[0]["class"] == kind
 
 
 # -------------------------------------------------------------------------------------------------------------- forgeries

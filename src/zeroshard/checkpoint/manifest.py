@@ -36,6 +36,7 @@ CHUNK = 1 << 20  # elements converted at a time
 VALUE = "value"  # of a parameter: its master, or itself
 AVERAGE = "average"  # of its values
 APART = re.compile(r"(optimizer:)*(value|average)")  # an optimizer's own states of these names get one prefix more
+INTEGER_BITS = 10_000  # what Python reads as text: 4,300 digits have more
 DIMENSIONS = 64  # more than any tensor has: a shape of millions is an attack
 
 
@@ -416,6 +417,8 @@ def plain(where: str, value: Any, tensors: dict[str, Tensor]) -> Any:
         return {kind: [plain(f"{where}.{at}", inner, tensors) for at, inner in enumerate(value)]}
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": repr(value)}
+    if isinstance(value, int) and value.bit_length() > INTEGER_BITS:
+        raise UserError("extra holds an integer that JSON does not", where=where, got=f"{value.bit_length()} bits")
     if isinstance(value, (str, int, float, bool, type(None))):
         return value
     raise UserError(

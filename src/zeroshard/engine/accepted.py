@@ -196,7 +196,8 @@ def check_option(where: str, value: Any) -> None:
             check_option(where, each)
     elif not (
         value is None
-        or isinstance(value, (bool, int, str))
+        or isinstance(value, (bool, str))
+        or (isinstance(value, int) and -(1 << 63) <= value < 1 << 63)
         or (isinstance(value, float) and math.isfinite(value))
         or (isinstance(value, Tensor) and value.numel() == 1)
     ):

@@ -22,6 +22,7 @@ from ..checkpoint.content import _option
 from ..checkpoint.files import DTYPES, absolute, make_room, publish, write_manifest, write_tensors
 from ..checkpoint.manifest import FORMAT, UNCUT, VALUE, check_loads, orders, plain, state_name
 from ..checkpoint.staging import discard, owner, place_beside, temporary
+from ..engine.accepted import check_option
 from ..errors import CheckpointError, UserError, nearest
 
 FILE = "rank00000.safetensors"
@@ -33,6 +34,7 @@ class Lazy(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     read: Callable[[], Tensor]
+    odd: str = ""  # what it is, where a checkpoint has no place for it; its shape is not known then
 
 
 def one_name(name: object) -> bool:
@@ -41,7 +43,28 @@ def one_name(name: object) -> bool:
 
 
 def of(tensor: Tensor) -> Lazy:
-    return Lazy(tuple(tensor.shape), tensor.dtype, lambda: tensor)
+    kind = odd(tensor)
+    return Lazy(() if kind else tuple(tensor.shape), tensor.dtype, lambda: tensor, kind)
+
+
+def odd(tensor: Tensor) -> str:
+    """What it is, if a checkpoint has no place for it: some of these cannot even be asked for their shape."""
+    if tensor.is_nested:
+        return "a nested tensor"
+    if tensor.layout is not torch.strided:
+        return str(tensor.layout)
+    if tensor.is_meta:
+        return "a tensor on meta, which has no values"
+    return "" if tensor.dtype in DTYPES else str(tensor.dtype)
+
+
+def refuse_odd(where: str, lazy: Lazy) -> None:
+    kind = lazy.odd or ("" if lazy.dtype in DTYPES else str(lazy.dtype))
+    if kind:
+        raise CheckpointError(
+            "this kind of tensor cannot be saved", where=where, got=kind,
+            expected="a dense tensor, of a dtype that safetensors has",
+        )  # fmt: skip
 
 
 @dataclass
@@ -63,6 +86,7 @@ class Found:
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)  # parameter -> its own, where that is another
     aliases: dict[str, list[str]] = field(default_factory=dict)  # parameter -> its other names
     states: dict[str, dict[str, Lazy]] = field(default_factory=dict)
+    plain: dict[str, dict[str, Any]] = field(default_factory=dict)  # states that are None, text, True or False
     groups: list[tuple[list[str], dict[str, Any]]] = field(default_factory=list)  # (parameters, options)
     buffers: dict[str, Lazy] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
@@ -114,18 +138,18 @@ def optimizer_class(found: Found, hints: Hints) -> str | None:
     if not found.groups:
         return None
     if hints.optimizer is not None:
-        kinds = [name for name, kind in vars(torch.optim).items() if isinstance(kind, type)]
+        kinds = [name for name, kind in vars(torch.optim).items() if isinstance(kind, type) and name != "Optimizer"]
         if hints.optimizer not in kinds:
             raise UserError(
                 "torch.optim has no such class", got=hints.optimizer, instead=nearest(hints.optimizer, kinds)
             )
         return hints.optimizer
-    kept = {state for states in found.states.values() for state in states}
-    decoupled = {options.get("decoupled_weight_decay", options.get("adam_w_mode")) for _, options in found.groups}
+    kept = {state for states in (*found.states.values(), *found.plain.values()) for state in states}
+    decoupled = [options.get("decoupled_weight_decay", options.get("adam_w_mode")) for _, options in found.groups]
     if {"exp_avg", "exp_avg_sq"} <= kept <= {"exp_avg", "exp_avg_sq", "step", "max_exp_avg_sq"}:
-        if decoupled == {None}:
+        if all(each is None for each in decoupled):
             found.notes.append("it says neither Adam nor AdamW: taken as AdamW; --optimizer Adam says otherwise")
-        return "Adam" if decoupled == {False} else "AdamW"
+        return "Adam" if all(each is False for each in decoupled) else "AdamW"
     if kept <= {"momentum_buffer"} and all("momentum" in options for _, options in found.groups):
         return "SGD"
     raise UserError(
@@ -136,7 +160,9 @@ def optimizer_class(found: Found, hints: Hints) -> str | None:
 
 def _options(kind: str, saved: Mapping[str, Any], found: Found) -> dict[str, Any]:
     """As torch's own class has them; what it has no option for is left out, with a note."""
-    own = getattr(torch.optim, kind)([nn.Parameter(torch.zeros(1, device="cpu"))]).param_groups[0]
+    if unnamed := [key for key in saved if not isinstance(key, str)]:
+        raise CheckpointError("an optimizer's option has a name that is no text", where=found.source, got=unnamed[:5])
+    own = getattr(torch.optim, kind)([nn.Parameter(torch.zeros(1, 1, device="cpu"))]).param_groups[0]
     left = sorted(saved.keys() - own.keys() - {"params", "param_names", "step", "initial_lr"})
     if (
         left
@@ -147,6 +173,14 @@ def _options(kind: str, saved: Mapping[str, Any], found: Found) -> dict[str, Any
     options = {key: saved.get(key, value) for key, value in own.items() if key not in ("params", "param_names")}
     if "initial_lr" in saved:  # which schedulers put there
         options["initial_lr"] = saved["initial_lr"]
+    for key, value in options.items():
+        try:
+            check_option(key, value)
+        except UserError as error:
+            raise CheckpointError(
+                "an optimizer's option cannot be written", where=f"option {key!r} in {found.source}",
+                got=f"{type(value).__name__} {value!r:.60}", instead="--weights, which leaves the optimizer out",
+            ) from error  # fmt: skip
     return {key: _option(value) for key, value in options.items()}
 
 
@@ -180,8 +214,8 @@ def write(found: Found, path: str | os.PathLike[str], hints: Hints) -> None:
     saved_along: dict[str, Tensor] = {}
     extra = plain("extra", found.extra, saved_along)
     tensors |= {f"extra/{name}": of(tensor) for name, tensor in saved_along.items()}
-    if odd := [key for key, lazy in tensors.items() if lazy.dtype not in DTYPES]:
-        raise CheckpointError("this kind of tensor cannot be saved", where=odd[0], got=str(tensors[odd[0]].dtype))
+    for key, lazy in tensors.items():
+        refuse_odd(key, lazy)
     manifest = {**_head(found, optimizer_class(found, hints)), "extra": extra}
     beside = temporary(place_beside(target, owner()))
     try:
@@ -225,7 +259,7 @@ def _tie(found: Found, hints: Hints) -> None:
     for alias, name in hints.tied.items():
         if name not in found.values:
             raise UserError("--tied names no parameter", got=name, instead=nearest(name, found.values))
-        for kept in (found.values, found.states, found.dtypes):
+        for kept in (found.values, found.states, found.plain, found.dtypes):
             kept.pop(alias, None)
         if alias not in found.aliases.setdefault(name, []):
             found.aliases[name].append(alias)
@@ -249,17 +283,26 @@ def _head(found: Found, kind: str | None) -> dict[str, Any]:
             for name, value in found.values.items()
         },
         "optimizers": [{"class": kind, "groups": groups}] if kind else [],
-        "values": [], "extra_file": FILE, "rng": [],
+        "values": [
+            [name, state_name(name, key), value]
+            for name in found.values
+            for key, value in found.plain.get(name, {}).items()
+        ],
+        "extra_file": FILE, "rng": [],
     }  # fmt: skip
 
 
 def plain_only(values: Mapping[str, Any], found: Found) -> None:
     """What else is in a file, as far as it is plain data."""
     for key, value in values.items():
+        tensors: dict[str, Tensor] = {}
         try:
-            plain(str(key), value, {})
-        except UserError as error:
-            found.notes.append(f"{key} is left out: it cannot be written as plain data ({str(error).splitlines()[0]})")
+            plain(str(key), value, tensors)
+            why = next((f"{kind} in it" for kind in map(odd, tensors.values()) if kind), "")
+        except (UserError, RecursionError) as error:
+            why = str(error).splitlines()[0]
+        if why:
+            found.notes.append(f"{key} is left out: it cannot be written as plain data ({why})")
         else:
             found.extra[str(key)] = value
 
@@ -269,8 +312,8 @@ def shared_names(module: dict[str, Tensor]) -> dict[str, str]:
     first: dict[Any, str] = {}
     found = {}
     for name, tensor in module.items():
-        if tensor.numel():
-            place = tensor.data_ptr(), tensor.shape, tensor.stride()
+        if not odd(tensor) and tensor.numel():
+            place = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
             if first.setdefault(place, name) != name:
                 found[name] = first[place]
     return found

@@ -5,6 +5,7 @@ Which entry is the model and which the optimizer is told by what is in them, wha
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,23 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError, UserError
-from .foreign import Found, Hints, Lazy, of, one_name, plain_only, shared_names
+from ..errors import CheckpointError, Error, UserError
+from .foreign import Found, Hints, Lazy, of, one_name, plain_only, refuse_odd, shared_names
 from .pickles import read_metadata, read_torch
 
 
 def read_folder(place: Path, hints: Hints) -> Found:
     """A folder with a .metadata."""
-    try:
-        found = _found("torch.distributed.checkpoint", _nested(place), hints)
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        if isinstance(error, (CheckpointError, UserError)):
-            raise
-        raise CheckpointError(
-            "this is no folder as torch.distributed.checkpoint writes it", where=str(place),
-            got=f"{type(error).__name__}: {error}",
-        ) from error  # fmt: skip
-    return found
+    with _as_written(place, "this is no folder as torch.distributed.checkpoint writes it"):
+        return _found("torch.distributed.checkpoint", _nested(place), hints)
 
 
 def read_file(path: Path, hints: Hints) -> Found:
@@ -37,7 +30,19 @@ def read_file(path: Path, hints: Hints) -> Found:
     content = read_torch(path, path)
     if not isinstance(content, Mapping):
         raise UserError("this holds no state dict", where=str(path), got=type(content).__name__)
-    return _found(f"{path.name}", _lazy(content), hints, ties=shared_names(_tensors(content)))
+    with _as_written(path, "this is no file of state dicts"):
+        return _found(f"{path.name}", _lazy(content), hints, ties=shared_names(_tensors(content)))
+
+
+@contextlib.contextmanager
+def _as_written(path: Path, else_: str) -> Iterator[None]:
+    """What is in a source may be anything: what it makes of itself is an error that names it."""
+    try:
+        yield
+    except Error:
+        raise
+    except Exception as error:
+        raise CheckpointError(else_, where=str(path), got=f"{type(error).__name__}: {error}"[:300]) from error
 
 
 def _tensors(content: Any) -> dict[str, Tensor]:
@@ -129,6 +134,9 @@ def _found(source: str, nested: dict[str, Any], hints: Hints, ties: Mapping[str,
     optimizers: list[dict[str, Any]] = []
 
     def walk(where: str, content: dict[str, Any]) -> None:
+        if own := [key for key in content if f".{key}".endswith("._extra_state")]:
+            found.notes.append(f"{', '.join(own[:5])} left out: modules' get_extra_state() is in no checkpoint here")
+            content = {key: value for key, value in content.items() if key not in own}
         if "state" in content and "param_groups" in content:
             optimizers.append(content)
         elif any(str(key).startswith("param_groups.") for key in content):
@@ -148,6 +156,7 @@ def _found(source: str, nested: dict[str, Any], hints: Hints, ties: Mapping[str,
     if len(models) != 1 or len(optimizers) > 1:
         raise UserError(
             "one model and at most one optimizer are read", where=source,
+            expected="a dict of nothing but tensors, by name, alone or under a key of its own",
             got=f"{len(models)} models {sorted(models)[:5]}, {len(optimizers)} optimizers",
         )  # fmt: skip
     ((_, model),) = models.items()
@@ -161,8 +170,13 @@ def _unflattened(content: dict[str, Any]) -> dict[str, Any]:
     state: dict[str, dict[str, Any]] = {}
     options: dict[str, dict[str, Any]] = {}
     for key, value in content.items():
-        kind, _, rest = key.partition(".")
+        kind, _, rest = str(key).partition(".")
         name, _, what = rest.rpartition(".")
+        if kind not in ("state", "param_groups"):
+            raise CheckpointError(
+                "a flattened optimizer has an entry that is neither a state nor an option", got=repr(key)[:100],
+                expected="state.NAME.STATE, param_groups.NAME.OPTION",
+            )  # fmt: skip
         {"state": state, "param_groups": options}[kind].setdefault(name, {})[what] = value
     groups: list[dict[str, Any]] = []
     for name, told in options.items():
@@ -178,19 +192,24 @@ def _model(
     found: Found, model: dict[str, Lazy], optimizer: dict[str, Any] | None, hints: Hints, ties: Mapping[str, str]
 ) -> None:
     groups = list(_groups(optimizer["param_groups"])) if optimizer else []
+    for name, lazy in model.items():
+        if not isinstance(name, str):
+            raise CheckpointError("a tensor's name is no text", where=found.source, got=repr(name)[:100])
+        refuse_odd(name, lazy)
     names = _named(groups, model, hints, ties)
     grouped = {name for members, _ in names for name in members}
     for name, lazy in model.items():
-        other = ties.get(name) or (_twin(name, lazy, model, grouped) if grouped else None)
         if name in hints.tied:
             continue
+        if name not in grouped and ties.get(name) not in grouped and found.is_buffer(name, lazy, hints):
+            found.buffers[name] = lazy  # under each of its names, as a model has it
+            continue
+        other = ties.get(name) or (_twin(name, lazy, model, grouped) if grouped else None)
         if other is not None:
             first, second = sorted((name, other), key=list(model).index)
             found.aliases.setdefault(first, []).append(second)
             if grouped and not ties:
                 found.notes.append(f"{name} has the bits of {other}, and no optimizer: taken as another name of it")
-        elif name not in grouped and found.is_buffer(name, lazy, hints):
-            found.buffers[name] = lazy
         else:
             found.values[name] = lazy
     rename = {other: first for first, others in found.aliases.items() for other in others}
@@ -202,20 +221,52 @@ def _model(
         found.groups.append(([rename.get(name, name) for name in members], options))
     if optimizer is not None:
         numbers = dict(_numbers(groups, names))
-        for key, kept in optimizer["state"].items():
-            name = numbers.get(key, key)
-            states = {
-                state: value if isinstance(value, Lazy) else of(torch.tensor(float(value), device="cpu"))
-                for state, value in kept.items()
-            }
-            found.states[rename.get(name, name)] = states
+        kept = optimizer["state"]
+        if not isinstance(kept, Mapping) or not all(isinstance(states, Mapping) for states in kept.values()):
+            raise CheckpointError(
+                "an optimizer's states are not as torch writes them", where=found.source,
+                expected="a dict for each parameter", got=repr(kept)[:100],
+            )  # fmt: skip
+        for key, states in kept.items():
+            known: Any = numbers.get(key, key)
+            _keep(found, rename.get(known, known), states)
+        if unknown := [key for key in found.states if key not in found.values]:
+            found.notes.append(f"states of {unknown[:5]} are left out: no group has these parameters")
+
+
+def _keep(found: Found, name: Any, states: Mapping[str, Any]) -> None:
+    """Of one parameter: numbers as tensors, as torch's optimizers keep them; what is none, as it is."""
+    tensors = found.states.setdefault(name, {})
+    for state, value in states.items():
+        if isinstance(value, Lazy):
+            tensors[state] = value
+        elif value is None or isinstance(value, (bool, str)):
+            found.plain.setdefault(name, {})[state] = value
+        elif isinstance(value, float) or (isinstance(value, int) and abs(value) < 1 << 63):
+            tensors[state] = of(torch.tensor(float(value), device="cpu"))
+        else:
+            raise CheckpointError(
+                "an optimizer keeps something that is neither a tensor nor a number",
+                where=f"state {state!r} of parameter {name!r}", got=f"{type(value).__name__} {value!r:.60}",
+            )  # fmt: skip
 
 
 def _groups(told: Any) -> Iterator[dict[str, Any]]:
     """A list of DCP's may come as {0: ..., 1: ...}."""
-    for group in told.values() if isinstance(told, dict) else told:
-        members = group["params"]
-        yield {**group, "params": list(members.values()) if isinstance(members, dict) else list(members)}
+    for group in _listed(told, "groups", Mapping):
+        members, names = _listed(group.get("params"), "parameters", (str, int)), group.get("param_names")
+        if names is not None and len(_listed(names, "names of parameters", str)) != len(members):
+            raise CheckpointError("an optimizer's group has not a name for each parameter", got=repr(names)[:100])
+        yield {**group, "params": members}
+
+
+def _listed(told: Any, what: str, kinds: Any) -> list[Any]:
+    found = list(told.values()) if isinstance(told, Mapping) else told
+    if not isinstance(found, (list, tuple)) or not all(isinstance(each, kinds) for each in found):
+        raise CheckpointError(
+            f"an optimizer's {what} are not as torch writes them", expected="a list of them", got=repr(told)[:100]
+        )
+    return list(found)
 
 
 def _named(

@@ -30,6 +30,6 @@ def import_checkpoint(
             expected="DeepSpeed's folder (*_model_states.pt), DCP's (.metadata), or a .pt file",
         )  # fmt: skip
     if weights:
-        found.states, found.groups = {}, []
+        found.states, found.plain, found.groups = {}, {}, []
     write(found, target, hints)
     return found

@@ -37,7 +37,12 @@ from zeroshard.ranks import agreement
 def bits(zero):
     """A digest of all that a load may change on this rank."""
     engine = zero._engine.model_state()
-    told = [list(values(engine)), [options(engine, binding) for binding in engine.bindings], rng_states(), zero.seed]
+    told = [
+        list(values(engine)),
+        [options(engine, binding) for binding in engine.bindings],
+        rng_states(zero._engine.group.device),
+        zero.seed,
+    ]
     found = xxhash.xxh3_128(repr(told).encode())
     held = [(repr((*piece[:4], piece.grain)), piece.tensor) for piece in pieces(engine)]
     held += [(repr(name), tensor) for name, tensor in persistent(engine.model)]

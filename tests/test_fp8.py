@@ -21,8 +21,8 @@ import test_tiers_planned
 import zeroshard
 from zeroshard import Comm, Layout, Offload, Precision, fp8
 from zeroshard.cli.reference import in_8_bits, total_norm
+from zeroshard.device import CHUNK
 from zeroshard.errors import PeerError, StateError, TierError, UserError
-from zeroshard.numerics import CHUNK
 from zeroshard.planner.simulate import simulate
 
 GPT = {"hidden": 24, "layers": 2}

@@ -139,6 +139,74 @@ def test_one_room_calls_torch_distributed():
     }
 
 
+COMPUTES = {"numerics.py", "fp8.py", "int8.py", "digests.py"}  # beside engine/, ranks/ and tiers/
+TRUTHS = {"any", "all", "isfinite", "argmax", "argmin", "max", "min", "sum"}  # methods that answer with one number
+
+
+def waits(tree, *, control):
+    """Where the host may wait for a device, or names one, outside device.py: what is asked of `ask(...)` is not.
+
+    control: in what moves rows between ranks, whose tensors are on the CPU.
+    """
+    read = {"item", "cpu", "nonzero", *["tolist"] * (not control)}
+    for node in ast.walk(tree):
+        words = []
+        if isinstance(node, ast.Attribute):
+            at = ast.unparse(node.value.func if isinstance(node.value, ast.Call) else node.value)
+            known = at in {"ask", "torch.Tensor"}  # the second names a method
+            words = [node.attr] if node.attr in {*read, "synchronize", "cuda"} and not known else []
+            named = ast.unparse(node) in {
+                "torch.equal",
+                "torch.nonzero",
+                "torch.accelerator",
+                "torch.get_device_module",
+            }
+            words += [node.attr] * named
+        elif isinstance(node, (ast.If, ast.IfExp, ast.While)):
+            words = truths(node.test)
+        elif isinstance(node, ast.BoolOp):
+            words = [word for value in node.values for word in truths(value)]
+        elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            words = truths(node.operand)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in {"int", "float", "bool"} and node.args:
+            words = truths(node.args[0])
+        if isinstance(node, (ast.Compare, ast.Call, ast.IfExp)):
+            inside = [each.value for each in ast.iter_child_nodes(node) if isinstance(each, ast.Constant)]
+            words += [value for value in inside if value in ("cuda", "nccl")]
+        yield from (f"{word}, line {node.lineno}" for word in words)
+
+
+def truths(node):
+    """A tensor's answer, used as a number."""
+    method = (
+        isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and ast.unparse(node.func.value) != "math"
+    )
+    return [node.func.attr] if method and node.func.attr in TRUTHS else []
+
+
+def test_one_module_knows_accelerators():
+    """Nothing else of what computes and moves waits for a device's numbers, or knows a kind of device."""
+    names = [name for name in ORDER if name.startswith(("engine/", "ranks/", "tiers/")) or name in COMPUTES]
+    found = {name: [*waits(code(PACKAGE / name)[1], control=name.startswith("ranks/"))] for name in names}
+    assert {name: where for name, where in found.items() if where} == {}
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("x.item()", ["item"]),
+        ("ask(x).item() + ask(x).tolist()", []),
+        ("x.tolist()", ["tolist"]),
+        ("if x.any(): pass", ["any"]),
+        ("y = float(x.sum()) if ask(x.any()) else 0", ["sum"]),
+        ("torch.equal(a, b) and torch.cuda.is_available()", ["equal", "cuda"]),
+        ('x = "nccl" if device.type == "cuda" else "gloo"', ["cuda", "nccl"]),
+    ],
+)
+def test_what_waits_is_found(line, words):
+    assert sorted(each.partition(",")[0] for each in waits(ast.parse(line), control=False)) == sorted(words)
+
+
 def test_layout_is_pure():
     """It imports nothing but the standard library and the exceptions."""
     names = {name.split(".")[0] for name in imported(PACKAGE / "layout.py")}

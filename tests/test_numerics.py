@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 import norms
 from zeroshard import Error, Precision
+from zeroshard.device import CHUNK
 from zeroshard.digests import fingerprint
 from zeroshard.numerics import (
-    CHUNK,
     BlockMap,
     add_to_bins,
     add_to_maxima,

@@ -19,8 +19,9 @@ import zeroshard
 from zeroshard import Comm, Layout, Offload, Precision, digests
 from zeroshard.cli import resume
 from zeroshard.cli.config import InputError
+from zeroshard.device import CHUNK
 from zeroshard.errors import PeerError, StateError, UserError
-from zeroshard.numerics import CHUNK, join_, split_
+from zeroshard.numerics import join_, split_
 
 SPLIT = Precision(param_dtype=torch.bfloat16, cast_inputs=True, split_master=True)
 WHOLE = Precision(param_dtype=torch.bfloat16, cast_inputs=True)

@@ -22,6 +22,7 @@ from .checkpoint import loading, saving
 from .checkpoint.content import drawing
 from .checkpoint.files import absolute
 from .checkpoint.saving import Saving
+from .device import current
 from .engine.accepted import unwrapped
 from .engine.finite import Finding
 from .engine.guard import refuse_copy, refuse_inside, weak
@@ -109,9 +110,7 @@ def _device(model: nn.Module, wanted: torch.device | str | None) -> torch.device
         if device.type == "meta":
             instead = 'device="cuda" or device="cpu"'
             raise UserError("device= is nothing to compute on", got=repr(wanted), instead=instead)
-        if device.type == "cuda" and device.index is None:
-            return torch.device("cuda", torch.cuda.current_device())
-        return device
+        return current(device)
     found = {param.device for param in model.parameters() if not param.is_meta}
     if len(found) > 1:
         where = sorted(map(str, found))
@@ -422,7 +421,7 @@ class Zero:
         the rank's a-th backward. So dropout is the same at any number of ranks. The seed is `zero.seed`: rank 0's
         `torch.initial_seed()` when the model was sharded, or the one saved in the checkpoint that was loaded.
         """
-        return drawing(self.seed, step, index)
+        return drawing(self.seed, step, index, self._engine.group.device)
 
     def dtypes(self, bucket: Bucket) -> Dtypes:
         """What a bucket's parameters, gradients, and masters are held in."""

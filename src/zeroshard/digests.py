@@ -10,9 +10,9 @@ import torch
 import xxhash
 from torch import Tensor
 
+from .device import ask, chunk
 from .numerics import simulated
 
-CHUNK = 1 << 24  # elements of a device that are weighed at a time
 _MIX = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9  # odd, and without a pattern
 
 
@@ -46,9 +46,9 @@ def fingerprint(tensor: Tensor, *, anywhere: bool = False) -> bytes | None:
 
 def _weighed(tensor: Tensor) -> bytes:
     words, total = tensor.view(torch.int16), torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for at in range(0, words.numel(), CHUNK):
-        part = words[at : at + CHUNK]
+    for at in range(0, words.numel(), chunk(words)):
+        part = words[at : at + chunk(words)]
         weights = torch.arange(at, at + part.numel(), device=part.device) * _MIX[0]
         weights = (weights ^ (weights >> 31)) * _MIX[1] | 1
         total += (part.to(torch.int64) * weights).sum()
-    return int(total).to_bytes(16, "little", signed=True)
+    return int(ask(total)).to_bytes(16, "little", signed=True)

@@ -24,7 +24,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .numerics import CHUNK, simulated
+from .device import chunk
+from .numerics import simulated
 
 BYTE, FORMAT = torch.uint8, torch.float8_e4m3fn
 NO_NUMBER = 255  # as a scale
@@ -49,11 +50,11 @@ class Grid(NamedTuple):
         """How many tiles, and so scales, row by row."""
         return -(-self.rows // self.tall) * self.across
 
-    def pieces(self, first: int, numel: int) -> Iterator[Piece]:
-        """So many elements of the tensor from the first-th on, few at a time, so that what is made of them stays in the
-        cache: in pieces that are whole tiles across, or a part of one."""
-        for start in range(first, first + numel, CHUNK):
-            yield from self._pieces(start, min(start + CHUNK, first + numel))
+    def pieces(self, first: int, numel: int, step: int) -> Iterator[Piece]:
+        """So many elements of the tensor from the first-th on, at most `step` at a time, so that what is made of them
+        stays in the cache: in pieces that are whole tiles across, or a part of one."""
+        for start in range(first, first + numel, step):
+            yield from self._pieces(start, min(start + step, first + numel))
 
     def _pieces(self, first: int, last: int) -> Iterator[Piece]:
         while first < last:
@@ -109,7 +110,7 @@ def grid(shape: Sequence[int], scaling: str) -> Grid:
 def scales_of(masters: Tensor, tiles: Grid, first: int = 0) -> Tensor:
     """uint8, a scale for each tile: as far as the masters from the tensor's first-th on tell, else the least one."""
     bits = torch.zeros(tiles.number, dtype=torch.int32, device=masters.device)
-    for piece in () if simulated(masters) else tiles.pieces(first, masters.numel()):
+    for piece in () if simulated(masters) else tiles.pieces(first, masters.numel(), chunk(masters)):
         most = piece.of(masters, first).abs().amax(2).view(torch.int32)  # magnitudes compare like their bits
         piece.beside(bits).scatter_reduce_(0, piece.bands(bits)[:, None].expand_as(most), most, "amax")
     found = (((bits.clamp(max=_INFINITE) + _CARRY) >> _MANTISSA) - 8).clamp(min=1)
@@ -124,7 +125,7 @@ def as_fp32(scales: Tensor) -> Tensor:
 
 def quantise_(raw: Tensor, masters: Tensor, scales: Tensor, tiles: Grid, first: int = 0) -> None:
     """raw = fp8(masters / scale), as bytes. Both are 1-D, from the tensor's first-th on; scales: fp32, of all tiles."""
-    for piece in () if simulated(raw) else tiles.pieces(first, raw.numel()):
+    for piece in () if simulated(raw) else tiles.pieces(first, raw.numel(), chunk(raw)):
         by = piece.beside(scales)[piece.bands(scales)].unsqueeze(2)
         piece.of(raw, first).copy_((piece.of(masters, first) / by).to(FORMAT).view(BYTE))
 
@@ -141,9 +142,10 @@ def dequantised(
     """What bytes stand for, a piece after the other, in memory of its own: (where, the numbers)."""
     one = tiles.number == 1
     numbers = _numbers(scales[0], dtype) if one else _numbers(torch.ones_like(scales[0]), torch.float32)
-    for at in range(0, 0 if simulated(raw) else raw.numel(), CHUNK):
-        found = numbers.index_select(0, raw[at : at + CHUNK].to(torch.int32))
-        for piece in () if one else tiles.pieces(first + at, found.numel()):
+    step = chunk(raw)
+    for at in range(0, 0 if simulated(raw) else raw.numel(), step):
+        found = numbers.index_select(0, raw[at : at + step].to(torch.int32))
+        for piece in () if one else tiles.pieces(first + at, found.numel(), step):
             piece.of(found, first + at).mul_(piece.beside(scales)[piece.bands(scales)].unsqueeze(2))
         yield slice(at, at + found.numel()), found.to(dtype)
 
@@ -155,8 +157,9 @@ def dequantise_(values: Tensor, raw: Tensor, scales: Tensor, tiles: Grid) -> Non
             values[where] = found
         return
     numbers, numel = _numbers(scales[0], values.dtype), 0 if simulated(raw) else raw.numel()
-    places = torch.empty(min(numel, CHUNK), dtype=torch.int32, device=raw.device)
-    for at in range(0, numel, CHUNK):
-        part = raw[at : at + CHUNK]
+    step = chunk(raw)
+    places = torch.empty(min(numel, step), dtype=torch.int32, device=raw.device)
+    for at in range(0, numel, step):
+        part = raw[at : at + step]
         found = places[: part.numel()].copy_(part)  # then the bytes may be overwritten
-        torch.index_select(numbers, 0, found, out=values[at : at + CHUNK])
+        torch.index_select(numbers, 0, found, out=values[at : at + step])

@@ -22,12 +22,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from .device import ask, chunk
 from .layout import Bucket
 from .numerics import BLOCK, simulated
 
 BYTE = torch.uint8
 BYTES = BLOCK + 4  # of a block: its codes, then its scale
-_CHUNK = 512  # blocks handled at a time: a few tensors of them stay in the cache
+_TENSORS = 4  # of so many elements as are handled at a time, which are made of a gradient while it is encoded
 _MOST, _NO_NUMBER, _LEAST, _MANTISSA = 127, -128, 2.0**-126, 0x7FFFFF
 
 
@@ -70,8 +71,9 @@ def encode_(message: Tensor, values: Tensor, bucket: Bucket) -> None:
     values[end:] = 0
     seeds, places = _seeds(bucket, values.device), _mixed(torch.arange(BLOCK, dtype=torch.int32, device=values.device))
     blocks, rows = values.view(-1, BLOCK), message.view(-1, BYTES)
-    for at in range(0, rows.shape[0], _CHUNK):
-        where = slice(at, at + _CHUNK)
+    step = chunk(values) // BLOCK // _TENSORS
+    for at in range(0, rows.shape[0], step):
+        where = slice(at, at + step)
         _encode_(rows[where], blocks[where].to(torch.float32, copy=True), seeds[where, None], places)
 
 
@@ -79,7 +81,7 @@ def _encode_(rows: Tensor, values: Tensor, seeds: Tensor, places: Tensor) -> Non
     """rows = these blocks in 8 bits; `values` is overwritten."""
     largest = values.abs().amax(1, keepdim=True)
     finite = None
-    if not values.is_cpu or not largest.isfinite().all():  # elsewhere asking would wait for the device
+    if not values.is_cpu or not ask(largest.isfinite().all()):  # elsewhere asking would wait for the device
         finite = values.isfinite()
         values = torch.where(finite, values, 0.0)
         largest = values.abs().amax(1, keepdim=True)
@@ -114,6 +116,6 @@ class Coded:
         rows = self._message.view(-1, BYTES)[first : -(-where.stop // BLOCK)]
         codes, scales = rows[:, :BLOCK].view(torch.int8), rows[:, BLOCK:].view(torch.float32)
         values = codes.to(torch.float32).mul_(scales.abs())
-        if not rows.is_cpu or (scales < 0).any():
+        if not rows.is_cpu or ask((scales < 0).any()):
             values.masked_fill_((codes == _NO_NUMBER) & (scales < 0), torch.nan)
         return values.view(-1)[where.start - first * BLOCK : where.stop - first * BLOCK]

@@ -14,6 +14,7 @@ taken and added in fp64.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -23,11 +24,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from .device import ask, chunk, equal
 from .errors import UserError, nearest
 
 Nonfinite = Literal["ignore", "raise", "skip"]
 Scaling = Literal["tensor", "1x128", "128x128"]
-CHUNK = 1 << 18  # elements handled at a time: 1 MiB of scratch stays in the cache, and calls are few
 LOW = (torch.bfloat16, torch.float16)
 COMPUTED = (*LOW, torch.float32)  # what modules may compute in with parameters of 8 bits
 
@@ -215,21 +216,30 @@ def fold(total: Tensor, pieces: Sequence[Tensor], *, start: Tensor | None, times
     """
     dtype = running_dtype(total.dtype)
     in_place = total.dtype == dtype and not any(piece.data_ptr() == total.data_ptr() for piece in pieces)
-    scratch = torch.empty(2, min(CHUNK, total.numel()), dtype=dtype, device=total.device)
     first, more = (pieces[0], pieces[1:]) if start is None else (start, pieces)
-    for at in range(0, total.numel(), CHUNK):
-        part = total[at : at + CHUNK]
-        running, other = part if in_place else scratch[0, : part.numel()], scratch[1, : part.numel()]
+    casts, step = [_cast_first(piece, total) for piece in more], chunk(total)
+    scratch = torch.empty(
+        2 - in_place - (True not in casts), min(step, total.numel()), dtype=dtype, device=total.device
+    )
+    for at in range(0, total.numel(), step):
+        part = total[at : at + step]
+        running = part if in_place else scratch[0, : part.numel()]
         if first is not total or not in_place:
-            running.copy_(first[at : at + CHUNK])
+            running.copy_(first[at : at + step])
         if times > 1 and start is not None:
             running.mul_(times)
-        for piece in more:
-            addend = piece[at : at + CHUNK]
-            running.add_(addend if addend.dtype == dtype else other.copy_(addend))
+        for piece, cast in zip(more, casts, strict=True):
+            addend = piece[at : at + step]
+            running.add_(scratch[-1, : part.numel()].copy_(addend) if cast else addend)
         average_(running, over)
         if not in_place:
             part.copy_(running)
+
+
+def _cast_first(piece: Tensor, total: Tensor) -> bool:
+    """Is what is added cast in a step of its own? A device casts 16 bits inside the addition, which has the same bits;
+    the CPU takes longer for that than for both, and what is wider than the sum would be added in its own dtype."""
+    return piece.dtype != running_dtype(total.dtype) and (total.is_cpu or piece.dtype not in LOW)
 
 
 def divides_exactly(total: torch.dtype, piece: torch.dtype, ranks: int) -> bool:
@@ -253,9 +263,11 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
         return True
     a, b = (tensor.reshape(-1).view(torch.uint8) for tensor in (a, b))
     if a.storage_offset() % 8 or b.storage_offset() % 8:
-        return torch.equal(a, b)
+        return equal(a, b)
     wide = a.numel() // 8 * 8  # by eight bytes at a time, torch compares several times faster
-    return torch.equal(a[:wide].view(torch.int64), b[:wide].view(torch.int64)) and torch.equal(a[wide:], b[wide:])
+    if not equal(a[:wide].view(torch.int64), b[:wide].view(torch.int64)):
+        return False
+    return wide == a.numel() or equal(a[wide:], b[wide:])
 
 
 def unrepeated(tensor: Tensor, like: Tensor | None = None) -> Tensor:
@@ -319,10 +331,10 @@ def reseed_(master: Tensor, param: Tensor) -> bool:
         return False
     changed = False
     bits = torch.int16 if param.itemsize == 2 else torch.int32 if param.itemsize == 4 else torch.int64
-    chunk = CHUNK if param.is_cpu else max(param.numel(), 1)  # each comparison waits for the device
-    scratch = torch.empty(min(chunk, param.numel()), dtype=param.dtype, device=param.device)
-    for at in range(0, master.numel(), chunk):
-        own, seen = master[at : at + chunk], param[at : at + chunk]
+    step = chunk(param)
+    scratch = torch.empty(min(step, param.numel()), dtype=param.dtype, device=param.device)
+    for at in range(0, master.numel(), step):
+        own, seen = master[at : at + step], param[at : at + step]
         cast = scratch[: own.numel()].copy_(own)
         if not same_bits(cast, seen):
             changed = True
@@ -363,27 +375,29 @@ def join_(master: Tensor, param: Tensor, lower: Tensor, ties: Tensor) -> None:
 
     ties: a bit for each, eight to a byte.
     """
-    for at in range(0, 0 if simulated(master) else master.numel(), CHUNK):
-        own, packed = master[at : at + CHUNK], ties[at // 8 : (at + CHUNK) // 8]
-        own.copy_(param[at : at + CHUNK])
-        bits = own.view(torch.int32).add_(lower[at : at + CHUNK])
+    step = chunk(master)
+    for at in range(0, 0 if simulated(master) else master.numel(), step):
+        own, packed = master[at : at + step], ties[at // 8 : (at + step) // 8]
+        own.copy_(param[at : at + step])
+        bits = own.view(torch.int32).add_(lower[at : at + step])
         if not master.is_cpu:  # where asking for the few would wait for the device
             bits.add_(_bits(packed)[: bits.numel()].to(torch.int32) << 16)
-        elif (some := packed.nonzero()).numel():
+        elif (some := ask(packed).nonzero()).numel():
             where = (some * 8 + torch.arange(8, device=bits.device)).view(-1)
             bits[where[_bits(packed[some[:, 0]])]] += 1 << 16
 
 
 def split_(master: Tensor, lower: Tensor, ties: Tensor) -> None:
     """What `join_` needs of fp32 numbers beside their cast."""
-    for at in range(0, 0 if simulated(master) else master.numel(), CHUNK):
-        bits, packed = master[at : at + CHUNK].view(torch.int32), ties[at // 8 : (at + CHUNK) // 8]
-        half = lower[at : at + CHUNK].copy_(bits)  # keeps the lower 16 bits
+    step = chunk(master)
+    for at in range(0, 0 if simulated(master) else master.numel(), step):
+        bits, packed = master[at : at + step].view(torch.int32), ties[at // 8 : (at + step) // 8]
+        half = lower[at : at + step].copy_(bits)  # keeps the lower 16 bits
         rows = bits.numel() // _ROW if master.is_cpu else 0  # several times faster where few are tied
         packed[: rows * _ROW // 8] = 0
         packed[rows * _ROW // 8 :] = _packed(_tied(bits[rows * _ROW :], half[rows * _ROW :]))
         by_row = (half[: rows * _ROW].view(-1, _ROW), bits[: rows * _ROW].view(-1, _ROW))
-        if rows and (some := (by_row[0].amin(1) == _TIE).nonzero()[:, 0]).numel():
+        if rows and (some := ask(by_row[0].amin(1) == _TIE).nonzero()[:, 0]).numel():
             found = _tied(by_row[1][some], by_row[0][some])
             packed[: rows * _ROW // 8].view(rows, -1)[some] = _packed(found.view(-1)).view(len(some), -1)
 
@@ -413,13 +427,14 @@ class BlockMap:
             if stop % size and stop > start:
                 partial.append(stop // size)
                 lengths.append(stop % size)
-        self.dense = bool((owner >= 0).all())
+        self.dense = bool(ask((owner >= 0).all()))
         self.used = (
             torch.empty(0, dtype=torch.int64, device="cpu")
             if self.dense
-            else torch.nonzero(owner >= 0).flatten().to(device)
+            else ask(owner >= 0).nonzero().flatten().to(device)
         )
         self.owner = owner[owner >= 0].to(device)
+        self.ends = partial  # ascending, as slots are
         self.partial = torch.tensor(partial, dtype=torch.int64, device=device)
         self.hidden = (
             torch.arange(size, device="cpu")[None, :] >= torch.tensor(lengths, dtype=torch.int64, device="cpu")[:, None]
@@ -437,14 +452,14 @@ def block_sums(shard: Tensor, blocks: BlockMap, ranks: int, order: float) -> Ten
     for the orders 1, 2 and inf, in fp64 for others.
     """
     out = torch.empty(blocks.count, dtype=sums_in(order), device=shard.device)
-    step = max(CHUNK // blocks.size, 1)
+    step = max(chunk(shard) // blocks.size, 1)
     for at in range(0, blocks.count, step):
         part = shard[at * blocks.size : (at + step) * blocks.size].to(torch.float32, copy=True).view(-1, blocks.size)
         average_(part, ranks)
-        if blocks.partial.numel():
-            inside = (blocks.partial >= at) & (blocks.partial < at + part.shape[0])
-            rows = blocks.partial[inside] - at
-            part[rows] = part[rows].masked_fill(blocks.hidden[inside], 0.0)
+        first, last = (bisect_left(blocks.ends, end) for end in (at, at + part.shape[0]))
+        if first != last:
+            rows = blocks.partial[first:last] - at
+            part[rows] = part[rows].masked_fill(blocks.hidden[first:last], 0.0)
         part = part.square_() if order == 2.0 else _power(part.abs_(), order)
         while part.shape[1] > 1:
             half = part.shape[1] // 2
@@ -523,7 +538,7 @@ def sums_from_bins(bins: Tensor) -> Tensor:
 
 def roots_from_bins(bins: Tensor, order: float) -> Tensor:
     """fp64 [slots], on the CPU: the norms that sums of doubles stand for."""
-    return torch.tensor([_root(row, order) for row in bins.tolist()], dtype=torch.float64, device="cpu")
+    return torch.tensor([_root(row, order) for row in ask(bins).tolist()], dtype=torch.float64, device="cpu")
 
 
 def _root(row: list[int], order: float) -> float:

@@ -19,6 +19,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from ..device import random_state, random_states_kept, set_random_state
 from ..digests import digest, raw
 from ..engine.accepted import block_of
 from ..engine.buffer import Buffer
@@ -363,7 +364,7 @@ def _option(value: Any) -> Any:
     return float(value) if isinstance(value, Tensor) else value
 
 
-def rng_states() -> dict[str, Any]:
+def rng_states(device: torch.device) -> dict[str, Any]:
     kind, keys, *rest = numpy.random.get_state(legacy=True)
     version, numbers, gauss = random.getstate()
     states = {
@@ -371,8 +372,8 @@ def rng_states() -> dict[str, Any]:
         "numpy": [kind, numpy.asarray(keys).tobytes().hex(), *rest],
         "torch": torch.get_rng_state().numpy().tobytes().hex(),
     }
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state().numpy().tobytes().hex()
+    if (own := random_state(device)) is not None:
+        states[device.type] = own.numpy().tobytes().hex()
     return states
 
 
@@ -382,18 +383,19 @@ class Rng(NamedTuple):
     python: tuple[Any, ...]
     numpy: tuple[Any, ...]
     torch: Tensor
-    cuda: Tensor | None
+    device: Tensor | None  # of the device's generator, where both have one of that kind
 
 
-def parsed_rng(states: Mapping[str, Any]) -> Rng:
+def parsed_rng(states: Mapping[str, Any], device: torch.device) -> Rng:
     """What `rng_states` wrote. Raises ValueError or TypeError for what no generator would take."""
     version, numbers, gauss = states["python"]
     kind, keys, *rest = states["numpy"]
+    own = random_state(device) if device.type in states else None
     rng = Rng(
         (version, tuple(numbers), gauss),
         (kind, numpy.frombuffer(bytes.fromhex(keys), dtype=numpy.uint32), *rest),
         torch.frombuffer(bytearray.fromhex(states["torch"]), dtype=torch.uint8),
-        torch.frombuffer(bytearray.fromhex(states["cuda"]), dtype=torch.uint8) if "cuda" in states else None,
+        torch.frombuffer(bytearray.fromhex(states[device.type]), dtype=torch.uint8) if own is not None else None,
     )
     # NumPy would read keys[pos] wherever that is; Python takes any gauss, and returns it.
     if not 0 <= rng.numpy[2] <= 624 or version != 3 or not isinstance(gauss, (float, type(None))):
@@ -401,29 +403,29 @@ def parsed_rng(states: Mapping[str, Any]) -> Rng:
     random.Random().setstate(rng.python)
     numpy.random.RandomState().set_state(rng.numpy)
     torch.Generator().set_state(rng.torch)
-    if rng.cuda is not None and torch.cuda.is_available():
-        torch.Generator("cuda").set_state(rng.cuda)
+    if own is not None and rng.device is not None and rng.device.shape != own.shape:
+        raise ValueError(f"no state of the random number generator of {device}")
     return rng
 
 
-def restore_rng(rng: Rng) -> None:
+def restore_rng(rng: Rng, device: torch.device) -> None:
     random.setstate(rng.python)
     numpy.random.set_state(rng.numpy)
     torch.set_rng_state(rng.torch)
-    if rng.cuda is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(rng.cuda)
+    if rng.device is not None:
+        set_random_state(device, rng.device)
 
 
 @contextlib.contextmanager
-def drawing(seed: int, step: int, index: int) -> Iterator[None]:
-    """Random numbers of Python, NumPy and torch depend on these three alone inside, and go on as before after it."""
+def drawing(seed: int, step: int, index: int, device: torch.device) -> Iterator[None]:
+    """Random numbers of Python, NumPy and torch, on the CPU and this device, depend on the three integers alone inside,
+    and go on as before after it."""
     for name, given in (("step", step), ("index", index)):
         if type(given) is not int or given < 0:
             raise UserError(f"{name}= counts from 0", got=repr(given), instead="micro_batch_rng(step, index)")
     number = xxhash.xxh3_64_intdigest(f"{seed} {step} {index}".encode())
     python, legacy = random.getstate(), numpy.random.get_state()
-    cuda = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices=cuda):
+    with random_states_kept(device):
         torch.manual_seed(number)
         random.seed(number)
         numpy.random.seed(number % (1 << 32))

@@ -133,7 +133,7 @@ def _load(running: ModelState, folder: Path, opened: contextlib.ExitStack, *, st
     if running.moving and saved.manifest.get("average"):
         running.moving.updates = saved.manifest["average"]["updates"]
     if staged.rng is not None:
-        restore_rng(staged.rng)
+        restore_rng(staged.rng, running.group.device)
     return Loaded(staged.extra, differences, saved.manifest["ranks"])
 
 
@@ -281,7 +281,7 @@ def _stage(running: ModelState, saved: Saved) -> Staged:
             staged.buffers[name] = saved.read(saved.buffers[name])
     staged.extra = unplain(manifest["extra"], {key: saved.read(stored) for key, stored in saved.extra.items()})
     if manifest["ranks"] == running.group.ranks:
-        staged.rng = parsed_rng(manifest["rng"][running.group.rank])
+        staged.rng = parsed_rng(manifest["rng"][running.group.rank], running.group.device)
     saved.reader.check_wanted()
     return staged
 

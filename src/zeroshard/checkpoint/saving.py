@@ -226,7 +226,7 @@ def _snapshot(running: ModelState, extra: Mapping[str, Any] | None, *, copied: b
         "buffers": buffers,
         "extras": extras,
     }
-    return Snapshot(tensors, own | {"rng": rng_states()}, _head(running, told))
+    return Snapshot(tensors, own | {"rng": rng_states(running.group.device)}, _head(running, told))
 
 
 def _add(tensors: dict[str, Tensor | Part], key: str, tensor: Tensor | Part) -> str:

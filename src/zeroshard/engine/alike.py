@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ..device import ask
 from ..digests import fingerprint
 from ..errors import StateError
 from ..layout import Layout
@@ -109,7 +110,7 @@ def weights_digest(units: list[Unit], *, along: bool) -> int:
     """Of the gathered weights: of the buckets that all ranks share, or of those along an axis."""
     buffers = [buffer for unit in units for buffer in unit.buffers if bool(buffer.bucket.along) == along]
     # On another device there is no fingerprint, and ranks that differ would look alike.
-    found = [fingerprint(buffer.full.cpu()) for buffer in buffers]
+    found = [fingerprint(ask(buffer.full)) for buffer in buffers]
     return zlib.crc32(repr(found).encode())
 
 

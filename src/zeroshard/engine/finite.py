@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..device import ask
 from ..errors import NotFiniteError
 from ..numerics import simulated
 from ..ranks.agreement import Group
@@ -51,10 +52,10 @@ class Finding(NamedTuple):
 
 def first_nonfinite(flat: Tensor) -> int | None:
     """Index of the first element of a 1-D tensor that is NaN or infinite."""
-    if simulated(flat) or not flat.numel() or flat.sum(dtype=torch.float32).isfinite():
+    if simulated(flat) or not flat.numel() or ask(flat.sum(dtype=torch.float32).isfinite()):
         return None  # finite numbers may add up to infinity, but nothing else ever adds up to a number
     bad = flat.isfinite().logical_not_()
-    return int(bad.to(torch.uint8).argmax()) if bad.any() else None
+    return int(ask(bad.to(torch.uint8).argmax())) if ask(bad.any()) else None
 
 
 class Finite:
@@ -80,7 +81,7 @@ class Finite:
         if self._lies is not None:
             accumulator, index, at = self._lies
             with accumulator.sum.here(changed=False):
-                if accumulator.fragment(index)[at].isfinite() or not accumulator.filled:
+                if ask(accumulator.fragment(index)[at].isfinite()) or not accumulator.filled:
                     self._seen = self._lies = None
 
     def look_at_gradient(self, accumulator: Accumulator, pieces: Sequence[Tensor], total: Tensor) -> None:
@@ -98,10 +99,10 @@ class Finite:
                 rank = -1
                 whose = seat.members(self.group.rank) if len(pieces) == seat.size else range(self.group.ranks)
                 if len(pieces) == len(whose):
-                    theirs = [float(piece[where][at]) for piece in pieces]
+                    theirs = [float(ask(piece[where][at])) for piece in pieces]
                     found = (position for position, value in enumerate(theirs) if not abs(value) < torch.inf)
                     rank = next((whose[position] for position in found), -1)
-                step, value = self.group.progress.steps + 1, str(float(fragment[at]))
+                step, value = self.group.progress.steps + 1, str(float(ask(fragment[at])))
                 element = buffer.element(slot, part.start + at)
                 self._seen = Finding(step, self._micro_batch, rank, slot.name, element, value)
                 self._lies = accumulator, index, at
@@ -123,7 +124,7 @@ class Finite:
             fragment = buffer.target[slot.slice_of(first, last)]
             at = first_nonfinite(fragment) if part.numel else None
             if at is not None:
-                value = str(float(fragment[at]))
+                value = str(float(ask(fragment[at])))
                 element = buffer.element(slot, part.start + at)
                 return Finding(self.group.progress.steps + 1, 0, self.group.rank, slot.name, element, value)
         return None

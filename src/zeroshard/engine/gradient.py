@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..device import ask
 from ..errors import StateError, TierError
 from ..numerics import (
     add_to_bins,
@@ -213,10 +214,10 @@ class Gradients:
                 else:
                     add_to_bins(bins, owner, sums)
         if order == math.inf:
-            agreed = maxima.cpu()
+            agreed = ask(maxima)
             self.group.maximum(agreed)
             return agreed.view(torch.float32).to(device)
-        agreed = bins.cpu()
+        agreed = ask(bins)
         self.group.total(agreed)
         if sums_in(order) is torch.float64:
             return roots_from_bins(agreed, order).to(torch.float32).to(device)
@@ -276,7 +277,7 @@ class Gradients:
                 agreed = torch.tensor([0 if finite else 1], dtype=torch.uint8, device="cpu")
                 self.group.maximum(agreed)
                 self._judged = found_inf
-            found_inf.fill_(max(float(agreed), float(found_inf)))
+            found_inf.fill_(max(float(agreed), float(ask(found_inf))))
             self.keeper.judge(bool(agreed))
         self.note_edit("unscale", inv_scale)
         by_accumulator: dict[int, list[ShardedGrad]] = {}
@@ -291,5 +292,5 @@ class Gradients:
 
     def _finite(self, entry: Entry) -> bool:
         with self.reporting(), entry.accumulator.sum.here(changed=False):
-            return bool(entry.accumulator.fragment(entry.position).isfinite().all())
+            return bool(ask(entry.accumulator.fragment(entry.position).isfinite().all()))
         return False

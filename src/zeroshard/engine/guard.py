@@ -34,6 +34,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.utils._pytree import tree_leaves
 
+from ..device import current
 from ..errors import StateError
 
 _GETTERS = (
@@ -100,8 +101,7 @@ def _changes_nothing(func: Any, args: Any, kwargs: Any) -> bool:
         own_device, own_dtype = args[0].device, args[0].dtype
     stays = device is None or device.type == own_device.type
     if device is not None and own_device.index is not None and stays:
-        index = torch.accelerator.current_device_index() if device.index is None else device.index
-        stays = index == own_device.index
+        stays = current(device).index == own_device.index
     return stays and dtype in (None, own_dtype) and memory_format in (None, torch.preserve_format)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..device import ask
 from ..numerics import simulated
 
 
@@ -53,7 +54,7 @@ def words(value: Any) -> Any:
     if _fixed(value):
         return value
     if isinstance(value, Tensor):  # asking a device for it would wait for the device
-        return value.tolist() if value.device.type == "cpu" and not simulated(value) else f"{value.dtype} {value.shape}"
+        return ask(value).tolist() if value.is_cpu and not simulated(value) else f"{value.dtype} {value.shape}"
     if type(value) in (list, tuple):
         return type(value)(map(words, value))
     if isinstance(value, (list, tuple)):

@@ -13,6 +13,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from ..device import ask
 from ..errors import PeerError, UserError
 from ..events import DEVICE
 from ..layout import Layout, Partition
@@ -201,7 +202,7 @@ class Contents:
         for part in found:
             hashed.update(f"{tuple(part.shape)} {part.dtype}".encode())
             if part.numel() and not (part.is_meta or simulated(part)):
-                content: Any = as_bytes(part.detach()).cpu().numpy()
+                content: Any = ask(as_bytes(part.detach())).numpy()
                 hashed.update(content)
         said = f"{type(tensor).__name__} {tensor.dtype} {tensor.layout} of content {hashed.hexdigest()}"
         self._known[id(tensor)] = weakref.ref(tensor), versions, said
@@ -223,7 +224,7 @@ def _share(a: Tensor, b: Tensor) -> bool:
     room = max(start + _reach(tensor) // tensor.itemsize for start, tensor in zip(starts, (a, b), strict=True))
     seen = torch.zeros(room, dtype=torch.bool, device="cpu")
     seen.as_strided(a.shape, a.stride(), starts[0]).fill_(True)
-    return bool(seen.as_strided(b.shape, b.stride(), starts[1]).any())
+    return bool(ask(seen.as_strided(b.shape, b.stride(), starts[1]).any()))
 
 
 def check_settings(partition: Partition, layout: Layout, comm: Comm, precision: Precision) -> None:

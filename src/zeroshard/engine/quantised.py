@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import fp8
+from ..device import ask
 from ..errors import StateError, TierError, UserError
 from ..events import ends
 from ..layout import Partition
@@ -303,7 +304,7 @@ def requantise(buffers: Sequence[Buffer]) -> None:
     if not found:
         return
     with torch.no_grad():
-        scales = torch.cat([buffer.scales_here().cpu() for buffer in found])
+        scales = torch.cat([ask(buffer.scales_here()) for buffer in found])
         found[0]._group.maximum(scales)
         for buffer, mine in zip(found, scales.split([len(buffer.scales) for buffer in found]), strict=True):
             buffer.requantise(mine)

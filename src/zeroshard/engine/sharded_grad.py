@@ -14,6 +14,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
+from ..device import ask
 from ..errors import StateError
 from ..numerics import average_
 from ..ranks.agreement import Group
@@ -256,7 +257,7 @@ class ReadOnly(Tensor):
         )
 
     def tolist(self) -> Any:
-        return self.clone().tolist()  # torch refuses this of a subclass
+        return ask(self.clone()).tolist()  # torch refuses this of a subclass
 
     def numpy(self, *, force: bool = False) -> Any:
         """Read-only as well."""

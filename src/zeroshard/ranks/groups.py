@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
+from ..device import asynchronous
 from ..errors import Error, PeerError, UserError
 from ..stage import Seat
 from .agreement import lines
@@ -40,7 +41,7 @@ def start(settings: Comm, device: torch.device) -> None:
     timeout = None if settings.timeout is None else timedelta(seconds=settings.timeout)
     find_master(os.environ)
     try:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+        dist.init_process_group(dist.get_default_backend_for_device(device), timeout=timeout)
     except (RuntimeError, ValueError, OSError) as error:
         raise could_not_meet(os.environ, error) from error
     process = os.getpid()
@@ -167,6 +168,20 @@ def _pairs(sits: Seat) -> list[list[int]]:
     return found
 
 
+def backend_for(device: torch.device, parent: Any) -> str:
+    """What moves this device's tensors between ranks: of a group with a backend for each kind of device, that one."""
+    told = [pair.split(":") for pair in dist.get_backend_config(parent).split(",")]
+    own = next((name for kind, name in told if kind == device.type), None)
+    try:
+        return own or dist.get_default_backend_for_device(device)
+    except ValueError as error:
+        raise UserError(
+            "no backend is known that moves tensors of this device between ranks",
+            got=f"device {device}, a process group of {dist.get_backend_config(parent)}",
+            instead=f'torch.distributed.init_process_group("cpu:gloo,{device.type}:...")',
+        ) from error
+
+
 class Wanted(NamedTuple):
     """A process group that a rank is to be in."""
 
@@ -207,7 +222,13 @@ class Groups:
     """What all engines over one process group share."""
 
     def __init__(
-        self, parent: Any, timeout: float | None, sits: Seat, along: Seat | None, transport: Transport
+        self,
+        parent: Any,
+        device: torch.device,
+        timeout: float | None,
+        sits: Seat,
+        along: Seat | None,
+        transport: Transport,
     ) -> None:
         """sits: in the team of all parameters but those along an axis, which have one of their own."""
         ranks, rank = dist.get_process_group_ranks(parent), dist.get_rank(parent)
@@ -215,7 +236,10 @@ class Groups:
         limit = _timeout(parent) if timeout is None else timedelta(seconds=timeout)
         if limit is not None:
             options["timeout"] = limit
-        wanted = _wanted(rank, len(ranks), sits, along, dist.get_backend(parent))
+        self.backend = backend_for(device, parent)
+        # Does the device's queue wait for data, and not this thread? Gloo takes even a GPU's through the host.
+        self.queued = asynchronous(device) and self.backend != "gloo"
+        wanted = _wanted(rank, len(ranks), sits, along, self.backend)
         self._parent = weakref.ref(parent)
         self.seat = sits
         self._for_saves = {**options, "timeout": max(LONGEST, options.get("timeout", LONGEST))}
@@ -341,9 +365,14 @@ _made: weakref.WeakKeyDictionary[Any, dict[Any, Groups]] = weakref.WeakKeyDictio
 
 
 def groups_of(
-    parent: Any, timeout: float | None, sits: Seat, along: Seat | None = None, transport: Transport = "gloo"
+    parent: Any,
+    device: torch.device,
+    timeout: float | None,
+    sits: Seat,
+    along: Seat | None = None,
+    transport: Transport = "gloo",
 ) -> Groups:
-    made, key = _made.setdefault(parent, {}), (timeout, sits, along, transport)
+    made, key = _made.setdefault(parent, {}), (device, timeout, sits, along, transport)
     if key not in made or made[key].loss is not None:
-        made[key] = Groups(parent, timeout, sits, along, transport)
+        made[key] = Groups(parent, device, timeout, sits, along, transport)
     return made[key]

@@ -47,7 +47,6 @@ class Link:
         self.progress = progress
         self.rank = dist.get_rank(groups.parent)
         self.process = os.getpid()
-        self.backend = str(dist.get_backend(groups.gathers.group))
         self.behind = False  # does a thread behind the training use it? That has no interrupts, and hears of none
         self.saves = False  # is it for a save, in which ranks write for as long as they need?
         self.engine = groups.number()  # models sharded over one group are told apart by the order of their making
@@ -83,7 +82,7 @@ class Link:
         if not self.behind and (within is None or not within.running()):
             self.groups.call = Call()  # of a verb's own waits it is the verb's
         since = time.perf_counter_ns()
-        if self.backend == "nccl" and bucket is not None:
+        if self.groups.queued and bucket is not None:
             self._wait_for(handle)  # the device's stream waits, not this thread
         else:
             self._wait_in_slices(handle)

@@ -65,7 +65,9 @@ def connect(settings: Comm, ledger: Ledger, device: torch.device, axis: str = ""
     along = seat_along(dist.get_rank(parent), axes, axis) if axis else None
     if dist.get_world_size(parent) == 1:
         return Group(Team(ledger, device))
-    link = Link(groups_of(parent, settings.timeout, sits, along, _transport(settings, device)), ledger, Progress())
+    link = Link(
+        groups_of(parent, device, settings.timeout, sits, along, _transport(settings, device)), ledger, Progress()
+    )
     groups, other = link.groups, None
     team = ProcessTeam(ledger, device, link, sits, (groups.gathers, groups.reductions), groups.shared[:2])
     if along is not None:
@@ -102,7 +104,7 @@ def _beside(data: Any, tensor: Any, settings: Comm, ledger: Ledger, device: torc
     if dist.get_world_size(parent) == 1:
         return Group(Team(ledger, device))
     transport = _transport(settings, device)
-    link = Link(groups_of(parent, settings.timeout, sits, transport=transport), ledger, Progress())
+    link = Link(groups_of(parent, device, settings.timeout, sits, transport=transport), ledger, Progress())
     groups = link.groups
     both = [
         ProcessTeam(ledger, device, link, each, (groups.gathers, groups.reductions), groups.shared)

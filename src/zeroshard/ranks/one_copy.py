@@ -9,6 +9,8 @@ import os
 import torch
 from torch import Tensor
 
+from ..device import ask
+
 
 class Copy:
     """One copy of a bucket for all ranks of a host, twice in this rank's address space.
@@ -32,7 +34,7 @@ class Copy:
         written = ((words < 0) | (words >> 62 & 1).bool()) & ~(words >> 61 & 1).bool()
         padded = torch.nn.functional.pad(written.to(torch.int8), (1, 1))
         edges = padded.diff()
-        starts, ends = (torch.nonzero(edges == edge).flatten().tolist() for edge in (1, -1))
+        starts, ends = (ask(edges == edge).nonzero().flatten().tolist() for edge in (1, -1))
         return [(first * mmap.PAGESIZE, last * mmap.PAGESIZE) for first, last in zip(starts, ends, strict=True)]
 
     def forget(self) -> None:

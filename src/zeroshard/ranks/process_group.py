@@ -64,7 +64,7 @@ class ProcessGroup(Group):
         self._global = dist.get_process_group_ranks(parent)
         self._stream, self._axes = link.groups.control, link.groups.axes
         self.progress = link.progress
-        self.backend = link.backend
+        self.backend = link.groups.backend
         self._groups.engines[link.engine] = self
         weakref.finalize(self, prune, self._groups.levelling).atexit = False
 

@@ -64,7 +64,7 @@ class ProcessTeam(Team):
             return self._exchange.gather(full, bucket, state)
         raw, link, stream = full.view(torch.uint8), self._link, self._gathers
         cuts = [bound * full.itemsize for bound in bucket.bounds]
-        if link.backend == "nccl" and len({high - low for low, high in pairwise(cuts)}) == 1:
+        if link.groups.queued and len({high - low for low, high in pairwise(cuts)}) == 1:
             own = raw[cuts[self.position] : cuts[self.position + 1]]
             return [link.launch(stream, ("all_gather", link.engine, -1, own.numel()), *all_gather(stream, raw, own))]
         what = bucket.index, state, raw.numel()

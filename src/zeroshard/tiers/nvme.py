@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..device import ask
 from ..digests import digest, raw
 from ..errors import TierError
 from ..events import HOST, NVME, Ledger, ends
@@ -369,5 +370,5 @@ class FileRest(Rest):
         if self.room is not None or not self.digests:
             with self.here(changed=False) as mine:
                 return same_bits(tensor.to(mine.device), mine)
-        view = raw(tensor.cpu().contiguous())
+        view = raw(ask(tensor).contiguous())
         return all(digest(view[at : at + BLOCK]) == found for at, found in self.digests.items())

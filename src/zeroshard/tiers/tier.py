@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ..device import pin
 from ..errors import UserError, check_local, nearest
 from ..events import DEVICE, HOST, NVME, SHARED, Ledger
 from ..layout import Bucket
@@ -385,7 +386,7 @@ class HostTier:
 
 
 class _Pages(mmap.mmap):
-    """Anonymous memory that tells CUDA when it goes."""
+    """Anonymous memory that tells the device when it goes."""
 
     unpin: Any = None
 
@@ -398,10 +399,5 @@ def pages(nbytes: int, compute: torch.device) -> Tensor:
     """uint8 tensor of zeros in whole pages of host memory of its own, pinned where the device is a GPU."""
     memory = _Pages(-1, max(-(-nbytes // mmap.PAGESIZE), 1) * mmap.PAGESIZE)
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
-    if compute.type == "cuda":
-        cudart: Any = torch.cuda.cudart()
-        failed = int(cudart.cudaHostRegister(tensor.data_ptr(), tensor.numel(), 0))
-        if failed:
-            raise MemoryError(f"{nbytes:,} bytes of host memory could not be pinned: CUDA error {failed}")
-        memory.unpin = functools.partial(cudart.cudaHostUnregister, tensor.data_ptr())
+    memory.unpin = pin(tensor, compute)
     return tensor

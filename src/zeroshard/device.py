@@ -1,0 +1,99 @@
+"""The device that a model computes on: the only module that knows accelerators.
+
+On the CPU a call returns when its work is done. An accelerator is *asynchronous*: the host queues kernels and runs
+ahead of them, and reading a number waits until all that was queued before it has run. So the host reads a device's
+numbers by `ask` and `equal` alone, which count by whom they were called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHUNK = 1 << 18  # elements handled at a time on the CPU: 1 MiB of scratch stays in the cache, and calls are few
+_AT_ONCE = 1 << 24  # and on a device, where a launch costs more than memory: 64 MiB of scratch, no more for any bucket
+
+asked: Counter[str] = Counter()  # by module and function, how often the host has waited for a device's numbers
+
+
+def asynchronous(device: torch.device) -> bool:
+    """Does the host run ahead of it, so that what was called may not have happened yet?"""
+    return device.type not in ("cpu", "meta")
+
+
+def chunk(tensor: Tensor) -> int:
+    """How many elements of such a tensor to handle at a time."""
+    return CHUNK if tensor.is_cpu else _AT_ONCE
+
+
+def current(device: torch.device) -> torch.device:
+    """With its index, which is the program's current one where none is given."""
+    if device.index is not None or not asynchronous(device):
+        return device
+    return torch.device(device.type, torch.get_device_module(device).current_device())
+
+
+# --- what the host asks of it -----------------------------------------------------------------------------------------
+
+
+def ask(tensor: Tensor) -> Tensor:
+    """What a tensor holds, in host memory: itself on the CPU, else a copy, for which the host waits."""
+    if tensor.is_cpu:
+        return tensor
+    _count(sys._getframe(1))
+    return tensor.cpu()
+
+
+def equal(a: Tensor, b: Tensor) -> bool:
+    """`torch.equal`."""
+    if not a.is_cpu:
+        _count(sys._getframe(1))
+    return torch.equal(a, b)
+
+
+def _count(frame: Any) -> None:
+    asked[f"{frame.f_globals['__name__'].removeprefix('zeroshard.')}.{frame.f_code.co_name}"] += 1
+
+
+# --- host memory ------------------------------------------------------------------------------------------------------
+
+
+def pin(memory: Tensor, device: torch.device) -> Callable[[], Any] | None:
+    """Let a device copy from and to these pages by itself. Answers with what ends that; None where there is no need."""
+    if device.type != "cuda":
+        return None
+    cudart: Any = torch.cuda.cudart()
+    address, nbytes = memory.data_ptr(), memory.numel() * memory.itemsize
+    if failed := int(cudart.cudaHostRegister(address, nbytes, 0)):
+        raise MemoryError(f"{nbytes:,} bytes of host memory could not be pinned: CUDA error {failed}")
+    return lambda: cudart.cudaHostUnregister(address)
+
+
+# --- random numbers ---------------------------------------------------------------------------------------------------
+
+
+def random_state(device: torch.device) -> Tensor | None:
+    """Of the device's own generator; None where that is the CPU's."""
+    return torch.get_device_module(device).get_rng_state(device) if asynchronous(device) else None
+
+
+def set_random_state(device: torch.device, state: Tensor) -> None:
+    torch.get_device_module(device).set_rng_state(state, device)
+
+
+@contextlib.contextmanager
+def random_states_kept(device: torch.device) -> Iterator[None]:
+    """What is drawn and seeded inside, on the CPU and the device, leaves their generators as they were."""
+    used = device if asynchronous(device) else torch.accelerator.current_accelerator()
+    if used is None or not torch.get_device_module(used).is_initialized():
+        with torch.random.fork_rng(devices=[]):
+            yield
+    else:
+        with torch.random.fork_rng(devices=[current(used).index], device_type=used.type):
+            yield

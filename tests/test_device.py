@@ -1,0 +1,144 @@
+"""What the host does on an accelerator: kernels it launches and numbers it waits for, counted on tensors on "meta".
+
+These have no values, and take the branches of a device on a machine that has none.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zeroshard import device, fp8, int8, numerics
+from zeroshard.layout import Layout, Spec, partition
+
+VIEWS = {"slice", "view", "_unsafe_view", "unbind", "detach", "alias", "as_strided", "select", "unsqueeze"}
+WAITS = {"_local_scalar_dense", "nonzero", "equal", "masked_select", "is_nonzero"}
+
+
+class Launches(TorchDispatchMode):
+    """Counts the kernels that are launched inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.kernels = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name.removeprefix("aten::")
+        masks = [at for at in args[1] if at is not None and at.dtype == torch.bool] if name == "index" else []
+        if name not in VIEWS and not name.startswith("empty"):
+            self.kernels["a boolean index" if masks else name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def launches():
+    with Launches() as found:
+        yield found.kernels
+
+
+def meta(numel, dtype=torch.float32):
+    return torch.empty(numel, dtype=dtype, device="meta")
+
+
+def test_the_host_waits_for_a_devices_numbers_in_one_counted_place():
+    tensor = torch.ones(3)
+    before = Counter(device.asked)
+    assert device.ask(tensor) is tensor and device.equal(tensor, tensor)
+    with FakeTensorMode():
+        assert device.ask(torch.empty(3, device="cuda")).is_cpu
+    assert device.asked - before == {"test_device.test_the_host_waits_for_a_devices_numbers_in_one_counted_place": 1}
+
+
+@pytest.mark.parametrize("sent", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("pieces", [2, 8])
+def test_a_sum_on_a_device_launches_one_kernel_for_each_contribution(launches, sent, pieces):
+    """Of any length up to 16 M elements: 16 bits are cast inside the addition."""
+    total = meta(3_000_000)
+    numerics.fold(total, [meta(3_000_000, sent) for _ in range(pieces)], start=None)
+    assert launches == {"copy_": 2, "add_": pieces - 1}  # back as well: all that is on meta might be one tensor
+
+
+def test_a_norm_on_a_device_waits_for_nothing_and_does_not_split_its_shard(launches):
+    spans = [(0, 0, 1_000_003), (1, 1_000_064, 2_000_001)]
+    blocks = numerics.BlockMap(2_000_128, 128, spans, torch.device("meta"))
+    launches.clear()
+    numerics.block_sums(meta(2_000_128), blocks, 1, 2.0)
+    assert not launches["a boolean index"] and not WAITS & launches.keys()
+    assert launches["add"] == 7  # halvings of 128
+
+
+def chunked():
+    """What is made by everything that handles a few elements at a time, on 600,000 elements."""
+    generator = torch.Generator().manual_seed(7)
+    values = [torch.randn(600_000, generator=generator) for _ in range(3)]
+    wide = values[0].clone()
+    numerics.fold(wide, [values[1].bfloat16(), values[2].bfloat16()], start=wide, times=3, over=3)
+    master, seen = values[1].clone(), values[1].bfloat16()
+    seen[77::5000] = 2.0
+    numerics.reseed_(master, seen)
+    lower, ties = torch.empty(600_000, dtype=torch.int16), torch.empty(75_000, dtype=torch.uint8)
+    numerics.split_(values[2], lower, ties)
+    joined = torch.empty(600_000)
+    numerics.join_(joined, values[2].bfloat16(), lower, ties)
+    blocks = numerics.BlockMap(599_936, 128, [(0, 0, 300_001), (1, 300_032, 599_900)], torch.device("cpu"))
+    sums = numerics.block_sums(values[0][:599_936], blocks, 3, 2.0)
+    tiles = fp8.grid((600, 1000), "128x128")
+    scales, raw, numbers = (
+        fp8.scales_of(values[0], tiles),
+        torch.empty(600_000, dtype=torch.uint8),
+        torch.empty(600_000),
+    )
+    fp8.quantise_(raw, values[0], fp8.as_fp32(scales), tiles)
+    fp8.dequantise_(numbers, raw, fp8.as_fp32(scales), tiles)
+    (bucket,) = partition([Spec("w", (4687, 128), "float32", 4, 0, True)], Layout(bucket_mib=64), 1).buckets
+    message = torch.empty(int8.nbytes(bucket.numel), dtype=torch.uint8)
+    int8.encode_(message, values[0][: bucket.numel].clone(), bucket)
+    return [wide, master, lower, ties, joined, sums, scales, raw, numbers, message]
+
+
+def test_how_many_elements_are_handled_at_a_time_changes_no_bit(monkeypatch):
+    want = chunked()
+    monkeypatch.setattr(device, "CHUNK", device._AT_ONCE)
+    assert all(map(numerics.same_bits, chunked(), want))
+
+
+@pytest.mark.parametrize("sent", [torch.bfloat16, torch.float16])
+def test_a_cast_inside_an_addition_has_the_bits_of_one_before_it(monkeypatch, sent):
+    """What a device does, on every number of 16 bits."""
+    every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(sent)
+    start = torch.randn(every.numel(), generator=torch.Generator().manual_seed(3))
+    want, got = start.clone(), start.clone()
+    numerics.fold(want, [every], start=want)
+    monkeypatch.setattr(numerics, "_cast_first", lambda piece, total: False)
+    numerics.fold(got, [every], start=got)
+    assert numerics.same_bits(got, want)
+
+
+def test_random_states_of_a_device_are_those_of_the_models_own_index(monkeypatch):
+    asked = []
+
+    class Module:
+        @staticmethod
+        def get_rng_state(device):
+            asked.append(device)
+            return torch.tensor([1, 2], dtype=torch.uint8)
+
+        @staticmethod
+        def set_rng_state(state, device):
+            asked.append((state.tolist(), device))
+
+    monkeypatch.setattr(torch, "get_device_module", lambda device: Module)
+    from zeroshard.checkpoint.content import parsed_rng, restore_rng, rng_states
+
+    third = torch.device("cuda", 3)
+    states = rng_states(third)
+    assert states["cuda"] == "0102" and "cuda" not in rng_states(torch.device("cpu"))
+    restore_rng(parsed_rng(states, third), third)
+    assert asked == [third, third, ([1, 2], third)]
+    with pytest.raises(ValueError, match="random number generator of cuda:3"):
+        parsed_rng(states | {"cuda": "010203"}, third)
+    assert parsed_rng(states, torch.device("cpu")).device is None

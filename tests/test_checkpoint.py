@@ -369,6 +369,7 @@ ASKED = {  # how, what rank 0 asks, what rank 1 asks, and what both are told
     "wrong keep": ("save", {}, {"keep": 0}, "keep= counts checkpoints"),
     "wrong path": ("save", {"path": 5}, {}, "this is no path"),
     "an address": ("save", {}, {"path": "s3://bucket/run"}, "this is an address"),
+    "wrong extra": ("save", {"extra": 5}, {}, "extra= is saved by its keys"),
     "strict": ("load", {"strict": False}, {}, "False on rank 0; True on rank 1"),
     "wrong strict": ("load", {"strict": "no"}, {}, "strict= is a yes or a no"),
     "overwrite": ("export", {"overwrite": True}, {}, "zero.export(...), overwrite=\n"),

@@ -21,7 +21,7 @@ import test_lost_ranks
 import zeroshard
 from zeroshard.digests import digest
 from zeroshard.engine.buffer import Buffer
-from zeroshard.errors import CheckpointError, PeerError, StateError
+from zeroshard.errors import CheckpointError, PeerError, StateError, UserError
 from zeroshard.ranks import watch
 from zeroshard.ranks.link import Link, packed, unpacked
 from zeroshard.ranks.streams import KEPT, Stream
@@ -304,6 +304,32 @@ def test_a_signal_to_one_rank_makes_all_save_once_at_a_steps_end(ranks, tmp_path
         assert saves in ([3], [4])  # after the step in whose row it was, or after the next
     (after,) = ranks.run(1, resumed, 3 - stage, str(tmp_path), group=False)
     assert reference.first_difference(after, test_lost_ranks.plain_steps(5)) == ""
+
+
+NO_USE = {
+    "no number": ("USR1", "a", None, None),
+    "yes": (True, "a", None, None),
+    "too large": (1000, "a", None, None),
+    "without a name": (signal.SIGRTMIN + 1, "a", None, None),
+    "SIGKILL": (signal.SIGKILL, "a", None, None),
+    "extra": (signal.SIGUSR1, "a", {"done": 1}, None),
+    "an address": (signal.SIGUSR1, "s3://bucket/run", None, None),
+    "no path": (signal.SIGUSR1, 5, None, None),
+    "keep": (signal.SIGUSR1, "a", None, 0),
+    "extra of nothing": (signal.SIGUSR1, None, dict, None),
+    "keep of nothing": (signal.SIGUSR1, None, None, 3),
+}
+
+
+@pytest.mark.row(91)
+@pytest.mark.parametrize("why", NO_USE)
+def test_what_no_save_could_use_is_refused_when_save_on_is_called(why):
+    """And not when the machine is taken away."""
+    number, path, extra, keep = NO_USE[why]
+    zero, before = zeroshard.shard(torch.nn.Linear(2, 2), None), signal.getsignal(signal.SIGUSR1)
+    with pytest.raises(UserError):
+        zero.save_on(number, path, extra, keep=keep)
+    assert signal.getsignal(signal.SIGUSR1) is before and zero._engine.on_signal == {}
 
 
 def preempted_anew(folder: str):

@@ -1,5 +1,6 @@
 """`zeroshard.load`: each rank reads its own parts of a folder of weights, into a model that has no memory yet."""
 
+import inspect
 import json
 
 import pytest
@@ -97,6 +98,31 @@ def test_a_checkpoint_is_a_folder_too(ranks, tmp_path):
     outcomes = ranks.run(2, from_checkpoint, tmp_path / "a")
     same([second for _, second, _ in outcomes], [first for first, _, _ in outcomes])
     assert reference.first_difference(outcomes[0][2], outcomes[0][0][0]) == ""
+
+
+def in_backward(path, early):
+    """Two steps from a checkpoint that `zeroshard.load` reads."""
+    model, optimizer, zero = build("gpt", 3)
+    step("gpt", model, optimizer, 0, total=2)
+    zero.save(path)
+    other = on_meta("gpt", tied=True)
+    made = torch.optim.AdamW(other.parameters(), lr=5.0)
+    again = zeroshard.load(other, path, made, stage=2, optimizer_in_backward=early)
+    for number in (1, 2):
+        step("gpt", other, made, number, total=2)  # one backward a step
+    return digest(other, made, again), again.ledger().peak["gradients"]
+
+
+def test_the_optimizer_may_step_in_backward(ranks, tmp_path):
+    early, late = (ranks.run(2, in_backward, tmp_path / str(each), each) for each in (True, False))
+    same([found for found, _ in early], [found for found, _ in late])
+    assert all(one < other for (_, one), (_, other) in zip(early, late, strict=True))  # bytes of gradients at most
+
+
+def test_load_takes_what_shard_takes():
+    shard, load = (inspect.signature(each).parameters for each in (zeroshard.shard, zeroshard.load))
+    assert [name for name in shard if name not in load] == []
+    assert all(load[name].default == shard[name].default for name in shard if name != "optimizer")
 
 
 def own_memory(path):

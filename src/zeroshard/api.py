@@ -290,6 +290,18 @@ class Zero:
         is enough, wherever it finds the program. Then the handlers that were there before are back. The program goes
         on; to end it, look at `signalled`. For several signals call it several times. Main thread, every rank.
         """
+        if threading.current_thread() is not threading.main_thread():
+            raise UserError(
+                "only the main thread can handle signals", instead="zero.save_on(...) where the program starts"
+            )
+        saving.check_signal(signal)
+        if path is not None:
+            saving.asked(path, None, asynchronous=False, keep=keep)
+        elif extra is not None or keep is not None:
+            raise UserError("save_on(..., None) saves nothing, and extra= and keep= say how", instead="a path")
+        if extra is not None and not callable(extra):
+            instead = "extra=lambda: {...}"
+            raise UserError("extra= is called when the signal has come", got=repr(extra), instead=instead)
         group, before = self._engine.group, _signal.getsignal(signal)
 
         def note(number: int, frame: Any) -> None:
@@ -303,10 +315,6 @@ class Zero:
             for number, handler in self._handlers.items():
                 _signal.signal(number, handler)
 
-        if threading.current_thread() is not threading.main_thread():
-            raise UserError(
-                "only the main thread can handle signals", instead="zero.save_on(...) where the program starts"
-            )
         self._handlers.setdefault(signal, before)
         _signal.signal(signal, note)
         if not self._engine.on_signal:  # armed anew: what came before was answered

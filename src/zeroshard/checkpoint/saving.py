@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import platform
+import signal
 import sys
 import threading
 import time
@@ -139,7 +140,7 @@ def save(
 ) -> Saving:
     """Write a checkpoint at `path`, or leave everything as it is and raise on every rank."""
     group = running.group
-    group.same("zero.save(...)", lambda: _asked(path, asynchronous=asynchronous, keep=keep))
+    group.same("zero.save(...)", lambda: asked(path, extra, asynchronous=asynchronous, keep=keep))
     target, apart = absolute(path), group.apart(behind=asynchronous)
     snapshot, problem, digests, kinds = None, None, {}, []
     try:
@@ -181,12 +182,23 @@ def save(
     return Saving(target, work, asynchronous=asynchronous)
 
 
-def _asked(path: object, *, asynchronous: object, keep: object) -> dict[str, Any]:
+def asked(path: object, extra: object, *, asynchronous: object, keep: object) -> dict[str, Any]:
+    """What all ranks must be asked alike. Raises `UserError` for what cannot be."""
     check_flag("asynchronous", asynchronous)
+    if extra is not None and not isinstance(extra, Mapping):
+        raise UserError("extra= is saved by its keys", expected="a dict", got=repr(extra)[:100], instead="extra={...}")
     if keep is not None and not (type(keep) is int and keep >= 1):
         raise UserError("keep= counts checkpoints, the new one too", got=repr(keep), instead="keep=3")
     # The last part of the path: what is before it may be called otherwise on another host.
     return {"path": absolute(path).name, "asynchronous": asynchronous, "keep": keep}
+
+
+def check_signal(number: object) -> None:
+    """Refuse what is no signal, or none that a program can handle."""
+    known = [each for each in signal.Signals if each not in (signal.SIGKILL, signal.SIGSTOP)]
+    if type(number) not in (int, signal.Signals) or number not in known:
+        instead = "signal.SIGUSR1"
+        raise UserError("this is no signal that a program can handle", got=repr(number), instead=instead)
 
 
 @dataclass

@@ -49,6 +49,7 @@ def load(
     comm: Comm | None = None,
     device: torch.device | str | None = None,
     init: Callable[[nn.Module], None] | None = None,
+    optimizer_in_backward: bool = False,
 ) -> Zero:
     """`shard(model, optimizer, ...)` with the weights of `folder`; best with a model built on the meta device.
 
@@ -83,9 +84,8 @@ def load(
     if told:
         raise CheckpointError("the model was not loaded", where=str(path), got=told[0])
     settings: dict[str, Any] = {"precision": precision, "offload": offload, "layout": layout, "comm": comm}
-    zero = shard(
-        model, optimizer, stage=stage, device=device, init=_fill(model, tensors, Initialiser(model, init)), **settings
-    )
+    settings |= {"stage": stage, "device": device, "optimizer_in_backward": optimizer_in_backward}
+    zero = shard(model, optimizer, init=_fill(model, tensors, Initialiser(model, init)), **settings)
     if (path / MANIFEST).exists():
         zero.load(path, strict=strict)
         return zero

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import random
+import time
+
 import pytest
 import torch
 from torch import nn
 
+import ranks as rank_processes
 import reference
 import zeroshard
 from zeroshard import Comm, Offload, Precision
 from zeroshard.errors import PeerError, StateError
+from zeroshard.ranks import shared_memory
 
 
 class Averaging(torch.optim.Optimizer):
@@ -149,6 +155,45 @@ def test_edited_fragments_in_host_memory_count_too(ranks, stage, look, offload):
     want = looped(2, None, "in place", look)
     for got in ranks.run(2, looped, 2, stage, "in place", look, offload=Offload(**offload)):
         assert_equal(got, want)
+
+
+def late(function, draw):
+    @functools.wraps(function)
+    def delayed(*args):
+        time.sleep(draw.random() * 0.004)
+        return function(*args)
+
+    return delayed
+
+
+def looped_late(seed, *args, **options):
+    """`looped`, where this rank is drawn to be late whenever it shares something, hears of it, or drops pages of its own."""
+    draw = random.Random(seed + rank_processes.rank())
+    places = [(shared_memory.Flight, "post"), (shared_memory.Flight, "copy"), (shared_memory.Copy, "forget")]
+    before = [(owner, name, getattr(owner, name)) for owner, name in places]
+    try:
+        for owner, name, function in before:
+            setattr(owner, name, late(function, draw))
+        return looped(*args, **options)
+    finally:
+        for owner, name, function in before:
+            setattr(owner, name, function)
+
+
+@pytest.mark.row(66)
+@pytest.mark.parametrize("look", ["forward", "training forward", "gathered"])
+@pytest.mark.parametrize("how", ["in place", "data replaced"])
+@pytest.mark.parametrize("sharded", [1, 2, 3])
+def test_fragments_edited_beside_one_copy_are_not_dropped(ranks, sharded, how, look):
+    """Pages that a rank wrote itself go when all owners have written: before anybody can edit, however late a rank is."""
+    once = Offload(parameters="shared")
+    for world, dtype in ((2, None), (3, None), (2, torch.bfloat16)):
+        want = looped(world, None, how, look) if dtype is None else None
+        for seed in (1, 2):
+            found = ranks.run(world, looped_late, 10 * seed, world, sharded, how, look, dtype, offload=once)
+            want = want or ranks.run(world, looped, world, 1, how, look, dtype)[0]
+            for got in found:
+                assert_equal(got, want)
 
 
 def made(stage=1, **options):

@@ -290,6 +290,10 @@ def spread(buffers: Sequence[Buffer], *, overlap: bool, outside: bool = False) -
     requantise(buffers)
     for buffer in buffers:
         buffer.spread(overlap=overlap)
+    for buffer in buffers:
+        if buffer.bucket.index in buffer.team.once:
+            # Landing drops what this rank wrote itself, so it ends before the program can write to fragments again.
+            buffer.land()
 
 
 def look(buffer: Buffer) -> None:

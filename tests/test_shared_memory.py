@@ -287,6 +287,29 @@ def test_a_copy_that_forgets_nothing_is_caught(ranks, how):
     assert all(any(left) for _, left, *_ in found)
 
 
+def left_by(write_from):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.01)
+    zero = zeroshard.shard(model, optimizer, stage=2, offload=ONCE)
+    inside(zero, model, write_from)
+    left = [copy.private() for copy in copies_of(zero)]
+    return left, reference.weights(model)
+
+
+@pytest.mark.row(103)
+@pytest.mark.parametrize("write_from", [None, 1], ids=["owners", "one rank"])
+def test_gathered_leaves_one_copy(ranks, write_from):
+    """Also of what is frozen, which no step publishes; and also where one rank's weights are sent into everybody's pages."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    halved(plain, True)
+    for left, weights in ranks.run(2, left_by, write_from):
+        assert left and not any(left)
+        reference.assert_same(weights, reference.weights(plain))
+
+
 def proportional():
     """What this process is charged of memory without a name, each page shared out among those that have it; private
     pages in full."""

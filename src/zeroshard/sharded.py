@@ -354,6 +354,8 @@ class Engine:
             if not buffer.placements.parameters and write_from is None:
                 # Whatever each rank did to its copy, the owner's edit of every element is the one that counts.
                 buffer.publish().wait()
+            elif write_from is not None:
+                buffer.parameters.make_one()
         self.group.torn = ""
         self.comparing.written()
 

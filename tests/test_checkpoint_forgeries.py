@@ -466,6 +466,7 @@ BOMBS = {
     "ranks true": with_(ranks=lambda _: True),
     "ranks 2^62": with_(ranks=lambda _: 1 << 62),
     "seed": with_(seed=lambda _: -1),
+    "no_sync": with_(no_sync=lambda _: True),
     "saved": with_(saved=lambda _: "now"),
     "10^5 empty lists": with_(fragments=lambda _: [[]] * 100_000),
     "10^5 fragments again": with_(fragments=lambda told: told + told[:1] * 100_000),

@@ -89,6 +89,54 @@ def test_forty_steps_with_stops_at_13_and_27(ranks, tmp_path, case):
     assert reference.first_difference(parts[-1][0][1], straight[0][1]) == ""
 
 
+def accumulates(path, ask, no_sync, saved_again=None):
+    """A step of four micro-batches over all ranks, saved or after a load; what a load warned of, and the weights."""
+    torch.manual_seed(7)
+    model = torch.nn.Linear(37, 41)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zero = zeroshard.shard(model, optimizer, stage=2)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        if ask == "load":
+            zero.load(path)
+    turns = MICRO_BATCHES // zero.world_size if zero.world_size != 3 else 2
+    for turn in range(turns):
+        torch.manual_seed(turn * zero.world_size + zero.rank)
+        with zero.no_sync() if no_sync and turn < turns - 1 else nullcontext():
+            (model(torch.randn(5, 37)).square().sum() / turns).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if saved_again or ask == "save":
+        zero.save(saved_again or path)
+    with zero.gathered():
+        return [str(each.message) for each in told if "no_sync" in str(each.message)], reference.weights(model)
+
+
+def test_a_checkpoint_of_no_sync_warns_on_another_number_of_ranks(ranks, tmp_path):
+    """Once, on rank 0; also of one rank's. Not on as many ranks, not of what was trained without it since it was loaded,
+    and not of a checkpoint that does not say it."""
+    a, b, c = (tmp_path / name for name in "abc")
+    ranks.run(2, accumulates, a, "save", True)
+    assert [told for told, _ in ranks.run(2, accumulates, a, "load", False, b)] == [[], []]
+    (one,), none, another = (told for told, _ in ranks.run(3, accumulates, a, "load", False))
+    assert "each of 2 ranks" in one and "with 3 they are added in another order" in one and none == another == []
+    assert [told for told, _ in ranks.run(3, accumulates, b, "load", True, c)] == [[]] * 3
+    ((found, _),) = ranks.run(1, accumulates, c, "load", False)
+    assert len(found) == 1 and "each of 3 ranks" in found[0]
+    told = json.loads((a / "manifest.json").read_text())["manifest"]
+    assert told.pop("no_sync") == 2
+    (a / "manifest.json").write_text(f'{{"digest":"{digest(canonical(told))}","manifest":{canonical(told)}}}')
+    assert [told for told, _ in ranks.run(1, accumulates, a, "load", False)] == [[]]
+
+
+def test_no_sync_has_other_bits_at_another_number_of_ranks(ranks, tmp_path):
+    """And without it there are the same: what the warning says."""
+    ranks.run(1, accumulates, tmp_path / "a", "save", False)
+    for no_sync, same in ((False, True), (True, False)):
+        (_, one), (_, two) = (ranks.run(n, accumulates, tmp_path / "a", "load", no_sync)[0] for n in (1, 2))
+        assert (reference.first_difference(one, two) == "") is same
+
+
 def draws(zero, *place):
     import random
 

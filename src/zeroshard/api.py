@@ -185,7 +185,8 @@ class Zero:
 
         Saves one pass of the gradients per backward, at every stage. Stages 0 and 1 add up where their gradients rest,
         and hold nothing more for it; 2 and 3 take a full-size buffer in the accumulation dtype (`Precision.grad_dtype`)
-        until then, and so does `Offload(gradients=...)`. Same bits at all stages; not the same as without it.
+        until then, and so does `Offload(gradients=...)`. Same bits at all stages; not the same as without it, nor at
+        another number of ranks, of which `load` warns.
         """
         backward = self._engine.schedule.backward
         before, backward.local = backward.local, True
@@ -342,6 +343,7 @@ class Zero:
             loaded = loading.load(engine, path, strict=strict)
         self._engine.seed = engine.seed
         self._engine.loaded()
+        loading.warn_of_order(engine, path)
         return loaded
 
     @_meeting

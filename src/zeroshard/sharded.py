@@ -364,7 +364,8 @@ class Engine:
     def model_state(self) -> ModelState:
         """What a checkpoint is made of, and goes into."""
         parts = self.managed, self.buffers, self.bindings, self.group, self.stage, self.seed
-        return ModelState(self.model, *parts, moving=self.moving)
+        sources = self.group.sources if self.schedule.backward.was_local else 0
+        return ModelState(self.model, *parts, moving=self.moving, no_sync=sources)
 
     def meet_for_checkpoint(self, what: str) -> None:
         self.schedule.recover()
@@ -399,6 +400,7 @@ class Engine:
     def loaded(self) -> None:
         """All ranks hold the weights of one step, whatever they held."""
         self.group.torn, self.group.progress.steps = "", self._furthest
+        self.schedule.backward.was_local = False
         spread([buffer for buffer in self.buffers if buffer.bucket.fp8], overlap=False, outside=True)
         self.comparing.written()
         self.gradients.hide(self.gradients.entries)

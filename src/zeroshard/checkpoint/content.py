@@ -69,6 +69,7 @@ class ModelState:
                 self.places[slot.name] = buffer, slot
 
     moving: MovingAverage | None = None
+    no_sync: int = 0  # of how many ranks each has added up gradients by itself, since weights were loaded
     kinds: list[Kinds] | None = None  # what all ranks have agreed upon, while they save
 
     def shape(self, record: Managed) -> tuple[int, ...]:

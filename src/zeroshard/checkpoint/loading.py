@@ -129,12 +129,24 @@ def _load(running: ModelState, folder: Path, opened: contextlib.ExitStack, *, st
             "the checkpoint was right and then changed, or failed, while it was read: the model holds only some of it",
             where=str(folder), got=told[0], instead="load again, this one or another, before going on",
         )  # fmt: skip
-    running.seed = saved.manifest["seed"]
+    running.seed, running.no_sync = saved.manifest["seed"], saved.manifest.get("no_sync", 0)
     if running.moving and saved.manifest.get("average"):
         running.moving.updates = saved.manifest["average"]["updates"]
     if staged.rng is not None:
         restore_rng(staged.rng, running.group.device)
     return Loaded(staged.extra, differences, saved.manifest["ranks"])
+
+
+def warn_of_order(saved: ModelState, path: object) -> None:
+    """Say on rank 0 that the run whose checkpoint was loaded would go on with other bits."""
+    group, before = saved.group, saved.no_sync
+    if group.rank == 0 and before not in (0, group.sources):
+        warnings.warn(
+            f"{path} was trained under no_sync(), where each of {before} ranks adds up its gradients by itself: with "
+            f"{group.sources} they are added in another order, and training goes on with other bits than with "
+            f"{before}. Without no_sync() these are the same on 1, 2, 4, 8 ... ranks (docs/guide.md, Accumulation)",
+            stacklevel=4,
+        )
 
 
 def _differences(running: ModelState, saved: Saved) -> list[str]:

@@ -130,7 +130,7 @@ class Saved:
             if not (isinstance(moving["decay"], (int, float)) and 0 <= moving["decay"] < 1):
                 raise self.damage("an average's decay", repr(moving["decay"])[:50])
         self._count(manifest["saved"], 1 << 63)
-        self._count(manifest.get("number", 0), 1 << 63)
+        self._count(manifest.get("number", 0), 1 << 63), self._count(manifest.get("no_sync", 0))
         self._count(manifest["seed"], 1 << 64)
         self._count(manifest["stage"]), self._count(manifest["threads"])
         self._text(manifest["torch"]), self._text(manifest["python"])

@@ -266,6 +266,7 @@ def _head(running: ModelState, extra: Any) -> dict[str, Any]:
         "ranks": running.group.ranks,
         "stage": running.stage,
         "seed": running.seed,
+        "no_sync": running.no_sync,
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),

@@ -49,6 +49,7 @@ class Backward:
         self.group = gradients.group
         self.ledger = gradients.group.ledger
         self.local = False  # inside no_sync()
+        self.was_local = False  # did one add up on this rank only, since weights were loaded?
         self._script = script
         self._meet = meet
         self._releases = releases
@@ -108,6 +109,7 @@ class Backward:
             self._stay_last()
             self._task = torch._C._current_graph_task_id()
             self.reduction.begin(kept, local=self.local)
+            self.was_local |= self.local
         self._own_segment = self._releases and not self._script.active
         if self._own_segment:
             self._script.begin(("backward", 0))

@@ -5,15 +5,26 @@ These have no values, and take the branches of a device on a machine that has no
 
 from __future__ import annotations
 
+import os
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import ranks
+import zeroshard
 from zeroshard import device, fp8, int8, numerics
+from zeroshard.errors import PeerError, UserError
+from zeroshard.events import Ledger
 from zeroshard.layout import Layout, Spec, partition
+from zeroshard.ranks.agreement import Progress
+from zeroshard.ranks.groups import backend_for
+from zeroshard.ranks.link import SLICE, Link
 
 VIEWS = {"slice", "view", "_unsafe_view", "unbind", "detach", "alias", "as_strided", "select", "unsqueeze"}
 WAITS = {"_local_scalar_dense", "nonzero", "equal", "masked_select", "is_nonzero"}
@@ -142,3 +153,85 @@ def test_random_states_of_a_device_are_those_of_the_models_own_index(monkeypatch
     with pytest.raises(ValueError, match="random number generator of cuda:3"):
         parsed_rng(states | {"cuda": "010203"}, third)
     assert parsed_rng(states, torch.device("cpu")).device is None
+
+
+# --- collectives in a device's queue ----------------------------------------------------------------------------------
+
+
+class Handle:
+    """A collective of NCCL's: a wait with a time-out that runs out aborts the whole group."""
+
+    def __init__(self, asked=3):
+        self.left, self.waits = asked, []
+
+    def is_completed(self):
+        self.left -= 1
+        return self.left < 0
+
+    def wait(self, *timeout):
+        self.waits.append(timeout)
+        return True
+
+
+def link():
+    """One of a rank whose data moves in a device's queue."""
+    found, groups = Link.__new__(Link), SimpleNamespace(call=None, levelling=[], queued=True, loss=None, levellings=0)
+    groups.watch, groups.limit = SimpleNamespace(alarm={}, called=0, ask=dict, tell=lambda culprits: None), 60.0
+    found.groups, found.ledger, found.progress, found.process, found.rank = groups, Ledger(), Progress(), os.getpid(), 0
+    found.behind, found.saves, found._weak = False, False, None
+    return found
+
+
+@pytest.mark.parametrize("bucket", [None, 3], ids=["a broadcast", "a bucket"])
+@pytest.mark.parametrize("queued", [True, False])
+def test_a_collective_in_a_devices_queue_is_never_given_a_time_out(bucket, queued):
+    handle = Handle()
+    link().wait("a verb", bucket, handle, queued=queued)
+    assert handle.waits == ([()] if queued else [(SLICE,)])
+    assert handle.left == (-1 if queued and bucket is None else 3)  # polled, where what comes is needed here
+
+
+def test_a_rank_that_waits_for_a_queue_hears_that_another_is_lost():
+    waiting, handle = link(), Handle(asked=10**9)
+    waiting.groups.watch.alarm[1] = "is gone: its process has ended"
+    with pytest.raises(PeerError, match="rank 1 is gone"):
+        waiting.wait("a broadcast", None, handle, queued=True)
+    assert not handle.waits
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "backend"),
+    [
+        ("cpu:gloo,cuda:nccl", "cuda", "nccl"),
+        ("cpu:gloo,cuda:nccl", "cpu", "gloo"),
+        ("cuda:nccl", "cpu", "gloo"),  # which has none for it: the usual one
+        ("cpu:gloo", "xpu", "xccl"),
+        ("cpu:gloo,cuda:gloo", "cuda", "gloo"),
+    ],
+)
+def test_data_moves_by_the_backend_of_its_device(monkeypatch, config, kind, backend):
+    """Also of groups that have one for each kind of device."""
+    monkeypatch.setattr(dist, "get_backend_config", lambda parent: config)
+    assert backend_for(torch.device(kind), None) == backend
+
+
+def test_a_device_that_no_backend_is_known_for_is_refused(monkeypatch):
+    monkeypatch.setattr(dist, "get_backend_config", lambda parent: "cpu:gloo")
+    with pytest.raises(UserError, match=r"device mtia, a process group of cpu:gloo"):
+        backend_for(torch.device("mtia"), None)
+
+
+def tensors_of_the_host():
+    """A rank's groups for data refuse them, as NCCL does: they go through the group for control."""
+    model = nn.Linear(3, 3)
+    zero = zeroshard.shard(model, torch.optim.SGD(model.parameters()), stage=1)
+    group, groups = zero._engine.group, zero._engine.group._groups
+    group.device, control, data = torch.device("meta"), groups.control.count, groups.broadcasts.count
+    sent = torch.full((4,), float(ranks.rank()))
+    group.broadcast(sent, 1)
+    return sent.tolist(), groups.control.count - control, groups.broadcasts.count - data
+
+
+def test_tensors_of_the_host_are_broadcast_beside_those_of_a_device():
+    """Random states from which models on meta are made, and an optimizer's states beside offloaded weights."""
+    assert ranks.run(2, tensors_of_the_host) == [([1.0] * 4, 1, 0)] * 2

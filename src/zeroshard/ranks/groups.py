@@ -189,10 +189,17 @@ class Wanted(NamedTuple):
     backend: str
     members: Sequence[int]  # their ranks among the ranks of the model
 
-    def made(self, everyone: Sequence[int], options: dict[str, Any]) -> Stream:
-        """everyone: all of the model's ranks, by their number in the program."""
+    def made(self, everyone: Sequence[int], options: dict[str, Any], *, queued: bool) -> Stream:
+        """everyone: all of the model's ranks, by their number in the program. queued: see `Groups`."""
         ranks = [everyone[rank] for rank in self.members]
-        return Stream(_new_group(backend=self.backend, **{**options, "ranks": ranks}), self.members)
+        return Stream(
+            _new_group(backend=self.backend, **{**options, "ranks": ranks}),
+            self.members,
+            queued=queued and self.use not in CONTROL,
+        )
+
+
+CONTROL = ("control", "axis")  # uses of CPU tensors
 
 
 def _wanted(rank: int, ranks: int, sits: Seat, along: Seat | None, backend: str) -> list[Wanted]:
@@ -260,7 +267,9 @@ class Groups:
         try:
             self.watch = self._come_together(parent, alike, needed, self.limit, lambda: (about() or _nothing)())
             atexit.register(_last_words, weakref.ref(self))
-            self.streams: list[Stream] = attend(self.watch, lambda: [each.made(ranks, options) for each in wanted])
+            self.streams: list[Stream] = attend(
+                self.watch, lambda: [each.made(ranks, options, queued=self.queued) for each in wanted]
+            )
         except (RuntimeError, OSError) as error:
             if isinstance(error, Error):
                 raise

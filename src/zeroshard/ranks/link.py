@@ -74,7 +74,8 @@ class Link:
         what = "broadcast", self.engine, *whole, low, low + part.numel(), root
         return self.launch(stream, what, *broadcast(stream, part, root))
 
-    def wait(self, verb: str, bucket: int | None, handle: Any) -> None:
+    def wait(self, verb: str, bucket: int | None, handle: Any, *, queued: bool = False) -> None:
+        """queued: does a device's queue come to it? That waits for buckets, and this thread for all else as well."""
         refuse_forked(self.process, self.rank)
         self.groups.speaker = self._weak
         self.progress.awaited = verb, bucket
@@ -82,28 +83,28 @@ class Link:
         if not self.behind and (within is None or not within.running()):
             self.groups.call = Call()  # of a verb's own waits it is the verb's
         since = time.perf_counter_ns()
-        if self.groups.queued and bucket is not None:
-            self._wait_for(handle)  # the device's stream waits, not this thread
+        if queued and bucket is not None:
+            self._wait_for(handle)  # the device's queue waits, not this thread
         else:
-            self._wait_in_slices(handle)
+            self._wait_in_slices(handle, queued=queued)
         self.progress.awaited = None
         if not self.behind:
             self.ledger.waited += time.perf_counter_ns() - since
             self.groups.call = within
             prune(self.groups.levelling)  # a thread behind the training prunes its own
 
-    def _wait_in_slices(self, handle: Any, *, levelling: bool = False) -> None:
+    def _wait_in_slices(self, handle: Any, *, queued: bool, levelling: bool = False) -> None:
         asked = time.monotonic()
         for slices in itertools.count(1):
             error: Exception = RuntimeError("it did not come in time")
             try:
-                if handle.wait(SLICE):  # else memory that is shared was not posted in this slice
+                if not queued and handle.wait(SLICE):  # else memory that is shared was not posted in this slice
                     return
             except (RuntimeError, ValueError) as failed:
                 if failed.__traceback__ is not None and failed.__traceback__.tb_next is not None:
                     raise  # not the collective has failed: a signal's handler has
                 error = failed
-            if handle.is_completed():
+            if handle.is_completed() or (queued and _completes(handle)):
                 self._wait_for(handle)  # it failed, or ended after the slice did
                 return
             if self.groups.watch.alarm or self.lost:
@@ -178,8 +179,8 @@ class Link:
                 raise self._loss(RuntimeError(f"{most - stream.count} collectives behind the others"))
             for what in last[len(last) - (most - stream.count) :]:
                 self._stand_in(stream, what)
-        for handle in [handle for stream in ours for handle in stream.under_way]:
-            self._wait_in_slices(handle, levelling=True)
+        for handle, queued in [(handle, stream.queued) for stream in ours for handle in stream.under_way]:
+            self._wait_in_slices(handle, queued=queued, levelling=True)
         for stream in ours:
             stream.settle()
         for engine, group in engines.items():
@@ -292,6 +293,17 @@ class Link:
             instead="read the first error among all ranks' output, end the program, and load the last checkpoint; "
             "Comm(timeout=...) sets how long to wait for a silent rank",
         )
+
+
+def _completes(handle: Any) -> bool:
+    """Does it, in one slice? NCCL aborts all of a group's collectives when a wait for one of them runs out of time."""
+    deadline, pause = time.monotonic() + SLICE.total_seconds(), 1e-5
+    while not handle.is_completed():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, 1e-3)
+    return True
 
 
 def packed(told: dict[str, Any]) -> str:

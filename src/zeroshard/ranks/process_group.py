@@ -103,8 +103,10 @@ class ProcessGroup(Group):
     @verb
     def _broadcast(self, tensor: Tensor, source: int) -> None:
         raw = tensor.view(torch.uint8)
-        handle = self._link.broadcast(self._groups.broadcasts, raw, self._global[source], (-1, "", raw.numel()), 0)
-        self._link.wait("a broadcast", None, handle)
+        # What moves a device's tensors may refuse those of the host.
+        stream = self._groups.broadcasts if tensor.device.type == self.device.type else self._stream
+        handle = self._link.broadcast(stream, raw, self._global[source], (-1, "", raw.numel()), 0)
+        self._link.wait("a broadcast", None, handle, queued=stream.queued)
 
     @verb
     def meet(self, what: str, number: int, *same: int, facts: Callable[[], str] = str) -> None:

@@ -135,4 +135,4 @@ class ProcessTeam(Team):
         return [self._link.broadcast(self._gathers, raw, self._global[position], (-1, "", raw.numel()), 0)]
 
     def _wait(self, verb: str, bucket: int | None, handle: Any) -> None:
-        self._link.wait(verb, bucket, handle)
+        self._link.wait(verb, bucket, handle, queued=self._link.groups.queued)

@@ -39,9 +39,11 @@ def prune(streams: Sequence[Stream]) -> None:
 class Stream:
     """The collectives of one process group."""
 
-    def __init__(self, group: Any, members: Sequence[int], *, behind: bool = False) -> None:
-        """members: their ranks among the ranks of the model. behind: only a thread behind the training uses it."""
+    def __init__(self, group: Any, members: Sequence[int], *, behind: bool = False, queued: bool = False) -> None:
+        """members: their ranks among the ranks of the model. behind: only a thread behind the training uses it.
+        queued: do its collectives run in a device's queue, which waits for them, and not a thread?"""
         self.group = group
+        self.queued = queued
         self.members = members
         self.behind = behind
         self._flights: deque[tuple[int, Launch, Any]] = deque()

@@ -235,3 +235,48 @@ def tensors_of_the_host():
 def test_tensors_of_the_host_are_broadcast_beside_those_of_a_device():
     """Random states from which models on meta are made, and an optimizer's states beside offloaded weights."""
     assert ranks.run(2, tensors_of_the_host) == [([1.0] * 4, 1, 0)] * 2
+
+
+# --- division ---------------------------------------------------------------------------------------------------------
+
+
+class Reciprocals(TorchDispatchMode):
+    """Divides as CUDA's kernel does: by a number of Python's it multiplies by the reciprocal, which is rounded."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.name.startswith("aten::div") and not isinstance(args[1], torch.Tensor):
+            reciprocal = torch.tensor(1.0) / torch.tensor(float(args[1]))
+            multiply = torch.ops.aten.mul_ if func._schema.name.endswith("_") else torch.ops.aten.mul
+            return multiply.Tensor(args[0], reciprocal)
+        return func(*args, **(kwargs or {}))
+
+
+def test_such_a_device_divides_otherwise():
+    values = torch.arange(1.0, 100.0)
+    with Reciprocals():
+        wrong = values / 3
+    assert not torch.equal(wrong, values / 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 6, 7, 8, 24, 127, 1000])
+def test_an_average_is_a_true_division_on_every_device(dtype, ranks):
+    """With 16 bits too, which have no 1,000 ... 1,023 but one in four."""
+    values = torch.randn(10_000, generator=torch.Generator().manual_seed(ranks)).to(dtype)
+    want, got = (
+        (values.to(torch.float64) / ranks).to(torch.promote_types(dtype, torch.float32)).to(dtype),
+        values.clone(),
+    )
+    with Reciprocals():
+        numerics.average_(got, ranks)
+    assert numerics.same_bits(got, want)
+
+
+def test_codes_of_8_bits_are_the_same_on_every_device():
+    (bucket,) = partition([Spec("w", (300, 128), "float32", 4, 0, True)], Layout(bucket_mib=64), 1).buckets
+    values = torch.randn(bucket.numel, generator=torch.Generator().manual_seed(1))
+    want, got = (torch.empty(int8.nbytes(bucket.numel), dtype=torch.uint8) for _ in range(2))
+    int8.encode_(want, values.clone(), bucket)
+    with Reciprocals():
+        int8.encode_(got, values.clone(), bucket)
+    assert numerics.same_bits(got, want)

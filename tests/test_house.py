@@ -207,6 +207,25 @@ def test_what_waits_is_found(line, words):
     assert sorted(each.partition(",")[0] for each in waits(ast.parse(line), control=False)) == sorted(words)
 
 
+DIVISIONS = {
+    "numerics.py": {"1 / ranks", "wide.div_(divisor(ranks, wide))", "total / (1 << _LOWEST)", "1.0 / order"},
+    "fp8.py": {"piece.of(masters, first) / by"},  # a tensor
+    "int8.py": {"largest / divisor(_MOST, largest)", "values.div_(scales)"},
+}
+
+
+@pytest.mark.parametrize("name", DIVISIONS)
+def test_no_tensor_is_divided_by_a_number_of_pythons(name):
+    """CUDA would multiply by its rounded reciprocal. All divisions there are: of Python's numbers, and by tensors."""
+    found = {
+        ast.unparse(node)
+        for node in ast.walk(code(PACKAGE / name)[1])
+        if (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div))
+        or (isinstance(node, ast.Call) and re.search(r"\b(true_)?div(ide)?_?$", ast.unparse(node.func)))
+    }
+    assert found == DIVISIONS[name]
+
+
 def test_layout_is_pure():
     """It imports nothing but the standard library and the exceptions."""
     names = {name.split(".")[0] for name in imported(PACKAGE / "layout.py")}

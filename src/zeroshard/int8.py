@@ -22,7 +22,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .device import ask, chunk
+from .device import ask, chunk, divisor
 from .layout import Bucket
 from .numerics import BLOCK, simulated
 
@@ -85,7 +85,7 @@ def _encode_(rows: Tensor, values: Tensor, seeds: Tensor, places: Tensor) -> Non
         finite = values.isfinite()
         values = torch.where(finite, values, 0.0)
         largest = values.abs().amax(1, keepdim=True)
-    scales = (largest / _MOST).clamp_(min=_LEAST)
+    scales = (largest / divisor(_MOST, largest)).clamp_(min=_LEAST)
     values.div_(scales)
     drawn = _mixed(values.view(torch.int32) ^ (seeds ^ _mixed(largest.view(torch.int32) & _MANTISSA)) ^ places)
     drawn = drawn.bitwise_and_(0xFFFF).to(torch.float32).add_(0.5).mul_(2.0**-16)

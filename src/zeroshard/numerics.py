@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .device import ask, chunk, equal
+from .device import ask, chunk, divisor, equal
 from .errors import UserError, nearest
 
 Nonfinite = Literal["ignore", "raise", "skip"]
@@ -253,8 +253,13 @@ def divides_exactly(total: torch.dtype, piece: torch.dtype, ranks: int) -> bool:
 
 def average_(total: Tensor, ranks: int) -> None:
     """Divide once, and truly: times 1/3 is not division by 3. Times a half is division by 2, at a third of its cost."""
-    if ranks > 1:
-        total.div_(ranks) if ranks & (ranks - 1) else total.mul_(1 / ranks)
+    if ranks & (ranks - 1) == 0:
+        total.mul_(1 / ranks) if ranks > 1 else None
+        return
+    wide = total.to(running_dtype(total.dtype))  # 16 bits may not have such a number of ranks
+    wide.div_(divisor(ranks, wide))
+    if wide is not total:
+        total.copy_(wide)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

@@ -25,6 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..device import divisor
+
 Batches = Callable[[int, int], Any]
 Loss = Callable[[nn.Module, Any], Tensor]
 Norm = Callable[[list[Tensor], float], Tensor]
@@ -90,7 +92,7 @@ def accumulate(
         history.losses.append(_add_up(model, batches, loss, step, world, backwards, average))
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         for gradient in gradients:
-            gradient.div_(world)
+            gradient.div_(divisor(world, gradient))
         if clip is not None:
             history.norms.append(clip_(gradients, clip, norm, norm_type))
         if before_step:
@@ -151,7 +153,7 @@ def accumulate_with_masters(
                     names[name].grad = None
         history.losses.append(losses)
         for name in trained:
-            masters[name].grad = sums[name].div_(world) if name in sums else None
+            masters[name].grad = sums[name].div_(divisor(world, sums[name])) if name in sums else None
         gradients = [sums[name] for name in trained if name in sums]
         if clip is not None:
             history.norms.append(clip_(gradients, clip, norm, norm_type))

@@ -404,6 +404,20 @@ def test_any_content_of_a_file_arrives_or_is_named(tmp_path, what):
     assert all(equal(ours[name], tensor) for name, tensor in expected.items())
 
 
+def test_numbers_and_lists_in_a_folder_of_dcp(tmp_path):
+    """DCP makes text of the numbers of parameters, and numbers of a list's places."""
+    odd = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
+    more = {"seen": [torch.arange(3), 1], "odd": [odd, 2], "last": torch.ones(1)}
+    content = with_optimizer(moments()) | {"more": more}
+    quietly(dcp.save, content, checkpoint_id=tmp_path / "a", no_dist=True)
+    found = import_checkpoint(tmp_path / "a", tmp_path / "ours", Hints())
+    ours, (_, extra) = contents(tmp_path / "ours"), everything(tmp_path / "ours")
+    assert all(torch.equal(ours[f"w/{key}"], tensor) for key, tensor in moments()[0].items())
+    assert torch.equal(extra["more.seen"][0], torch.arange(3)) and extra["more.seen"][1] == 1
+    assert extra["more.last"].item() == 1 and "more.odd" not in extra
+    assert [note for note in found.notes if "more.odd is left out" in note and "qint8" in note]
+
+
 @pytest.mark.parametrize("kind", [name for name, kind in vars(torch.optim).items() if isinstance(kind, type)])
 def test_any_class_of_optimizers_can_be_named(tmp_path, kind):
     torch.save(whole, tmp_path / "a.pt")

@@ -29,7 +29,7 @@ FILE = "rank00000.safetensors"
 
 
 class Lazy(NamedTuple):
-    """A tensor that is read when it is written."""
+    """A tensor that is read when it is written; not at all where it is `odd`."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -91,6 +91,9 @@ class Found:
     buffers: dict[str, Lazy] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+
+    def leave_out(self, key: object, why: str) -> None:
+        self.notes.append(f"{key} is left out: it cannot be written as plain data ({why})")
 
     def is_buffer(self, name: str, tensor: Lazy, hints: Hints) -> bool:
         """Of a tensor that no optimizer knows."""
@@ -302,7 +305,7 @@ def plain_only(values: Mapping[str, Any], found: Found) -> None:
         except (UserError, RecursionError) as error:
             why = str(error).splitlines()[0]
         if why:
-            found.notes.append(f"{key} is left out: it cannot be written as plain data ({why})")
+            found.leave_out(key, why)
         else:
             found.extra[str(key)] = value
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checkpoint.files import DTYPES
 from ..errors import CheckpointError, Error, UserError
 from .foreign import Found, Hints, Lazy, of, one_name, plain_only, refuse_odd, shared_names
 from .pickles import read_metadata, read_torch
@@ -91,7 +92,22 @@ def _nested(place: Path) -> dict[str, Any]:
         for step in path[:-1]:
             inner = inner.setdefault(step, {})
         inner[path[-1]] = value
-    return nested
+    found: dict[str, Any] = _lists(nested)
+    return found
+
+
+def _lists(content: Any) -> Any:
+    """DCP tells a list with tensors in it as {0: ..., 1: ...}, and the keys of a dict as text."""
+    if not isinstance(content, dict):
+        return content
+    inner = {key: _lists(value) for key, value in content.items()}
+    if (
+        inner
+        and all(isinstance(key, int) for key in inner)
+        and not any(isinstance(each, dict) for each in inner.values())
+    ):
+        return [inner[key] for key in sorted(inner)]
+    return inner
 
 
 def _bytes(place: Path, info: Any) -> bytes:
@@ -122,7 +138,7 @@ def _chunked(place: Path, key: str, told: Any, parts: list[tuple[Any, Any]]) -> 
                 box.copy_(part)
         return out
 
-    return Lazy(shape, dtype, read)
+    return Lazy(shape, dtype, read, "" if dtype in DTYPES else str(dtype))
 
 
 # --- what is what -----------------------------------------------------------------------------------------------------
@@ -147,10 +163,10 @@ def _found(source: str, nested: dict[str, Any], hints: Hints, ties: Mapping[str,
             for key, value in content.items():
                 if isinstance(value, dict):
                     walk(f"{where}{key}.", value)
-                elif not isinstance(value, Lazy):
-                    rest[f"{where}{key}"] = value
+                elif kind := _odd_in(value):
+                    found.leave_out(f"{where}{key}", f"{kind} in it")
                 else:
-                    rest[f"{where}{key}"] = value.read()
+                    rest[f"{where}{key}"] = _read(value)
 
     walk("", nested)
     if len(models) != 1 or len(optimizers) > 1:
@@ -163,6 +179,22 @@ def _found(source: str, nested: dict[str, Any], hints: Hints, ties: Mapping[str,
     _model(found, model, optimizers[0] if optimizers else None, hints, ties or {})
     plain_only(rest, found)
     return found
+
+
+def _odd_in(value: Any) -> str:
+    """What keeps it out of a checkpoint, if anything does. A list may hold tensors where DCP wrote it."""
+    if isinstance(value, Lazy):
+        return value.odd
+    try:
+        return next(filter(None, map(_odd_in, value)), "") if type(value) is list else ""
+    except RecursionError:
+        return "a list that is in itself"
+
+
+def _read(value: Any) -> Any:
+    if isinstance(value, Lazy):
+        return value.read()
+    return [_read(each) for each in value] if type(value) is list else value
 
 
 def _unflattened(content: dict[str, Any]) -> dict[str, Any]:
@@ -303,6 +335,7 @@ def _named(
 def _numbers(groups: list[dict[str, Any]], names: list[tuple[list[str], dict[str, Any]]]) -> Iterator[tuple[Any, str]]:
     for group, (members, _) in zip(groups, names, strict=True):
         yield from zip(group["params"], members, strict=True)
+        yield from zip(map(str, group["params"]), members, strict=True)  # DCP makes text of a dict's keys
 
 
 def _twin(name: str, lazy: Lazy, model: dict[str, Lazy], grouped: set[str]) -> str | None:

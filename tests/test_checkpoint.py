@@ -377,6 +377,8 @@ ASKED = {  # how, what rank 0 asks, what rank 1 asks, and what both are told
     "wrong file_nbytes": ("export", {"file_nbytes": 0}, {}, "file_nbytes counts bytes"),
     "wrong folder": ("latest", {}, {"path": None}, "this is no path"),
     "other folders": ("latest", {"path": ""}, {"path": "nowhere/run"}, "the ranks look into different folders"),
+    "trace": ("trace", {}, {"path": 5}, "this is no path"),
+    "explain": ("explain", {}, {"path": None}, "'a' on rank 0; None on rank 1"),
     "load_weights": ("load_weights", {"path": 5}, {}, "this is no path"),
 }
 

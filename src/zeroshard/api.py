@@ -525,6 +525,7 @@ class Zero:
         """Write what all ranks recorded as one Chrome trace, for ui.perfetto.dev. Collective; rank 0 writes."""
         from .integrations import chrome_trace
 
+        self._engine.group.same("zero.trace(...)", lambda: {"path": absolute(path).name})
         path, record = absolute(path), self._engine.ledger.record
         facts = None if record is None else chrome_trace.facts(record, self.events())
         ranks = self._engine.group.describe(facts, "writing a trace")
@@ -547,4 +548,5 @@ class Zero:
         """
         from .explain import run
 
+        self._engine.group.same("zero.explain(...)", lambda: {"path": None if path is None else absolute(path).name})
         return run.explain(self, None if path is None else absolute(path), metrics)

@@ -5,6 +5,7 @@ These have no values, and take the branches of a device on a machine that has no
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import Counter
 from types import SimpleNamespace
@@ -22,9 +23,11 @@ from zeroshard import device, fp8, int8, numerics
 from zeroshard.errors import PeerError, UserError
 from zeroshard.events import Ledger
 from zeroshard.layout import Layout, Spec, partition
+from zeroshard.ranks import groups
 from zeroshard.ranks.agreement import Progress
 from zeroshard.ranks.groups import backend_for
 from zeroshard.ranks.link import SLICE, Link
+from zeroshard.stage import seat
 
 VIEWS = {"slice", "view", "_unsafe_view", "unbind", "detach", "alias", "as_strided", "select", "unsqueeze"}
 WAITS = {"_local_scalar_dense", "nonzero", "equal", "masked_select", "is_nonzero"}
@@ -280,3 +283,42 @@ def test_codes_of_8_bits_are_the_same_on_every_device():
     with Reciprocals():
         int8.encode_(got, values.clone(), bucket)
     assert numerics.same_bits(got, want)
+
+
+# --- connections of the host -------------------------------------------------------------------------------------------
+
+
+def sockets():
+    """Of this process."""
+    found = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the listing's own
+            found += os.readlink(f"/proc/self/fd/{name}").startswith("socket:")
+    return found
+
+
+def connections(lazy):
+    before, options = sockets(), {"ranks": [*range(ranks.world())], "use_local_synchronization": True}
+    group = groups._new_group(lazy=lazy, backend="gloo", **options)
+    made = sockets() - before
+    total = torch.ones(3)
+    dist.all_reduce(total, group=group)
+    assert total.tolist() == [float(ranks.world())] * 3 and groups._LAZY not in os.environ
+    return made
+
+
+def test_the_group_of_all_ranks_connects_two_of_them_where_they_send_something():
+    """Else each holds a connection to each: gloo cannot make those of more than a thousand ranks."""
+    world = 6
+    assert min(ranks.run(world, connections, False)) >= world - 1
+    assert max(ranks.run(world, connections, True)) <= 2
+
+
+def test_a_thousand_ranks_agree_over_few_connections():
+    """Beside NCCL: along the axes of the grid each to each, and lazily all."""
+    found = [each for each in groups._wanted(0, 1024, seat(0, 1024, 1), None, "nccl") if each.backend == "gloo"]
+    assert [(each.use, len(each.members), each.lazy) for each in found] == [
+        ("control", 1024, True),
+        *[("axis", length, False) for length in (8, 8, 8, 2)],
+    ]
+    assert sum(each.sockets for each in found) == 63

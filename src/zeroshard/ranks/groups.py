@@ -145,10 +145,24 @@ def _loops() -> set[int]:
     return found
 
 
-def _new_group(**options: Any) -> Any:
-    """A process group whose gloo threads stop nobody when a message wakes them: docs/decisions/batch-threads.md."""
-    before = _loops()
-    group = dist.new_group(**options)
+_LAZY = "TORCH_GLOO_LAZY_INIT"  # connects two ranks when they first send each other something
+
+
+def _new_group(*, lazy: bool = False, **options: Any) -> Any:
+    """A process group whose gloo threads stop nobody when a message wakes them: docs/decisions/batch-threads.md.
+
+    lazy: without a connection between any two ranks, of which a thousand ranks cannot make enough.
+    """
+    before, said = _loops(), os.environ.get(_LAZY)
+    try:
+        if lazy:
+            os.environ[_LAZY] = "1"
+        group = dist.new_group(**options)
+    finally:
+        if lazy and said is None:
+            del os.environ[_LAZY]
+        elif lazy and said is not None:
+            os.environ[_LAZY] = said
     for thread in _loops() - before:
         with contextlib.suppress(OSError):  # not allowed here: slower, and no worse
             if os.sched_getscheduler(thread) == os.SCHED_OTHER:
@@ -188,12 +202,18 @@ class Wanted(NamedTuple):
     use: str
     backend: str
     members: Sequence[int]  # their ranks among the ranks of the model
+    lazy: bool = False  # are connections made only where something is sent?
+
+    @property
+    def sockets(self) -> int:
+        """At most. What ranks send each other along rings and trees."""
+        return 3 + (2 * len(self.members).bit_length() if self.lazy else len(self.members))
 
     def made(self, everyone: Sequence[int], options: dict[str, Any], *, queued: bool) -> Stream:
         """everyone: all of the model's ranks, by their number in the program. queued: see `Groups`."""
         ranks = [everyone[rank] for rank in self.members]
         return Stream(
-            _new_group(backend=self.backend, **{**options, "ranks": ranks}),
+            _new_group(lazy=self.lazy, backend=self.backend, **{**options, "ranks": ranks}),
             self.members,
             queued=queued and self.use not in CONTROL,
         )
@@ -205,7 +225,8 @@ CONTROL = ("control", "axis")  # uses of CPU tensors
 def _wanted(rank: int, ranks: int, sits: Seat, along: Seat | None, backend: str) -> list[Wanted]:
     """All groups of a rank. On every rank a group for one use has the same place."""
     everyone, team, lying = range(ranks), [*sits.members(rank)], lines(ranks, rank)
-    found = [Wanted("gather", backend, team), Wanted("reduce", backend, team), Wanted("control", "gloo", everyone)]
+    found = [Wanted("gather", backend, team), Wanted("reduce", backend, team)]
+    found += [Wanted("control", "gloo", everyone, lazy=len(lying) > 1)]
     if len(lying) > 1:  # beyond a few ranks rows are exchanged along the axes of a grid
         found += [Wanted("axis", "gloo", line) for line in lying]
     if sits.replicas > 1:
@@ -263,7 +284,7 @@ class Groups:
         alike = f"has replicas={sits.summed}"
         alike += f" and {along.parts} teams of {along.size} along an axis" if along else ""
         alike += "" if transport == "gloo" else f" and transport={transport!r}"
-        needed = sum(len(each.members) + 3 for each in wanted) + sits.size * (transport != "gloo")
+        needed = sum(each.sockets for each in wanted) + sits.size * (transport != "gloo")
         try:
             self.watch = self._come_together(parent, alike, needed, self.limit, lambda: (about() or _nothing)())
             atexit.register(_last_words, weakref.ref(self))
@@ -361,7 +382,9 @@ class Groups:
     def apart(self, *, behind: bool) -> Stream:
         """For saves. Made once of each kind, also where an interrupt ends the wait for it."""
         if behind not in self._apart:
-            self._apart[behind] = Attended(lambda: dist.new_group(backend="gloo", **self._for_saves))
+            self._apart[behind] = Attended(
+                lambda: _new_group(lazy=len(self.axes) > 1, backend="gloo", **self._for_saves)
+            )
         group = self._apart[behind].attend(self.watch)
         if all(group is not stream.group for stream in self.streams):
             self.streams.append(Stream(group, self.control.members, behind=behind))

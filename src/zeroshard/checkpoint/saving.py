@@ -75,7 +75,7 @@ class Saving:
     def wait(self) -> Path:
         """The path, once the checkpoint is complete. Raises `CheckpointError` on every rank if it could not be saved;
         if nobody waits, the next `save` or `load` does, of this model or another, or the end of the program tells."""
-        if self._thread is not None:
+        if self._thread is not None and self._thread.ident is not None:  # else it could not be started
             self._thread.join()
             release_signals()
         atexit.unregister(self._report)
@@ -89,7 +89,7 @@ class Saving:
     def untold(cls) -> list[Saving]:
         """Those of this program that nobody has waited for."""
         here = _here()  # where threads run several programs, each has saves of its own
-        return [saving for saving in cls._untold if saving._program in (None, here)]
+        return [each for each in cls._untold if each._program in (None, here) or each._program() is None]
 
     def _run(self) -> None:
         try:

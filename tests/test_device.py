@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ranks
 import zeroshard
 from zeroshard import device, fp8, int8, numerics
+from zeroshard.engine.script import Script
 from zeroshard.errors import PeerError, UserError
 from zeroshard.events import Ledger
 from zeroshard.layout import Layout, Spec, partition
@@ -322,3 +323,61 @@ def test_a_thousand_ranks_agree_over_few_connections():
         *[("axis", length, False) for length in (8, 8, 8, 2)],
     ]
     assert sum(each.sockets for each in found) == 63
+
+
+# --- after an interrupt ------------------------------------------------------------------------------------------------
+
+
+class Interrupt(Exception):
+    pass
+
+
+def interrupted_between_two_gathers(seed):
+    """Losses of three steps. In the second, rank 1 is interrupted before a gather that rank 0 has launched ahead."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(3)))
+    zero = zeroshard.shard(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        stage=3,
+        layout=Layout(units=["0", "1", "2"]),
+    )
+    zero._engine.group._groups.queued = True  # so data is gathered as NCCL does it, and waited for by nobody
+    launch, losses, optimizer = Script._launch_next, [], zero._engine.bindings[0].optimizer
+
+    def interrupted(script, wanted=None):
+        if script._at == 1 and ranks.rank() == 1:
+            raise Interrupt
+        launch(script, wanted)
+
+    def stopped(module, args):
+        if ranks.rank() == 0:
+            raise Interrupt
+
+    for step in range(3):
+        if step == 1:
+            Script._launch_next, hook = interrupted, model[0].register_forward_pre_hook(stopped)
+            with pytest.raises(Interrupt):
+                model(torch.ones(2, 6))
+            Script._launch_next = launch
+            hook.remove()
+        loss = model(torch.ones(2, 6)).square().sum()
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def test_what_a_rank_sends_that_stands_in_is_its_own():
+    """A gather that one rank launched ahead of an interrupt, and the others joined after it, brings no zeros."""
+    torch.manual_seed(5)
+    model, want = nn.Sequential(*(nn.Linear(6, 6) for _ in range(3))), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        loss = model(torch.ones(2, 6)).square().sum()
+        loss.backward()
+        want.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert ranks.run(2, interrupted_between_two_gathers, 5) == [want, want]

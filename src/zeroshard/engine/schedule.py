@@ -382,6 +382,9 @@ class Schedule:
 
     def levelled(self, drop: bool) -> None:
         self.script.forget()
+        for unit in self.units:
+            for buffer in unit.buffers:  # what came is not used again: some of it may be of a rank that stood in
+                buffer.gathered.current &= buffer.resident
         self.reduction.order = sorted(self.reduction.pending, reverse=True)
         if drop:
             self.reduction.abort()

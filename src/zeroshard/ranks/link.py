@@ -217,13 +217,13 @@ class Link:
         try:
             if verb == "broadcast":
                 state, nbytes, low, high, source = facts
-                whole = group.party.stand_in(bucket, state) if group is not None and state else None
-                if whole is None or whole.numel() * whole.itemsize != nbytes:
-                    whole = torch.zeros(nbytes, dtype=torch.uint8, device=at)
-                stream.launch(what, *broadcast(stream, whole.view(torch.uint8)[low:high], source))
+                whole = _own(group, bucket, state, nbytes, at)
+                stream.launch(what, *broadcast(stream, whole[low:high], source))
             elif verb == "all_gather":
-                own = torch.zeros(facts[0], dtype=torch.uint8, device=at)
-                stream.launch(what, *all_gather(stream, own.repeat(len(stream.members)), own))
+                nbytes, state = facts
+                whole = _own(group, bucket, state, nbytes * len(stream.members), at)
+                first = nbytes * stream.members.index(self.rank)
+                stream.launch(what, *all_gather(stream, whole, whole[first : first + nbytes]))
             elif verb == "all_reduce":
                 numel, dtype, op = facts
                 stream.launch(what, *all_reduce(stream, torch.zeros(numel, dtype=getattr(torch, dtype), device=at), op))
@@ -293,6 +293,14 @@ class Link:
             instead="read the first error among all ranks' output, end the program, and load the last checkpoint; "
             "Comm(timeout=...) sets how long to wait for a silent rank",
         )
+
+
+def _own(group: Any, bucket: int, state: str, nbytes: int, at: torch.device) -> Tensor:
+    """All bytes of a bucket, in which this rank's shard of a state is right; zeros of what is no state's."""
+    whole: Tensor | None = group.party.stand_in(bucket, state) if group is not None and state else None
+    if whole is None or whole.numel() * whole.itemsize != nbytes:
+        return torch.zeros(nbytes, dtype=torch.uint8, device=at)
+    return whole.view(torch.uint8)
 
 
 def _completes(handle: Any) -> bool:

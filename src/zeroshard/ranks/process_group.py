@@ -163,7 +163,7 @@ class ProcessGroup(Group):
 
     def _everyones(self, own: Tensor, stream: Stream, at: str) -> Tensor:
         everyone = torch.empty(len(stream.members) * own.numel(), dtype=torch.uint8, device="cpu")
-        what = "all_gather", self._link.engine, -1, own.numel()
+        what = "all_gather", self._link.engine, -1, own.numel(), ""
         self._link.wait(at, None, self._link.launch(stream, what, *all_gather(stream, everyone, own)))
         return everyone
 

@@ -66,10 +66,11 @@ class ProcessTeam(Team):
         cuts = [bound * full.itemsize for bound in bucket.bounds]
         if link.groups.queued and len({high - low for low, high in pairwise(cuts)}) == 1:
             own = raw[cuts[self.position] : cuts[self.position + 1]]
-            return [link.launch(stream, ("all_gather", link.engine, -1, own.numel()), *all_gather(stream, raw, own))]
-        what = bucket.index, state, raw.numel()
+            what = "all_gather", link.engine, bucket.index, own.numel(), state
+            return [link.launch(stream, what, *all_gather(stream, raw, own))]
+        told = bucket.index, state, raw.numel()
         return [
-            link.broadcast(stream, raw[low:high], source, what, low)
+            link.broadcast(stream, raw[low:high], source, told, low)
             for source, (low, high) in zip(self._global, pairwise(cuts), strict=True)
             if high > low
         ]

@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import Counter
+from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -181,6 +183,8 @@ def link():
     """One of a rank whose data moves in a device's queue."""
     found, groups = Link.__new__(Link), SimpleNamespace(call=None, levelling=[], queued=True, loss=None, levellings=0)
     groups.watch, groups.limit = SimpleNamespace(alarm={}, called=0, ask=dict, tell=lambda culprits: None), 60.0
+    groups.aborted = []
+    groups.abort = lambda: groups.aborted.append(found.lost)
     found.groups, found.ledger, found.progress, found.process, found.rank = groups, Ledger(), Progress(), os.getpid(), 0
     found.behind, found.saves, found._weak = False, False, None
     return found
@@ -200,7 +204,43 @@ def test_a_rank_that_waits_for_a_queue_hears_that_another_is_lost():
     waiting.groups.watch.alarm[1] = "is gone: its process has ended"
     with pytest.raises(PeerError, match="rank 1 is gone"):
         waiting.wait("a broadcast", None, handle, queued=True)
-    assert not handle.waits
+    assert not handle.waits and waiting.groups.aborted == [True]  # before it asks the others
+
+
+def test_a_collective_in_a_devices_queue_is_given_up_at_our_own_time_out():
+    """NCCL's comes later, and ends the program."""
+    waiting, handle = link(), Handle(asked=10**9)
+    waiting.groups.limit = 0.0
+    with pytest.raises(PeerError, match="did not complete"):
+        waiting.wait("a broadcast", None, handle, queued=True)
+    options = {"timeout": timedelta(seconds=7)}
+    made = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(groups, "_new_group", lambda **options: made.append(options["timeout"].total_seconds()))
+        for use in ("gather", "control"):
+            groups.Wanted(use, "nccl", [0, 1]).made([0, 1], options, queued=True)
+    assert made == [67.0, 7.0]
+
+
+def hears_of_a_loss():
+    """Rank 1 tells of one, while rank 0 is nowhere near a wait."""
+    model = nn.Linear(3, 3)
+    zero = zeroshard.shard(model, torch.optim.SGD(model.parameters()), stage=3)
+    own, ended = zero._engine.group._groups, []
+    if ranks.rank() == 1:
+        own.watch.tell({1: "is lost"})
+        return own.aborted
+    for name, stream in (("gathers", own.gathers), ("reductions", own.reductions)):
+        backend = SimpleNamespace(_group_start=partial(ended.append, "["), _group_end=partial(ended.append, "]"))
+        group = SimpleNamespace(abort=partial(ended.append, name), _get_backend=lambda device, backend=backend: backend)
+        stream.queued, stream.group = True, group
+    zero._engine.group._link.groups.watch.hear({"token": own.watch.address[2], "alarm": {1: "is lost"}})
+    return ended
+
+
+def test_a_rank_that_hears_of_a_loss_ends_what_its_device_waits_for():
+    """All groups of data together, from the thread that hears: the program's may be inside a wait for the device."""
+    assert ranks.run(2, hears_of_a_loss) == [["[", "reductions", "gathers", "]"], False]
 
 
 @pytest.mark.parametrize(

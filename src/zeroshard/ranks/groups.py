@@ -34,6 +34,7 @@ from .shared_memory import SharedStream, share
 from .streams import Stream
 from .watch import Attended, Watch, attend, cannot_come, come_together, host_towards, still_waits
 
+LATER = timedelta(minutes=1)  # than ours are time-outs of collectives in a device's queue
 LEAVING = 10.0  # seconds that a rank whose program ends waits for the others
 
 
@@ -57,7 +58,10 @@ def start(settings: Comm, device: torch.device) -> None:
             if dist.get_backend() == "gloo" and not lost and not hasattr(sys, "last_value"):
                 with contextlib.suppress(RuntimeError):  # a peer is gone already; its own error says more
                     _leave_together()
-            dist.destroy_process_group()
+            if any(groups.aborted for made in _made.values() for groups in made.values()):
+                dist.distributed_c10d._abort_process_group()  # what is queued for a rank that is gone never ends
+            else:
+                dist.destroy_process_group()
 
     atexit.register(finish)
 
@@ -211,11 +215,13 @@ class Wanted(NamedTuple):
 
     def made(self, everyone: Sequence[int], options: dict[str, Any], *, queued: bool) -> Stream:
         """everyone: all of the model's ranks, by their number in the program. queued: see `Groups`."""
-        ranks = [everyone[rank] for rank in self.members]
+        queued, ranks = queued and self.use not in CONTROL, [everyone[rank] for rank in self.members]
+        if queued and "timeout" in options:  # so that we have named who is gone before the program is ended
+            options = {**options, "timeout": options["timeout"] + LATER}
         return Stream(
             _new_group(lazy=self.lazy, backend=self.backend, **{**options, "ranks": ranks}),
             self.members,
-            queued=queued and self.use not in CONTROL,
+            queued=queued,
         )
 
 
@@ -264,6 +270,7 @@ class Groups:
         limit = _timeout(parent) if timeout is None else timedelta(seconds=timeout)
         if limit is not None:
             options["timeout"] = limit
+        self.device = device
         self.backend = backend_for(device, parent)
         # Does the device's queue wait for data, and not this thread? Gloo takes even a GPU's through the host.
         self.queued = asynchronous(device) and self.backend != "gloo"
@@ -272,6 +279,7 @@ class Groups:
         self.seat = sits
         self._for_saves = {**options, "timeout": max(LONGEST, options.get("timeout", LONGEST))}
         self._apart: dict[bool, Attended] = {}
+        self.streams: list[Stream] = []
         self._engines = 0
         self.engines: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by number, its `Group`
         self.call: Call | None = None  # the verb that this rank is in
@@ -279,23 +287,31 @@ class Groups:
         self.limit = (limit or LONGEST).total_seconds()
         self.speaker: Callable[[], Speaker | None] | None = None  # the engine that waited last
         self.loss: str | None = None  # why a collective did not complete
+        self.aborted = False  # were the groups of data ended, in devices' queues?
         self.seen = ""  # what the other ranks said then
-        about = weakref.WeakMethod(self._about)
+        about, abort = weakref.WeakMethod(self._about), weakref.WeakMethod(self.abort)
         alike = f"has replicas={sits.summed}"
         alike += f" and {along.parts} teams of {along.size} along an axis" if along else ""
         alike += "" if transport == "gloo" else f" and transport={transport!r}"
         needed = sum(each.sockets for each in wanted) + sits.size * (transport != "gloo")
         try:
             self.watch = self._come_together(parent, alike, needed, self.limit, lambda: (about() or _nothing)())
+            self.watch.alarmed = lambda: (abort() or _nothing)()
             atexit.register(_last_words, weakref.ref(self))
-            self.streams: list[Stream] = attend(
+            self.streams = attend(
                 self.watch, lambda: [each.made(ranks, options, queued=self.queued) for each in wanted]
             )
         except (RuntimeError, OSError) as error:
             if isinstance(error, Error):
                 raise
             raise PeerError("the ranks could not come together", where=f"rank {rank}", got=error) from error
-        found: dict[str, list[Stream]] = defaultdict(list)
+        self._name(wanted)
+        if transport != "gloo":
+            self._share(parent, transport)
+
+    def _name(self, wanted: Sequence[Wanted]) -> None:
+        """Each stream by its use."""
+        sits, found = self.seat, defaultdict[str, list[Stream]](list)
         for each, stream in zip(wanted, self.streams, strict=True):
             found[each.use].append(stream)
         (self.gathers,), (self.reductions,), (self.control,) = found["gather"], found["reduce"], found["control"]
@@ -307,8 +323,6 @@ class Groups:
         sums = ("reduce", "reduce along", "pair", "copies")
         self.sums = [at for at, each in enumerate(wanted) if each.use in sums]  # of the streams
         self.shared: list[SharedStream] = []  # of gathers and reductions; then those of the axis
-        if transport != "gloo":
-            self._share(parent, transport)
 
     def _share(self, parent: Any, transport: Transport) -> None:
         """Share memory inside all teams, if all ranks can."""
@@ -368,6 +382,22 @@ class Groups:
     @property
     def parent(self) -> Any:
         return self._parent()
+
+    def abort(self) -> None:
+        """A rank is gone: end what devices' queues have for it, which they and whoever waits for them wait for."""
+        queued = [stream.group for stream in self.streams if stream.queued]
+        if not queued or self.aborted:
+            return
+        self.aborted = True
+        with contextlib.ExitStack() as together:
+            # Only NCCL's has this: without it aborts of two groups may wait for each other.
+            with contextlib.suppress(RuntimeError, AttributeError):
+                first = queued[0]._get_backend(self.device)
+                first._group_start()
+                together.callback(first._group_end)
+            for group in reversed(queued):
+                with contextlib.suppress(RuntimeError):  # it has failed already
+                    group.abort()
 
     def number(self) -> int:
         """Of the next model that is sharded over this."""

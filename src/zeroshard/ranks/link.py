@@ -107,7 +107,8 @@ class Link:
             if handle.is_completed() or (queued and _completes(handle)):
                 self._wait_for(handle)  # it failed, or ended after the slice did
                 return
-            if self.groups.watch.alarm or self.lost:
+            late = queued and time.monotonic() > asked + self.groups.limit  # others say so by themselves
+            if self.groups.watch.alarm or self.lost or late:
                 raise self._loss(error) from error
             if self.saves and time.monotonic() > asked + self.groups.limit:
                 if self.groups.watch.lost_ranks():  # whoever writes answers
@@ -258,6 +259,7 @@ class Link:
         if not self.lost:
             why = f"gave up: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             self.groups.loss = f"rank {self.rank} {why}"
+            self.groups.abort()
             self.groups.watch.tell({self.rank: why})
 
     def doing(self) -> str:
@@ -275,6 +277,7 @@ class Link:
         groups, watch = self.groups, self.groups.watch
         if groups.loss is None:
             groups.loss = ""  # whoever asks from now on hears that this rank has failed
+            groups.abort()
             answers = watch.ask()
             culprits = watch.alarm or {rank: answer.silence for rank, answer in answers.items() if answer.silence}
             if not watch.alarm and culprits:

@@ -64,6 +64,7 @@ class Watch:
         self.peers: dict[int, Address] = {}  # by rank: those that have come so far
         self.called = 0  # the last levelling that anybody has called for: see `streams.py`
         self.posted: dict[int, str] = {}  # by levelling, what this rank says there
+        self.alarmed: Callable[[], object] = lambda: None  # called when there is one, on the watch's own thread
         self.unheard: dict[int, int] = {}  # by rank, how many questions in a row it has not answered: see `lost_ranks`
         self._about = about
         # All ranks may ask at once; the kernel takes its own most.
@@ -109,6 +110,8 @@ class Watch:
             return {}
         for rank, what in message.get("alarm", {}).items():
             self.alarm.setdefault(int(rank), str(what))
+        if message.get("alarm"):
+            self.alarmed()
         if number := int(message.get("level", 0)):
             self.called = max(self.called, number)
         return self._about() | {"posted": self.posted.get(number, "")}

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ranks
 import zeroshard
-from zeroshard import device, fp8, int8, numerics
+from zeroshard import Comm, device, fp8, int8, numerics
 from zeroshard.engine.script import Script
 from zeroshard.errors import PeerError, UserError
 from zeroshard.events import Ledger
@@ -363,6 +363,41 @@ def test_a_thousand_ranks_agree_over_few_connections():
         *[("axis", length, False) for length in (8, 8, 8, 2)],
     ]
     assert sum(each.sockets for each in found) == 63
+
+
+def connects(replicas):
+    """What is called to connect the ranks of so many replicas."""
+    model, called = nn.Linear(3, 3), []
+    zero = zeroshard.shard(model, torch.optim.SGD(model.parameters()), stage=3, comm=Comm(replicas=replicas))
+    own = zero._engine.group._groups
+    wanted = groups._wanted(ranks.rank(), 2, own.seat, None, "gloo")
+    for each, stream in zip(wanted, own.streams, strict=True):
+        stream.queued = each.use not in groups.CONTROL
+    uses = {id(stream.group): each.use for each, stream in zip(wanted, own.streams, strict=True)}
+    with pytest.MonkeyPatch.context() as patch:
+        for verb in ("all_gather_single", "all_to_all_single", "broadcast", "all_reduce"):
+            call = getattr(dist, verb)
+
+            def calls(tensor, *args, group, verb=verb, call=call):
+                called.append((uses[id(group)], verb, tensor.numel() * tensor.itemsize))
+                call(tensor, *args, group=group)
+
+            patch.setattr(dist, verb, calls)
+        own._connect(wanted)
+    return called
+
+
+def test_groups_in_a_devices_queue_are_connected_in_one_order_before_they_are_used():
+    """By what each of them will carry, small and large; then all ranks meet."""
+    large, end = 4 << 20, ("control", "all_reduce", 4)
+    gathers = [("gather", verb) for verb in ("all_gather_single", "broadcast")]
+    both = [(*each, n) for n in (2, large) for each in gathers] + [
+        ("reduce", "all_to_all_single", n) for n in (2, large)
+    ]
+    alone = [(use, verb, 1 if n == 2 else n) for use, verb, n in both]
+    pair = [(use, "broadcast", n) for use in ("pair", "copies", "broadcast") for n in (2, large)]
+    assert ranks.run(2, connects, 1) == [[*both, end]] * 2
+    assert ranks.run(2, connects, 2) == [[*alone, *pair, end]] * 2
 
 
 # --- after an interrupt ------------------------------------------------------------------------------------------------

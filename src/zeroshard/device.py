@@ -39,6 +39,12 @@ def current(device: torch.device) -> torch.device:
     return torch.device(device.type, torch.get_device_module(device).current_device())
 
 
+def finish(device: torch.device) -> None:
+    """Wait until all has run that was queued."""
+    if asynchronous(device):
+        torch.get_device_module(device).synchronize(device)
+
+
 def divisor(number: float, like: Tensor) -> Tensor:
     """A number to divide by, on the dividend's device: by one of Python's CUDA multiplies by the rounded 1 / number."""
     return like.new_full((), number)

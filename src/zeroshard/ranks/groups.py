@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from ..device import asynchronous
+from ..device import asynchronous, finish
 from ..errors import Error, PeerError, UserError
 from ..stage import Seat
 from .agreement import lines
@@ -35,6 +35,7 @@ from .streams import Stream
 from .watch import Attended, Watch, attend, cannot_come, come_together, host_towards, still_waits
 
 LATER = timedelta(minutes=1)  # than ours are time-outs of collectives in a device's queue
+CONNECTING = 4 << 20  # bytes of a collective for which backends connect ranks as for large ones
 LEAVING = 10.0  # seconds that a rank whose program ends waits for the others
 
 
@@ -306,8 +307,29 @@ class Groups:
                 raise
             raise PeerError("the ranks could not come together", where=f"rank {rank}", got=error) from error
         self._name(wanted)
+        if self.queued:
+            attend(self.watch, lambda: self._connect(wanted))
         if transport != "gloo":
             self._share(parent, transport)
+
+    def _connect(self, wanted: Sequence[Wanted]) -> None:
+        """Make a backend connect the ranks now, group by group in one order on all of them.
+
+        It does so in the first collective of a kind and size, and waits there for all of its ranks: in a backward these
+        may wait for each other by other means.
+        """
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        for each, stream in zip(wanted, self.streams, strict=True):
+            for numel in (1, CONNECTING // len(stream.members)) if stream.queued else ():
+                whole = torch.zeros(len(stream.members), numel, dtype=torch.uint8, device=self.device)
+                if each.use.startswith("gather"):
+                    gather(whole.view(-1), whole[stream.members.index(self.watch.rank)].clone(), group=stream.group)
+                if each.use.startswith("reduce"):
+                    dist.all_to_all_single(whole.view(-1), whole.clone().view(-1), group=stream.group)
+                else:
+                    dist.broadcast(whole, dist.get_global_rank(stream.group, 0), group=stream.group)
+        finish(self.device)
+        dist.all_reduce(torch.zeros(1, device="cpu"), group=self.control.group)
 
     def _name(self, wanted: Sequence[Wanted]) -> None:
         """Each stream by its use."""

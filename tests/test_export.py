@@ -1,8 +1,10 @@
 """Weights for other programs: the same files from a checkpoint and from a running model, in bounded memory."""
 
+import contextlib
 import errno
 import json
 import os
+import random
 import re
 import subprocess
 import sys
@@ -16,9 +18,12 @@ from safetensors.torch import load_file, load_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import models
+import test_experts
 import zeroshard
 from test_checkpoint import build, step
+from zeroshard import Comm, Layout, Offload, Precision
 from zeroshard.checkpoint.manifest import Saved
+from zeroshard.cli.reference import in_8_bits
 from zeroshard.errors import CheckpointError, UserError
 from zeroshard.integrations import export
 from zeroshard.integrations.export import Wanted, export_saved
@@ -97,6 +102,126 @@ def test_a_running_model_and_its_checkpoint_give_the_same_files(ranks, tmp_path,
         for key, file in index["weight_map"].items():
             with safe_open(tmp_path / "live" / file, "pt") as opened:
                 assert key in opened.keys()  # noqa: SIM118
+
+
+# ------------------------------------------------------------------------------------------------------ drawn settings
+
+PRECISIONS = {
+    "fp32": Precision(),
+    "bf16": Precision(param_dtype=torch.bfloat16),
+    "split": Precision(param_dtype=torch.bfloat16, split_master=True),
+    "8 bits": Precision(param_dtype=torch.bfloat16, fp8=["*.mlp.*.weight"]),
+}
+OFFLOADS = {
+    "device": {},
+    "one copy": {"parameters": "shared"},
+    "host": {"optimizer": "cpu"},
+    "halves": {"optimizer": 0.5, "parameters": "cpu", "gradients": "cpu"},
+    "files": {"optimizer": "nvme", "parameters": "nvme"},
+}
+
+
+def drawn(seed):
+    """Settings that go together, and what is asked of the export."""
+    draw = random.Random(seed)
+    while True:
+        job = {
+            "world": draw.choice([1, 2, 2, 3, 4, 4]),
+            "stage": draw.randrange(4),
+            "precision": draw.choice(list(PRECISIONS)),
+            "offload": draw.choice([*OFFLOADS, "one copy", "one copy"]),
+            "bounds": draw.choice(["unit", "model", "tensor"]),
+            "mesh": draw.choice(["one team", "replicas", *["optimizer over all"] * 3, "experts"]),
+            "frozen": draw.random() < 0.3,
+            "then": draw.choice(["", "swapped", "fragments edited"]),
+            "dtype": draw.choice([None, None, torch.float32, torch.bfloat16, torch.float64]),
+            "file_nbytes": draw.choice([3000, 5 * 10**9]),
+        }
+        world, stage, precision, offload, bounds, mesh, frozen, then, *_ = job.values()
+        refused = [
+            mesh in ("replicas", "optimizer over all") and world not in (2, 4),
+            mesh == "optimizer over all" and (stage == 0 or bounds == "tensor" or precision == "split"),
+            mesh == "experts" and (world != 4 or precision == "8 bits"),
+            offload == "one copy" and (world == 1 or stage == 0 or precision in ("split", "8 bits")),
+            offload == "one copy" and mesh in ("experts", "optimizer over all"),
+            precision == "split" and stage == 3 and offload == "device",
+            precision == "8 bits" and frozen,
+            then == "fragments edited" and (precision in ("split", "8 bits") or offload == "files"),
+        ]
+        if not any(refused):
+            return job
+
+
+def sharded_as(job, path):
+    dtype = PRECISIONS[job["precision"]].param_dtype or torch.float32
+    layout = {"bounds": job["bounds"], "bucket_mib": 0.004}
+    settings = {
+        "stage": job["stage"],
+        "precision": PRECISIONS[job["precision"]],
+        "offload": Offload(**OFFLOADS[job["offload"]], path=str(path) if job["offload"] == "files" else None),
+    }
+    if job["mesh"] == "experts":
+        model, optimizer, zero = test_experts.sharded(4, 2, layout=layout, **settings)
+        return zero, optimizer, lambda number: test_experts.loss_of(model, number, zero.rank, dtype)
+    model = models.build("gpt", hidden=24, tied=True, frozen=("blocks.0",) if job["frozen"] else ())
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    spread = "all" if job["mesh"] == "optimizer over all" else "team"
+    settings["comm"] = Comm(replicas=1 if job["mesh"] == "one team" else 2, optimizer=spread)
+    zero = zeroshard.shard(model, optimizer, layout=Layout(**layout), **settings)
+    return zero, optimizer, lambda number: models.loss("gpt", model, models.batch("gpt", number, zero.rank))
+
+
+def exports(job, path):
+    """What `gathered()` shows on this rank where the weights were exported, and saved."""
+    zero, optimizer, loss = sharded_as(job, path)
+    average = zero.average(0.5)
+    for number in range(2):
+        loss(number).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update()
+    if job["then"] == "fragments edited":
+        with torch.no_grad():
+            for param in optimizer.param_groups[0]["params"]:
+                param.mul_(0.75)
+    if job["then"] != "swapped":  # there a save is refused
+        zero.save(path / "checkpoint")
+    with average.swapped() if job["then"] == "swapped" else contextlib.nullcontext():
+        zero.export(path / "live", dtype=job["dtype"], file_nbytes=job["file_nbytes"])
+        zero.export(path / "masters", dtype=torch.float32)
+        with zero.gathered():
+            return {name: tensor.detach().clone() for name, tensor in zero.model.named_parameters()}
+
+
+def weights_in(folder):
+    return {name: each for file in folder.glob("*.safetensors") for name, each in load_file(file).items()}
+
+
+FEW = (2, 6, 12, 13)  # one copy, and an optimizer over all ranks; with averages swapped in and without
+
+
+@pytest.mark.parametrize(
+    "seeds", [FEW, *(pytest.param((seed,), marks=pytest.mark.full) for seed in range(60))], ids=str
+)
+def test_an_export_of_drawn_settings_is_what_gathered_shows(ranks, tmp_path, seeds):
+    """To the bit, on every rank; and byte for byte what comes from a checkpoint of the same moment."""
+    for seed in seeds:
+        job, path = drawn(seed), tmp_path / str(seed)
+        path.mkdir()
+        shown = ranks.run(job["world"], exports, job, path)
+        live, masters = weights_in(path / "live"), weights_in(path / "masters")
+        for name, exported in live.items():
+            master = masters[name]
+            parts = shown[: len(exported) // len(shown[0][name])]  # of experts two groups of ranks have the half each
+            for rank in range(0, job["world"], len(parts)):
+                seen = torch.cat([each[name] for each in shown[rank : rank + len(parts)]])
+                in_8 = job["precision"] == "8 bits" and re.search(r"\.mlp\..*weight", name)
+                assert torch.equal((in_8_bits(master) if in_8 else master).to(seen.dtype), seen), (name, rank, job)
+            assert torch.equal(exported, master.to(job["dtype"] or seen.dtype)), (name, job)
+        assert {name for each in shown for name in each} == set(live)
+        if job["then"] != "swapped":
+            from_checkpoint(path / "checkpoint", path / "saved", dtype=job["dtype"], file_nbytes=job["file_nbytes"])
+            assert contents(path / "saved") == contents(path / "live"), job
 
 
 def test_load_model_takes_it(tmp_path):

@@ -33,11 +33,13 @@ from ..digests import raw
 from ..engine.buffer import Buffer
 from ..errors import CheckpointError, Error, UserError, check_flag
 from ..ranks.agreement import Group
+from ..stage import Degree
 from ..strips import ONE_STRIP, Strips
 from . import adapters
 
 INDEX, CONFIG = "model.safetensors.index.json", "config.json"
 WEIGHTS = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors")
+EXPORTED = "exported"  # a state: what is gathered to be written, never the copy that modules compute with
 METADATA = {"format": "pt", "made_by": "zeroshard"}  # the second is how an export that may be replaced is told
 HEADER_LIMIT = 100_000_000  # bytes; the library's own
 
@@ -344,15 +346,18 @@ def _whole(running: ModelState) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def _gathered(buffer: Buffer, wanted: Wanted, problems: list[str]) -> Iterator[Tensor]:
-    """The bucket as it is written, on every rank: each casts what it owns."""
+    """The bucket as it is written, on every rank: each casts what it owns, or the part of it that it updates."""
     flat = buffer.tier.reserve("gather", buffer.bucket.numel, wanted.of(buffer.dtype))
-    first, last = buffer.owned
+    low, high = buffer.owned
+    first, last = max(low, buffer.updating.first), min(high, buffer.updating.last)
     try:
         with _noting(problems):
             where = f"a parameter from {buffer.bucket.slots[0].name!r} on"
             with buffer.updating.part(first, last).here() as own:
                 flat[first:last] = wanted.cast(where, own, buffer.dtype)
-        buffer.team.gather(flat, buffer.bucket, "parameters").wait()
+        if buffer.updating.degree is Degree.ALL:
+            buffer.team.share(flat[low:high], buffer.bucket, EXPORTED).wait()
+        buffer.team.gather(flat, buffer.bucket, EXPORTED).wait()
         yield flat
     finally:  # after an interrupt it may be arriving still: before anybody takes this memory the ranks are levelled
         buffer.tier.give_back("gather", flat)

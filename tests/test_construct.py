@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import io
+import operator
 import pickle
 import subprocess
 import sys
@@ -648,6 +649,76 @@ def on_meta_bf16():
     return found
 
 
+# Which tensors of a model a rank has, by their number; the others are on meta there.
+HAVING = {
+    "rank 0 all": lambda rank, at: rank == 0,
+    "rank 1 all": lambda rank, at: rank == 1,
+    "all but the last rank": lambda rank, at: rank < ranks.world() - 1,
+    "in turn": lambda rank, at: at % ranks.world() == rank,
+    "some nobody": lambda rank, at: rank == 0 and at > 1,
+}
+
+
+def whole_of(make, rank):
+    torch.manual_seed(rank)
+    return make()
+
+
+def tensors_of(model):
+    return [*model.parameters(), *model.buffers()]
+
+
+def lacking(make, rank, has):
+    """A model with that rank's values of what it has, and the rest on meta."""
+    whole = whole_of(make, rank)
+    with torch.device("meta"):
+        model = make()
+    at = {id(tensor): number for number, tensor in enumerate(tensors_of(whole))}
+    for module, its in zip(model.modules(), whole.modules(), strict=True):
+        for name, real in (*its._parameters.items(), *its._buffers.items()):
+            if real is not None and has(rank, at[id(real)]):
+                setattr(module, name, real)
+    return model
+
+
+def given(name, pattern, precision):
+    """Per stage whether each tensor has the values of the first rank that had any; and all weights, after a step."""
+    (make, init), has, found = META[name], HAVING[pattern], []
+    wholes = [tensors_of(whole_of(make, rank)) for rank in range(ranks.world())]
+    batches = next((each for each in ("gpt", "lstm") if each in name), "mlp")
+    for stage in STAGES:
+        model = lacking(make, ranks.rank(), has)
+        optimizer, held = adamw(model), tensors_of(model)
+        torch.manual_seed(11 + ranks.rank())
+        zero = zeroshard.shard(model, optimizer, stage=stage, init=init, precision=precision)
+        zeroshard_gone(zero)
+        assert all(map(operator.is_, model.parameters(), held))
+        with zero.gathered():
+            for at, tensor in enumerate(tensors_of(model)):
+                giver = next((rank for rank in range(ranks.world()) if has(rank, at)), None)
+                if giver is not None:
+                    assert torch.equal(tensor, wholes[giver][at].to(tensor.dtype)), (stage, at, giver)
+            first = {str(at): tensor.detach().clone() for at, tensor in enumerate(tensors_of(model))}
+        if name != "batchnorm":
+            train(model, optimizer, steps=1, rank=0, name=batches)
+        with zero.gathered():
+            found.append(first | reference.weights(model))
+    return found
+
+
+@pytest.mark.row(8)
+@pytest.mark.parametrize("name", ["gpt tied", "batchnorm", "lstm"])
+@pytest.mark.parametrize("pattern", HAVING)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+def test_ranks_on_meta_get_the_values_of_those_that_have_them(name, pattern, dtype):
+    """One rank holds the weights and the others wait, or several have some: parameters and buffers are those of the
+    first rank that has them, at every stage; what nobody has is initialised alike. Objects, ties and optimizers stay."""
+    precision = Precision(param_dtype=dtype, cast_inputs=dtype is not None)
+    first, *others = [each for run in ranks.run(3, given, name, pattern, precision) for each in run]
+    for other in others:
+        reference.assert_same(other, first)
+
+
 class Said(nn.Module):
     """A model with a say in its modules' first values, as Hugging Face's have it; one of them has none of its own."""
 
@@ -739,9 +810,12 @@ UNIT = 4 * (WIDTH * WIDTH + WIDTH)
 SMALL = 8192  # bytes: headers, facts, the generator's state
 
 
-def peaks(precision):
-    """(peak, at rest, unit as it came, unit as gathered) in bytes on this rank, all counted by walking live storages."""
-    with torch.device("meta"):
+def peaks(precision, first="meta"):
+    """(peak, at rest, unit as it came, unit as gathered) in bytes on this rank, all counted by walking live storages.
+
+    first: where rank 0 has the model.
+    """
+    with torch.device("meta" if ranks.rank() else first):
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Peak() as counted:
@@ -766,6 +840,24 @@ def test_meta_never_takes_more_than_its_shards_and_one_unit():
     for peak, rest, states, _ in ranks.run(2, peaks, Precision(param_dtype=torch.bfloat16)):
         assert rest - states <= SMALL
         assert peak <= rest + 2 * largest + SMALL, f"peak {peak}, at rest {rest}, one unit {largest}"
+    peak, rest, states, gathered = ranks.run(2, peaks, None, "cpu")[1]  # which waits for rank 0's
+    assert rest - states <= SMALL
+    assert UNIT <= gathered <= largest
+    assert peak <= rest + largest + largest // 2 + SMALL, f"peak {peak}, at rest {rest}, one unit {largest}"
+
+
+def ignored_on_meta():
+    """A parameter that nobody sends."""
+    model = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 5))
+    model[1].to("meta" if ranks.rank() == 1 else "cpu")
+    with pytest.raises(PeerError, match=r"(?s)nobody sends it.*'1\.bias'.*values on rank 0, none on rank 1"):
+        zeroshard.shard(model, None, layout=Layout(ignore=["1.bias"]))
+    assert zeroshard.shard(model, None).stage == 3
+
+
+def test_what_is_not_sharded_and_on_meta_on_some_ranks_is_refused():
+    """On every rank, before anything has changed: without the setting the same model is sharded."""
+    ranks.run(3, ignored_on_meta)
 
 
 # ------------------------------------------------------------------------------------------------------------------ device

@@ -46,8 +46,9 @@ class Net(nn.Module):
 
 def build(how: str):
     torch.manual_seed(rank_processes.rank())  # other weights on each rank
-    model = Net("meta" if how == "meta" else None)
-    if how != "meta":
+    waits = how == "meta" or (how == "waiting" and rank_processes.rank() > 0)
+    model = Net("meta" if waits else None)
+    if not waits:
         with torch.no_grad():
             model.norm.running_mean.fill_(rank_processes.rank() + 1.0)
         model.first.register_forward_hook(lambda *_: None)
@@ -158,11 +159,12 @@ KINDS = {
     "meta": ("meta", {"stage": 3}),
     "meta, stage 1": ("meta", {"stage": 1}),
 }
+ON_RANKS = KINDS | {"meta but on rank 0": ("waiting", {"stage": 3})}
 
 
 def moments(kind: str, event: str, every: int) -> list[int]:
     """Of the assembly's events those at which to raise; the last few come only while nothing is cached."""
-    how, options = KINDS[kind]
+    how, options = ON_RANKS[kind]
     armed(*build(how), Tripwire(0, event), **options)
     wire = Tripwire(0, event)
     armed(*build(how), wire, **options)
@@ -214,7 +216,7 @@ def test_a_shard_that_an_exception_ends_at_any_call_has_changed_nothing(kind):
 def on_one_rank(kind: str, parts: int, error: type[BaseException]):
     """The last rank raises at several moments; all ranks are as before, are told, and shard once more."""
     rank, last = rank_processes.rank(), rank_processes.world() - 1
-    how, options = KINDS[kind]
+    how, options = ON_RANKS[kind]
     every = moments(kind, "line", 1)
     model, optimizer = build(how)
     before, told = facts(model, optimizer), []
@@ -233,7 +235,7 @@ def on_one_rank(kind: str, parts: int, error: type[BaseException]):
 
 
 def on_all_ranks(kind: str):
-    how, options = KINDS[kind]
+    how, options = ON_RANKS[kind]
     moments(kind, "line", 1)
     model, optimizer = build(how)
     zero = zeroshard.shard(model, optimizer, **options)
@@ -246,7 +248,13 @@ def on_all_ranks(kind: str):
 @pytest.mark.parametrize("world", [2, 3], ids=lambda world: f"ranks{world}")
 @pytest.mark.parametrize(
     ("kind", "error"),
-    [("stage 1", Boom), ("stage 3", KeyboardInterrupt), ("stage 2, after steps", MemoryError), ("meta", Boom)],
+    [
+        ("stage 1", Boom),
+        ("stage 3", KeyboardInterrupt),
+        ("stage 2, after steps", MemoryError),
+        ("meta", Boom),
+        ("meta but on rank 0", Boom),
+    ],
 )
 def test_a_shard_that_fails_on_one_rank_is_undone_on_all(ranks, kind, error, world):
     """The others are told who gave up and why; the next attempt has the bits of a first."""

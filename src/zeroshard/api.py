@@ -61,7 +61,8 @@ def shard(
     """Shard a model and its optimizer over the ranks, in place; the training loop stays plain PyTorch.
 
     Arguments:
-        model: any `nn.Module`, on the CPU, on `device`, or on the meta device. Rank 0's weights and buffers count.
+        model: any `nn.Module`, on the CPU, on `device`, or on the meta device. Rank 0's weights and buffers count; of
+            what is on meta there, those of the first rank that has any.
         optimizer: a `torch.optim` object (or several, or None) over the model's parameters. Its groups, options,
             hooks, schedulers and existing state stay; its parameters become this rank's fragments.
         stage: 0 nothing sharded, 1 optimizer state, 2 also gradients, 3 also parameters (Rajbhandari et al. 2020).

@@ -38,6 +38,7 @@ from .preflight import (
     check_split,
     check_trained,
     describe,
+    givers,
 )
 from .quantised import QuantisedBuffer, check_fp8, chosen
 from .split import split_nbytes
@@ -53,7 +54,6 @@ from .unit import (
     managed_parameters,
     matching,
     materialise,
-    on_meta,
     parameters_along,
 )
 
@@ -79,6 +79,7 @@ class Assembly:
     buffers: list[Buffer] = field(default_factory=list)
     saved: SavedTensors = field(default_factory=SavedTensors)
     tensors: TensorParallel = field(default_factory=TensorParallel)
+    givers: dict[str, int | None] = field(default_factory=dict)  # see `preflight.givers`
     told: bool = False  # have all ranks been told of what is raised now?
 
     def __post_init__(self) -> None:
@@ -123,6 +124,7 @@ class Assembly:
         told = ask_all(self.group, facts, problem)
         self.told = True
         self.seed = agree(told, problem)
+        self.givers = givers(told)
         self.told = False
         self.units = [Unit(at, *each, recomputed=layout.recomputes(each[0])) for at, each in enumerate(named)]
         for unit, others in zip(self.units, borrowed(named, self.managed), strict=True):
@@ -179,23 +181,28 @@ class Assembly:
     def build(self, init: Callable[[nn.Module], None] | None, before: Before) -> None:
         """Unit by unit, so that a model on meta never takes more than its shards and one unit.
 
+        What is on meta on some ranks only gets its values from the first rank that has them, as all else from rank 0.
+
         before: learns what is written to, and what no longer needs to be held.
         """
         by_name = {record.name: record for record in self.managed}
         modules = _own_modules(self.units)
         initialise = Initialiser(self.model, init)
         buckets = {unit.index: [b for b in self.partition.buckets if b.unit == unit.index] for unit in self.units}
-        if on_meta(self.model):
-            check_initialisers([pair for unit in self.units for pair in modules[unit.index]], initialise)
+        named = {name: id(each) for name, each in (*self.model.named_parameters(), *self.model.named_buffers())}
+        fresh = {named[name] for name, giver in self.givers.items() if giver is None}
+        given = {named[name]: giver for name, giver in self.givers.items() if giver is not None}
+        if fresh:
+            check_initialisers([pair for unit in self.units for pair in modules[unit.index]], initialise, fresh)
             state = torch.get_rng_state()
             self.group.broadcast(state)
             torch.set_rng_state(state)
         # A parameter belongs to the unit that registers it first, so units in order never meet one half-built.
         for unit in self.units:
             flats, memory = self._memory_for_meta(buckets[unit.index], by_name)
-            materialise(modules[unit.index], self.group.device, initialise, memory)
+            materialise(modules[unit.index], self.group.device, initialise, memory, fresh)
             for module in (module for _, module in modules[unit.index]):
-                self._place_buffers(module, before)
+                self._place_buffers(module, before, given)
             for bucket in buckets[unit.index]:
                 params = [by_name[slot.name].param for slot in bucket.slots]
                 tiers = {state: self.tiers[name] for state, name in self.resting[bucket.index].items()}
@@ -206,7 +213,7 @@ class Assembly:
                 buffer = kind(bucket, params, align, placed, self.precision, self.group, self.tier, tiers, self.saved)
                 for index, param in enumerate(params):
                     param._zeroshard = Place(buffer, index)  # type: ignore[attr-defined]
-                buffer.adopt(flats.pop(bucket.index, None))
+                buffer.adopt(flats.pop(bucket.index, None), [given.get(id(param), 0) for param in params])
                 buffer.parameters.make_one()
                 if buffer.resident:
                     for param in params:
@@ -235,13 +242,15 @@ class Assembly:
                     memory[id(param)] = flat[slot.start : slot.stop].view(slot.shape)
         return flats, memory
 
-    def _place_buffers(self, module: nn.Module, before: Before) -> None:
+    def _place_buffers(self, module: nn.Module, before: Before, given: dict[int, int]) -> None:
+        """given: which rank a buffer is from, by id, where that is not rank 0."""
         for name, tensor in module._buffers.items():
             if tensor is not None:
+                giver = given.get(id(tensor), 0)
                 module._buffers[name] = tensor = tensor.to(self.group.device)
                 if dense(tensor) and tensor.numel():  # the others are alike on all ranks: `describe` compares them
                     sent = as_bytes(tensor).clone()
-                    self.group.broadcast(sent)
+                    self.group.broadcast(sent, giver)
                     if not same_bits(sent, as_bytes(tensor)):
                         before.keep(tensor)
                         write_bytes(tensor, sent)

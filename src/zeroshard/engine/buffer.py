@@ -9,7 +9,7 @@ edits        whether somebody wrote into that                              an `E
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -115,11 +115,11 @@ class Buffer:
 
     # --- construction -----------------------------------------------------------------------------------------------
 
-    def adopt(self, flat: Tensor | None = None) -> None:
-        """Move the parameters into flat storage: rank 0's values, converted; masters seeded before converting.
+    def adopt(self, flat: Tensor | None, givers: Sequence[int]) -> None:
+        """Move the parameters into flat storage, converted; masters seeded before converting.
 
         After this every parameter is a view of `full`; with sharded parameters it is released. `flat` is storage that
-        the parameters are views of already, in their own dtype.
+        the parameters are views of already, in their own dtype. givers: the rank whose values count, slot by slot.
         """
         bucket = self.bucket
         needs_master = bucket.trainable and self._wants_master
@@ -133,7 +133,11 @@ class Buffer:
         del flat
         ledger, staged = self.tier.ledger, bucket.numel * source_dtype.itemsize
         ledger.hold("staging", staged)
-        self._group.give_all(source, bucket)
+        if len(set(givers)) == 1:
+            self._group.give_all(source, bucket, givers[0])
+        else:  # of which none is along an axis: those are on no rank's meta
+            for slot, giver in zip(bucket.slots, givers, strict=True):
+                self._group.broadcast(source[slot.start : slot.stop], giver)
         if not self.resident:
             if not (needs_master and self._masters_suffice):
                 self.parameters = self.reserve("parameters", self.format, self.placements.parameters)

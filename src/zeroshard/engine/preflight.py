@@ -278,6 +278,9 @@ def _check_int8(partition: Partition, precision: Precision) -> None:
             )
 
 
+ABSENT = "on meta"  # of what a rank says: the parameters and buffers of which it has no values
+
+
 def describe(
     model: nn.Module,
     managed: list[Managed],
@@ -306,6 +309,7 @@ def describe(
         kind = f"{tuple(tensor.shape)} {tensor.dtype}" if dense(tensor) else Contents().of(tensor)
         facts[f"buffer {name!r}"] = kind
     facts["units"] = units
+    facts[ABSENT] = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
     for number, optimizer in enumerate(optimizers):
         for at, group in enumerate(optimizer.param_groups):
             where = f"optimizer {number} ({type(optimizer).__name__}) group {at}"
@@ -340,7 +344,7 @@ def agree(told: list[dict[str, Any]], problem: Exception | None) -> int:
 
     Answers with rank 0's seed, which need not be everyone's.
     """
-    everyone, seed = [{**each, "seed": None} for each in told], int(told[0]["seed"])
+    everyone, seed = [{**each, "seed": None, ABSENT: None} for each in told], int(told[0]["seed"])
     if problem is not None:
         raise problem
     for rank, theirs in enumerate(everyone):
@@ -369,6 +373,26 @@ def agree(told: list[dict[str, Any]], problem: Exception | None) -> int:
                 instead="build the model the same way on every rank",
             )
     return seed
+
+
+def givers(told: list[dict[str, Any]]) -> dict[str, int | None]:
+    """Of what some ranks have on meta, by name: the first rank that has values; None where every rank has none.
+
+    Refuses, on every rank, what nobody would send: parameters that are not sharded.
+    """
+    absent = [set(each[ABSENT]) for each in told]
+    found = {}
+    for name in dict.fromkeys(name for each in told for name in each[ABSENT]):
+        having, lacking = ([r for r, names in enumerate(absent) if (name in names) is lacks] for lacks in (False, True))
+        found[name] = having[0] if having else None
+        if having and f"parameter {name!r}" not in told[0] and f"buffer {name!r}" not in told[0]:
+            raise PeerError(
+                "a parameter that is not sharded is on meta on some ranks, and nobody sends it",
+                where=f"parameter {name!r}",
+                got=f"values on rank {having[0]}, none on rank {lacking[0]}",
+                instead="values of it on every rank, or Layout(ignore=...) without it",
+            )
+    return found
 
 
 class Structure:

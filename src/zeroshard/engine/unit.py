@@ -293,11 +293,11 @@ class Initialiser:
         return None
 
 
-def check_initialisers(modules: list[tuple[str, nn.Module]], init: Initialiser) -> None:
-    """Before anything is changed: every module that has something on meta must say how to fill it."""
+def check_initialisers(modules: list[tuple[str, nn.Module]], init: Initialiser, fresh: set[int]) -> None:
+    """Before anything is changed: every module of the fresh tensors (by id) must say how to fill them."""
     seen: set[int] = set()
     for path, module in modules:
-        own = {id(tensor) for tensor in _own_meta(module)} - seen
+        own = {id(tensor) for tensor in _own_meta(module)} & fresh - seen
         seen |= own
         if own and not init.knows(module):
             raise UserError(
@@ -314,12 +314,14 @@ def materialise(
     device: torch.device,
     init: Initialiser,
     memory: dict[int, Tensor],
+    fresh: set[int],
 ) -> None:
-    """Give one unit's own modules real memory and initial values.
+    """Give one unit's own modules real memory, and of the fresh tensors (by id) initial values.
 
     `memory` (by the parameter's id) is what becomes a parameter's; others get their own. The parameters stay the same
-    Python objects, so ties and the user's optimizer survive. What a module has beside its tensors on meta (a weight
-    tied to an earlier module's, one loaded already) keeps its values.
+    Python objects, so ties and the user's optimizer survive. What a module has beside its fresh tensors (a weight
+    tied to an earlier module's, one loaded already, one that another rank sends) keeps its values: so that each rank
+    draws the same numbers, whatever it has.
     """
     for _, module in modules:
         own = _own_meta(module)
@@ -335,8 +337,9 @@ def materialise(
             if isinstance(tensor, nn.Parameter):
                 real = nn.Parameter(real, requires_grad=tensor.requires_grad)
             torch.utils.swap_tensors(tensor, real)
-        with torch.no_grad(), _standing_in(module, {id(tensor) for tensor in own}, device):
-            init(module)
+        if mine := {id(tensor) for tensor in own} & fresh:
+            with torch.no_grad(), _standing_in(module, mine, device):
+                init(module)
         if recurrent:
             module._init_flat_weights()  # type: ignore[operator]
 

@@ -338,7 +338,7 @@ ACCELERATE: Mapping[str, Key] = {
     "fsdp_config.fsdp_state_dict_type": ignored("`zero.save` for shards, `zero.export` for whole weights"),
     "fsdp_config.fsdp_use_orig_params": ignored("the optimizer always keeps your parameters' groups"),
     "fsdp_config.fsdp_sync_module_states": ignored("rank 0's weights always count"),
-    "fsdp_config.fsdp_cpu_ram_efficient_loading": ignored("`zeroshard.load(model, folder)` reads each rank its own parts"),
+    "fsdp_config.fsdp_cpu_ram_efficient_loading": ignored("a model on meta but on one rank gets that rank's weights; `zeroshard.load(model, folder)` reads each rank its own parts"),
     "deepspeed_config.zero_stage": fact("stage", _stage, "`stage=`", auto=False),
     "deepspeed_config.offload_optimizer_device": fact("optimizer", _device, "`Offload(optimizer=..., gradients=\"cpu\")`", auto=False),
     "deepspeed_config.offload_param_device": fact("parameters", _device, "`Offload(parameters=...)`", auto=False),

@@ -226,6 +226,53 @@ def test_no_tensor_is_divided_by_a_number_of_pythons(name):
     assert found == DIVISIONS[name]
 
 
+def test_who_is_called_by_itself():
+    """At an object's end, on a thread, by a signal: each keeps the rule of `ended.py`, where anything new is weighed."""
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        name = str(path.relative_to(PACKAGE))
+        for node in ast.walk(ast.parse(path.read_text())):
+            what = getattr(node, "attr", getattr(node, "id", getattr(node, "name", "")))
+            if what in {
+                "at_end_of",
+                "finalize",
+                "proxy",
+                "__del__",
+                "Thread",
+                "ThreadPoolExecutor",
+                "register_at_fork",
+            }:
+                found.add((name, what))
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "weakref.ref" and len(node.args) > 1:
+                found.add((name, "weakref.ref"))
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in {"signal.signal", "_signal.signal"}:
+                found.add((name, "signal"))
+    assert found == {
+        ("ended.py", "at_end_of"),
+        ("ended.py", "finalize"),
+        ("events.py", "at_end_of"),  # notes
+        ("ranks/watch.py", "at_end_of"),  # a socket
+        ("ranks/process_group.py", "at_end_of"),  # handles
+        ("ranks/neighbours.py", "__del__"),  # a descriptor
+        ("tiers/tier.py", "__del__"),  # pages
+        ("tiers/nvme.py", "at_end_of"),  # a file, and threads
+        ("tiers/nvme.py", "ThreadPoolExecutor"),
+        ("checkpoint/files.py", "ThreadPoolExecutor"),
+        ("checkpoint/saving.py", "Thread"),
+        ("ranks/watch.py", "Thread"),
+        ("cli/launch.py", "Thread"),
+        ("ranks/watch.py", "register_at_fork"),
+        ("ranks/neighbours.py", "register_at_fork"),
+        ("checkpoint/staging.py", "signal"),  # ends the program
+        ("api.py", "signal"),  # notes
+        ("integrations/unshard.py", "signal"),
+        ("cli/launch.py", "signal"),
+        ("cli/main.py", "signal"),
+        ("cli/iobench.py", "ThreadPoolExecutor"),
+        ("checkpoint/staging.py", "register_at_fork"),
+    }
+
+
 def test_layout_is_pure():
     """It imports nothing but the standard library and the exceptions."""
     names = {name.split(".")[0] for name in imported(PACKAGE / "layout.py")}

@@ -654,7 +654,7 @@ def test_one_rank_hears_that_its_weights_are_of_no_step(stage, caplog):
 
 
 def test_a_collective_that_is_through_and_pruned_before_its_launch_returns():
-    """The garbage collector may run there, and find the end of another model over the same ranks, which prunes."""
+    """In a handler of a signal, say."""
 
     class Pruned(deque):
         def extend(self, flights):
@@ -682,7 +682,7 @@ def test_what_is_through_may_be_pruned_inside_a_pruning():
             return False
 
     stream, last = Stream(None, [0]), UnderWay()
-    flights = [(1, ("a",), Nested()), (2, ("b",), Through()), (3, ("c",), last)]
+    flights = [(1, ("a",), [Nested()]), (2, ("b",), [Through()]), (3, ("c",), [last])]
     stream._flights.extend(flights)
     stream.prune()
     assert (stream.count, stream.last, stream.under_way) == (3, [("a",), ("b",), ("c",)], [last])

@@ -14,9 +14,11 @@ import contextlib
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from html import escape
+
+from .ended import at_end_of
 
 DEVICE, HOST, NVME, SHARED = "device", "host", "nvme", "shared"  # tiers; the last counts one copy for a whole host
 
@@ -96,8 +98,9 @@ class Ledger:
     waited: int = 0
 
     def __post_init__(self) -> None:
-        # On CUDA the backward hooks run on autograd's own threads.
-        self._lock = threading.Lock()
+        # On CUDA the backward hooks run on autograd's own threads. A signal's handler may look at it anywhere.
+        self._lock = threading.RLock()
+        self._ended: deque[tuple[str, int]] = deque()  # noted where an object ended, and not counted yet
         self._running: list[tuple[str, Event | None]] = []
         self._most = sum(self.held.values())  # held on the device in the running phase
         self._total = self._most
@@ -113,17 +116,36 @@ class Ledger:
 
     def hold(self, state: str, nbytes: int, tier: str = DEVICE) -> None:
         """Count `nbytes` more (or, negative, fewer) bytes held for `state`."""
-        if not nbytes:
-            return
         with self._lock:
-            self.held[state] += nbytes
-            self.tiers[tier][state] += nbytes
-            self._total += nbytes if tier == DEVICE else 0
-            self.peak[state] = max(self.peak[state], self.held[state])
-            if self._total > self._most:
-                self._note_peak()
-            if self.record is not None:
-                self.record.held.append((time.perf_counter_ns(), tier, state, self.tiers[tier][state]))
+            self._settle()
+            if nbytes:
+                self._count(state, nbytes, tier)
+
+    def hold_while(self, thing: object, state: str, nbytes: int) -> Callable[[], None]:
+        """Count `nbytes` for as long as `thing` lives, or until what this returns is called."""
+        self.hold(state, nbytes)
+        end = at_end_of(thing, self._ended.append, (state, -nbytes))
+
+        def over() -> None:
+            end()
+            self.hold(state, 0)
+
+        return over
+
+    def _settle(self) -> None:
+        with contextlib.suppress(IndexError):
+            while True:
+                self._count(*self._ended.popleft(), DEVICE)
+
+    def _count(self, state: str, nbytes: int, tier: str) -> None:
+        self.held[state] += nbytes
+        self.tiers[tier][state] += nbytes
+        self._total += nbytes if tier == DEVICE else 0
+        self.peak[state] = max(self.peak[state], self.held[state])
+        if self._total > self._most:
+            self._note_peak()
+        if self.record is not None:
+            self.record.held.append((time.perf_counter_ns(), tier, state, self.tiers[tier][state]))
 
     def rename(self, state: str, other: str, nbytes: int) -> None:
         """Bytes held for `state` are from now on held for `other`: no moment has both."""
@@ -139,7 +161,7 @@ class Ledger:
 
     @property
     def phase(self) -> str:
-        return self._running[-1][0] if self._running else "between"
+        return next((phase for phase, _ in reversed(self._running)), "between")  # also asked by the watch's thread
 
     def begin(self, phase: str) -> None:
         """The loop turns to something. Phases nest: a closure's forward lies inside its step."""
@@ -211,6 +233,7 @@ class Ledger:
     def snapshot(self) -> Ledger:
         """A copy that no longer changes."""
         with self._lock:
+            self._settle()
             return Ledger(
                 dict(self.held),
                 dict(self.peak),

@@ -93,8 +93,8 @@ class Progress:
         """In words, for whoever wants to know."""
         moment = f"step {self.steps + 1}, in {phase if phase != 'between' else 'the loop'}"
         trouble = f"; {self.trouble}" if self.trouble else ""
-        if self.awaited:
-            verb, bucket = self.awaited
+        if awaited := self.awaited:  # once: the watch's thread asks too
+            verb, bucket = awaited
             unit = "" if bucket is None else f" of unit {self._unit(bucket)!r}"
             turn = f", turn {self.turn[0]} of {self.turn[1]} of the script" if verb == "gather" and self.turn[1] else ""
             return f"{moment}, waiting for {verb}{unit}{turn}{trouble}"

@@ -33,8 +33,15 @@ class Call:
 
     def running(self) -> bool:
         """Is it still on its thread's stack?"""
-        own = threading.get_ident() == self._thread
-        frame: FrameType | None = sys._getframe() if own else sys._current_frames().get(self._thread)
+        if threading.get_ident() == self._thread:
+            return self._below(sys._getframe(1))
+        while True:
+            top = sys._current_frames().get(self._thread)
+            # It goes on meanwhile: a call that it has returned from has no caller any more.
+            if (found := self._below(top)) or top is sys._current_frames().get(self._thread):
+                return found
+
+    def _below(self, frame: FrameType | None) -> bool:
         while frame is not None and frame is not self._frame:
             frame = frame.f_back
         return frame is not None

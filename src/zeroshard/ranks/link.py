@@ -143,7 +143,8 @@ class Link:
     @property
     def interrupted(self) -> bool:
         """Did an exception leave a verb in its middle?"""
-        return self.groups.call is not None and not self.groups.call.running()
+        call = self.groups.call  # once: the watch's thread asks too
+        return call is not None and not call.running()
 
     def heed(self) -> None:
         """Where a rank has called for a levelling, take part in it, and say so."""
@@ -162,7 +163,7 @@ class Link:
     def level(self, why: str) -> list[str]:
         """End what is under way on all ranks alike; in words, what ended it where it had to be ended."""
         groups = self.groups
-        number, engines = groups.levellings + 1, dict(groups.engines)
+        number, engines = groups.levellings + 1, dict(groups.engines.items())
         if number not in groups.watch.posted:  # else an interrupt ended this before it was through
             streams = [[each.count, each.last, [*each.members]] for each in groups.levelling]
             told = {"why": why, "streams": streams, "engines": {each: group.told() for each, group in engines.items()}}

@@ -133,7 +133,7 @@ class Neighbours:
     def listen(self, seconds: float = 0.0) -> None:
         """Send what is to be sent, and heed what has come; for so long at most, if nothing has."""
         if self._listens is not None and self._listens.running():
-            return  # inside itself, where a model's end is noticed; or on another thread
+            return  # inside itself, in a signal's handler
         self._listens = Call()
         for line in self.lines.values():
             line.flush()

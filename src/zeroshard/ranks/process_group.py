@@ -23,13 +23,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..ended import at_end_of
 from ..errors import PeerError
 from ..events import ends
 from .agreement import LOADING, TELLING, Group
 from .calls import Call
 from .link import Link, all_gather, all_reduce, dtype_name
 from .process_team import ProcessTeam
-from .streams import Stream, prune
+from .streams import Stream, let_go
 
 log = logging.getLogger("zeroshard")
 _CHOOSING = "choosing what to gather"
@@ -66,7 +67,7 @@ class ProcessGroup(Group):
         self.progress = link.progress
         self.backend = link.groups.backend
         self._groups.engines[link.engine] = self
-        weakref.finalize(self, prune, self._groups.levelling).atexit = False
+        at_end_of(self, let_go, self._groups.levelling, link.engine)
 
     @property
     def interrupted(self) -> bool:

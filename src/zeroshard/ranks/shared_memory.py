@@ -326,6 +326,9 @@ class SharedStream(Stream):
         mine = [flight for at, flight in self.host.flights.items() if at[0] == self.index]
         return [*mine, *(each for each in super().under_way if not any(each is one for one in mine))]
 
+    def let_go(self, engine: int) -> None:
+        """To ask whether one is through would be to listen."""
+
     def settle(self) -> None:
         for flight in self.under_way:
             flight.read()

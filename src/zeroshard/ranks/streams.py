@@ -27,13 +27,23 @@ KEPT = 2048  # collectives that a rank remembers in each stream: others may be s
 Launch = tuple[Any, ...]  # a verb and what it takes to join it; JSON-able
 
 
-def _numbered(flight: tuple[int, Launch, Any]) -> tuple[int, Launch]:
+# Its number, and its handle in a list that is empty once that was let go of.
+InFlight = tuple[int, Launch, list[Any]]
+
+
+def _numbered(flight: InFlight) -> tuple[int, Launch]:
     return flight[:2]
 
 
 def prune(streams: Sequence[Stream]) -> None:
     for stream in streams:
         stream.prune()
+
+
+def let_go(streams: Sequence[Stream], engine: int) -> None:
+    """A model has ended: its memory goes with it. Called anywhere, so no stream is changed: see `ended.py`."""
+    for stream in streams:
+        stream.let_go(engine)
 
 
 class Stream:
@@ -46,35 +56,41 @@ class Stream:
         self.queued = queued
         self.members = members
         self.behind = behind
-        self._flights: deque[tuple[int, Launch, Any]] = deque()
+        self._flights: deque[InFlight] = deque()
         self._landed: deque[tuple[int, Launch]] = deque(maxlen=KEPT)
 
     @property
     def count(self) -> int:
         """How many were launched so far."""
-        last: Sequence[Any] = tuple(self._flights) or self._landed  # which never shrinks, whoever prunes meanwhile
+        last: Sequence[Any] = tuple(self._flights) or self._landed
         return int(last[-1][0]) if last else 0
 
     def launch(self, what: Launch, call: Callable[..., Any], *args: Any) -> Any:
         """Launch one: `call` is a function of C, so that no signal comes between it and its number."""
         self.prune()
-        flights, mine = tee(zip((self.count + 1,), (what,), map(call, *([arg] for arg in args)), strict=True))
+        handle = map(list, zip(map(call, *([arg] for arg in args)), strict=True))
+        flights, mine = tee(zip((self.count + 1,), (what,), handle, strict=True))
         self._flights.extend(flights)
-        # By now it may be through, and pruned: by another thread, or where a model's end is noticed right here.
-        return next(mine)[2]
+        # By now it may be through, and pruned: in a signal's handler.
+        return next(mine)[2][0]
 
     def prune(self) -> None:
         """Let go of the handles of what is through, and of the memory that these hold.
 
-        May be called inside itself, where a model's end is noticed, and by two threads.
+        A signal's handler may call it inside itself. At an object's end nobody does.
         """
         for flight in tuple(self._flights):
-            if not flight[2].is_completed():
+            if not all(handle.is_completed() for handle in flight[2]):
                 return
             if not self._landed or self._landed[-1][0] < flight[0]:
                 self._landed.append(_numbered(flight))  # an interrupt after this leaves it in both: the same number
-            with contextlib.suppress(ValueError):  # another call was faster
+            with contextlib.suppress(ValueError):  # a handler was faster
                 self._flights.remove(flight)
+
+    def let_go(self, engine: int) -> None:
+        for _, what, handle in tuple(self._flights):
+            if what[1] == engine and all(each.is_completed() for each in handle):
+                handle.clear()
 
     def settle(self) -> None:
         """A levelling is through: nobody will use what has come."""
@@ -87,4 +103,4 @@ class Stream:
 
     @property
     def under_way(self) -> list[Any]:
-        return [handle for *_, handle in tuple(self._flights)]  # a model's end may be noticed here, which prunes
+        return [each for *_, handle in tuple(self._flights) for each in handle]

@@ -19,7 +19,6 @@ depends on where an element lies in the buffer; see docs/decisions/ordered-sum.m
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -51,7 +50,7 @@ class Work:
         self._wait = wait
         self._held: Tensor | None = None
         self._shared = list(handles) if shares else []
-        self._lent: Callable[[], Any] | None = None
+        self._over: Callable[[], None] | None = None
 
     def done(self) -> bool:
         return all(handle.is_completed() for handle in self._handles)
@@ -66,8 +65,8 @@ class Work:
         ends(self._event)
         self._held = None
         _holding.discard(self)
-        if self._lent is not None:
-            self._lent()
+        if self._over is not None:
+            self._over()
 
     def used(self) -> None:
         """What it has brought is not read any more."""
@@ -77,9 +76,7 @@ class Work:
 
     def lends(self, ledger: Ledger, nbytes: int) -> None:
         """Count the memory that others read from, until this is through, or dropped."""
-        ledger.hold(LENT, nbytes)
-        self._lent = lent = weakref.finalize(self, ledger.hold, LENT, -nbytes)
-        lent.atexit = False
+        self._over = ledger.hold_while(self, LENT, nbytes)
 
     def stood_still(self, since: int) -> None:
         """The program has done nothing but wait for this, since that time of `perf_counter_ns`."""
@@ -88,11 +85,13 @@ class Work:
 
     def hold(self, tensor: Tensor) -> None:
         """Keep the memory that the collective works on alive until it is through, even if its owner is dropped."""
+        for dropped in [work for work in _holding if work.done()]:
+            _holding.discard(dropped)
         self._held = tensor
         _holding.add(self)
 
 
-_holding: set[Work] = set()
+_holding: set[Work] = set()  # under way, or through and not waited for
 
 
 class Team:

@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple, NoReturn, cast
 
+from ..ended import at_end_of
 from ..errors import PeerError
 
 ANSWERS = 1.0  # seconds that a peer has to answer
@@ -73,8 +74,7 @@ class Watch:
         thread = threading.Thread(target=_serve, args=(self._server, weakref.ref(self)), name="watch", daemon=True)
         thread.start()
         # A blocked accept returns when the socket is shut down, not when it is closed.
-        self.close = weakref.finalize(self, _close, self._server)
-        self.close.atexit = False
+        self.close = at_end_of(self, _close, self._server)
         _watches.add(self)
 
     def ask(self) -> dict[int, Answer]:
@@ -108,9 +108,8 @@ class Watch:
         """The answer to a peer."""
         if message.get("token") != self.address[2]:
             return {}
-        for rank, what in message.get("alarm", {}).items():
-            self.alarm.setdefault(int(rank), str(what))
-        if message.get("alarm"):
+        if told := message.get("alarm"):
+            self.alarm = {int(rank): str(what) for rank, what in told.items()} | self.alarm
             self.alarmed()
         if number := int(message.get("level", 0)):
             self.called = max(self.called, number)

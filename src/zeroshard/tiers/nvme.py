@@ -21,7 +21,6 @@ import fcntl
 import logging
 import os
 import tempfile
-import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -32,6 +31,7 @@ from torch import Tensor
 
 from ..device import ask
 from ..digests import digest, raw
+from ..ended import at_end_of
 from ..errors import TierError
 from ..events import HOST, NVME, Ledger, ends
 from ..headroom import BUFFERS, aligned
@@ -67,7 +67,7 @@ class NvmeTier:
             assert offload.path is not None
             self.folder = self._folder(Path(offload.path).absolute(), nbytes)
             self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="zeroshard nvme")
-            weakref.finalize(self, _end, os.getpid(), self.threads)  # or at the interpreter's end
+            at_end_of(self, _end, os.getpid(), self.threads, at_exit=True)
 
     def _folder(self, folder: Path, nbytes: int) -> Path:
         try:
@@ -115,8 +115,8 @@ class NvmeTier:
 
 
 def _end(process: int, threads: ThreadPoolExecutor) -> None:
-    """A collection may come where this thread holds a lock that theirs need to end, so nobody waits for them. What is
-    under way holds the tier; and an interpreter that ends waits for its threads itself."""
+    """Nobody waits for the threads: see *the collector runs anywhere* in `ended.py`. What is under way holds the tier,
+    and an interpreter that ends waits for its threads itself."""
     if os.getpid() == process:  # and not a fork of it
         threads.shutdown(wait=False, cancel_futures=True)
 
@@ -148,7 +148,7 @@ class StateFile:
             except OSError as error:
                 raise tier.fail(self, error) from error
             self._descriptor = file.fileno()
-            weakref.finalize(self, file.close)
+            at_end_of(self, file.close, at_exit=True)
             self._direct = True
             try:
                 fcntl.fcntl(self._descriptor, fcntl.F_SETFL, os.O_DIRECT)

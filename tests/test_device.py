@@ -400,6 +400,39 @@ def test_groups_in_a_devices_queue_are_connected_in_one_order_before_they_are_us
     assert ranks.run(2, connects, 2) == [[*alone, *pair, end]] * 2
 
 
+def bound_where_groups_are_made(part):
+    """The device that torch would split new groups by, where the first ranks of the program shard, or all."""
+    found, make, group = [], dist.new_group, dist.new_group([0, 1]) if part else dist.group.WORLD
+
+    def makes(**options):
+        found.append(dist.group.WORLD.bound_device_id)
+        return make(**options)
+
+    dist.group.WORLD.bound_device_id, dist.new_group = torch.device("cuda", 0), makes
+    if not part or ranks.rank() < 2:
+        model = nn.Linear(3, 3)
+        zeroshard.shard(model, torch.optim.SGD(model.parameters()), stage=3, comm=Comm(group=group))
+    dist.new_group, bound, dist.group.WORLD.bound_device_id = make, dist.group.WORLD.bound_device_id, None
+    return found, bound
+
+
+def test_ranks_that_shard_among_themselves_split_nothing_from_all():
+    """Which all would have to take part in: those that do not shard never come."""
+    own = torch.device("cuda", 0)
+    assert ranks.run(3, bound_where_groups_are_made, True) == [([None] * 3, own)] * 2 + [([], own)]
+    assert ranks.run(2, bound_where_groups_are_made, False) == [([own] * 3, own)] * 2
+
+
+def test_a_program_that_starts_here_tells_torch_of_its_device(monkeypatch):
+    told = {}
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: told.update(options, backend=backend))
+    monkeypatch.setattr(groups.atexit, "register", lambda function: None)
+    monkeypatch.setattr(groups, "find_master", lambda environment: None)
+    for where, want in (("cuda:3", ("nccl", torch.device("cuda", 3))), ("cpu", ("gloo", None))):
+        groups.start(Comm(timeout=9.0), torch.device(where))
+        assert (told["backend"], told["device_id"], told["timeout"].total_seconds()) == (*want, 9.0)
+
+
 # --- after an interrupt ------------------------------------------------------------------------------------------------
 
 

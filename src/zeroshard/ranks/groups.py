@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from ..device import asynchronous, finish
+from ..device import asynchronous, current, finish
 from ..errors import Error, PeerError, UserError
 from ..stage import Seat
 from .agreement import lines
@@ -43,7 +43,9 @@ def start(settings: Comm, device: torch.device) -> None:
     timeout = None if settings.timeout is None else timedelta(seconds=settings.timeout)
     find_master(os.environ)
     try:
-        dist.init_process_group(dist.get_default_backend_for_device(device), timeout=timeout)
+        # Told of the device it makes communicators at once, and groups are split from them, which takes less memory.
+        backend, own = dist.get_default_backend_for_device(device), current(device) if asynchronous(device) else None
+        dist.init_process_group(backend, timeout=timeout, device_id=own)
     except (RuntimeError, ValueError, OSError) as error:
         raise could_not_meet(os.environ, error) from error
     process = os.getpid()
@@ -153,21 +155,28 @@ def _loops() -> set[int]:
 _LAZY = "TORCH_GLOO_LAZY_INIT"  # connects two ranks when they first send each other something
 
 
-def _new_group(*, lazy: bool = False, **options: Any) -> Any:
+def _new_group(*, lazy: bool = False, alone: bool = False, **options: Any) -> Any:
     """A process group whose gloo threads stop nobody when a message wakes them: docs/decisions/batch-threads.md.
 
     lazy: without a connection between any two ranks, of which a thousand ranks cannot make enough.
+    alone: while other ranks of the program make none. So it is not split from the group of all, which they would wait
+        for: torch does that where `init_process_group` was told of a device.
     """
-    before, said = _loops(), os.environ.get(_LAZY)
+    before, said, everyones = _loops(), os.environ.get(_LAZY), dist.group.WORLD
+    device = None if everyones is None else everyones.bound_device_id
     try:
         if lazy:
             os.environ[_LAZY] = "1"
+        if alone and everyones is not None:
+            everyones.bound_device_id = None
         group = dist.new_group(**options)
     finally:
         if lazy and said is None:
             del os.environ[_LAZY]
         elif lazy and said is not None:
             os.environ[_LAZY] = said
+        if alone and everyones is not None:
+            everyones.bound_device_id = device
     for thread in _loops() - before:
         with contextlib.suppress(OSError):  # not allowed here: slower, and no worse
             if os.sched_getscheduler(thread) == os.SCHED_OTHER:
@@ -267,7 +276,8 @@ class Groups:
     ) -> None:
         """sits: in the team of all parameters but those along an axis, which have one of their own."""
         ranks, rank = dist.get_process_group_ranks(parent), dist.get_rank(parent)
-        options: dict[str, Any] = {"ranks": ranks, "use_local_synchronization": True}
+        alone = len(ranks) < dist.get_world_size()
+        options: dict[str, Any] = {"ranks": ranks, "use_local_synchronization": True, "alone": alone}
         limit = _timeout(parent) if timeout is None else timedelta(seconds=timeout)
         if limit is not None:
             options["timeout"] = limit

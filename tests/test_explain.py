@@ -240,6 +240,8 @@ def test_bytes_and_messages_of_the_260(transformer, stage):
         want = next(row for row in found["traffic"][0] if row["verb"] == verb)
         for column in ("calls", "logical", "sent"):
             assert sum(row[column] for row in rows) == want[column]
+    # What the corrections of texts A and D say of stages 0 and 1: nothing waits for the end of backward.
+    assert {row["phase"] for row in timing if row["verb"] == "reduce"} == {"backward"}
 
 
 @pytest.mark.parametrize("stage", STAGES)

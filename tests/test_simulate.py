@@ -19,7 +19,8 @@ import zeroshard
 from zeroshard import Comm, Layout, Precision, shard
 from zeroshard.cli import check, processor
 from zeroshard.errors import UserError
-from zeroshard.planner import built, from_job, predict_states
+from zeroshard.explain import stacked_mlp
+from zeroshard.planner import built, from_job, predict_states, texts
 from zeroshard.planner.machines import MACHINES, machine
 from zeroshard.planner.simulate import PASSING, moments, simulate
 from zeroshard.planner.timeline import replay
@@ -538,6 +539,29 @@ def test_the_texts_profile_is_simulated_with_gradients_in_bf16():
         (rank,) = json.loads(done.stdout)["simulated"]
         assert sum(rank["held"].values()) == per_parameter * numel + 4 * 40
         assert f"{per_parameter * numel / 2**30:.2f}" == {7: "8.75", 9: "11.25"}[per_parameter]
+
+
+@pytest.mark.full
+def test_the_texts_profile_in_8_bits_and_its_checkpoint_are_what_plan_text_says():
+    """`plan --text B` computes them without torch; the engine holds and sends so many bytes."""
+    run = simulate(stacked_mlp.profile, ranks=4, stage=1, precision=from_job.precision("bf16-fp8", "bf16"))
+    said = {line.what: line.value for table in texts.text("B").tables[-2:] for line in table.lines}
+    held = {state: nbytes for state, nbytes in run.ledger.held.items() if nbytes}
+    held.pop("step")
+    assert (held["scales"], held["parameters"]) == (
+        said["scales, a byte for each weight tensor"], said["ZeRO-1: parameters"] * 2**30,
+    )  # fmt: skip
+    assert said["weights, a byte each"] * 2**30 + said["biases, bf16"] == held["parameters"]
+    assert sum(held.values()) == said["ZeRO-1: total"] * 2**30
+    gathers = [event.logical for event in run.events if event.verb == "gather"]  # of two steps
+    assert sum(gathers) == 2 * said["all-gather after the step, of all ranks' parts"] * 2**30
+    begin = sum(
+        slot.within(*bucket.shard(0)).start == 0 and slot.within(*bucket.shard(0)).numel > 0
+        for bucket in run.zero.partition.buckets
+        for slot in bucket.slots
+    )
+    assert built.holding(run.zero).snapshot() - 4 * begin == said["written by each of 4 ranks"] * 2**30  # counters
+    assert said["master, m and v in files, once"] == 4 * said["written by each of 4 ranks"]
 
 
 @pytest.mark.full

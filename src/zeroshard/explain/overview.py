@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-from ..planner import closed, traffic
+from ..planner import closed, files, traffic
+from ..planner.plan import plan
 from ..planner.quantities import number, plain
 from ..planner.recipes import PRESETS
 from ..stage import STAGES
@@ -16,7 +17,7 @@ from .walk260 import by_stage
 PAPER = PRESETS["paper"]
 RANKS_SHOWN = (2, 8, 64, 1024)
 LARGE = 10 * 10**9  # parameters, on this many ranks:
-RANKS = 8
+RANKS, LAYERS = 8, 32
 OPTIMIZER = tuple(PAPER.optimizer)
 
 # Which states leave the device, and for where.
@@ -94,6 +95,10 @@ def _corrections() -> list[dict[str, str]]:
         return number(round(_per_parameter(0, ranks) / _per_parameter(stage, ranks), 2))
 
     large = {stage: number(LARGE * _per_parameter(stage, RANKS) / 10**9) for stage in (1, 2)}
+    (found,) = plan(params=LARGE, ranks=RANKS, units=LAYERS, stage=3).stages
+    passing = max(sum(each.nbytes.values()) for each in found.instants) / 10**9
+    moves = files.closed_moves(closed.at_rest(LARGE, RANKS, STAGES[3], PAPER), STAGES[3], mastered=True)
+    read, written = (number(Fraction(nbytes, 10**9)) for nbytes in moves)
     limits = {stage: 16 / sum(n for _, n, cut in PAPER.states(STAGES[stage]) if not cut) for stage in (1, 2)}
     return [
         note("stages", "Without Stage 3 you simply cannot train the model with pure data parallelism",
@@ -107,6 +112,11 @@ def _corrections() -> list[dict[str, str]]:
              f"{number(Fraction(3 * 63, 64))} at N = 64."),
         note("flat", "Flat partitioning gives perfect load balance",
              "Where N does not divide the number of parameters the vector is padded, and the last rank has less."),
+        note("infinity", "You can train models limited only by disk space",
+             "A GPU still holds the layers that are gathered, the one in use and its neighbours, gradients on their "
+             f"way, and activations. Of 10 B parameters in {LAYERS} equal layers on {RANKS} ranks that is "
+             f"{passing:.2f} GB without activations. And in each step a rank reads {read} GB from its files and writes "
+             f"{written}."),
         note("infinity", "On a single DGX-2 node, models with tens of trillions of parameters",
              "Its authors report one trillion on one DGX-2 node, and 32 trillion on 32 nodes (512 GPUs)."),
     ]  # fmt: skip

@@ -363,6 +363,9 @@ def _corrections(
     return [
         note("values", "w1'_fp16 = 2.1, w2'_fp16 = -2.9, w3'_fp16 = 1.1, w4'_fp16 = 0.6",
              f"These are the fp32 masters. fp16 has none of the four; the copies are {copies}."),
+        note("values", "The synchronized gradient tensor on both GPUs is: Grad_avg = [-5.5, -2.75, -2.75, -5.0]",
+             f"Neither GPU has it. GPU 0 receives {values['average'][:2]}, GPU 1 {values['average'][2:]}; the text "
+             "says so itself a sentence later, and then lists the whole among what both hold."),
         note("fp32", "You can add 0.00000001 to an existing weight and the value will actually change",
              f"In fp32 that holds below 0.25: {', '.join(map(str, moved))} change, {', '.join(map(str, lost))} do not. "
              "What fp32 does keep is the update itself, which fp16 rounds to zero."),

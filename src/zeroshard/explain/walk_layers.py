@@ -221,11 +221,13 @@ def _slow(count: int) -> traffic.SlowLink:
 
 
 def _changed(ranks: int) -> int:
-    """Of bf16's values from 1 to 2 those that a bf16 sum of `ranks` equal parts does not give back."""
+    """Of bf16's values from 1 to 2 those that the gradients of a bf16 loss over `ranks` do not add up to."""
     g = (1 + torch.arange(128) / 128).bfloat16()
+    weights = torch.zeros_like(g, requires_grad=True)
+    (part,) = torch.autograd.grad((weights * g).sum() / ranks, weights)
     total = torch.zeros_like(g)
     for _ in range(ranks):
-        total += g / ranks
+        total += part
     return int((total != g).sum())
 
 
@@ -258,8 +260,13 @@ def _corrections(numel: int) -> list[dict[str, str]]:
              "the loss is divided already: an average would divide once more."),
         note("buffer", "The verification criterion is atol=0, rtol=0: bit-exact equality",
              f"N times g/N is g in bf16 sums at N = 2 and 4. At N = 3 it is another number for {_changed(3)} of the "
-             f"128 values of g between 1 and 2, at N = 8 for {_changed(8)}. An fp32 sum in rank order is the same at "
-             "every N as one process that adds in that order."),
+             f"128 values of g between 1 and 2, at N = 8 for {_changed(8)}: the divided loss is bf16, so backward "
+             "multiplies by a rounded 1/N, and the sum rounds again. Here gradients are added in fp32, in rank order, "
+             "and divided once: that is g at every N."),
+        note("buffer", "FP8: fp8 \N{RIGHTWARDS ARROW} fp32 \N{RIGHTWARDS ARROW} optimizer \N{RIGHTWARDS ARROW} fp32 "
+             "\N{RIGHTWARDS ARROW} fp8, in separate buffers",
+             "So it is here, with Precision(fp8=True), but for the first arrow: masters stay fp32 from step to step, "
+             "and none is made from 8 bits. A step rounds once, and a gather sends a byte of each weight."),
         note("replicas", "Total: > 2P; strictly increases with redundancy",
              f"Reduction P[(1-K/N) + 2(K-1)/N] and all-gather P(1-K/N) add up to 2(N-1)/N P for every K: "
              f"{number(one.total)}P here. The bytes change place, and memory grows: 12K/N bytes per parameter."),

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
 from ..planner import traffic
+from ..planner.quantities import number
+from ..planner.recipes import PRESETS
 from ..stage import STAGES
 from . import transformer260
 from .transformer260 import TENSORS
 
+PAPER = PRESETS["paper"]
 TITLES = {
     "start": "Before the step",
     "forward": "Forward",
@@ -79,6 +83,10 @@ def says(stage: int, name: str) -> str:
     return "The gradients are cleared; their memory stays reserved for the next backward. m, v and masters stay."
 
 
+def note(text: str, at: str, says: str, right: str) -> dict[str, str]:
+    return {"text": text, "at": at, "says": says, "right": right}
+
+
 def corrections(
     exact: dict[str, Any],
     bf16: dict[str, Any],
@@ -96,10 +104,7 @@ def corrections(
     def listed(values: Sequence[float], digits: int = 4) -> str:
         return ", ".join(f"{value:.{digits}f}" for value in values)
 
-    def note(text: str, at: str, says: str, right: str) -> dict[str, str]:
-        return {"text": text, "at": at, "says": says, "right": right}
-
-    passes = [sum(traffic.passes(STAGES[stage], accumulate=4)) for stage in (1, 2)]
+    optimizer = sum(PAPER.optimizer.values(), Fraction())
     return [
         note("A", "ownership", "GPU-0: W₁ (first 2 rows), 32 elements; GPU-1: W₁ (rows 3\N{EN DASH}4), 32 elements",
              f"The cut is at {cuts[1]}, inside W1 at its element {first}: {first} elements (three rows and "
@@ -116,14 +121,10 @@ def corrections(
         note("D", "backward", "Peak gradient memory: ~130 values",
              "130 is what stays. For a moment a rank also has the whole gradients of what is being reduced: see "
              "the column \"at most\", on both ranks."),
-        note("A", "traffic", "All-reduce: send 520 B + receive 520 B = 1,040 bytes",
-             "Two passes of 520 logical bytes each. A rank sends (N-1)/N of each, 260 bytes; that send + receive "
-             "gives the same 1,040 is an accident of N = 2."),
-        note("D", "traffic", "Identical communication volume",
-             f"For one micro-batch. With four, reduced one by one, it is {passes[1]} passes at stage 2; a stage 1 that "
-             f"adds up first and reduces once takes 2. Here stages 0 to 2 take {passes[0]}, or 2 under no_sync(), "
-             "for which stage 2 takes the full-size gradient buffer that stage 1 has."),
-        note("D", "traffic", "Always use ZeRO-2: the memory savings are free", "For one micro-batch per step, yes."),
+        *_of_traffic(),
+        note("A", "memory", "For each parameter, Adam stores 16 bytes",
+             f"{number(optimizer)} of the 16 are the optimizer's, and {number(optimizer - PAPER.optimizer['master'])} "
+             "of these Adam's own m and v. The others are the parameter and its gradient in bf16."),
         note("A", "memory", "0.119 in BF16", f"bf16 has no 0.119; the nearest is {bf16['parameters_after'][w_q]!r}."),
         note("A", "memory", "Master copy of parameter: FP32, 4 bytes",
              "Its first value is the fp32 weight from before rounding. Seeded from the bf16 copy, "
@@ -132,4 +133,26 @@ def corrections(
              "Adam does not see that: in the step it gets an fp32 copy, 4 bytes for each element of the bucket it "
              "updates, which the text's bytes leave out."),
         note("A", "memory", "ZeRO-1 is the default in DeepSpeed", "Its configuration's default is stage 0: disabled."),
+    ]  # fmt: skip
+
+
+def _of_traffic() -> list[dict[str, str]]:
+    passes = [sum(traffic.passes(STAGES[stage], accumulate=4)) for stage in (1, 2)]
+    return [
+        note("A", "traffic", "All-reduce: send 520 B + receive 520 B = 1,040 bytes",
+             "Two passes of 520 logical bytes each. A rank sends (N-1)/N of each, 260 bytes; that send + receive "
+             "gives the same 1,040 is an accident of N = 2."),
+        note("A", "traffic", "Unlike ZeRO-2/3, every GPU keeps the full parameters: no extra communication during "
+             "forward/backward",
+             "ZeRO-2 keeps them too, and cuts gradients. It takes as many passes as stage 1, "
+             f"{sum(traffic.passes(STAGES[2]))}; only stage 3 gathers parameters, and takes "
+             f"{sum(traffic.passes(STAGES[3]))}."),
+        note("D", "traffic", "Standard all-reduce: after backward",
+             "DistributedDataParallel sends during backward too, bucket by bucket. So does stage 0 here; only the "
+             "averages go to every rank after it. And so does stage 1, which the text has after backward."),
+        note("D", "traffic", "Identical communication volume",
+             f"For one micro-batch. With four, reduced one by one, it is {passes[1]} passes at stage 2; a stage 1 that "
+             f"adds up first and reduces once takes 2. Here stages 0 to 2 take {passes[0]}, or 2 under no_sync(), "
+             "for which stage 2 takes the full-size gradient buffer that stage 1 has."),
+        note("D", "traffic", "Always use ZeRO-2: the memory savings are free", "For one micro-batch per step, yes."),
     ]  # fmt: skip

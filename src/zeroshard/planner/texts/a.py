@@ -5,9 +5,26 @@ from __future__ import annotations
 from fractions import Fraction
 
 from ...stage import STAGES
+from .. import traffic
 from . import tiny
 from .arithmetic import bf16
-from .lines import CUT_7B, FULL_7B, GB, PAPER, Table, Text, held, line, message_lines, row, saving, stage_lines, table
+from .lines import (
+    CUT_7B,
+    FULL_7B,
+    GB,
+    IN_BACKWARD,
+    PAPER,
+    Line,
+    Table,
+    Text,
+    held,
+    line,
+    message_lines,
+    row,
+    saving,
+    stage_lines,
+    table,
+)  # fmt: skip
 
 OPTIMIZER = sum(PAPER.optimizer.values(), Fraction())
 AVERAGED = (
@@ -25,7 +42,7 @@ def text() -> Text:
         "A",
         "ZeRO-1: A Concrete Walkthrough",
         (
-            table("The model", tiny.model_lines(), tiny.shape_lines()),
+            table("The model", tiny.model_lines(), tiny.shape_lines(), _steps()),
             table("All parameters", tiny.numel_lines()),
             _bytes_per_parameter(),
             _on_two(),
@@ -36,6 +53,7 @@ def text() -> Text:
                 "Messages per step",
                 message_lines("all-reduce", 0, ("520", "520", "1040")),
                 message_lines("ZeRO-1", 1, ("520", "520", "1040")),
+                [line(f"stage {stage}: passes", None, sum(traffic.passes(STAGES[stage]))) for stage in STAGES],
             ),
             table(
                 "7B parameters on 8 GPUs",
@@ -56,6 +74,11 @@ def text() -> Text:
     )
 
 
+def _steps() -> Line:
+    """Of an iteration: two of computing, forward with backward and Adam, and stage 1's two of sending."""
+    return line("steps of an iteration", "4", 2 + sum(traffic.passes(STAGES[1])))
+
+
 def _bytes_per_parameter() -> Table:
     return table(
         "Bytes per parameter",
@@ -64,6 +87,7 @@ def _bytes_per_parameter() -> Table:
         [line(state, "4", nbytes, "B") for state, nbytes in PAPER.optimizer.items()],
         line("total", "16", PAPER.total, "B"),
         line("of which optimizer", "12", OPTIMIZER, "B"),
+        line("of which Adam stores", "16", OPTIMIZER, "B"),
         line("the optimizer's share", "75", 100 * OPTIMIZER / PAPER.total, "%"),
     )
 
@@ -141,6 +165,13 @@ def _corrections() -> tuple[str, ...]:
         f"The master has to begin as the fp32 weight. From the bf16 copy of 0.12 the same step gives {from_bf16:.6f}.",
         "Messages: 1,040 bytes as send 520 + receive 520 and as reduce-scatter 520 + all-gather 520 are equal only "
         "because N = 2. Sent per rank is 2(N-1)/N of 520: 520 bytes here.",
+        f"Steps 1 and 2, backward and then the reduce-scatter: {IN_BACKWARD} So three steps follow one another, not "
+        "four. Under no_sync() a rank has all 260 of its own gradients first, as in the text.",
+        "For each parameter Adam stores 16 bytes: 12 of the 16 are the optimizer's, of these 8 Adam's own m and v. The "
+        "other 4 are the parameter and its gradient in bf16.",
+        "Unlike ZeRO-2/3 every GPU keeps the full parameters, so that forward and backward send nothing more: of "
+        "ZeRO-2 neither is right. It keeps all parameters as well and takes as many passes, 2; what it cuts is "
+        "gradients. Only stage 3 cuts parameters, and gathers them in forward and backward: 3 passes.",
         "Cited, not computed: ZeRO-1 is not DeepSpeed's default. The default in deepspeed/runtime/zero/config.py is "
         "stage 0, disabled.",
     )

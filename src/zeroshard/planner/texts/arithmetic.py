@@ -42,12 +42,26 @@ def adam(weight: Fraction, gradient: Fraction, lr: Fraction) -> Adam:
 
 
 def spoiled(ranks: int) -> int:
-    """Of bf16's 128 values from 1 to 2, those that a bf16 sum of `ranks` equal parts does not give back."""
+    """Of bf16's 128 values from 1 to 2, those that a bf16 sum of `ranks` equal parts does not give back.
+
+    The loss is divided, and it is bf16 as the model's output is: backward multiplies by a rounded 1/ranks.
+    """
     found = 0
     for at in range(128):
         g = 1 + at / 128
-        total, part = 0.0, bf16(fp32(g / ranks))
+        total, part = 0.0, bf16(fp32(g * bf16(fp32(1 / ranks))))
         for _ in range(ranks):
             total = bf16(fp32(total + part))
         found += total != g
+    return found
+
+
+def spoiled_here(ranks: int) -> int:
+    """The same where the sum is in fp32, of undivided parts, and is divided once."""
+    found = 0
+    for at in range(128):
+        g, total = 1 + at / 128, 0.0
+        for _ in range(ranks):
+            total = fp32(total + g)
+        found += fp32(total / ranks) != g
     return found

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+from ...layout import Layout, Spec, partition
 from ...stage import STAGES
 from .. import closed, traffic
 from ..quantities import number
-from .arithmetic import spoiled
+from .arithmetic import spoiled, spoiled_here
 from .lines import GIB, PAPER, Table, Text, held, line, table
 
 OPTIMIZER = sum(PAPER.optimizer.values(), Fraction())
@@ -18,7 +19,7 @@ def text() -> Text:
     return Text(
         "B",
         "ZeRO-1 as Buffer, DDP and Distributed Optimizer",
-        (_summary(), _padding(), _replicas(), _slow_link(), _same_bits(), *_profile()),
+        (_summary(), _groups(), _padding(), _replicas(), _slow_link(), _same_bits(), *_profile()),
         _corrections(),
     )
 
@@ -54,6 +55,28 @@ def _summary() -> Table:
 def _over(per_rank: Fraction) -> str:
     """Bytes on one of `RANKS` ranks, as what all of them hold together over N."""
     return f"{number(per_rank * RANKS)}/N"
+
+
+def _groups() -> Table:
+    """Its table of buffers: each is for parameters of one dtype and of one group of ranks, which the layout knows."""
+    said = {
+        "attention.weight": ("dense, bf16", "bf16", ""),
+        "experts.weight": ("MoE, bf16", "bf16", "edp"),
+        "router.weight": ("MoE, fp32", "fp32", ""),
+    }
+    sizes = {"bf16": 2, "fp32": 4}
+    specs = [Spec(name, (8, 8), dtype, sizes[dtype], 0, True, along) for name, (_, dtype, along) in said.items()]
+    cut = partition(specs, Layout(), RANKS, 2)
+    buckets = [cut.find(name)[0] for name in said]
+    shown = ("attention and FFN weights", "expert FFN weights", "router weights")
+    return table(
+        "Buffers by group of ranks and dtype",
+        [
+            line(what, says, f"{'MoE' if bucket.along else 'dense'}, {bucket.dtype}")
+            for what, (says, _, _), bucket in zip(shown, said.values(), buckets, strict=True)
+        ],
+        line("buffers", None, len(cut.buckets)),
+    )
 
 
 def _padding() -> Table:
@@ -127,10 +150,11 @@ def _same_bits() -> Table:
     return table(
         "N x (g/N) = g in bf16 sums: of 128 values of g those that differ",
         [line(f"N = {ranks}", "0", spoiled(ranks)) for ranks in (2, 3, 4, 8)],
+        [line(f"N = {ranks}, added in fp32 and divided once", None, spoiled_here(ranks)) for ranks in (3, 8)],
     )
 
 
-def _profile() -> tuple[Table, Table]:
+def _profile() -> tuple[Table, ...]:
     numel = stacked(4096, 10)
     base, cut = held(0, numel, 4, GIB), held(1, numel, 4, GIB)
     unit = Fraction(numel, GIB)
@@ -167,15 +191,39 @@ def _profile() -> tuple[Table, Table]:
         line("saved at that peak", "42.7", saved(copied, base["total"]), "%"),
         line("saved at rest, baseline's gradients counted", None, saved(cut["total"], base["total"]), "%"),
     )
-    return at_rest, explained
+    return at_rest, explained, _in_8_bits(), _saved(numel)
+
+
+def _in_8_bits() -> Table:
+    """What this engine holds of the same profile with `Precision(param_dtype=torch.bfloat16, fp8=True)`."""
+    weights, biases, tensors = 10 * 8 * 4096**2, 10 * 5 * 4096, 10 * 2
+    rest = weights + biases * PAPER.parameters
+    beside = PAPER.gradients + OPTIMIZER / 4
+    return table(
+        "The same with weights in 8 bits, as here",
+        line("weights, a byte each", None, Fraction(weights, GIB), "GiB"),
+        line("biases, bf16", None, biases * PAPER.parameters, "B"),
+        line("scales, a byte for each weight tensor", None, tensors, "B"),
+        line("ZeRO-1: parameters", None, rest / GIB, "GiB"),
+        line("ZeRO-1: total", None, (rest + tensors + beside * (weights + biases)) / GIB, "GiB"),
+        line("all-gather after the step, of all ranks' parts", None, rest / GIB, "GiB"),
+    )
+
+
+def _saved(numel: int) -> Table:
+    return table(
+        "A checkpoint of it",
+        line("master, m and v in files, once", None, numel * PAPER.saved / GIB, "GiB"),
+        line("written by each of 4 ranks", None, numel * PAPER.saved / 4 / GIB, "GiB"),
+    )
 
 
 def _corrections() -> tuple[str, ...]:
     return (
         "Its GB are GiB: 2.50 is 1,342,382,080 x 2 / 2^30; in GB (10^9) it is 2.68.",
         "Uniform slices do need padding: its own code pads to a multiple of the ranks.",
-        "MoE, fp32, router weights: a router is replicated over the ranks that share experts, so its gradients belong "
-        "to the dense group.",
+        "MoE, fp32, router weights: the text has a buffer of their own for them. A router is replicated over the ranks "
+        "that share experts, so its gradients belong to the dense group.",
         "~P and ~2P count passes, as text E's 2 Psi does, and both are right as that. Sent per rank is 2(N-1)/N P: "
         "1.75P on a ring of 8. Where a conclusion is drawn from the difference, below, 2 does not stand for 1.75.",
         "K > 1: P + 2P/N (K-1) mixes a rounded reduce-scatter with an exact all-reduce. The reduction is "
@@ -190,15 +238,21 @@ def _corrections() -> tuple[str, ...]:
         "node has one card (its 2 ranks send 0.75P each, against one ring's 1.75P).",
         "The fp32 masters are seeded from the bf16 buffer. Here they begin as the weights from before rounding: from "
         "the bf16 copy the first steps would differ, as in text A.",
-        "FP8 parameters in buffers of their own: not here yet. Parameters are fp64, fp32, bf16 or fp16.",
+        "FP8 parameters, fp8 -> fp32 -> optimizer -> fp32 -> fp8, in buffers of their own: so they are here, with "
+        "Precision(param_dtype=torch.bfloat16, fp8=True), but for the first arrow. Masters stay fp32 from step to "
+        "step, so none is made from 8 bits: a step rounds once, fp32 -> fp8, and a gather sends one byte of each "
+        "weight, which is read as bf16.",
+        "Distributed checkpoints: its list of strategies is empty. Here each rank writes the shards that it has, all "
+        "ranks at the same time, and any number of ranks reads them at any stage.",
         "The dp-cp group is whatever group of ranks shards: Comm(group=...).",
         "The baseline frees param.grad in zero_grad(set_to_none=True), not in optimizer.step(), which leaves it as it "
         "is.",
         "42.7 %: its gradient buffer is inside 8.75 already, where the saving is 50 %. The shard's fp32 gradient "
         "in the step gives 42.86 %, a copy of param.grad beside the buffer 43.75 %; neither is 42.7.",
         "Bit-exact equality, atol = rtol = 0: in bf16 sums N times g/N is g at N = 2 and 4. At N = 3 and N = 8 it is "
-        f"another number for {spoiled(3)} and {spoiled(8)} of the 128 values of g from 1 to 2. An fp32 sum in rank "
-        "order is the same at every N as one process that adds in that order.",
+        f"another number for {spoiled(3)} and {spoiled(8)} of the 128 values of g from 1 to 2: the divided loss is "
+        "bf16, so backward multiplies by a rounded 1/N, and the sum rounds again. Here ranks' gradients are added in "
+        "fp32, in rank order, and divided once: that is g at every N.",
         "The listing: main_grad.copy_(param.grad) overwrites, so a second micro-batch replaces the first.",
         "The listing: a parameter whose grad is None keeps the last step's in the buffer, which is reduced once more.",
         "The listing: after the reduce-scatter in place, what lies outside the rank's shard means nothing.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import NamedTuple
 
-from ...layout import Layout, Spec, partition
+from ...layout import Layout, Partition, Spec, partition
 from ...stage import STAGES
 from .. import traffic
 from .arithmetic import Adam, adam, fp16, fp32
@@ -63,9 +63,13 @@ def _published() -> Table:
     )
 
 
-def _owners() -> Table:
+def _cut() -> Partition:
     specs = [Spec(name, (1,), "float32", 4, 0, True) for name in ("w1", "w2", "w3", "w4")]
-    cut = partition(specs, Layout(bounds="tensor", align=1), 2)
+    return partition(specs, Layout(bounds="tensor", align=1), 2)
+
+
+def _owners() -> Table:
+    cut = _cut()
     return table(
         "Four weights on 2 GPUs, a layer each",
         line("GPU 0 owns w1, w2", "2", Fraction(cut.buckets[0].shard_numel(0)), "elements"),
@@ -91,7 +95,7 @@ SHOWN_STEP = {
 
 def _walk() -> tuple[Table, Table]:
     both = [run(WEIGHTS, x, wanted) for x, wanted in SAMPLES]
-    averages = tuple(sum(pair) / 2 for pair in zip(*(each.gradients for each in both), strict=True))
+    averages = tuple(sum(pair, Fraction()) / 2 for pair in zip(*(each.gradients for each in both), strict=True))
     steps: list[Adam] = [adam(w, g, LEARNING_RATE) for w, g in zip(WEIGHTS, averages, strict=True)]
     copies = [fp16(float(step.weight)) for step in steps]
     after = tuple(step.weight for step in steps)
@@ -104,6 +108,10 @@ def _walk() -> tuple[Table, Table]:
             for (name, says), value in zip(said.items(), each, strict=True)
         ],
         row("average of both", "-5.5, -2.75, -2.75, -5.0", averages),
+        [
+            row(f"GPU {rank}: averages it receives", said, averages[slice(*_cut().buckets[0].shard(rank))])
+            for rank, said in enumerate(("-5.5, -2.75", "-2.75, -5.0"))
+        ],
     )
     step = table(
         "One step of Adam",
@@ -173,6 +181,9 @@ def _corrections() -> tuple[str, ...]:
     return (
         "w1'_fp16 = 2.1 and the three others are the fp32 masters. fp16 has none of the four: the copies are "
         "2.099609375, -2.900390625, 1.099609375 and 0.60009765625, and the half-updated models have those.",
+        "Grad_avg, the synchronized gradient tensor on both GPUs: neither has it, as the text itself says a sentence "
+        "later, and it lists it among what both hold in step 3. GPU 0 receives the averages of w1 and w2, GPU 1 those "
+        "of w3 and w4.",
         "fp32 can add 0.00000001 to an existing weight: only below 0.25. Of the text's own 2, -3, 1 and 0.5 none "
         "changes. What fp32 does keep is the update itself, which fp16 rounds to zero.",
         "The all-gather costs (N-1)/N of the parameters per rank, as the reduce-scatter does.",

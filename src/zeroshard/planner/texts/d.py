@@ -14,6 +14,7 @@ from .lines import (
     CUT_7B,
     FULL_7B,
     GB,
+    IN_BACKWARD,
     PAPER,
     Table,
     Text,
@@ -161,6 +162,10 @@ def _corrections() -> tuple[str, ...]:
         "feed_forward: 540 bytes). Here that is the whole model. Where layers have one size it is three layers.",
         "14 GB to 1.75 GB, saving 12.25 GB, is at rest. With 32 equal blocks the buffers of reductions take 0.55 GB "
         "more at stage 2's peak, and 0.09 GB at stage 1's: the peak falls by 11.79 GB.",
+        f"Stage 1's reduce-scatter is a step of its own after backward: {IN_BACKWARD} What differs is what stays: all "
+        "260 of a rank's own gradients, or the 130 averages of its part.",
+        "Standard all-reduce, after backward: DistributedDataParallel sends during backward too, bucket by bucket. So "
+        "does stage 0 here; only the averages go to every rank after backward.",
         "Stage 3's cost is called an all-gather in forward. That one takes the place of the all-gather after the step. "
         "What comes on top is the one in backward.",
         "Averages are rounded to three digits: -0.011 is -0.0105.",

@@ -159,4 +159,5 @@ def backward_lines(cut: Partition, numel: int) -> list[Line]:
 
 FULL_7B = {"parameters": "14.0", "gradients": "14.0", "master": "28.0", "m": "28.0", "v": "28.0", "total": "112.0"}
 CUT_7B = {**FULL_7B, "master": "3.5", "m": "3.5", "v": "3.5"}
+IN_BACKWARD = "here stage 1 reduces during backward, bucket by bucket, as stage 2 does."
 PASSES = "Every pass sends (N-1)/N of its bytes per rank: 2 Psi is 2(N-1)/N Psi on a ring, 3 Psi is 3(N-1)/N Psi."

@@ -6,6 +6,7 @@ These have no values, and take the branches of a device on a machine that has no
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections import Counter
 from datetime import timedelta
@@ -22,6 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ranks
 import zeroshard
 from zeroshard import Comm, device, fp8, int8, numerics
+from zeroshard.checkpoint import saving
+from zeroshard.engine import preflight
 from zeroshard.engine.script import Script
 from zeroshard.errors import PeerError, UserError
 from zeroshard.events import Ledger
@@ -159,6 +162,45 @@ def test_random_states_of_a_device_are_those_of_the_models_own_index(monkeypatch
     with pytest.raises(ValueError, match="random number generator of cuda:3"):
         parsed_rng(states | {"cuda": "010203"}, third)
     assert parsed_rng(states, torch.device("cpu")).device is None
+
+
+class Accelerator:
+    """What torch says of two kinds of GPU."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def get_device_name(self, device):
+        return self.name
+
+    def get_device_capability(self, device):
+        return 9, 0
+
+
+def test_ranks_on_devices_that_compute_otherwise_are_refused(monkeypatch):
+    """And told in what they differ: kind, versions, flags. A checkpoint says what wrote it."""
+    told, cuda = [], torch.device("cuda", 1)
+    for name, override in (("H100", "1"), ("H100", "0"), ("A100", "1")):
+        monkeypatch.setattr(torch, "get_device_module", lambda device, name=name: Accelerator(name))
+        monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", override)
+        told.append(
+            {f"device: {what}": said for what, said in device.describe(cuda).items()} | {"problem": None, "seed": 1}
+        )
+    assert told[0]["device: capability"] == "(9, 0)" and preflight.agree([told[0], told[0]], None) == 1
+    for other, words in ((1, "NVIDIA_TF32_OVERRIDE\n  expected: 1"), (2, "name\n  expected: H100")):
+        with pytest.raises(PeerError, match=f"where: device: {words}"):
+            preflight.agree([told[0], told[other]], None)
+    assert device.describe(torch.device("cpu")) == {}
+
+
+def test_a_checkpoint_says_what_device_wrote_it(monkeypatch, tmp_path):
+    model = nn.Linear(2, 2)
+    zero = zeroshard.shard(model, torch.optim.SGD(model.parameters()), stage=0)
+    for number, said in enumerate(({}, {"name": "H100"})):
+        monkeypatch.setattr(saving, "describe", lambda device, said=said: said)
+        zero.save(tmp_path / f"{number}")
+        assert json.loads((tmp_path / f"{number}" / "manifest.json").read_text())["manifest"].get("device", {}) == said
+        zero.load(tmp_path / f"{number}")
 
 
 # --- collectives in a device's queue ----------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ numbers by `ask` and `equal` alone, which count by whom they were called.
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -37,6 +38,36 @@ def current(device: torch.device) -> torch.device:
     if device.index is not None or not asynchronous(device):
         return device
     return torch.device(device.type, torch.get_device_module(device).current_device())
+
+
+def describe(device: torch.device) -> dict[str, str]:
+    """What its arithmetic depends on beside the build of torch, in words: nothing, of the CPU."""
+    if not asynchronous(device):
+        return {}
+    module = torch.get_device_module(device)
+    asked: dict[str, Callable[[], object]] = {
+        "name": lambda: module.get_device_name(device),
+        "capability": lambda: module.get_device_capability(device),
+        "CUDA": lambda: torch.version.cuda,
+        "HIP": lambda: torch.version.hip,
+        "cuDNN": torch.backends.cudnn.version,
+        "precision of fp32 products": torch.get_float32_matmul_precision,
+        "precision of fp32 convolutions": lambda: torch.backends.cudnn.allow_tf32,
+        "bf16 sums of bf16 products": lambda: torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+        "fp16 sums of fp16 products": lambda: torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled,
+        "deterministic convolutions": lambda: torch.backends.cudnn.deterministic,
+        "convolutions by speed": lambda: torch.backends.cudnn.benchmark,
+    }
+    settings = ("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE")
+    return {what: _told(ask) for what, ask in asked.items()} | {name: f"{os.environ.get(name)}" for name in settings}
+
+
+def _told(ask: Callable[[], object]) -> str:
+    try:
+        return f"{ask()}"
+    except (RuntimeError, AttributeError) as error:  # of flags set by two generations of names torch tells neither
+        return type(error).__name__
 
 
 def finish(device: torch.device) -> None:

@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..device import describe
 from ..errors import CheckpointError, Error, UserError, check_flag
 from ..events import HOST, Ledger
 from ..ranks.agreement import Group
@@ -270,6 +271,7 @@ def _head(running: ModelState, extra: Any) -> dict[str, Any]:
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
+        **({"device": device} if (device := describe(running.group.device)) else {}),
         "parameters": {
             r.name: {"shape": list(running.shape(r)), "dtype": writable(r.name, r.param), "names": r.names}
             | ({"strips": list(cut[r.name])} if cut[r.name].parts > 1 else {})

@@ -14,6 +14,7 @@ import xxhash
 from torch import Tensor, nn
 
 from ..device import ask
+from ..device import describe as device_facts
 from ..errors import PeerError, UserError
 from ..events import DEVICE
 from ..layout import Layout, Partition
@@ -300,6 +301,7 @@ def describe(
         "comm": repr(dataclasses.replace(comm, group=None)),
         "offload": repr(dataclasses.replace(offload, path=None if offload.path is None else "")),  # a disk of its own
         "device type": device.type,
+        **{f"device: {what}": said for what, said in device_facts(device).items()},
     }
     for record in managed:
         param = record.param

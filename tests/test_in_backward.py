@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 import models
 import ranks
 import reference
+import test_delays
 import zeroshard
 from zeroshard import Comm, Layout, Offload, Precision
 from zeroshard.engine import alone
@@ -116,6 +118,7 @@ def last_weights(stage, settings):
 REPLICAS = {
     "a team each": Comm(replicas=2),
     "spread over all": Comm(replicas=2, optimizer="all"),
+    "one rank each": Comm(replicas=4),
 }
 
 
@@ -128,6 +131,44 @@ def test_replicas_have_the_bits_of_plain_pytorch(how, stage):
     reference.accumulate(model, adamw(model)[0], batch, loss, 4, steps=3)
     for found in ranks.run(4, last_weights, stage, {"comm": REPLICAS[how], "layout": SMALL}):
         reference.assert_same(found, reference.weights(model))
+
+
+def adafactor(model):
+    return [torch.optim.Adafactor(model.parameters(), lr=0.05, weight_decay=0.01)]
+
+
+# Of some buckets a rank has no part, or another one than the others have.
+UNEQUAL = {
+    "tensor": (adamw, Layout(bounds="tensor", bucket_mib=0.002)),
+    "model": (adamw, Layout(bounds="model", bucket_mib=0.002)),
+    "whole": (adamw, Layout(whole=["*.weight"], bucket_mib=0.002)),
+    "Muon": (muon_and_sgd, SMALL),
+    "Adafactor": (adafactor, SMALL),
+}
+
+
+def drawn_late(seed, *args):
+    with test_delays.delays(seed):
+        return trained(*args)
+
+
+MEETING = [(which, at, "a team each") for at in STAGES for which in UNEQUAL]
+MEETING += [("model", at, "spread over all") for at in STAGES[1:]]  # the others are not to be cut between replicas
+
+
+@pytest.mark.row(106)
+@pytest.mark.parametrize(
+    ("which", "at", "how"), [MEETING[0], *(pytest.param(*each, marks=pytest.mark.full) for each in MEETING[1:])]
+)
+def test_replicas_of_unequal_shards_meet_in_one_order(which, at, how):
+    """Whoever has no part of a bucket has nothing to hand on, and comes to what follows as late as the others."""
+    make, layout = UNEQUAL[which]
+    settings = {"stage": at, "comm": replace(REPLICAS[how], timeout=20.0), "layout": layout}
+    want = ranks.run(4, trained, False, "gpt", {}, make, settings)
+    for early in (partial(trained, True), partial(drawn_late, 1, True)):
+        for (losses, tensors), (its, others) in zip(ranks.run(4, early, "gpt", {}, make, settings), want, strict=True):
+            assert losses == its
+            assert [torch.equal(a, b) for a, b in zip(tensors, others, strict=True)] == [True] * len(others)
 
 
 # -------------------------------------------------------------------------------------------------------------- memory

@@ -225,7 +225,7 @@ class Journal:
             self._file.write(json.dumps(line) + "\n")
         self._live.show(
             self._done + len(means),
-            loss=math.fsum(means) / len(means),
+            loss=means[-1],  # that step's own, as in metrics.jsonl: a mean would depend on how many steps waited
             tokens_per_s=self._tokens * len(means) / math.fsum(step.seconds for step in self._waiting),
             held_nbytes=sum(self._zero.ledger().held.values()),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from functools import partial
 
 import pytest
@@ -11,10 +12,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import models
+import ranks as rank_processes
 import reference
 import zeroshard
-from zeroshard import Comm, Layout
+from zeroshard import Comm, Layout, Offload
 from zeroshard.engine.buffer import Buffer
+from zeroshard.errors import StateError, UserError
 
 PLAIN = {
     "gpt": {},
@@ -663,3 +666,147 @@ def test_units_are_found_in_dictionaries_of_modules_too(case):
     assert [unit.name for unit in zero._engine.units] == wanted
     if case == "the model itself":
         assert model["b"](model["a"](torch.ones(1, 3))).shape == (1, 3)
+
+
+class Attending(nn.Module):
+    """A torch encoder below, and its attention alone beside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.encoder, self.attention = nn.TransformerEncoder(layer, 2), nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x, mask):
+        return self.encoder(x, src_key_padding_mask=mask), self.attention(x, x, x, need_weights=False)[0]
+
+
+def attending(stage, settings):
+    """The evaluation, in the fast path of torch's attention, right after a step."""
+    torch.manual_seed(0)
+    model = Attending()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if stage is not None:
+        zeroshard.shard(model, optimizer, stage=stage, **settings)
+    x, mask, found = torch.randn(3, 5, 8), torch.zeros(3, 5, dtype=torch.bool), []
+    mask[0, 3:] = True
+    model.eval()
+    for _ in range(2):
+        sum(each.square().sum() for each in model(x, mask)).backward()  # no dropout, which has other numbers per rank
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The PyTorch API of nested tensors")
+            found += model(x, mask)
+    return found
+
+
+FAST = {
+    "whole": {},
+    "layers in parts": {"layout": Layout(units=["encoder.layers.*.linear1", "attention"])},
+    "offloaded": {"offload": Offload(parameters="cpu", optimizer="cpu")},
+}
+
+
+@pytest.mark.row(69)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("settings", FAST)
+def test_torchs_attention_takes_its_fast_path_wherever_a_plain_one_does(ranks, stage, settings):
+    """With a mask of padding it leaves other numbers there, so that a slow path would show. At every stage, where
+    parameters are guarded until their unit is called, or still arriving after a step."""
+    want = attending(None, {})
+    for found in ranks.run(2, attending, stage, FAST[settings]):
+        for got, wanted in zip(found, want, strict=True):
+            assert torch.equal(got, wanted)
+
+
+@pytest.mark.row(69)
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_rows_that_a_forward_edits_are_refused(kind):
+    """`max_norm` edits what each rank looks up; ignored by `Layout`, the module is the program's own affair."""
+    model = nn.Sequential(kind(5, 3, max_norm=0.5), nn.Linear(3, 2))
+    for stage in (0, 1, 2, 3):
+        with pytest.raises(UserError, match=rf"(?s)parameter '0\.weight', {kind.__name__}\(max_norm=0\.5\).*renorm"):
+            zeroshard.shard(model, None, stage=stage)
+    zeroshard.shard(model, None, layout=Layout(ignore=["0.weight"]))
+
+
+def test_the_remedy_for_rows_that_a_forward_edits_bounds_them():
+    model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 2))
+    zero = zeroshard.shard(model, None)
+    with zero.gathered("0.weight"), torch.no_grad():
+        model[0].weight.copy_(model[0].weight.renorm(2.0, 0, 0.5))
+    with zero.gathered():
+        assert model[0].weight.norm(dim=1).max() <= 0.5 + 1e-6  # torch rounds as it divides
+
+
+@pytest.mark.row(27)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("call", ["forward", "step", "save"])
+def test_a_parameter_that_was_swapped_is_named(stage, call, tmp_path):
+    """As `module.to(...)` does under `set_swap_module_params_on_conversion(True)`."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zero = zeroshard.shard(model, optimizer, stage=stage)
+    torch.utils.swap_tensors(model.weight, nn.Parameter(torch.ones(4, 4)))
+    calls = {
+        "forward": lambda: model(torch.ones(1, 4)),
+        "step": optimizer.step,
+        "save": lambda: zero.save(tmp_path / "x"),
+    }
+    with pytest.raises(StateError, match=r"(?s)swapped.*'weight'.*set_swap_module_params_on_conversion"):
+        calls[call]()
+
+
+@pytest.mark.row(67)
+def test_an_expanded_parameter_is_sharded():
+    """One that is frozen, and shows one number many times."""
+    for stage in (0, 1, 2, 3):
+        model = nn.Linear(4, 4)
+        model.bias = nn.Parameter(torch.full((1,), 3.0).expand(4), requires_grad=False)
+        zero = zeroshard.shard(model, torch.optim.SGD([model.weight], lr=0.1), stage=stage)
+        with zero.gathered():
+            assert model.bias.tolist() == [3.0] * 4
+
+
+@pytest.mark.row(81)
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("transform", ["vmap", "grad", "jacrev"])
+def test_transforms_of_a_model_that_is_recomputed(stage, transform):
+    """Have the bits of the plain model: inside a transform nothing is recomputed, which torch's checkpoint cannot do."""
+    found = []
+    for sharded in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        if sharded:
+            zeroshard.shard(model, None, stage=stage, layout=Layout(recompute=True, units=["*"]))
+        function = model if transform == "vmap" else lambda x, model=model: model(x).sum()
+        found.append(
+            getattr(torch.func, transform)(function)(torch.ones(2, 4) if transform == "vmap" else torch.ones(4))
+        )
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("sources", [0, -1, "2", None, True, 2.0])
+def test_apart_takes_a_number_of_sources(sources):
+    with pytest.raises(UserError, match=r"(?s)a number from 1.*apart\(weight"):
+        zeroshard.apart(nn.Parameter(torch.ones(3)), sources)
+
+
+@pytest.mark.parametrize("config", [None, [], 5])
+def test_settings_take_a_config(config):
+    with pytest.raises(UserError, match=r"(?s)a path or a dict.*ds_config"):
+        zeroshard.settings(config)
+
+
+def in_no_mesh():
+    from torch.distributed.device_mesh import DeviceMesh
+
+    rank = rank_processes.rank()
+    unnamed = DeviceMesh("cpu", [[0, 1], [2, 3]])
+    said = "not in the DeviceMesh" if rank == 4 else "without names"
+    with pytest.raises(UserError, match=said):
+        zeroshard.shard(nn.Linear(2, 2), None, comm=Comm(group=unnamed))
+
+
+def test_a_mesh_without_names_and_a_rank_outside_of_it(ranks):
+    ranks.run(5, in_no_mesh)

@@ -266,7 +266,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     """Bit equality (so NaN equals itself and -0 differs from 0)."""
     if simulated(a):
         return True
-    a, b = (tensor.reshape(-1).view(torch.uint8) for tensor in (a, b))
+    a, b = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in (a, b))
     if a.storage_offset() % 8 or b.storage_offset() % 8:
         return equal(a, b)
     wide = a.numel() // 8 * 8  # by eight bytes at a time, torch compares several times faster

@@ -25,7 +25,7 @@ from .engine.backward import in_backward
 from .engine.buffer import Buffer
 from .engine.finite import Finite
 from .engine.gradient import Gradients
-from .engine.guard import cover_constructors, refuse_copy, refuse_load, refuse_state_dict, weak
+from .engine.guard import cover_constructors, keep_fast_paths, refuse_copy, refuse_load, refuse_state_dict, weak
 from .engine.in_backward import InBackward
 from .engine.moving import MovingAverage, furthest, updates_for
 from .engine.optim import Binding
@@ -136,6 +136,7 @@ class Engine:
         self._known = self._traits()
         for unit in self.units:
             unit.module.__dict__["__reduce_ex__"] = refuse_copy  # what deepcopy, pickle and torch.save ask first
+        keep_fast_paths(model)
         if self.schedule.releases:
             cover_constructors()
         if self.placements.parameters:
@@ -205,9 +206,10 @@ class Engine:
         name = self._structure.difference(called=called)
         if name is not None:
             raise StateError(
-                "a parameter or module of a sharded model was replaced, removed or added",
+                "a parameter or module of a sharded model was replaced, swapped, removed or added",
                 where=repr(name),
-                instead="edit weights in place, inside `with zero.gathered():`, or change the model before shard(...); "
+                instead="edit weights in place, inside `with zero.gathered():`, or change the model before shard(...), "
+                "by .to(...) too under torch.__future__.set_swap_module_params_on_conversion(True); "
                 "torch.func.functional_call takes tensors that are no nn.Parameter",
             )
         now = self._traits()

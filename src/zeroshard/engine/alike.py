@@ -81,8 +81,8 @@ class Alike:
         with torch._C.DisableTorchFunctionSubclass():
             return [
                 record.param._version - buffer.generation
-                if (buffer := record.param._zeroshard.buffer).resident  # type: ignore[attr-defined]
-                else 0
+                if (place := record.param.__dict__.get("_zeroshard")) and (buffer := place.buffer).resident
+                else 0  # also of one that was swapped: `Structure` names it
                 for record in self._managed
             ]
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import UserError
 from .buffer import Place
 
 
@@ -38,5 +39,10 @@ def apart(weight: Tensor, sources: int) -> Tensor:
     With `Layout(along=..., apart=True)` their gradients are added up in the order of all ranks; in a plain process, or
     without, in the order of the sources. Takes no memory forward, and in backward that of the gradients.
     """
+    if type(sources) is not int or sources < 1:
+        raise UserError(
+            "a parameter comes apart into as many as there are sources", expected="a number from 1", got=repr(sources),
+            instead='zeroshard.apart(weight, mesh["ep"].size())',
+        )  # fmt: skip
     expanded: Tensor = _Apart.apply(weight, sources)  # type: ignore[no-untyped-call]
     return expanded

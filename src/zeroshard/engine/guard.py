@@ -195,6 +195,32 @@ def refuse_inside(what: str) -> None:
         )
 
 
+_WITH_FAST_PATHS = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
+
+
+def keep_fast_paths(model: nn.Module) -> None:
+    """See to it that torch's fused evaluation of attention runs wherever it does of a plain model.
+
+    Its modules ask whether their parameters, or their first layer's, are of a class of its own, and give other numbers
+    (at padded positions altogether others) where they are: so these are opened before.
+    """
+    for module in model.modules():
+        if isinstance(module, _WITH_FAST_PATHS):
+            module.register_forward_pre_hook(_open_for_fast_path)
+
+
+def _open_for_fast_path(module: Any, args: Any) -> None:
+    if module.training or torch.compiler.is_compiling():
+        return
+    asked = module.layers[0] if isinstance(module, nn.TransformerEncoder) else module
+    params = [*asked.parameters()]
+    if torch.is_grad_enabled() and any(param.requires_grad for param in params):
+        return  # nor does it run of a plain model
+    for param in params:
+        if isinstance(param, Guarded):
+            param._zeroshard.touch(param)  # type: ignore[attr-defined]
+
+
 # --- what autograd saves --------------------------------------------------------------------------------------------
 
 

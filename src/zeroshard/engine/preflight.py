@@ -56,6 +56,17 @@ def check_parameters(managed: list[Managed]) -> None:
                 where=f"parameter {record.name!r}",
                 instead="optimizer.zero_grad() before shard(...)",
             )
+        for module, name in record.owners:
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+                own = record.names[record.owners.index((module, name))]
+                raise UserError(
+                    "max_norm edits the rows that a forward looks up, on each rank others",
+                    where=f"parameter {own!r}, {type(module).__name__}(max_norm={module.max_norm})",
+                    expected="max_norm=None",
+                    instead=f"module.max_norm = None, and after each step, on every rank: with zero.gathered({own!r}), "
+                    f"torch.no_grad(): weight.copy_(weight.renorm({module.norm_type}, 0, {module.max_norm})), which "
+                    "bounds every row",
+                )
         if (
             isinstance(record.param, nn.parameter.UninitializedParameter)
             or dispatches(record.param)
@@ -407,6 +418,7 @@ class Structure:
             for table in (module._parameters, module._modules)
         ]
         self._entries = [(table, key, value, prefix + key) for prefix, table in tables for key, value in table.items()]
+        self._managed = {id(value) for _, _, value, _ in self._entries if hasattr(value, "_zeroshard")}
         self._lengths = [(table, len(table), prefix) for prefix, table in tables]
 
     def difference(self, *, called: bool = False) -> str | None:
@@ -417,7 +429,9 @@ class Structure:
         for table, key, value, name in self._entries:
             now = table.get(key)
             stands_in = called and isinstance(now, Tensor) and not isinstance(now, nn.Parameter)
-            if now is not value and not stands_in:
+            if (now is not value and not stands_in) or (
+                id(value) in self._managed and not hasattr(value, "_zeroshard")
+            ):
                 return name
         for table, length, prefix in self._lengths:
             if len(table) != length:

@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from .backward import in_backward
-from .guard import outside
+from .guard import outside, transformed
 from .schedule import Schedule
 from .unit import Unit
 
@@ -26,6 +26,8 @@ def recompute(unit: Unit, schedule: Schedule) -> None:
             segment.end(entered)
 
     def again(*args: Any, **kwargs: Any) -> Any:
+        if transformed():  # torch's checkpoint and torch.func do not go together: this call keeps its activations
+            return forward(*args, **kwargs)
         return checkpoint(run, *args, use_reentrant=False, **kwargs)
 
     unit.forward, unit.module.forward = forward, torch.compiler.disable(again)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..numerics import dense, same_bits
+from ..numerics import dense, same_bits, unrepeated
 from .gathered import point
 
 _TABLES = (dict, OrderedDict, defaultdict)
@@ -65,9 +65,9 @@ class _Leaf:
         elif self.data is not None:
             point(tensor, self.data)
         else:  # what took its place has the same bits
-            tensor.data = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=tensor.device).copy_(
-                tensor.data
-            )
+            old = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=tensor.device)
+            unrepeated(old).copy_(unrepeated(tensor.data, old))
+            tensor.data = old
         if self.hooks is not None and self.hooked is not None:
             self.hooks.update(self.hooked)
             tensor._post_accumulate_grad_hooks = self.hooks

@@ -58,6 +58,11 @@ def settings(config: str | os.PathLike[str] | Mapping[str, Any]) -> Settings:
     """
     if isinstance(config, Mapping):
         return _read("the config", dict(config))
+    if not isinstance(config, (str, os.PathLike)):
+        raise UserError(
+            "settings() takes a config: a file, or what one holds", expected="a path or a dict", got=repr(config)[:200],
+            instead='zeroshard.settings("ds_config.json")',
+        )  # fmt: skip
     return _read(os.fspath(config), _content(Path(config)))
 
 

@@ -39,6 +39,13 @@ def connect(settings: Comm, ledger: Ledger, device: torch.device, axis: str = ""
         return Group(Team(ledger, device, sits, shares=shares), parent.rank, parent.ranks, other)
     replicas, axes = settings.replicas or 1, _axes(parent, settings) if axis else {}
     if hasattr(parent, "get_group") and hasattr(parent, "ndim"):
+        if parent.get_coordinate() is None:
+            raise UserError(
+                "this rank is not in the DeviceMesh",
+                where=f"rank {dist.get_rank()}",
+                got=f"{parent.mesh.tolist()}",
+                instead="call shard(...) on ranks of the mesh only",
+            )
         replicas = 1 if axis else _replicas_of(parent, settings)
         _check_ascending(parent)
         parent = parent.get_group() if parent.ndim == 1 else _everyone_of(parent)
@@ -165,4 +172,10 @@ def _everyone_of(mesh: Any) -> Any:
     """The process group of all ranks of a mesh of several axes."""
     if mesh.mesh.numel() == dist.get_world_size():
         return dist.group.WORLD
+    if not mesh.mesh_dim_names:
+        raise UserError(
+            "a DeviceMesh of several axes that covers some ranks only has no group of them all, without names",
+            got=f"{mesh.mesh.tolist()} of {dist.get_world_size()} ranks",
+            instead='DeviceMesh("cpu", ranks, mesh_dim_names=("replicate", "shard"))',
+        )
     return mesh._flatten().get_group()

@@ -36,6 +36,7 @@ def run(
     group_timeout: float = GROUP_TIMEOUT,
     timeout: float = RUN_TIMEOUT,
     expect_errors: bool = False,
+    spent: bool = False,
     **kwargs: Any,
 ) -> list[Any]:
     """Call the module-level function `fn(*args, **kwargs)` on ranks 0..world-1 and return their values in rank order.
@@ -44,6 +45,7 @@ def run(
         that torchrun would (RANK, WORLD_SIZE, MASTER_ADDR, ...), for code that initialises the group itself.
     expect_errors: a rank that raised or died has a `Raised` record in the list instead of failing the test. The other
         ranks then get the whole `timeout` to notice. A hang fails the test in any case.
+    spent: the function changes its process for good, so the processes end with the run.
 
     Bind arguments of fn that are named like these with functools.partial.
     """
@@ -68,7 +70,7 @@ def run(
         outcomes = _collect(workers, started + timeout, None if expect_errors else GRACE)
         outputs = [worker.output() for worker in workers]
         failed = any(isinstance(outcome, Raised) for outcome in outcomes)
-        if not failed:  # every rank has returned, so none can leave another alone in a collective
+        if not failed and not spent:  # every rank has returned, so none can leave another alone in a collective
             for worker in workers:
                 worker.send(b"close")
             closed = _collect(workers, time.monotonic() + 2 * group_timeout + 5, GRACE)
@@ -80,7 +82,7 @@ def run(
     finally:
         with suppress(OSError):
             os.unlink(job["store"][0])
-    if failed:
+    if failed or spent:
         _pool.discard(workers)
     hung = any(isinstance(outcome, Raised) and outcome.type == "Hung" for outcome in outcomes)
     if failed and (hung or not expect_errors):

@@ -1,0 +1,39 @@
+"""An emulated accelerator: a device type of torch in Python that is late, and a communication library with NCCL's rules.
+
+    import emulated
+
+    def late():                                         # a function of a module; it runs on every rank
+        x = torch.ones(3, device="emu")
+        y = x * 2                                       # queued: no kernel runs before somebody waits
+        return y.tolist()                               # the host waits here
+
+    assert emulated.run(1, late, seed=7) == [[2.0, 2.0, 2.0]]
+
+Programs see `device="emu"` and `torch.emu`, which is to it what `torch.cuda` is to CUDA: streams, events, memory,
+random states. Autograd runs its backward on a thread of the device's. Per rank there are
+
+    streams     what was launched and has not run; who runs next is drawn from a seed, and all else stays late
+    memory      blocks by address; freed memory is filled with 0xFF in the order of its stream
+    kernels     torch's operators: shaped at once, computed late, by the CPU's kernels
+    races       who touched which bytes last, and what orders that: a race is an error that names both sides
+    counts      launches, waits of the host, allocations and bytes by the line of the program that asks
+    emu         `torch.emu`
+    device      all of that, as one object
+    install     makes it known to torch
+    runner      `run`, as `ranks.run`
+
+What it proves, in every order that is drawn: no read before its wait, no use after free, no missing event between
+streams, memory given back in the order of its stream, what runs on autograd's thread, which calls make the host wait,
+and how many kernels are launched. What it does not: arithmetic of a GPU's kernels (the numbers are the CPU's), speed,
+fragmentation, graphs, compiled kernels, what a backward does on another stream than the default one (autograd's own
+switching of streams is not to be had from Python), and what a driver does. So one says of what passes here "tested on
+an emulated accelerator", and never "on GPUs".
+
+Its own tests are test_emulated.py. Rejected: torch's openreg (C++ to be built, and its operators wait), mocks of
+`torch.cuda` (nothing is late), a fake mode (no numbers).
+"""
+
+from .counts import Counts, counted
+from .runner import run
+
+__all__ = ["Counts", "counted", "run"]

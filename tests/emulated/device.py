@@ -1,0 +1,135 @@
+"""One rank's device: its streams, its memory, who may touch what, and its random numbers."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import sites
+from .counts import total
+from .memory import Block, Memory, Place
+from .races import Detector
+from .streams import Barrier, Item, Machine, Mark, Order, Queue
+
+Access = tuple[Place, bool]  # what a kernel reads, or (True) writes
+
+
+class Device:
+    """What `torch.emu` is, as an object. One in a process."""
+
+    def __init__(self, order: Order, slots: int, detect: bool) -> None:
+        self.machine = Machine(order, slots)
+        self.memory = Memory()
+        self.races = Detector(self.machine, on=detect)
+        self.generator = torch.Generator("cpu")
+        self._local = threading.local()
+        self._pinned: list[tuple[int, int]] = []
+        self._limbo: list[tuple[Block, tuple[Mark, ...]]] = []  # freed, and in use on streams that the program told of
+        self.syncs_every = 0  # allocations, after each of which the host waits for the whole device, as cudaFree does
+        self._allocations = 0
+
+    # --- streams --------------------------------------------------------------------------------------------------------
+
+    @property
+    def current(self) -> Queue:
+        """This thread's current stream."""
+        return getattr(self._local, "queue", self.machine.default)
+
+    @current.setter
+    def current(self, queue: Queue) -> None:
+        self._local.queue = queue
+
+    def launch(
+        self, name: str, run: Callable[[], Any] | Item, accesses: Iterable[Access] = (), queue: Queue | None = None
+    ) -> Mark:
+        """Queue a kernel. accesses: all memory that it touches, which is asked of the race detector first."""
+        queue, accesses = queue or self.current, list(accesses)
+        item = run if isinstance(run, Item) else Item(name, run)
+        item.stack = sites.stack()
+        item.holds = [place.block for place, _ in accesses]
+        total.launches[sites.site(), name] += 1
+        with self.machine.lock:
+            self.settle()
+            self.races.launched(queue, name, item.stack, accesses)
+            return self.machine.launch(queue, item)
+
+    def settle(self) -> None:
+        """Do what the ends of storages have noted: see *a finaliser only notes* in `memory.py`."""
+        with self.machine.lock:
+            while self.memory.ended:
+                block, stack = self.memory.ended.popleft()
+                self.memory.end(block, stack)
+                if block.used_by:
+                    self._limbo.append((block, tuple(queue.end() for queue in (block.queue, *block.used_by))))
+                else:
+                    self.machine.launch(block.queue, Item("free", block.poison, holds=block))
+                self.races.freed(block, stack)
+            for block, marks in [*self._limbo]:
+                if all(mark.reached for mark in marks):
+                    self._limbo.remove((block, marks))
+                    block.poison()
+
+    def wait_on(self, queue: Queue, mark: Mark) -> None:
+        """Let a stream wait for a point in another one."""
+        with self.machine.lock:
+            self.settle()
+            self.races.joined(queue, mark)
+            if queue is not mark.stream:
+                self.machine.launch(queue, Barrier(mark))
+
+    def query(self, mark: Mark) -> bool:
+        """Is it reached? If so, what the host launches from now on comes after it."""
+        reached = self.machine.poll(mark)
+        if reached:
+            self.races.host_waited((mark,))
+        return reached
+
+    def wait_for(self, *marks: Mark, deadline: float | None = None) -> bool:
+        """The host waits until these are reached; whatever it launches from then on comes after them."""
+        self.settle()
+        if not self.machine.wait(marks, deadline):
+            return False
+        self.races.host_waited(marks)
+        return True
+
+    def wait_for_current(self) -> None:
+        self.wait_for(self.current.end())
+
+    def synchronize(self) -> None:
+        self.settle()
+        self.wait_for(*(queue.end() for queue in self.machine.queues))
+
+    # --- memory ---------------------------------------------------------------------------------------------------------
+
+    def new(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, into: Tensor | None = None) -> Tensor:
+        self.settle()
+        self._allocations += 1
+        if self.syncs_every and self._allocations % self.syncs_every == 0:
+            total.drains[sites.site(), "allocation"] += 1
+            self.synchronize()
+        return self.memory.new(size, stride, dtype, self.current, into)
+
+    def pin(self, tensor: Tensor) -> None:
+        """Let the device copy from and to it late, as from page-locked memory."""
+        self._pinned.append((tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.itemsize))
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        low = tensor.data_ptr()
+        return any(first <= low and low + tensor.numel() * tensor.itemsize <= last for first, last in self._pinned)
+
+
+_installed: dict[int, Device] = {}
+
+
+def device() -> Device:
+    """This process's."""
+    return _installed[os.getpid()]
+
+
+def set_device(made: Device) -> None:
+    _installed[os.getpid()] = made

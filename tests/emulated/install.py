@@ -1,0 +1,61 @@
+"""Making the device known to torch, in a process that will have it to its end."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from . import emu
+from .device import Device, set_device
+from .kernels import FUSED, Operators
+from .streams import Order
+
+_kept: list[Any] = []  # libraries: torch forgets what was registered by one that is gone
+
+
+def install(seed: int | None = None, *, style: str | None = None, slots: int = 8, detect: bool = True) -> Device:
+    """Make the device type "emu" in this process. seed: of the order in which kernels run; style: see `Order`.
+
+    slots: messages under way at one time that leave no room for kernels. The process has to end by `os._exit`: torch's
+    own teardown knows no device in Python. So this is for processes that are made for it (`runner.run`).
+    """
+    made = Device(Order(seed, style), slots, detect)
+    set_device(made)
+    if not _kept:
+        _setup_privateuseone_for_python_backend("emu", backend_module=emu)
+        _register(Operators(made))
+        torch.UntypedStorage.clone = _clone(torch.UntypedStorage.clone)  # type: ignore[method-assign]
+    return made
+
+
+def _register(operators: Operators) -> None:
+    everything, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
+    _kept.extend((everything, aten))
+    everything.fallback(operators, "PrivateUse1")
+    for name in torch._C._dispatch_get_all_op_names():
+        if name.startswith("aten::") and (name.startswith(FUSED) or _own_on_the_cpu(name)):
+            base, _, overload = name.removeprefix("aten::").partition(".")
+            op = getattr(getattr(torch.ops.aten, base), overload or "default")
+            aten.impl(name.removeprefix("aten::"), partial(operators, op), "PrivateUse1")
+
+
+def _own_on_the_cpu(name: str) -> bool:
+    """Has the CPU a kernel of its own for it, where another device without one would get a composite?"""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    return has(name, "CPU") and (has(name, "CompositeExplicitAutograd") or has(name, "CompositeImplicitAutograd")
+                                 or has(name, "CompositeExplicitAutogradNonFunctional"))  # fmt: skip
+
+
+def _clone(plain: Any) -> Any:
+    """`copy.deepcopy` of a model copies storages, which torch cannot allocate on a device in Python."""
+
+    def clone(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        if storage.device.type != "emu":
+            return plain(storage)
+        made = torch.empty(0, dtype=torch.uint8, device="emu").set_(storage)
+        return made.clone().untyped_storage()
+
+    return clone

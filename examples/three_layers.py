@@ -1,7 +1,8 @@
 """ZeRO-1 from nothing but torch, in three layers: a buffer, a data-parallel module, a distributed optimizer.
 
     Buffer                     contiguous memory: views into it, a rank's shard of it, what is sent of it
-    DistributedDataParallel    a buffer of parameters and one of gradients for each kind and dtype; sends them
+    DistributedDataParallel    buffers of parameters and of gradients for each kind and dtype: reduce_scatter_grads,
+                               allgather_params, get_grad_shard, write_param_shard
     DistributedOptimizer       fp32 masters of this rank's shard, and an Adam that knows of nothing else
 
 One step, on each of N ranks:
@@ -28,6 +29,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+# Their older names, before torch 2.13, warn where there are these.
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 # --- the model ------------------------------------------------------------------------------------------------------
 
 
@@ -52,16 +57,16 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """Every token to its best expert, all of which each rank has."""
+    """Every token to its best expert, all of which each rank has. The router is fp32, the rest bf16."""
 
     def __init__(self, hidden_dim, count=2):
         super().__init__()
-        self.router = nn.Linear(hidden_dim, count, dtype=torch.bfloat16)
+        self.router = nn.Linear(hidden_dim, count)
         self.experts = Experts(hidden_dim, count)
 
     def forward(self, x):
-        chances, best = self.router(x).softmax(-1).max(-1, keepdim=True)
-        return chances * self.experts(x, best)
+        chances, best = self.router(x.float()).softmax(-1).max(-1, keepdim=True)
+        return chances.to(x.dtype) * self.experts(x, best)
 
 
 class ToyModel(nn.Module):
@@ -152,11 +157,11 @@ class Buffer:
 
     def reduce_scatter(self, number, group=None):
         """Each rank gets the sum of its shard. In place: what lies outside the shard means nothing afterwards."""
-        return dist.reduce_scatter_tensor(self._local_shards[number], self._whole(number), group=group, async_op=True)
+        return reduce_scatter_single(self._local_shards[number], self._whole(number), group=group, async_op=True)
 
     def all_gather(self, number, group=None):
         """Every rank gets every shard."""
-        return dist.all_gather_into_tensor(self._whole(number), self._local_shards[number], group=group, async_op=True)
+        return all_gather_single(self._whole(number), self._local_shards[number], group=group, async_op=True)
 
     def _whole(self, number):
         bucket = self.buckets[number]
@@ -226,7 +231,7 @@ class DistributedDataParallel:
             if not self._waiting:
                 self._begin_waiting()
             self._waiting[key].discard(param)
-            self._send_full()
+            self.reduce_scatter_grads()
 
     def _bucket_of(self, param):
         group, index = self._place[param]
@@ -236,8 +241,11 @@ class DistributedDataParallel:
         for param in self._place:
             self._waiting.setdefault(self._bucket_of(param), set()).add(param)
 
-    def _send_full(self, *, all_of_them=False):
-        """Last bucket first, in the same order on all ranks, whatever order gradients come in."""
+    def reduce_scatter_grads(self, *, all_of_them=False):
+        """Launch that of each bucket that is full.
+
+        Last bucket first, in the same order on all ranks, whatever order gradients come in.
+        """
         for key in sorted(self._waiting, reverse=True):
             if key not in self._reductions:
                 if self._waiting[key] and not all_of_them:
@@ -257,7 +265,7 @@ class DistributedDataParallel:
     def sync_grads(self):
         """After backward: send what is not full (without a gradient there are zeros), and wait for all of it."""
         self._begin_waiting()
-        self._send_full(all_of_them=True)
+        self.reduce_scatter_grads(all_of_them=True)
         for work in self._reductions.values():
             work.wait()
         self._reductions.clear()
@@ -281,8 +289,8 @@ class DistributedDataParallel:
     def write_param_shard(self, param, data):
         self.get_param_shard(param).copy_(data)
 
-    def sync_params(self):
-        """Launch the gather of the first bucket; each one that is waited for launches the next."""
+    def allgather_params(self):
+        """Launch that of the first bucket; each one that is waited for launches the next."""
         self._gathers.clear()
         self._launch(0)
 
@@ -315,7 +323,10 @@ class DistributedDataParallel:
 
 
 class DistributedOptimizer:
-    """fp32 masters of what this rank owns; Adam sees 1-D tensors and nothing of the distribution."""
+    """fp32 masters of what this rank owns; Adam sees 1-D tensors and nothing of the distribution.
+
+    A shard that is fp32 already is its own master.
+    """
 
     def __init__(self, ddp, lr=1e-3, betas=(0.9, 0.999), eps=1e-8):
         self.ddp = ddp
@@ -323,8 +334,9 @@ class DistributedOptimizer:
         self.masters = []  # of each bucket, this rank's shard in fp32
         for group in ddp.groups:
             buffer = group.param_buffer
-            mains = [buffer.get_local_shard(number).clone().float() for number in range(len(buffer.buckets))]
-            self.masters += mains
+            shards = [buffer.get_local_shard(number) for number in range(len(buffer.buckets))]
+            mains = [shard.float() for shard in shards]  # the shard itself, where it is fp32
+            self.masters += [main for main, shard in zip(mains, shards, strict=True) if main is not shard]
             for param, fragment in zip(group.params, buffer.fragments, strict=True):
                 if fragment.start < fragment.stop:
                     own = mains[fragment.bucket][fragment.start : fragment.stop]
@@ -339,7 +351,7 @@ class DistributedOptimizer:
         for param, shard_main_param in self.shards:
             shard_main_param.grad = None
             self.ddp.write_param_shard(param, shard_main_param.data.to(param.dtype))
-        self.ddp.sync_params()
+        self.ddp.allgather_params()
 
     def zero_grad(self):
         self.ddp.zero_grad_buffer()
@@ -389,5 +401,9 @@ def train(steps=3, accumulate=2, bucket_numel=600):
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     _, optimizer = train()
-    print(f"rank {dist.get_rank()} holds", optimizer.nbytes())
+    held = [None] * dist.get_world_size()
+    dist.all_gather_object(held, optimizer.nbytes())
+    if dist.get_rank() == 0:  # one rank prints: several would write into each other's lines
+        for rank, nbytes in enumerate(held):
+            print(f"rank {rank} holds {nbytes}")
     dist.destroy_process_group()

@@ -17,7 +17,8 @@ from zeroshard import Layout, Precision
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "three_layers.py"
-ACCUMULATE, STEPS, BUCKET = 2, 3, 600  # elements: three and more buckets of dense layers, and one tensor beyond it
+ACCUMULATE, STEPS = 2, 3
+SMALL, LARGE = 600, 1400  # elements of a bucket: each matrix has more than the first
 
 
 def three_layers():
@@ -28,9 +29,9 @@ def three_layers():
     return sys.modules["three_layers"]
 
 
-def by_hand():
+def by_hand(bucket):
     """The example's own loop; what it holds; which parts of its tensors this rank owns, group by group."""
-    ddp, optimizer = three_layers().train(STEPS, ACCUMULATE, BUCKET)
+    ddp, optimizer = three_layers().train(STEPS, ACCUMULATE, bucket)
     weights = {name: parameter.detach().clone() for name, parameter in ddp.module.named_parameters()}
     buffers = [group.param_buffer for group in ddp.groups]
     cuts = [
@@ -40,14 +41,15 @@ def by_hand():
     return weights, optimizer.nbytes(), cuts
 
 
-def by_the_engine():
+def by_the_engine(bucket):
     """The same model and micro-batches through `shard`."""
     example = three_layers()
     torch.manual_seed(0)
     model = example.ToyModel()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    layout = Layout(units=["layers.1.experts"], align=1, bucket_mib=2 * BUCKET / 2**20)
-    zero = zeroshard.shard(model, optimizer, stage=1, precision=Precision(grad_dtype=torch.bfloat16), layout=layout)
+    layout = Layout(units=["layers.1.experts"], align=1, bucket_mib=2 * bucket / 2**20)
+    precision = Precision(param_dtype=torch.bfloat16, grad_dtype=torch.bfloat16, keep=["*.router.*"])
+    zero = zeroshard.shard(model, optimizer, stage=1, precision=precision, layout=layout)
     for step in range(STEPS):
         for turn in range(ACCUMULATE):
             with contextlib.nullcontext() if turn == ACCUMULATE - 1 else zero.no_sync():
@@ -60,21 +62,23 @@ def by_the_engine():
     return weights, held, [bucket.numel for bucket in zero.partition.buckets]
 
 
-def test_the_three_layers_have_the_engines_bits_and_bytes():
-    plain, sharded = ranks.run(2, by_hand), ranks.run(2, by_the_engine)
+@pytest.mark.parametrize("bucket", [SMALL, LARGE])
+def test_the_three_layers_have_the_engines_bits_and_bytes(bucket):
+    plain, sharded = ranks.run(2, by_hand, bucket), ranks.run(2, by_the_engine, bucket)
     for (weights, held, groups), (want, bytes_of_states, buckets) in zip(plain, sharded, strict=True):
         assert list(weights) == list(want)
         assert all(torch.equal(weights[name], want[name]) for name in want)
         assert held == bytes_of_states
-        assert [padded for of_kind, _ in groups for _, padded in of_kind] == buckets
+        # The engine's buckets are in the order of their first parameters, whatever their dtype.
+        assert sorted(padded for of_kind, _ in groups for _, padded in of_kind) == sorted(buckets)
     assert all(torch.equal(plain[0][0][name], plain[1][0][name]) for name in plain[0][0])
     assert not torch.equal(plain[0][0]["layers.0.fc1.weight"], three_layers().ToyModel().layers[0].fc1.weight)
 
 
 def test_what_the_three_layers_are_cut_into():
-    """Two kinds with buffers of their own, several buckets, padding, and tensors of which each rank owns a part."""
-    (_, _, first), (_, _, second) = ranks.run(2, by_hand)
-    assert len(first) == 2 and all(len(buckets) > 1 for buckets, _ in first)
+    """Buffers by kind and dtype, several buckets, padding, and tensors of which each rank owns a part."""
+    (_, _, first), (_, _, second) = ranks.run(2, by_hand, LARGE)
+    assert [len(buckets) > 1 for buckets, _ in first] == [True, False, True]  # dense layers, the fp32 router, experts
     assert any(padded > numel for buckets, _ in first for numel, padded in buckets)
     cuts = []
     for (buckets, mine), (_, theirs) in zip(first, second, strict=True):
@@ -91,4 +95,7 @@ def test_the_example_is_plain_torch_and_runs():
                                if line.startswith(("import ", "from "))}  # fmt: skip
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLE)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.count("holds {'parameters': ") == 2
+    *steps, first, second = done.stdout.splitlines()
+    assert [line.partition(":")[0] for line in steps] == ["step 0", "step 1", "step 2"]
+    assert [line.partition(" holds {'parameters': ")[0] for line in (first, second)] == ["rank 0", "rank 1"]
+    assert "Warning" not in done.stderr

@@ -25,14 +25,16 @@ import zeroshard
 from zeroshard import Comm, device, fp8, int8, numerics
 from zeroshard.checkpoint import saving
 from zeroshard.engine import preflight
+from zeroshard.engine.gradient import Gradients
 from zeroshard.engine.script import Script
 from zeroshard.errors import PeerError, UserError
 from zeroshard.events import Ledger
 from zeroshard.layout import Layout, Spec, partition
 from zeroshard.ranks import groups
-from zeroshard.ranks.agreement import Progress
+from zeroshard.ranks.agreement import Group, Progress
 from zeroshard.ranks.groups import backend_for
 from zeroshard.ranks.link import SLICE, Link
+from zeroshard.ranks.transport import Team
 from zeroshard.stage import seat
 
 VIEWS = {"slice", "view", "_unsafe_view", "unbind", "detach", "alias", "as_strided", "select", "unsqueeze"}
@@ -71,6 +73,17 @@ def test_the_host_waits_for_a_devices_numbers_in_one_counted_place():
     with FakeTensorMode():
         assert device.ask(torch.empty(3, device="cuda")).is_cpu
     assert device.asked - before == {"test_device.test_the_host_waits_for_a_devices_numbers_in_one_counted_place": 1}
+
+
+def test_a_number_on_a_device_is_not_looked_at():
+    """Gradients may be scaled by one that differs on the ranks, and nobody says so: that would wait for the device."""
+    book = Gradients(Group(Team(Ledger(), torch.device("cpu"))), None)
+    before = Counter(device.asked)
+    with FakeTensorMode():
+        number = torch.ones((), device="cuda")
+        book.note_edit("mul_", number)
+    book.note_edit("mul_", torch.tensor(0.5))
+    assert device.asked == before and book.edits == ["mul_ 0.5"]
 
 
 @pytest.mark.parametrize("sent", [torch.bfloat16, torch.float16, torch.float32])

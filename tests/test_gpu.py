@@ -60,7 +60,8 @@ def trained(device, stage, tier="device", **options):
 
 
 def like_stage_0(device, folder, tier, dtype):
-    want = trained(device, 0, dtype=dtype)
+    """With its states in the same tier, where that is stepped by another processor: their AdamW are other arithmetic."""
+    want = trained(device, 0, "device" if device == "cpu" else tier, folder=folder, dtype=dtype)
     for stage in STAGES:
         for overlap in (True, False):
             got = trained(device, stage, tier, folder=folder, dtype=dtype, overlap=overlap)

@@ -54,7 +54,8 @@ class Offload:
     `parameters="shared"`, at stages 1 to 3 on the CPU: one copy for all ranks of a host, in memory that they share.
         Each writes the elements that it updates; an edit is its rank's until then, as in a copy of its own.
 
-    Costs nothing in bits: any choice gives the same ones. What it costs in time `zeroshard plan` says.
+    Costs nothing in bits: any choice gives the same ones, on the CPU. Beside a GPU the CPU's AdamW has other ones than
+        the GPU's, and these are the same at every stage. What it costs in time `zeroshard plan` says.
     """
 
     parameters: Where = "device"

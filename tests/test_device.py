@@ -544,3 +544,42 @@ def test_what_a_rank_sends_that_stands_in_is_its_own():
         optimizer.step()
         optimizer.zero_grad()
     assert ranks.run(2, interrupted_between_two_gathers, 5) == [want, want]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "local", "given", "want"),
+    [
+        (0, "2", "cuda", 2),
+        (3, "2", "cuda", 3),
+        (0, None, "cuda", 0),
+        (0, "9", "cuda", 0),
+        (0, "2", "cuda:1", 1),
+        (0, "x", "cuda", 0),
+    ],
+)
+def test_a_device_without_an_index_is_that_of_the_local_rank(monkeypatch, chosen, local, given, want):
+    """Unless the program has chosen one, or sees fewer devices; it is the program's current one then."""
+    now = [chosen]
+    module = SimpleNamespace(
+        current_device=lambda: now[0], device_count=lambda: 4, set_device=lambda index: now.__setitem__(0, index)
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local is not None:
+        monkeypatch.setenv("LOCAL_RANK", local)
+    assert device.current(torch.device(given)) == torch.device("cuda", want)
+    assert given != "cuda" or now == [want]
+
+
+@pytest.mark.parametrize("asked", [None, "cpu"])
+def test_idle_devices_are_told_of_once(monkeypatch, caplog, asked):
+    """Where a model on the CPU is sharded without `device=`, and an accelerator is there."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    device.warn_of_idle.cache_clear()
+    for _ in range(2):
+        zeroshard.shard(torch.nn.Linear(2, 2), None, device=asked)
+    device.warn_of_idle.cache_clear()
+    assert [record.getMessage() for record in caplog.records if "idle" in record.getMessage()] == [
+        'the model is on the CPU and trains there, and cuda is idle: shard(..., device="cuda")'
+    ] * (asked is None)

@@ -22,7 +22,7 @@ from .checkpoint import loading, saving
 from .checkpoint.content import drawing
 from .checkpoint.files import absolute
 from .checkpoint.saving import Saving
-from .device import current
+from .device import current, warn_of_idle
 from .engine.accepted import unwrapped
 from .engine.finite import Finding
 from .engine.guard import refuse_copy, refuse_inside, weak
@@ -31,7 +31,7 @@ from .errors import StateError, UserError, check_flag, nearest
 from .events import Event, Ledger, Record
 from .layout import Bucket, Layout, Slot
 from .numerics import Precision
-from .ranks.comm import Comm
+from .ranks.comm import Comm, Simulated
 from .sharded import COMPARING, Engine
 from .stage import Placements
 from .tiers.nvme import NvmeTier
@@ -70,7 +70,8 @@ def shard(
         offload: where each state rests; see `Offload`.
         layout: how parameters are grouped and cut; see `Layout`.
         comm: how ranks talk; see `Comm`.
-        device: where the model computes (default: where it is; the CPU for a model on meta).
+        device: where the model computes (default: where it is; the CPU for a model on meta). "cuda" is the device that
+            the program chose by `torch.cuda.set_device`, else `LOCAL_RANK`.
         init: initialises one module whose parameters were on meta (default: its `reset_parameters()`, then its model's
             `_init_weights(module)` where there is one, as in Hugging Face's models).
         optimizer_in_backward: each bucket is stepped inside `backward()` as its reduction lands, and its gradients'
@@ -89,7 +90,9 @@ def shard(
     several = optimizer is None or isinstance(optimizer, (list, tuple))
     given: list[Any] = list(optimizer or ()) if several else [optimizer]  # type: ignore[arg-type]
     optimizers = list(map(unwrapped, given))
-    device = _device(model, device)
+    chosen, device = device is not None, _device(model, device)
+    if not (chosen or device.type != "cpu" or isinstance(comm.group, Simulated)):
+        warn_of_idle()
     check_flag("optimizer_in_backward", optimizer_in_backward)
     policies = precision, offload, layout, comm
     return Zero(Engine(model, optimizers, stage, *policies, device, init, optimizer_in_backward))

@@ -8,6 +8,8 @@ numbers by `ask` and `equal` alone, which count by whom they were called.
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import os
 import sys
 from collections import Counter
@@ -17,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+log = logging.getLogger("zeroshard")
 CHUNK = 1 << 18  # elements handled at a time on the CPU: 1 MiB of scratch stays in the cache, and calls are few
 _AT_ONCE = 1 << 24  # and on a device, where a launch costs more than memory: 64 MiB of scratch, no more for any bucket
 
@@ -34,10 +37,25 @@ def chunk(tensor: Tensor) -> int:
 
 
 def current(device: torch.device) -> torch.device:
-    """With its index, which is the program's current one where none is given."""
+    """With its index. Where none is given: the one that the program chose by `set_device`, else `LOCAL_RANK`.
+
+    That becomes the program's current one, so that its own `.to("cuda")` of batches goes there too.
+    """
     if device.index is not None or not asynchronous(device):
         return device
-    return torch.device(device.type, torch.get_device_module(device).current_device())
+    module, local = torch.get_device_module(device), os.environ.get("LOCAL_RANK", "")
+    index = module.current_device()
+    if index == 0 and local.isdecimal() and 0 < int(local) < module.device_count():
+        module.set_device(index := int(local))
+    return torch.device(device.type, index)
+
+
+@functools.cache
+def warn_of_idle() -> None:
+    """Say once that a model is sharded on the CPU, unasked, where an accelerator is."""
+    if torch.accelerator.is_available() and (found := torch.accelerator.current_accelerator()) is not None:
+        kind = found.type
+        log.warning('the model is on the CPU and trains there, and %s is idle: shard(..., device="%s")', kind, kind)
 
 
 def describe(device: torch.device) -> dict[str, str]:

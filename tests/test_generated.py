@@ -50,9 +50,10 @@ def recorded(name):
 
 
 def settled(page):
-    """A page's document without what differs from run to run: times, their order, and the last bits of a loss."""
+    """A page's document without what differs between runs: times, their order, a loss's last bits, torch's version."""
     run = page["run"]
     run["summary"] = [{key: row[key] for key in row if key not in TIMED} for row in run["summary"]]
+    del run["facts"]["torch"]
     told = run["recording"]
     verbs, states = told.pop("verbs"), told.pop("states")
     told["tiers"].sort()

@@ -83,8 +83,8 @@ def check_local(path: str | os.PathLike[str]) -> None:
             got=os.fspath(path),
             expected="a local or mounted folder",
             instead='dcp.save({"app": zero}, storage_writer=FsspecWriter("s3://...")), FsspecReader to load, both of '
-            "torch.distributed.checkpoint.fsspec_filesystem (before torch 2.15 _fsspec_filesystem); or write to a folder, "
-            "and copy that",
+            "torch.distributed.checkpoint.fsspec_filesystem (before torch 2.15 _fsspec_filesystem); or write to a "
+            "folder, and copy that",
         )
 
 

@@ -276,7 +276,9 @@ def test_a_run_leaves_its_files(run):
         f"  saved  {out / 'model.safetensors'} and {out / 'checkpoints' / 'step-00000012'}",
         f"  next   zeroshard explain {out}",
     ]
-    assert f"step    {STEPS}/{STEPS}" in shown
+    live = re.findall(r"step +(\d+)/\d+  loss (\d+\.\d+)", shown)
+    assert live[-1][0] == str(STEPS)
+    assert live == [(step, f"{lines[int(step) - 1]['loss']:.3f}") for step, _ in live]
     GPT(SIZES["tiny"]).load_state_dict(load_file(out / "model.safetensors"))
 
 
@@ -386,6 +388,9 @@ def test_an_optimizer_over_all_trains_the_same_run(run, tmp_path):
     assert bits(tmp_path / "a") == bits(run[0])
     (group,) = json.loads((tmp_path / "a" / "explain.json").read_text())["run"]["groups"]
     assert (group["teams"], group["spread"]) == ([[0], [1]], True)
+    traffic = json.loads((tmp_path / "a" / "ledger.json").read_text())["ranks"][0]["traffic"]
+    sent = sum(traffic[verb]["sent"] for verb in ("gather", "reduce", "relay", "share") if verb in traffic)
+    assert traffic["relay"]["sent"] and f"{sent // STEPS:,} bytes of parameters and gradients per step" in done.stdout
     out = stopped(tmp_path / "a", tmp_path / "b")
     assert zeroshard("train", "--resume", out, "--ranks", 1, "--stage", 0).returncode == 0
     assert bits(out) == bits(run[0])

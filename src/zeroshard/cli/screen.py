@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zeroshard.errors import visible
+from zeroshard.planner.timeline import TRAVELS
 
 RANKS_SHOWN = 4
 LOG_LINES = 10  # progress lines of a whole run where there is no terminal to draw a bar on
@@ -141,7 +142,7 @@ def closing(
 ) -> None:
     """Four lines about a run that has ended, and the next command; `ranks` as in `ledger.json`."""
     held = [sum(entry["held"].get(state, 0) for state in entry["predicted"]) for entry in ranks]
-    sent = sum(ranks[0]["traffic"].get(verb, {"sent": 0})["sent"] for verb in ("gather", "reduce"))
+    sent = sum(ranks[0]["traffic"].get(verb, {"sent": 0})["sent"] for verb in TRAVELS)
     off = [f"{state} of rank {rank}" for rank, entry in enumerate(ranks) for state in _off(entry)]
     verdict = f"[green]held = predicted on {ranks_text(len(ranks))}, to the byte[/green]"
     if off:

@@ -292,8 +292,8 @@ class Reduction:
         self._drop(sent.pending)
         self._under_way.pop(0)
         if relay.running is None and len(self._relayed) == 1:
-            # No sooner than those before it, though nothing of it is on its way: where each average is spread, all ranks
-            # of a team spread them in one order, and other ranks may have a part of this one.
+            # Not before the sums ahead of it, though nothing of it is on its way: where each average is gathered, all
+            # ranks of a team gather in one order, and other ranks may have a part of this one.
             self._settle(self._relayed.pop())
 
     def _fold(self, sent: Sent, *, early: bool) -> None:

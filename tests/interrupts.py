@@ -21,6 +21,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -28,7 +29,7 @@ from torch import nn
 
 import ranks
 import zeroshard
-from zeroshard import Layout, Precision
+from zeroshard import Comm, Layout, Precision
 from zeroshard.digests import digest
 from zeroshard.ranks.link import Link
 
@@ -52,12 +53,12 @@ class Interrupts:
             self.strike(link, MOMENTS[0])
             return launch(link, *args)
 
-        def waiting(link, handle, *, levelling=False):
+        def waiting(link, handle, *, levelling=False, **kwargs):
             drawn = not (levelling or link.behind)
             self.seen += drawn
             if drawn:
                 self.strike(link, MOMENTS[1])
-            wait(link, handle, levelling=levelling)
+            wait(link, handle, levelling=levelling, **kwargs)
             if drawn:
                 self.strike(link, MOMENTS[2])
 
@@ -85,21 +86,40 @@ def batch(step: int, micro: int, rank: int):
     return torch.randn(3, 8, generator=torch.Generator().manual_seed(1000 * step + 10 * micro + rank))
 
 
-def built(stage: int, draw: random.Random):
+def built(stage: int, settings: dict):
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)), nn.LayerNorm(8))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return model, optimizer, zeroshard.shard(model, optimizer, stage=stage, **settings)
+
+
+BF16 = {"param_dtype": torch.bfloat16, "cast_inputs": True}
+FORMATS = [{}, {"nonfinite": "raise"}, BF16, BF16 | {"split_master": True}, BF16 | {"fp8": True}]
+
+
+def plain(draw: random.Random, stage: int) -> dict:
+    """Settings of `shard`."""
     precision = draw.choice([None, Precision(nonfinite="raise")])
-    layout = draw.choice([None, Layout(bucket_mib=0.0002)])
-    return model, optimizer, zeroshard.shard(model, optimizer, stage=stage, precision=precision, layout=layout)
+    return {"precision": precision, "layout": draw.choice([None, Layout(bucket_mib=0.0002)])}
 
 
-def train(stage: int, seed: int, interrupts: Interrupts, folder: str) -> dict:
+def formats(draw: random.Random, stage: int) -> dict:
+    """The same, of all that decides which messages there are, and of which size."""
+    comm = {"reduce": draw.choice(["ordered", "int8", "native"])}
+    if ranks.world() % 2 == 0 and comm["reduce"] != "native" and draw.random() < 0.5:
+        comm["replicas"] = 2
+    bounds = "unit" if comm["reduce"] == "native" else draw.choice(["unit", "model", "tensor"])
+    layout = Layout(bounds=bounds, **draw.choice([{}, {"bucket_mib": 0.0002}]))
+    precision = draw.choice([each for each in FORMATS if stage < 3 or "split_master" not in each])
+    return {"comm": Comm(**comm), "precision": Precision(**precision), "layout": layout}
+
+
+def train(stage: int, seed: int, interrupts: Interrupts, folder: str, settings: Callable) -> dict:
     """What became of one case on this rank."""
     rank, draw = ranks.rank(), random.Random(seed)
     plan, interrupts.plan = interrupts.plan, {}  # `shard` has tests of its own
     try:
-        model, optimizer, zero = built(stage, draw)
+        model, optimizer, zero = built(stage, settings(draw, stage))
     except zeroshard.Error as error:
         return {"ended": [f"{type(error).__name__}: {error}"], "raised": []}
     verbs = [draw.choice(["full", "gathered", "save", "export", "evaluate", "no_sync", "write"]) for _ in range(STEPS)]
@@ -174,7 +194,7 @@ def train(stage: int, seed: int, interrupts: Interrupts, folder: str) -> dict:
             "raised": interrupts.raised, "seconds": time.monotonic() - begun}  # fmt: skip
 
 
-def several(stage: int, seeds: list[int], folder: str) -> list[dict]:
+def several(stage: int, seeds: list[int], folder: str, settings: Callable = formats) -> list[dict]:
     """Cases one after the other, each after the run that was left alone; without the bits where they are the same."""
     loggers = [logging.getLogger(name) for name in ("zeroshard", "torch")]
     levels, before = [each.level for each in loggers], signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -186,7 +206,7 @@ def several(stage: int, seeds: list[int], folder: str) -> list[dict]:
             place = Path(folder, str(seed))
             interrupts.plan, interrupts.raised = {}, []
             if not found:
-                alone = train(stage, seeds[0], interrupts, str(place / "alone"))
+                alone = train(stage, seeds[0], interrupts, str(place / "alone"), settings)
                 assert "bits" in alone, alone
             draw = random.Random(f"interrupts of {seed}")
             for _ in range(draw.choice([1, 1, 1, 2, 3])):
@@ -195,7 +215,7 @@ def several(stage: int, seeds: list[int], folder: str) -> list[dict]:
                 if whom in (ranks.rank(), "all"):
                     interrupts.plan[at[0]] = at[1:]
             interrupts.raised = []
-            case = train(stage, seeds[0], interrupts, str(place / "case"))
+            case = train(stage, seeds[0], interrupts, str(place / "case"), settings)
             if "bits" in case:
                 got, want = case.pop("bits"), alone["bits"]
                 held, least = case.pop("held"), alone["held"]

@@ -19,6 +19,7 @@ import ranks as rank_processes
 import reference
 import test_lost_ranks
 import zeroshard
+from zeroshard import Comm, Layout, Precision
 from zeroshard.digests import digest
 from zeroshard.engine.buffer import Buffer
 from zeroshard.errors import CheckpointError, PeerError, StateError, UserError
@@ -30,6 +31,11 @@ from zeroshard.tiers.pool import Pool
 LIMITS = {"group_timeout": 100.0, "timeout": 45.0}
 
 
+# By ranks and stage the first seed, which draws the settings: of messages in 8 bits, relays, sums of the backend's,
+# weights in 8 bits and split masters, cut in every way.
+DRAWN = {(2, 0): 13, (2, 1): 0, (2, 2): 23, (2, 3): 4, (3, 0): 6, (3, 1): 22, (3, 2): 11, (3, 3): 7}
+
+
 def found(outcomes):
     return [(seed, outcome, words if outcome == "not named" else "") for seed, outcome, words in outcomes]
 
@@ -39,8 +45,10 @@ def found(outcomes):
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_exceptions_at_drawn_waits_change_no_bit(tmp_path, world, stage):
-    """KeyboardInterrupt, MemoryError and a handler's save, at drawn waits of drawn ranks, with retries."""
-    outcomes = interrupts.run(world, stage, [*range(6)], str(tmp_path), timeout=100.0)
+    """KeyboardInterrupt, MemoryError and a handler's save, at drawn waits of drawn ranks, with retries; of drawn formats
+    and messages."""
+    first = DRAWN[world, stage]
+    outcomes = interrupts.run(world, stage, [*range(first, first + 6)], str(tmp_path), timeout=100.0)
     for _, outcome, words in outcomes:
         assert outcome.startswith(("the same bits", "named")), words
     assert sum(outcome.startswith("the same bits") for _, outcome, _ in outcomes) > 3  # most faults cost a step at most
@@ -138,6 +146,56 @@ def test_one_rank_is_interrupted_while_it_waits_and_the_step_is_tried_again(rank
         assert "zero.save_on(signal.SIGUSR1, path=...)" in second[1][0]
     (told,) = first[1]
     assert told.startswith("PeerError: a rank was interrupted") and "rank 1: an exception ended" in told, told
+
+
+def raised_in_backward(stage: int, settings: dict):
+    """The weights where nothing happens, and where rank 1's second backward raises, once, behind what it has sent."""
+    found = []
+    for armed in (False, rank_processes.rank() == 1):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        zero = zeroshard.shard(model, optimizer, stage=stage, **settings)
+
+        def raises(grad, last=[armed, 0]):  # noqa: B006 (what is left of this model's)
+            last[1] += 1
+            if last[0] and last[1] == 2:
+                raise MemoryError("only once")
+
+        model[0].register_forward_hook(lambda _, __, out, hook=raises: out.register_hook(hook) and None)
+        told = []
+        for index in range(3):
+            while True:
+                try:
+                    optimizer.zero_grad()
+                    model(torch.randn(3, 64, generator=torch.Generator().manual_seed(index))).square().sum().backward()
+                    optimizer.step()
+                    break
+                except (MemoryError, PeerError) as error:
+                    told.append(type(error).__name__)
+        with zero.gathered():
+            found.append((reference.weights(model), told))
+    return found
+
+
+RAISED = {
+    "int8": (2, {"comm": Comm(reduce="int8")}),
+    "int8, cut between tensors": (2, {"comm": Comm(reduce="int8"), "layout": Layout(bounds="tensor")}),
+    "int8, of copies": (4, {"comm": Comm(reduce="int8", replicas=2)}),
+    "the backend's sums": (2, {"comm": Comm(reduce="native")}),
+    "weights of 8 bits": (2, {"precision": Precision(param_dtype=torch.bfloat16, fp8=True, cast_inputs=True)}),
+}
+
+
+@pytest.mark.row(3)
+@pytest.mark.parametrize("what", RAISED)
+def test_an_error_in_backward_whatever_is_sent(ranks, stage, what):
+    """The rank that it happened on joins what others have sent in messages of their size; all go on bit-equal."""
+    world, settings = RAISED[what]
+    outcomes = ranks.run(world, raised_in_backward, stage, settings, **LIMITS)
+    for rank, ((quiet, nothing), (weights, told)) in enumerate(outcomes):
+        assert (nothing, told) == ([], ["MemoryError" if rank == 1 else "PeerError"])
+        assert reference.first_difference(weights, quiet) == ""
 
 
 def interrupted_beside_a_save(folder: str):

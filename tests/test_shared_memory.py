@@ -419,7 +419,7 @@ def test_a_load_leaves_one_copy(ranks, tmp_path):
 
 
 def drawn_with_one_copy(*args):
-    return with_one_copy(interrupts.several, *args)
+    return with_one_copy(interrupts.several, *args, interrupts.plain)
 
 
 @pytest.mark.full

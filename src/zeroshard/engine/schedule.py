@@ -376,6 +376,9 @@ class Schedule:
     def bucket(self, index: int) -> Bucket:
         return next(buffer.bucket for buffer in self._buffers if buffer.bucket.index == index)
 
+    def message(self, index: int) -> Bucket:
+        return self.reduction.pending[index].message
+
     def stand_in(self, bucket: int, state: str) -> Tensor | None:
         found = [buffer for buffer in self._buffers if buffer.bucket.index == bucket and state == "parameters"]
         return found[0].stand_in() if found else None

@@ -126,6 +126,9 @@ class Party(Protocol):
 
     def bucket(self, index: int) -> Bucket: ...
 
+    def message(self, index: int) -> Bucket:
+        """The bucket in elements of what is sent of its gradients."""
+
     def stand_in(self, bucket: int, state: str) -> Tensor | None:
         """All of a bucket, 1-D, in which this rank's shard of a state is right: others wait for it."""
 

@@ -143,7 +143,7 @@ def _last_words(groups: weakref.ref[Groups]) -> None:
 
 
 def _loops() -> set[int]:
-    """The threads of this process in which gloo waits for messages, where the system tells."""
+    """The threads of this process in which gloo waits for messages, where they have a name: not on torch 2.11."""
     found = set()
     for thread in Path("/proc/self/task").glob("*"):
         with contextlib.suppress(OSError):  # it has just ended

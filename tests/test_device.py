@@ -26,6 +26,7 @@ from zeroshard import Comm, device, fp8, int8, numerics
 from zeroshard.checkpoint import saving
 from zeroshard.engine import preflight
 from zeroshard.engine.gradient import Gradients
+from zeroshard.engine.pending import Sent
 from zeroshard.engine.script import Script
 from zeroshard.errors import PeerError, UserError
 from zeroshard.events import Ledger
@@ -381,6 +382,58 @@ def test_codes_of_8_bits_are_the_same_on_every_device():
     assert numerics.same_bits(got, want)
 
 
+class Replicas(Team):
+    """The second of three replicas: what it launches."""
+
+    def __init__(self, queued):
+        super().__init__(Ledger(), torch.device("cpu"), seat(1, 3, 3))
+        self.queued, self.launched = queued, []
+
+    def _hand_on(self, running, source):
+        return self.launched.append(f"on from {source}") or []
+
+    def _hand_back(self, average):
+        return self.launched.append("back") or []
+
+
+@pytest.mark.parametrize("queued", [True, False])
+def test_a_replica_takes_a_sum_when_it_is_ready_for_it(queued):
+    """On a device, where a receive that waits takes processors of it; and what comes back once this part is sent."""
+    team, (bucket,) = Replicas(queued), partition([Spec("w", (64,), "float32", 4, 0, True)], Layout(), 1).buckets
+    relay = team.relay(bucket, torch.zeros(bucket.numel), torch.zeros(bucket.numel))
+    assert team.launched == ([] if queued else ["on from 0", "back"])
+    arrived, sent = [], Sent(None, SimpleNamespace(done=lambda: bool(arrived)), None, relay)
+    assert not sent.here() and team.launched == ([] if queued else ["on from 0", "back"])
+    arrived.append(True)
+    assert sent.here() and sent.here() and team.launched == (["on from 0"] if queued else ["on from 0", "back"])
+    relay.hand_on()
+    assert team.launched == (["on from 0", "on from 1", "back"] if queued else ["on from 0", "back", "on from 1"])
+    relay.complete()
+    assert len(team.launched) == 3
+
+
+def trained_by_replicas(replicas, queued):
+    torch.manual_seed(3)
+    model = nn.Sequential(*(nn.Linear(12, 12) for _ in range(6)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    settings = Comm(replicas=replicas)
+    zero = zeroshard.shard(model, optimizer, stage=3, comm=settings, layout=Layout(bucket_mib=0.001))
+    zero._engine.group.team.queued, losses = queued, []
+    for step in range(3):
+        loss = model(torch.randn(4, 12, generator=torch.Generator().manual_seed(10 * step + zero.rank))).square().mean()
+        loss.backward()
+        losses.append((loss.item(), torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize(("world", "replicas"), [(3, 3), (4, 2)])
+def test_replicas_have_the_same_bits_whenever_they_take_a_sum(world, replicas):
+    want = ranks.run(world, trained_by_replicas, replicas, False)
+    assert ranks.run(world, trained_by_replicas, replicas, True) == want
+
+
 # --- connections of the host -------------------------------------------------------------------------------------------
 
 
@@ -438,7 +491,11 @@ def connects(replicas):
                 call(tensor, *args, group=group)
 
             patch.setattr(dist, verb, calls)
+        patch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        warned = []
+        patch.setattr(groups.log, "warning", lambda *said: warned.append(said))
         own._connect(wanted)
+    assert len(warned) == (replicas > 1 and ranks.rank() == 0)
     return called
 
 
@@ -505,7 +562,7 @@ def interrupted_between_two_gathers(seed):
         stage=3,
         layout=Layout(units=["0", "1", "2"]),
     )
-    zero._engine.group._groups.queued = True  # so data is gathered as NCCL does it, and waited for by nobody
+    zero._engine.group.team.queued = True  # so data is gathered as NCCL does it, and waited for by nobody
     launch, losses, optimizer = Script._launch_next, [], zero._engine.bindings[0].optimizer
 
     def interrupted(script, wanted=None):

@@ -157,7 +157,10 @@ class Sent:
 
     def here(self) -> bool:
         """Has all come that this rank adds up?"""
-        return self.work.done() and self.relay.came.done()
+        if not self.work.done():
+            return False
+        self.relay.receive()
+        return self.relay.came.done()
 
 
 class Scratch:

@@ -269,6 +269,7 @@ class Reduction:
     def _land_first(self) -> None:
         sent = self._under_way[0]  # until it has landed: an exception may come at any moment
         sent.work.wait()
+        sent.relay.receive()
         sent.relay.came.wait()
         accumulator, relay, receive = sent.accumulator, sent.relay, sent.receive
         # Where nothing is lost by it the sum is divided as it lands, which saves a step a pass of its own.

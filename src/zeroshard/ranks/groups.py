@@ -34,6 +34,7 @@ from .shared_memory import SharedStream, share
 from .streams import Stream
 from .watch import Attended, Watch, attend, cannot_come, come_together, host_towards, still_waits
 
+log = logging.getLogger("zeroshard")
 LATER = timedelta(minutes=1)  # than ours are time-outs of collectives in a device's queue
 CONNECTING = 4 << 20  # bytes of a collective for which backends connect ranks as for large ones
 LEAVING = 10.0  # seconds that a rank whose program ends waits for the others
@@ -152,6 +153,7 @@ def _loops() -> set[int]:
     return found
 
 
+_ONE_CONNECTION = "CUDA_DEVICE_MAX_CONNECTIONS"
 _LAZY = "TORCH_GLOO_LAZY_INIT"  # connects two ranks when they first send each other something
 
 
@@ -328,6 +330,10 @@ class Groups:
         It does so in the first collective of a kind and size, and waits there for all of its ranks: in a backward these
         may wait for each other by other means.
         """
+        if self.seat.summed > 1 and os.environ.get(_ONE_CONNECTION) == "1" and self.watch.rank == 0:
+            log.warning(
+                "%s=1 puts kernels that wait for other replicas before those that these wait for", _ONE_CONNECTION
+            )
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         for each, stream in zip(wanted, self.streams, strict=True):
             for numel in (1, CONNECTING // len(stream.members)) if stream.queued else ():
@@ -372,7 +378,7 @@ class Groups:
                 instead='Comm(transport="gloo"); or Comm(replicas=...), one replica for each host',
             )
         if why and rank == 0:
-            logging.getLogger("zeroshard").info("ranks send messages and share no memory: %s", why)
+            log.info("ranks send messages and share no memory: %s", why)
         self.shared = found
         self.sums += [len(self.streams) + at for at in range(1, len(found), 2)]
         self.streams += found

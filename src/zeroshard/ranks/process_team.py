@@ -35,6 +35,7 @@ class ProcessTeam(Team):
         """streams: of gathers and of reductions. shared: the same, where these go through memory."""
         super().__init__(ledger, device, sits, shares=bool(shared))
         self._link = link
+        self.queued = link.groups.queued
         self._gathers, self._reductions = streams
         everyone = dist.get_process_group_ranks(link.groups.parent)
         self._global = [everyone[rank] for rank in sits.members(link.rank)]  # the team's
@@ -64,7 +65,7 @@ class ProcessTeam(Team):
             return self._exchange.gather(full, bucket, state)
         raw, link, stream = full.view(torch.uint8), self._link, self._gathers
         cuts = [bound * full.itemsize for bound in bucket.bounds]
-        if link.groups.queued and len({high - low for low, high in pairwise(cuts)}) == 1:
+        if self.queued and len({high - low for low, high in pairwise(cuts)}) == 1:
             own = raw[cuts[self.position] : cuts[self.position + 1]]
             what = "all_gather", link.engine, bucket.index, own.numel(), state
             return [link.launch(stream, what, *all_gather(stream, raw, own))]
@@ -136,4 +137,4 @@ class ProcessTeam(Team):
         return [self._link.broadcast(self._gathers, raw, self._global[position], (-1, "", raw.numel()), 0)]
 
     def _wait(self, verb: str, bucket: int | None, handle: Any) -> None:
-        self._link.wait(verb, bucket, handle, queued=self._link.groups.queued)
+        self._link.wait(verb, bucket, handle, queued=self.queued)

@@ -109,6 +109,7 @@ class Team:
         self.position = seat.position
         self.size = seat.size
         self.once: set[int] = set()  # buckets of which all ranks have one copy together
+        self.queued = False  # does a device's queue wait for what is moved, and not a thread?
 
     def one_copy(self, bucket: int, numel: int, dtype: torch.dtype) -> Tensor:
         """Memory for a bucket's parameters that all ranks read; what a rank writes is its own until it is gathered."""
@@ -268,8 +269,9 @@ class Relay:
     with what comes, unrounded; the last divides, rounds, and sends the result to all. These are the operations, the
     operands and the order that one replica of as many ranks has, so their number never changes a bit.
 
-    Receives are launched with the reduction. Waits go only from a replica to those before it, and for the average to
-    the last: relays cannot wait for each other in a circle.
+    Waits go only from a replica to those before it, and for the average to the last: relays cannot wait for each other
+    in a circle. Receives are launched with the reduction; in a device's queue, where they take processors of it for as
+    long as they wait, only when this rank's part is there, bucket by bucket in the order of reductions.
     """
 
     def __init__(
@@ -288,10 +290,24 @@ class Relay:
         self.first, self.last = self.replica == 0, self.replica == self.replicas - 1
         self._event = event
         self.came = self.back = Work()  # the sum of those before is in `running`; the average in `average`
-        if running is not None and not self.first:
-            self.came = self._work(team._hand_on(running, self.replica - 1))
-        self._coming = [] if average is None or self.last else team._hand_back(average)
+        self._receives = running is not None and not self.first
+        self._coming: list[Any] | None = [] if average is None or self.last else None
         self._handed_on = self.replicas == 1
+        if not team.queued:
+            self.receive()
+            self._coming = self._average()
+
+    def receive(self) -> None:
+        """This replica is ready for what those before it have summed up."""
+        if self._receives:
+            self._receives = False
+            assert self.running is not None
+            self.came = self._work(self.team._hand_on(self.running, self.replica - 1))
+
+    def _average(self) -> list[Any]:
+        if self._coming is not None or self.average is None:
+            return self._coming or []
+        return self.team._hand_back(self.average)
 
     def _work(self, handles: list[Any], event: Event | None = None) -> Work:
         return Work(handles, event, lambda handle: self.team._wait("relay", self.bucket.index, handle))
@@ -303,10 +319,11 @@ class Relay:
         self._handed_on = True
         assert self.running is not None and self.average is not None
         sent = self.team._hand_back(self.average) if self.last else self.team._hand_on(self.running, self.replica)
-        self.back = self._work([*self._coming, *sent], self._event)
+        self.back = self._work([*self._average(), *sent], self._event)
 
     def complete(self) -> None:
         """Whatever became of this rank's part, the others wait for it."""
+        self.receive()
         self.came.wait()
         self.hand_on()
         self.back.wait()

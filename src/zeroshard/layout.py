@@ -45,7 +45,9 @@ class Layout:
         model is one flat vector, cut evenly (the ZeRO paper). "tensor": no tensor is ever cut; the flat model is
         cut at the tensor boundary nearest to i*P/N.
     bucket_mib: the most parameter bytes (MiB) one collective moves; a larger single tensor gets a bucket of its own.
-    align: elements per block. 128 keeps fused kernels bit-exact under any cut; 1 cuts anywhere. {name pattern:
+    align: elements per block. 128 keeps fused kernels bit-exact under any cut; 1 cuts anywhere, for the same bits at
+        every stage and number of ranks of its own: norms add up blocks of so many, so that they and a clip may differ
+        in the last bit from those of 128, and fused kernels and updates in 16 bits are refused. {name pattern:
         elements} for parameters with blocks of their own, such as rows; a tensor's last block may be short.
     units: which submodules are gathered together: module names, name patterns ("blocks.*"), module classes or the
         names of these ("LlamaDecoderLayer").

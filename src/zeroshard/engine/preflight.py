@@ -247,6 +247,17 @@ def check_settings(partition: Partition, layout: Layout, comm: Comm, precision: 
             got='Comm(optimizer="all"), Layout(bounds="tensor")',
             instead='Comm(optimizer="team"), or Layout(whole=[...]) for what must not be cut',
         )
+    for bucket in (bucket for bucket in partition.buckets if bucket.trainable and not bucket.whole):
+        own = getattr(torch, bucket.dtype.removeprefix("torch."))
+        updated = precision.of(kept=bucket.kept, fp8=bucket.fp8).master(own)
+        if partition.align < BLOCK and layout.bounds != "tensor" and updated.itemsize < 4:
+            raise UserError(
+                "optimizers' 16-bit kernels round elsewhere where a cut ends a vector",
+                where=f"parameter {bucket.slots[0].name!r}",
+                expected="Layout(align=128), or fp32 masters",
+                got=f"align={partition.align}, and updates in {updated}",
+                instead="the default align, or Precision() without master_dtype",
+            )
     if comm.reduce == "int8":
         _check_int8(partition, precision)
     if comm.reduce == "native" and layout.apart:

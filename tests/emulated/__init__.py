@@ -17,20 +17,27 @@ random states. Autograd runs its backward on a thread of the device's. Per rank 
     kernels     torch's operators: shaped at once, computed late, by the CPU's kernels
     races       who touched which bytes last, and what orders that: a race is an error that names both sides
     counts      launches, waits of the host, allocations and bytes by the line of the program that asks
+    sites       which line that is
     emu         `torch.emu`
     device      all of that, as one object
-    install     makes it known to torch
+    emuccl      a backend of torch.distributed: what NCCL does with streams, time-outs, aborts and connections
+    wire        its messages between ranks
+    install     makes all of it known to torch
     runner      `run`, as `ranks.run`
 
 What it proves, in every order that is drawn: no read before its wait, no use after free, no missing event between
-streams, memory given back in the order of its stream, what runs on autograd's thread, which calls make the host wait,
-and how many kernels are launched. What it does not: arithmetic of a GPU's kernels (the numbers are the CPU's), speed,
-fragmentation, graphs, compiled kernels, what a backward does on another stream than the default one (autograd's own
-switching of streams is not to be had from Python), and what a driver does. So one says of what passes here "tested on
-an emulated accelerator", and never "on GPUs".
+streams, memory given back in the order of its stream; which tensors a group refuses, what a time-out or an abort does
+to a group, in which order groups are made and connected, the same collectives on all ranks, and a deadlock of kernels
+that are posted before what they wait for can run; how often the host waits, and how many kernels it launches.
 
-Its own tests are test_emulated.py. Rejected: torch's openreg (C++ to be built, and its operators wait), mocks of
-`torch.cuda` (nothing is late), a fake mode (no numbers).
+What it does not: a GPU's arithmetic (the numbers are the CPU's), NCCL's own progress and memory, fragmentation, speed,
+graphs, compiled kernels, and autograd on other streams than the default one (its own switching between streams is not
+to be had from Python). The host counts as one thread. An order is drawn anew by the same seed, but where ranks wait for
+each other it also depends on when they come. So one says of what passes here "on an emulated accelerator", and never
+"on GPUs".
+
+Its own tests are test_emulated.py, test_emuccl.py and test_races.py. Rejected: torch's openreg (C++ to be built, and its
+operators wait), mocks of `torch.cuda` (nothing is late), a fake mode (no numbers), gloo below emuccl (it cannot abort).
 """
 
 from .counts import Counts, counted

@@ -22,8 +22,8 @@ Access = tuple[Place, bool]  # what a kernel reads, or (True) writes
 class Device:
     """What `torch.emu` is, as an object. One in a process."""
 
-    def __init__(self, order: Order, slots: int, detect: bool) -> None:
-        self.machine = Machine(order, slots)
+    def __init__(self, order: Order, slots: int, patience: float, detect: bool) -> None:
+        self.machine = Machine(order, slots, patience)
         self.memory = Memory()
         self.races = Detector(self.machine, on=detect)
         self.generator = torch.Generator("cpu")

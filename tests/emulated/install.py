@@ -8,26 +8,37 @@ from typing import Any
 import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from . import emu
+from . import emu, emuccl
 from .device import Device, set_device
 from .kernels import FUSED, Operators
-from .streams import Order
+from .streams import PATIENCE, Order
 
 _kept: list[Any] = []  # libraries: torch forgets what was registered by one that is gone
 
 
-def install(seed: int | None = None, *, style: str | None = None, slots: int = 8, detect: bool = True) -> Device:
-    """Make the device type "emu" in this process. seed: of the order in which kernels run; style: see `Order`.
+def install(
+    seed: int | None = None,
+    *,
+    style: str | None = None,
+    slots: int = 8,
+    patience: float = PATIENCE,
+    detect: bool = True,
+    syncs_every: int = 0,
+) -> Device:
+    """Make the device type "emu" and the backend "emuccl" in this process, which has to end by `os._exit`.
 
-    slots: messages under way at one time that leave no room for kernels. The process has to end by `os._exit`: torch's
-    own teardown knows no device in Python. So this is for processes that are made for it (`runner.run`).
+    seed, style: of the order in which kernels run, see `Order`. slots: messages under way that leave no room for
+    kernels. patience: seconds in which nothing can run before a wait is given up. detect: races are errors. syncs_every:
+    so many allocations, after which one waits for the whole device, as `cudaFree` does.
     """
-    made = Device(Order(seed, style), slots, detect)
+    made = Device(Order(seed, style), slots, patience, detect)
+    made.syncs_every = syncs_every
     set_device(made)
-    if not _kept:
-        _setup_privateuseone_for_python_backend("emu", backend_module=emu)
-        _register(Operators(made))
-        torch.UntypedStorage.clone = _clone(torch.UntypedStorage.clone)  # type: ignore[method-assign]
+    assert not _kept, "one device in a process: torch's own teardown knows none in Python"
+    _setup_privateuseone_for_python_backend("emu", backend_module=emu)
+    _register(Operators(made))
+    torch.UntypedStorage.clone = _clone(torch.UntypedStorage.clone)  # type: ignore[method-assign]
+    emuccl.register(made)
     return made
 
 

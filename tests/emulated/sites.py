@@ -5,11 +5,16 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import threading
+import weakref
+from types import FrameType
 from typing import NamedTuple
 
 import torch
 
-_OWN = (os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, os.path.dirname(os.path.abspath(__file__)) + os.sep)
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_OURS = (os.path.dirname(os.path.abspath(torch.__file__)), _HERE, os.path.join(os.path.dirname(_HERE), "ranks"))
+_OWN = tuple(folder + os.sep for folder in _OURS)
 _DEPTH = 12
 AUTOGRAD = "autograd"  # where C++ calls: its device thread has no frames of Python
 
@@ -29,7 +34,7 @@ Stack = tuple[Frame, ...]  # the innermost first
 @functools.cache
 def _foreign(path: str) -> bool:
     """Is it neither torch's nor ours, nor code without a file?"""
-    return not (path.startswith((*_OWN, "<")) or f"{os.sep}threading.py" in path)
+    return not path.startswith((*_OWN, "<", threading.__file__, weakref.__file__))
 
 
 @functools.cache
@@ -38,14 +43,15 @@ def _short(path: str) -> str:
     return rest if inside else os.path.basename(path)
 
 
-def stack() -> Stack:
-    """The program's frames above this call."""
-    frame, found = sys._getframe(1), []
+def stack(frame: FrameType | None = None) -> Stack:
+    """The program's frames above this call, or from this frame on."""
+    found: list[Frame] = []
+    frame = frame or sys._getframe(1)
     while frame is not None and len(found) < _DEPTH:
         code = frame.f_code
         if _foreign(code.co_filename):
             found.append(Frame(code.co_filename, code.co_name, frame.f_lineno))
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return tuple(found)
 
 

@@ -147,9 +147,9 @@ class Order:
 class Machine:
     """The streams of one rank's device, and the thread that runs what is on them."""
 
-    def __init__(self, order: Order, slots: int) -> None:
+    def __init__(self, order: Order, slots: int, patience: float = PATIENCE) -> None:
         """slots: messages under way at one time that leave no room for a kernel, as on a GPU's multiprocessors."""
-        self.order, self.slots = order, slots
+        self.order, self.slots, self.patience = order, slots, patience
         self.default = Queue(0, "default")
         self.queues = [self.default]
         self.error: DeviceError | None = None
@@ -202,8 +202,8 @@ class Machine:
                     now = time.monotonic()
                     if deadline is not None and now >= deadline:
                         return False
-                    if now > self.progressed + PATIENCE:
-                        raise Deadlock(f"nothing has run for {PATIENCE:.0f} s\n{self.report()}")
+                    if now > self.progressed + self.patience:
+                        raise Deadlock(f"nothing has run for {self.patience:.0f} s\n{self.report()}")
                     self.changed.wait(0.05 if deadline is None else min(0.05, deadline - now))
             finally:
                 del self._wanted[me]
@@ -312,6 +312,11 @@ class Machine:
             self.error = DeviceError(f"a kernel failed: {type(error).__name__}: {error}\n    {item}")
             self.error.__cause__ = error
             return False
+
+    def fail(self, why: str) -> None:
+        """Nothing runs any more; whoever waits hears why."""
+        self.error = DeviceError(why)
+        self.changed.notify_all()
 
     def _through(self, queue: Queue) -> None:
         queue.items.popleft()

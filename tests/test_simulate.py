@@ -378,6 +378,88 @@ def test_a_job_that_cannot_train_is_refused(name):
         simulate(BAD[name], ranks=2)
 
 
+DRAWS = """
+import numpy
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+T = 8
+DATA = numpy.arange(1000, dtype=numpy.uint16) % 50
+
+
+def job(draw=lambda i: torch.from_numpy(DATA[i : i + T].astype(numpy.int64))):
+    def get_batch(step, index):
+        ix = torch.randint(len(DATA) - T, (4,))
+        return [torch.stack([draw(i + later) for i in ix]) for later in (0, 1)]
+
+    def loss(model, batch):
+        return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+    model = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 50))
+    return {"model": model, "optimizer": torch.optim.AdamW, "batch": get_batch, "loss": loss}
+
+
+def of_tensors():
+    data = torch.arange(1000) % 50
+    return job(lambda i: data[i : i + T])
+
+
+def elsewhere():
+    def get_batch(step, index):
+        x, y = (part.to("meta") for part in parts["batch"](step, index))
+        made = torch.zeros(4, T, dtype=torch.int64, device="meta")
+        assert all(type(each) is not torch.Tensor for each in (x, y, made))  # nothing is kept there
+        return (x + made).cpu(), y.cpu()
+
+    return (parts := job()) | {"batch": get_batch}
+
+
+def beyond():
+    return job(lambda i: DATA[5000])
+
+
+def reads_a_value():
+    data = torch.arange(1000)
+    return job(lambda i: data[: int(data[9])])
+
+
+def wrong_loss():
+    return job() | {"loss": lambda model, batch: model(batch[0])[:, :, 50]}
+"""
+
+
+def test_batches_are_drawn_with_values(tmp_path):
+    """Data that is cut where drawn numbers say, as nanoGPT's: by numpy, of tensors, and sent to another device."""
+    path = tmp_path / "draws.py"
+    path.write_text(DRAWS)
+    torch.manual_seed(1)
+    before, drawn = torch.get_rng_state(), set()
+    for name in ("job", "of_tensors", "elsewhere"):
+        run = simulate(f"{path}:{name}", ranks=2)
+        drawn.add((run.tokens, run.flops, run.activations))
+    assert len(drawn) == 1 and run.tokens == 4 * 8
+    assert torch.equal(torch.get_rng_state(), before)
+    assert zeroshard.plan(f"{path}:job", ranks=2).parameters == 50 * 16 + 16 * 50 + 50
+
+
+@pytest.mark.parametrize(
+    ("name", "what", "line"),
+    [
+        ("beyond", "the job's batch raised.*IndexError: index 5000", "return job(lambda i: DATA[5000])"),
+        ("reads_a_value", "the job's batch raised.*data read by numpy", "return job(lambda i: data[: int(data[9])])"),
+        ("wrong_loss", "the job fails under simulation.*IndexError", "model(batch[0])[:, :, 50]"),
+    ],
+)
+def test_a_job_that_raises_is_told_its_own_line(tmp_path, name, what, line):
+    path = tmp_path / "draws.py"
+    path.write_text(DRAWS)
+    number = next(at for at, text in enumerate(DRAWS.splitlines(), 1) if line in text)
+    with pytest.raises(UserError, match=f"(?s){what}") as raised:
+        simulate(f"{path}:{name}", ranks=2)
+    assert f"{path}:{number} in " in str(raised.value)
+
+
 def test_a_machine_of_ones_own(tmp_path):
     """A JSON file of the same fields; whatever is missing, unknown or of another kind is named."""
     told = dataclasses.asdict(MACHINES["h100"]) | {"name": "mine", "network": 1e9}

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ..errors import UserError
 
@@ -131,7 +132,8 @@ def _batches(loader: Any) -> Callable[[int, int], Any]:
     size: Any = getattr(loader, "batch_size", None)
     if hasattr(data, "__len__") and hasattr(data, "__getitem__") and size and len(data):
         return lambda step, index: loader.collate_fn([data[row] for row in torch.randint(len(data), (size,)).tolist()])
-    drawn = list(itertools.islice(iter(loader), DRAWN))
+    with unset_fake_temporarily():  # what is planned has no values, but its data is read
+        drawn = list(itertools.islice(iter(loader), DRAWN))
     if not drawn:
         raise UserError("the data set of a job is empty", got=type(data).__name__)
     return lambda step, index: drawn[int(torch.randint(len(drawn), ()))]

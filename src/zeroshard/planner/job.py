@@ -19,6 +19,8 @@ import importlib
 import importlib.util
 import os
 import sys
+import sysconfig
+import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -141,7 +143,7 @@ def build(job: str | Callable[[], Any], *, device: str | None = None) -> Job:
     except Exception as error:
         raise UserError(
             "the job's function raised",
-            where=f"{name}()" + (f" on device {device!r}" if device else ""),
+            where=f"{name}()" + (f" on device {device!r}" if device else "") + line_of(error),
             got=f"{type(error).__name__}: {error}",
             instead="a function without arguments that returns a dict of model, optimizer, batch and loss",
         ) from error
@@ -168,6 +170,16 @@ def build(job: str | Callable[[], Any], *, device: str | None = None) -> Job:
         return given
 
     return Job(name, parts["model"], part("optimizer"), part("batch"), part("loss"), frozenset(parts))
+
+
+def line_of(error: BaseException) -> str:
+    """ ", train.py:12 in get_batch": the innermost line of a user's own code that the error passed, or ""."""
+    paths = sysconfig.get_paths()
+    others = [paths[each] for each in ("stdlib", "platstdlib", "purelib", "platlib")] + [str(Path(__file__).parents[1])]
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if os.path.isfile(frame.filename) and not any(Path(frame.filename).is_relative_to(each) for each in others):
+            return f", {frame.filename}:{frame.lineno} in {frame.name}"
+    return ""
 
 
 def _missing(name: str, part: str) -> NoReturn:

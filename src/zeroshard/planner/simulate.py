@@ -18,10 +18,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 from ..api import Zero, shard
@@ -32,7 +38,7 @@ from ..numerics import Precision
 from ..ranks.comm import Comm, Simulated
 from ..tiers.tier import Offload
 from .asked import check_in_backward
-from .job import Job, build
+from .job import Job, build, find, line_of
 from .optimizers import asked_with, probe
 
 STEPS, RECORDED = 3, 2  # the first negotiates its gathers; a timeline needs a step with one before it
@@ -87,16 +93,11 @@ def simulate(
     for `Layout(along=...)`; the job makes one rank's rows. optimizer_in_backward: as `shard`'s.
     Raises `UserError` for what cannot be built, or needs values (`.item()`) to run.
     """
-    for name, value, least in (("ranks", ranks, 1), ("accumulate", accumulate, 1), ("rank", rank, 0)):
-        if type(value) is not int or value < least:
-            raise UserError(f"{name} is a number of at least {least}", got=repr(value))
-    if rank >= ranks:
-        raise UserError("no such rank", expected=f"0 to {ranks - 1}", got=rank)
+    axes = _axes(ranks, rank, accumulate, mesh)
     check_in_backward(accumulate, offload, no_sync=no_sync, asked=optimizer_in_backward)
-    axes = tuple((mesh or {}).items())
-    if axes and math.prod(length for _, length in axes) != ranks:
-        raise UserError("the axes of a mesh multiply to its ranks", expected=ranks, got=dict(axes))
-    with without_values():
+    if isinstance(job, str):
+        find(job)  # what a module makes when it is imported has values, also after this
+    with without_values() as mode:
         built = build(job)
         built.need("optimizer", "batch", "loss")
         optimizers = built.optimizers()
@@ -116,7 +117,9 @@ def simulate(
         for step in range(STEPS):
             if step == STEPS - RECORDED:
                 zero.record(1 << 20)
-            _train(built, zero, optimizers, counted, step, [a * ranks + rank for a in range(accumulate)], no_sync)
+            indices = [a * ranks + rank for a in range(accumulate)]
+            batches = (_drawn(built, mode, step, index) for index in indices)
+            _train(built, zero, optimizers, counted, step, batches, len(indices) - 1 if no_sync else 0)
         return Simulation(
             job if isinstance(job, str) else job.__name__,
             stage,
@@ -133,16 +136,28 @@ def simulate(
         )
 
 
+def _axes(ranks: int, rank: int, accumulate: int, mesh: Mapping[str, int] | None) -> tuple[tuple[str, int], ...]:
+    """The mesh's axes, where these numbers make one."""
+    for name, value, least in (("ranks", ranks, 1), ("accumulate", accumulate, 1), ("rank", rank, 0)):
+        if type(value) is not int or value < least:
+            raise UserError(f"{name} is a number of at least {least}", got=repr(value))
+    if rank >= ranks:
+        raise UserError("no such rank", expected=f"0 to {ranks - 1}", got=rank)
+    axes = tuple((mesh or {}).items())
+    if axes and math.prod(length for _, length in axes) != ranks:
+        raise UserError("the axes of a mesh multiply to its ranks", expected=ranks, got=dict(axes))
+    return axes
+
+
 def _train(
-    job: Job, zero: Zero, optimizers: list[Any], counted: Counter, step: int, indices: list[int], no_sync: bool
+    job: Job, zero: Zero, optimizers: list[Any], counted: Counter, step: int, batches: Iterator[Any], local: int
 ) -> None:
+    """Run a step, of which the first `local` backwards are added up on the rank."""
     counted.flops = counted.tokens = 0
     try:
-        for index in indices:
-            batch = job.batch(step, index)
+        for number, batch in enumerate(batches):
             counted.tokens += _tokens(batch)
-            local = no_sync and index != indices[-1]
-            with counted, zero.no_sync() if local else nullcontext():
+            with counted, zero.no_sync() if number < local else nullcontext():
                 loss = job.loss_of(batch)
                 counted.activations = counted.kept()
                 loss.backward()
@@ -151,21 +166,73 @@ def _train(
     except Error:
         raise
     except Exception as error:
-        if not isinstance(error, DataDependentOutputException) and "data-dependent" not in str(error).lower():
+        where = f"{job.name}, step {step}" + line_of(error)
+        if not _wants_values(error):
             raise UserError(
-                "the job fails under simulation", where=f"{job.name}, step {step}",
-                got=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+                "the job fails under simulation", where=where, got=_first_line(error),
                 instead="a job that trains, on tensors of shapes alone",
             ) from error  # fmt: skip
         raise UserError(
-            "this job needs values to run, and a simulation has none",
-            where=f"{job.name}, step {step}",
-            got=str(error).splitlines()[0],
+            "this job needs values to run, and a simulation has none", where=where, got=_first_line(error),
             instead="a loss and a model without .item() and without branches on values",
-        ) from error
+        ) from error  # fmt: skip
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()
+
+
+def _drawn(job: Job, mode: FakeTensorMode, step: int, index: int) -> Any:
+    """A micro-batch without values, drawn with them: programs read and cut their data by numbers drawn at random."""
+    elsewhere = torch.empty(0).device.type != "cpu"  # by default, and perhaps of a device that is not here
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(step << 32 | index)
+            with nullcontext() if elsewhere else unset_fake_temporarily(), _FakeElsewhere(mode):
+                batch = job.batch(step, index)
+    except Error:
+        raise
+    except Exception as error:
+        instead = None
+        if _wants_values(error):
+            instead = (
+                "data read by numpy, or where its module is imported: tensors made in the job's function have no values"
+            )
+        raise UserError(
+            "the job's batch raised", where=f"{job.name}()['batch']({step}, {index})" + line_of(error),
+            got=_first_line(error), instead=instead,
+        ) from error  # fmt: skip
+    return _fake(mode, batch)
+
+
+def _fake(mode: FakeTensorMode, made: Any) -> Any:
+    return tree_map_only(Tensor, lambda each: each if isinstance(each, FakeTensor) else mode.from_tensor(each), made)
+
+
+class _FakeElsewhere(TorchFunctionMode):
+    """Tensors have values on the CPU, and none on other devices: those may not be here, or have no room."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        super().__init__()
+        self.mode = mode
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        named = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.device)]
+        given = kwargs.get("device", args[1] if func is Tensor.to and len(args) > 1 else None)
+        if isinstance(given, (str, int)):
+            named.append(torch.device(given))
+        if func not in (Tensor.cuda, Tensor.pin_memory) and all(device.type == "cpu" for device in named):
+            return func(*args, **kwargs)
+        with self.mode:
+            return func(*_fake(self.mode, args), **_fake(self.mode, kwargs))
+
+
+def _wants_values(error: Exception) -> bool:
+    return isinstance(error, DataDependentOutputException) or "data-dependent" in str(error).lower()
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def _tokens(batch: Any) -> int:
@@ -176,16 +243,16 @@ def _tokens(batch: Any) -> int:
 
 
 @contextmanager
-def without_values() -> Iterator[None]:
+def without_values() -> Iterator[FakeTensorMode]:
     """Tensors made inside have no memory."""
     # `module.to(dtype)` swaps tensors without values as whole objects, and refuses where something holds them weakly.
     swap = torch.utils.swap_tensors
     torch.utils.swap_tensors = _become
     try:
-        with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
+        with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
             # A module copied by deepcopy looks at its tensors' addresses, which here say nothing and harm nothing.
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor", category=UserWarning)
-            yield
+            yield mode
     finally:
         torch.utils.swap_tensors = swap
 

@@ -101,6 +101,9 @@ def files(tmp_path):
         "steps word": ("--steps many", "Invalid value for '--steps'"),
         "unknown option": ("--stag 3", "No such option: --stag"),
         "save-every -1": ("--save-every -1", "--save-every must be at least 0, got -1"),
+        "seed": (f"--seed {2**63}", f"--seed must be at most {2**63 - 1}, got {2**63}"),
+        "batch": ("--batch 1000000000", "--batch must be at most 65536, got 1000000000"),
+        "out of a variable that is not set": ("--out=", "--out is empty; leave it out, or give it a value"),
         "keep 0": ("--keep 0", "--keep must be at least 1, got 0"),
         "resume nothing": ("--resume {files}/none", "--resume {files}/none: no such folder"),
         "resume no run": ("--resume {files}", "--resume {files}: neither a run with checkpoints nor a checkpoint"),
@@ -113,6 +116,32 @@ def test_bad_input_is_one_line_and_exit_code_2(files, words, says):
     assert (done.returncode, done.stdout) == (2, "")
     assert says.format(files=files) in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", ["--version", "plan --help", "plan --params 7B", "plan --params 7B --json"])
+def test_output_that_cannot_be_written_is_one_line(words):
+    """A full disk and a closed descriptor are failures with a name; a reader that has left is none, and hears nothing."""
+    command = [sys.executable, "-m", "zeroshard", *words.split()]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, env=environment(), stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (
+        1,
+        "zeroshard: standard output cannot be written: No space left on device\n",
+    )
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(command, env=environment(), stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+    closed = ["sh", "-c", 'exec "$@" >&-', "sh", *command]
+    done = subprocess.run(closed, env=environment(), stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (1, "zeroshard: standard output cannot be written: Bad file descriptor\n")
+
+
+def test_a_refusal_that_cannot_be_said_keeps_its_exit_code():
+    command = [sys.executable, "-m", "zeroshard", "plan", "--params", "0"]
+    with open("/dev/full", "w") as full:
+        assert subprocess.run(command, env=environment(), stderr=full).returncode == 2
 
 
 def test_ranks_must_be_those_of_the_launcher():

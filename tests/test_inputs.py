@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import os
+import random
 import re
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +20,7 @@ from hypothesis import strategies as st
 
 import zeroshard
 from zeroshard import Comm, Layout, Offload, Precision
-from zeroshard.cli import demo, iobench, main, start, verify
+from zeroshard.cli import demo, iobench, launch, main, start, train, verify
 from zeroshard.errors import Error
 
 JUNK = st.one_of(
@@ -150,18 +153,23 @@ def said(argv: list[str]) -> tuple[object, str, str]:
 
 
 @pytest.fixture
-def nothing_runs(tmp_path, monkeypatch):
-    """What would start when the words are understood does not: only the reading of them is tried."""
+def here(tmp_path, monkeypatch):
+    """An empty folder, without colours, and the signals' handlers as they were."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NO_COLOR", "1")
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def nothing_runs(here, monkeypatch):
+    """What would start when the words are understood does not: only the reading of them is tried."""
     monkeypatch.setattr(start, "run_training", lambda *_: 0)
     monkeypatch.setattr(demo, "demo", lambda **_: 0)
     monkeypatch.setattr(verify, "verify", lambda *_, **__: 0)
     monkeypatch.setattr(iobench, "io_bench", lambda *_, **__: None)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
 
 
 @pytest.mark.full
@@ -181,3 +189,41 @@ def test_any_word_for_any_option_of_any_command(nothing_runs, words, part):
             assert out == "" and re.fullmatch(r"zeroshard: [^\n]+\n", error), (option, value, error)
 
     check()
+
+
+TRAINS = start.run_training
+EXTREMES = ("0", "-1", "1" + "0" * 30, "nan", "inf", "1e-300", "")
+
+
+@pytest.mark.full
+@pytest.mark.row(64)
+@pytest.mark.parametrize("words", BASES)
+def test_extremes_of_any_option_of_any_command(nothing_runs, monkeypatch, words):
+    """None, less, far too many, no number, nothing: understood or refused, and what is refused leaves no file."""
+    monkeypatch.setattr(start, "run_training", TRAINS)
+    monkeypatch.setattr(train, "train", lambda *_: 0)  # it comes as far as its ranks
+    monkeypatch.setattr(launch, "end_at_once_when_told", lambda **_: None)
+    monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", lambda *_: lambda *_: None)
+    Path("text").write_text("text " * 100)
+    base = [*words.split(), *BASES[words], *(["--data", "text"] if words == "train" else [])]
+    draw = random.Random(words)
+    cases = [(option, value) for option in options(words) for value in EXTREMES]
+    for option, value in draw.sample(cases, min(len(cases), 60)):
+        before = set(os.listdir())
+        code, out, error = said([*base, f"{option}={value}"])
+        assert code == 2 if not value else code in (0, 2), (option, value, code, error)
+        if code == 2:
+            assert out == "" and re.fullmatch(r"zeroshard: [^\n]+\n", error), (option, value, error)
+            assert set(os.listdir()) == before, (option, value)
+
+
+@pytest.mark.row(64)
+@pytest.mark.parametrize("words", ["train --data text", "demo", "verify none:job", "plan none:job --check"])
+def test_more_ranks_than_this_machine_holds_are_refused_by_a_named_limit(here, words):
+    Path("text").write_text("text " * 100)
+    most = launch.memory_of_machine() // launch.RANK_NBYTES
+    code, out, error = said([*words.split(), "--ranks", "1000000000"])
+    assert (code, out, os.listdir()) == (2, "", ["text"])
+    assert f"--ranks 1000000000: this machine starts at most {most}, of " in error
+    assert f"instead: --ranks {most} or fewer" in error
+    launch.check_ranks(most)

@@ -285,6 +285,16 @@ def test_a_budget_without_a_unit_is_refused(text, nearest):
 
 
 @pytest.mark.parametrize(
+    "text", ["0", "0.0", "0B", "80", "0.5", "1048575", "1048576", "85899345920", "9" * 40, "0GiB", "80 parsecs", "-1"]
+)
+def test_what_a_refused_budget_suggests_is_none_refused(text):
+    with pytest.raises(UserError) as caught:
+        quantities.budget(text)
+    suggested = re.search(r"instead: ([^,\n]+)(?:, or (\S+))?", str(caught.value))
+    assert all(quantities.budget(one) > 0 for one in suggested.groups() if one)
+
+
+@pytest.mark.parametrize(
     ("text", "nearest"),
     [
         ("7G", "7B"), ("7BB", "7B"), ("seven", "7B"), ("-3", "7B"), ("2.5", "7B"), ("0B", "7B"), ("1.2345678901B", "7B"),

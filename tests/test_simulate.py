@@ -758,6 +758,8 @@ def test_the_simulate_command(tmp_path):
     ("words", "said"),
     [
         (("simulate", EXAMPLE, "--ranks", 0), "ranks is a number of at least 1"),
+        (("simulate", EXAMPLE, "--ranks", 10**9), "--ranks must be at most 1048576"),
+        (("plan", EXAMPLE, "--accumulate", 10**9), "--accumulate must be at most 1024"),
         (("simulate", EXAMPLE, "--rank", 8), "no such rank"),
         (("simulate", EXAMPLE, "--rank", "x"), "--rank takes whole numbers"),
         (("simulate", EXAMPLE, "--stage", 4), "no such ZeRO stage"),

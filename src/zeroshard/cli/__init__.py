@@ -1,6 +1,7 @@
 """The `zeroshard` command.
 
 main       options, help, one line for every mistake
+output     what is printed, and what is said where it cannot be
 config     what one run is asked to do
 data       the text it trains on
 launch     starting local ranks through torch's elastic launcher, and ending them

@@ -82,6 +82,7 @@ def check(asked: Check, *, as_json: bool = False) -> int:
     """Exit code 0 where every byte is as predicted, 1 where one is not."""
     if Launch.from_environment():
         raise InputError("plan --check starts its own ranks; run it without torchrun")
+    launch.check_ranks(asked.ranks)
     if (slow := processor.slow(asked.precision)) and not as_json:
         screen.say(f"  [yellow]{slow}[/yellow]")
     rows = compare(asked)

@@ -119,6 +119,19 @@ def planned_offload(places: Mapping[str, str]) -> Any:
     return offload_of(places, "." if "nvme" in places.values() else "") if places else None
 
 
+# Far beyond any run, and within what counters and seeds of 64 bits hold.
+MOST = {"steps": 10**12, "batch": 2**16, "accumulate": 2**20, "seed": 2**63 - 1, "depth": 2**10, "rounds": 10**6}
+
+
+def within(name: str, value: int, least: int) -> None:
+    """Refuse a number below the least of its option, or above its `MOST`."""
+    option = f"--{name.replace('_', '-')}"
+    if value < least:
+        raise InputError(f"{option} must be at least {least}, got {value}")
+    if value > MOST.get(name, value):
+        raise InputError(f"{option} must be at most {MOST[name]}, got {value}")
+
+
 @dataclass(frozen=True)
 class RunConfig:
     """The settings of `zeroshard train`, one field per option, as the ranks get them and as `run.json` records them."""
@@ -157,8 +170,7 @@ class RunConfig:
             raise InputError(f"--stage must be 0, 1, 2 or 3, got {self.stage}")
         least_of = {"ranks": 1, "steps": 1, "batch": 1, "accumulate": 1, "seed": 0, "save_every": 0, "keep": 1}
         for name, least in least_of.items():
-            if getattr(self, name) < least:
-                raise InputError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(self, name)}")
+            within(name, getattr(self, name), least)
         if self.replicas < 1 or self.ranks % self.replicas:
             raise InputError(f"--replicas must divide --ranks {self.ranks}, got {self.replicas}")
         if self.optimizer_over == "all" and self.stage == 0:

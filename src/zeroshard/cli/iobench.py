@@ -28,7 +28,7 @@ from rich.markup import escape
 
 from zeroshard.checkpoint.staging import put
 from zeroshard.cli import screen
-from zeroshard.cli.config import InputError, one_line
+from zeroshard.cli.config import InputError, one_line, within
 from zeroshard.errors import TierError, UserError
 from zeroshard.events import Ledger
 from zeroshard.headroom import BUFFERS
@@ -59,8 +59,7 @@ class Setup:
         if self.block < mmap.PAGESIZE or self.block % mmap.PAGESIZE:
             raise InputError(f"--block must be whole pages of {mmap.PAGESIZE} bytes, got {self.block}")
         for name, value in {"depth": self.depth, "rounds": self.rounds}.items():
-            if value < 1:
-                raise InputError(f"--{name} must be at least 1, got {value}")
+            within(name, value, 1)
         if self.nbytes < 4 * self.slot:
             raise InputError(f"--size must be at least {4 * self.slot:,} bytes, four blocks, got {self.nbytes:,}")
 
@@ -204,6 +203,9 @@ class Model:
     tokens: int | None
     offload: Offload
     sharing: int = 1
+
+    def __post_init__(self) -> None:
+        within("sharing", self.sharing, 1)
 
     def planned(self, **changes: Any) -> Plan:
         asked = {"ranks": self.ranks, "stage": self.stage, "offload": self.offload, "preset": "zeroshard", **changes}

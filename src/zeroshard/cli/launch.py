@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import select
 import signal
 import sys
@@ -20,6 +21,7 @@ import traceback
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 
 FAILED, BAD_INPUT = 1, 2
 INTERRUPTED = 130  # 128 + SIGINT, what a shell reports for Ctrl-C
+READER_LEFT = 141  # 128 + SIGPIPE, likewise
+RANK_NBYTES = 100 << 20  # of memory that no other process shares: an interpreter with torch takes 140 MiB
 LAUNCHER = "ZEROSHARD_LAUNCHER_PID"
 _told = threading.Event()  # to end: another thread is about to
 # What ended a launch holds the agent, hence its rendezvous. torch does not shut that down after a signal, and where its
@@ -41,8 +45,36 @@ PREEMPTING = (signal.SIGTERM, signal.SIGUSR1)  # on which a rank that trains sav
 _noted: set[int] = set()  # signals with handlers that end the rank in their own time
 
 
+def check_ranks(ranks: int) -> None:
+    """Refuse more local processes than this machine can hold, before the first is started."""
+    memory = memory_of_machine()
+    processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    limits = {
+        f"{memory:,} bytes of memory, and a rank takes at least {RANK_NBYTES:,}": memory // RANK_NBYTES,
+        f"{processes:,} processes of one user (ulimit -u)": processes,
+    }
+    what, most = min(((what, most) for what, most in limits.items() if most > 0), key=lambda each: each[1])
+    if ranks > most:
+        raise InputError(
+            f"--ranks {ranks}: this machine starts at most {most}, of {what}; instead: --ranks {most} or fewer, or "
+            f"torchrun on several machines"
+        )
+
+
+def memory_of_machine() -> int:
+    """Bytes of memory and swap, whatever of it is free now; or what a container may take, where that is less."""
+    with open("/proc/meminfo", encoding="ascii") as file:
+        facts = dict(line.split(":") for line in file)
+    found = [sum(int(facts[name].split()[0]) * 1024 for name in ("MemTotal", "SwapTotal"))]
+    for limit in ("memory.max", "memory/memory.limit_in_bytes"):  # of the two kinds of cgroups
+        with suppress(OSError, ValueError):  # the other kind; "max"
+            found.append(int(Path("/sys/fs/cgroup", limit).read_text(encoding="ascii")))
+    return min(found)
+
+
 def start_ranks(command: Sequence[str], ranks: int) -> int:
     """Runs `python -m zeroshard *command` on `ranks` local processes; returns the exit code of the whole."""
+    check_ranks(ranks)
     # One thread per rank unless the user says otherwise: ranks share the cores, and the bits of a matrix product
     # depend on the number of threads.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -79,8 +111,8 @@ def start_ranks(command: Sequence[str], ranks: int) -> int:
 def _explain(rank: int, failure: ProcessFailure) -> int:
     if failure.exitcode in (INTERRUPTED, -signal.SIGINT, -signal.SIGTERM):
         return INTERRUPTED
-    if failure.exitcode == BAD_INPUT:  # the rank has said what is wrong
-        return BAD_INPUT
+    if failure.exitcode in (BAD_INPUT, READER_LEFT):  # the rank has said what is wrong, or nobody listens
+        return failure.exitcode
     how = f"by signal {-failure.exitcode}" if failure.exitcode < 0 else f"with exit code {failure.exitcode}"
     print(f"zeroshard: rank {rank} ended {how}; all ranks were ended", file=sys.stderr)
     return FAILED

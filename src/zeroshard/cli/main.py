@@ -1,24 +1,24 @@
 """The `zeroshard` command: its commands, and one line for every mistake.
 
-Exit codes: 0 done, 1 failed, 2 the input cannot be used, 130 interrupted.
+Exit codes: 0 done, 1 failed, 2 the input cannot be used, 130 interrupted, 141 the reader of the output has left.
 """
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import importlib
-import io
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
 
-from zeroshard.cli import launch
+from zeroshard.cli import launch, output
 from zeroshard.cli.commands import looking, planning, training
 from zeroshard.cli.config import InputError, Launch, one_line
+from zeroshard.cli.output import OutputError
 from zeroshard.errors import Error, UserError, visible
 
 app = typer.Typer(
@@ -39,8 +39,6 @@ RANKS = {
     "explain-rank": "zeroshard.explain.build:capture_rank",
     "verify-rank": "zeroshard.cli.verify:verify_rank",
 }
-# What tables and bars are drawn with, where a terminal or a pipe knows no more than ASCII; the rest becomes escapes.
-PLAIN = {"█": "@", "▓": "%", "▒": "+", "░": "-", "━": "=", "─": "-", "…": "...", "µ": "u"}
 SPEAKER = 5.0  # seconds that one rank gets to say for all of them what is wrong
 
 
@@ -64,14 +62,11 @@ def _everywhere(
 def main() -> None:
     for number in (signal.SIGINT, *launch.PREEMPTING):  # alike, and also where a shell's `&` has turned SIGINT off
         signal.signal(number, signal.default_int_handler)
-    codecs.register_error("zeroshard", _plain)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # which may know no more than ASCII
-            stream.reconfigure(errors="zeroshard")
     place = None
     with contextlib.suppress(UserError):  # which a command says that needs to know
         place = Launch.from_environment()
     try:
+        output.take_over()
         code = _run(sys.argv[1:])
     except InputError as error:
         if place is not None and place.local_rank != 0:
@@ -81,11 +76,17 @@ def main() -> None:
         code = _say(error.format_message(), launch.BAD_INPUT)
     except Error as error:
         who = f"rank {place.rank}: " if place else ""
-        code = _say(f"{who}{error}", launch.BAD_INPUT if isinstance(error, UserError) else launch.FAILED)
+        code = _left(error) or _say(
+            f"{who}{error}", launch.BAD_INPUT if isinstance(error, UserError) else launch.FAILED
+        )
     except KeyboardInterrupt:
         code = launch.INTERRUPTED
     if code == launch.INTERRUPTED and place is None and "zeroshard.cli.train" not in sys.modules:
         _say("interrupted; all ranks have ended", code)
+    try:
+        output.flush()
+    except OutputError as error:  # that there was no more to say than this
+        code = code or _left(error) or _say(error, launch.FAILED)
     sys.exit(code or 0)
 
 
@@ -94,16 +95,26 @@ def _run(words: list[str]) -> Any:
     if len(words) == 2 and words[0] in RANKS:
         module, name = RANKS[words[0]].split(":")
         return getattr(importlib.import_module(module), name)(words[1])
+    _refuse_empty(words)
     return app(standalone_mode=False)
 
 
-def _plain(error: UnicodeError) -> tuple[str | bytes, int]:
-    if isinstance(error, UnicodeEncodeError) and error.object[error.start] in PLAIN:
-        return PLAIN[error.object[error.start]], error.start + 1
-    return codecs.backslashreplace_errors(error)
+def _refuse_empty(words: Sequence[str]) -> None:
+    """A variable of a shell that is not set: `--out "$RUN"` would be this folder, and other options their defaults."""
+    for before, word in zip(("", *words), words, strict=False):
+        option, given, value = word.partition("=")
+        if not word or (word.startswith("--") and given and not value):
+            name = option or (before if before.startswith("--") and "=" not in before else "")
+            raise InputError(f"{name} is empty; leave it out, or give it a value" if name else "an argument is empty")
+
+
+def _left(error: Error) -> int:
+    """`READER_LEFT` where the reader of a pipe has read enough: no failure, of which nothing is said; else 0."""
+    return launch.READER_LEFT if isinstance(error, OutputError) and error.left else 0
 
 
 def _say(what: object, code: int) -> int:
-    if str(what):  # empty where the help has been shown instead
-        print(f"zeroshard: {visible(one_line(what))}", file=sys.stderr)
+    with contextlib.suppress(OutputError):
+        if str(what):  # empty where the help has been shown instead
+            print(f"zeroshard: {visible(one_line(what))}", file=sys.stderr)
     return code

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
-from zeroshard.cli.config import InputError, OptimizerOver, Precision, Reduce, Transport
+from zeroshard.cli.config import InputError, OptimizerOver, Precision, Reduce, Transport, within
 from zeroshard.errors import nearest
 from zeroshard.stage import STAGES, placements
 
@@ -89,8 +89,7 @@ class Question:
             if stage not in range(4):
                 raise InputError(f"--stage must be of 0, 1, 2 and 3, got {stage}")
         for name, least in {"steps": 1, "accumulate": 1, "seed": 0}.items():
-            if getattr(self, name) < least:
-                raise InputError(f"--{name} must be at least {least}, got {getattr(self, name)}")
+            within(name, getattr(self, name), least)
         for tier in self.tiers:
             if tier not in ("cpu", "nvme"):
                 raise InputError(f"--offload must be of cpu and nvme, got {tier!r}")

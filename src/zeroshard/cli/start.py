@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 from zeroshard.cli import launch
-from zeroshard.cli.config import Launch, RunConfig
+from zeroshard.cli.config import STATES, Launch, RunConfig
 
 if TYPE_CHECKING:
     from zeroshard.cli.data import Corpus
@@ -16,6 +16,10 @@ def run_training(config: RunConfig, place: Launch | None) -> int:
     """The exit code. Ranks that are started come back here as torchrun's."""
     from zeroshard.cli.data import make_writable, read_corpus  # numpy, which `plan` does not wait for
 
+    if place is None:
+        launch.check_ranks(config.ranks)
+        if any((config.offload_path, *(getattr(config, f"offload_{state}") for state in STATES))):
+            _ = config.offload  # a refusal leaves no folder behind
     corpus = read_corpus(config.data, context=config.shape.context)
     if place is None or place.rank == 0:
         make_writable(config.out)
@@ -35,6 +39,7 @@ def run_beside(config: RunConfig) -> int:
     """The same in ranks of their own, also where there is only one."""
     from zeroshard.cli.data import make_writable, read_corpus
 
+    launch.check_ranks(config.ranks)
     corpus = read_corpus(config.data, context=config.shape.context)
     make_writable(config.out)
     show_header(config, corpus)

@@ -75,6 +75,7 @@ def verify(question: Question, *, as_json: bool = False, told: list[dict[str, An
     """
     if Launch.from_environment():
         raise InputError("verify starts its own ranks; run it without torchrun")
+    launch.check_ranks(max(question.ranks))  # before plain runs of as many micro-batches
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch reads it; see launch.start_ranks
     from zeroshard.cli import compare
 

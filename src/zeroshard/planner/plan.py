@@ -26,6 +26,7 @@ from .answer import Plan
 from .asked import Asked, check_in_backward
 from .disk import load
 from .machines import Machine
+from .quantities import whole
 
 if TYPE_CHECKING:
     from ..tiers.tier import Offload
@@ -260,7 +261,7 @@ def _one_name(replicas: int | None, instances: int | None) -> int | None:
 
 def _check_units(units: object, *, known: bool) -> None:
     if units is not None:
-        _whole("units", units, UNITS_LIMIT)
+        whole("units", units, UNITS_LIMIT)
         if known:
             raise UserError("units stand for shapes that are not known", got="a job or shapes", instead="leave it out")
 
@@ -268,15 +269,15 @@ def _check_units(units: object, *, known: bool) -> None:
 def _check_numbers(
     ranks: object, most: int, accumulate: object, prefetch: object, gpus_per_node: object, replicas: object
 ) -> None:
-    _whole("ranks", ranks, most)
-    _whole("accumulate", accumulate, 1 << 30)
+    whole("ranks", ranks, most)
+    whole("accumulate", accumulate, 1 << 30)
     if type(prefetch) is not int or prefetch < 0:
         raise UserError("prefetch counts units", expected="0, 1, 2, ...", got=repr(prefetch), instead="prefetch=1")
     if gpus_per_node is not None:
-        _whole("gpus_per_node", gpus_per_node, from_number.RANKS_LIMIT)
+        whole("gpus_per_node", gpus_per_node, from_number.RANKS_LIMIT)
     if replicas is not None:
         assert type(ranks) is int
-        _whole("replicas", replicas, ranks)
+        whole("replicas", replicas, ranks)
         assert type(replicas) is int
         seat(0, ranks, replicas)  # says which numbers divide
 
@@ -287,7 +288,7 @@ def check_experts(experts: str | None, ep: int | None, ranks: int, **others: obj
         raise UserError("experts and ep belong together", instead='experts="*.experts.*", ep=8')
     if ep is not None:
         _refuse("not planned for experts", "leave it out", **others)
-        _whole("ep", ep, ranks)
+        whole("ep", ep, ranks)
         if ranks % ep:
             raise UserError("ep must divide the ranks", got=f"ep={ep}, ranks={ranks}")
 
@@ -315,13 +316,6 @@ def _plan_job(job: str | Callable[[], Any], asked: Asked, layout: Layout) -> Pla
     from .from_job import plan_job  # the only plan that needs torch
 
     return plan_job(job, asked, layout)
-
-
-def _whole(name: str, value: object, most: int) -> None:
-    if type(value) is not int or value < 1:
-        raise UserError(f"{name} must be a whole number of at least 1", got=repr(value), instead=f"{name}=1")
-    if value > most:
-        raise UserError(f"{name} must be at most {most}", got=repr(value), instead=f"{name}={most}")
 
 
 def _layout(settings: dict[str, Any]) -> Layout:

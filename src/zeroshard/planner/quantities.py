@@ -22,10 +22,13 @@ def budget(text: str, name: str = "gpu_mem") -> int:
     what = f"{name}: a budget of memory is a number and a unit"
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(text))
     amount, unit = match.groups() if match else ("80", "")
+    if match and not Fraction(amount):
+        raise UserError(f"{name}: a budget of memory is at least one byte", got=repr(text), instead="80GiB")
     if match and unit in ("", "B"):
+        gib = float(amount) / 2**30  # more than a number of GiB that somebody has, where it can only be one of bytes
+        binary = f"{gib:.6f}".rstrip("0").rstrip(".") + "GiB"
         raise UserError(
-            what, got=repr(text),
-            instead=f"{float(amount) / 2**30:.6g}GiB" if float(amount) >= 2**20 else f"{amount}GiB, or {amount}GB",
+            what, got=repr(text), instead=binary if gib >= 2**-10 else f"{amount}GiB, or {amount}GB"
         )  # fmt: skip
     if not match or unit not in UNITS:
         letter = unit[:1].upper()
@@ -46,6 +49,7 @@ def budget(text: str, name: str = "gpu_mem") -> int:
 
 
 POWERS = {"": 0, "k": 3, "m": 6, "b": 9, "t": 12}
+COUNT_LIMIT = Decimal("1e24")  # far beyond any model, and what is shown stays on a line
 COUNT = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:e[+-]?[0-9]{1,3})?)\s*([kmbt]?)\s*", re.IGNORECASE)
 
 
@@ -56,15 +60,23 @@ def count(text: str | float, name: str = "params") -> int:
     """
     match = COUNT.fullmatch(str(text))
     amount = Decimal(match[1]).scaleb(POWERS[match[2].lower()]) if match else Decimal()
-    # A limit far beyond any model: it also keeps what is shown to a line.
-    if not 0 < amount < Decimal("1e24") or amount != amount.to_integral_value():
+    if not 0 < amount < COUNT_LIMIT or amount != amount.to_integral_value():
         giga = re.fullmatch(r"\s*([0-9.]*[0-9])\s*[gG]\w*\s*", str(text))
         raise UserError(
             f"{name}: a positive whole number is wanted",
+            expected=f"below {COUNT_LIMIT:.0e}" if amount >= COUNT_LIMIT else None,
             got=repr(text),
             instead=f"{giga[1]}B" if giga else "7B, 350M, 7e9 or 7_000_000_000",
         )
     return int(amount)
+
+
+def whole(name: str, value: object, most: int) -> None:
+    """Refuse what is no whole number from 1 to `most`. name: of the argument."""
+    if type(value) is not int or value < 1:
+        raise UserError(f"{name} must be a whole number of at least 1", got=repr(value), instead=f"{name}=1")
+    if value > most:
+        raise UserError(f"{name} must be at most {most}", got=repr(value), instead=f"{name}={most}")
 
 
 def plain(value: Fraction | int) -> int | float:

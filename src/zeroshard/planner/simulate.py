@@ -38,9 +38,12 @@ from ..numerics import Precision
 from ..ranks.comm import Comm, Simulated
 from ..tiers.tier import Offload
 from .asked import check_in_backward
+from .from_number import RANKS_LIMIT
 from .job import Job, build, find, line_of
 from .optimizers import asked_with, probe
+from .quantities import whole
 
+BACKWARDS_LIMIT = 1 << 10  # of a step: they run one by one
 STEPS, RECORDED = 3, 2  # the first negotiates its gathers; a timeline needs a step with one before it
 
 
@@ -141,6 +144,8 @@ def _axes(ranks: int, rank: int, accumulate: int, mesh: Mapping[str, int] | None
     for name, value, least in (("ranks", ranks, 1), ("accumulate", accumulate, 1), ("rank", rank, 0)):
         if type(value) is not int or value < least:
             raise UserError(f"{name} is a number of at least {least}", got=repr(value))
+    whole("ranks", ranks, RANKS_LIMIT)
+    whole("accumulate", accumulate, BACKWARDS_LIMIT)
     if rank >= ranks:
         raise UserError("no such rank", expected=f"0 to {ranks - 1}", got=rank)
     axes = tuple((mesh or {}).items())

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
+import time
+import weakref
 from dataclasses import replace
 from functools import partial
 
@@ -20,6 +23,7 @@ from zeroshard import Comm, Layout, Offload, Precision
 from zeroshard.engine import alone
 from zeroshard.engine.pending import second_gradient
 from zeroshard.errors import PeerError, StateError, TierError, UserError
+from zeroshard.ranks import groups
 
 STAGES = (0, 1, 2, 3)
 SMALL = Layout(bucket_mib=0.002)
@@ -492,3 +496,36 @@ def test_a_second_gradient_is_refused_without_saying_that_the_step_can_be_repeat
     early, late = (str(second_gradient(["w"], stepped=stepped)) for stepped in (True, False))
     assert "used by the optimizer in backward" in early and "without optimizer_in_backward=True" in early
     assert "repeat the step" in late and "repeat" not in early
+
+
+def refused_where_the_program_ends(stage):
+    """What each rank hears of a second backward of a kept graph, where rank 1's program ends by it at once."""
+    model, (optimizer,), zero = sharded(stage=stage)
+    train(model, [optimizer], zero, steps=1)
+    link = zero._engine.group._link
+    posted = link._posted
+
+    def late(number):
+        if zero.rank == 0:
+            time.sleep(0.5)
+        return posted(number)
+
+    link._posted = late
+    loss = models.loss("gpt", model, models.batch("gpt", 0, zero.rank))
+    loss.backward(retain_graph=True)
+    try:
+        loss.backward()
+    except (StateError, PeerError) as error:
+        if zero.rank == 1:
+            sys.last_value = error
+            groups._last_words(weakref.ref(link.groups))
+            del sys.last_value
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.row(106)
+def test_a_refusal_is_every_ranks_also_where_it_ends_a_program(stage):
+    """A rank that leaves with it has not left before all others could hear of it."""
+    told = ranks.run(2, refused_where_the_program_ends, stage)
+    for rank, said in enumerate(told):
+        assert said.startswith("StateError: a second backward in one step") and f"rank {rank}, backward" in said, said

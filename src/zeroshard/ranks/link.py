@@ -35,6 +35,7 @@ from .streams import Launch, Stream, prune
 from .watch import GONE
 
 SLICE = timedelta(seconds=0.2)  # of a wait; between two, alarms and signals are seen
+THROUGH = "through"  # is posted at a levelling's end
 HEEDS = 3  # slices, after which calls to a levelling are seen too
 
 
@@ -162,13 +163,13 @@ class Link:
 
     def level(self, why: str) -> list[str]:
         """End what is under way on all ranks alike; in words, what ended it where it had to be ended."""
-        groups = self.groups
+        groups, watch = self.groups, self.groups.watch
         number, engines = groups.levellings + 1, dict(groups.engines.items())
-        if number not in groups.watch.posted:  # else an interrupt ended this before it was through
+        if number not in watch.posted:  # else an interrupt ended this before it was through
             streams = [[each.count, each.last, [*each.members]] for each in groups.levelling]
             told = {"why": why, "streams": streams, "engines": {each: group.told() for each, group in engines.items()}}
-            groups.watch.posted[number] = packed(told)
-        states = self._posted(number)
+            watch.posted[number] = packed(told)
+        states = [unpacked(posted) for posted in self._posted(number)]
         at_place = [[each["streams"][at] for each in states] for at in groups.sums]
         # Of any sums, also of those that this rank has no part in: all drop gradients, or none does.
         uneven = any(there[rank][0] != own[0] for there in at_place for own in there for rank in own[2])
@@ -183,26 +184,34 @@ class Link:
                 self._stand_in(stream, what)
         for handle, queued in [(handle, stream.queued) for stream in ours for handle in stream.under_way]:
             self._wait_in_slices(handle, queued=queued, levelling=True)
+        watch.posted[-number] = THROUGH
+        self._posted(-number)
         for stream in ours:
             stream.settle()
         for engine, group in engines.items():
             group.levelled([each["engines"][str(engine)] for each in states if str(engine) in each["engines"]], uneven)
-        groups.watch.posted.pop(number - 1, None)  # which all have heard: they were here
+        for heard in (number - 1, 1 - number):  # by all: they were here
+            watch.posted.pop(heard, None)
         groups.call, self.progress.awaited, groups.levellings = None, None, number
         return [f"rank {rank}: {each['why']}" for rank, each in enumerate(states) if each["why"]]
 
-    def _posted(self, number: int) -> list[dict[str, Any]]:
-        """What every rank has posted for a levelling, once all have."""
+    def _posted(self, number: int) -> list[str]:
+        """What every rank has posted for a levelling, once all have; below 0 for its end, which a rank that is gone by
+        then has come to."""
         watch, ranks = self.groups.watch, dist.get_world_size(self.groups.parent)
         heard, deadline = {self.rank: watch.posted[number]}, time.monotonic() + self.groups.limit
         while absent := [rank for rank in range(ranks) if rank not in heard]:
             answers = watch.call(number, absent)
             heard |= {rank: answer.posted for rank, answer in answers.items() if answer.posted}
-            gone = any(answer.silence == GONE for answer in answers.values())
-            if self.lost or watch.alarm or gone or time.monotonic() > deadline:
+            gone = [rank for rank, answer in answers.items() if answer.silence == GONE or rank in watch.alarm]
+            if number < 0:
+                heard |= dict.fromkeys(gone, THROUGH)
+            elif self.lost or watch.alarm or gone:
+                raise self._loss(RuntimeError(f"ranks {absent} did not come to levelling {number}"))
+            if time.monotonic() > deadline:
                 raise self._loss(RuntimeError(f"ranks {absent} did not come to levelling {number}"))
             time.sleep(0.01 * (len(heard) < ranks))
-        return [unpacked(heard[rank]) for rank in range(ranks)]
+        return [heard[rank] for rank in range(ranks)]
 
     def _relaying(self) -> list[Stream]:
         return [self.groups.streams[at] for at in self.groups.sums]

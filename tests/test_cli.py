@@ -244,6 +244,7 @@ def test_plan_shows_the_seven_common_options_first():
     [
         (UserError("gpu_mem: a budget", got="'80'", instead="80GiB"), "--gpu-mem: a budget; got: '80'; instead: 80GiB"),
         (UserError("no such stage", got="5", instead="stage=3"), "no such stage; got: 5; instead: --stage 3"),
+        (UserError("no such stage", got="5", instead="Layout(stage=3)"), "no such stage; got: 5; instead: --stage 3"),
         (UserError("stage and bytes both", instead="bytes="), "--stage and --bytes both; instead: --bytes"),
         (UserError("no such file", where="/a/gpu_mem.json"), "no such file; where: /a/gpu_mem.json"),
         (UserError("a stage of bytes", got="gpu_mem='x'"), "a stage of bytes; got: --gpu-mem x"),

@@ -13,10 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from bench.train import connections, sent_by
 from torch import nn
 
 import zeroshard
 from zeroshard import Comm, Layout, Precision
+from zeroshard.planner.traffic import in_trees
 
 BLOCKS, WIDTH = 4, 96
 PARAMETERS = BLOCKS * WIDTH * WIDTH  # divides by 128 x 12: nothing is padded
@@ -252,3 +255,41 @@ def test_gloos_loops_are_batch_work_and_nothing_else_is(ranks):
         assert engines == [os.SCHED_BATCH] * 3 * len(users)
         assert unchanged
         assert thread == os.SCHED_OTHER
+
+
+def crossed():
+    """How often this rank sends a shard to each other rank in one gather, by what the kernel says of its connections."""
+    rank, world, shard_nbytes = dist.get_rank(), dist.get_world_size(), 4 * 960 * 960 // dist.get_world_size()
+    model = nn.Linear(960, 960, bias=False)
+    zeroshard.shard(model, None, stage=3)
+    seen = []
+    for _ in range(2):
+        with torch.no_grad():
+            model(torch.zeros(1, 960))
+        dist.barrier()
+        sent = {}
+        for connection in connections():
+            with contextlib.suppress(OSError), connection:  # one without a peer only listens
+                sent[connection.getsockname()[1], connection.getpeername()[1]] = sent_by(connection)
+        seen.append(sent)
+        dist.barrier()
+    told = [None] * world
+    dist.all_gather_object(told, [own for own, _ in seen[1]])
+    peers = {port: other for other, ports in enumerate(told) for port in ports}
+    found = [0] * world
+    for (own, peer), nbytes in seen[1].items():
+        if peer in peers and peers[peer] != rank:
+            found[peers[peer]] += nbytes - seen[0].get((own, peer), 0)
+    return [nbytes // shard_nbytes for nbytes in found]
+
+
+@pytest.mark.parametrize("world", [4, pytest.param(6, marks=pytest.mark.full), pytest.param(8, marks=pytest.mark.full)])
+def test_gathers_over_gloo_are_the_trees_that_are_planned(ranks, world):
+    """Whole shards that the kernel has sent from each rank to each other: for any size of node what the planner says."""
+    sent = ranks.run(world, crossed)
+    for near in (near for near in range(1, world + 1) if world % near == 0):
+        crossing = sum(
+            count for one, row in enumerate(sent) for other, count in enumerate(row) if one // near != other // near
+        )
+        assert crossing == world * in_trees(world, near)
+    assert sum(map(sum, sent)) == world * (world - 1)

@@ -475,7 +475,9 @@ def test_the_closed_forms(walkthroughs):
         # in fp32 one way and 16-bit averages back: one and a half times what a ring in 16 bits has.
         node = 8 // k
         alone = 7 / 8 / node + (8 - node) / 8
-        assert row["saved_here"] == pytest.approx(1 - 1.5 * row["reduce_between"] / alone if k > 1 else 0)
+        assert row["saved_nccl"] == pytest.approx(1 - 1.5 * row["reduce_between"] / alone if k > 1 else 0)
+        trees = {2: 4 / 8 + 5.25 / 8, 4: 6 / 8 + 6.5 / 8, 8: 7 / 8 + 7 / 8}.get(k)  # gathers, of which each tree has 7
+        assert row["saved_gloo"] == pytest.approx(1 - 1.5 * row["reduce_between"] / trees if k > 1 else 0)
     formulas = [lambda n: 16, lambda n: 4 + 12 / n, lambda n: 2 + 14 / n, lambda n: 16 / n]
     for stage, formula in zip(walkthroughs["overview"]["stages"], formulas, strict=True):
         for one in stage["at"]:

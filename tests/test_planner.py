@@ -185,22 +185,24 @@ def test_the_slow_link_both_ways():
 
 
 @pytest.mark.parametrize(
-    ("copies", "node", "sent", "with_one"),
-    [(4, None, 18e9, 19e9), (4, 2, 18e9, 19e9), (4, 4, 6e9, 11.5e9), (4, 8, 0, 0), (2, None, 6e9, 11.5e9), (8, 2, 18e9, 19e9),
-     (1, 2, 19e9, 19e9), (1, 8, 0, 0)],
+    ("copies", "node", "sent", "with_one", "gloo"),
+    [(4, None, 18e9, 19e9, 25e9), (4, 2, 18e9, 19e9, 25e9), (4, 4, 6e9, 11.5e9, 18.5e9), (4, 8, 0, 0, 0),
+     (2, None, 6e9, 11.5e9, 18.5e9), (8, 2, 18e9, 19e9, 25e9), (1, 2, 19e9, 19e9, 25e9), (1, 8, 0, 0, 0)],
 )  # fmt: skip
-def test_one_answer_about_the_slow_link(copies, node, sent, with_one):
+def test_one_answer_about_the_slow_link(copies, node, sent, with_one, gloo):
     """What one GPU sends between nodes, as the engine sends it, beside one replica: nothing saved where nothing changes.
 
     Sums are handed on in fp32 and averages come back in bf16: (K-1)/K * 6 bytes per element of the shard.
     """
     plan = zeroshard.plan(params=8e9, ranks=8, stage=1, replicas=copies, gpus_per_node=node)
     link = plan.stages[0].slow_link
-    assert link == (node or 8 // copies, sent, with_one)
+    sent_gloo = {(4, 4): 10e9, (8, 2): 26e9, (1, 2): gloo}.get((copies, node), sent)  # averages go back in a tree
+    assert link == (node or 8 // copies, sent, with_one, sent_gloo, gloo)
+    assert link.saved_gloo == (1 - Fraction(int(sent_gloo), int(gloo)) if gloo else 0)
     assert link.saved == (1 - Fraction(int(sent), int(with_one)) if with_one else 0)
     assert plan.json()["stages"][0]["slow_link"]["saved"] == float(link.saved)
     if node:
-        assert plan.stages[0].links.between == sent
+        assert plan.stages[0].links.between == sent and plan.stages[0].links_gloo.between == sent_gloo
 
 
 def test_one_replica_saves_nothing():
@@ -370,7 +372,7 @@ DIFFER = {
     "A": ["of which Adam stores", "GPU-0: W1", "GPU-0: sum of these rows", "GPU-1: W1", "GPU-1: sum of these rows", "sigma", "x1[0]", "Q[0]",
           "W_q after, row 0, bf16 copy on both GPUs", "W_q after, row 3, bf16 copy on both GPUs"],
     "B": ["router weights", *(f"K = {k}: reduction" for k in (2, 4, 8)), *(f"K = {k}: total" for k in (2, 4, 8)),
-          "K = 2: total of its own formulas", "less: this engine, a card per rank",
+          "K = 2: total of its own formulas", "less: this engine, NCCL, a card per rank", "less: this engine, gloo, a card per rank",
           "less: rings alone, a card per rank", "less: rings alone, a card per node", "N = 3", "N = 8", "saved in the step",
           "saved at that peak"],
     "C": ["fp16 parameters after", "GPU 0, half updated", "GPU 1, half updated",
@@ -411,7 +413,12 @@ def test_the_texts(letter):
             "saved at rest, baseline's gradients counted",
             Fraction(225, 4),
         ),
-        ("B", SLOW, "less: this engine, a card per rank", Fraction(100, 19)),
+        (
+            "B",
+            SLOW,
+            "less: this engine, NCCL, a card per rank",
+            Fraction(100, 19),
+        ),
         ("B", SLOW, "less: rings alone, a card per rank", Fraction(400, 7)),
         ("B", SLOW, "less: rings alone, a card per node", Fraction(100, 7)),
         ("B", "K replicas of the optimizer, N = 8, in P sent per rank", "K = 2: total of its own formulas", 2),
@@ -470,7 +477,7 @@ def test_no_number_of_a_text_is_missing(letter):
                "here stage 1 reduces during backward", "12 of the 16", "Only stage 3 cuts parameters",
                "Cited, not computed: ZeRO-1 is not DeepSpeed's default"]),
         ("B", ["main_grad.copy_", "grad is None", "in place", "loss / world_size", "At N = 3 and N = 8", "for 42 and 60 of",
-               "zero_grad(set_to_none=True), not in optimizer.step()", "5.3 %", "36.8 %", "57.1 %", "14.3 %", "2P exactly",
+               "zero_grad(set_to_none=True), not in optimizer.step()", "5.3 % over NCCL", "28.0 % over gloo", "52.0 % and 36.8 %", "57.1 %", "14.3 %", "2P exactly",
                "as text E's 2 Psi does", "fp8=True", "strategies is empty"]),
         ("C", ["GPU 0 receives the averages of w1 and w2", "2.099609375, -2.900390625, 1.099609375 and 0.60009765625", "only below 0.25", "3.5 Psi", "takes 3 Psi with it", "peaks at 32"]),
         ("D", ["2,080 bytes, is above stage 1's, 1,820", "180 for a moment", "(A+1) Psi", "11.79 GB", "the one in backward",

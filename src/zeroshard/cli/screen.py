@@ -126,7 +126,7 @@ def ledger(ranks: Sequence[Mapping[str, Any]], steps: int) -> None:
     if off:
         say(f"  [bold red]held differs from predicted:[/bold red] {', '.join(off)}")
     else:
-        say(f"  [green]held = predicted on {ranks_text(len(ranks))}, to the byte[/green]")
+        say(f"  [green]held = predicted on {ranks_text(len(ranks))}, to the byte[/green]{_beside(ranks)}")
     console.print()
     console.print(_traffic_table(ranks[0]["traffic"], steps))
 
@@ -144,7 +144,7 @@ def closing(
     held = [sum(entry["held"].get(state, 0) for state in entry["predicted"]) for entry in ranks]
     sent = sum(ranks[0]["traffic"].get(verb, {"sent": 0})["sent"] for verb in TRAVELS)
     off = [f"{state} of rank {rank}" for rank, entry in enumerate(ranks) for state in _off(entry)]
-    verdict = f"[green]held = predicted on {ranks_text(len(ranks))}, to the byte[/green]"
+    verdict = f"[green]held = predicted on {ranks_text(len(ranks))}, to the byte[/green]{_beside(ranks)}"
     if off:
         verdict = f"[bold red]held differs from predicted:[/bold red] {', '.join(off)}"
     say("")
@@ -170,7 +170,8 @@ def _bytes_table(ranks: Sequence[Mapping[str, Any]]) -> Table:
         total = sum(predicted.values()), sum(held.get(state, 0) for state in predicted)
         table.add_row("", "[bold]total[/bold]", *(f"[bold]{cell:,}[/bold]" for cell in total), "")
         for state in peak.keys() - predicted.keys():
-            table.add_row("", f"[dim]{state}, passing[/dim]", "", f"{held.get(state, 0):,}", f"{peak[state]:,}")
+            kind = "not predicted" if held.get(state) else "passing"
+            table.add_row("", f"[dim]{state}, {kind}[/dim]", "", f"{held.get(state, 0):,}", f"{peak[state]:,}")
         table.add_section()
     if len(ranks) > RANKS_SHOWN:
         table.caption = f"and {len(ranks) - RANKS_SHOWN} more ranks in ledger.json"
@@ -184,6 +185,16 @@ def _traffic_table(traffic: Mapping[str, Mapping[str, int]], steps: int) -> Tabl
         columns = ("calls", "logical", "sent", "sent_and_received")
         table.add_row(verb, *(f"{moved[column]:,}" for column in columns), nbytes_text(moved["sent"] / steps))
     return table
+
+
+def _beside(ranks: Sequence[Mapping[str, Any]]) -> str:
+    """What ranks hold beside what is predicted: the map for the norm, which is made when a norm is first asked for."""
+    more: dict[str, int] = {}
+    for entry in ranks:
+        for state in entry["held"].keys() - entry["predicted"].keys():
+            more[state] = max(more.get(state, 0), entry["held"][state])
+    said = [f"up to {nbytes:,} bytes of {state}" for state, nbytes in sorted(more.items()) if nbytes]
+    return f"; beside it {', '.join(said)}, not predicted" if said else ""
 
 
 def _off(entry: Mapping[str, Any]) -> list[str]:

@@ -40,16 +40,17 @@ def traffic(found: Plan, amount: Amount) -> None:
     show(table)
     if any(stage.links for stage in found.stages):
         table = screen.new_table(
-            f"What one GPU sends over each link, in {amount.unit}", "stage", "inside its node", "between nodes"
-        )
+            f"What one rank sends over each link, in {amount.unit}",
+            "stage", "inside its node", "between nodes", "inside, gloo", "between, gloo",
+        )  # fmt: skip
         for stage in found.stages:
-            if stage.links is not None:
-                table.add_row(str(stage.stage), *map(amount, stage.links))
+            if stage.links is not None and stage.links_gloo is not None:
+                table.add_row(str(stage.stage), *map(amount, (*stage.links, *stage.links_gloo)))
         show(table)
         screen.say(
-            "  [dim]gathers as a ring, whose node crossings all of a node's cards share; reductions to each owner; "
-            "sums from replica to replica, on average. "
-            "A ring's bytes are on both links: together they can be more than what is sent[/dim]"
+            "  [dim]NCCL, by formula: gathers are rings, whose node crossings all of a node's cards share. A ring's "
+            "bytes are on both links: together they can be more than what is sent. gloo, as the kernel counts: gathers "
+            "are broadcasts in trees. Both: reductions go to each owner, sums from replica to replica, on average[/dim]"
         )
 
 
@@ -75,16 +76,22 @@ def replicas(found: Plan, amount: Amount) -> None:
     if compared:
         node = compared[0][1].gpus_per_node
         table = screen.new_table(
-            f"Sent between nodes of {node}, bytes of one GPU in a step", "stage", named + over, "1 replica", "less"
-        )
+            f"Sent between nodes of {node}, bytes of one rank in a step",
+            "stage", "over", named + over, "1 replica", "less",
+        )  # fmt: skip
         for number_of_stage, link in compared:
-            saved = f"{float(100 * link.saved):.1f} %"
-            table.add_row(str(number_of_stage), f"{link.sent:,}", f"{link.with_one:,}", saved)
+            for backend, *sent, less in (
+                ("NCCL", link.sent, link.with_one, link.saved),
+                ("gloo", link.sent_gloo, link.with_one_gloo, link.saved_gloo),
+            ):
+                at = str(number_of_stage) if backend == "NCCL" else ""
+                table.add_row(at, backend, *(f"{nbytes:,}" for nbytes in sent), f"{float(100 * less):.1f} %")
         show(table)
     screen.say(
-        "  [dim]P per rank: on average. Between nodes: as this engine sends, each GPU with a network card of its own; "
-        "gathers are rings whose crossings a node's cards share, reductions go straight to each owner, running sums "
-        "from replica to replica. --text B has the answers of other assumptions[/dim]"
+        "  [dim]P per rank: on average. Between nodes: as this engine sends, each rank with a network card of its own. "
+        "NCCL's gathers are rings whose crossings a node's cards share: by formula. gloo's are broadcasts in trees: as "
+        "the kernel counts. Reductions go straight to each owner, running sums from replica to replica. --text B has "
+        "the answers of other assumptions[/dim]"
     )
 
 

@@ -211,7 +211,8 @@ def _path(found: Sequence[dict[str, Any]], first: int) -> list[dict[str, Any]]:
 
 def _row(copies: traffic.Replicas) -> dict[str, Any]:
     saved = {key: plain(getattr(copies, key)) for key in ("saved_per_rank", "saved_per_node")}
-    return {**copies.json(), **saved, "saved_here": plain(_slow(copies.replicas).saved)}
+    slow = _slow(copies.replicas)
+    return {**copies.json(), **saved, "saved_nccl": plain(slow.saved), "saved_gloo": plain(slow.saved_gloo)}
 
 
 def _slow(count: int) -> traffic.SlowLink:

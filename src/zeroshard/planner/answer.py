@@ -34,9 +34,10 @@ class StagePlan:
     from files and written to them in a step. instants, peak: what passes through the device beside what rests there,
     and the most of both together (None in the closed form, which knows no units). activations: what a job's forward
     keeps for backward; working: the most alive at once of what its operators make, activations included. It has to fit
-    beside the peak, though it need not be at the same moment. links: what one GPU sends over each kind of link in a
-    step, where a size of node was given; slow_link: between nodes, beside one replica. largest: the most parameters
-    whose states alone fit. snapshot: host memory that a save behind the training takes until it is written.
+    beside the peak, though it need not be at the same moment. links, links_gloo: what one rank sends over each kind of
+    link in a step, over NCCL and over gloo, where a size of node was given; slow_link: between nodes, beside one
+    replica. largest: the most parameters whose states alone fit. snapshot: host memory that a save behind the training
+    takes until it is written.
     """
 
     stage: int
@@ -53,6 +54,7 @@ class StagePlan:
     activations: int = 0
     working: int = 0
     links: Links | None = None
+    links_gloo: Links | None = None
     slow_link: SlowLink | None = None
     snapshot: int = 0
     tiers: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
@@ -96,6 +98,7 @@ class StagePlan:
             "activations": self.activations,
             "working": self.working,
             "links": self.links and self.links._asdict(),
+            "links_gloo": self.links_gloo and self.links_gloo._asdict(),
             "slow_link": self.slow_link and self.slow_link.json(),
             "fits": self.fits,
             "largest": self.largest,
@@ -190,6 +193,12 @@ class Plan:
         }
 
 
+def _links(found: StagePlan, asked: Asked, *, gloo: bool = False) -> Links | None:
+    if asked.gpus_per_node is None:
+        return None
+    return traffic.links(found.traffic, asked.ranks, asked.gpus_per_node, asked.copies, gloo=gloo)
+
+
 def finish(
     source: str,
     numel: int,
@@ -217,9 +226,8 @@ def finish(
             saved=float(plain(1 - recipes.Bytes(found.device, whole))),
             fits=None if limit is None else found.most <= limit,
             largest=_largest(asked, stage, limit),
-            links=None
-            if asked.gpus_per_node is None
-            else traffic.links(found.traffic, ranks, asked.gpus_per_node, copies),
+            links=_links(found, asked),
+            links_gloo=_links(found, asked, gloo=True),
             slow_link=None
             if asked.replicas is None or node is None or alone is None
             else traffic.slow_link(ranks, copies, found.traffic, alone(stage), node),

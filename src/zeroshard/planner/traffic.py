@@ -163,35 +163,72 @@ def per_step(
 
 
 class Links(NamedTuple):
-    """Bytes that one GPU sends in a step over its link inside a node, and over its own network card."""
+    """Bytes that one rank sends in a step over its link inside a node, and over its own network card."""
 
     inside: int
     between: int
 
 
-def links(moved: Traffic, ranks: int, gpus_per_node: int, replicas: int = 1) -> Links:
-    """A gather is a ring over all ranks, which leaves each node once and shares the node's cards; a reduction is an
-    exchange, in which each card carries whatever its own GPU sends to other nodes.
+def in_trees(ranks: int, near: int) -> Fraction:
+    """How often a gather of `ranks` broadcasts crosses between nodes of `near` ranks, in shards that a rank sends.
+
+    gloo broadcasts in a binomial tree: counted from the root, rank v < d sends to v + d, for d = 1, 2, 4 and so on.
+    Over all roots each of these messages starts once at every rank.
+    """
+    found, distance = Fraction(), 1
+    while distance < ranks and near < ranks:
+        beside = max(near - distance, 0) + max(near - (ranks - distance), 0)  # of a node's ranks: those that stay in it
+        found += min(distance, ranks - distance) * (1 - Fraction(beside, near))
+        distance *= 2
+    return found
+
+
+def from_the_last(replicas: int, beside: int) -> int:
+    """How often one broadcast of the last replica's, in gloo's tree, crosses between nodes of `beside` replicas."""
+    parents = {child: child - (1 << child.bit_length() - 1) for child in range(1, replicas)}  # counted from the root
+    node = [((replica - 1) % replicas) // beside for replica in range(replicas)]
+    return sum(node[child] != node[parent] for child, parent in parents.items())
+
+
+def links(moved: Traffic, ranks: int, gpus_per_node: int, replicas: int = 1, *, gloo: bool = False) -> Links:
+    """What ranks send on average. NCCL's gathers are rings over all ranks, which leave each node once and share the
+    node's cards; gloo's are a broadcast from each rank, in a tree. A reduction is an exchange over both, in which each
+    card carries whatever its own GPU sends to other nodes.
 
     Of K replicas each is so among its own ranks, which follow one another: a node holds whole replicas, or a replica
-    whole nodes. Sums are handed on along the replicas and averages back, K-1 hops each, of which those between nodes
-    share the cards of the replicas in a node. On average over the replicas: the first and the last send less. What the
-    ranks of one position share is a ring over the replicas.
+    whole nodes. Sums are handed on along the replicas, K-1 hops, of which those between nodes share the cards of the
+    replicas in a node. Averages go back as far: along the ring, or in gloo's tree. On average over the replicas: the
+    first and the last send less. What the ranks of one position share is gathered over the replicas.
     """
     group, near = ranks // replicas, min(ranks // replicas, gpus_per_node)
     beside = min(replicas, max(gpus_per_node // group, 1))  # replicas in a node
-    ring, exchange = moved.gather.logical + moved.recompute.logical, moved.reduce.logical
-    inside = Fraction(group - 1, group) * ring + Fraction(near - 1, group) * exchange
-    outside = Fraction()
-    if group > near:
-        outside = Fraction(group - 1, group * near) * ring + Fraction(group - near, group) * exchange
+
+    def gathered(nbytes: int, among: int, within: int) -> tuple[Fraction, Fraction]:
+        """(inside, between) of one gather."""
+        if gloo:
+            crossing = in_trees(among, within)
+            return (among - 1 - crossing) * Fraction(nbytes, among), crossing * Fraction(nbytes, among)
+        sent = Fraction(among - 1, among) * nbytes
+        return sent, sent / within * (among > within)
+
+    inside, outside = gathered(moved.gather.logical + moved.recompute.logical, group, near)
+    inside += Fraction(near - 1, group) * moved.reduce.logical
+    outside += Fraction(group - near, group) * moved.reduce.logical
     if replicas > 1:
-        inside += Fraction(replicas - 1, replicas) * moved.share.logical * (beside > 1)
-        outside += Fraction(replicas - 1, replicas * beside) * moved.share.logical * (beside < replicas)
+        shared_inside, shared_outside = gathered(moved.share.logical, replicas, beside)
+        inside += shared_inside * (gloo or beside > 1)
+        outside += shared_outside
         crossed = -(-replicas // beside) - 1  # of K-1 hops
-        outside += Fraction(crossed, replicas - 1) * moved.relay.sent
-        inside += Fraction(replicas - 1 - crossed, replicas - 1) * moved.relay.sent
+        back = Fraction(0)
+        if gloo:
+            back = Fraction(from_the_last(replicas, beside) - crossed, replicas) * _back(moved.relay, replicas)
+        outside += Fraction(crossed, replicas - 1) * moved.relay.sent + back
+        inside += Fraction(replicas - 1 - crossed, replicas - 1) * moved.relay.sent - back
     return Links(math.ceil(inside), math.ceil(outside))
+
+
+def _back(relay: Moved, replicas: int) -> Fraction:
+    return Fraction(replicas, replicas - 1) * relay.sent - relay.logical
 
 
 class Replicas(NamedTuple):
@@ -252,28 +289,41 @@ def replicas(numel: int, ranks: int, count: int, recipe: Recipe, *, spread: bool
 
 
 class SlowLink(NamedTuple):
-    """What one GPU sends between nodes in a step, with K replicas and with one.
+    """What one rank sends between nodes in a step, with K replicas and with one: over NCCL, and over gloo.
 
-    As this engine sends, where every GPU has a network card of its own: a gather is a ring, whose crossings all of a
-    node's cards share; a reduction goes from each rank straight to each owner. See `links`.
+    As this engine sends, where every rank has a network card of its own: NCCL gathers in rings, whose crossings all of
+    a node's cards share, gloo by broadcasts in trees; a reduction goes from each rank straight to each owner. See
+    `links`. gloo's is what the kernel counts (tests/test_collectives.py); NCCL's is by formula.
     """
 
     gpus_per_node: int
     sent: int
     with_one: int
+    sent_gloo: int
+    with_one_gloo: int
 
     @property
     def saved(self) -> Fraction:
         return 1 - Fraction(self.sent, self.with_one) if self.with_one else Fraction()
 
+    @property
+    def saved_gloo(self) -> Fraction:
+        return 1 - Fraction(self.sent_gloo, self.with_one_gloo) if self.with_one_gloo else Fraction()
+
     def json(self) -> dict[str, object]:
-        return {**self._asdict(), "saved": plain(self.saved)}
+        return {**self._asdict(), "saved": plain(self.saved), "saved_gloo": plain(self.saved_gloo)}
 
 
 def slow_link(ranks: int, count: int, with_count: Traffic, with_one: Traffic, gpus_per_node: int) -> SlowLink:
     """For `count` replicas. gpus_per_node: ranks of a node, which follow one another."""
     return SlowLink(
         gpus_per_node,
-        links(with_count, ranks, gpus_per_node, count).between,
-        links(with_one, ranks, gpus_per_node).between,
+        *(
+            between
+            for gloo in (False, True)
+            for between in (
+                links(with_count, ranks, gpus_per_node, count, gloo=gloo).between,
+                links(with_one, ranks, gpus_per_node, gloo=gloo).between,
+            )
+        ),
     )

@@ -340,7 +340,8 @@ export interface ThreeLayers {
       total: number;
       saved_per_rank: number;
       saved_per_node: number;
-      saved_here: number;
+      saved_nccl: number;
+      saved_gloo: number;
     }[];
   };
   profile: {

@@ -138,9 +138,12 @@ def _slow_link() -> Table:
         line("K = 4, ring: reduction", "0.75", four.reduce_between, "P"),
         line("K = 4, ring: parameters", "0", gathers, "P"),
         line("K = 4, ring: total", "0.75", four.reduce_between + gathers, "P"),
-        line("K = 1, as this engine sends, a card", None, ours.with_one / unit, "P"),
-        line("K = 4, as this engine sends, a card", None, ours.sent / unit, "P"),
-        line("less: this engine, a card per rank", "62.5", 100 * ours.saved, "%"),
+        line("K = 1, this engine over NCCL, a card", None, ours.with_one / unit, "P"),
+        line("K = 4, this engine over NCCL, a card", None, ours.sent / unit, "P"),
+        line("K = 1, this engine over gloo, a card", None, ours.with_one_gloo / unit, "P"),
+        line("K = 4, this engine over gloo, a card", None, ours.sent_gloo / unit, "P"),
+        line("less: this engine, NCCL, a card per rank", "62.5", 100 * ours.saved, "%"),
+        line("less: this engine, gloo, a card per rank", "62.5", 100 * ours.saved_gloo, "%"),
         line("less: rings alone, a card per rank", "62.5", 100 * four.saved_per_rank, "%"),
         line("less: rings alone, a card per node", "62.5", 100 * four.saved_per_node, "%"),
     )
@@ -230,12 +233,13 @@ def _corrections() -> tuple[str, ...]:
         "P[(1-K/N) + 2(K-1)/N], and with the all-gather's (1-K/N)P the total is 2(N-1)/N P for every K: nothing "
         "increases on a ring, the bytes change place. Memory grows: 12K/N bytes per parameter. At K = 2 its own "
         "formulas, P + P/4 and 3P/4, add up to 2P exactly, which is not more than 2P.",
-        "Slow link: 62.5 % compares 6P/8 with a rounded 2P. As this engine sends it is 5.3 %: every rank has a "
-        "network card of its own; gathers are rings over all ranks, whose crossings a node's two cards share; a "
-        "reduction goes from each rank straight to each owner; between replicas running sums are handed on in "
-        "fp32, so that K changes no bit. In 16 bits they would make it 36.8 %. Were every collective a ring, it "
-        "would be 57.1 % where each rank has a card and all of a rank's 1.75P crosses the slow link, 14.3 % where a "
-        "node has one card (its 2 ranks send 0.75P each, against one ring's 1.75P).",
+        "Slow link: 62.5 % compares 6P/8 with a rounded 2P. As this engine sends it is 28.0 % over gloo, which the "
+        "kernel's counters show but for headers, and 5.3 % over NCCL, by formula: every rank has a network card of its "
+        "own; gloo gathers by broadcasts in trees, NCCL in rings over all ranks, whose crossings a node's two cards "
+        "share; a reduction goes from each rank straight to each owner; between replicas running sums are handed on in "
+        "fp32, so that K changes no bit. In 16 bits they would make it 52.0 % and 36.8 %. Were every collective a "
+        "ring, it would be 57.1 % where each rank has a card and all of a rank's 1.75P crosses the slow link, 14.3 % "
+        "where a node has one card (its 2 ranks send 0.75P each, against one ring's 1.75P).",
         "The fp32 masters are seeded from the bf16 buffer. Here they begin as the weights from before rounding: from "
         "the bf16 copy the first steps would differ, as in text A.",
         "FP8 parameters, fp8 -> fp32 -> optimizer -> fp32 -> fp8, in buffers of their own: so they are here, with "

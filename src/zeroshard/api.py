@@ -225,7 +225,8 @@ class Zero:
         """Full parameters inside the `with`, on every rank: of the given modules or names (patterns), else of all.
 
         Edits made inside count, at every stage: make them on all ranks alike, or name the one rank whose edits to
-        take with `write_from`. Collective: every rank enters and leaves.
+        take with `write_from`. Any rank may call the model alone inside, without grad, where it needs no other
+        parameters. Collective: every rank enters and leaves.
         """
         return self._engine.gathered(*what, write_from=write_from)
 

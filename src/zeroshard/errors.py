@@ -61,6 +61,8 @@ class NotFiniteError(Error, ArithmeticError):
 class PeerError(Error, RuntimeError):
     """The ranks disagree about what they are doing, or one of them is gone."""
 
+    parted = False  # were some ranks leaving `gathered()` when they found that? Then it is left without another meeting
+
 
 def visible(text: str) -> str:
     """Every character that does not print, line ends aside, as an escape: a file's names must not steer a terminal."""

@@ -37,7 +37,7 @@ from .engine.schedule import Schedule, Step
 from .engine.tensor_parallel import mesh_of
 from .engine.undo import Before
 from .engine.unit import Managed, Unit, units_named
-from .errors import StateError, UserError
+from .errors import PeerError, StateError, UserError
 from .events import Ledger
 from .layout import Layout
 from .numerics import Precision
@@ -320,10 +320,14 @@ class Engine:
         self.ledger.begin("gather")
         try:
             with self.schedule.pin(units), editable(units):
+                parted = False
                 try:
                     yield
+                except PeerError as error:
+                    parted = error.parted
+                    raise
                 finally:
-                    if not self.group.interrupted:
+                    if not (self.group.interrupted or self.group.lost or parted):
                         with self.group.as_one():
                             self._leave_gathered(units, write_from)
         finally:

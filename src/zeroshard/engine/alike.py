@@ -19,7 +19,7 @@ from ..digests import fingerprint
 from ..errors import StateError
 from ..layout import Layout
 from ..numerics import as_bytes, dense, write_bytes
-from ..ranks.agreement import Group
+from ..ranks.agreement import LEAVING, Group
 from .buffer import Buffer
 from .preflight import Contents
 from .reduction import Reduction
@@ -101,7 +101,7 @@ class Alike:
     def differ(self, units: list[Unit], *, asked: bool) -> bool:
         """All ranks leave gathered(): do their weights differ? asked: else one rank's count, whatever others have."""
         found = [weights_digest(units, along=along) if asked else 0 for along in (False, True)]
-        told = self._group.poll("leaving gathered()", len(units), *found)
+        told = self._group.poll(LEAVING, len(units), *found)
         teams = self._group.along.seat.teams(self._group.ranks) if len(told) > 1 else []
         return len({each[0] for each in told}) > 1 or any(len({told[r] for r in team}) > 1 for team in teams)
 

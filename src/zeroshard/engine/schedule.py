@@ -132,6 +132,7 @@ class Schedule:
         self._outermost: Call | None = None  # of a module, whose forward is the first of them
         self.averages_in = False  # are the weights a moving average's, for a while?
         self._grad_forward = False  # was the running root forward called in grad mode?
+        self._alone: Unit | None = None  # the unit of a running root forward that no other rank need take part in
         group.party = self
         self._buffers = [buffer for unit in units for buffer in unit.buffers]
         self._unit_of = {id(buffer): unit for unit in units for buffer in unit.buffers}
@@ -180,7 +181,7 @@ class Schedule:
         frame = Frame(unit, recompute)  # there before anything is opened: an interrupt may come at any moment
         self._frames.append(frame)
         for needed in (unit, *unit.borrows):
-            self.script.demand(needed)
+            self._demand(needed)
             frame.opened.append(needed)
             needed.open_calls += 1
             needed.open()
@@ -224,7 +225,7 @@ class Schedule:
             if frame.unit is unit:
                 break
         if not self._frames:
-            self._outermost = None
+            self._outermost = self._alone = None
         return frame
 
     def _cast(self, tensor: Tensor) -> Tensor:
@@ -234,11 +235,16 @@ class Schedule:
         self.recover()
         self._grad_forward = torch.is_grad_enabled()
         training = self.watcher.sends_always or (self._grad_forward and unit.module.training)
-        kind = "forward" if self._grad_forward else "forward without grad"
-        compared = self._grad_forward or self.releases or self.watcher.sends_always
+        # What gathers nothing and sends nothing, a rank may do alone.
+        quiet = not (self._grad_forward or self.watcher.sends_always)
+        alone = quiet and self.releases and any(each.pinned for each in self.units)
+        if alone and (missing := [each for each in (unit, *unit.borrows) if each.released and not each.pinned]):
+            self._say_missing(missing[0])
+            alone = False
+        self._alone = unit if alone else None
+        compared = not quiet or (self.releases and not alone)
         if compared:
-            alike, words = self.watcher.alike(training)
-            self.meet(kind, self.group.number("forward"), unit.index, training, alike, facts=words)
+            self._meet_for_forward(unit, training)
         elif self.watcher.notice() and (
             self.group.failed or any(buffer.placements.optimizer for each in self.units for buffer in each.buffers)
         ):
@@ -251,12 +257,38 @@ class Schedule:
         self.ledger.begin("forward")
         try:
             self.watcher.before_forward(training, compared=compared)
-            self.flush_pinned()
+            if self._alone is None:
+                self.flush_pinned()
         except BaseException:
             self.ledger.end("forward")
             raise
-        if self.releases:
-            self.script.begin((kind, unit.index))
+        if self.releases and self._alone is None:
+            self.script.begin((self._kind, unit.index))
+
+    @property
+    def _kind(self) -> str:
+        return "forward" if self._grad_forward else "forward without grad"
+
+    def _meet_for_forward(self, unit: Unit, training: bool) -> None:
+        alike, words = self.watcher.alike(training)
+        self.meet(self._kind, self.group.number("forward"), unit.index, training, alike, facts=words)
+
+    def _say_missing(self, unit: Unit) -> None:
+        """To the others, if they are at something else."""
+        what = f"the weights of {unit.name!r}" if unit.name else "weights of the model's own"
+        self.group.progress.trouble = f"this rank's forward needs {what}, which gathered() did not name"
+
+    def _demand(self, unit: Unit) -> None:
+        """This rank needs the unit now: a forward of its own becomes one of all ranks where that is not gathered."""
+        if self._alone is not None and unit.released and not unit.pinned:
+            begun, self._alone = self._alone, None
+            self._say_missing(unit)
+            with self.group.as_one():
+                self._meet_for_forward(begun, False)
+                self.watcher.before_forward(False, compared=True)
+                self.flush_pinned()
+                self.script.begin((self._kind, begun.index))
+        self.script.demand(unit)
 
     def _end_forward(self, output: Any) -> None:
         try:
@@ -315,7 +347,7 @@ class Schedule:
                 f"{self._own_unit(unit, name)}; "
                 "move or convert it before shard(...); give its optimizer to shard(model, optimizer)",
             )
-        self.script.demand(unit)
+        self._demand(unit)
         unit.touched = True
         unit.open()
 

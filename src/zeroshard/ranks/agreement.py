@@ -41,7 +41,7 @@ from .transport import Team, count
 LONGEST_AXIS = 8  # ranks that exchange rows directly
 # engine, meeting, number, steps completed, three integers of the meeting's own, levellings, and what flags say
 ROW = 9
-LOADING, TELLING = "loading", "telling the others"  # meetings
+LOADING, TELLING, LEAVING = "loading", "telling the others", "leaving gathered()"  # meetings
 
 
 def axes(ranks: int) -> tuple[int, ...]:

@@ -140,6 +140,9 @@ def _last_words(groups: weakref.ref[Groups]) -> None:
     if own is not None:
         if error is not None and own.loss is None:
             own.watch.tell({own.watch.rank: f"ended by {type(error).__name__}: {error}"[:2000]})
+        elif error is None and own.loss is None and os.getpid() == own.process:
+            with contextlib.suppress(OSError):
+                own.watch.say_ended()
         own.watch.close()
 
 
@@ -289,6 +292,7 @@ class Groups:
         self.queued = asynchronous(device) and self.backend != "gloo"
         wanted = _wanted(rank, len(ranks), sits, along, self.backend)
         self._parent = weakref.ref(parent)
+        self.process = os.getpid()
         self.seat = sits
         self._for_saves = {**options, "timeout": max(LONGEST, options.get("timeout", LONGEST))}
         self._apart: dict[bool, Attended] = {}

@@ -32,9 +32,12 @@ from .calls import Call
 from .groups import Groups
 from .shared_memory import SharedStream, stand_in
 from .streams import Launch, Stream, prune
-from .watch import GONE
+from .watch import ENDED, GONE
 
 SLICE = timedelta(seconds=0.2)  # of a wait; between two, alarms and signals are seen
+EVERY_RANK = (
+    "every rank calls the model, steps and saves alike; or with zero.gathered(): ... any of them calls it, without grad"
+)
 THROUGH = "through"  # is posted at a levelling's end
 HEEDS = 3  # slices, after which calls to a levelling are seen too
 
@@ -303,7 +306,9 @@ class Link:
             f"a collective did not complete: {groups.loss or 'a peer had an error of its own'}",
             where=f"rank {self.rank}: {self.doing()}",
             got=f"{groups.seen}; {str(error).splitlines()[0]}",
-            instead="read the first error among all ranks' output, end the program, and load the last checkpoint; "
+            instead=EVERY_RANK
+            if ENDED in groups.loss and GONE not in groups.loss
+            else "read the first error among all ranks' output, end the program, and load the last checkpoint; "
             "Comm(timeout=...) sets how long to wait for a silent rank",
         )
 

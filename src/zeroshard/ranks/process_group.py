@@ -26,7 +26,7 @@ from torch import Tensor
 from ..ended import at_end_of
 from ..errors import PeerError
 from ..events import ends
-from .agreement import LOADING, TELLING, Group
+from .agreement import LEAVING, LOADING, TELLING, Group
 from .calls import Call
 from .link import Link, all_gather, all_reduce, dtype_name
 from .process_team import ProcessTeam
@@ -35,8 +35,24 @@ from .streams import Stream, let_go
 log = logging.getLogger("zeroshard")
 _CHOOSING = "choosing what to gather"
 _ALIKE, _OWN, _FLAGS = 4, 7, 8  # where in a row the meeting's own integers begin and end, and the last
+_CALLS = "forward", "forward without grad"
 _FAILED, _NEWS, _TORN, _SIGNALLED = 1, 2, 4, 8  # the last times the number of a signal
 Verb = TypeVar("Verb", bound=Callable[..., Any])
+
+
+def _number(meeting: str) -> int:
+    return zlib.crc32(meeting.encode())
+
+
+def _instead(meetings: set[int], *, steps: bool, trouble: bool) -> str:
+    """What ranks that are at these meetings can do. steps: have they completed different numbers of them?"""
+    if steps:
+        return "zero.load(...) the last checkpoint: an optimizer or a load did not get to its end on every rank"
+    if len(meetings) > 1 and (_number(_CALLS[1]) in meetings or {_number(LEAVING), _number(_CALLS[0])} <= meetings):
+        return "every rank calls the model; or with zero.gathered(): ... any of them, without grad, what it gathers"
+    if trouble:
+        return "mend that, or try the step again on every rank until it works"
+    return "as many batches on every rank, and zeroshard's collective methods on all of them, alike"
 
 
 def verb(method: Verb) -> Verb:
@@ -125,7 +141,7 @@ class ProcessGroup(Group):
         event = self._count_rows()
         at = f"{what} {number}"
         mends = what in (LOADING, TELLING)  # at which ranks need not hold the weights of one step
-        own = [self._link.engine, zlib.crc32(what.encode()), number, 0 if mends else self.progress.steps, *integers]
+        own = [self._link.engine, _number(what), number, 0 if mends else self.progress.steps, *integers]
         own += [0] * (_OWN - len(own))
         flags = _FAILED * (self.failed is not None) + _NEWS * self.news + _TORN * bool(self.torn)
         flags += _SIGNALLED * (self.signal if self.signal != self.signalled else 0)  # until all have heard of it
@@ -181,17 +197,15 @@ class ProcessGroup(Group):
         )
         trouble = [f"rank {rank}: {said}" for rank, (_, _, said) in enumerate(told) if said]
         self._link.level("")
-        raise PeerError(
+        error = PeerError(
             "the ranks do not hold the weights of one step" if torn else "the ranks are not doing the same thing",
             where=where,
             expected="the same forwards, backwards, steps and questions on every rank, in the same order",
             got="; ".join(trouble) or None,
-            instead="zero.load(...) the last checkpoint: an optimizer or a load did not get to its end on every rank"
-            if steps
-            else "mend that, or try the step again on every rank until it works"
-            if trouble
-            else "as many batches on every rank, and zeroshard's collective methods on all of them, alike",
+            instead=_instead({row[1] for row in rows}, steps=steps, trouble=bool(trouble)),
         )
+        error.parted = any(row[1] == _number(LEAVING) for row in rows)
+        raise error
 
     @verb
     def flags(self, mine: bytes) -> bytes:

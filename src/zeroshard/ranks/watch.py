@@ -39,6 +39,7 @@ TRIES = 5  # questions in a row that a peer must leave unanswered, where the net
 _LONGEST = 1 << 20  # bytes of a question or an answer
 
 GONE = "is gone: its process has ended"
+ENDED = "has ended: its program came to its end, without an error that it knew of"
 SILENT = "is silent: it is stopped, holds the interpreter, or its host cannot be reached"
 
 
@@ -66,6 +67,7 @@ class Watch:
         self.called = 0  # the last levelling that anybody has called for: see `streams.py`
         self.posted: dict[int, str] = {}  # by levelling, what this rank says there
         self.alarmed: Callable[[], object] = lambda: None  # called when there is one, on the watch's own thread
+        self.ended: frozenset[int] = frozenset()  # ranks whose programs came to their ends
         self.unheard: dict[int, int] = {}  # by rank, how many questions in a row it has not answered: see `lost_ranks`
         self._about = about
         # All ranks may ask at once; the kernel takes its own most.
@@ -85,9 +87,18 @@ class Watch:
         """Say to every peer which ranks will not come any more, and why."""
         self._send({"alarm": culprits})
 
+    def say_ended(self) -> None:
+        """Say to every peer that this rank's program comes to its end, and will answer nobody any more."""
+        self._send({"ended": self.rank})
+
     def _send(self, message: dict[str, Any]) -> dict[int, Answer]:
         others = {rank: address for rank, address in self.peers.items() if rank != self.rank}
-        return _ask(others, message)
+        return self._named(_ask(others, message))
+
+    def _named(self, answers: dict[int, Answer]) -> dict[int, Answer]:
+        """Of who is gone, whether that was its program's normal end."""
+        gone = {rank for rank, answer in answers.items() if answer.silence == GONE}
+        return answers | dict.fromkeys(gone & self.ended, Answer(ENDED))
 
     def call(self, number: int, ranks: Iterable[int]) -> dict[int, Answer]:
         """Call these ranks to a levelling; what each of them that is there has posted."""
@@ -111,6 +122,8 @@ class Watch:
         if told := message.get("alarm"):
             self.alarm = {int(rank): str(what) for rank, what in told.items()} | self.alarm
             self.alarmed()
+        if "ended" in message:
+            self.ended |= {int(message["ended"])}
         if number := int(message.get("level", 0)):
             self.called = max(self.called, number)
         return self._about() | {"posted": self.posted.get(number, "")}

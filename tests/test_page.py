@@ -961,11 +961,10 @@ def test_a_run_shows_predicted_beside_held_and_what_was_sent(opened):
     found = rows(opened("run"))
     for rank in run["summary"]:
         held, predicted = sum(rank["held"].values()), sum(rank["predicted"].values())
+        norms = held - predicted  # the map for the norm alone is beside what is predicted
+        assert norms == rank["held"]["norms"] > 0
         cells = found[f"rank {rank['rank']}"]
-        assert cells[1:6] == [f"{n:,}" for n in (rank["numel"], predicted, held)] + [
-            f"{held - predicted:,}",
-            f"{rank['peak']:,}",
-        ]
+        assert cells[1:7] == [f"{n:,}" for n in (rank["numel"], predicted, held, held - norms, 0, rank["peak"])]
     for line in run["traffic"]:
         assert found[line["verb"]][1:] == [
             f"{line[key]:,}" for key in ("calls", "logical", "sent", "sent_and_received")

@@ -170,3 +170,39 @@ def strangers():
 
 def test_programs_meet_the_rules_of_a_device():
     emulated.run(1, strangers)
+
+
+def raised_in_backward():
+    """By a hook, a function and a leaf's hook, on the thread of autograd's for the device."""
+
+    class Raises(torch.autograd.Function):
+        @staticmethod
+        def forward(context, x):
+            return x * 1
+
+        @staticmethod
+        def backward(context, gradient):
+            raise KeyError("a function")
+
+    def fail(what):
+        def hook(_):
+            raise KeyError(what)
+
+        return hook
+
+    found = []
+    for at in range(3):
+        x = torch.ones(3, device="emu", requires_grad=True)
+        y = Raises.apply(x) if at == 1 else x * 2
+        if at == 0:
+            y.register_hook(fail("a hook"))
+        if at == 2:
+            x.register_post_accumulate_grad_hook(fail("a leaf's hook"))
+        with pytest.raises(KeyError) as caught:
+            y.sum().backward()
+        found.append(caught.value.args[0])
+    return found
+
+
+def test_what_hooks_raise_in_backward_comes_to_the_program():
+    assert emulated.run(1, raised_in_backward) == [["a hook", "a function", "a leaf's hook"]]

@@ -22,6 +22,7 @@ random states. Autograd runs its backward on a thread of the device's. Per rank 
     device      all of that, as one object
     emuccl      a backend of torch.distributed: what NCCL does with streams, time-outs, aborts and connections
     wire        its messages between ranks
+    guard       torch's guard of a device, and what hooks raise in backward
     install     makes all of it known to torch
     runner      `run`, as `ranks.run`
 

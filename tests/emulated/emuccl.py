@@ -590,6 +590,8 @@ def register(device: Device) -> None:
             store = dist.PrefixStore("emuccl/host", options.store)
             host = dist.ProcessGroupGloo(store, options.group_rank, options.group_size, options.timeout)
         made = Emuccl(device, wire, options, host)
+        if asked["device_id"] is not None:
+            made.bound_device_id = asked["device_id"]
         world = dist.distributed_c10d._get_default_group() if dist.is_initialized() else None
         if world is not None and world.bound_device_id is not None:
             made._split()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from . import emu, emuccl
+from . import emu, emuccl, guard
 from .device import Device, set_device
 from .kernels import FUSED, Operators
 from .streams import PATIENCE, Order
@@ -35,9 +35,11 @@ def install(
     made.syncs_every = syncs_every
     set_device(made)
     assert not _kept, "one device in a process: torch's own teardown knows none in Python"
-    _setup_privateuseone_for_python_backend("emu", backend_module=emu)
+    _setup_privateuseone_for_python_backend("emu", backend_module=emu, device_guard=guard.Guard())
     _register(Operators(made))
     torch.UntypedStorage.clone = _clone(torch.UntypedStorage.clone)  # type: ignore[method-assign]
+    torch.autograd.graph._engine_run_backward = guard.run_backward(torch.autograd.graph._engine_run_backward)
+    torch.autograd._engine_run_backward = torch.autograd.graph._engine_run_backward  # type: ignore[attr-defined]
     emuccl.register(made)
     return made
 

@@ -2,8 +2,9 @@
 
     python -m bench.one_after_the_other --runs 200 --out runs.json
 
-A model ends where Python's collector finds it, so in the middle of a later one's steps. Every run is of new processes,
-2 ranks and 3 in turn, with the collector as Python sets it in half of them, and at every allocation in the others.
+A model is dropped in the middle of the next one's steps, and ends where Python's collector finds it. Every run is of
+new processes, 2 ranks and 3 in turn, with the collector as Python sets it in half of them; in the others it looks
+through everything after a drawn number of allocations.
 Counted: runs that ended with the weights of the first of as many ranks. Anything else is printed, and a violation.
 """
 
@@ -16,6 +17,7 @@ import gc
 import hashlib
 import json
 import os
+import random
 import shutil
 import signal
 import sys
@@ -31,39 +33,46 @@ import zeroshard
 
 from .soak import port
 
-TRAININGS = 14
+TRAININGS, BLOCKS = 14, 12  # so many messages are under way that a copy of them is new memory, where Python may collect
 LONGEST = 300.0  # seconds of a run
 
 
-def trained(number: int) -> bytes:
-    """One training's weights. Its stage, transport and optimizer are those of its number."""
+def trained(number: int, before: list[object]) -> bytes:
+    """One training's weights. Its stage, transport and optimizer are those of its number. before: what it drops."""
     torch.manual_seed(number)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)) for _ in range(3)))
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)) for _ in range(BLOCKS)))
     kind = (torch.optim.SGD, torch.optim.AdamW)[number % 2]
     optimizer = kind(model.parameters(), lr=0.01)
     comm = zeroshard.Comm(transport="shared" if number % 3 == 2 else "gloo", timeout=60)
     zero = zeroshard.shard(model, optimizer, stage=3 - number % 4, comm=comm)
     for step in range(4):
+        if step == 1:
+            before.clear()
         optimizer.zero_grad()
         for micro in range(2):
             generator = torch.Generator().manual_seed(100 * step + 10 * micro + zero.rank)
             model(torch.randn(4, 16, generator=generator)).square().mean().backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+    before += [model, optimizer, zero]
     with zero.gathered():
         return b"".join(param.detach().numpy().tobytes() for param in model.parameters())
 
 
-def rank_of_a_run(out: Path, often: bool) -> None:
+def rank_of_a_run(out: Path, often: bool, seed: str) -> None:
+    draw = random.Random(seed)
     torch.set_num_threads(1)
     if often:
         gc.freeze()
-        gc.set_threshold(1)
-    weights = [trained(number) for number in range(TRAININGS)]
+    weights, before = [], list[object]()
+    for number in range(TRAININGS):
+        if often:
+            gc.set_threshold(draw.randrange(1, 100), 1, 1)
+        weights.append(trained(number, before))
     out.write_text(hashlib.sha256(b"".join(weights)).hexdigest())
 
 
-def forked(place: dict[str, str], out: Path, often: bool) -> int:
+def forked(place: dict[str, str], out: Path, often: bool, seed: int) -> int:
     """A rank forked from this process, which has imported what it needs; what it says is in a file beside."""
     pid = os.fork()
     if pid == 0:
@@ -73,7 +82,7 @@ def forked(place: dict[str, str], out: Path, often: bool) -> int:
         os.environ.update(place)
         code = 1
         try:
-            rank_of_a_run(out, often)
+            rank_of_a_run(out, often, f"{seed} {place['RANK']}")
             code = 0
         except BaseException as error:
             sys.last_value = error  # as where a program ends by it
@@ -85,11 +94,13 @@ def forked(place: dict[str, str], out: Path, often: bool) -> int:
     return pid
 
 
-def run(ranks: int, often: bool, folder: Path) -> tuple[list[int], list[str]]:
+def run(ranks: int, often: bool, folder: Path, seed: int) -> tuple[list[int], list[str]]:
     """Exit codes, and of each rank the digest of its weights, or what it said."""
     place = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port())}
     outs = [folder / f"{rank}" for rank in range(ranks)]
-    pids = [forked({**place, "RANK": str(rank), "LOCAL_RANK": str(rank)}, out, often) for rank, out in enumerate(outs)]
+    pids = [
+        forked({**place, "RANK": str(rank), "LOCAL_RANK": str(rank)}, out, often, seed) for rank, out in enumerate(outs)
+    ]
     codes, deadline = dict.fromkeys(pids, -1), time.monotonic() + LONGEST
     left = set(pids)
     while left:
@@ -116,7 +127,7 @@ def main() -> None:
     for number in range(asked.runs):
         ranks, often = 2 + number % 2, number // 2 % 2 == 1
         folder = tempfile.mkdtemp()  # a TemporaryDirectory would go where a rank forked from here ends
-        codes, said = run(ranks, often, Path(folder))
+        codes, said = run(ranks, often, Path(folder), number)
         shutil.rmtree(folder)
         fine = not any(codes) and {*said} == {digests.setdefault(ranks, said[0])}
         counted["the same weights" if fine else "something else"] += 1

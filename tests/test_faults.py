@@ -19,6 +19,7 @@ from torch import nn
 import models
 import ranks as rank_processes
 import reference
+import test_lost_ranks
 import zeroshard
 from zeroshard import Comm, Layout, Precision
 from zeroshard.engine.buffer import Buffer
@@ -200,6 +201,77 @@ def on_another_thread(stage: int):
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_thread_of_ones_own_trains_the_same_bits(ranks, stage):
     assert ranks.run(2, on_another_thread, stage) == ["", ""]
+
+
+def two_threads(stage: int, where: str):
+    """What each of two threads is told where one begins to evaluate in the middle of the other's step, or the other way
+    round; and the weights after the step was tried again."""
+    model, optimizer, zero = test_lost_ranks.three(stage, optimizer=torch.optim.SGD)
+    told, ready, over = {}, threading.Event(), threading.Event()
+
+    def tries(act):
+        try:
+            act()
+        except StateError as error:
+            told[threading.current_thread().name] = f"{error}"
+
+    @torch.no_grad()
+    def evaluates():
+        tries(lambda: model(test_lost_ranks.x(9)))
+
+    thread, armed = threading.Thread(target=evaluates, name="other"), True
+
+    def begins(*_):
+        nonlocal armed
+        if armed:
+            armed = False
+            thread.start()
+            thread.join()
+
+    def waits(*_):
+        if threading.current_thread() is thread:
+            ready.set()
+            over.wait(30)
+
+    test_lost_ranks.step(model, optimizer, 0)
+    if where == "forward":
+        hook = model[0].register_forward_pre_hook(begins)
+    elif where == "backward":
+        hook = model[1].register_forward_hook(
+            lambda _, __, out: out.requires_grad and out.register_hook(begins) and None
+        )
+    elif where == "step":
+        hook, module, sgd = None, sys.modules["torch.optim.sgd"], sys.modules["torch.optim.sgd"].sgd
+        module.sgd = lambda *args, **kwargs: (begins(), sgd(*args, **kwargs))
+    else:
+        hook = model[0].register_forward_pre_hook(waits)
+        thread.start()
+        ready.wait(30)
+    tries(lambda: test_lost_ranks.step(model, optimizer, 1))
+    over.set()
+    thread.join()
+    if hook is not None:
+        hook.remove()
+    if where == "step":
+        module.sgd = sgd
+        tries(lambda: test_lost_ranks.step(model, optimizer, 2))
+        test_lost_ranks.step(model, optimizer, 2)
+    else:
+        test_lost_ranks.step(model, optimizer, 1)
+        test_lost_ranks.step(model, optimizer, 2)
+    with zero.gathered():
+        return told, reference.weights(model)
+
+
+@pytest.mark.row(60)
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("where", ["forward", "backward", "step", "the other's forward"])
+def test_two_threads_at_once_are_both_told(ranks, stage, where, world):
+    """Neither computes on with weights that the other moves; the step is tried again, with the bits of a clean one."""
+    for told, weights in ranks.run(world, two_threads, stage, where):
+        assert sorted(told) == ["MainThread", "other"], told
+        assert all("two threads use one sharded model at the same time" in said for said in told.values()), told
+        assert reference.first_difference(weights, test_lost_ranks.plain_steps(3)) == ""
 
 
 def forked(stage: int):

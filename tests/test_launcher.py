@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import resource
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -308,3 +311,75 @@ def test_a_rank_that_stops_on_its_way_through_shard_is_named_and_the_other_ends(
             process.wait()
     assert both[0].returncode == 3
     assert "rank 1 is silent" in log.read_text()
+
+
+# --- ranks that wait for others who do not come, and leave when others have left ----------------------------------------
+
+
+@pytest.mark.row(77)
+def test_who_waits_in_shard_says_for_whom_and_how_long(monkeypatch, caplog):
+    monkeypatch.setattr(watch, "PATIENCE", 0.1)
+    own, store = watch.Watch(0, "127.0.0.1", dict), torch.distributed.HashStore()
+    store.set("place/2", json.dumps([["127.0.0.1", 1, ""], ""]))
+    with pytest.raises(PeerError) as caught:
+        watch.come_together(own, store, "place", 4, lambda: False, 0.4)
+    own.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        "rank 0 waits in shard(...) for ranks [1, 3], 0.4 s at most (Comm(timeout=...)): they have not come to it"
+    ]
+    assert "rank 2 is gone" in str(caught.value) and "End a rank that has not come" in str(caught.value)
+
+
+@pytest.mark.row(77)
+def test_who_waits_for_the_process_group_says_so(monkeypatch, caplog):
+    """Nobody can be asked there. Once it is made, nothing is said."""
+    made, told = threading.Event(), threading.Event()
+    monkeypatch.setattr(groups, "PATIENCE", 0.05)
+    monkeypatch.setattr(groups, "find_master", lambda environment: None)
+    monkeypatch.setattr(groups.atexit, "register", lambda finish: made.set())
+    monkeypatch.setattr(groups.log, "warning", lambda *said: (caplog.records.append(said), told.set()))
+    for name, value in (("RANK", "3"), ("WORLD_SIZE", "8")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(groups.dist, "init_process_group", lambda *_, **__: told.wait(30))
+    groups.start(zeroshard.Comm(timeout=7.0), torch.device("cpu"))
+    (said,) = caplog.records
+    assert made.is_set() and (said[0] % said[1:]).startswith(
+        "rank 3 of 8 waits for the others in torch.distributed.init_process_group, 7 s at most (Comm(timeout=...))"
+    )
+    monkeypatch.setattr(groups, "PATIENCE", 1e6)
+    monkeypatch.setattr(groups.dist, "init_process_group", lambda *_, **__: None)
+    before = threading.active_count()
+    groups.start(zeroshard.Comm(), torch.device("cpu"))
+    assert len(caplog.records) == 1
+    for thread in threading.enumerate():
+        if isinstance(thread, threading.Timer):
+            thread.join(30)
+    assert threading.active_count() <= before
+
+
+def leaves(how: str):
+    """Rank 0 comes to its normal end, where rank 1's has come already, by an exception that only rank 0 has caught."""
+    groups._made.clear()  # of earlier runs in these processes, which have not ended
+    model = nn.Linear(4, 4)
+    zero = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=1)
+    own, longest, groups.LEAVING = zero._engine.group._link.groups, groups.LEAVING, 1e6
+    if zero.rank == 1:
+        if how == "raises":
+            sys.last_value = ArithmeticError("only here")
+        groups._last_words(weakref.ref(own))
+        if how == "killed":
+            os._exit(0)
+        sys.__dict__.pop("last_value", None)
+        groups.LEAVING = longest
+        return True
+    groups._leave_together()
+    groups.LEAVING = longest
+    return True
+
+
+@pytest.mark.row(1)
+@pytest.mark.parametrize("how", ["raises", "ends", "killed"])
+def test_who_ends_waits_for_none_that_has_ended(ranks, how):
+    """However that came to its end: it counts itself only where it waits too."""
+    outcomes = ranks.run(2, leaves, how, timeout=60.0, expect_errors=True)
+    assert outcomes[0] is True, outcomes

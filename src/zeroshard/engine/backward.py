@@ -17,6 +17,7 @@ from torch import nn
 from torch.autograd import Variable
 
 from ..events import Event, ends
+from ..ranks.calls import Call
 from .gradient import Gradients
 from .guard import weak
 from .reduction import Reduction
@@ -53,6 +54,7 @@ class Backward:
         self._script = script
         self._meet = meet
         self._releases = releases
+        self.call: Call | None = None  # of torch's that runs it, where that is on the same thread
         self._task: int | None = None  # the graph task of the running one
         self._ending: weakref.ref[Callable[[], None]] | None = None  # its callback, which only autograd holds
         self._own_segment = False  # did it begin a segment of gathers? (not inside a forward)
@@ -98,6 +100,7 @@ class Backward:
             return
         if self.begun:
             self.group.level(self.trouble)
+        self.call = Call(torch.autograd.backward)
         kept, kind = self.reduction.kept(), "backward under no_sync" if self.local else "backward"
         words = self.reduction.updater.words(local=self.local)
         which = zlib.crc32(repr((sorted(kept), words)).encode())
@@ -137,6 +140,7 @@ class Backward:
 
     def _after_accumulation(self, number: int, param: nn.Parameter) -> None:
         """`p.grad` is complete, for this graph at least."""
+        self.group.hear_crossed()
         early = None
         if not self.begun or self._callback is None:
             early = self.gradients.set_aside(number)
@@ -183,7 +187,7 @@ class Backward:
         with self.ledger.during("reduce"):
             self.reduction.finish(received, usual=usual)
         self._release_all()
-        self._task = None
+        self._task = self.call = None
         self.ledger.end("backward")
         for unit in self.units:
             unit.calls = max(unit.calls - 1, 0)
@@ -191,7 +195,7 @@ class Backward:
     def forget(self) -> None:
         """What an exception left of it is nothing any more: the ranks were levelled."""
         if self.begun:
-            self._task = None
+            self._task = self.call = None
             self._release_all()
             self._work_on(None)
             self.ledger.end("backward")

@@ -212,6 +212,9 @@ class InBackward(Updater):
     def stepping(self) -> bool:
         return bool(self._updated)
 
+    def elsewhere(self) -> bool:
+        return False  # nor this
+
     def interrupted(self) -> bool:
         return False  # by itself: it goes with its backward
 

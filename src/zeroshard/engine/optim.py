@@ -284,6 +284,9 @@ class Binding:
         """Is a step under way, or was it when an exception came?"""
         return self._call is not None
 
+    def elsewhere(self) -> bool:
+        return self._call is not None and self._call.elsewhere()
+
     def interrupted(self) -> bool:
         return self._call is not None and not self._call.running()
 

@@ -88,6 +88,9 @@ class Step(Protocol):
     def stepping(self) -> bool:
         """Is it, or was it when an exception came?"""
 
+    def elsewhere(self) -> bool:
+        """Does another thread run its step?"""
+
     def interrupted(self) -> bool:
         """Did an exception end its step?"""
 
@@ -169,6 +172,9 @@ class Schedule:
     def enter(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
         """A unit's forward begins."""
         recompute = in_backward()
+        self.group.hear_crossed()
+        if not recompute and self._elsewhere(unit):
+            self.group.cross()
         if recompute:
             self.backward.event()
         elif self._outermost is None or not self._outermost.running():
@@ -200,9 +206,19 @@ class Schedule:
             return tree_map_only(Tensor, self._cast, (args, kwargs))  # type: ignore[no-any-return]
         return None
 
+    def _elsewhere(self, unit: Unit | None = None) -> bool:
+        """Does another thread compute with this model? Not if its forward may have this one compute a part: `unit`."""
+        if self._outermost is not None and self._outermost.elsewhere():
+            if unit is None or not self._frames or unit is self._frames[0].unit:
+                return True
+            return all(module is not unit.module for module in self._frames[0].unit.module.modules())
+        backward = self.backward.call is not None and self.backward.call.elsewhere()
+        return backward or any(step.elsewhere() for step in self.watcher.optimizers())
+
     def leave(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
         """A unit's forward ended, normally or by an exception."""
-        if any(frame.unit is unit for frame in self._frames):  # else its forward was refused before it began
+        refused = not in_backward() and self._elsewhere(unit)
+        if not refused and any(frame.unit is unit for frame in self._frames):  # else it was refused before it began
             # After a loss there is nothing to wait for, and the error that is under way has said so.
             with contextlib.suppress(PeerError) if self.group.lost else contextlib.nullcontext():
                 frame = self._unwind(unit)
@@ -437,6 +453,9 @@ class Schedule:
 
     def before_step(self) -> None:
         """An optimizer is about to change the weights."""
+        self.group.hear_crossed()
+        if self._elsewhere():
+            self.group.cross()
         self.recover()
         self.flush_pinned()
 

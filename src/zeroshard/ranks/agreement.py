@@ -24,6 +24,7 @@ import contextlib
 import dataclasses
 import os
 import sys
+import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -164,6 +165,9 @@ class Group:
         self._inside: Call | None = None  # of a function with several meetings that belong together
         self.left = False  # did an exception end something between two meetings that belong together?
         self.torn = ""  # why this rank's weights are of no step
+        self.crossed: tuple[int, str] | None = (
+            None  # the thread that came upon another one here, and what both are told
+        )
         self.signal = 0  # that came to this rank, and that all are to hear of
         self.signalled = 0  # that came to any of them
 
@@ -221,8 +225,31 @@ class Group:
         finally:
             self._inside = around
 
+    def cross(self) -> NoReturn:
+        """Another thread is in a call of the same model. The other is told at its next call here."""
+        self.crossed = threading.get_ident(), threading.current_thread().name
+        self._refuse_threads(self.crossed[1])
+
+    def hear_crossed(self) -> None:
+        """Raise what another thread was told that came upon this one."""
+        if (crossed := self.crossed) is not None and crossed[0] != threading.get_ident():
+            self.crossed = None
+            self._refuse_threads(crossed[1])
+
+    def _refuse_threads(self, other: str) -> NoReturn:
+        raise StateError(
+            "two threads use one sharded model at the same time",
+            where=f"rank {self.rank}, noticed by thread {other!r}, told to thread {threading.current_thread().name!r}",
+            expected="one thread at a time: weights, gradients and messages between ranks are of one call",
+            instead="evaluate between two steps, on the thread that trains; or give the other thread a copy of the "
+            "model, from with zero.gathered(): model.state_dict()",
+        )
+
     def refuse_within(self, *, busy: bool = False, around: bool = True) -> None:
         """What other ranks take part in does not begin inside anything of that kind: what is `busy`, or `around` it."""
+        self.hear_crossed()
+        if around and self._inside is not None and self._inside.elsewhere():
+            self.cross()
         if busy or (around and self._inside is not None and self._inside.running()):
             raise StateError(
                 "a call of zeroshard's inside another one, in which other ranks take part",

@@ -41,6 +41,10 @@ class Call:
             if (found := self._below(top)) or top is sys._current_frames().get(self._thread):
                 return found
 
+    def elsewhere(self) -> bool:
+        """Does it run on another thread than this?"""
+        return threading.get_ident() != self._thread and self.running()
+
     def _below(self, frame: FrameType | None) -> bool:
         while frame is not None and frame is not self._frame:
             frame = frame.f_back

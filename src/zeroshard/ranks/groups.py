@@ -12,6 +12,7 @@ import logging
 import os
 import resource
 import sys
+import threading
 import time
 import weakref
 from collections import defaultdict
@@ -32,7 +33,7 @@ from .comm import Comm, Transport
 from .launcher import could_not_meet, find_master
 from .shared_memory import SharedStream, share
 from .streams import Stream
-from .watch import Attended, Watch, attend, cannot_come, come_together, host_towards, still_waits
+from .watch import ENDED, GONE, PATIENCE, Attended, Watch, attend, cannot_come, come_together, host_towards, still_waits
 
 log = logging.getLogger("zeroshard")
 LATER = timedelta(minutes=1)  # than ours are time-outs of collectives in a device's queue
@@ -43,12 +44,17 @@ LEAVING = 10.0  # seconds that a rank whose program ends waits for the others
 def start(settings: Comm, device: torch.device) -> None:
     timeout = None if settings.timeout is None else timedelta(seconds=settings.timeout)
     find_master(os.environ)
+    saying = threading.Timer(PATIENCE, _say_waiting, (timeout or dist.default_pg_timeout,))
+    saying.daemon = True
+    saying.start()
     try:
         # Told of the device it makes communicators at once, and groups are split from them, which takes less memory.
         backend, own = dist.get_default_backend_for_device(device), current(device) if asynchronous(device) else None
         dist.init_process_group(backend, timeout=timeout, device_id=own)
     except (RuntimeError, ValueError, OSError) as error:
         raise could_not_meet(os.environ, error) from error
+    finally:
+        saying.cancel()
     process = os.getpid()
 
     def finish() -> None:
@@ -60,7 +66,7 @@ def start(settings: Comm, device: torch.device) -> None:
         ):  # a fork's connections are its parent's
             lost = any(groups.loss is not None for made in _made.values() for groups in made.values())
             if dist.get_backend() == "gloo" and not lost and not hasattr(sys, "last_value"):
-                with contextlib.suppress(RuntimeError):  # a peer is gone already; its own error says more
+                with contextlib.suppress(RuntimeError, OSError):  # a peer is gone already; its own error says more
                     _leave_together()
             if any(groups.aborted for made in _made.values() for groups in made.values()):
                 dist.distributed_c10d._abort_process_group()  # what is queued for a rank that is gone never ends
@@ -70,12 +76,32 @@ def start(settings: Comm, device: torch.device) -> None:
     atexit.register(finish)
 
 
+def _say_waiting(limit: timedelta) -> None:
+    """There is no group yet in which anybody could be asked, or could say that it does not come."""
+    log.warning(
+        "rank %s of %s waits for the others in torch.distributed.init_process_group, %g s at most (Comm(timeout=...)): "
+        "every rank calls shard(...), and one that has ended before is not noticed here",
+        os.environ["RANK"], os.environ["WORLD_SIZE"], limit.total_seconds(),
+    )  # fmt: skip
+
+
 def _leave_together() -> None:
+    """Wait for the others to come to their ends, but for none that has: an exception may have ended it."""
     # Through the store and not by a collective: one that peers never join could not be given up.
-    store, deadline = dist.distributed_c10d._get_default_store(), time.monotonic() + LEAVING
+    store, begun, patience = dist.distributed_c10d._get_default_store(), time.monotonic(), 0.2
     store.add("zeroshard/leaving", 1)
-    while store.add("zeroshard/leaving", 0) < dist.get_world_size() and time.monotonic() < deadline:
+    while store.add("zeroshard/leaving", 0) < dist.get_world_size() and time.monotonic() < begun + LEAVING:
+        if time.monotonic() > begun + patience:
+            patience *= 2
+            if _all_have_ended():
+                return
         time.sleep(0.01)
+
+
+def _all_have_ended() -> bool:
+    watches = [groups.watch for made in _made.values() for groups in made.values()]
+    answers = [answer for watch in watches for answer in watch.ask().values()]
+    return bool(answers) and all(answer.silence in (GONE, ENDED) for answer in answers)
 
 
 LONGEST = timedelta(minutes=30)  # of a wait, where nobody says; of one for ranks that write at least

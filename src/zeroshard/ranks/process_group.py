@@ -61,6 +61,9 @@ def verb(method: Verb) -> Verb:
     @functools.wraps(method)
     def called(self: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
         if not self._link.behind:
+            self.hear_crossed()
+            if self._groups.call is not None and self._groups.call.elsewhere():
+                self.cross()
             self.refuse_within(busy=self._groups.call is not None and self._groups.call.running(), around=False)
         self._link.begin(Call())
         answer = method(self, *args, **kwargs)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import secrets
 import selectors
@@ -34,6 +35,9 @@ from typing import Any, NamedTuple, NoReturn, cast
 from ..ended import at_end_of
 from ..errors import PeerError
 
+log = logging.getLogger("zeroshard")
+
+PATIENCE = 10.0  # seconds, after which a rank that waits for others to come says so
 ANSWERS = 1.0  # seconds that a peer has to answer
 TRIES = 5  # questions in a row that a peer must leave unanswered, where the network may have lost one
 _LONGEST = 1 << 20  # bytes of a question or an answer
@@ -155,11 +159,18 @@ def come_together(
     """
     keys, trouble = [f"{at}/{rank}" for rank in range(ranks)], f"{at}/trouble"
     store.set(keys[watch.rank], json.dumps([watch.address, alike]))
-    deadline, pause, ended = time.monotonic() + limit, 0.001, False
+    deadline, pause, ended, said = time.monotonic() + limit, 0.001, False, False
     while not (complete := store.check(keys)):
         ended = cut_off()
         if ended or watch.alarm or store.check([trouble]) or time.monotonic() > deadline:
             break
+        if not said and time.monotonic() > deadline - limit + PATIENCE:
+            said = True
+            absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
+            log.warning(
+                "rank %s waits in shard(...) for ranks %s, %g s at most (Comm(timeout=...)): they have not come to it",
+                watch.rank, absent, limit,
+            )  # fmt: skip
         time.sleep(pause)
         pause = min(2 * pause, 0.1)
     here = [rank for rank in range(ranks) if complete or store.check([keys[rank]])]
@@ -233,7 +244,8 @@ def lose(watch: Watch, lost: dict[int, str], error: BaseException | None = None)
         where=f"rank {watch.rank}: in shard(...), with ranks {sorted(watch.peers)} there",
         got=error,
         instead="read the first error among all ranks' output; every rank calls shard(...), and Comm(timeout=...) sets "
-        "how long they wait for each other",
+        "how long they wait for each other. End a rank that has not come: it hears of this only once it does, or when "
+        "what it waits for in torch.distributed runs out of time",
     ) from error
 
 

@@ -106,6 +106,13 @@ def _computed(of: dict[str, Any], verb: str, unit: str) -> str:
     return ""
 
 
+LESS = {
+    "saved_here": "this engine, a card per rank",
+    "saved_per_rank": "rings, a card per rank",
+    "saved_per_node": "rings, a card per node",
+}
+
+
 def layers(of: dict[str, Any]) -> None:
     heading(of["title"])
     first, last = of["window"]
@@ -130,6 +137,12 @@ def layers(of: dict[str, Any]) -> None:
     table = screen.new_table(title, "K", *(column.replace("_", " ") for column in columns))
     for row in rows:
         table.add_row(f"{row['replicas']}", *(f"{row[column]:g}" for column in columns))
+    show(table)
+    title = "How much less than with K = 1 crosses the slow link, on average; a node has as many ranks as a group"
+    table = screen.new_table(title, "K", "a group or node", *LESS.values())
+    for row in rows[1:]:
+        size = of["replicas"]["ranks"] // row["replicas"]
+        table.add_row(f"{row['replicas']}", f"{size}", *(f"{100 * row[column]:.1f} %" for column in LESS))
     show(table)
     corrections(of, "replicas")
     _profile(of["profile"])

@@ -500,6 +500,21 @@ def test_the_closed_forms(walkthroughs):
 
 
 @pytest.mark.full
+def test_the_runs_of_four_ranks_have_two_replicas_and_experts_on_two(walkthroughs):
+    """Teams, and bytes at rest as predicted; running sums pass between replicas alone."""
+    replicas, experts = (each["run"] for each in walkthroughs["runs"])
+    assert [group["teams"] for group in replicas["groups"]] == [[[0, 1], [2, 3]]]
+    assert [group["teams"] for group in experts["groups"]] == [[[0, 1, 2, 3]], [[0, 2], [1, 3]]]
+    for page in (replicas, experts):
+        assert shape._problem(page, shape.RUN, "run") is None
+        assert page["recording"]["clock"] == "tick" and len(page["recording"]["ranks"]) == 4
+        assert all(rank["held"] == rank["predicted"] for rank in page["summary"])
+    assert {line["verb"] for line in replicas["traffic"]} - {line["verb"] for line in experts["traffic"]} == {"relay"}
+    kinds = {(each["dtype"], each.get("parts", 1)) for each in experts["layout"]["buckets"]}
+    assert kinds == {("bfloat16", 1), ("bfloat16", 2), ("float32", 1)}  # dense, experts, the router
+
+
+@pytest.mark.full
 def test_corrections_are_the_runs_numbers(walkthroughs, transformer):
     """What a note calls right stands in the document; the text's own statement does not."""
     rights = {(note["text"], note["at"]): note["right"] for note in transformer["corrections"]}
@@ -570,6 +585,23 @@ def explained(bf16: bool) -> list[dict]:
             }
         )  # fmt: skip
     return found
+
+
+@pytest.mark.parametrize(("scaling", "part"), [("tensor", "tensor"), ("128x128", "tile of 128x128")])
+def test_a_run_in_8_bits_says_so(scaling, part):
+    """Weights rest and travel in a byte each, biases in two; both are computed with in bf16."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    precision = Precision(param_dtype=torch.bfloat16, fp8=True, scaling=scaling)
+    zero = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), stage=3, precision=precision)
+    page = zero.explain().document["run"]
+    buckets = page["layout"]["buckets"]
+    kinds = [(each["dtype"], each["itemsize"], each.get("computes")) for each in buckets]
+    assert kinds == [("float8_e4m3fn", 1, "bfloat16"), ("bfloat16", 2, None)] * 2
+    weights, biases = (row["parameters"] for row in page["dtypes"])
+    assert weights == f"float8_e4m3fn: a byte each, and one for the scale of each {part}; computes in bfloat16"
+    assert biases == "bfloat16"
+    held = page["summary"][0]["held"]
+    assert (held["parameters"], held["scales"]) == (sum(b["numel"] for b in buckets if b["itemsize"] == 1), 2)
 
 
 @functools.cache
@@ -1091,6 +1123,15 @@ def test_a_folder_without_a_recorded_step(tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------- in the terminal
+
+
+def test_less_of_the_slow_link_is_told_for_each_number_of_replicas(capsys):
+    walk.walkthroughs(packaged(), "0")
+    flat = " ".join(capsys.readouterr().out.split()).partition("crosses the slow link, on average")[2]
+    for row in packaged()["layers"]["replicas"]["rows"][1:]:
+        less = (row[column] for column in ("saved_here", "saved_per_rank", "saved_per_node"))
+        told = " ".join(f"{100 * each:.1f} %" for each in less)
+        assert f"{row['replicas']} {8 // row['replicas']} {told}" in flat
 
 
 def test_the_terminal_tells_the_same(capsys):

@@ -1043,6 +1043,28 @@ def test_the_teams_of_a_run_are_shown(opened, name):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("name", ["replicas", "experts"])
+def test_replicas_and_experts_play_on_the_page_that_ships(opened, walk, name):
+    """Chosen by a button; its teams, its bytes and what its ranks send are the run's."""
+    shown = next(each for each in walk["runs"] if each["name"] == name)
+    run, page = shown["run"], opened("walkthroughs", "#layers", reduced=True)
+    page.get_by_role("link", name="Replicas and experts").last.click()
+    page.locator("label", has_text=name).click()
+    assert shown["says"] in page.locator("main").inner_text()
+    assert page.locator("h1").inner_text() == run["title"]
+    for group, drawn in zip(run["groups"], page.locator("[data-group]").all(), strict=True):
+        teams = [[int(rank) for rank in team.locator("b").all_inner_texts()] for team in drawn.locator("li").all()]
+        assert teams == group["teams"]
+    slider = page.get_by_label("Frame of the step")
+    slider.fill(slider.get_attribute("max"))
+    for rank in run["recording"]["ranks"]:
+        verbs = run["recording"]["verbs"]
+        sent = sum(move[5] for move in rank["moves"] if verbs[move[0]] in SENT)
+        assert page.locator(f'[data-rank="{rank["rank"]}"]').get_attribute("data-sent") == str(sent) != "0"
+    assert page.get_by_role("table").last.locator("tr").count() == 1 + len(run["dtypes"])
+
+
+@pytest.mark.full
 @pytest.mark.timeout(120)
 def test_a_thousand_tensors_play_smoothly(opened):
     """While things fly, a frame changes only what flies: the scene's nodes stay the same ones."""
@@ -1081,7 +1103,17 @@ FITS = """async () => {
 }"""
 VIEWS = [
     ("walkthroughs", view)
-    for view in ("overview", "transformer", "transformer?all=true&beat=9", "weights", "layers", "calculator", "texts")
+    for view in (
+        "overview",
+        "transformer",
+        "transformer?all=true&beat=9",
+        "weights",
+        "layers",
+        "runs",
+        "runs?of=experts",
+        "calculator",
+        "texts",
+    )
 ] + [("run", "run")]
 
 

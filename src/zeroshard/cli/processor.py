@@ -1,7 +1,9 @@
-"""Whether this processor computes in bf16. Without such instructions each operand is converted: products take some 50
-times as long as in fp32."""
+"""The processor: which kind it is, and whether it computes in bf16. Without such instructions each operand is converted:
+products take some 50 times as long as in fp32."""
 
 from __future__ import annotations
+
+import hashlib
 
 from pathlib import Path
 
@@ -17,6 +19,18 @@ def computes_bf16() -> bool | None:
         return None
     told = [set(words.split()) for name, _, words in lines if name.strip() in ("flags", "Features")]
     return bool(INSTRUCTIONS & told[0]) if told else None
+
+
+def kind() -> str:
+    """Text that is equal on processors for which libraries choose the same kernels; empty where the system does not say."""
+    names = ("vendor_id", "cpu family", "model", "flags", "CPU implementer", "CPU part", "Features")
+    try:
+        first = CPUINFO.read_text().partition("\n\n")[0]
+    except OSError:
+        return ""
+    lines = [line.partition(":") for line in first.splitlines()]
+    told = [f"{name.strip()} {' '.join(sorted(words.split()))}" for name, _, words in lines if name.strip() in names]
+    return hashlib.sha256("\n".join(told).encode()).hexdigest()[:12]
 
 
 def slow(precision: str, device: str = "cpu") -> str:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..cli import launch
+from ..cli import launch, processor
 from ..cli.config import InputError, Launch
 from .document import document
 
@@ -29,28 +29,34 @@ def capture() -> dict[str, Any]:
 
 
 def profiled() -> dict[str, Any]:
-    """What one rank held of the scaled profile. Collective, on four ranks; JSON-able."""
-    from . import profile
+    """What one rank held of the scaled profile, and the runs to play. Collective, on four ranks; JSON-able."""
+    from . import profile, walk_runs
 
-    return profile.capture()
+    return {"profile": profile.capture(), "runs": walk_runs.capture()}
 
 
-def assemble(ranks: Sequence[dict[str, Any]], held: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The whole document from what every rank captured, and what each of the profile's ranks held."""
+def assemble(ranks: Sequence[dict[str, Any]], four: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The whole document from what every rank captured, of two and of four."""
     import torch
 
     from ..planner.texts import text
-    from . import overview, profile, walk4, walk260, walk_layers
+    from . import overview, profile, walk4, walk260, walk_layers, walk_runs
 
-    read = json.loads(json.dumps(ranks))  # the launched ranks' captures come through files; all others alike
+    read, four = json.loads(json.dumps([ranks, four]))  # the launched ranks' captures come through files; others alike
     of = {part: [rank[part] for rank in read] for part in read[0]}
     transformer = walk260.assemble(of["transformer"])
     walkthroughs = {
         # Kernels are chosen by processor, and the last bits of a sum with them.
-        "made": {"torch": str(torch.__version__), "cpu": torch.backends.cpu.get_cpu_capability()},
+        "made": {
+            "torch": str(torch.__version__),
+            "cpu": torch.backends.cpu.get_cpu_capability(),
+            "processor": processor.kind(),
+        },
         "transformer": transformer,
         "four": walk4.assemble(of["four"]),
-        "layers": walk_layers.assemble(of["layers"]) | {"profile": profile.assemble(held)},
+        "layers": walk_layers.assemble(of["layers"])
+        | {"profile": profile.assemble([rank["profile"] for rank in four])},
+        "runs": walk_runs.assemble([rank["runs"] for rank in four]),
         "overview": overview.assemble(transformer, of["transformer"]),
         "texts": {letter: text(letter).json() for letter in "ABCDE"},
     }

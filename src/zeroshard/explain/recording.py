@@ -19,6 +19,7 @@ WORK = ("forward", "recompute", "backward")  # what a unit does
 STANDING = ("control", "broadcast")  # nobody goes on before these are through
 TRAVELS = ("gather", "reduce", "relay", "share", "broadcast")
 SPARE = ("copy", "control", "release")  # what a record that is too long does without, in this order
+E4M3 = "float8_e4m3fn"  # what parameters in 8 bits rest and travel as
 MOVES_LIMIT, HELD_LIMIT = 6_000, 6_000  # of one rank in one step
 
 Clock = Literal["ns", "tick"]
@@ -47,13 +48,15 @@ def layout_json(
         cuts = {"share": shares.pop()} if len(shares) == 1 else {"bounds": list(bucket.bounds)}
         rows = {"size": bucket.size, "stride": along.stride, "parts": along.parts} if bucket.along else {}
         updates = {"updates": _updates(bucket, sits)} if spread else {}
+        dtype = bucket.dtype.removeprefix("torch.")
+        rests = (E4M3, 1) if bucket.fp8 else (dtype, bucket.itemsize)
+        computes = {"computes": dtype} if bucket.fp8 else {}
         first = len(slots)
         slots += [[slot.name, list(slot.shape), slot.start] for slot in bucket.slots]
         buckets.append(
             {
-                "unit": bucket.unit, "dtype": bucket.dtype.removeprefix("torch."), "itemsize": bucket.itemsize,
-                "trainable": bucket.trainable, "numel": bucket.numel, "first": first, "last": len(slots), **cuts,
-                **rows, **updates,
+                "unit": bucket.unit, "dtype": rests[0], "itemsize": rests[1], "trainable": bucket.trainable,
+                "numel": bucket.numel, "first": first, "last": len(slots), **cuts, **rows, **updates, **computes,
             }
         )  # fmt: skip
     return {

@@ -20,7 +20,7 @@ from ..planner import predict_states
 from ..planner.states import owned
 from ..stage import Degree, Seat
 from .document import Page, built_in, document
-from .recording import Told, began_before, last_step, layout_json, one_step, shorten, together, traffic_of
+from .recording import E4M3, Clock, Told, began_before, last_step, layout_json, one_step, shorten, together, traffic_of
 from .shape import check
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 RANKS_SHOWN = 8  # whose step is shown in full; of all others a line
 CURVE_POINTS = 2_000
+MACHINES = ("torch", "threads")  # facts that are of the machine
 RECORDED, METRICS = "explain.json", "metrics.jsonl"  # in a run's folder
 FORMAT, VERSION = "zeroshard-run", 3
 
@@ -46,8 +47,11 @@ def explain(
     return page
 
 
-def gather(zero: Zero) -> dict[str, Any]:
-    """A `Run` without curves, the same on every rank. Collective."""
+def gather(zero: Zero, *, clock: Clock = "ns") -> dict[str, Any]:
+    """A `Run` without curves, the same on every rank. Collective.
+
+    clock: "tick" where the record counts; then nothing of the machine is told either.
+    """
     record = zero._engine.ledger.record
     span = None if record is None else last_step(zero.events())
     silent = zero._engine.group.describe(record is None, "explaining")
@@ -61,7 +65,10 @@ def gather(zero: Zero) -> dict[str, Any]:
     traffic: list[dict[str, Any]] = []
     if record is not None and span is not None:
         step = one_step(Told(zero.rank, zero.events(), list(record.held)), span)
-        step["shift"] = time.time_ns() - time.perf_counter_ns()  # to the wall clock, which ranks share
+        if clock == "ns":
+            step["shift"] = time.time_ns() - time.perf_counter_ns()  # to the wall clock, which ranks share
+        else:
+            step["waited"] = 0
         traffic = traffic_of(step["moves"], span[0])
         notes = shorten(step)
         if not began_before(record, span[0]):
@@ -77,7 +84,7 @@ def gather(zero: Zero) -> dict[str, Any]:
         notes = [note for each in summaries for note in each["notes"]]
         if len(shown) < zero.world_size:
             notes.append(f"of {zero.world_size} ranks {len(shown)} are shown in full")
-        recording = together([one for one in steps if one is not None], units, clock="ns", notes=notes)
+        recording = together([one for one in steps if one is not None], units, clock=clock, notes=notes)
     return {
         "title": f"{type(zero.model).__name__}, stage {zero.stage}, {zero.world_size} "
         f"rank{'s' * (zero.world_size != 1)}" + f" in {zero.replicas} replicas" * (zero.replicas > 1),
@@ -85,7 +92,7 @@ def gather(zero: Zero) -> dict[str, Any]:
         "ranks": zero.world_size,
         "placements": zero.placements.sharded(),
         "numel": sum(_numel(bucket, along) for bucket in zero.partition.buckets),
-        "facts": _facts(zero),
+        "facts": {name: fact for name, fact in _facts(zero).items() if clock == "ns" or name not in MACHINES},
         "dtypes": _dtypes(zero),
         "layout": layout_json(zero.partition, units, along, sits, spread=zero.placements.optimizer is Degree.ALL),
         "groups": _groups(zero),
@@ -224,7 +231,12 @@ def _facts(zero: Zero) -> dict[str, Any]:
 def _dtypes(zero: Zero) -> list[dict[str, Any]]:
     counts: dict[tuple[str, ...], int] = {}
     for bucket in zero.partition.buckets:
-        names = tuple(str(dtype).removeprefix("torch.") for dtype in zero.dtypes(bucket))
+        param, *others = (str(dtype).removeprefix("torch.") for dtype in zero.dtypes(bucket))
+        if bucket.fp8:
+            scaling = zero._engine.precision.scaling
+            part = "tensor" if scaling == "tensor" else f"tile of {scaling}"
+            param = f"{E4M3}: a byte each, and one for the scale of each {part}; computes in {param}"
+        names = (param, *others)
         counts[names] = counts.get(names, 0) + 1
     return [
         {"parameters": names[0], "gradients": names[1], "master": names[2], "buckets": count}

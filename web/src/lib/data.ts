@@ -12,6 +12,7 @@ export interface Bucket {
   unit: number;
   dtype: string;
   itemsize: number;
+  computes?: string;
   trainable: boolean;
   numel: number;
   first: number;
@@ -436,7 +437,14 @@ export interface Run {
   curves: { columns: string[]; rows: (Num | null)[][]; note: string | null } | null;
 }
 
+export interface ShownRun {
+  name: string;
+  says: string;
+  run: Run;
+}
+
 export interface Walkthroughs {
+  runs: ShownRun[];
   transformer: Transformer;
   four: FourWeights;
   layers: ThreeLayers;

@@ -63,7 +63,11 @@ def _wrapped(stream: TextIO | None, name: str) -> TextIO:
     if not isinstance(stream, io.TextIOWrapper):  # a test's, or a notebook's
         return stream
     stream.flush()
-    raw: Any = _Stream(name, stream.fileno())
+    try:
+        raw: Any = _Stream(name, stream.fileno())
+    except io.UnsupportedOperation:  # in memory: a program's that calls a command
+        stream.reconfigure(errors="zeroshard")
+        return stream
     return io.TextIOWrapper(
         raw if stream.write_through else io.BufferedWriter(raw),
         encoding=stream.encoding, errors="zeroshard",

@@ -45,7 +45,7 @@ def run(
         that torchrun would (RANK, WORLD_SIZE, MASTER_ADDR, ...), for code that initialises the group itself.
     expect_errors: a rank that raised or died has a `Raised` record in the list instead of failing the test. The other
         ranks then get the whole `timeout` to notice. A hang fails the test in any case.
-    spent: the function changes its process for good, so the processes end with the run.
+    spent: the function changes its process for good, so the processes begin and end with the run.
 
     Bind arguments of fn that are named like these with functools.partial.
     """
@@ -53,6 +53,9 @@ def run(
     name = getattr(fn, "__name__", repr(fn))
     call = pickle.dumps((fn, args, kwargs))  # by reference: fn must be reachable as module.name
     workers = _pool.workers(world)
+    if spent:  # what ran in them before may have set up torch's threads for the devices that there were
+        _pool.discard(workers)
+        workers = _pool.workers(world)
     job = {
         "world": world,
         "group": group,

@@ -223,7 +223,7 @@ def test_replicas_may_be_called_instances():
         for option in ("--replicas", "--instances")
     ]
     assert shown[0] == shown[1]
-    assert re.search(r"1 +18,000,000,000 +19,000,000,000 +5\.3 %", shown[0])
+    assert re.search(r"1 +NCCL +18,000,000,000 +19,000,000,000 +5\.3 %", shown[0])
 
 
 def test_replicas_change_what_is_reduced_gathered_and_on_each_link():

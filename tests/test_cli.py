@@ -357,6 +357,18 @@ def test_a_processor_without_bf16_is_known_and_fp32_recommended(says, computes, 
     assert processor.slow("fp32") == processor.slow("bf16", "cuda") == ""
 
 
+def test_a_kind_of_processor_is_what_kernels_are_chosen_by(tmp_path, monkeypatch):
+    """Not its clock, nor the order of its flags, nor how many cores it has."""
+    monkeypatch.setattr(processor, "CPUINFO", tmp_path / "cpuinfo")
+    assert processor.kind() == ""
+    kinds = []
+    for flags, mhz, cores in (("fma avx2", 2000, 1), ("avx2 fma", 3000, 2), ("fma avx512f", 2000, 1)):
+        one = f"processor\t: 0\nvendor_id\t: A\nmodel\t: 7\ncpu MHz\t: {mhz}\nflags\t\t: {flags}\n"
+        processor.CPUINFO.write_text("\n".join([one] * cores))
+        kinds.append(processor.kind())
+    assert kinds[0] == kinds[1] != kinds[2]
+
+
 @pytest.mark.full
 def test_gradients_are_added_up_in_what_was_asked(tmp_path):
     done = zeroshard("train", *SHORT, "--precision", "bf16", "--grad-dtype", "bf16", "--out", tmp_path / "thin")

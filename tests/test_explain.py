@@ -1129,7 +1129,7 @@ def test_less_of_the_slow_link_is_told_for_each_number_of_replicas(capsys):
     walk.walkthroughs(packaged(), "0")
     flat = " ".join(capsys.readouterr().out.split()).partition("crosses the slow link, on average")[2]
     for row in packaged()["layers"]["replicas"]["rows"][1:]:
-        less = (row[column] for column in ("saved_here", "saved_per_rank", "saved_per_node"))
+        less = (row[column] for column in ("saved_gloo", "saved_nccl", "saved_per_rank", "saved_per_node"))
         told = " ".join(f"{100 * each:.1f} %" for each in less)
         assert f"{row['replicas']} {8 // row['replicas']} {told}" in flat
 

@@ -1,10 +1,9 @@
-"""The processor: which kind it is, and whether it computes in bf16. Without such instructions each operand is converted:
+"""The processor: its kind, and whether it computes in bf16. Without such instructions each operand is converted:
 products take some 50 times as long as in fp32."""
 
 from __future__ import annotations
 
 import hashlib
-
 from pathlib import Path
 
 CPUINFO = Path("/proc/cpuinfo")
@@ -22,7 +21,7 @@ def computes_bf16() -> bool | None:
 
 
 def kind() -> str:
-    """Text that is equal on processors for which libraries choose the same kernels; empty where the system does not say."""
+    """Tell apart processors for which libraries choose other kernels; empty where the system does not say."""
     names = ("vendor_id", "cpu family", "model", "flags", "CPU implementer", "CPU part", "Features")
     try:
         first = CPUINFO.read_text().partition("\n\n")[0]

@@ -107,8 +107,9 @@ def _computed(of: dict[str, Any], verb: str, unit: str) -> str:
 
 
 LESS = {
-    "saved_here": "this engine, a card per rank",
-    "saved_per_rank": "rings, a card per rank",
+    "saved_gloo": "engine on gloo",
+    "saved_nccl": "engine on NCCL",
+    "saved_per_rank": "rings",
     "saved_per_node": "rings, a card per node",
 }
 
@@ -138,7 +139,7 @@ def layers(of: dict[str, Any]) -> None:
     for row in rows:
         table.add_row(f"{row['replicas']}", *(f"{row[column]:g}" for column in columns))
     show(table)
-    title = "How much less than with K = 1 crosses the slow link, on average; a node has as many ranks as a group"
+    title = "How much less than with K = 1 crosses the slow link, on average, with a network card per rank"
     table = screen.new_table(title, "K", "a group or node", *LESS.values())
     for row in rows[1:]:
         size = of["replicas"]["ranks"] // row["replicas"]

@@ -680,10 +680,25 @@ class Attending(nn.Module):
         return self.encoder(x, src_key_padding_mask=mask), self.attention(x, x, x, need_weights=False)[0]
 
 
-def attending(stage, settings):
+class Bare(nn.Module):
+    """Layers of such an encoder, without it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(2))
+
+    def forward(self, x, mask):
+        found = []
+        for layer in self.layers:
+            x = layer(x, src_key_padding_mask=mask)
+            found.append(x)
+        return found
+
+
+def attending(stage, settings, build=Attending):
     """The evaluation, in the fast path of torch's attention, right after a step."""
     torch.manual_seed(0)
-    model = Attending()
+    model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if stage is not None:
         zeroshard.shard(model, optimizer, stage=stage, **settings)
@@ -717,6 +732,17 @@ def test_torchs_attention_takes_its_fast_path_wherever_a_plain_one_does(ranks, s
     for found in ranks.run(2, attending, stage, FAST[settings]):
         for got, wanted in zip(found, want, strict=True):
             assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_layers_without_hooks_keep_their_fast_path(ranks, stage):
+    """torch refuses a layer its own where anything in it has a hook; as units, layers have hooks at every stage."""
+    for units, want in (([], attending(None, {}, Bare)), (["layers.*"], None)):
+        settings = {"layout": Layout(units=units)}
+        for found in ranks.run(2, attending, stage, settings, Bare):
+            want = want or ranks.run(1, attending, 0, settings, Bare)[0]
+            for got, wanted in zip(found, want, strict=True):
+                assert torch.equal(got, wanted)
 
 
 @pytest.mark.row(69)

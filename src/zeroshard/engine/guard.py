@@ -199,13 +199,20 @@ _WITH_FAST_PATHS = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.Multih
 
 
 def keep_fast_paths(model: nn.Module) -> None:
-    """See to it that torch's fused evaluation of attention runs wherever it does of a plain model.
+    """See to it that torch's fused evaluation of attention runs at every stage where it does at one.
 
     Its modules ask whether their parameters, or their first layer's, are of a class of its own, and give other numbers
-    (at padded positions altogether others) where they are: so these are opened before.
+    (at padded positions altogether others) where they are: so these are opened before. A single layer also refuses
+    where anything in it has hooks, as units have. Where nothing has, its unit is open already, and gets no hook here.
     """
+    without: set[nn.Module] = set()
     for module in model.modules():
-        if isinstance(module, _WITH_FAST_PATHS):
+        if isinstance(module, nn.TransformerEncoderLayer):
+            inside = [*module.modules()]
+            if not any(each._forward_hooks or each._forward_pre_hooks for each in inside):
+                without.update(inside)
+    for module in model.modules():
+        if isinstance(module, _WITH_FAST_PATHS) and module not in without:
             module.register_forward_pre_hook(_open_for_fast_path)
 
 

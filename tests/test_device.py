@@ -624,7 +624,9 @@ def test_a_device_without_an_index_is_that_of_the_local_rank(monkeypatch, chosen
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     if local is not None:
         monkeypatch.setenv("LOCAL_RANK", local)
-    assert device.current(torch.device(given)) == torch.device("cuda", want)
+    here = device.current(torch.device(given))
+    assert here.index == (chosen if given == "cuda" else want) and now == [chosen]  # a question changes nothing
+    assert device.chosen(torch.device(given)) == torch.device("cuda", want)
     assert given != "cuda" or now == [want]
 
 

@@ -22,7 +22,7 @@ from .checkpoint import loading, saving
 from .checkpoint.content import drawing
 from .checkpoint.files import absolute
 from .checkpoint.saving import Saving
-from .device import current, warn_of_idle
+from .device import chosen, warn_of_idle
 from .engine.accepted import unwrapped
 from .engine.finite import Finding
 from .engine.guard import refuse_copy, refuse_inside, weak
@@ -114,7 +114,7 @@ def _device(model: nn.Module, wanted: torch.device | str | None) -> torch.device
         if device.type == "meta":
             instead = 'device="cuda" or device="cpu"'
             raise UserError("device= is nothing to compute on", got=repr(wanted), instead=instead)
-        return current(device)
+        return chosen(device)
     found = {param.device for param in model.parameters() if not param.is_meta}
     if len(found) > 1:
         where = sorted(map(str, found))

@@ -37,17 +37,25 @@ def chunk(tensor: Tensor) -> int:
 
 
 def current(device: torch.device) -> torch.device:
-    """With its index. Where none is given: the one that the program chose by `set_device`, else `LOCAL_RANK`.
+    """With its index: where none is given, that of the program's current one."""
+    if device.index is not None or not asynchronous(device):
+        return device
+    return torch.device(device.type, torch.get_device_module(device).current_device())
+
+
+def chosen(device: torch.device) -> torch.device:
+    """With its index, for a model to rest there. Where none is given: the program's current one, and if that is the
+    first, as it is where nothing was chosen, `LOCAL_RANK`'s.
 
     That becomes the program's current one, so that its own `.to("cuda")` of batches goes there too.
     """
-    if device.index is not None or not asynchronous(device):
-        return device
-    module, local = torch.get_device_module(device), os.environ.get("LOCAL_RANK", "")
-    index = module.current_device()
-    if index == 0 and local.isdecimal() and 0 < int(local) < module.device_count():
-        module.set_device(index := int(local))
-    return torch.device(device.type, index)
+    found, local = current(device), os.environ.get("LOCAL_RANK", "")
+    if device.index is not None or found.index != 0 or not local.isdecimal():
+        return found
+    module = torch.get_device_module(device)
+    if 0 < int(local) < module.device_count():
+        module.set_device(int(local))
+    return current(device)
 
 
 @functools.cache

@@ -85,7 +85,7 @@ class Work:
 
     def hold(self, tensor: Tensor) -> None:
         """Keep the memory that the collective works on alive until it is through, even if its owner is dropped."""
-        for dropped in [work for work in _holding if work.done()]:
+        for dropped in [work for work in tuple(_holding) if work.done()]:
             _holding.discard(dropped)
         self._held = tensor
         _holding.add(self)

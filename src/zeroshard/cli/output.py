@@ -10,6 +10,7 @@ import codecs
 import errno
 import io
 import os
+import select
 import sys
 from typing import Any, TextIO
 
@@ -40,7 +41,9 @@ class _Stream(io.FileIO):
         rest = memoryview(data).cast("B")
         try:
             while rest:  # where there is no buffer above, nobody else writes the rest
-                rest = rest[super().write(rest) or 0 :]
+                if (written := super().write(rest)) is None:  # the reader is behind, and the stream does not wait
+                    select.select([], [self], [])
+                rest = rest[written or 0 :]
         except OSError as error:
             self.failed = True
             raise OutputError(self.told, error.errno or errno.EIO) from error

@@ -82,7 +82,11 @@ def find(name: str) -> Callable[[], Any]:
     """
     module_name, colon, function_name = name.rpartition(":")
     if not colon or not module_name or not function_name:
-        raise UserError("a job is named module:function", got=repr(name), instead="zeroshard verify train:job")
+        raise UserError(
+            "a job is named module:function",
+            got=repr(name),
+            instead="train:job; a model by its size is plan --params 7B",
+        )
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:

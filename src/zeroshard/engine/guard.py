@@ -135,6 +135,8 @@ def cover_constructors() -> None:
     Types and descriptors cannot be wrapped: `torch.Tensor(p)`, `torch.FloatTensor(p)` and `tensor.data = p` of a
     released parameter give NaN.
     """
+    with torch.device("cpu"):  # lets torch note which functions such a context applies to, before some have another name
+        torch.empty(0)
     places = (
         (torch._C, "_to_dlpack"),
         (torch.utils.dlpack, "to_dlpack"),

@@ -362,14 +362,15 @@ def test_fp32_parameters_need_no_second_copy():
 
 def stored(**precision):
     """Bytes of parameters at rest at stage 3: with one of two layers frozen, and with both trained."""
-    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)).to(precision.pop("own", torch.float32))
+    layers = (nn.Linear(16, 16, bias=False) for _ in range(2))  # of two blocks each: no rank has padding
+    model = nn.Sequential(*layers).to(precision.pop("own", torch.float32))
     model[0].requires_grad_(False)
     optimizer = OPTIMIZERS["adamw"](model.parameters())
-    zero = zeroshard.shard(model, optimizer, stage=3, precision=Precision(**precision), layout=Layout(align=1))
+    zero = zeroshard.shard(model, optimizer, stage=3, precision=Precision(**precision))
     frozen = zero.ledger().held.get("parameters", 0)
     model[0].requires_grad_(True)
     for _ in range(2):
-        F.mse_loss(model(torch.ones(4, 8, dtype=model[0].weight.dtype)).float(), torch.ones(4, 8)).backward()
+        F.mse_loss(model(torch.ones(4, 16, dtype=model[0].weight.dtype)).float(), torch.ones(4, 16)).backward()
         optimizer.step()
         optimizer.zero_grad()
         assert all(buffer.casts != bool(zero.ledger().held.get("parameters")) for buffer in zero._engine.buffers)
@@ -379,12 +380,12 @@ def stored(**precision):
 @pytest.mark.parametrize(
     ("precision", "nbytes"),
     [
-        ({"param_dtype": torch.bfloat16}, (144, 0)),  # of 280 parameters 144 are frozen, and one rank has half of each
-        ({"param_dtype": torch.bfloat16, "store_params": True}, (280, 280)),
-        ({}, (560, 560)),  # there is no master
-        ({"own": torch.float32, "master_dtype": torch.bfloat16}, (560, 560)),  # which is less exact
-        ({"own": torch.float16, "master_dtype": torch.bfloat16}, (280, 280)),  # neither holds the other
-        ({"own": torch.bfloat16}, (144, 0)),
+        ({"param_dtype": torch.bfloat16}, (256, 0)),  # of 512 parameters 256 are frozen, and one rank has half of each
+        ({"param_dtype": torch.bfloat16, "store_params": True}, (512, 512)),
+        ({}, (1024, 1024)),  # there is no master
+        ({"own": torch.float32, "master_dtype": torch.bfloat16}, (1024, 1024)),  # which is less exact
+        ({"own": torch.float16, "master_dtype": torch.bfloat16}, (512, 512)),  # neither holds the other
+        ({"own": torch.bfloat16}, (256, 0)),
     ],
     ids=["bf16", "store_params", "fp32", "fp32 master bf16", "fp16 master bf16", "built in bf16"],
 )

@@ -188,7 +188,8 @@ class Host:
         self.flights[at] = flight
         number = 0
         if block is not None:
-            block.flight, block.readers, self._lent[at] = flight, set(flight.peers), block
+            if block.flight is not flight:  # else an interrupt came in between, and some may have read it since
+                block.readers, self._lent[at], block.flight = set(flight.peers), block, flight
             number = block.number
         for rank in flight.peers:
             self.neighbours.tell(rank, Notice(POSTED, at[0], what, at[1], number, nbytes))
@@ -209,9 +210,11 @@ class Host:
         return self._theirs[rank, notice.block][: notice.nbytes]
 
     def read(self, flight: Flight) -> None:
-        """This rank has read all that was shared with it."""
+        """Tell all that this rank has read what they shared."""
         for rank in flight.peers:
             self.neighbours.tell(rank, Notice(READ, flight.at[0], 0, flight.at[1]))
+
+    def forget(self, flight: Flight) -> None:
         self._posted.pop(flight.at, None)
         self.flights.pop(flight.at, None)
 
@@ -261,6 +264,8 @@ class Flight:
 
     def is_completed(self) -> bool:
         """Is there nothing to wait for any more?"""
+        if not self._posted:  # an interrupt came between: others still wait for it, whatever they have shared
+            return False
         if not self._arrived():
             self.host.neighbours.listen()
         return self._arrived() or self._fails()
@@ -285,7 +290,7 @@ class Flight:
 
     def copy(self) -> None:
         """Take what has come, if all has."""
-        if self._land is not None and self._arrived() and not self._fails():
+        if self._land is not None and not self.finished and self._arrived() and not self._fails():
             self._land(self.host.posted(self.at))
             self.read()
 
@@ -293,7 +298,9 @@ class Flight:
         """What others share was used: they may use its memory again."""
         if not self.finished:
             self.host.read(self)
-            self.finished, self._land = True, None
+            self.finished = True  # before what arrived is forgotten: after an interrupt nobody waits for that again
+        self._land = None
+        self.host.forget(self)
 
     def pieces(self, dtype: torch.dtype) -> dict[int, Tensor]:
         """What each of the others shares, by rank; until `read`."""

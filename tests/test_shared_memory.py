@@ -846,7 +846,8 @@ def test_ctrl_c_between_any_two_lines_changes_no_bit(ranks, stage, every, steps)
     told = ranks.run(2, over_memory, interrupted_at_lines, stage, every, steps, timeout=1200.0, group_timeout=100.0)
     for weights, _, held in told:
         assert reference.first_difference(weights, test_lost_ranks.plain_steps(steps)) == ""
-        assert held.get("reduce", 0) <= MESSAGE  # an interrupt right after memory was taken leaves nobody to give it back
+        # An interrupt right after memory was taken leaves nobody to give it back.
+        assert held.get("reduce", 0) <= MESSAGE
     assert sum(len(struck) for _, struck, _ in told) > steps // 2
 
 

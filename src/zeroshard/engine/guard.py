@@ -135,7 +135,7 @@ def cover_constructors() -> None:
     Types and descriptors cannot be wrapped: `torch.Tensor(p)`, `torch.FloatTensor(p)` and `tensor.data = p` of a
     released parameter give NaN.
     """
-    with torch.device("cpu"):  # lets torch note which functions such a context applies to, before some have another name
+    with torch.device("cpu"):  # torch notes which functions such a context applies to, before some are wrapped here
         torch.empty(0)
     places = (
         (torch._C, "_to_dlpack"),

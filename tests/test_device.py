@@ -450,6 +450,7 @@ def connections(lazy):
     before, options = sockets(), {"ranks": [*range(ranks.world())], "use_local_synchronization": True}
     group = groups._new_group(lazy=lazy, backend="gloo", **options)
     made = sockets() - before
+    dist.barrier()  # none sends before all have counted: that connects to ranks that are behind
     total = torch.ones(3)
     dist.all_reduce(total, group=group)
     assert total.tolist() == [float(ranks.world())] * 3 and groups._LAZY not in os.environ

@@ -136,7 +136,7 @@ def cover_constructors() -> None:
     released parameter give NaN.
     """
     with torch.device("cpu"):  # torch notes which functions such a context applies to, before some are wrapped here
-        torch.empty(0)
+        torch.empty(0, device="cpu")
     places = (
         (torch._C, "_to_dlpack"),
         (torch.utils.dlpack, "to_dlpack"),

@@ -188,6 +188,7 @@ def test_the_options_are_these():
         "explain": "element help no-open open out stage text",
         "verify": "accumulate bucket-mib clip help json offload offload-path optimizer-in-backward "
         "optimizer-over precision ranks reduce replicas seed stage steps timeout transport",
+        "doctor": "help json",
         "io-bench": "block depth direct help json offload offload-gradients offload-optimizer offload-parameters out params "
         "ranks rounds sharing size stage tokens",
     }
@@ -213,6 +214,7 @@ COMMANDS = [
     "explain",
     "verify",
     "simulate",
+    "doctor",
     "io-bench",
     "ckpt diff",
     "ckpt export",

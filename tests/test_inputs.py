@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import zeroshard
 from zeroshard import Comm, Layout, Offload, Precision
-from zeroshard.cli import demo, iobench, launch, main, start, train, verify
+from zeroshard.cli import demo, doctor, iobench, launch, main, start, train, verify
 from zeroshard.errors import Error
 
 JUNK = st.one_of(
@@ -128,7 +128,7 @@ WORDS = st.one_of(
 )  # fmt: skip
 BASES = {
     "train": [], "demo": [], "explain": ["--text"], "plan": ["--params", "1e6"], "verify": ["none:job"], "simulate": ["none:job"],
-    "io-bench": ["."], "ckpt inspect": ["none"], "ckpt verify": ["none"], "ckpt diff": ["none", "none"],
+    "io-bench": ["."], "doctor": [], "ckpt inspect": ["none"], "ckpt verify": ["none"], "ckpt diff": ["none", "none"],
     "ckpt export": ["none", "out"],
 }  # fmt: skip
 SWITCHES = ("--help", "--open", "--check", "--exact")
@@ -170,6 +170,7 @@ def nothing_runs(here, monkeypatch):
     monkeypatch.setattr(demo, "demo", lambda **_: 0)
     monkeypatch.setattr(verify, "verify", lambda *_, **__: 0)
     monkeypatch.setattr(iobench, "io_bench", lambda *_, **__: None)
+    monkeypatch.setattr(doctor, "doctor", lambda *_, **__: 0)
 
 
 @pytest.mark.full

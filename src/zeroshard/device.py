@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -77,6 +77,13 @@ def describe(device: torch.device) -> dict[str, str]:
         "CUDA": lambda: torch.version.cuda,
         "HIP": lambda: torch.version.hip,
         "cuDNN": torch.backends.cudnn.version,
+    }
+    return {what: _told(ask) for what, ask in asked.items()} | flags()
+
+
+def flags() -> dict[str, str]:
+    """The program's own settings among them, in words."""
+    asked: dict[str, Callable[[], object]] = {
         "precision of fp32 products": torch.get_float32_matmul_precision,
         "precision of fp32 convolutions": lambda: torch.backends.cudnn.allow_tf32,
         "bf16 sums of bf16 products": lambda: torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
@@ -87,6 +94,52 @@ def describe(device: torch.device) -> dict[str, str]:
     }
     settings = ("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE")
     return {what: _told(ask) for what, ask in asked.items()} | {name: f"{os.environ.get(name)}" for name in settings}
+
+
+def accelerators() -> list[torch.device]:
+    """All that torch sees here, of the kind that it takes by itself."""
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return [] if kind is None else [torch.device(kind.type, at) for at in range(torch.accelerator.device_count())]
+
+
+def hardware(device: torch.device) -> dict[str, Any]:
+    """What an accelerator is: None for what its kind does not tell."""
+    module = torch.get_device_module(device)
+    free, total = _tried(lambda: module.mem_get_info(device)) or (None, None)
+    return {
+        "name": _tried(lambda: module.get_device_name(device)),
+        "capability": _tried(lambda: [*module.get_device_capability(device)]),
+        "memory": total,
+        "free": free,
+    }
+
+
+def peers(devices: Sequence[torch.device]) -> list[list[bool]] | None:
+    """Which of them read each other's memory, row by row; None where their kind does not tell."""
+    if not devices:
+        return None
+    reaches = getattr(torch.get_device_module(devices[0]), "can_device_access_peer", None)
+    if reaches is None:
+        return None
+    return [[a != b and bool(_tried(lambda a=a, b=b: reaches(a, b))) for b in devices] for a in devices]  # type: ignore[misc]
+
+
+def nccl() -> str | None:
+    """The version of NCCL that torch brings, if it does."""
+    version = _tried(torch.cuda.nccl.version)
+    return None if version is None else ".".join(map(str, version))
+
+
+def _tried(ask: Callable[[], Any]) -> Any:
+    try:
+        return ask()
+    except (
+        RuntimeError,
+        AttributeError,
+        AssertionError,
+        TypeError,
+    ):  # as builds without it say it
+        return None
 
 
 def _told(ask: Callable[[], object]) -> str:

@@ -28,7 +28,15 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
-for command in (training.train, training.demo, looking.explain, planning.plan, looking.verify, planning.simulate):
+for command in (
+    training.train,
+    training.demo,
+    looking.explain,
+    planning.plan,
+    looking.verify,
+    planning.simulate,
+    looking.doctor,
+):
     app.command()(command)
 app.command("io-bench")(planning.io_bench)
 app.add_typer(looking.ckpt, name="ckpt")

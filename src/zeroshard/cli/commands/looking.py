@@ -1,4 +1,4 @@
-"""`zeroshard explain`, `zeroshard verify` and `zeroshard ckpt`."""
+"""`zeroshard explain`, `zeroshard verify`, `zeroshard doctor` and `zeroshard ckpt`."""
 
 from __future__ import annotations
 
@@ -159,6 +159,31 @@ def verify(
         own = question.ranks if "ranks" in given else None
         raise typer.Exit(verify_scenarios(question, ranks=own, as_json=as_json))
     raise typer.Exit(run_verify(question, as_json=as_json))
+
+
+@takes()
+def doctor(
+    folder: Annotated[
+        str,
+        typer.Argument(
+            metavar="[DIR]",
+            help="On the disk that files would go to. [dim]\\[default: the temporary folder][/dim]",
+            show_default=False,
+        ),
+    ] = "",
+    as_json: AsJson = False,
+) -> None:
+    """What this machine is, and which of what is claimed of zeroshard holds on it.
+
+    Prints torch's build, processor, memory and its limits, accelerators and how they reach each other, the disk of DIR,
+    and the settings that bits depend on. Then it trains a small model on one rank, in seconds, and says of each claim:
+    it holds; it is not tested here, and by what it would be; or it does not hold, why, and what to do.
+
+    Exit code 0: nothing that was tried failed. 1: something did. 2: the input cannot be used.
+    """
+    from zeroshard.cli.doctor import doctor as look
+
+    raise typer.Exit(look(folder, as_json=as_json))
 
 
 ckpt = typer.Typer(

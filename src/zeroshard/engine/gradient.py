@@ -52,6 +52,7 @@ class Gradients:
         self.gone = False  # did the optimizer use all gradients inside backward?
         self._edits: list[str] = []  # by which numbers gradients were scaled, clamped, ... since the last step
         self._edited_with: Any = None
+        self._asked: tuple[Tensor, int, Tensor] | None = None  # of the device: a number, its version, what it is
         self._displaced: list[Entry] = []  # those with something in `displaced`
         self.made: dict[int, ShardedGrad] = {}  # what parameters and fragments show, by id: while these are the same
         self._judged: Tensor | None = None  # the found_inf that already has all ranks' verdict
@@ -165,13 +166,22 @@ class Gradients:
         if edit not in self._edits[-1:]:
             self._edits.append(edit)
 
+    def in_host_memory(self, other: Tensor) -> Tensor:
+        """What edits gradients that rest there. A number that edits many of them is asked of the device once."""
+        if other.is_cpu:
+            return other
+        asked = self._asked
+        if asked is None or asked[0] is not other or asked[1] != other._version:
+            asked = self._asked = other, other._version, ask(other)
+        return asked[2]
+
     @property
     def edits(self) -> list[str]:
         """By which numbers they were edited since the last step, or since they were dropped."""
         return list(self._edits)
 
     def take_edits(self) -> None:
-        self._edits, self._edited_with = [], None
+        self._edits, self._edited_with, self._asked = [], None, None
 
     # --- questions: every rank asks, one collective answers for all parameters --------------------------------------
 

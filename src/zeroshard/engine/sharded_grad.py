@@ -60,6 +60,9 @@ class Book(Protocol):
     def note_edit(self, what: str, number: Any) -> None:
         """Gradients are edited by a number: the same on every rank, or the next step says so."""
 
+    def in_host_memory(self, other: Tensor) -> Tensor:
+        """What edits gradients that rest there. A number that edits many of them is asked of the device once."""
+
     def forget_answers(self) -> None:
         """Gradients change: what was asked of them before must be asked again."""
 
@@ -360,4 +363,7 @@ def _edit(func: Any, grad: ShardedGrad, others: Sequence[Any], kwargs: dict[str,
                 grad._book.note_edit(func.__name__, other)
     others = [cut(other) for other in others]
     with grad._book.reporting(), entry.accumulator.sum.here():
-        func(grad.editable(), *others, **kwargs)
+        mine = grad.editable()
+        if mine.is_cpu:  # also of a model on a device, whose gradients rest in host memory
+            others = [grad._book.in_host_memory(other) if isinstance(other, Tensor) else other for other in others]
+        func(mine, *others, **kwargs)

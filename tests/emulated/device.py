@@ -30,6 +30,7 @@ class Device:
         self._local = threading.local()
         self._pinned: list[tuple[int, int]] = []
         self._limbo: list[tuple[Block, tuple[Mark, ...]]] = []  # freed, and in use on streams that the program told of
+        self.rounds_otherwise: set[str] = set()  # kernels whose first result is not quite the CPU's, as a GPU's is not
         self.syncs_every = 0  # allocations, after each of which the host waits for the whole device, as cudaFree does
         self._allocations = 0
 
@@ -114,9 +115,12 @@ class Device:
             self.synchronize()
         return self.memory.new(size, stride, dtype, self.current, into)
 
-    def pin(self, tensor: Tensor) -> None:
+    def pin(self, address: int, nbytes: int) -> None:
         """Let the device copy from and to it late, as from page-locked memory."""
-        self._pinned.append((tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.itemsize))
+        self._pinned.append((address, address + nbytes))
+
+    def unpin(self, address: int) -> None:
+        self._pinned = [(first, last) for first, last in self._pinned if first != address]
 
     def is_pinned(self, tensor: Tensor) -> bool:
         low = tensor.data_ptr()

@@ -130,6 +130,20 @@ def synchronize(device: Any = None) -> None:
     _device().synchronize()
 
 
+class cudart:
+    """What of CUDA's library locks pages of host memory, by CUDA's names."""
+
+    @staticmethod
+    def cudaHostRegister(address: int, nbytes: int, flags: int) -> int:
+        _device().pin(address, nbytes)
+        return 0
+
+    @staticmethod
+    def cudaHostUnregister(address: int) -> int:
+        _device().unpin(address)
+        return 0
+
+
 class device(contextlib.nullcontext[None]):
     """There is one device, so nothing changes inside."""
 

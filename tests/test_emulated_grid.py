@@ -1,0 +1,163 @@
+"""Every combination on the emulated accelerator: the bits of plain PyTorch in whatever order kernels and messages run.
+
+Plain PyTorch computes on the device, and steps where the states rest: the device's AdamW is made to round otherwise
+than the CPU's, as that of every GPU does, so a state that the wrong processor steps is found.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from torch import nn
+
+import emulated
+import models
+import norms
+import ranks
+import reference
+import zeroshard
+from zeroshard import Comm, Layout, Offload, Precision
+
+WIDTH, BLOCKS, STEPS, BACKWARDS = 9, 3, 2, 2
+STAGES = (0, 1, 2, 3)
+DTYPES = {"fp32": None, "bf16": torch.bfloat16}
+OFFLOADS = {
+    "none": {},
+    "optimizer": {"optimizer": "cpu", "gradients": "cpu"},
+    "host": dict.fromkeys(("parameters", "gradients", "optimizer"), "cpu"),
+    "nvme": dict.fromkeys(("parameters", "gradients", "optimizer"), "nvme"),
+}
+
+
+class Blocks(nn.Module):
+    """A unit for each block, and two weights of the root's own, in sizes that need padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(models.FEATURES, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS))
+        self.gain = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        x = self.first(x.to(self.gain.dtype))
+        for block in self.blocks:
+            x = torch.tanh(block(x)) * self.gain
+        return x
+
+
+def build():
+    torch.manual_seed(0)
+    return Blocks().to("emu")
+
+
+def adam(params):
+    return torch.optim.AdamW(params, lr=1e-2, fused=True)
+
+
+class OnTheHost:
+    """An optimizer in host memory: gradients go there, what it has updated comes back."""
+
+    def __init__(self, params) -> None:
+        self.params = list(params)
+        self.copies = [each.detach().cpu().requires_grad_() for each in self.params]
+        self.optimizer = adam(self.copies)
+
+    def step(self):
+        for own, copy in zip(self.params, self.copies, strict=True):
+            copy.grad = None if own.grad is None else own.grad.cpu()
+        self.optimizer.step()
+        for own, copy in zip(self.params, self.copies, strict=True):
+            own.data.copy_(copy.detach())
+
+    def zero_grad(self):
+        for own in self.params:
+            own.grad = None
+
+
+def batch(step, index):
+    return models.batch("grid", step, index)[0].to("emu")
+
+
+def loss(model, x):
+    return model(x).float().square().sum()
+
+
+def norm(gradients, order):
+    return norms.total([each.cpu() for each in gradients], order).to(gradients[0].device)
+
+
+def plain(dtype, world, offload):
+    """Losses, norms and weights of plain PyTorch, of which the optimizer is where the states rest."""
+    model, make = build(), OnTheHost if offload else adam
+    settings = {"world": world, "steps": STEPS, "backwards": BACKWARDS, "clip": 0.5, "norm": norm}
+    if dtype is None:
+        return reference.accumulate(model, make(model.parameters()), batch, loss, **settings), reference.weights(model)
+    history, _ = reference.accumulate_with_masters(model, make, batch, loss, dtype=dtype, **settings)
+    return history, reference.weights(model)
+
+
+def sharded(stage, dtype, recompute, replicas, offload, folder):
+    model = build()
+    optimizer = adam(model.parameters())
+    zero = zeroshard.shard(
+        model,
+        optimizer,
+        stage=stage,
+        precision=Precision(param_dtype=dtype),
+        layout=Layout(bucket_mib=0.0005, recompute=recompute),
+        comm=Comm(replicas=replicas),
+        offload=Offload(**offload, path=folder if "nvme" in offload.values() else None),
+    )
+    history = reference.loop(
+        model, optimizer, batch, loss, ranks.rank(), ranks.world(), BACKWARDS, steps=STEPS, clip=0.5
+    )
+    with zero.gathered():
+        return history, reference.weights(model)
+
+
+def equal(dtype, replicas, offload, cases, orders, folder):
+    """Stages, with recomputation and without, each in as many drawn orders."""
+    from emulated.device import device
+    from emulated.streams import Order
+
+    device().rounds_otherwise.add("_fused_adamw_")
+    rank, world = ranks.rank(), ranks.world()
+    want, weights = plain(DTYPES[dtype], world, OFFLOADS[offload])
+    for seed in orders:
+        for stage, recompute in cases:
+            device().synchronize()
+            device().machine.order = Order(1000 * seed + 100 * stage + 10 * recompute + rank)
+            got, own = sharded(stage, DTYPES[dtype], recompute, replicas, OFFLOADS[offload], folder)
+            reference.assert_same(own, weights)
+            assert got.losses == [each[rank::world] for each in want.losses]
+            assert [each.item() for each in got.norms] == [each.item() for each in want.norms]
+
+
+RANKS = [(1, 1), (2, 1), (2, 2), (3, 1), (4, 2)]  # ranks and replicas
+EVERY = [*product(STAGES, (False, True))]
+ORDERS = 20
+FIRST = {  # of `make test`
+    ((2, 1), "bf16", "optimizer"): [(2, True)],
+    ((1, 1), "fp32", "nvme"): [(3, True), (0, False)],
+}
+CASES = [
+    pytest.param(*each, FIRST[each], range(1), id=f"{each[0][0]}-{each[0][1]}-{each[1]}-{each[2]}-a-few")
+    for each in FIRST
+] + [
+    pytest.param(*each, EVERY, orders, id=f"{each[0][0]}-{each[0][1]}-{each[1]}-{each[2]}-{name}", marks=mark)
+    for name, orders, mark in (("all", range(1), pytest.mark.full), ("orders", range(1, ORDERS), pytest.mark.slow))
+    for each in product(RANKS, DTYPES, OFFLOADS)
+]
+
+
+@pytest.mark.row(34)
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("world_size", "dtype", "offload", "cases", "orders"), CASES)
+def test_every_combination_has_the_bits_of_plain_torch_on_the_device(
+    world_size, dtype, offload, cases, orders, tmp_path
+):
+    """Stages 0 to 3, ranks and replicas, dtypes, recomputation and tiers, in 20 drawn orders of late kernels."""
+    world, replicas = world_size
+    emulated.run(world, equal, dtype, replicas, offload, cases, orders, str(tmp_path), timeout=1100)

@@ -116,6 +116,7 @@ class Engine:
         for buffer in self.buffers:
             if buffer.bucket.trainable:
                 self.reduction.add(self.gradients.add(buffer), self.units[buffer.bucket.unit])
+        self.reduction.launch_once()
         self.sends_always = self.layout.buffers == "always"
         self.schedule = Schedule(self, self.units, self.gradients, self.reduction, parts.saved, comm, precision)
         self.schedule.backward.hook_gradients()

@@ -24,9 +24,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..device import asynchronous
 from ..errors import TierError
 from ..headroom import IN_FLIGHT
-from ..numerics import divides_exactly, fold, running_dtype, simulated
+from ..numerics import divides_exactly, fold, launch_once, running_dtype, simulated
 from ..ranks.agreement import Group
 from ..ranks.comm import Comm
 from ..ranks.transport import Relay, Work
@@ -82,6 +83,16 @@ class Reduction:
         self.pending[index] = pending = Pending(accumulator, unit, sources=sources, codes=codes)
         self.pending_of += [pending] * len(accumulator.buffer.params)
         self.order = sorted(self.pending, reverse=True)
+
+    def launch_once(self) -> None:
+        """Let the device load what backwards will launch, before it waits for messages: see `numerics.launch_once`."""
+        if not asynchronous(self.group.device):
+            return
+        buffers = [pending.buffer for pending in self.pending.values()]
+        for sums, sent, master in sorted({(b.grad_dtype, b.reduce_dtype, b.master_dtype) for b in buffers}, key=str):
+            like = torch.empty(0, dtype=sums, device=self.group.device)
+            if not simulated(like):
+                launch_once(like, sent, master, self.group.sources)
 
     # --- one backward -----------------------------------------------------------------------------------------------
 

@@ -1,0 +1,84 @@
+"""How many kernels the engine launches, and when it launches each of them first, on the emulated accelerator."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+import emulated
+import ranks
+import zeroshard
+from emulated import sites
+from emulated.device import device
+from zeroshard import Comm, Layout, Precision
+
+WIDTH, BLOCKS = 16, 4
+DTYPES = {"fp32": None, "bf16": torch.bfloat16}
+SUMS = ("engine/reduction.py", "engine/accumulator.py", "engine/pending.py", "numerics.py")  # where backward launches
+
+
+class Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(BLOCKS))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def sharded(stage, dtype, **settings):
+    torch.manual_seed(0)
+    model = Blocks().to("emu")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    settings = {"precision": Precision(param_dtype=DTYPES[dtype]), **settings}
+    return model, optimizer, zeroshard.shard(model, optimizer, stage=stage, **settings)
+
+
+def trained(model, optimizer, number, backwards=1):
+    for index in range(backwards):
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * number + 10 * index + ranks.rank()))
+        model(x.to("emu", next(model.parameters()).dtype)).square().sum().backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+class Kernels:
+    """The kernels that the engine's sums launch from now on: name and dtypes of each."""
+
+    def __init__(self):
+        self._launch, self.found = device().launch, Counter()
+        device().launch = self._noted
+
+    def _noted(self, name, run, accesses=(), queue=None):
+        accesses = list(accesses)
+        (frame, *_) = sites.stack(sys._getframe(1)) or [None]
+        if queue is None and frame is not None and str(frame).startswith(SUMS):
+            self.found[name, *(str(place.dtype) for place, _ in accesses)] += 1
+        return self._launch(name, run, accesses, queue)
+
+    def take(self):
+        taken, self.found = self.found, Counter()
+        return taken
+
+
+def first_launches(stage, dtype, comm):
+    kernels = Kernels()
+    model, optimizer, _ = sharded(stage, dtype, comm=comm)
+    before = kernels.take()
+    for number in range(2):
+        trained(model, optimizer, number, backwards=2)
+    return sorted(kernels.take().keys() - before.keys())
+
+
+@pytest.mark.parametrize(("world", "replicas"), [(2, 1), pytest.param(3, 3, marks=pytest.mark.full)])
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.full)])
+def test_what_sums_and_norms_launch_was_launched_by_shard(world, replicas, dtype):
+    """Its first launch loads a kernel, and may wait for all that the device has: then for messages too."""
+    assert emulated.run(world, first_launches, 2, dtype, Comm(replicas=replicas)) == [[]] * world

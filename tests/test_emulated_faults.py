@@ -209,6 +209,26 @@ def test_a_subgroup_shards_where_groups_are_split_from_the_worlds(tmp_path):
     assert emulated.run(3, only_some_shard, str(tmp_path / "store"), group=None) == [0, 1, 2]
 
 
+# --- sums on their way through replicas -------------------------------------------------------------------------------
+
+
+def relayed(replicas, stage):
+    """The host waits for all that its device has at every allocation, as it may do for memory and to load kernels."""
+    model, optimizer, zero = sharded(stage, comm=Comm(replicas=replicas))
+    for number in range(2):
+        step(model, optimizer, number)
+    assert_plain(model, zero)
+
+
+@pytest.mark.parametrize(
+    ("world", "replicas"),
+    [(2, 2), pytest.param(3, 3, marks=pytest.mark.full), pytest.param(4, 2, marks=pytest.mark.full)],
+)
+def test_no_device_waits_for_a_sum_that_is_sent_only_once_its_host_is_back(world, replicas):
+    """Posted with the reduction, a receive would wait for a replica that meets this host first: a deadlock."""
+    emulated.run(world, relayed, replicas, 2, syncs_every=1, patience=8.0)
+
+
 # --- ranks that are lost, and interrupts ------------------------------------------------------------------------------
 
 

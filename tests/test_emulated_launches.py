@@ -14,7 +14,7 @@ import ranks
 import zeroshard
 from emulated import sites
 from emulated.device import device
-from zeroshard import Comm, Layout, Precision
+from zeroshard import Comm, Precision
 
 WIDTH, BLOCKS = 16, 4
 DTYPES = {"fp32": None, "bf16": torch.bfloat16}
@@ -60,7 +60,7 @@ class Kernels:
         accesses = list(accesses)
         (frame, *_) = sites.stack(sys._getframe(1)) or [None]
         if queue is None and frame is not None and str(frame).startswith(SUMS):
-            self.found[name, *(str(place.dtype) for place, _ in accesses)] += 1
+            self.found[(name, *(str(place.dtype) for place, _ in accesses))] += 1
         return self._launch(name, run, accesses, queue)
 
     def take(self):

@@ -15,7 +15,8 @@ def bench(module, *arguments, out):
     call = [sys.executable, "-W", "ignore", "-m", f"bench.{module}", *map(str, arguments), "--out", str(out)]
     done = subprocess.run(call, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
-    return json.loads((out / f"{module}.json").read_text()), (out / f"{module}.md").read_text(), done.stdout
+    name = module.rpartition(".")[2]
+    return json.loads((out / f"{name}.json").read_text()), (out / f"{name}.md").read_text(), done.stdout
 
 
 @pytest.mark.slow
@@ -38,7 +39,7 @@ def test_one_round_of_training(tmp_path):
 def test_one_round_of_what_a_gpu_is_asked(tmp_path):
     rows = ["plain", "stage 3", "stage 2, optimizer in host memory", "stage 3, optimizer in files"]
     case = ["--device", "cpu", "--size", "tiny", "--rounds", 1, "--steps", 1, "--folder", tmp_path, "--rows", *rows]
-    result, text, _ = bench("gpu", *case, out=tmp_path)
+    result, text, _ = bench("gpu.speed", *case, out=tmp_path)
     assert [row["row"] for row in result["rows"]] == rows
     held = [row["held"] for row in result["rows"]]
     assert held[0] == "-"

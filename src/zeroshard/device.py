@@ -130,15 +130,13 @@ def nccl() -> str | None:
     return None if version is None else ".".join(map(str, version))
 
 
+_UNTOLD = (RuntimeError, AttributeError, AssertionError, TypeError)  # how builds say that they do not know
+
+
 def _tried(ask: Callable[[], Any]) -> Any:
     try:
         return ask()
-    except (
-        RuntimeError,
-        AttributeError,
-        AssertionError,
-        TypeError,
-    ):  # as builds without it say it
+    except _UNTOLD:
         return None
 
 

@@ -1,11 +1,12 @@
-"""On one GPU: what the engine costs over plain PyTorch, and what host memory and files cost over the GPU's.
+"""Step: what the engine costs over plain PyTorch on one device, and what host memory and files cost over its own.
 
-    python -m bench.gpu [--size 1B] [--folder DIR] [--device cpu --size tiny]
+    python -m bench.gpu.speed [--size 1B] [--folder DIR] [--device cpu --size tiny]
 
 A GPT in bfloat16 with fp32 masters, one rank, so that nothing is sent and what is left is the engine. Every row trains
-in turn with plain PyTorch, round after round; its ratio is to plain's median in the same round. The bound of a row
-whose optimizer is in host memory: the most of the GPU's own step, the bytes it moves at the measured speed of the bus,
-and the step of the same optimizer on the CPU alone.
+in turn with plain PyTorch, round after round; its ratio is to plain's in the same round. The device is waited for
+before and after a round, never in it, so that the host runs ahead as it does in a training; "host ms" is what it takes
+for itself. The bound of a row whose optimizer is in host memory: the most of the device's own step, the bytes it moves
+at the measured speed of the bus, and the step of the same optimizer on the CPU alone.
 """
 
 from __future__ import annotations
@@ -22,16 +23,20 @@ import torch
 import zeroshard
 from zeroshard import Offload, Precision
 
-from . import report
-from .backends import plain
-from .backends.masters import MasterAdamW
-from .model import GPT, LEARNING_RATE, SIZES, Size, batch
+from .. import report
+from ..backends import plain
+from ..backends.masters import MasterAdamW
+from ..model import GPT, LEARNING_RATE, SIZES, Size, batch
+from .place import synchronize
+from .record import Record
 
 SIZES_HERE = {**SIZES, "1B": Size(20, 2048, 16, 32768, sequences=8, tokens=1024)}
 HOST = {"optimizer": "cpu", "gradients": "cpu"}
 ROWS: dict[str, dict[str, Any]] = {
     "plain": {},
     **{f"stage {stage}": {"stage": stage} for stage in range(4)},
+    "plain, clipped": {"clip": 1.0},
+    "stage 3, clipped": {"stage": 3, "clip": 1.0},
     "stage 3, compiled": {"stage": 3, "compiled": True},
     "stage 2, optimizer in host memory": {"stage": 2, "offload": HOST},
     "stage 3, all in host memory": {"stage": 3, "offload": {**HOST, "parameters": "cpu"}},
@@ -44,8 +49,9 @@ class Row:
 
     def __init__(self, options: dict[str, Any], size: Size, device: torch.device, folder: str) -> None:
         self.size, self.device, self.number = size, device, 0
+        self.clip = options.get("clip")
         torch.manual_seed(0)
-        model = GPT(size).to(device)
+        self.model = model = GPT(size).to(device)
         self.numel = sum(param.numel() for param in model.parameters())
         self.zero = None
         if "stage" not in options:
@@ -59,21 +65,24 @@ class Row:
         self.zero = zeroshard.shard(model, optimizer, stage=options["stage"], precision=precision, offload=offload)
         self.trainer = plain(torch.compile(model) if options.get("compiled") else model, optimizer)
 
-    def step(self) -> float:
-        """Seconds, the device's work included."""
-        tokens_BT = batch(self.size, self.number, 0, 1).to(self.device)
-        self.number += 1
+    def steps(self, count: int) -> tuple[float, float]:
+        """Seconds of each, with the device's work and until the host had queued it."""
+        batches = [batch(self.size, self.number + at, 0, 1).to(self.device) for at in range(count)]
+        self.number += count
         _wait(self.device)
         since = time.perf_counter()
-        self.trainer.backward(tokens_BT)
-        self.trainer.update()
+        for tokens_BT in batches:
+            self.trainer.backward(tokens_BT)
+            if self.clip is not None:
+                torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+            self.trainer.update()
+        queued = time.perf_counter() - since
         _wait(self.device)
-        return time.perf_counter() - since
+        return (time.perf_counter() - since) / count, queued / count
 
 
 def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device.type)
 
 
 def _best(call: Any, device: torch.device, times: int = 5) -> float:
@@ -105,31 +114,52 @@ def cpu_step(numel: int) -> float:
     return _best(optimizer.step, torch.device("cpu")) * numel / count
 
 
-def measure(name: str, size: Size, device: torch.device, folder: str, rounds: int, steps: int) -> dict[str, Any]:
+def measure(kind: str, name: str, size: str, folder: str, rounds: int, steps: int) -> dict[str, Any]:
     """One row beside plain PyTorch."""
-    first, held = Row(ROWS["plain"], size, device, folder), None
-    both = [first, first if name == "plain" else Row(ROWS[name], size, device, folder)]
+    device, whole = torch.device(kind), SIZES_HERE[size]
+    first, held = Row(ROWS["plain"], whole, device, folder), None
+    both = [first, first if name == "plain" else Row(ROWS[name], whole, device, folder)]
     medians: list[list[float]] = [[], []]
+    hosts: list[float] = []
     for row in both:
-        row.step(), row.step()  # optimizers make their state, compilers compile
+        row.steps(2)  # optimizers make their state, compilers compile
     for number in range(rounds):
         for at in (0, 1) if number % 2 else (1, 0):
-            medians[at].append(statistics.median(both[at].step() for _ in range(steps)))
+            seconds, host = both[at].steps(steps)
+            medians[at].append(seconds)
+            hosts += [host] * at
     mine = both[1]
     if mine.zero is not None:
         ledger = mine.zero.ledger()
         held = {tier: sum(states.values()) for tier, states in ledger.tiers.items() if any(states.values())}
     ratio = [ours / base for base, ours in zip(*medians, strict=True)]
-    row = {"row": name, "step ms": round(1e3 * statistics.median(medians[1]), 2), "over plain": report.spread(ratio)}
+    row = {
+        "row": name,
+        "step ms": round(1e3 * statistics.median(medians[1]), 2),
+        "host ms": round(1e3 * statistics.median(hosts), 2),
+        "over plain": report.spread(ratio),
+    }
     if "offload" in ROWS[name] and "nvme" not in ROWS[name]["offload"].values():
         moved = 4 * mine.numel  # gradients out, parameters in, two bytes each
         bound = max(statistics.median(medians[0]), moved / bus(device), cpu_step(mine.numel))
         row["over its bound"] = f"{statistics.median(medians[1]) / bound:.2f}"
     else:
         row["over its bound"] = "-"
-    row["tokens/s"] = round(size.sequences * size.tokens / statistics.median(medians[1]))
+    row["tokens/s"] = round(whole.sequences * whole.tokens / statistics.median(medians[1]))
     row["held"] = ", ".join(f"{tier} {count:,}" for tier, count in (held or {}).items()) or "-"
     return row
+
+
+def run(record: Record) -> None:
+    place = record.place
+    size, rounds, steps = ("1B", 5, 5) if place.full else ("tiny", 1, 2)
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ROWS:
+            if ROWS[name].get("compiled") and not place.full:
+                record.skip(name, f"nothing is compiled for {place.kind}")
+                continue
+            body = (measure, name, size, folder, rounds, steps)
+            record.measure(name, lambda body=body: place.run(1, *body, timeout=600, deterministic=False)[0])
 
 
 def main() -> None:
@@ -148,7 +178,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         rows = []
         for name in options.rows:
-            rows.append(measure(name, SIZES_HERE[options.size], device, folder, options.rounds, options.steps))
+            rows.append(measure(options.device, name, options.size, folder, options.rounds, options.steps))
             if device.type == "cuda":
                 torch.cuda.empty_cache()
     facts = {
@@ -160,7 +190,7 @@ def main() -> None:
         f"{facts['device']}, {options.rounds} rounds of {options.steps} steps in turn with plain PyTorch.",
         "plain: bfloat16 parameters, fp32 masters, fused AdamW (backends/masters.py).",
     ]
-    report.write(options.out, "gpu", facts, rows, notes)
+    report.write(options.out, "speed", facts, rows, notes)
 
 
 if __name__ == "__main__":

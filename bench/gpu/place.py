@@ -1,0 +1,103 @@
+"""Where the steps run: on CUDA devices, on the emulated device of tests/emulated, or on the CPU."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tests"))  # ranks, emulated
+
+import ranks  # noqa: E402
+
+REHEARSED = 4  # devices of a rehearsal
+GROUPS = {"cuda": "cpu:gloo,cuda:nccl", "emu": "cpu:gloo,emu:emuccl", "cpu": "gloo"}
+ENVIRONMENT = {  # of every process: no network, one thread, and what cuBLAS needs for the same bits again
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """kind: of the devices. count: how many. full: are sizes and repeats those of the real hour?"""
+
+    kind: str
+    count: int
+
+    @classmethod
+    def of(cls, kind: str) -> Place:
+        return cls(kind, torch.cuda.device_count() if kind == "cuda" else REHEARSED)
+
+    @property
+    def full(self) -> bool:
+        return self.kind == "cuda"
+
+    @property
+    def worlds(self) -> list[int]:
+        """Numbers of ranks that it has devices for."""
+        return [ranks for ranks in (2, 3, 4, 8) if ranks <= self.count]
+
+    def run(
+        self,
+        world: int,
+        body: Callable[..., Any],
+        *args: Any,
+        group: str | None = "both",
+        timeout: float = 300.0,
+        deterministic: bool = True,
+        expect_errors: bool = False,
+    ) -> list[Any]:
+        """What `body(kind, *args)` returns on each of `world` ranks, each with a device of its own.
+
+        group: "both" is a process group of gloo and the device's own backend, "own" of the latter alone; None: the body
+        makes one, or needs none.
+        """
+        backend = {"both": GROUPS[self.kind], "own": GROUPS[self.kind].rpartition(":")[2], None: None}[group]
+        if self.kind == "emu":
+            import emulated
+
+            return emulated.run(
+                world, body, "emu", *args,
+                seed=1, group=backend, timeout=timeout, expect_errors=expect_errors, patience=60.0,
+            )  # fmt: skip
+        with tempfile.TemporaryDirectory(prefix="bench-gpu-") as folder:
+            meeting = (backend, os.path.join(folder, "store"))
+            return ranks.run(
+                world, _on_rank, self.kind, body, args, meeting, deterministic,
+                group=False, timeout=timeout, expect_errors=expect_errors, spent=True,
+            )  # fmt: skip
+
+
+def _on_rank(
+    kind: str, body: Callable[..., Any], args: tuple[Any, ...], meeting: tuple[str | None, str], deterministic: bool
+) -> Any:
+    import torch.distributed as dist
+
+    rank, world, (backend, path) = ranks.rank(), ranks.world(), meeting
+    if kind == "cuda":
+        torch.cuda.set_device(rank)
+        torch.use_deterministic_algorithms(deterministic)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # a kernel for each gather, and no bit of ours
+    if backend is not None and world > 1:
+        store = dist.FileStore(path, world)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(minutes=5))
+    answer = body(kind, *args)
+    synchronize(kind)
+    return answer
+
+
+def synchronize(kind: str) -> None:
+    if kind != "cpu":
+        torch.get_device_module(kind).synchronize()

@@ -1,0 +1,68 @@
+"""The steps, in their order: what each asks, what its answer decides, and what it needs.
+
+`python -m bench.gpu.steps` brings the table in docs/gpus.md up to date.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+from .. import report
+from .place import ROOT
+from .record import Record
+
+PAGE = ROOT / "docs" / "gpus.md"
+OPENING, CLOSING = "<!-- bench/gpu/steps.py -->\n", "<!-- end -->\n"
+
+
+class Step(NamedTuple):
+    """name: of its module and its file. minutes: on eight devices, after twice which it is ended. least: devices."""
+
+    name: str
+    minutes: int
+    least: int
+    asks: str
+    decides: str
+
+    @property
+    def number(self) -> int:
+        return STEPS.index(self)
+
+    @property
+    def file(self) -> str:
+        return f"{self.number:02}-{self.name}.json"
+
+    def load(self) -> Callable[[Record], None]:
+        run: Callable[[Record], None] = importlib.import_module(f"{__package__}.{self.name}").run
+        return run
+
+
+STEPS = [
+    Step("machine", 3, 1, "versions, topology, peers, clocks, disk, nodes", "is the machine sane"),
+    Step("suite", 4, 1, "the tests that are marked gpu", "is anything broken that a test knows"),
+    Step("speed", 12, 1, "one rank beside plain torch: stages, compiled, offloaded", "what the engine costs"),
+]
+
+
+def table() -> str:
+    """As Markdown."""
+    return report.table(
+        [
+            {"step": step.number, "file": f"`{step.file}`", "minutes": step.minutes, "GPUs": step.least,
+             "asks": step.asks, "decides": step.decides}
+            for step in STEPS
+        ]
+    )  # fmt: skip
+
+
+def written(page: str) -> str:
+    """`page` with the table between the two comments."""
+    before, _, rest = page.partition(OPENING)
+    _, _, after = rest.partition(CLOSING)
+    return before + OPENING + table() + "\n" + CLOSING + after
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(PAGE.read_text()))

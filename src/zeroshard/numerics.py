@@ -347,13 +347,15 @@ def parts(tensor: Tensor) -> list[Tensor] | None:
     return [each for several in found for each in several or ()] if found and None not in found else None
 
 
-def reseed_(master: Tensor, param: Tensor) -> bool:
+def reseed_(master: Tensor, param: Tensor, *, asked: bool = True) -> bool:
     """Where a parameter's bits are not the cast of its master, somebody edited it: the edit becomes the master.
 
-    Returns whether anything changed. Shapes: both 1-D of one length.
+    Returns whether anything changed. Shapes: both 1-D of one length. Not `asked`, a device does the same without a
+    word, and False says nothing: its answer would have to be waited for.
     """
     if simulated(master):
         return False
+    silent = not (asked or master.is_cpu)
     changed = False
     bits = torch.int16 if param.itemsize == 2 else torch.int32 if param.itemsize == 4 else torch.int64
     step = chunk(param)
@@ -361,8 +363,8 @@ def reseed_(master: Tensor, param: Tensor) -> bool:
     for at in range(0, master.numel(), step):
         own, seen = master[at : at + step], param[at : at + step]
         cast = scratch[: own.numel()].copy_(own)
-        if not same_bits(cast, seen):
-            changed = True
+        if silent or not same_bits(cast, seen):
+            changed = not silent
             torch.where(cast.view(bits) != seen.view(bits), seen.to(own.dtype), own, out=own)
     return changed
 

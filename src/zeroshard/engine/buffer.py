@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from ..device import asynchronous
 from ..errors import StateError, TierError
 from ..events import DEVICE, ends
 from ..layout import Bucket, Slot, slot_at
@@ -382,7 +383,7 @@ class Buffer:
             return True
         self.land()
         self.edits.look_at(self.full)
-        self._keep_edits()
+        self._keep_edits(asked=False)
         self.gathered.current = False
         if self.gathered.held() or (self.unnoted and self.gathered.in_graphs()):
             return False
@@ -398,16 +399,20 @@ class Buffer:
         """A parameter whose `.data` was replaced gets the new values copied into its slot and is a view again."""
         self.gathered.rebind()
 
-    def _keep_edits(self) -> bool:
-        """Edits of the gathered copy become what rests. Says whether there were any."""
+    def _keep_edits(self, *, asked: bool = True) -> bool:
+        """Edits of the gathered copy become what rests. Says whether there were any.
+
+        Not `asked`, here and below, a device is not waited for: it takes what was edited, and the answer may be False.
+        """
         if self.resident or not (self.ready and self.edits.reachable):
             return False  # nothing gathered, only a copy that the last step made old, or one that nobody could reach
         with torch.inference_mode(False), torch.no_grad():
             self.rebind()
             if self.casts:
-                return self._reseed(self._mine)
+                return self._reseed(self._mine, asked=asked)
             try:
-                if self.parameters.rest.same_as(self._mine):
+                silent = not asked and self._silent and self.parameters.on_device
+                if not silent and self.parameters.rest.same_as(self._mine):
                     return False
                 if self.split is not None:  # beside what it is the lower half of
                     self._reseed(self.full[slice(*self.updated)])
@@ -416,9 +421,14 @@ class Buffer:
             except TierError as error:
                 self._group.report(error)
             self.edits.unfollowed = self.split is None
-            return True
+            return not silent
 
-    def seed_master(self) -> bool:
+    @property
+    def _silent(self) -> bool:
+        """Can what was edited be taken without asking whether there is any? Joined halves would have to be split."""
+        return self.split is None and asynchronous(self.full.device)
+
+    def seed_master(self, *, asked: bool = True) -> bool:
         """Masters follow edited parameters. Says whether anything was edited."""
         if self.master is None or self.casts or not (self.resident or self.edits.unfollowed):
             return False
@@ -426,7 +436,7 @@ class Buffer:
         with self.parameters.here(changed=False):
             params = self.parameters.of(*self.updated)
             if self.split is None:
-                return self._reseed(params)
+                return self._reseed(params, asked=asked)
             if self.split.before is None or not self._reseed(params):
                 return False
             self.split.before.copy_(params)
@@ -446,10 +456,10 @@ class Buffer:
         if self.split is not None and self.resident:
             self.edits.agree(self.parameters.of(*self.updated))
 
-    def _reseed(self, params: Tensor) -> bool:
+    def _reseed(self, params: Tensor, *, asked: bool = True) -> bool:
         assert self.master is not None
         with self.master.here(changed=False) as master:
-            edited = self.edits.follow(master, params)
+            edited = self.edits.follow(master, params, asked=asked or not self._silent)
             with self.master.here(changed=edited):
                 return edited
 
@@ -463,10 +473,10 @@ class Buffer:
         if self.split is not None and self.split.before is not None:
             self.split.before.copy_(stored)
 
-    def follow_edits(self) -> None:
+    def follow_edits(self, *, asked: bool = True) -> None:
         """What rests, masters and generation follow what was edited in the gathered copy."""
-        edited = self._keep_edits()
-        if self.seed_master() or edited:
+        edited = self._keep_edits(asked=asked)
+        if self.seed_master(asked=asked) or edited:
             self.changed()
 
     def changed(self) -> None:

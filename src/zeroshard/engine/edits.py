@@ -2,6 +2,7 @@
 
 Anybody may write into an open parameter, so the only proof is in the bits: a digest of the parameters, taken when they
 were last what the masters cast to. Mostly the question needs no digest, because nobody could reach the gathered copy.
+On a device it is not asked at all in a step, which would wait for the answer: what was edited is taken, whatever it is.
 """
 
 from __future__ import annotations
@@ -60,10 +61,10 @@ class Edits:
         """Are these still the parameters that are known to be what the masters cast to?"""
         return self._digest(params) == self._agreed
 
-    def follow(self, master: Tensor, params: Tensor) -> bool:
-        """The master takes what of the parameters is not its cast. Says whether anything was edited."""
+    def follow(self, master: Tensor, params: Tensor, *, asked: bool) -> bool:
+        """The master takes what of the parameters is not its cast. Says whether anything was edited; see `reseed_`."""
         now = self._digest(params)
-        edited = (now is None or now != self._agreed) and reseed_(master, params.to(master.device))
+        edited = (now is None or now != self._agreed) and reseed_(master, params.to(master.device), asked=asked)
         self._agreed = now
         return edited
 

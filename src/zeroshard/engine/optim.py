@@ -328,7 +328,7 @@ class Binding:
         for buffer in self.buffers if self.early is None else ():
             buffer.land()
             buffer.rebind()
-            if not self._by_itself(buffer) and buffer.seed_master():
+            if not self._by_itself(buffer) and buffer.seed_master(asked=False):
                 buffer.changed()
 
     def _check_options(self) -> None:

@@ -247,7 +247,7 @@ class QuantisedBuffer(Buffer):
     def _numbers(self, resting: Tensor, part: Part) -> Iterator[tuple[slice, Tensor]]:
         return fp8.dequantised(resting[part.where], part.scales, part.tiles, self.dtype, part.first)
 
-    def _keep_edits(self) -> bool:
+    def _keep_edits(self, *, asked: bool = True) -> bool:
         """Scales are all ranks' together, so nothing can follow by itself."""
         try:
             edited = self.edited()

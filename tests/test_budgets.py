@@ -1,0 +1,76 @@
+"""What a step costs an accelerator: how often the host waits for it, and how many kernels it launches."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import nullcontext
+from itertools import product
+
+import pytest
+import torch
+from torch import nn
+
+import emulated
+import ranks
+import reference
+import zeroshard
+from test_emulated import DTYPES, STAGES, optimizer
+from zeroshard import Layout, Precision, device
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x).tanh()
+        return x
+
+
+def shard(model, where, stage, dtype=None, **layout):
+    model = model.to(where)
+    adam = optimizer(model.parameters())
+    settings = Layout(bucket_mib=0.01, **layout)
+    return adam, zeroshard.shard(model, adam, stage=stage, precision=Precision(param_dtype=dtype), layout=settings)
+
+
+# --- edits --------------------------------------------------------------------------------------------------------------------
+
+
+def edited(where, stage, dtype):
+    """The weights after steps in which a forward has edited its own, and the program others between two."""
+    adam, zero = shard(model := Net(), where, stage, dtype)
+    edits = [lambda p: p.data.mul_(1.5), lambda p: p.add_(0.25), lambda p: setattr(p, "data", p.data * 0.5)]
+
+    @torch.no_grad()
+    def edit(module, *_):
+        for param in module.parameters():
+            edits[step](param)
+
+    model.blocks[0].register_forward_pre_hook(edit)
+    for step in range(3):
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(8 * step + ranks.rank()))
+        model(x.to(where, dtype)).float().square().sum().backward()
+        with zero.gathered() if stage == 3 else nullcontext():
+            edit(model.blocks[1])
+        before = Counter(device.asked)
+        adam.step()
+        adam.zero_grad()
+        assert before == device.asked
+    with zero.gathered():
+        return reference.weights(model)
+
+
+def edits_are_taken():
+    for dtype, stage in product(DTYPES.values(), STAGES):
+        reference.assert_same(edited("emu", stage, dtype), edited("cpu", stage, dtype))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("world", [1, 2], ids="ranks{}".format)
+def test_a_device_takes_what_was_edited_without_being_asked(world):
+    """Edits in a forward and between steps have the bits that they have on the CPU, and the step asks nothing."""
+    emulated.run(world, edits_are_taken, seed=world, timeout=120)

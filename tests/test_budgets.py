@@ -74,3 +74,31 @@ def edits_are_taken():
 def test_a_device_takes_what_was_edited_without_being_asked(world):
     """Edits in a forward and between steps have the bits that they have on the CPU, and the step asks nothing."""
     emulated.run(world, edits_are_taken, seed=world, timeout=120)
+
+
+# --- what a step asks ---------------------------------------------------------------------------------------------------------
+
+
+def nothing_is_asked(stages):
+    """Of a step with two backwards that clips and prints nothing; the first one makes what is kept."""
+    for dtype, stage in product(DTYPES.values(), stages):
+        adam, _ = shard(model := Net(), "emu", stage, dtype)
+        x = torch.randn(4, 6).to("emu", dtype)
+        for _ in range(3):
+            before = Counter(device.asked)
+            with emulated.counted() as counts:
+                for _ in range(2):
+                    model(x).float().square().sum().backward()
+                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                adam.step()
+                adam.zero_grad()
+        assert not counts.drains and before == device.asked, (dtype, stage, counts.drains, device.asked - before)
+        assert norm.device.type == "emu" and norm.item() > 0
+
+
+@pytest.mark.parametrize(
+    ("world", "stages"),
+    [(2, (0, 3)), pytest.param(2, (1, 2), marks=pytest.mark.full), pytest.param(1, STAGES, marks=pytest.mark.full)],
+)
+def test_a_step_that_clips_waits_for_the_device_nowhere(world, stages):
+    emulated.run(world, nothing_is_asked, stages, seed=world, timeout=120)

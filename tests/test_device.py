@@ -504,13 +504,13 @@ def test_groups_in_a_devices_queue_are_connected_in_one_order_before_they_are_us
     """By what each of them will carry, small and large; then all ranks meet."""
     large, end = 4 << 20, ("control", "all_reduce", 4)
     gathers = [("gather", verb) for verb in ("all_gather_single", "broadcast")]
-    both = [(*each, n) for n in (2, large) for each in gathers] + [
-        ("reduce", "all_to_all_single", n) for n in (2, large)
-    ]
-    alone = [(use, verb, 1 if n == 2 else n) for use, verb, n in both]
-    pair = [(use, "broadcast", n) for use in ("pair", "copies", "broadcast") for n in (2, large)]
+    sums = [("reduce", "all_to_all_single", n) for n in (2, large)]
+    both = [(*each, n) for n in (2, large) for each in (*gathers, ("gather", "all_reduce"))] + sums
+    alone = [(use, verb, 1 if n == 2 else n) for use, verb, n in both if verb != "all_reduce"]
+    pair = [(use, "broadcast", n) for use in ("pair", "copies") for n in (2, large)]
+    everyone = [("broadcast", verb, n) for n in (2, large) for verb in ("broadcast", "all_reduce")]
     assert ranks.run(2, connects, 1) == [[*both, end]] * 2
-    assert ranks.run(2, connects, 2) == [[*alone, *pair, end]] * 2
+    assert ranks.run(2, connects, 2) == [[*alone, *pair, *everyone, end]] * 2
 
 
 def bound_where_groups_are_made(part):

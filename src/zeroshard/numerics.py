@@ -556,11 +556,10 @@ def add_to_bins(bins: Tensor, owner: Tensor, sums: Tensor) -> None:
 
 def sums_from_bins(bins: Tensor) -> Tensor:
     """fp64 [slots]: the sums of floats themselves, inf and NaN where one went in."""
-    scale = torch.tensor([2.0 ** (8 * b - 150) for b in range(32)], dtype=torch.float64, device=bins.device)
+    # 2^(8 * bin - 150), made of its bits where it is used: numbers of the host's would be waited for there.
+    scale = (torch.arange(32, device=bins.device) * 8 + (1023 - 150) << 52).view(torch.float64)
     total = (bins[:, :32].to(torch.float64) * scale).sum(dim=1)
-    total[bins[:, 32] > 0] = torch.inf
-    total[bins[:, 33] > 0] = torch.nan
-    return total
+    return total.masked_fill_(bins[:, 32] > 0, torch.inf).masked_fill_(bins[:, 33] > 0, torch.nan)
 
 
 def roots_from_bins(bins: Tensor, order: float) -> Tensor:

@@ -224,11 +224,8 @@ class Gradients:
                 else:
                     add_to_bins(bins, owner, sums)
         if order == math.inf:
-            agreed = ask(maxima)
-            self.group.maximum(agreed)
-            return agreed.view(torch.float32).to(device)
-        agreed = ask(bins)
-        self.group.total(agreed)
+            return self.group.maximum(maxima).view(torch.float32).to(device)
+        agreed = self.group.total(bins)
         if sums_in(order) is torch.float64:
             return roots_from_bins(agreed, order).to(torch.float32).to(device)
         sums = sums_from_bins(agreed)

@@ -4,8 +4,8 @@
     meet        that all are at the same thing                   one exchange of a row of integers
     poll        the same, and every rank's own integers          one exchange of a row of integers
     flags       the largest of each rank's small numbers         all_reduce of CPU tensors over gloo
-    maximum     elementwise maximum                              all_reduce
-    total       elementwise sum of integers                      all_reduce
+    maximum     elementwise maximum                              all_reduce, of a device's tensors in its queue
+    total       elementwise sum of integers                      the same
     describe    every rank's facts, as JSON                      all_gather of their lengths, then of the text
     broadcast   one rank's tensor                                broadcast
 
@@ -310,13 +310,15 @@ class Group:
         ends(self._count_control(len(mine)))
         return mine
 
-    def maximum(self, tensor: Tensor) -> None:
-        """Elementwise maximum over the ranks of a CPU tensor, in place."""
+    def maximum(self, tensor: Tensor) -> Tensor:
+        """Elementwise maximum over the ranks: in place, where this rank's process group can come to the tensor."""
         ends(self._count_control(tensor.numel() * tensor.itemsize))
+        return tensor
 
-    def total(self, tensor: Tensor) -> None:
-        """Elementwise sum over the ranks of a CPU tensor of integers, in place."""
+    def total(self, tensor: Tensor) -> Tensor:
+        """Elementwise sum over the ranks of integers, likewise."""
         ends(self._count_control(tensor.numel() * tensor.itemsize))
+        return tensor
 
     def describe(self, facts: Any, what: str = TELLING) -> list[Any]:
         """Every rank's JSON-able `facts`, in rank order. what: the meeting that this is."""

@@ -374,6 +374,8 @@ class Groups:
                     dist.all_to_all_single(whole.view(-1), whole.clone().view(-1), group=stream.group)
                 else:
                     dist.broadcast(whole, dist.get_global_rank(stream.group, 0), group=stream.group)
+                if stream is self.broadcasts:
+                    dist.all_reduce(whole, group=stream.group)
         finish(self.device)
         dist.all_reduce(torch.zeros(1, device="cpu"), group=self.control.group)
 

@@ -78,8 +78,9 @@ class Link:
         what = "broadcast", self.engine, *whole, low, low + part.numel(), root
         return self.launch(stream, what, *broadcast(stream, part, root))
 
-    def wait(self, verb: str, bucket: int | None, handle: Any, *, queued: bool = False) -> None:
-        """queued: does a device's queue come to it? That waits for buckets, and this thread for all else as well."""
+    def wait(self, verb: str, bucket: int | None, handle: Any, *, queued: bool = False, ahead: bool = False) -> None:
+        """queued: does a device's queue come to it? That waits for buckets, and this thread for all else as well, but
+        where it may go ahead."""
         refuse_forked(self.process, self.rank)
         self.groups.speaker = self._weak
         self.progress.awaited = verb, bucket
@@ -87,7 +88,7 @@ class Link:
         if not self.behind and (within is None or not within.running()):
             self.groups.call = Call()  # of a verb's own waits it is the verb's
         since = time.perf_counter_ns()
-        if queued and bucket is not None:
+        if queued and (ahead or bucket is not None):
             self._wait_for(handle)  # the device's queue waits, not this thread
         else:
             self._wait_in_slices(handle, queued=queued)

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..device import ask
 from ..ended import at_end_of
 from ..errors import PeerError
 from ..events import ends
@@ -217,19 +218,23 @@ class ProcessGroup(Group):
         return tensor.numpy().tobytes()
 
     @verb
-    def maximum(self, tensor: Tensor) -> None:
-        self._all_reduce(tensor, "MAX")
+    def maximum(self, tensor: Tensor) -> Tensor:
+        return self._all_reduce(tensor, "MAX")
 
     @verb
-    def total(self, tensor: Tensor) -> None:
-        self._all_reduce(tensor, "SUM")
+    def total(self, tensor: Tensor) -> Tensor:
+        return self._all_reduce(tensor, "SUM")
 
-    def _all_reduce(self, tensor: Tensor, how: str) -> None:
+    def _all_reduce(self, tensor: Tensor, how: str) -> Tensor:
+        """Of a device's tensor in its queue, which alone waits: a loss is found by this rank's next meeting."""
+        queued = self._groups.queued and not tensor.is_cpu
+        stream, tensor = (self._groups.broadcasts, tensor) if queued else (self._stream, ask(tensor))
         event = self._count_control(tensor.numel() * tensor.itemsize)
         what = "all_reduce", self._link.engine, -1, tensor.numel(), dtype_name(tensor.dtype), how
-        at = f"what follows {self.progress.met}"
-        self._link.wait(at, None, self._link.launch(self._stream, what, *all_reduce(self._stream, tensor, how)))
+        handle = self._link.launch(stream, what, *all_reduce(stream, tensor, how))
+        self._link.wait(f"what follows {self.progress.met}", None, handle, queued=queued, ahead=queued)
         ends(event)
+        return tensor
 
     @verb
     def describe(self, facts: Any, what: str = TELLING) -> list[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,18 @@ SHOWN = 4000  # characters of what an error says: the end is what matters
 
 class Wrong(AssertionError):
     """A case that ran, and found what it should not."""
+
+
+def each(cases: Mapping[str, Callable[[], Any]]) -> dict[str, str]:
+    """On a rank: what is wrong with each case, or nothing; whatever one raises, the next is run."""
+    found = {}
+    for name, call in cases.items():
+        try:
+            call()
+            found[name] = ""
+        except Exception as error:
+            found[name] = (str(error) if isinstance(error, Wrong) else traceback.format_exc())[-SHOWN:]
+    return found
 
 
 class Record:
@@ -35,6 +47,20 @@ class Record:
     def measure(self, name: str, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """The same of numbers that nothing is claimed of."""
         return self._row(MEASURED, name, call, args, options)
+
+    def ranks(self, name: str, world: int, body: Callable[..., dict[str, str]], *args: Any, **options: Any) -> None:
+        """A row for each of the cases that `body` answers with, see `each`; one row in all where it ends early."""
+        begun = time.monotonic()
+        try:
+            found = self.place.run(world, body, *args, **options)
+        except Exception:
+            self._add({"case": name, "verdict": FAILED, "found": traceback.format_exc()[-SHOWN:]})
+            return
+        seconds = round((time.monotonic() - begun) / max(len(found[0]), 1), 3)
+        for case in found[0]:
+            wrong = [f"rank {rank}: {told[case]}" for rank, told in enumerate(found) if told[case]]
+            row = {"case": f"{name}: {case}", "verdict": FAILED if wrong else PASSED, "found": "\n".join(wrong)}
+            self._add(row | {"seconds": seconds})
 
     def skip(self, name: str, why: str) -> None:
         self._add({"case": name, "verdict": SKIPPED, "found": why})

@@ -41,8 +41,17 @@ class Step(NamedTuple):
 
 STEPS = [
     Step("machine", 3, 1, "versions, topology, peers, clocks, disk, nodes", "is the machine sane"),
+    Step(
+        "arithmetic",
+        5,
+        1,
+        "sums, averages, norms, casts, 8 bits, split masters: device and CPU, bit by bit",
+        "what the same bits may mean across processors",
+    ),
+    Step("one_rank", 6, 1, "stages, dtypes, overlap, tiers against plain torch", "the claim for one GPU"),
     Step("suite", 4, 1, "the tests that are marked gpu", "is anything broken that a test knows"),
-    Step("speed", 12, 1, "one rank beside plain torch: stages, compiled, offloaded", "what the engine costs"),
+    Step("grid", 8, 2, "2 to 8 ranks, stages, replicas, accumulation", "the main claim: the same bits"),
+    Step("speed", 12, 1, "one rank beside plain torch: stages, clipped, compiled, offloaded", "what the engine costs"),
 ]
 
 

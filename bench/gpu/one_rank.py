@@ -1,0 +1,50 @@
+"""Step: every stage on one device, with its states on it, in host memory and in files.
+
+On the device the bits are plain torch's there. What rests elsewhere is stepped by the CPU, whose AdamW has other bits:
+those are stage 0's in the same tier.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from zeroshard import Comm, Layout
+from zeroshard.stage import STAGES
+
+from . import training
+from .record import Record, each
+
+
+def run(record: Record) -> None:
+    for dtype in training.DTYPES:
+        record.ranks(f"{dtype}, on the device as plain torch", 1, on_the_device, dtype)
+        record.ranks(f"{dtype}, in other tiers as stage 0 there", 1, elsewhere, dtype, record.place.full)
+
+
+def on_the_device(kind: str, dtype: str) -> dict[str, str]:
+    want = training.plain(kind, dtype, backwards=2)
+
+    def trial(stage: int, overlap: bool, recompute: bool) -> None:
+        layout = Layout(bucket_mib=0.02, recompute=recompute)
+        got = training.sharded(kind, dtype, stage, 2, layout=layout, comm=Comm(overlap=overlap))
+        training.compare(got, want)
+
+    return each(
+        {
+            f"stage {stage}{', overlap' * overlap}{', recompute' * recompute}": partial(
+                trial, stage, overlap, recompute
+            )
+            for stage in STAGES
+            for overlap, recompute in ((True, False), (False, True))
+        }
+    )
+
+
+def elsewhere(kind: str, dtype: str, all_stages: bool) -> dict[str, str]:
+    """all_stages: a rehearsal takes stage 3 alone."""
+
+    def trial(stage: int, tier: str) -> None:
+        training.compare(training.in_tier(kind, dtype, stage, tier), training.in_tier(kind, dtype, 0, tier))
+
+    stages = (1, 2, 3) if all_stages else (3,)
+    return each({f"stage {stage}, {tier}": partial(trial, stage, tier) for stage in stages for tier in ("cpu", "nvme")})

@@ -217,6 +217,20 @@ def scaled(model, optimizer, zero):
     torch.amp.GradScaler("cpu").scale(loss).backward()
 
 
+def scaled_beside_another(model, optimizer, zero):
+    """As where a second thread trains another model: its backward begins while this one's goes on."""
+    scaler = torch.amp.GradScaler("cpu")
+
+    def another(grad):
+        with torch.enable_grad():
+            scaler.scale(torch.ones((), requires_grad=True) * 2).backward()
+
+    loss = models.loss("gpt", model, models.batch("gpt", 0, 0))
+    between = loss * 1.0
+    between.register_hook(another)
+    scaler.scale(between).backward()
+
+
 def rated(model, optimizer, zero):
     backward(model)
     optimizer.param_groups[0]["lr"] = 0.5
@@ -257,6 +271,7 @@ REFUSED = {
     "under no_sync": (unsynced, "no_sync() adds up gradients"),
     "by a closure": (lambda m, o, z: o.step(lambda: backward(m)), "a closure asks for more than one backward"),
     "a scaled loss": (scaled, "a GradScaler scaled this loss"),
+    "a scaled loss beside another": (scaled_beside_another, "a GradScaler scaled this loss"),
     "beside averages": (swapped, "the weights are the averages"),
     "another rate": (rated, "the options of an optimizer changed between backward and step()"),
     "step twice": (after_backward(lambda m, o, z: (o.step(), o.step())), "a second step() after one backward"),

@@ -8,6 +8,7 @@ backwards and skipping a step are refused. `optimizer.step()` ends the step that
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,7 +30,8 @@ from .schedule import Schedule
 
 _LOOP = "loss.backward(); optimizer.step(); optimizer.zero_grad()"
 _ELSE = "or shard(...) without optimizer_in_backward=True"
-_scaled: list[int] = []  # the last graph task that a GradScaler's loss began
+# The last graph tasks that a GradScaler's loss began: of several threads, each of which may be in one.
+_scaled: deque[int] = deque(maxlen=1024)
 
 
 class InBackward(Updater):
@@ -91,7 +93,7 @@ class InBackward(Updater):
             )
         if local:
             what, instead = "no_sync() adds up gradients", "leave no_sync() out"
-        elif _scaled == [torch._C._current_graph_task_id()]:
+        elif torch._C._current_graph_task_id() in _scaled:
             what, instead = "a GradScaler scaled this loss", "Precision(param_dtype=torch.bfloat16), which needs none"
         elif self.schedule.averages_in:
             what, instead = "the weights are the averages", "leave average.swapped() first"
@@ -279,4 +281,4 @@ def cover_scalers() -> None:
 
 
 def _note_scaled(grad: Tensor) -> None:
-    _scaled[:] = [torch._C._current_graph_task_id()]
+    _scaled.append(torch._C._current_graph_task_id())

@@ -64,7 +64,7 @@ class Work:
         self.stood_still(since)
         ends(self._event)
         self._held = None
-        _holding.discard(self)
+        _holding.pop(self, None)
         if self._over is not None:
             self._over()
 
@@ -86,12 +86,12 @@ class Work:
     def hold(self, tensor: Tensor) -> None:
         """Keep the memory that the collective works on alive until it is through, even if its owner is dropped."""
         for dropped in [work for work in tuple(_holding) if work.done()]:
-            _holding.discard(dropped)
+            _holding.pop(dropped, None)
         self._held = tensor
-        _holding.add(self)
+        _holding[self] = None
 
 
-_holding: set[Work] = set()  # under way, or through and not waited for
+_holding: dict[Work, None] = {}  # under way, or through and not waited for; in the order of their launch
 
 
 class Team:

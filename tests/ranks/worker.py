@@ -9,22 +9,29 @@ import pickle
 import random
 import signal
 import sys
+import threading
 import traceback
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
 _place = (0, 1)
+_thread = threading.local()  # where ranks are threads, each has its place here
 
 
 def rank() -> int:
     """The rank this function runs on, with or without a process group."""
-    return _place[0]
+    return getattr(_thread, "place", _place)[0]
 
 
 def world() -> int:
     """The number of ranks of the current run."""
-    return _place[1]
+    return getattr(_thread, "place", _place)[1]
+
+
+def sit(rank: int, world: int) -> None:
+    """This thread is a rank from now on."""
+    _thread.place = rank, world
 
 
 def serve(fd: int, log_fd: int) -> None:

@@ -1,0 +1,191 @@
+"""Worlds: ranks as threads of this process give the bits of ranks that are processes, and show what these hide."""
+
+import random
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ranks
+import zeroshard
+from ranks import RankFailure
+from selection import STAGES
+from world import Odds, Ran, jobs
+from world import run as run_in_world
+from zeroshard.ranks.process_team import ProcessTeam
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_world_gives_the_bits_of_processes(stage, world, tmp_path):
+    """Dropout from the global generator, clipping, a save behind the training, a load, and a step more."""
+    real = ranks.run(world, jobs.train, stage, str(tmp_path / "real"))
+    assert len(set(real)) == 1
+    assert run_in_world(world, jobs.train, stage, str(tmp_path / "strict"), strict=True) == real
+    assert run_in_world(world, jobs.train, stage, str(tmp_path / "drawn"), seed=stage) == real
+
+
+def everything():
+    """Every verb of torch.distributed's, of which each rank adds up what it has got."""
+    rank, ranks_ = dist.get_rank(), dist.get_world_size()
+    own = torch.arange(4, dtype=torch.float32) + 10 * rank
+    found = {}
+
+    def some(*shape):
+        return torch.zeros(*shape)
+
+    dist.all_reduce(total := own.clone())
+    dist.all_reduce(most := own.clone(), op=dist.ReduceOp.MAX)
+    dist.broadcast(first := own.clone(), 1)
+    dist.all_gather(every := [some(4) for _ in range(ranks_)], own)
+    dist.reduce(at_one := own.clone(), 1)
+    pieces = [own[:1] + each for each in range(ranks_)]
+    dist.all_to_all(came := [some(1) for _ in range(ranks_)], pieces)
+    dist.all_to_all_single(single := some(ranks_), torch.cat(pieces))
+    dist.scatter(part := some(1), pieces if rank == 0 else None, 0)
+    dist.gather(own, gathered := [some(4) for _ in range(ranks_)] if rank == 0 else None, 0)
+    dist.reduce_scatter(summed := some(1), pieces)
+    objects = [None] * ranks_
+    dist.all_gather_object(objects, {"rank": rank})
+    if rank == 0:
+        dist.send(own, 1, tag=3)
+    if rank == 1:
+        dist.recv(message := some(4), 0, tag=3)
+        found["message"] = message.tolist()
+    group = dist.new_group([0, 2])
+    if rank in (0, 2):
+        dist.all_reduce(two := own.clone(), group=group)
+        found["two"] = two.tolist()
+    dist.barrier()
+    tensors = {"total": total, "most": most, "first": first, "every": torch.cat(every), "came": torch.cat(came),
+               "single": single, "part": part, "summed": summed, "objects": objects}  # fmt: skip
+    tensors |= {"at one": at_one} if rank == 1 else {}
+    tensors |= {"gathered": torch.cat(gathered)} if rank == 0 else {}
+    return found | {name: each.tolist() if isinstance(each, torch.Tensor) else each for name, each in tensors.items()}
+
+
+def test_the_users_own_torch_distributed_works_inside():
+    real = ranks.run(3, everything)
+    assert run_in_world(3, everything) == real
+    assert run_in_world(3, everything, seed=1, strict=True) == real
+    assert not dist.is_initialized()
+
+
+def drawn():
+    own = random.random(), float(numpy.random.random()), float(torch.rand(())), random.gauss(0, 1)
+    dist.barrier()
+    return own, (random.random(), float(numpy.random.random()), float(torch.rand(())), random.gauss(0, 1))
+
+
+def test_each_rank_has_random_numbers_of_its_own_and_leaves_ours_alone():
+    ranks.reset_global_state(5)
+    before = random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    found = run_in_world(3, drawn)
+    assert found[0] == found[1] == found[2] and found[0][0] != found[0][1]
+    assert (random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == before
+
+
+def waits_for_each_other():
+    rank = dist.get_rank()
+    pair = dist.new_group([0, 1])
+    if rank < 2:
+        dist.all_reduce(torch.ones(2), group=None if rank else pair)
+
+
+def test_ranks_that_wait_for_each_other_are_found_and_explained():
+    with pytest.raises(RankFailure) as found:
+        run_in_world(3, waits_for_each_other)
+    said = str(found.value)
+    assert "nobody could go on" in said
+    assert "rank 0 waits for all_reduce 1 of group" in said and "to which ranks [1] have not come" in said
+    assert "rank 1 waits for all_reduce 1 of group 0, to which ranks [0, 2] have not come" in said
+    assert "in waits_for_each_other" in said and "rank 2 has returned" in said
+
+
+def leaves_one_alone():
+    model = nn.Linear(4, 4)
+    zero = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3)
+    if dist.get_rank() == 0:
+        model(torch.ones(1, 4))
+    return zero
+
+
+def test_a_rank_that_does_not_come_to_a_forward_is_named():
+    with pytest.raises(RankFailure) as found:
+        run_in_world(2, leaves_one_alone, group_timeout=100.0)
+    assert "nobody could go on: rank 0 waits" in str(found.value) and "in leaves_one_alone" in str(found.value)
+    assert "PeerError" in str(found.value) and "rank 1 did not come" in str(found.value)
+
+
+def too_early():
+    rank = dist.get_rank()
+    everyone = torch.zeros(2)
+    work = dist.all_gather_single(everyone, torch.ones(1) + rank, async_op=True)
+    early = everyone.tolist()
+    work.wait()
+    return early, everyone.tolist()
+
+
+def changed():
+    own = torch.ones(3)
+    work = dist.all_gather_single(torch.zeros(6), own, async_op=True)
+    own.add_(1)
+    work.wait()
+
+
+def given_back():
+    own = torch.ones(3)
+    work = dist.all_gather_single(torch.zeros(6), own, async_op=True)
+    own.untyped_storage().resize_(0)
+    work.wait()
+
+
+def test_what_has_not_landed_is_nan_and_what_is_under_way_is_checked():
+    for early, late in run_in_world(2, too_early, strict=True):
+        assert all(each != each for each in early) and late == [1.0, 2.0]
+    with pytest.raises(
+        RankFailure, match="memory of all_gather 1 of group 0 on rank 0 was changed while it was under way"
+    ):
+        run_in_world(2, changed, strict=True)
+    with pytest.raises(RankFailure, match="memory of all_gather 1 of group 0 on rank 0 was given back while"):
+        run_in_world(2, given_back)
+
+
+def test_an_engine_that_does_not_wait_for_its_gradients_is_found(monkeypatch):
+    """The planted bug: a reduction is folded before it has landed."""
+    right = run_in_world(2, jobs.train, 3, steps=1)
+    wait = ProcessTeam._wait
+    monkeypatch.setattr(
+        ProcessTeam, "_wait", lambda team, verb, *what: None if verb == "reduce" else wait(team, verb, *what)
+    )
+
+    def found(seed):
+        try:
+            return run_in_world(2, jobs.train, 3, steps=1, seed=seed) != right
+        except RankFailure:
+            return True
+
+    assert any(found(seed) for seed in range(10))
+
+
+def test_a_seed_draws_the_same_schedule_again_and_other_seeds_draw_others():
+    def digest(seed):
+        ran = Ran()
+        assert len(set(run_in_world(2, jobs.train, 3, steps=1, seed=seed, ran=ran))) == 1
+        return ran.digest
+
+    first = [digest(seed) for seed in range(2)]
+    assert len(set(first)) == 2
+    assert [digest(seed) for seed in range(2)] == first
+
+
+def test_a_rank_that_ends_is_named_by_the_others():
+    ran = Ran()
+    odds = Odds(end=0.02)
+    found = run_in_world(2, jobs.train, 3, seed=3, odds=odds, ran=ran, expect_errors=True)
+    assert len(ran.struck) == 1 and "ends where it" in ran.struck[0]
+    dead = int(ran.struck[0].split()[1])
+    assert found[dead].type == "Died"
+    assert found[1 - dead].type == "PeerError" and f"rank {dead} is gone" in found[1 - dead].message

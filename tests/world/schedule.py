@@ -1,0 +1,321 @@
+"""Threads that hand on a baton: who runs, when virtual time passes, and who waits for what when nobody can go on.
+
+Exactly one thread of a world runs, the one that has the baton, so nothing here needs a lock. It hands the baton on where
+it waits (`wait`), where it ends, and, as a seed draws it, where it could (`point`).
+
+Time passes only when nobody can go on: to the end of the next wait. zeroshard waits in slices, so where nothing has
+happened for a while time goes in longer and longer steps, but never past a message's own time-out.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import zeroshard
+
+from .draws import NEVER, Draws
+from .rank import Rank
+
+QUIET = 1.0  # virtual seconds in which nothing happens, after which the ranks count as waiting for each other
+LONGEST = 0.003  # virtual seconds that a message which could land stays away while ranks sleep
+_ZEROSHARD = str(Path(zeroshard.__file__).parent)
+_own = threading.local()
+
+
+def here() -> Task | None:
+    """The thread of a world that this is, or None."""
+    return getattr(_own, "task", None)
+
+
+class Unwind(BaseException):
+    """Ends a thread whose world is over."""
+
+
+class Wait(NamedTuple):
+    """What a thread waits for."""
+
+    ready: Callable[[], bool]
+    until: float
+    why: str
+
+
+class Task:
+    """A thread of a rank."""
+
+    def __init__(
+        self, schedule: Schedule, rank: Rank, call: Callable[[], Any], name: str, *, main: bool = False
+    ) -> None:
+        self.schedule, self.rank, self.name, self.main = schedule, rank, name, main
+        self.waits: Wait | None = None
+        self.done = False
+        self.value: Any = None
+        self.error: BaseException | None = None
+        self._call: Callable[[], Any] | None = call
+        self._baton = threading.Lock()
+        self._baton.acquire()
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        schedule.tasks.append(self)
+        self.thread.start()
+
+    def go(self) -> None:
+        """Get the baton."""
+        self._baton.release()
+
+    def stop(self) -> None:
+        """Wait for the baton."""
+        self._baton.acquire()
+
+    def able(self, clock: float) -> bool:
+        if self.done or self.rank.away:
+            return False
+        return self.waits is None or clock >= self.waits.until or self.waits.ready()
+
+    def doing(self) -> str:
+        """In words, with the innermost place outside of torch and of this folder."""
+        if self.done:
+            return f"{self.name} has returned" if self.error is None else f"{self.name} raised {self.error!r:.200}"
+        if self.rank.away:
+            return f"{self.name} {self.rank.away}"
+        what = "runs" if self.waits is None else self.waits.why
+        frame = sys._current_frames().get(self.thread.ident or 0)
+        ours = ("/torch/", "/threading.py", f"{Path(__file__).parent}/")
+        stack = [each for each in traceback.extract_stack(frame) if not any(part in each.filename for part in ours)]
+        places = [f"{Path(each.filename).name}:{each.lineno} in {each.name}" for each in stack[-3:]]
+        return f"{self.name} {what}" + (f" ({', '.join(reversed(places))})" if places else "")
+
+    def _run(self) -> None:
+        _own.task = self
+        torch.set_num_threads(1)
+        torch._C._distributed_c10d._set_thread_isolation_mode(True)  # its table of groups is each thread's own then
+        self.stop()
+        try:
+            if self.schedule.over:
+                raise Unwind
+            if self.main:
+                self.schedule.trace_lines()
+            assert self._call is not None
+            self.value = self._call()
+        except BaseException as error:
+            self.error = error
+        finally:
+            sys.settrace(None)
+            self._call = None
+            self.done = True
+            self.schedule.end()
+
+
+class Schedule:
+    """Of the threads of one run."""
+
+    def __init__(self, draws: Draws) -> None:
+        self.draws = draws
+        self.tasks: list[Task] = []
+        self.current: Task | None = None
+        self.holder: Rank | None = None  # whose registers the process has
+        self.flying: list[Any] = []  # messages that have not landed
+        self.clock = 0.0
+        self.moved = 0.0  # when something last happened that could let somebody go on
+        self.over = False
+        self.ended = threading.Event()
+        self.stuck = ""  # who waits for what, since nothing happens any more
+        self.hand_overs = 0
+        self._within = False  # a draw, or what it brought about
+
+    def start(self) -> None:
+        self.holder, self.current = self.tasks[0].rank, self.tasks[0]
+        self.holder.registers.load()
+        self.tasks[0].go()
+
+    # --- what a thread calls ------------------------------------------------------------------------------------------
+
+    def moves(self) -> None:
+        """Something has happened that could let others go on."""
+        self.moved = self.clock
+
+    def point(self, where: str) -> None:
+        """The running thread could hand on the baton here."""
+        me = here()
+        if me is None or self.over or me is not self.current or self._within:
+            return  # nothing is drawn where the collector ends objects: in which order is not the seed's
+        if self.draws.seed is None:
+            return
+        self._draw(me, where)
+        if self.draws.chance(self.draws.odds.hand_on):
+            self._hand_on(me)
+        else:
+            self._deliver()
+
+    def wait(self, ready: Callable[[], bool], limit: float | None, why: str) -> bool:
+        """Wait until `ready()`, for so many virtual seconds at most. Returns whether it is so."""
+        me = here()
+        if me is None or me is not self.current or self._within:  # a handle that outlived its world, or an object's end
+            return ready()
+        if self.over:
+            raise Unwind
+        until = NEVER if limit is None else self.clock + limit
+        self._draw(me, why)
+        if self.draws.chance(self.draws.odds.hand_on):
+            self._hand_on(me)
+        while not ready():
+            if self.clock >= until:
+                return False
+            me.waits = Wait(ready, until, why)
+            try:
+                self._hand_on(me)
+            finally:
+                me.waits = None
+        return True
+
+    def end(self) -> None:
+        """The running thread has come to its end."""
+        self.moves()
+        task = None if self.over else self._next()
+        if task is None:
+            self.over = True
+            task = next((each for each in self.tasks if not each.done), None)
+        if task is None:
+            self.ended.set()
+        else:
+            self._give(task)
+
+    def leave(self, rank: Rank, away: str) -> None:
+        """A rank is gone or silent from now on: nobody hears of it any more."""
+        rank.away = away
+        self.moves()
+        if (me := here()) is not None and me.rank is rank:
+            self._hand_on(me)
+
+    def launch(self, work: Any) -> None:
+        """A message begins its way."""
+        self.moves()
+        self.flying.append(work)
+        for each in [each for each in work.flight.works.values() if each.landable()]:
+            if each.patience <= 0 or (each.wanted and self.draws.seed is None):
+                self._land(each)
+
+    def words(self) -> str:
+        return "; ".join(task.doing() for task in self.tasks if task.main or not task.done)
+
+    # --- who goes on --------------------------------------------------------------------------------------------------
+
+    def _hand_on(self, me: Task) -> None:
+        task = self._next()
+        if task is None:
+            self.over = True
+        elif task is not me:
+            self._give(task)
+            me.stop()
+        if self.over:
+            raise Unwind
+
+    def _give(self, task: Task) -> None:
+        if task.rank is not self.holder and self.holder is not None:
+            self.holder.registers.save()
+            task.rank.registers.load()
+        self.holder, self.current = task.rank, task
+        self.hand_overs += 1
+        self.draws.note(f"{self.clock:.4f} s: {task.name} goes on")
+        task.go()
+
+    def _next(self) -> Task | None:
+        """Who goes on; None where nobody is left, or nobody ever could."""
+        while True:
+            self._deliver()
+            if self.draws.chance(self.draws.odds.rush) and (then := self._soonest(messages=False)) < NEVER:
+                self.clock = then
+            if able := [task for task in self._in_turn() if task.able(self.clock)]:
+                return self.draws.one_of(able)
+            if not any(not (task.done or task.rank.away) for task in self.tasks):
+                return None
+            then = self._soonest()
+            due = [each for each in self.flying if each.landable() and (each.wanted or then > each.since + LONGEST)]
+            if due:
+                self._land(self.draws.one_of(due))
+            elif then == NEVER:
+                self.stuck = self.stuck or self.words()
+                return None
+            else:
+                self._pass_time(then)
+
+    def _in_turn(self) -> list[Task]:
+        at = self.tasks.index(self.current) + 1 if self.current in self.tasks else 0
+        return self.tasks[at:] + self.tasks[:at]
+
+    def _soonest(self, *, messages: bool = True) -> float:
+        """When the next wait ends by itself."""
+        waits = [task.waits.until for task in self.tasks if task.waits and not (task.done or task.rank.away)]
+        dies = [each.dies for each in self.flying] if messages else []
+        return min((each for each in waits + dies if each > self.clock), default=NEVER)
+
+    def _pass_time(self, then: float) -> None:
+        idle, dies = self.clock - self.moved, [each.dies for each in self.flying if each.dies > self.clock]
+        if idle > QUIET:
+            then = max(then, min([self.clock + idle, *dies]))
+        if idle > QUIET or then in dies:
+            self.stuck = self.stuck or self.words()
+        self.clock = then
+
+    # --- messages and faults ------------------------------------------------------------------------------------------
+
+    def _deliver(self) -> None:
+        """Messages come a point nearer."""
+        if self.draws.seed is not None:
+            for each in [each for each in self.flying if each.landable()]:
+                each.patience -= 1
+                if each.patience < 0 or (each.wanted and self.draws.chance(0.5)):
+                    self._land(each)
+
+    def _land(self, work: Any) -> None:
+        self.flying.remove(work)
+        self.moves()
+        self.stuck = ""
+        work.land()
+        self.draws.note(f"{self.clock:.4f} s: {work} lands")
+
+    def lost(self, work: Any) -> None:
+        """A message has failed."""
+        if work in self.flying:
+            self.flying.remove(work)
+            self.moves()
+
+    def _draw(self, me: Task, where: str) -> None:
+        odds, draws = self.draws.odds, self.draws
+        if me.main and sys.gettrace() is None:
+            self.trace_lines()  # the interpreter drops what has raised
+        if draws.chance(odds.collect):
+            draws.note(f"{me.name} collects garbage")
+            self._within = True
+            try:
+                gc.collect()
+            finally:
+                self._within = False
+        if me.main and not any(task.rank.away for task in self.tasks) and draws.chance(odds.end):
+            draws.strike(f"rank {me.rank.number} ends where it {where}")
+            self.leave(me.rank, "is gone")
+
+    def trace_lines(self) -> None:
+        """Interrupt this thread at drawn lines of zeroshard's."""
+        if not self.draws.odds.interrupt or self.draws.seed is None:
+            return
+        me = here()
+
+        def line(frame: Any, event: str, _: Any) -> Any:
+            if event == "line" and me is self.current and not (self.over or self._within) and self.draws.interrupts():
+                place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
+                self.draws.strike(f"rank {me.rank.number} is interrupted at {place}")
+                raise KeyboardInterrupt
+            return line
+
+        def call(frame: Any, event: str, _: Any) -> Any:
+            code = frame.f_code
+            return line if code.co_filename.startswith(_ZEROSHARD) and code.co_name != "<module>" else None
+
+        sys.settrace(call)

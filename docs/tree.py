@@ -28,7 +28,8 @@ ORDER = (
     "engine/optim.py", "engine/moving.py", "engine/accepted.py", "engine/in_backward.py", "engine/tensor_parallel.py",
     "engine/preflight.py", "engine/alike.py", "engine/undo.py",
     "engine/assembly.py",
-    "checkpoint/staging.py", "checkpoint/files.py", "checkpoint/manifest.py", "checkpoint/listed.py",
+    "checkpoint/staging.py", "checkpoint/files.py", "checkpoint/parts.py", "checkpoint/manifest.py",
+    "checkpoint/listed.py",
     "checkpoint/content.py", "checkpoint/replicas.py", "checkpoint/saving.py", "checkpoint/loading.py",
     "sharded.py", "api.py",
 )  # fmt: skip

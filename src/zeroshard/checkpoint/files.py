@@ -21,8 +21,9 @@ import os
 import re
 import stat
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,6 +39,8 @@ BLOCK = 4 << 20  # bytes under one digest
 THREADS = 2  # that read: while one waits for the disk, another digests
 MANIFEST, MANIFEST_LIMIT = "manifest.json", 64 << 20  # bytes: the digests of 5 TiB, and what a forged one may cost
 FILE = re.compile(r"rank[0-9]{5}\.safetensors")
+OURS = re.compile(r"rank[0-9]{5}\.(safetensors|json)")
+OPEN = 256  # files that a reader has open where it opens them one by one: a process may have 1,024
 DTYPES = {  # as safetensors spells them
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -62,6 +65,11 @@ def absolute(path: object) -> Path:
         raise UserError("this is no path", expected="a str or a Path", got=repr(path), instead='"ckpt/step-100"')
     check_local(name)
     return Path(name).absolute()
+
+
+def part_of(file: str) -> str:
+    """The name of what says what is in a rank's file, where the manifest does not: see `parts.py`."""
+    return file.removesuffix(".safetensors") + ".json"
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor | Part]) -> Written:
@@ -176,7 +184,7 @@ def foreign(folder: Path) -> list[str]:
         others = [
             entry.name
             for entry in entries
-            if not (entry.name == MANIFEST or FILE.fullmatch(entry.name)) or not entry.is_file(follow_symlinks=False)
+            if not (entry.name == MANIFEST or OURS.fullmatch(entry.name)) or not entry.is_file(follow_symlinks=False)
         ]
     return sorted(others)
 
@@ -278,7 +286,7 @@ def read_manifest(folder: Path, descriptor: int) -> dict[str, Any]:
     """The manifest, if its digest is right. Its content is checked by whoever uses it."""
     path = folder / MANIFEST
     try:
-        with os.fdopen(_open(path, descriptor), "rb") as file:
+        with os.fdopen(open_regular(path, descriptor), "rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size > MANIFEST_LIMIT:
                 raise damaged(path, f"at most {MANIFEST_LIMIT:,} bytes", f"{size:,} bytes")
@@ -306,7 +314,7 @@ def _nothing(folder: Path, got: str) -> CheckpointError:
     )  # fmt: skip
 
 
-def _open(path: Path, folder: int) -> int:
+def open_regular(path: Path, folder: int) -> int:
     """A regular file in the folder, not a link to one, and not a pipe that would never answer."""
     descriptor = os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -322,6 +330,12 @@ def damaged(path: Path, expected: object, got: object) -> CheckpointError:
     )  # fmt: skip
 
 
+def _batches(names: Iterable[str]) -> Iterator[set[str]]:
+    all_of_them = iter(names)
+    while batch := set(islice(all_of_them, OPEN)):
+        yield batch
+
+
 def _blocks(name: str, offset: int, nbytes: int) -> list[tuple[str, int]]:
     return [(name, block) for block in range(offset // BLOCK, -(-(offset + nbytes) // BLOCK))]
 
@@ -333,43 +347,70 @@ class Reader:
     fresh memory to put bytes aside in. `unchanged` says that both saw the same files.
     """
 
-    def __init__(self, folder: Path, descriptor: int, files: Mapping[str, Any]) -> None:
-        """files: {name: {"nbytes": int, "digests": [hex, ...]}}. Raises where that is not so, contents aside."""
+    def __init__(
+        self, folder: Path, descriptor: int, files: Mapping[str, Any], tell: Callable[[str], None] | None = None
+    ) -> None:
+        """files: {name: {"nbytes": int, "digests": [hex, ...]}}. Raises where that is not so, contents aside.
+
+        tell: sees to it that a file's digests are in `files`: then each is opened when it is first read, and `OPEN` of
+        them at most are open at once. Else all are open from here on, so that they stay what they are.
+        """
         self.folder = folder
         self._files = files
+        self._tell = tell
+        self.descriptor = os.dup(descriptor)
         self._open: dict[str, int] = {}
-        self._written: dict[str, int] = {}  # file -> when, as it was opened
+        self._written: dict[str, tuple[int, int]] = {}  # file -> which it is, and when it was written, as first opened
         self._wanted: set[tuple[str, int]] = set()  # blocks, each a file and a number
         self._seen: set[tuple[str, int]] = set()  # those that are checked
         self._later: list[tuple[str, int, memoryview]] = []
         self._stopped = False  # no thread goes on
         self._threads = ThreadPoolExecutor(THREADS)  # digests, copies and the disk leave Python's lock alone
         self._own = threading.local()
+        known = {*files} if tell is None else {*files, *map(part_of, files)}
         try:
             for name in files:
-                self._add(name, descriptor)
+                if not FILE.fullmatch(name):
+                    raise damaged(folder / MANIFEST, "file names like rank00000.safetensors", repr(name))
+                if tell is None:
+                    self._add(name)
             for name in sorted(os.listdir(descriptor)):
-                if FILE.fullmatch(name) and name not in files:
+                if OURS.fullmatch(name) and name not in known:
                     raise damaged(folder / name, "only files that the manifest lists", "a file of another checkpoint")
         except BaseException:
             self.close()
             raise
 
-    def _add(self, name: str, descriptor: int) -> None:
+    def _add(self, name: str) -> None:
+        if self._tell is not None:
+            self._tell(name)
         path, facts = self.folder / name, self._files[name]
-        if not FILE.fullmatch(name):
-            raise damaged(self.folder / MANIFEST, "file names like rank00000.safetensors", repr(name))
         blocks = -(-facts["nbytes"] // BLOCK)
         if len(facts["digests"]) != blocks:
             raise damaged(self.folder / MANIFEST, f"{blocks} digests of {name}", len(facts["digests"]))
         try:
-            self._open[name] = _open(path, descriptor)
+            self._open[name] = open_regular(path, self.descriptor)
         except OSError as error:
             raise damaged(path, "a file that can be read", error.strerror) from error
         seen = os.fstat(self._open[name])
-        self._written[name] = seen.st_mtime_ns
+        if self._written.setdefault(name, (seen.st_ino, seen.st_mtime_ns)) != (seen.st_ino, seen.st_mtime_ns):
+            raise damaged(path, "a file that nobody writes to", "one that was changed meanwhile")
         if seen.st_size != facts["nbytes"]:
             raise damaged(path, f"{facts['nbytes']:,} bytes", f"{seen.st_size:,} bytes")
+
+    def _have_open(self, names: set[str]) -> None:
+        if self._tell is None or names <= self._open.keys():
+            return
+        if len(self._open) + len(names) > OPEN:
+            for name in self._open.keys() - names:
+                os.close(self._open.pop(name))
+        for name in sorted(names - self._open.keys()):
+            self._add(name)
+
+    def check_there(self) -> None:
+        """Raise `CheckpointError` unless every file can be opened and has its size."""
+        for name in self._files:
+            self._have_open({name})
 
     def close(self) -> None:
         self._stopped = True  # also of a check that Ctrl-C has left
@@ -377,13 +418,17 @@ class Reader:
         for descriptor in self._open.values():
             os.close(descriptor)
         self._open.clear()
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
 
     def check_share(self, part: int, parts: int) -> None:
         """Check this reader's part of all blocks. Raises `CheckpointError` for a wrong digest.
 
         Of as many ranks as have saved, each mostly checks what it will read.
         """
-        blocks = [(name, block) for name in sorted(self._files) for block in range(len(self._files[name]["digests"]))]
+        count = {name: -(-self._files[name]["nbytes"] // BLOCK) for name in sorted(self._files)}
+        blocks = [(name, block) for name, many in count.items() for block in range(many)]
         self._check(blocks[len(blocks) * part // parts : len(blocks) * (part + 1) // parts])
 
     def want(self, name: str, offset: int, nbytes: int) -> None:
@@ -407,12 +452,25 @@ class Reader:
 
     def unchanged(self) -> None:
         """Raise `CheckpointError` if anybody wrote to a file since it was opened."""
-        for name, descriptor in self._open.items():
-            if os.fstat(descriptor).st_mtime_ns != self._written[name]:
+        for name, written in self._written.items():
+            self._have_open({name})
+            seen = os.fstat(self._open[name])
+            if (seen.st_ino, seen.st_mtime_ns) != written:
                 raise damaged(self.folder / name, "a file that nobody writes to", "one that was changed meanwhile")
 
     def _side_by_side(self, call: Callable[..., None], items: Sequence[tuple[Any, ...]]) -> None:
-        """Every item, each thread a share: to hand them over one by one takes a fifth of the time of a block."""
+        """Every item, each thread a share: to hand them over one by one takes a fifth of the time of a block.
+
+        Each begins with its file's name. So many at once as can be open.
+        """
+        for names in _batches(dict.fromkeys(name for name, *_ in items)):
+            self._have_open(names)
+            mine = items if self._tell is None else [item for item in items if item[0] in names]
+            self._on_threads(call, mine)
+            if self._tell is None:
+                return
+
+    def _on_threads(self, call: Callable[..., None], items: Sequence[tuple[Any, ...]]) -> None:
         shares = [items[thread::THREADS] for thread in range(min(THREADS, len(items)))]
 
         def do(share: Sequence[tuple[Any, ...]]) -> None:

@@ -67,6 +67,7 @@ def _same_experts(here: Sequence[Here], there: Sequence[Parameter]) -> bool:
 
 
 def _rename(saved: Saved, theirs: Sequence[str], mine: Sequence[str], here: Here) -> None:
+    saved.everything()
     each, entry = numel(here.shape) // here.parts, saved.parameters[theirs[0]]
     cut: dict[tuple[str, str], list[Stored]] = {}
     beside: dict[str, dict[tuple[str, str], Any]] = {"whole": {}, "values": {}, "grains": {}}
@@ -82,13 +83,15 @@ def _rename(saved: Saved, theirs: Sequence[str], mine: Sequence[str], here: Here
             else:
                 kept = "whole" if keys[0] in saved.whole else "values"
                 beside[kept][name, state] = getattr(saved, kept)[keys[0]]
-    for table in (saved.cut, saved.whole, saved.values, saved.grains):
+    dtypes = {(name, state): parts[0].dtype for (name, state), parts in cut.items()}
+    for table in (saved.cut, saved.dtypes, saved.whole, saved.values, saved.grains):
         for key in [key for key in table if key[0] in theirs]:
             del table[key]
     for old in theirs:
         del saved.parameters[old]
         saved.states.pop(old, None)
     saved.cut |= cut
+    saved.dtypes |= dtypes
     saved.whole |= beside["whole"]
     saved.values |= beside["values"]
     saved.grains |= beside["grains"]
@@ -121,7 +124,7 @@ def _kept(saved: Saved, name: str) -> list[str]:
 def _as_a_whole(saved: Saved, key: tuple[str, str]) -> Any:
     """What has to be the same: all of a state that is of a parameter as a whole; of others their kind."""
     if key in saved.cut:
-        return str(saved.cut[key][0].dtype), saved.grains.get(key, 1)
+        return str(saved.dtypes[key]), saved.grains.get(key, 1)
     if key in saved.values:
         return saved.values[key]
     tensor: Tensor = saved.read(saved.whole[key])

@@ -249,8 +249,10 @@ def _state_differences(binding: Binding, fragment: Fragment, match: Match, saved
         like = like and (blocks or (grain == 1 and value.shape == fragment.param.shape))
         mine[key] = _kind(value.dtype, None if like else value.shape) if isinstance(value, Tensor) else "a number"
     for key, at in states.items():
-        stored = saved.cut[at][0] if at in saved.cut else saved.whole.get(at)
-        theirs[key] = _kind(stored.dtype, None if at in saved.cut else stored.shape) if stored else "a number"
+        if at in saved.cut:
+            theirs[key] = _kind(saved.dtypes[at], None)
+        else:
+            theirs[key] = _kind(saved.whole[at].dtype, saved.whole[at].shape) if at in saved.whole else "a number"
         if at in saved.whole and 1 < fragment.slot.numel == numel(saved.whole[at].shape) > fragment.param.numel() > 0:
             mine.setdefault(key, "an element for each of a part's")  # which nobody knows how to cut
     keys = mine.keys() | theirs.keys()
@@ -293,7 +295,7 @@ def _stage(running: ModelState, saved: Saved) -> Staged:
             staged.buffers[name] = saved.read(saved.buffers[name])
     staged.extra = unplain(manifest["extra"], {key: saved.read(stored) for key, stored in saved.extra.items()})
     if manifest["ranks"] == running.group.ranks:
-        staged.rng = parsed_rng(manifest["rng"][running.group.rank], running.group.device)
+        staged.rng = parsed_rng(saved.rng(running.group.rank), running.group.device)
     saved.reader.check_wanted()
     return staged
 
@@ -344,7 +346,7 @@ def _state(staged: Staged, saved: Saved, stored: str, binding: Binding, fragment
     if key in saved.values:
         return saved.values[key]
     if key in saved.cut:
-        dtype, grain = saved.cut[key][0].dtype, saved.grains.get(key, 1)
+        dtype, grain = saved.dtypes[key], saved.grains.get(key, 1)
         dtype = like.dtype if dtype.is_floating_point and grain == 1 else dtype
         place = binding.optimizer.state.get(like, {}).get(state)
         buffer, slot, part = fragment.buffer, fragment.slot, fragment.slot.within(*fragment.buffer.updated)
@@ -455,7 +457,7 @@ def latest(group: Group, path: str | os.PathLike[str]) -> Path | None:
     for name in everyone[0][2]:
         problem = None
         try:
-            with Saved.open(folder / name) as saved:
+            with Saved.open(folder / name, group.rank, group.ranks) as saved:
                 saved.reader.check_share(group.rank, group.ranks)
         except CheckpointError as error:
             problem = f"{error}"

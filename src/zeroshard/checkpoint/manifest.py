@@ -10,13 +10,14 @@ A saved tensor is a flat interval of a parameter, and reading intersects interva
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import os
 import re
 import warnings
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -28,10 +29,13 @@ from torch import Tensor
 from ..digests import raw
 from ..errors import CheckpointError, UserError
 from ..strips import ONE_STRIP, Strips
-from .files import BLOCK, MANIFEST, TORCH_DTYPES, Reader, canonical, damaged, opened, read_manifest, replaced
+from .files import BLOCK, DTYPES, MANIFEST, TORCH_DTYPES, Reader, canonical, damaged, opened, read_manifest, replaced
+from .parts import nearest, read_part
 
 FORMAT, VERSION = "zeroshard checkpoint", 2
-UNCUT, READ = 1, (1, 2)  # the version that all read which know of no `strips`: of checkpoints in which there are none
+UNCUT = 1  # the version that all read which know of no `strips`: of checkpoints in which there are none
+IN_PARTS = 3  # in which each rank says what is in its file: see `parts.py`
+READ = UNCUT, VERSION, IN_PARTS
 CHUNK = 1 << 20  # elements converted at a time
 VALUE = "value"  # of a parameter: its master, or itself
 AVERAGE = "average"  # of its values
@@ -65,9 +69,12 @@ class Saved:
     folder: Path
     descriptor: int  # of the folder, to open its files; -1: it is about to be written
     manifest: dict[str, Any]
+    near: float | None = None  # of ranks' parts those around here come first, as they are wanted; None: all at once
     parameters: dict[str, Parameter] = field(default_factory=dict)
     states: dict[str, list[str]] = field(default_factory=dict)  # parameter -> what its optimizer keeps
-    cut: dict[tuple[str, str], list[Stored]] = field(default_factory=dict)  # (parameter, state) -> its intervals
+    cut: dict[tuple[str, str], list[Stored]] = field(default_factory=dict)  # (parameter, state) -> its intervals so far
+    dtypes: dict[tuple[str, str], torch.dtype] = field(default_factory=dict)  # of what is cut
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)  # {name: {"nbytes": int, "digests": [hex, ...]}}
     grains: dict[tuple[str, str], int] = field(default_factory=dict)  # of how many elements such a state has one
     whole: dict[tuple[str, str], Stored] = field(default_factory=dict)
     values: dict[tuple[str, str], Any] = field(default_factory=dict)
@@ -78,7 +85,10 @@ class Saved:
         try:
             self._check()
             if self.descriptor >= 0:
-                self.reader = Reader(self.folder, self.descriptor, self.manifest["files"])
+                tell = self._told if self.manifest["version"] == IN_PARTS else None
+                self.reader = Reader(self.folder, self.descriptor, self.files, tell)
+                if self.near is None:
+                    self.everything()
         except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise self.damage("a manifest as zeroshard writes it", f"{type(error).__name__}: {error}") from error
 
@@ -98,8 +108,12 @@ class Saved:
                 expected=f"{FORMAT} {' or '.join(map(str, READ))}",
                 got=f"{manifest['format']} {manifest['version']}"[:100], instead="the zeroshard that wrote it",
             )  # fmt: skip
-        for facts in manifest["files"].values():
+        parted = manifest["version"] == IN_PARTS
+        for file, facts in manifest["files"].items():
             self._count(facts["nbytes"])
+            self.files[file] = {"nbytes": facts["nbytes"]} if parted else facts
+            if parted:
+                self._count(facts["part"][0]), self._text(facts["part"][1])
         for name, entry in manifest["parameters"].items():
             names = [self._text(each) for each in self._list(entry["names"])]
             shape, dtype = self._shape(entry["shape"]), TORCH_DTYPES[entry["dtype"]]
@@ -117,8 +131,9 @@ class Saved:
             if self._text(name) in self.extra:
                 raise self.damage(f"one tensor {name!r} in extra", "several")
             self.extra[name] = self._stored(shape, dtype, manifest["extra_file"], offset)
-        self._check_apart()
-        self._check_files()
+        if not parted:  # else as each part is read
+            named = [(*key, part) for key, parts in self.cut.items() for part in parts]
+            self._check_files([*self.files], named + self._beside)
         self._check_optimizers()
         for name, state in (*self.cut, *self.whole, *self.values):
             if state == VALUE and (name, state) not in self.cut:
@@ -134,8 +149,9 @@ class Saved:
         self._count(manifest["seed"], 1 << 64)
         self._count(manifest["stage"]), self._count(manifest["threads"])
         self._text(manifest["torch"]), self._text(manifest["python"])
-        if len(self._list(manifest["rng"])) != self._count(manifest["ranks"]):
-            raise self.damage("random states of every rank", len(manifest["rng"]))
+        random = manifest["files"] if parted else self._list(manifest["rng"])
+        if len(random) != self._count(manifest["ranks"]):
+            raise self.damage("random states of every rank", len(random))
         if not isinstance(unplain(manifest["extra"], dict.fromkeys(self.extra)), dict):
             raise self.damage("a map in extra", "something else")
 
@@ -146,6 +162,10 @@ class Saved:
             cut = self.parameters[name].strips != ONE_STRIP
             if self.grains.setdefault(key, self._count(grain)) != grain or grain < 2 or state == VALUE or cut:
                 raise self.damage(f"one size of the blocks of {state} of {name!r}", grain)
+        for name, state, dtype in self._list(self.manifest["cut"]) if self.manifest["version"] == IN_PARTS else ():
+            if self.dtypes.setdefault(self._key(name, state), TORCH_DTYPES[dtype]) is not TORCH_DTYPES[dtype]:
+                raise self.damage(f"one dtype of {state} of {name!r}", dtype)
+            self.cut[name, state] = []
         for name, state, start, stop, dtype, shape, offset, file in self._list(self.manifest["fragments"]):
             bounds = (0, 0) if (start, stop) == (None, None) else (self._count(start), self._count(stop))
             stored = self._stored(shape, dtype, file, offset, *bounds)
@@ -158,43 +178,125 @@ class Saved:
                 if stored.shape != (stored.stop - stored.start,) or key in self.whole:
                     raise self.damage(f"intervals of {state} of {name!r}", stored)
                 self.cut.setdefault(key, []).append(stored)
+                self.dtypes.setdefault(key, stored.dtype)
+        if self.manifest["version"] != IN_PARTS:
+            self._check_whole()
+
+    def _check_whole(self) -> None:
         for (name, state), parts in self.cut.items():
             parts.sort(key=lambda part: part.start)
             ends = [0, *(part.stop for part in parts)]
-            count = -(-numel(self.parameters[name].shape) // self.grains.get((name, state), 1))
+            count = self._elements((name, state))
             if [part.start for part in parts] != ends[:-1] or ends[-1] != count or len({p.dtype for p in parts}) > 1:
                 raise self.damage(f"all {count} elements of {state} of {name!r}, each once", ends)
+
+    def _elements(self, key: tuple[str, str]) -> int:
+        return -(-numel(self.parameters[key[0]].shape) // self.grains.get(key, 1))
+
+    # --- what each rank says of its own file ------------------------------------------------------------------------
+
+    def _told(self, file: str) -> None:
+        """Read a rank's part, once. Raises `CheckpointError` for what no save writes."""
+        if file not in self._unread.values():
+            return
+        part = read_part(self.folder, self.reader.descriptor, file, self.manifest["files"][file]["part"])
+        try:
+            found = [each for each in self._beside if each[2].file == file]
+            for name, state, start, stop, offset in self._list(part["fragments"]):
+                key, count = self._key(name, state), self._count(stop) - self._count(start)
+                stored = self._stored([count], DTYPES[self.dtypes[key]], file, offset, start, stop)
+                self._add(key, stored)
+                found.append((*key, stored))
+            digests = [self._text(each) for each in self._list(part["digests"])]
+            if part["nbytes"] != self.files[file]["nbytes"]:
+                raise self.damage(f"{self.files[file]['nbytes']:,} bytes of {file}", part["nbytes"])
+            self._check_files([file], found)
+            self.files[file] |= {"digests": digests, "rng": part["rng"]}
+            del self._unread[int(file[4:9])]
+        except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise self.damage(f"what a rank says of {file}", f"{type(error).__name__}: {error}") from error
+
+    def _add(self, key: tuple[str, str], stored: Stored) -> None:
+        parts = self.cut[key]
+        at = bisect_right(parts, stored.start, key=lambda part: part.start)
+        before, after = parts[at - 1] if at else None, parts[at] if at < len(parts) else None
+        free = (before is None or before.stop <= stored.start) and (after is None or stored.stop <= after.start)
+        if not (free and stored.start < stored.stop <= self._elements(key)):
+            raise self.damage(f"{self._elements(key)} elements of {key[1]} of {key[0]!r}, each once", stored[:2])
+        parts.insert(at, stored)
+
+    def everything(self) -> None:
+        """Read all that ranks say of their files. Every element of every state that is cut lies in one place."""
+        if self._unread:
+            for file in [*self._unread.values()]:
+                self._told(file)
+            self._check_whole()
+            self.reader.check_there()
+
+    @functools.cached_property
+    def _unread(self) -> dict[int, str]:
+        """Files of which the ranks' parts were not read yet, by rank."""
+        return {int(file[4:9]): file for file, facts in self.files.items() if "digests" not in facts}
+
+    def _cover(self, key: tuple[str, str], low: int, high: int) -> None:
+        """Read parts until they hold elements [low, high) of what is cut: first those beside what was found of it."""
+        while self._unread and (at := self._reached(key, low)) < high:
+            near, side, parts = self.near or 0.0, 0, self.cut[key]
+            if parts:
+                beside = min(parts, key=lambda part: max(part.start - at, at - part.stop))
+                near, side = float(int(beside.file[4:9])), 1 if beside.stop <= at else -1
+            self._told(self._unread[nearest(self._unread, near, side)])
+            if not self._unread:
+                self._check_whole()
+
+    def _reached(self, key: tuple[str, str], low: int) -> int:
+        """The first element from `low` on of which no part was read that has it."""
+        parts = self.cut.get(key, [])
+        for part in parts[bisect_right(parts, low, key=lambda part: part.stop) :]:
+            if part.start > low:
+                break
+            low = part.stop
+        return low
+
+    def rng(self, rank: int) -> Any:
+        """The random states of a rank that saved."""
+        if self.manifest["version"] != IN_PARTS:
+            return self.manifest["rng"][rank]
+        self._told(file := f"rank{rank:05d}.safetensors")
+        return self.files[file]["rng"]
 
     def _check_values(self) -> None:
         """Every parameter that has elements has values, of its dtype or wider."""
         for name, entry in self.parameters.items():
-            parts = self.cut.get((name, VALUE), [])
-            if bool(numel(entry.shape)) != bool(parts):
-                raise self.damage(f"a value of {name!r}", f"{len(parts)} parts")
-            held = {part.dtype for part in parts} | {entry.dtype}
+            saved = self.dtypes.get((name, VALUE))
+            if bool(numel(entry.shape)) != (saved is not None):
+                raise self.damage(f"a value of {name!r}", "another" if saved else "none")
+            held = {saved or entry.dtype, entry.dtype}
             if len(held) > 1 and not all(dtype.is_floating_point for dtype in held):
-                raise self.damage(f"a value of {name!r} in {entry.dtype}, or its master", parts[0].dtype)
+                raise self.damage(f"a value of {name!r} in {entry.dtype}, or its master", saved)
 
-    def _check_apart(self) -> None:
-        """No byte belongs to two tensors: else a small file could fill the memory."""
-        stored = [*self.whole.values(), *self.buffers.values(), *self.extra.values()]
-        stored += [part for parts in self.cut.values() for part in parts]
-        spans = sorted((s.file, s.offset, s.offset + nbytes(s)) for s in stored if numel(s.shape))
+    @functools.cached_property
+    def _beside(self) -> list[tuple[str, str, Stored]]:
+        """What is stored whole, by its two names."""
+        stored = [(*key, each) for key, each in self.whole.items()]
+        return stored + [("", name, each) for name, each in (*self.buffers.items(), *self.extra.items())]
+
+    def _check_files(self, files: Sequence[str], named: list[tuple[str, str, Stored]]) -> None:
+        """named: all that these files hold.
+
+        No byte belongs to two tensors: else a small file could fill the memory. A file holds its tensors and their
+        names: else one without content, in a few bytes of disk, takes hours.
+        """
+        spans = sorted((s.file, s.offset, s.offset + nbytes(s)) for *_, s in named if numel(s.shape))
         for (file, _, stop), (other, start, _) in pairwise(spans):
             if file == other and start < stop:
                 raise self.damage("tensors one after the other", f"two at byte {start} of {file}")
-
-    def _check_files(self) -> None:
-        """A file holds its tensors and their names: else one without content, in a few bytes of disk, takes hours."""
-        room = dict.fromkeys(self.manifest["files"], 64)
-        named = [(*key, part) for key, parts in self.cut.items() for part in parts]
-        named += [(*key, stored) for key, stored in self.whole.items()]
-        named += [("", name, stored) for name, stored in (*self.buffers.items(), *self.extra.items())]
+        room = dict.fromkeys(files, 64)
         for first, second, stored in named:  # 12: the most that JSON makes of a character
             room[stored.file] += nbytes(stored) + 256 + 12 * (len(first) + len(second)) + 20 * len(stored.shape)
-        for each, facts in self.manifest["files"].items():
-            if facts["nbytes"] > room[each]:
-                raise self.damage(f"{each} with at most {room[each]:,} bytes, for its tensors", f"{facts['nbytes']:,}")
+        for each, most in room.items():
+            if (found := self.files[each]["nbytes"]) > most:
+                raise self.damage(f"{each} with at most {most:,} bytes, for its tensors", f"{found:,}")
 
     def _check_optimizers(self) -> None:
         for told in self._list(self.manifest["optimizers"]):
@@ -257,7 +359,7 @@ class Saved:
 
     def interval(self, key: tuple[str, str], start: int, stop: int) -> Tensor:
         """Elements [start, stop) of a parameter's state, as saved. 1-D, on the CPU."""
-        out = torch.empty(stop - start, dtype=self.cut[key][0].dtype, device="cpu")
+        out = torch.empty(stop - start, dtype=self.dtypes[key], device="cpu")
         self.fill(key, start, out)
         return out
 
@@ -284,9 +386,13 @@ class Saved:
         self, key: tuple[str, str], start: int, stop: int, strips: Strips
     ) -> Iterator[tuple[Stored, int, int, int]]:
         """(what is stored, elements [low, high) of it that are wanted, where among those they come)."""
-        parts, at = self.cut.get(key, []), 0
+        at = 0
+        runs = [*self.runs(key[0], start, stop, strips)]
+        for first, last in runs if key in self.cut else ():
+            self._cover(key, first, last)
+        parts = self.cut.get(key, [])
         ends = [part.stop for part in parts]
-        for first, last in self.runs(key[0], start, stop, strips):
+        for first, last in runs:
             for part in parts[bisect_right(ends, first) :]:
                 low, high = max(part.start, first), min(part.stop, last)
                 if low >= high:
@@ -319,13 +425,18 @@ class Saved:
 
     @classmethod
     @contextlib.contextmanager
-    def open(cls, folder: Path) -> Iterator[Saved]:
-        """The checkpoint in `folder`. Raises `CheckpointError` if it is not complete, or not what it says."""
+    def open(cls, folder: Path, rank: int = 0, ranks: int = 1) -> Iterator[Saved]:
+        """The checkpoint in `folder`. Raises `CheckpointError` if it is not complete, or not what it says.
+
+        rank, ranks: who reads, if others read the rest.
+        """
         saved = None
         while saved is None:
             with opened(folder) as descriptor:
                 try:
-                    saved = cls(folder, descriptor, read_manifest(folder, descriptor))
+                    manifest = read_manifest(folder, descriptor)
+                    near = (rank + 0.5) / ranks * len(manifest.get("files", ())) - 0.5
+                    saved = cls(folder, descriptor, manifest, near if ranks > 1 else None)
                 except CheckpointError:
                     if not replaced(folder, descriptor):  # else a save has taken its place: read what that wrote
                         raise

@@ -16,7 +16,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,6 +29,7 @@ from ..events import HOST, Ledger
 from ..ranks.agreement import Group
 from ..ranks.mesh import program
 from ..tiers.tier import Part, present
+from . import parts
 from .content import (
     ModelState,
     agreed_kinds,
@@ -42,7 +43,7 @@ from .content import (
     writable,
 )
 from .files import absolute, make_room, publish, remove, write_manifest, write_tensors
-from .manifest import FORMAT, UNCUT, VERSION, check_loads, orders, plain, siblings
+from .manifest import FORMAT, IN_PARTS, UNCUT, VERSION, check_loads, orders, plain, siblings
 from .staging import discard, owner, place_beside, release_signals, temporary
 
 SNAPSHOT = "snapshot"  # in the ledger: what a save behind the training holds
@@ -204,11 +205,15 @@ def check_signal(number: object) -> None:
 
 @dataclass
 class Snapshot:
-    """What this rank writes, and what the manifest has to say of it (`own`) and of the whole (`head`)."""
+    """What this rank writes, and what the manifest has to say of it (`own`), of what only rank 0 has, and of the whole
+    (`head`)."""
 
     tensors: dict[str, Tensor | Part]
     own: dict[str, Any]
+    buffers: dict[str, list[Any]]
+    extras: list[list[Any]]
     head: dict[str, Any]
+    offsets: dict[str, int] = field(default_factory=dict)  # once written: where each tensor's bytes begin
 
 
 def _snapshot(running: ModelState, extra: Mapping[str, Any] | None, *, copied: bool) -> Snapshot:
@@ -236,10 +241,9 @@ def _snapshot(running: ModelState, extra: Mapping[str, Any] | None, *, copied: b
         "fragments": fragments,
         "grains": grains,
         "values": list(values(running)),
-        "buffers": buffers,
-        "extras": extras,
+        "rng": rng_states(running.group.device),
     }
-    return Snapshot(tensors, own | {"rng": rng_states(running.group.device)}, _head(running, told))
+    return Snapshot(tensors, own, buffers, extras, _head(running, told))
 
 
 def _add(tensors: dict[str, Tensor | Part], key: str, tensor: Tensor | Part) -> str:
@@ -294,8 +298,8 @@ def _write(
     try:
         _together(group, target, lambda: make_room(beside, target) if first else None)
         _together(group, Path(places[0]), lambda: _check_seen(group, beside, places))
-        own = _together(group, target, lambda: _write_own(group, snapshot, beside))
-        _together(group, target, lambda: _publish(snapshot.head, own, beside, target) if first else None)
+        everyone = _together(group, target, lambda: _write_own(group, snapshot, beside))
+        _together(group, target, lambda: _publish(snapshot, everyone, beside, target) if first else None)
     except BaseException as error:  # Ctrl-C too: nothing half written stays
         if first:
             discard(beside)
@@ -342,41 +346,62 @@ def _check_seen(group: Group, beside: Path, places: Sequence[str]) -> None:
 
 
 def _write_own(group: Group, snapshot: Snapshot, beside: Path) -> dict[str, Any]:
-    """This rank's file; and its part of the manifest, each tensor's key replaced by where its bytes begin."""
+    """This rank's file; and its part of the manifest, each tensor's key replaced by where its bytes begin.
+
+    Of more ranks than `INLINE` that part is a file too, and the answer is what the manifest needs beside it.
+    """
     name = f"rank{group.rank:05d}.safetensors"
     try:
         written = write_tensors(beside / name, snapshot.tensors)
     except OSError as error:
         nbytes = sum(tensor.numel() * tensor.itemsize for tensor in snapshot.tensors.values())
         raise OSError(error.errno, f"{error.strerror} ({nbytes:,} bytes to write)", str(beside / name)) from error
-    own, at = snapshot.own, written.offsets
+    snapshot.offsets, own = written.offsets, snapshot.own
+    fragments = [[*entry, written.offsets[key], name] for *entry, key in own["fragments"]]
+    if group.ranks <= parts.INLINE:
+        facts = {"nbytes": written.nbytes, "digests": written.digests}
+        return {**own, "file": name, "facts": facts, "cut": [], "fragments": fragments}
+    whole = [entry for entry in fragments if entry[2] is None]
+    cut = [entry for entry in fragments if entry[2] is not None]
+    begun = {(parameter, state): dtype for parameter, state, start, _, dtype, *_ in cut if start == 0}
+    rows = [[parameter, state, start, stop, offset] for parameter, state, start, stop, _, _, offset, _ in cut]
+    part = {"nbytes": written.nbytes, "digests": written.digests, "rng": own["rng"], "fragments": rows}
     return {
-        **own,
         "file": name,
-        "facts": {"nbytes": written.nbytes, "digests": written.digests},
-        "fragments": [[*entry, at[key], name] for *entry, key in own["fragments"]],
-        "buffers": {
-            key: {"file": name, "shape": shape, "dtype": dtype, "offset": at[place]}
-            for key, (shape, dtype, place) in own["buffers"].items()
-        },
-        "extras": [[*entry, at[key]] for *entry, key in own["extras"]],
+        "facts": {"nbytes": written.nbytes, "part": parts.write_part(beside, name, part)},
+        "cut": [[*key, dtype] for key, dtype in begun.items()],  # said by one rank each: the first of its elements
+        "fragments": whole,
+        "grains": [grain for grain in own["grains"] if tuple(grain[:2]) in begun],
+        "values": own["values"],
     }
 
 
-def _publish(head: dict[str, Any], everyone: Sequence[dict[str, Any]], beside: Path, target: Path) -> None:
+def _of_first(snapshot: Snapshot) -> dict[str, Any]:
+    """What only rank 0 saves: it tells nobody, and writes the manifest."""
+    name, at = "rank00000.safetensors", snapshot.offsets
+    buffers = {
+        key: {"file": name, "shape": shape, "dtype": dtype, "offset": at[place]}
+        for key, (shape, dtype, place) in snapshot.buffers.items()
+    }
+    extras = [[*entry, at[key]] for *entry, key in snapshot.extras]
+    return {"buffers": buffers, "extra_tensors": extras, "extra_file": name}
+
+
+def _publish(snapshot: Snapshot, everyone: Sequence[dict[str, Any]], beside: Path, target: Path) -> None:
     manifest = {
-        **head,
+        **snapshot.head,
+        **_of_first(snapshot),
         "number": 1 + max((number for number, *_ in orders(target.parent, say=False)), default=0),
         "fragments": [fragment for own in everyone for fragment in own["fragments"]],
         "grains": (grains := [grain for own in everyone for grain in own["grains"]]),
-        "version": VERSION if grains else head["version"],
+        "version": VERSION if grains else snapshot.head["version"],
         "values": [value for own in everyone for value in own["values"]],
         "files": {own["file"]: own["facts"] for own in everyone},
-        "buffers": everyone[0]["buffers"],
-        "extra_tensors": everyone[0]["extras"],
-        "extra_file": everyone[0]["file"],
-        "rng": [own["rng"] for own in everyone],
     }
+    if len(everyone) > parts.INLINE:
+        manifest |= {"version": IN_PARTS, "cut": [entry for own in everyone for entry in own["cut"]]}
+    else:
+        manifest["rng"] = [own["rng"] for own in everyone]
     check_loads(target, manifest)
     write_manifest(beside, manifest)
     publish(beside, target)

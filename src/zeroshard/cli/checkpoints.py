@@ -96,7 +96,7 @@ def _state(saved: Saved, name: str, state: str) -> Any:
     nbytes = sum(numel(part.shape) * part.dtype.itemsize for part in parts)
     return {
         "shape": saved.parameters[name].shape,
-        "dtype": DTYPES[parts[0].dtype] if parts else DTYPES[saved.parameters[name].dtype],
+        "dtype": DTYPES[saved.dtypes.get((name, state), saved.parameters[name].dtype)],
         "nbytes": nbytes,
     }
 
@@ -249,7 +249,7 @@ def _verified(path: str, opening: Any) -> dict[str, Any]:
     result: dict[str, Any] = {"path": path, "files": {}, "nbytes": 0, "blocks": 0, "problems": []}
     try:
         with opening as saved:
-            for name, facts in saved.manifest["files"].items():
+            for name, facts in saved.files.items():
                 result["files"][name] = facts["nbytes"]
                 result["nbytes"] += facts["nbytes"]
                 for block, recorded in enumerate(facts["digests"]):

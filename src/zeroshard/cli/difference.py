@@ -88,7 +88,7 @@ def _states(a: Saved, b: Saved, name: str, state: str) -> Iterator[Row]:
     key = name, state
     what, name = ("parameter", name) if state == VALUE else ("state", f"{name} {state}")
     if key in a.cut and key in b.cut:
-        mine, theirs = DTYPES[a.cut[key][0].dtype], DTYPES[b.cut[key][0].dtype]
+        mine, theirs = DTYPES[a.dtypes[key]], DTYPES[b.dtypes[key]]
         found = _count(_intervals(a, b, key))
         if found.differing or mine != theirs:
             yield Row(what, name, mine, theirs, *found)
@@ -102,7 +102,7 @@ def _kind(saved: Saved, key: tuple[str, str]) -> Any:
     """A state that is no pair of tensors of one kind, in words; None where there is none."""
     if key in saved.cut:
         grain = saved.grains.get(key, 1)
-        return f"a number per {'element' if grain == 1 else f'{grain} elements'}, {DTYPES[saved.cut[key][0].dtype]}"
+        return f"a number per {'element' if grain == 1 else f'{grain} elements'}, {DTYPES[saved.dtypes[key]]}"
     return _words(saved.whole[key]) if key in saved.whole else saved.values.get(key)
 
 

@@ -1,0 +1,65 @@
+"""What each rank says of its own file, in a file beside it: where a manifest of all of that would be too long.
+
+    step-100/
+      manifest.json            of each rank's file its size, and the size and digest of what says what is in it
+      rank00000.json           {"digests": [...], "fragments": [...], "nbytes": ..., "rng": {...}}, canonical JSON
+      rank00000.safetensors
+
+A fragment here is [parameter, state, start, stop, offset]; its dtype is in the manifest, once for all ranks. Whoever
+loads reads the parts near its own place first, and goes on until they hold all that it wants: of shards that are cut
+evenly a rank of N reads one part in N, and two or three more.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..digests import digest
+from ..errors import CheckpointError
+from .files import MANIFEST_LIMIT, canonical, damaged, open_regular, part_of
+
+INLINE = 64  # ranks, up to which the manifest says it all
+
+
+def write_part(folder: Path, file: str, part: dict[str, Any]) -> list[Any]:
+    """Write a rank's part, and have it on the disk. Returns [bytes, digest], for the manifest."""
+    text = canonical(part).encode()
+    if len(text) > MANIFEST_LIMIT:
+        raise CheckpointError(
+            "what one rank saves would be too long to be read", where=str(folder / part_of(file)),
+            expected=f"at most {MANIFEST_LIMIT:,} bytes", got=f"{len(text):,}", instead="more ranks, or larger buckets",
+        )  # fmt: skip
+    with open(folder / part_of(file), "xb") as out:
+        out.write(text)
+        out.flush()
+        os.fsync(out.fileno())
+    return [len(text), digest(text)]
+
+
+def read_part(folder: Path, descriptor: int, file: str, told: Sequence[Any]) -> dict[str, Any]:
+    """A rank's part, if it is the one that the manifest tells of. Its content is checked by whoever uses it."""
+    path, (nbytes, expected) = folder / part_of(file), told
+    try:
+        with os.fdopen(open_regular(path, descriptor), "rb") as opened:
+            if (size := os.fstat(opened.fileno()).st_size) != nbytes or size > MANIFEST_LIMIT:
+                raise damaged(path, f"{nbytes:,} bytes", f"{size:,} bytes")
+            text = opened.read(size + 1)
+        if (found := digest(text)) != expected:
+            raise damaged(path, f"digest {expected}", found)
+        part = json.loads(text)
+        if canonical(part).encode() != text:  # so no key is there twice
+            raise damaged(path, "canonical JSON", "another spelling")
+    except (OSError, ValueError, RecursionError) as error:
+        raise damaged(path, "a part as zeroshard writes it", f"{type(error).__name__}: {error}") from error
+    if not isinstance(part, dict):
+        raise damaged(path, "an object", type(part).__name__)
+    return part
+
+
+def nearest(unread: Iterable[int], near: float, side: int = 0) -> int:
+    """The number of the unread part nearest to a place; of those on one side of it, -1 or 1, where there are any."""
+    return min(unread, key=lambda number: ((number - near) * side < 0, abs(number - near)))

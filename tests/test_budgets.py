@@ -102,3 +102,31 @@ def nothing_is_asked(stages):
 )
 def test_a_step_that_clips_waits_for_the_device_nowhere(world, stages):
     emulated.run(world, nothing_is_asked, stages, seed=world, timeout=120)
+
+
+# --- GradScaler ---------------------------------------------------------------------------------------------------------------
+
+
+def scaled():
+    """What the verdict of one step asks, beside what GradScaler asks itself; and the steps that are passed over."""
+    adam, zero = shard(model := Net(), "emu", 3)
+    scaler = torch.amp.GradScaler("emu", init_scale=2.0, growth_interval=100)
+    found, skipped = [], []
+    for step in range(3):
+        x = torch.full((4, 6), float("inf") if step == 1 else 1.0, device="emu")
+        scaler.scale(model(x).square().sum() if step == 1 else model(x).sum()).backward()
+        before = Counter(device.asked)
+        with emulated.counted() as counts:
+            scaler.unscale_(adam)
+        found.append((sum((device.asked - before).values()), counts.drains.total()))
+        weights = [param.clone() for param in adam.param_groups[0]["params"]]
+        scaler.step(adam)
+        scaler.update()
+        adam.zero_grad()
+        skipped.append(all(map(torch.equal, weights, adam.param_groups[0]["params"])))
+    return found, skipped, scaler.get_scale()
+
+
+@pytest.mark.full
+def test_a_grad_scaler_asks_for_its_verdict_once():
+    assert emulated.run(1, scaled) == [([(1, 1)] * 3, [False, True, False], 1.0)]

@@ -271,6 +271,12 @@ def divides_exactly(total: torch.dtype, piece: torch.dtype, ranks: int) -> bool:
     return piece in LOW and total not in LOW and ranks & (ranks - 1) == 0 and ranks <= 1 << 16
 
 
+def finite(tensors: Sequence[Tensor]) -> Tensor:
+    """0-d bool, where they are: are all elements of these finite? Of one dtype, and not all of them empty."""
+    largest = torch._foreach_norm([tensor for tensor in tensors if tensor.numel()], torch.inf)  # NaN counts as larger
+    return torch.stack(largest).isfinite().all()
+
+
 def average_(total: Tensor, ranks: int) -> None:
     """Divide once, and truly: times 1/3 is not division by 3. Times a half is division by 2, at a third of its cost."""
     if ranks & (ranks - 1) == 0:

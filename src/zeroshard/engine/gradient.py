@@ -22,6 +22,7 @@ from ..numerics import (
     average_,
     block_sums,
     empty_bins,
+    finite,
     roots_from_bins,
     sums_from_bins,
     sums_in,
@@ -280,11 +281,11 @@ class Gradients:
                 self.ask()
                 mine = [entry for entry in self.entries if entry.updater == grads[0]._entry.updater]
                 having = self.having(mine)
-                finite = all(self._finite(entry) for entry in mine if entry.number in having)
-                agreed = torch.tensor([0 if finite else 1], dtype=torch.uint8, device="cpu")
+                verdict = self._finite([entry for entry in mine if entry.number in having])
+                agreed = torch.tensor([0 if verdict else 1], dtype=torch.uint8, device="cpu")
                 self.group.maximum(agreed)
                 self._judged = found_inf
-            found_inf.fill_(max(float(agreed), float(ask(found_inf))))
+            found_inf.clamp_(min=float(agreed))
             self.keeper.judge(bool(agreed))
         self.note_edit("unscale", inv_scale)
         by_accumulator: dict[int, list[ShardedGrad]] = {}
@@ -297,7 +298,16 @@ class Gradients:
                     found, inverse = found_inf.to(fragment.device), inv_scale.to(fragment.device)
                     aten._amp_foreach_non_finite_check_and_unscale_(fragments, found, inverse)
 
-    def _finite(self, entry: Entry) -> bool:
-        with self.reporting(), entry.accumulator.sum.here(changed=False):
-            return bool(ask(entry.accumulator.fragment(entry.position).isfinite().all()))
-        return False
+    def _finite(self, entries: Sequence[Entry]) -> bool:
+        """Are all elements of these gradients here finite? Asked of the device once, whatever their number."""
+        by_accumulator: dict[int, list[Entry]] = {}
+        for entry in entries:
+            by_accumulator.setdefault(id(entry.accumulator), []).append(entry)
+        found: dict[torch.device, list[Tensor]] = {}
+        for together in by_accumulator.values():
+            accumulator = together[0].accumulator
+            with self.reporting(), accumulator.sum.here(changed=False):
+                fragments = [accumulator.fragment(entry.position) for entry in together]
+                if any(fragment.numel() for fragment in fragments):
+                    found.setdefault(fragments[0].device, []).append(finite(fragments))
+        return self.group.failed is None and all(bool(ask(torch.stack(flags).all())) for flags in found.values())

@@ -109,7 +109,7 @@ def test_a_step_that_clips_waits_for_the_device_nowhere(world, stages):
 
 def scaled():
     """What the verdict of one step asks, beside what GradScaler asks itself; and the steps that are passed over."""
-    adam, zero = shard(model := Net(), "emu", 3)
+    adam, _ = shard(model := Net(), "emu", 3)
     scaler = torch.amp.GradScaler("emu", init_scale=2.0, growth_interval=100)
     found, skipped = [], []
     for step in range(3):
@@ -130,3 +130,51 @@ def scaled():
 @pytest.mark.full
 def test_a_grad_scaler_asks_for_its_verdict_once():
     assert emulated.run(1, scaled) == [([(1, 1)] * 3, [False, True, False], 1.0)]
+
+
+# --- buffers ------------------------------------------------------------------------------------------------------------------
+
+
+class Normed(Net):
+    """With buffers that torch writes to uncounted, one that the program writes to past the count, and a constant."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+        self.register_buffer("book", torch.zeros(2, 3).t())
+        self.register_buffer("table", torch.linspace(0, 1, 6))
+
+    def forward(self, x):
+        if self.training:
+            self.book.data.add_(1 + ranks.rank())
+        return super().forward(self.norm(x)) * self.table
+
+
+def buffers_after(where):
+    """What six forwards leave; on the device with the constant in two graphs of one backward."""
+    adam, _ = shard(model := Normed(), where, 3)
+    xs = [
+        torch.randn(4, 6, generator=torch.Generator().manual_seed(8 * at + ranks.rank())).to(where) for at in range(6)
+    ]
+    for step in range(3):
+        before = Counter(device.asked)
+        with emulated.counted() as counts:
+            for some in [xs[2 * step : 2 * step + 2]] if where == "emu" else [[xs[2 * step]], [xs[2 * step + 1]]]:
+                sum(model(x).sum() for x in some).backward()
+            adam.step()
+            adam.zero_grad()
+    assert not counts.drains and before == device.asked, (counts.drains, device.asked - before)
+    return {name: buffer.cpu() for name, buffer in model.named_buffers()}
+
+
+def buffers_are_sent():
+    got, want = buffers_after("emu"), buffers_after("cpu")
+    reference.assert_same(got, want)
+    # The source's of five forwards, and its own of the last.
+    assert got["book"].unique().tolist() == [6.0 + ranks.rank()]
+
+
+@pytest.mark.full
+def test_buffers_go_to_all_ranks_in_the_devices_queue():
+    """What every rank has of them is what it has on the CPU, whoever wrote and however, and nothing is asked."""
+    emulated.run(2, buffers_are_sent, seed=3)

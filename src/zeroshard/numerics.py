@@ -317,10 +317,13 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def write_bytes(tensor: Tensor, content: Tensor) -> None:
-    """Make a dense tensor what `as_bytes` gave of another. Not where it is that already: autograd counts writes."""
+    """Make a dense tensor what `as_bytes` gave of another. Not where it is that already: autograd counts writes.
+
+    On a device, which would be waited for, nobody asks whether it is; then this write is not counted.
+    """
     content = content.clone()
-    if not same_bits(content, as_bytes(tensor)):
-        place = unrepeated(tensor)
+    if not tensor.is_cpu or not same_bits(content, as_bytes(tensor)):
+        place = unrepeated(tensor if tensor.is_cpu else tensor.data)
         place.copy_(content.view(tensor.dtype).view(place.shape))
 
 

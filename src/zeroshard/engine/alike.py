@@ -87,14 +87,20 @@ class Alike:
             ]
 
     def send_buffers(self) -> None:
-        """The source's to all. Equal ones are not written, so autograd's versions stay."""
+        """The source's to all. Equal ones are not written, so autograd's versions stay.
+
+        All of them each time: versions do not tell who was written to, not by a batch norm nor through `.data`, and
+        only the CPU can be asked for bits. A device does it all in its queue.
+        """
         sending, self._sending = self._sending, {}
         if not sending:
             return
         with torch.inference_mode(False), torch.no_grad():
             own = [as_bytes(tensor) for tensor in sending.values()]
             raw = torch.cat(own)
-            self._group.broadcast(raw, self.source)
+            self._group.broadcast(raw, self.source, ahead=True)
+            if self._group.rank == self.source:
+                return
             for tensor, theirs in zip(sending.values(), raw.split([each.numel() for each in own]), strict=True):
                 write_bytes(tensor, theirs)
 

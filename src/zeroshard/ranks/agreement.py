@@ -258,17 +258,17 @@ class Group:
                 instead="zero.save_on(signal.SIGUSR1, path=...), and all ranks save at the end of a step",
             )
 
-    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        """tensor becomes the source rank's, everywhere."""
+    def broadcast(self, tensor: Tensor, source: int = 0, *, ahead: bool = False) -> None:
+        """tensor becomes the source rank's, everywhere. ahead: where a device's queue waits for it, only that does."""
         nbytes = tensor.numel() * tensor.itemsize
         if nbytes:
             mine = self.rank == source
             sent, received = (nbytes, 0) if mine else (0, nbytes)
             event = count(self.ledger, self.ranks, "broadcast", nbytes, sent, received)
-            self._broadcast(tensor, source)
+            self._broadcast(tensor, source, ahead)
             ends(event)
 
-    def _broadcast(self, tensor: Tensor, source: int) -> None:
+    def _broadcast(self, tensor: Tensor, source: int, ahead: bool) -> None:
         pass
 
     def team_of(self, bucket: Bucket) -> Team:

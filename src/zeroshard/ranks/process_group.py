@@ -122,12 +122,12 @@ class ProcessGroup(Group):
         self._link.give_up(error)
 
     @verb
-    def _broadcast(self, tensor: Tensor, source: int) -> None:
+    def _broadcast(self, tensor: Tensor, source: int, ahead: bool) -> None:
         raw = tensor.view(torch.uint8)
         # What moves a device's tensors may refuse those of the host.
         stream = self._groups.broadcasts if tensor.device.type == self.device.type else self._stream
         handle = self._link.broadcast(stream, raw, self._global[source], (-1, "", raw.numel()), 0)
-        self._link.wait("a broadcast", None, handle, queued=stream.queued)
+        self._link.wait("a broadcast", None, handle, queued=stream.queued, ahead=ahead)
 
     @verb
     def meet(self, what: str, number: int, *same: int, facts: Callable[[], str] = str) -> None:

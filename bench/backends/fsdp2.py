@@ -1,4 +1,5 @@
-"""torch's fully_shard, block by block; in bfloat16 by its MixedPrecisionPolicy, gradients reduced in bfloat16 too.
+"""torch's fully_shard, block by block; in bfloat16 by its MixedPrecisionPolicy, gradients reduced in bfloat16 too, or
+(wide) in fp32, as its users set it on GPUs.
 
 With replicas it is what torch calls hybrid sharding (HSDP): a mesh of two axes, of which the first replicates.
 """
@@ -15,12 +16,12 @@ from ..model import LEARNING_RATE
 from . import Trainer, plain
 
 
-def build(model: nn.Module, *, low: bool, reshard: bool, replicas: int = 1) -> Trainer:
+def build(model: nn.Module, *, low: bool, reshard: bool, replicas: int = 1, wide: bool = False) -> Trainer:
     shape = (replicas, dist.get_world_size() // replicas)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(next(model.parameters()).device.type, shape, mesh_dim_names=("replicate", "shard"))
     mesh = mesh if replicas > 1 else mesh["shard"]
     dtype = torch.bfloat16 if low else None
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if wide else dtype)
     for block in model.blocks:  # type: ignore[union-attr]
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)

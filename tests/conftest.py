@@ -41,6 +41,8 @@ hypothesis.settings.load_profile("zeroshard")
 
 def pytest_addoption(parser):
     parser.addoption("--fast", action="store_true", help="skip tests marked slow: make test and make full together")
+    parser.addoption("--worlds", nargs="?", const="plain", metavar="HOW",
+                     help="run ranks as threads of pytest's process; strict, or a seed that draws the schedule")  # fmt: skip
     parser.addoption("--order", type=int, default=None, metavar="SEED", help="seed of the test order; 0: as written")
 
 
@@ -51,6 +53,10 @@ def pytest_configure(config):
         config.option.order = config.workerinput["order"]
     if config.getoption("--order") is None:
         config.option.order = random.SystemRandom().randrange(1, 10_000)
+    if config.getoption("--worlds"):
+        from world.instead import instead_of_processes
+
+        rank_processes.pool.instead = instead_of_processes(config.getoption("--worlds"))
     config.option.loadscopereorder = False  # xdist's own order is by the number of a file's tests
 
 
@@ -115,6 +121,15 @@ def world(request):
 def stage(request):
     """Runs the test at stages 0 to 3."""
     return request.param
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if config.getoption("--worlds"):
+        from world.instead import counted
+
+        terminalreporter.write_line(
+            f"runs on ranks: {counted['worlds']} in worlds, {counted['processes']} in processes"
+        )
 
 
 def pytest_sessionfinish():

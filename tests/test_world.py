@@ -1,6 +1,10 @@
 """Worlds: ranks as threads of this process give the bits of ranks that are processes, and show what these hide."""
 
+import os
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy
 import pytest
@@ -189,3 +193,38 @@ def test_a_rank_that_ends_is_named_by_the_others():
     dead = int(ran.struck[0].split()[1])
     assert found[dead].type == "Died"
     assert found[1 - dead].type == "PeerError" and f"rank {dead} is gone" in found[1 - dead].message
+
+
+@pytest.mark.full
+def test_pytest_runs_ranks_in_worlds_where_it_is_asked_to(tmp_path):
+    """A test as it is, `--worlds` and without: two processes, or threads of one."""
+    (tmp_path / "test_it.py").write_text(
+        "import os\n"
+        "import ranks\n\n"
+        "def place():\n"
+        "    return os.getpid(), ranks.rank(), ranks.world()\n\n"
+        "def test_it():\n"
+        "    (first, *at), (second, *other) = ranks.run(2, place)\n"
+        "    assert (at, other) == ([0, 2], [1, 2])\n"
+        "    print('one process' if first == second == os.getpid() else 'three')\n"
+    )
+    here = str(Path(__file__).parent)
+    words = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-s",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "conftest",
+        f"--rootdir={tmp_path}",
+    ]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([here, *sys.path])}
+    for option, said in ((["--worlds"], "one process"), ([], "three")):
+        done = subprocess.run(
+            [*words, *option, "test_it.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert said in done.stdout and ("1 in worlds, 0 in processes" in done.stdout) == bool(option)

@@ -10,6 +10,7 @@ import contextlib
 import inspect
 import os
 import select
+import signal
 import sys
 import threading
 import time
@@ -23,6 +24,7 @@ from zeroshard import api as _api  # noqa: F401  (with it all modules of zerosha
 from zeroshard.ranks import groups, watch
 
 from .group import Group
+from .rank import GONE, SILENT
 from .schedule import Task, here
 
 
@@ -127,9 +129,8 @@ def _ask(plain: Callable[..., Any]) -> Callable[..., Any]:
         for rank, address in addresses.items():
             other = known.get(tuple(address))
             if other is None or other.of is None or other.of.away:
-                answers[rank] = watch.Answer(
-                    watch.SILENT if other is not None and other.of.away == "is silent" else watch.GONE
-                )
+                silent = other is not None and other.of is not None and other.of.away == SILENT
+                answers[rank] = watch.Answer(watch.SILENT if silent else watch.GONE)
             else:
                 said = watch.json.dumps({**message, "token": address[2]})
                 answers[rank] = watch._understood(watch._answer(watch.weakref.ref(other), watch.json.loads(said)))
@@ -179,6 +180,43 @@ def _rendezvous(plain: Callable[..., Any]) -> Callable[..., Any]:
     return rendezvous
 
 
+def _ends(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """`os._exit`: the process that ends is a rank."""
+
+    def end(code: int) -> None:
+        task = here()
+        if task is None:
+            plain(code)
+        else:
+            task.schedule.leave(task.rank, GONE)
+
+    return end
+
+
+def _kills(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """`os.kill` of a rank's own process."""
+
+    def kill(pid: int, number: int) -> None:
+        task = here()
+        if task is None or pid != os.getpid():
+            plain(pid, number)
+        elif number in (signal.SIGKILL, signal.SIGSTOP):
+            task.schedule.leave(task.rank, GONE if number == signal.SIGKILL else SILENT)
+        else:
+            raise RuntimeError(f"{signal.Signals(number).name} would come to the process of all ranks of a world")
+
+    return kill
+
+
+def _not_inside(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def refused(*args: Any) -> Any:
+        if here() is not None:
+            raise RuntimeError(f"{plain.__name__} is for the process of all ranks of a world")
+        return plain(*args)
+
+    return refused
+
+
 def _places() -> Iterator[tuple[Any, str, Any]]:
     shims = [(time, _Time(time)), (threading, _Threading(threading)), (select, _Select(select))]
     for name, module in list(sys.modules.items()):
@@ -186,6 +224,10 @@ def _places() -> Iterator[tuple[Any, str, Any]]:
             for plain, shim in shims:
                 if vars(module).get(plain.__name__) is plain:
                     yield module, plain.__name__, shim
+    yield os, "_exit", _ends(os._exit)
+    yield os, "kill", _kills(os.kill)
+    yield os, "fork", _not_inside(os.fork)
+    yield signal, "raise_signal", _not_inside(signal.raise_signal)
     yield watch, "_ask", _ask(watch._ask)
     yield groups, "Watch", _Watch
     yield c10d, "_world", _Distributed(c10d._world)

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .rank import GONE
+
 if TYPE_CHECKING:
     from .group import Group
 
@@ -158,7 +160,7 @@ class Work(dist.Work):
         """Has it landed, or failed?"""
         if not (self.landed or self.failed):
             ranks, missing = self.group.world.ranks, [each for each in self.needs if each not in self.flight.works]
-            if any(ranks[self.group.members[each]].away == "is gone" for each in missing):
+            if any(ranks[self.group.members[each]].away == GONE for each in missing):
                 self.failed = "Connection closed by peer"
             elif self.schedule.clock >= self.dies:
                 self.failed = f"Timed out waiting {1000 * self.group.limit:.0f}ms for recv operation to complete"

@@ -19,6 +19,9 @@ _PYTHON = id(random._inst) + object.__basicsize__  # type: ignore[attr-defined]
 _NUMPY = numpy.random.mtrand._rand._bit_generator.ctypes.state_address  # type: ignore[attr-defined]
 
 
+GONE, SILENT = "is gone", "is silent"  # of ranks: as after kill -9 and kill -STOP
+
+
 class Registers:
     """Random states, filters of warnings, and environment: swapped when the baton goes to another rank."""
 
@@ -48,7 +51,7 @@ class Rank:
     def __init__(self, number: int) -> None:
         self.number = number
         self.world: Any = None
-        self.away = ""  # in words: it has ended as by kill -9, or is silent
+        self.away = ""  # GONE or SILENT
         self.registers = Registers()
         self.registers.environment = dict(self.registers.environment)
         self.registers.filters = [("default", None, Warning, None, 0)]

@@ -19,7 +19,7 @@ from zeroshard.checkpoint.saving import Saving
 from .draws import Draws, Odds
 from .group import Store
 from .install import installed
-from .rank import Rank, Registers
+from .rank import GONE, Rank, Registers
 from .schedule import Schedule, Task, Unwind, here
 
 LEFT = 5.0  # seconds that threads have to end once a run is over
@@ -173,7 +173,7 @@ def _outcome(task: Task, late: str, stuck: str) -> Any:
     if error is None and task.done:
         return task.value
     if isinstance(error, Unwind) or not task.done:
-        kind = "Died" if task.rank.away == "is gone" else "Hung" if late else "Deadlock"
+        kind = "Died" if task.rank.away == GONE else "Hung" if late else "Deadlock"
         words = {"Died": "the rank ended without an answer", "Hung": late, "Deadlock": stuck}[kind]
         return failures.Raised(kind, words, "", (kind,))
     text = "".join(traceback.format_exception(error))

@@ -22,7 +22,7 @@ import torch
 import zeroshard
 
 from .draws import NEVER, Draws
-from .rank import Rank
+from .rank import GONE, Rank
 
 QUIET = 1.0  # virtual seconds in which nothing happens, after which the ranks count as waiting for each other
 LONGEST = 0.003  # virtual seconds that a message which could land stays away while ranks sleep
@@ -299,7 +299,7 @@ class Schedule:
                 self._within = False
         if me.main and not any(task.rank.away for task in self.tasks) and draws.chance(odds.end):
             draws.strike(f"rank {me.rank.number} ends where it {where}")
-            self.leave(me.rank, "is gone")
+            self.leave(me.rank, GONE)
 
     def trace_lines(self) -> None:
         """Interrupt this thread at drawn lines of zeroshard's."""

@@ -18,7 +18,7 @@ once: the failure says who waits for what.
     world.run(3, total, 2.0, seed=7)          # the schedule is drawn from the seed, and from the same seed again the same
 
 `run` is called as `ranks.run` is, and fails as it does: with a `RankFailure`. Under pytest, `--worlds` runs in worlds what
-`ranks.run` would run in processes.
+`ranks.run` would run in processes; `--worlds=strict` and `--worlds=7` so.
 
     schedule   threads that hand on a baton, the virtual clock, and who waits for what when nobody can go on
     draws      what a seed decides, and the digest of what it decided
@@ -27,7 +27,8 @@ once: the failure says who waits for what.
     rank       what a process has one of, and each rank here one of its own
     install    what of torch and zeroshard asks which rank it is, for as long as a world runs
     running    `run`
-    jobs       training under drawn schedules and faults; `python -m tests.world` runs seeds, and one seed again
+    drawn      training under drawn schedules and faults; in tests/, `python -m world` runs seeds, and one seed again
+    instead    pytest's `--worlds`
 
 What stays with processes: kill -9 and the files it leaves, sockets and networks, signals, fork, bytes that a process
 holds, and gloo itself.

@@ -9,12 +9,13 @@ import contextlib
 import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..device import ask
+from ..device import ask, asynchronous
 from ..errors import StateError, TierError
 from ..numerics import (
     add_to_bins,
@@ -33,6 +34,9 @@ from .buffer import Buffer
 from .sharded_grad import Keeper, ShardedGrad
 
 aten = torch.ops.aten
+_TOGETHER = (
+    1 << 20
+)  # so many blocks' sums, of several buckets, a device adds up in one go: a launch costs more than memory
 
 
 class Gradients:
@@ -215,15 +219,17 @@ class Gradients:
         device = self.entries[0].param.device
         bins = empty_bins(len(self.entries), device, sums_in(order))
         maxima = torch.zeros(len(self.entries), dtype=torch.int32, device=device)
+        add = partial(add_to_maxima, maxima) if order == math.inf else partial(add_to_bins, bins)
+        together = _TOGETHER if asynchronous(device) else 0
+        found: list[tuple[Tensor, Tensor]] = []  # owners and sums of buckets that are added up in one go
         for accumulator in self._filled():
             with self.reporting(), accumulator.sum.here(changed=False):
                 blocks = accumulator.blocks()
                 sums = block_sums(accumulator.sum.own, blocks, 1 if accumulator.averaged else self.group.sources, order)
-                owner, sums = blocks.owner.to(device), sums.to(device)
-                if order == math.inf:
-                    add_to_maxima(maxima, owner, sums)
-                else:
-                    add_to_bins(bins, owner, sums)
+                found.append((blocks.owner.to(device), sums.to(device)))
+            if sum(len(owner) for owner, _ in found) > together:
+                add(*_joined(found))
+        add(*_joined(found)) if found else None
         if order == math.inf:
             return self.group.maximum(maxima).view(torch.float32).to(device)
         agreed = self.group.total(bins)
@@ -311,3 +317,10 @@ class Gradients:
                 if any(fragment.numel() for fragment in fragments):
                     found.setdefault(fragments[0].device, []).append(finite(fragments))
         return self.group.failed is None and all(bool(ask(torch.stack(flags).all())) for flags in found.values())
+
+
+def _joined(found: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Each of all pairs, of which none is left."""
+    owner, sums = found[0] if len(found) == 1 else map(torch.cat, zip(*found, strict=True))
+    found.clear()
+    return owner, sums

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 import emulated
+import models
 import ranks
 import reference
 import zeroshard
-from test_emulated import DTYPES, STAGES, optimizer
+from test_emulated import DTYPES, GPT, STAGES, loss, on, optimizer
 from zeroshard import Layout, Precision, device
 
 
@@ -178,3 +179,37 @@ def buffers_are_sent():
 def test_buffers_go_to_all_ranks_in_the_devices_queue():
     """What every rank has of them is what it has on the CPU, whoever wrote and however, and nothing is asked."""
     emulated.run(2, buffers_are_sent, seed=3)
+
+
+# --- launches -----------------------------------------------------------------------------------------------------------------
+
+
+def launches(stage):
+    """The engine's own of a step of two backwards that clips; of so many buckets and parameters."""
+    adam, _ = shard(model := models.build("gpt", **GPT), "emu", stage, torch.bfloat16)
+    for step in range(2):
+        batches = [on("emu")(step, 2 * ranks.rank() + micro) for micro in range(2)]
+        with emulated.counted() as counts:
+            for batch in batches:
+                loss(model, batch).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            adam.step()
+            adam.zero_grad()
+    ours = {site: n for site, n in counts.by_site(counts.launches).items() if site.startswith(OURS)}
+    return sum(ours.values()), len(model._zeroshard_engine.buffers), len([*model.parameters()]), ours
+
+
+OURS = ("engine/", "ranks/", "numerics.py")
+# Of each bucket in each backward: exchange 1, sum of two ranks 3; at stage 3 two gathers of a cast and a collective, two
+# placeholders, and 4 that take edits. Of each bucket in each step: norm 16, average 1; before stage 3 edits 4, cast and
+# gather 2. Of a step: the rest of the norm. docs/gpus.md has these numbers.
+OF_A_BACKWARD, OF_A_STEP, ONCE = dict.fromkeys(STAGES, 4) | {3: 14}, dict.fromkeys(STAGES, 23) | {3: 17}, 45
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stage", STAGES)
+def test_launches_are_so_many_for_each_bucket(stage):
+    """And one for each parameter: in a backward, to be sent; and in clipping, to be scaled."""
+    for found, buckets, parameters, ours in emulated.run(2, launches, stage, seed=stage):
+        want = 2 * (buckets * OF_A_BACKWARD[stage] + parameters) + buckets * OF_A_STEP[stage] + parameters + ONCE
+        assert found == want, ours

@@ -15,7 +15,7 @@ ORDER = (
     "numerics.py", "fp8.py", "int8.py", "digests.py",
     "ranks/launcher.py", "ranks/watch.py", "ranks/calls.py", "ranks/comm.py", "ranks/transport.py",
     "ranks/agreement.py",
-    "ranks/streams.py", "ranks/neighbours.py", "ranks/one_copy.py",
+    "ranks/streams.py", "ranks/ending.py", "ranks/neighbours.py", "ranks/one_copy.py",
     "ranks/shared_memory.py", "ranks/groups.py", "ranks/link.py",
     "ranks/process_team.py", "ranks/process_group.py", "ranks/mesh.py",
     "tiers/pool.py", "tiers/tier.py", "tiers/nvme.py",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import random
+import sys
 import time
 from datetime import timedelta
 from functools import partial
@@ -19,6 +21,8 @@ import zeroshard
 from emulated.device import device
 from zeroshard import Comm, Layout, Offload
 from zeroshard.errors import PeerError
+from zeroshard.ranks import ending, groups, link, streams, watch
+from zeroshard.ranks.link import Link
 
 WIDTH, BLOCKS = 8, 5
 
@@ -285,9 +289,175 @@ def tries_again(stage, asks):
     return failures
 
 
-@pytest.mark.parametrize("asks", [False, True], ids=["runs-ahead", "asks"])
+@pytest.mark.parametrize("asks", [False, pytest.param(True, marks=pytest.mark.full)], ids=["runs-ahead", "asks"])
 def test_data_of_a_rank_that_stood_in_never_becomes_weights(asks):
     """The others ran ahead, with gathers of which it had no part, or their hosts wait for these; all try again, with the
     bits of plain torch."""
     ahead, tripped = emulated.run(2, tries_again, 3, asks, patience=8.0)
     assert (ahead[0], tripped[0]) == ("PeerError", "Tripped")
+
+
+KINDS = {"Ctrl-C": KeyboardInterrupt, "no memory": torch.OutOfMemoryError}
+
+
+class Strikes:
+    """An exception before or after a launch of this rank's, of what the device's queue has. Counts what recovery takes."""
+
+    def __init__(self):
+        self.seen, self.at, self.kind, self.after, self.allocated = 0, 0, KeyboardInterrupt, False, 0
+        launch, level = Link.launch, Link.level
+
+        def launching(link, stream, *args):
+            self.seen += stream.queued
+            strikes = stream.queued and self.seen == self.at
+            if strikes and not self.after:
+                raise self.kind
+            handle = launch(link, stream, *args)
+            if strikes:
+                raise self.kind
+            return handle
+
+        def levelling(link, why):
+            with emulated.counted() as counts:
+                told = level(link, why)
+            self.allocated += counts.allocations.total()
+            return told
+
+        Link.launch, Link.level = launching, levelling
+        self.level = level.__code__
+
+
+class Again:
+    """Ctrl-C at one line of the levelling that follows, of these files."""
+
+    FILES = tuple(each.__file__ for each in (link, ending, groups, watch, streams))
+
+    def __init__(self, line, level):
+        self.left, self.begun, self.level = line, False, level
+
+    def trace(self, frame, event, argument):
+        self.begun |= frame.f_code is self.level
+        if not self.begun or frame.f_code.co_filename not in self.FILES:
+            return None if self.begun else self.trace
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+        return self.trace
+
+
+def struck(stage, cases, asks):
+    """Second steps that a rank is taken out of at a launch, and tried again. asks: all hosts wait for their devices.
+    cases: the rank, the launch, by what, after it?, and the line of the levelling at which it is taken out of that."""
+    strikes, found = Strikes(), []
+    for whom, at, kind, after, line in cases:
+        model, optimizer, zero = sharded(stage)
+        step(model, optimizer, 0)
+        mine, errors, stepped = ranks.rank() == whom, [], False
+        strikes.seen, strikes.at, strikes.kind, strikes.after = 0, at * mine, KINDS[kind], after
+        again = Again(line, strikes.level)
+        while True:
+            try:
+                sys.settrace(again.trace if mine and line else None)
+                if not stepped:
+                    optimizer.zero_grad()
+                    value = loss(model, batch(1, ranks.rank()))
+                    if asks:
+                        value.item()
+                    value.backward()
+                    if asks:
+                        torch.emu.synchronize()
+                    optimizer.step()
+                    stepped, strikes.at = True, 0
+                assert_plain(model, zero)
+                break
+            except (*KINDS.values(), PeerError) as error:
+                errors.append(f"{type(error).__name__}: {error}")
+                if "zero.load(" in errors[-1] or len(errors) > 5:
+                    break
+            finally:
+                sys.settrace(None)
+        found.append(errors)
+    return found, strikes.allocated
+
+
+def check_struck(world, stage, cases, asks=True, **options):
+    """Who was taken out of a step has its own errors, and the others one for each; and then plain torch's bits, or the
+    same word on all ranks that weights are of no step: of a rank that had begun to update them."""
+    found = emulated.run(world, struck, stage, cases, asks, patience=10.0, **options)
+    assert [allocated for _, allocated in found] == [0] * world
+    for case, *told in zip(cases, *(errors for errors, _ in found), strict=True):
+        torn = [errors[-1:] and "zero.load(" in errors[-1] for errors in told]
+        assert all(torn) or not any(torn), (case, told)
+        for rank, errors in enumerate(told):
+            first = KINDS[case[2]].__name__ if rank == case[0] else "PeerError"
+            assert len(errors) <= 4 and all(each.startswith(first) for each in errors[:1]), (case, told)
+    return found
+
+
+@pytest.mark.row(59)
+@pytest.mark.row(89)
+@pytest.mark.parametrize(
+    ("world", "stage"),
+    [(2, 3), *(pytest.param(*each, marks=pytest.mark.full) for each in [(2, 0), (2, 1), (2, 2), (3, 1), (3, 3)])],
+)
+def test_a_rank_whose_host_waits_for_its_device_hears_of_an_interrupt(world, stage):
+    """What nobody will launch is aborted on all ranks, without memory of the device, and the step is tried again."""
+    in_forward, in_backward, there = (3, 12, 9) if stage == 3 else (3, 5, 4)  # without parts all of these in backward
+    cases = [
+        (1, in_forward, "Ctrl-C", False, 0),
+        (1, in_backward, "no memory", True, 0),
+        (0, there, "Ctrl-C", True, 60),  # and once more, where what is under way is ended
+    ]
+    found = check_struck(world, stage, cases)
+    for errors, _ in found:
+        assert all(errors) and "zero.load(" not in str(errors)
+    told = found[0][0][0][0]
+    assert told.startswith("PeerError: a rank was interrupted: what was under way has ended on all ranks alike"), told
+    assert "rank 1: an exception ended" in told, told
+
+
+@pytest.mark.row(89)
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("seed", range(4))
+def test_interrupts_at_drawn_launches_change_no_bit(world, stage, seed):
+    """Of drawn ranks, before and after, where hosts wait and where they run ahead; half of them interrupted again at a
+    line of the levelling."""
+    draw = random.Random(f"{world} {stage} {seed}")
+    lines = [0, 0, *range(1, 250)]
+    cases = [
+        (draw.randrange(world), draw.randrange(1, 22), draw.choice([*KINDS]), draw.random() < 0.5,
+         draw.choice(lines) * (draw.random() < 0.5))
+        for _ in range(10)
+    ]  # fmt: skip
+    check_struck(world, stage, cases, draw.random() < 0.5, seed=seed, timeout=600)
+
+
+# --- what gets through by itself --------------------------------------------------------------------------------------
+
+ALL = [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("told", "limits"),
+    [
+        ([[(3, ALL, [(3, 0)])], [(2, ALL, [])]], [2]),
+        # Rank 0's device comes to the sum only after a gather that rank 1 has not launched,
+        ([[(2, ALL, [(2, 0)]), (1, ALL, [(1, 1)])], [(1, ALL, []), (1, ALL, [(1, 0)])]], [1, 0]),
+        # or before it,
+        ([[(2, ALL, [(2, 1)]), (1, ALL, [(1, 0)])], [(1, ALL, []), (1, ALL, [(1, 0)])]], [1, 1]),
+        # and what rank 1's comes to after that sum is not through either.
+        (
+            [
+                [(2, ALL, [(2, 0)]), (1, ALL, [(1, 1)]), (1, ALL, [])],
+                [(1, ALL, []), (1, ALL, [(1, 0)]), (1, ALL, [(1, 1)])],
+            ],
+            [1, 0, 0],
+        ),
+        ([[(4, ALL, [(4, 7)])], [(4, ALL, [(3, 1), (4, 2)])]], [4]),
+    ],
+)
+def test_what_gets_through_by_itself_is_what_no_device_waits_for_in_vain(told, limits):
+    assert [ending.complete(told)[place, (0, 1)] for place in range(len(limits))] == limits

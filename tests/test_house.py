@@ -23,7 +23,7 @@ pytestmark = pytest.mark.full  # `make check` runs them all
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "zeroshard"
 PUBLIC = ["Comm", "Error", "Layout", "Offload", "Precision", "Zero", "apart", "load", "plan", "settings", "shard"]
-CAP = 10026  # lines of the core that docs/decisions/core-size.md accounts for
+CAP = 10210  # lines of the core that docs/decisions/core-size.md accounts for
 SLACK = 800  # lines that a change may add without a word there: see the same note
 STORAGE = {"tiers/tier.py", "tiers/nvme.py"}  # beside checkpoint/: counted in what they do, not in lines
 NOT_LAYERS = {"__init__.py", "__main__.py"}
@@ -261,6 +261,7 @@ def test_who_is_called_by_itself():
         ("checkpoint/files.py", "ThreadPoolExecutor"),
         ("checkpoint/saving.py", "Thread"),
         ("ranks/watch.py", "Thread"),
+        ("ranks/ending.py", "Thread"),
         ("cli/launch.py", "Thread"),
         ("ranks/groups.py", "Timer"),  # logs
         ("ranks/watch.py", "register_at_fork"),

@@ -740,7 +740,7 @@ def test_what_is_through_may_be_pruned_inside_a_pruning():
             return False
 
     stream, last = Stream(None, [0]), UnderWay()
-    flights = [(1, ("a",), [Nested()]), (2, ("b",), [Through()]), (3, ("c",), [last])]
+    flights = [(1, ("a",), [Nested()], 0), (2, ("b",), [Through()], 1), (3, ("c",), [last], 2)]
     stream._flights.extend(flights)
     stream.prune()
     assert (stream.count, stream.last, stream.under_way) == (3, [("a",), ("b",), ("c",)], [last])

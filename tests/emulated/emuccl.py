@@ -30,7 +30,7 @@ from torch import Tensor
 from . import sites
 from .counts import total
 from .device import Device
-from .memory import Place
+from .memory import POISON, Place
 from .streams import Item, Mark
 from .wire import Wire
 
@@ -53,10 +53,13 @@ class Message(Item):
         gives: dict[int, list[Place]],
         expects: dict[int, int],
         land: Callable[[dict[int, bytes]], None],
+        lies: Sequence[Place],
     ) -> None:
-        """gives: to each rank, what it is sent. expects: from each rank that it cannot end without, so many bytes."""
+        """gives: to each rank, what it is sent. expects: from each rank that it cannot end without, so many bytes. lies:
+        where what comes lies; after an abort that may hold anything."""
         super().__init__(str(header[0]), lambda: None)
         self.communicator, self.header, self.gives, self.expects, self.land = communicator, header, gives, expects, land
+        self.lies = lies
         self.number = 0
         self.urged = False
 
@@ -68,6 +71,8 @@ class Message(Item):
 
     def finished(self) -> bool:
         if self.communicator.aborted:
+            for place in self.lies:
+                spoil(place.open())
             return True
         parts = self.communicator.parts.get(self.number, {})
         for rank, (header, part) in parts.items():
@@ -170,7 +175,6 @@ class Work(dist.Work):  # type: ignore[misc]
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Let the current stream wait. timeout: let the host wait as well, and abort the communicator at its end."""
         device = self._communicator.device
-        self._refuse_aborted()
         device.wait_on(device.current, self._mark)
         if timeout is not None and timeout > timedelta(0):
             total.drains[sites.site(), "wait with a time-out"] += 1
@@ -179,7 +183,7 @@ class Work(dist.Work):  # type: ignore[misc]
                     f"{self._message.name}, number {self._message.number}, ran for more than {timeout.total_seconds()} s "
                     "before timing out"
                 )
-        self._refuse_aborted()
+            self._refuse_aborted()  # without a time-out nobody looks
         self._tensors = ()
         return True
 
@@ -334,9 +338,10 @@ class Emuccl(dist.ProcessGroup):
         land: Callable[[dict[int, bytes]], None],
         reads: Sequence[Tensor],
         writes: Sequence[Tensor],
+        lies: Sequence[Place],
         pair: tuple[int, int] | None = None,
     ) -> Work:
-        """gives: to other ranks. expects: of other ranks, so many bytes. land: takes what these sent, late."""
+        """gives: to other ranks. expects: of other ranks, so many bytes. land: takes what these sent, late. lies: where."""
         communicator, place = self._communicator(pair), self._device.memory.place
         members = range(self.size()) if pair is None else sorted(pair)
         message = Message(
@@ -345,6 +350,7 @@ class Emuccl(dist.ProcessGroup):
             {members.index(rank): [place(each) for each in tensors] for rank, tensors in gives.items()},
             {members.index(rank): nbytes for rank, nbytes in expects.items()},
             lambda parts: land({members[rank]: part for rank, part in parts.items()}),
+            lies,
         )
         total.nbytes[sites.site(), "sent"] += sum(_nbytes(tensors) for tensors in gives.values())
         accesses = [(place(each), False) for each in reads] + [(place(each), True) for each in writes]
@@ -377,6 +383,7 @@ class Emuccl(dist.ProcessGroup):
             land,
             [each for tensors in gives.values() for each in tensors],
             [each for tensors in takes.values() for each in tensors],
+            [place for places in into.values() for place in places],
             pair,
         )
 
@@ -398,7 +405,8 @@ class Emuccl(dist.ProcessGroup):
 
         writes = [into] if into is not None else []
         expects = {rank: _nbytes([mine]) for rank in others} if mine is not None else {}
-        return self._post((*header, operation), gives, expects, land, pieces, writes)
+        lies = [target] if target is not None else []
+        return self._post((*header, operation), gives, expects, land, pieces, writes, lies)
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None, **_: Any) -> Any:
         if self._on_host(tensors):
@@ -519,6 +527,11 @@ def _looks(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
 
 def _bytes(tensor: Tensor) -> bytes:
     return tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+def spoil(tensor: Tensor) -> None:
+    if tensor.numel():
+        tensor.view(-1).view(torch.uint8).fill_(POISON)
 
 
 def _tensor(part: bytes, like: Tensor) -> Tensor:

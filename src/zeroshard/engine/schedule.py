@@ -449,6 +449,10 @@ class Schedule:
             step.forget_step()
         self.backward.forget()
 
+    def spread(self) -> None:
+        for buffer in self._buffers:
+            buffer.spread(overlap=False)
+
     # --- what else gathers ------------------------------------------------------------------------------------------
 
     def before_step(self) -> None:

@@ -136,6 +136,9 @@ class Party(Protocol):
     def levelled(self, drop: bool) -> None:
         """Nothing is under way any more. drop: nor may any gradient stay."""
 
+    def spread(self) -> None:
+        """What owners updated goes to every rank once more: on its way it was cut off."""
+
 
 class Group:
     """One rank's end of all ranks of a model, and what it counts. By itself it sends nothing.

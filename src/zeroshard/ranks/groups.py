@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import logging
 import os
 import resource
@@ -30,6 +31,7 @@ from ..stage import Seat
 from .agreement import lines
 from .calls import Call
 from .comm import Comm, Transport
+from .ending import BY_ITSELF, Ending
 from .launcher import could_not_meet, find_master
 from .shared_memory import SharedStream, share
 from .streams import Stream
@@ -139,6 +141,10 @@ def _free_descriptors() -> int:
 
 def _nothing() -> dict[str, Any]:
     return {"doing": "no collective yet, or no model any more", "waits": False, "failed": False}
+
+
+def _ignore(number: int) -> None:
+    pass
 
 
 def _timeout(parent: Any) -> timedelta | None:
@@ -254,16 +260,12 @@ class Wanted(NamedTuple):
         """At most. What ranks send each other along rings and trees."""
         return 3 + (2 * len(self.members).bit_length() if self.lazy else len(self.members))
 
-    def made(self, everyone: Sequence[int], options: dict[str, Any], *, queued: bool) -> Stream:
+    def made(self, everyone: Sequence[int], options: dict[str, Any], *, queued: bool) -> Any:
         """everyone: all of the model's ranks, by their number in the program. queued: see `Groups`."""
-        queued, ranks = queued and self.use not in CONTROL, [everyone[rank] for rank in self.members]
+        ranks = [everyone[rank] for rank in self.members]
         if queued and "timeout" in options:  # so that we have named who is gone before the program is ended
             options = {**options, "timeout": options["timeout"] + LATER}
-        return Stream(
-            _new_group(lazy=self.lazy, backend=self.backend, **{**options, "ranks": ranks}),
-            self.members,
-            queued=queued,
-        )
+        return _new_group(lazy=self.lazy, backend=self.backend, **{**options, "ranks": ranks})
 
 
 CONTROL = ("control", "axis")  # uses of CPU tensors
@@ -316,7 +318,10 @@ class Groups:
         self.backend = backend_for(device, parent)
         # Does the device's queue wait for data, and not this thread? Gloo takes even a GPU's through the host.
         self.queued = asynchronous(device) and self.backend != "gloo"
-        wanted = _wanted(rank, len(ranks), sits, along, self.backend)
+        self._wanted = wanted = _wanted(rank, len(ranks), sits, along, self.backend)
+        self._ranks, self._options = ranks, options
+        # Of the streams, those of a device's queue.
+        self.queues = [at for at, each in enumerate(wanted) if self.queued and each.use not in CONTROL]
         self._parent = weakref.ref(parent)
         self.process = os.getpid()
         self.seat = sits
@@ -327,12 +332,17 @@ class Groups:
         self.engines: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by number, its `Group`
         self.call: Call | None = None  # the verb that this rank is in
         self.levellings = 0  # so far
+        self.spreads = False  # is what owners updated still to be sent anew, after one?
+        self._ending: Ending | None = None  # of the last one that this rank was called to
+        self._summoned: dict[int, float] = {}  # when it first was, by levelling
+        self._lock = threading.Lock()
         self.limit = (limit or LONGEST).total_seconds()
         self.speaker: Callable[[], Speaker | None] | None = None  # the engine that waited last
         self.loss: str | None = None  # why a collective did not complete
         self.aborted = False  # were the groups of data ended, in devices' queues?
         self.seen = ""  # what the other ranks said then
         about, abort = weakref.WeakMethod(self._about), weakref.WeakMethod(self.abort)
+        summon = weakref.WeakMethod(self._summon)
         alike = f"has replicas={sits.summed}"
         alike += f" and {along.parts} teams of {along.size} along an axis" if along else ""
         alike += "" if transport == "gloo" else f" and transport={transport!r}"
@@ -341,20 +351,31 @@ class Groups:
             self.watch = self._come_together(parent, alike, needed, self.limit, lambda: (about() or _nothing)())
             self.watch.alarmed = lambda: (abort() or _nothing)()
             atexit.register(_last_words, weakref.ref(self))
-            self.streams = attend(
-                self.watch, lambda: [each.made(ranks, options, queued=self.queued) for each in wanted]
-            )
+            self.watch.summoned = lambda number: (summon() or _ignore)(number)
+            made = attend(self.watch, lambda: self._make(range(len(wanted))))
         except (RuntimeError, OSError) as error:
             if isinstance(error, Error):
                 raise
             raise PeerError("the ranks could not come together", where=f"rank {rank}", got=error) from error
-        self._name(wanted)
-        if self.queued:
-            attend(self.watch, lambda: self._connect(wanted))
+        self._use(made)
         if transport != "gloo":
             self._share(parent, transport)
 
-    def _connect(self, wanted: Sequence[Wanted]) -> None:
+    def _use(self, made: Sequence[Any]) -> None:
+        places = itertools.count()
+        for at, (each, group) in enumerate(zip(self._wanted, made, strict=True)):
+            self.streams.append(Stream(group, each.members, queued=at in self.queues, places=places))
+        self._name(self._wanted)
+        if self.queued:
+            self._connecting = torch.zeros(2 * CONNECTING, dtype=torch.uint8, device=self.device)
+            attend(self.watch, lambda: self._connect([made[at] for at in self.queues]))
+
+    def _make(self, which: Sequence[int], **options: Any) -> list[Any]:
+        return [
+            self._wanted[at].made(self._ranks, {**self._options, **options}, queued=at in self.queues) for at in which
+        ]
+
+    def _connect(self, groups: Sequence[Any]) -> None:
         """Make a backend connect the ranks now, group by group in one order on all of them.
 
         It does so in the first collective of a kind and size, and waits there for all of its ranks: in a backward these
@@ -365,17 +386,18 @@ class Groups:
                 "%s=1 puts kernels that wait for other replicas before those that these wait for", _ONE_CONNECTION
             )
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        for each, stream in zip(wanted, self.streams, strict=True):
-            for numel in (1, CONNECTING // len(stream.members)) if stream.queued else ():
-                whole = torch.zeros(len(stream.members), numel, dtype=torch.uint8, device=self.device)
-                if each.use.startswith("gather"):
-                    gather(whole.view(-1), whole[stream.members.index(self.watch.rank)].clone(), group=stream.group)
-                if each.use.startswith("reduce"):
-                    dist.all_to_all_single(whole.view(-1), whole.clone().view(-1), group=stream.group)
+        for at, group in zip(self.queues, groups, strict=True):
+            use, members = self._wanted[at].use, self._wanted[at].members
+            for numel in (1, CONNECTING // len(members)):
+                whole, other = (half[: len(members) * numel] for half in self._connecting.chunk(2))
+                if use.startswith("gather"):
+                    gather(whole, whole.view(len(members), numel)[members.index(self.watch.rank)], group=group)
+                if use.startswith("reduce"):
+                    dist.all_to_all_single(whole, other, group=group)
                 else:
-                    dist.broadcast(whole, dist.get_global_rank(stream.group, 0), group=stream.group)
-                if stream is self.broadcasts:
-                    dist.all_reduce(whole, group=stream.group)
+                    dist.broadcast(whole, dist.get_global_rank(group, 0), group=group)
+                if self.streams[at] is self.broadcasts:
+                    dist.all_reduce(whole, group=group)
         finish(self.device)
         dist.all_reduce(torch.zeros(1, device="cpu"), group=self.control.group)
 
@@ -455,10 +477,12 @@ class Groups:
 
     def abort(self) -> None:
         """A rank is gone: end what devices' queues have for it, which they and whoever waits for them wait for."""
+        if self.queues and not self.aborted:
+            self.aborted = True
+            self._abort()
+
+    def _abort(self) -> None:
         queued = [stream.group for stream in self.streams if stream.queued]
-        if not queued or self.aborted:
-            return
-        self.aborted = True
         with contextlib.ExitStack() as together:
             # Only NCCL's has this: without it aborts of two groups may wait for each other.
             with contextlib.suppress(RuntimeError, AttributeError):
@@ -468,6 +492,45 @@ class Groups:
             for group in reversed(queued):
                 with contextlib.suppress(RuntimeError):  # it has failed already
                     group.abort()
+
+    # --- a levelling ------------------------------------------------------------------------------------------------
+
+    @property
+    def ends(self) -> bool:
+        """Does what devices' queues hold end, so that nothing may be launched there?"""
+        ending = self._ending
+        return ending is not None and not ending.over
+
+    def _summon(self, number: int) -> None:
+        """A rank calls for a levelling, again and again. This one's host may be where it does not hear."""
+        if self.queued and number == self.levellings + 1:
+            first = self._summoned.setdefault(number, time.monotonic())
+            if time.monotonic() > first + BY_ITSELF:
+                self.end(number)
+
+    def end(self, number: int) -> Ending:
+        with self._lock:
+            if self._ending is None or self._ending.number != number:
+                streams = [self.streams[at] for at in self.queues]
+                self._ending = Ending(number, self.watch, len(self._ranks), streams, self.limit, self._abort)
+            return self._ending
+
+    def begin_anew(self, ending: Ending, states: Sequence[Sequence[Sequence[Any]]]) -> None:
+        """All has ended on all ranks, which are here. states: by rank and stream how many were launched, first.
+
+        torch keeps those of before to its end: by their number it names the new ones, and their names stay taken in the
+        store. These are not split from the group of all, in which the program may have something under way.
+        """
+        finish(self.device)  # what was aborted writes nothing any more
+        ending.anew = ending.anew or Attended(self._make_anew)
+        for place, (at, group) in enumerate(zip(self.queues, ending.anew.attend(self.watch), strict=True)):
+            stream = self.streams[at]
+            stream.resume(group, max(states[rank][place][0] for rank in stream.members))
+
+    def _make_anew(self) -> list[Any]:
+        made = self._make(self.queues, alone=True)
+        self._connect(made)
+        return made
 
     def number(self) -> int:
         """Of the next model that is sharded over this."""

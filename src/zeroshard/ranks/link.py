@@ -29,6 +29,7 @@ from ..errors import PeerError, StateError
 from ..events import Ledger
 from .agreement import Progress, refuse_forked
 from .calls import Call
+from .ending import BY_ITSELF, Ending
 from .groups import Groups
 from .shared_memory import SharedStream, stand_in
 from .streams import Launch, Stream, prune
@@ -38,8 +39,8 @@ SLICE = timedelta(seconds=0.2)  # of a wait; between two, alarms and signals are
 EVERY_RANK = (
     "every rank calls the model, steps and saves alike; or with zero.gathered(): ... any of them calls it, without grad"
 )
-THROUGH = "through"  # is posted at a levelling's end
-HEEDS = 3  # slices, after which calls to a levelling are seen too
+STATE, THROUGH = "state", "through"  # are posted at a levelling's begin and end
+HEEDS = round(BY_ITSELF / SLICE.total_seconds())  # slices, after which calls to a levelling are seen too
 
 
 class Link:
@@ -65,11 +66,13 @@ class Link:
                 where=f"rank {self.rank}: {self.doing()}",
                 instead="torch.distributed.destroy_process_group() after the last use of the model",
             )
-        if self.interrupted:
+        if self.interrupted or (stream.queued and self.groups.ends):
             self.heed()
         try:
             return stream.launch(what, call, *args)
         except (RuntimeError, ValueError) as error:
+            if stream.queued and self.groups.ends:  # it was aborted in between
+                self.heed()
             raise self._loss(error) from error
 
     def broadcast(self, stream: Stream, part: Tensor, source: int, whole: Launch, low: int) -> Any:
@@ -92,6 +95,8 @@ class Link:
             self._wait_for(handle)  # the device's queue waits, not this thread
         else:
             self._wait_in_slices(handle, queued=queued)
+        if queued and self.groups.ends:  # what was aborted counts as completed, and brought anything
+            self.heed()
         self.progress.awaited = None
         if not self.behind:
             self.ledger.waited += time.perf_counter_ns() - since
@@ -154,7 +159,7 @@ class Link:
     def heed(self) -> None:
         """Where a rank has called for a levelling, take part in it, and say so."""
         groups = self.groups
-        if self.behind or not (groups.watch.called > groups.levellings or self.interrupted):
+        if self.behind or not (groups.watch.called > groups.levellings or groups.ends or self.interrupted):
             return
         where = f"rank {self.rank}: {self.doing()}"
         whys = self.level("an exception ended what it was at" * self.interrupted)
@@ -168,12 +173,15 @@ class Link:
     def level(self, why: str) -> list[str]:
         """End what is under way on all ranks alike; in words, what ended it where it had to be ended."""
         groups, watch = self.groups, self.groups.watch
-        number, engines = groups.levellings + 1, dict(groups.engines.items())
-        if number not in watch.posted:  # else an interrupt ended this before it was through
+        number, engines = groups.levellings + 1, dict(sorted(groups.engines.items()))
+        ending = groups.end(number) if groups.queued else None
+        if ending is not None:
+            ending.wait()
+        if (number, STATE) not in watch.posted:  # else an interrupt ended this before it was through
             streams = [[each.count, each.last, [*each.members]] for each in groups.levelling]
             told = {"why": why, "streams": streams, "engines": {each: group.told() for each, group in engines.items()}}
-            watch.posted[number] = packed(told)
-        states = [unpacked(posted) for posted in self._posted(number)]
+            watch.posted[number, STATE] = packed(told | {"spreads": groups.spreads})
+        states = [unpacked(posted) for posted in self._posted(number, STATE)]
         at_place = [[each["streams"][at] for each in states] for at in groups.sums]
         # Of any sums, also of those that this rank has no part in: all drop gradients, or none does.
         uneven = any(there[rank][0] != own[0] for there in at_place for own in there for rank in own[2])
@@ -181,41 +189,64 @@ class Link:
         for at, stream in enumerate(groups.levelling):
             found = [states[rank]["streams"][at] for rank in stream.members if at < len(states[rank]["streams"])]
             most, last = max(found, key=lambda each: int(each[0]))[:2]
+            if stream.queued:
+                continue
             ours.append(stream)
             if most - stream.count > len(last):
                 raise self._loss(RuntimeError(f"{most - stream.count} collectives behind the others"))
             for what in last[len(last) - (most - stream.count) :]:
                 self._stand_in(stream, what)
-        for handle, queued in [(handle, stream.queued) for stream in ours for handle in stream.under_way]:
-            self._wait_in_slices(handle, queued=queued, levelling=True)
-        watch.posted[-number] = THROUGH
-        self._posted(-number)
+        for handle in [handle for stream in ours for handle in stream.under_way]:
+            self._wait_in_slices(handle, queued=False, levelling=True)
+        spreads = any(each["spreads"] for each in states)
+        if ending is not None and (cut := self._begin_anew(ending, [each["streams"] for each in states])):
+            # What was to come may be anything now, also where it rests: of gradients, or what they were scaled by.
+            uneven, spreads = uneven or not cut <= {"parameters", ""}, True
+        watch.posted[number, THROUGH] = THROUGH
+        self._posted(number, THROUGH)
         for stream in ours:
             stream.settle()
         for engine, group in engines.items():
             group.levelled([each["engines"][str(engine)] for each in states if str(engine) in each["engines"]], uneven)
-        for heard in (number - 1, 1 - number):  # by all: they were here
+        for heard in [each for each in watch.posted if each[0] < number]:  # by all: they were here
             watch.posted.pop(heard, None)
-        groups.call, self.progress.awaited, groups.levellings = None, None, number
+        groups.spreads = spreads
+        groups.call, self.progress.awaited, groups.levellings = Call(), None, number
+        for engine, group in engines.items() if spreads else ():
+            if all(str(engine) in each["engines"] for each in states):
+                group.spread()
+        groups.call, groups.spreads = None, False
         return [f"rank {rank}: {each['why']}" for rank, each in enumerate(states) if each["why"]]
 
-    def _posted(self, number: int) -> list[str]:
-        """What every rank has posted for a levelling, once all have; below 0 for its end, which a rank that is gone by
-        then has come to."""
-        watch, ranks = self.groups.watch, dist.get_world_size(self.groups.parent)
-        heard, deadline = {self.rank: watch.posted[number]}, time.monotonic() + self.groups.limit
-        while absent := [rank for rank in range(ranks) if rank not in heard]:
-            answers = watch.call(number, absent)
-            heard |= {rank: answer.posted for rank, answer in answers.items() if answer.posted}
-            gone = [rank for rank, answer in answers.items() if answer.silence == GONE or rank in watch.alarm]
-            if number < 0:
-                heard |= dict.fromkeys(gone, THROUGH)
-            elif self.lost or watch.alarm or gone:
-                raise self._loss(RuntimeError(f"ranks {absent} did not come to levelling {number}"))
-            if time.monotonic() > deadline:
-                raise self._loss(RuntimeError(f"ranks {absent} did not come to levelling {number}"))
-            time.sleep(0.01 * (len(heard) < ranks))
-        return [heard[rank] for rank in range(ranks)]
+    def _begin_anew(self, ending: Ending, states: list[list[list[Any]]]) -> set[str]:
+        """Make the groups of a device's queues anew, if all that was launched there does not get through by itself.
+        Says of which states something was cut off; of sums, "gradients"."""
+        groups = self.groups
+        cut = {
+            "gradients" if at in groups.sums else state_of(what)
+            for streams in states
+            for place, at in enumerate(groups.queues)
+            for count, last, members in [streams[at]]
+            for what in last[len(last) - max(count - ending.limits.get((place, tuple(members)), count), 0) :]
+        }
+        try:
+            if ending.error is not None:
+                raise ending.error
+            if cut and not ending.over:
+                ending.end()
+                groups.begin_anew(ending, [[streams[at] for at in groups.queues] for streams in states])
+        except (RuntimeError, OSError, PeerError) as error:
+            raise self._loss(error) from error
+        ending.over = True
+        return cut
+
+    def _posted(self, number: int, what: str) -> list[str]:
+        """What every rank has posted for a levelling, once all have. Who is gone by its end has come to that."""
+        ranks, passed = dist.get_world_size(self.groups.parent), THROUGH if what == THROUGH else ""
+        try:
+            return self.groups.watch.all_posted(number, what, ranks, self.groups.limit, passed)
+        except RuntimeError as error:
+            raise self._loss(error) from error
 
     def _relaying(self) -> list[Stream]:
         return [self.groups.streams[at] for at in self.groups.sums]
@@ -341,6 +372,11 @@ def packed(told: dict[str, Any]) -> str:
 def unpacked(posted: str) -> dict[str, Any]:
     told: dict[str, Any] = json.loads(zlib.decompress(base64.b85decode(posted)))
     return told
+
+
+def state_of(what: Launch) -> str:
+    """What a gather brings, or a broadcast."""
+    return str(what[3] if what[0] == "broadcast" else what[-1])
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -114,6 +114,11 @@ class ProcessGroup(Group):
             differ = len({each["edits"] for each in told}) > 1
             self.party.levelled(uneven or differ or any(each["unsettled"] for each in told))
 
+    def spread(self) -> None:
+        """What owners updated may not have come to all. They all do this, one model after the other."""
+        if self.party is not None:
+            self.party.spread()
+
     @property
     def lost(self) -> bool:
         return self._link.lost

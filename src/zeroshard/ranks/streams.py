@@ -12,6 +12,8 @@ then wait for its part. Its next verb calls all ranks to a *levelling*, beside t
 No rank that waits comes to anything but that, so nothing that stood in for data is ever used. Afterwards the ranks are
 at one point, and can try again. A levelling that is interrupted itself is gone on with by the next verb.
 
+In a device's queue nobody stands in: see `ending.py`.
+
 Named hazard, *counted is launched*: Python runs signal handlers between any two of its instructions. So a collective is
 launched and counted by one call of C, and whatever an exception leaves is counted exactly if it was sent.
 """
@@ -20,16 +22,16 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Sequence
-from itertools import tee
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count, tee
 from typing import Any
 
 KEPT = 2048  # collectives that a rank remembers in each stream: others may be so far behind
 Launch = tuple[Any, ...]  # a verb and what it takes to join it; JSON-able
 
 
-# Its number, and its handle in a list that is empty once that was let go of.
-InFlight = tuple[int, Launch, list[Any]]
+# Its number, its handle in a list that is empty once that was let go of, its place among the launches of all streams.
+InFlight = tuple[int, Launch, list[Any], int]
 
 
 def _numbered(flight: InFlight) -> tuple[int, Launch]:
@@ -50,10 +52,20 @@ def let_go(streams: Sequence[Stream], engine: int) -> None:
 class Stream:
     """The collectives of one process group."""
 
-    def __init__(self, group: Any, members: Sequence[int], *, behind: bool = False, queued: bool = False) -> None:
+    def __init__(
+        self,
+        group: Any,
+        members: Sequence[int],
+        *,
+        behind: bool = False,
+        queued: bool = False,
+        places: Iterator[int] | None = None,
+    ) -> None:
         """members: their ranks among the ranks of the model. behind: only a thread behind the training uses it.
-        queued: do its collectives run in a device's queue, which waits for them, and not a thread?"""
+        queued: do its collectives run in a device's queue, which waits for them, and not a thread? places: what numbers
+        the launches of all such streams together."""
         self.group = group
+        self._places = places or count()
         self.queued = queued
         self.members = members
         self.behind = behind
@@ -70,7 +82,7 @@ class Stream:
         """Launch one: `call` is a function of C, so that no signal comes between it and its number."""
         self.prune()
         handle = map(list, zip(map(call, *([arg] for arg in args)), strict=True))
-        flights, mine = tee(zip((self.count + 1,), (what,), handle, strict=True))
+        flights, mine = tee(zip((self.count + 1,), (what,), handle, self._places, strict=False))
         self._flights.extend(flights)
         # By now it may be through, and pruned: in a signal's handler.
         return next(mine)[2][0]
@@ -89,7 +101,7 @@ class Stream:
                 self._flights.remove(flight)
 
     def let_go(self, engine: int) -> None:
-        for _, what, handle in tuple(self._flights):
+        for _, what, handle, _ in tuple(self._flights):
             if what[1] == engine and all(each.is_completed() for each in handle):
                 handle.clear()
 
@@ -104,4 +116,20 @@ class Stream:
 
     @property
     def under_way(self) -> list[Any]:
-        return [each for *_, handle in tuple(self._flights) for each in handle]
+        return [each for _, _, handle, _ in tuple(self._flights) for each in handle]
+
+    def before(self, number: int) -> list[Any]:
+        """The handles of what is under way up to this one."""
+        return [each for at, _, handle, _ in tuple(self._flights) if at <= number for each in handle]
+
+    @property
+    def order(self) -> list[tuple[int, int]]:
+        """Of what is under way the number, and its place among the launches of all streams. Asked on any thread."""
+        flights = tuple(self._flights)
+        return [(at, place) for at, _, handle, place in flights if not all(each.is_completed() for each in handle)]
+
+    def resume(self, group: Any, most: int) -> None:
+        """What was under way has ended, and `group` goes on after as many as any rank had launched."""
+        self._landed.append((most, ()))
+        self._flights.clear()
+        self.group = group

@@ -69,8 +69,9 @@ class Watch:
         self.alarm: dict[int, str] = {}  # rank -> what it did: none of them will come to any collective
         self.peers: dict[int, Address] = {}  # by rank: those that have come so far
         self.called = 0  # the last levelling that anybody has called for: see `streams.py`
-        self.posted: dict[int, str] = {}  # by levelling, what this rank says there
+        self.posted: dict[tuple[int, str], str] = {}  # by levelling, and what it is about, what this rank says there
         self.alarmed: Callable[[], object] = lambda: None  # called when there is one, on the watch's own thread
+        self.summoned: Callable[[int], object] = lambda number: None  # called for each call to a levelling, there too
         self.ended: frozenset[int] = frozenset()  # ranks whose programs came to their ends
         self.unheard: dict[int, int] = {}  # by rank, how many questions in a row it has not answered: see `lost_ranks`
         self._about = about
@@ -104,9 +105,26 @@ class Watch:
         gone = {rank for rank, answer in answers.items() if answer.silence == GONE}
         return answers | dict.fromkeys(gone & self.ended, Answer(ENDED))
 
-    def call(self, number: int, ranks: Iterable[int]) -> dict[int, Answer]:
-        """Call these ranks to a levelling; what each of them that is there has posted."""
-        return _ask({rank: self.peers[rank] for rank in ranks}, {"level": number})
+    def call(self, number: int, what: str, ranks: Iterable[int]) -> dict[int, Answer]:
+        """Call these ranks to a levelling; what each of them that is there has posted of `what` it is about."""
+        return _ask({rank: self.peers[rank] for rank in ranks}, {"level": number, "what": what})
+
+    def all_posted(self, number: int, what: str, ranks: int, limit: float, passed: str = "") -> list[str]:
+        """What every rank has posted for a levelling, once all have. passed: what a rank that is gone by then has;
+        without it that is an error, as when one has not posted within `limit` seconds."""
+        heard, deadline = {self.rank: self.posted[number, what]}, time.monotonic() + limit
+        while absent := [rank for rank in range(ranks) if rank not in heard]:
+            answers = self.call(number, what, absent)
+            heard |= {rank: answer.posted for rank, answer in answers.items() if answer.posted}
+            gone = [rank for rank, answer in answers.items() if answer.silence == GONE or rank in self.alarm]
+            if passed:
+                heard |= dict.fromkeys(gone, passed)
+            elif self.alarm or gone:
+                raise RuntimeError(f"ranks {absent} did not come to levelling {number}")
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"ranks {absent} did not come to levelling {number}")
+            time.sleep(0.01 * (len(heard) < ranks))
+        return [heard[rank] for rank in range(ranks)]
 
     def blame(self) -> dict[int, str]:
         """Which ranks will not come any more, as far as the others can be asked."""
@@ -130,7 +148,8 @@ class Watch:
             self.ended |= {int(message["ended"])}
         if number := int(message.get("level", 0)):
             self.called = max(self.called, number)
-        return self._about() | {"posted": self.posted.get(number, "")}
+            self.summoned(number)
+        return self._about() | {"posted": self.posted.get((number, str(message.get("what", ""))), "")}
 
 
 _watches: weakref.WeakSet[Watch] = weakref.WeakSet()

@@ -228,3 +228,19 @@ def test_pytest_runs_ranks_in_worlds_where_it_is_asked_to(tmp_path):
         )
         assert done.returncode == 0, done.stdout + done.stderr
         assert said in done.stdout and ("1 in worlds, 0 in processes" in done.stdout) == bool(option)
+
+
+@pytest.mark.full
+def test_a_seed_is_run_again_by_a_command():
+    """In another process, with another hash seed: the same faults at the same lines, and the same schedule."""
+    told = []
+    for hashes in ("1", "2"):
+        done = subprocess.run(
+            [sys.executable, "-m", "world", "replay", "6"], cwd=Path(__file__).parent, text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": hashes},
+            capture_output=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "is interrupted at" in done.stdout and "hand-overs" in done.stdout
+        told.append(done.stdout)
+    assert told[0] == told[1]

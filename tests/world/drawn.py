@@ -107,17 +107,19 @@ def find(seed: int) -> Found:
 
 
 def _judged(outcomes: list[Any], alone: list[dict[str, Any]]) -> tuple[str, str]:
-    raised = [each for each in outcomes if isinstance(each, Raised) and each.type != "Died"]
-    if raised:
+    left = [each for each in outcomes if isinstance(each, Raised) and each.type != "Died"]
+    if raised := [each for each in left if not each.isa("Error")]:
         return "not named", "\n".join(f"{each.type}: {each.message}\n{each.traceback}" for each in raised)
     cases = [each for each in outcomes if isinstance(each, dict)]
+    if left:
+        return "named before the first step", ""
     if not cases:
-        return "named, by nobody: no rank is left", ""
-    for each, left in zip(outcomes, alone, strict=True):
+        return "named by nobody: no rank is left", ""
+    for each, before in zip(outcomes, alone, strict=True):
         if isinstance(each, dict) and "bits" in each:
-            want, got = left["bits"], each.pop("bits")
+            want, got = before["bits"], each.pop("bits")
             each["differs"] = [name for name in want if not torch.equal(got[name], want[name])]
             held = each.pop("held")
-            each["leaks"] = [(what, held.get(what), left["held"].get(what)) for what in sorted({*held, *left["held"]})
-                             if held.get(what) != left["held"].get(what)]  # fmt: skip
+            each["leaks"] = [(what, held.get(what), before["held"].get(what)) for what in sorted({*held, *before["held"]})
+                             if held.get(what) != before["held"].get(what)]  # fmt: skip
     return interrupts.judged(cases)

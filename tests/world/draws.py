@@ -21,7 +21,7 @@ class Odds:
     hand_on: it does so though it need not. late: for how many points a message that could land stays away, one of these
     for each message; NEVER is until it is waited for or nobody can go on. rush: the clock goes on to the end of the next
     wait though ranks could go on. collect: garbage is collected. end: the rank ends, as by kill -9.
-    interrupt: `KeyboardInterrupt`; at each line of zeroshard's, not at points.
+    interrupt: `KeyboardInterrupt`; at each line of zeroshard's, not at points. most: interrupts in all.
     """
 
     hand_on: float = 0.1
@@ -30,6 +30,7 @@ class Odds:
     collect: float = 0.0
     end: float = 0.0
     interrupt: float = 0.0
+    most: int = 2
 
 
 class Draws:
@@ -42,6 +43,7 @@ class Draws:
         self._digest = hashlib.sha256()
         self.events: deque[str] = deque(maxlen=SHOWN)
         self.struck: list[str] = []  # faults
+        self._interrupted = 0
         self.lines = self._gap()  # of zeroshard's until the next interrupt
 
     def chance(self, probability: float) -> bool:
@@ -60,7 +62,8 @@ class Draws:
         self.lines -= 1
         if self.lines > 0:
             return False
-        self.lines = self._gap()
+        self._interrupted += 1
+        self.lines = self._gap() if self._interrupted < self.odds.most else NEVER
         return True
 
     def _gap(self) -> float:

@@ -13,6 +13,7 @@ from typing import Any
 
 import zeroshard
 from zeroshard import Layout, Offload, headroom
+from zeroshard.layout import BUCKET_MIB
 from zeroshard.planner import quantities, recipes, states
 from zeroshard.planner.machines import MACHINES
 from zeroshard.stage import STAGES
@@ -129,7 +130,7 @@ def tables() -> dict[str, Any]:
             for name, kept in recipes.OPTIMIZERS.items()
         },
         "constants": {
-            "message": int(Layout().bucket_mib * 2**20),
+            "message": int(BUCKET_MIB * 2**20),
             "align": Layout().align,
             "page": headroom.aligned(1),
             "buffers": headroom.BUFFERS,

@@ -14,7 +14,7 @@ import ranks
 import zeroshard
 from emulated import sites
 from emulated.device import device
-from zeroshard import Comm, Precision
+from zeroshard import Comm, Layout, Precision
 
 WIDTH, BLOCKS = 16, 4
 DTYPES = {"fp32": None, "bf16": torch.bfloat16}
@@ -82,3 +82,38 @@ def first_launches(stage, dtype, comm):
 def test_what_sums_and_norms_launch_was_launched_by_shard(world, replicas, dtype):
     """Its first launch loads a kernel, and may wait for all that the device has: then for messages too."""
     assert emulated.run(world, first_launches, 2, dtype, Comm(replicas=replicas)) == [[]] * world
+
+
+SUMMED = ("numerics.py:fold", "numerics.py:average_", "engine/reduction.py", "ranks/streams.py")
+
+
+def launched(stage, dtype, backwards):
+    """Kernels and collectives of a step's gathers and sums; how many buckets, and parameters, there are."""
+    model, optimizer, zero = sharded(stage, dtype)
+    assert zero._engine.layout == Layout().on(accelerator=True)
+    trained(model, optimizer, 0, backwards)
+    with emulated.counted() as counts:
+        trained(model, optimizer, 1, backwards)
+    found = Counter()
+    for (site, name), number in counts.launches.items():
+        if site.startswith(SUMMED):
+            found[site.rpartition(":")[2], name] += number
+    return len(zero.partition.buckets), dict(found)
+
+
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.full), 3])
+def test_a_bucket_costs_so_many_launches(world):
+    """Of a unit of four parameters, in one backward: two gathers, a copy for each gradient, an exchange, and its sum
+    with one addition for each contribution."""
+    per_bucket = {
+        ("launch", "all_gather_single"): 2,
+        ("launch", "all_to_all_single"): 1,
+        ("arrived", "copy"): 4,
+        ("fold", "copy"): 1,
+        ("fold", "add_"): world - 1,
+    }
+    for buckets, found in emulated.run(world, launched, 3, "bf16", 1):
+        assert buckets == BLOCKS
+        averages = {key: found.pop(key) for key in [*found] if key[0] == "average_"}  # of norms and clips as well
+        assert found == {key: BLOCKS * number for key, number in per_bucket.items()}
+        assert sum(averages.values()) <= 2 * BLOCKS

@@ -419,3 +419,18 @@ def test_the_layout_imports_neither_torch_nor_anything_distributed():
     for frozen in (Layout(), _bucket(), Partition(2, 128, (_bucket(),))):
         with pytest.raises(dataclasses.FrozenInstanceError):
             frozen.bounds = ()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_on_an_accelerator_a_bucket_is_all_of_a_unit_unless_its_size_is_given(ranks):
+    """Of each kind; on the CPU, and where nobody says, as with 24 MiB."""
+    sizes = [("a.w", 10_000_000, 0), ("a.b", 100, 0), ("b.v", 9_000_000, 1), ("b.w", 9_000_000, 1)]
+    specs = [Spec(name, (numel,), "float32", 4, unit, True) for name, numel, unit in sizes]
+
+    def names(layout):
+        return [[slot.name for slot in bucket.slots] for bucket in partition(specs, layout, ranks).buckets]
+
+    by_unit, single = [["a.w", "a.b"], ["b.v", "b.w"]], [[name] for name, *_ in sizes]
+    assert names(Layout().on(accelerator=True)) == by_unit
+    assert names(Layout()) == names(Layout().on(accelerator=False)) == names(Layout(bucket_mib=24)) == single
+    assert Layout(bucket_mib=8).on(accelerator=True) == Layout(bucket_mib=8)

@@ -804,3 +804,20 @@ def test_the_documentation_quotes_the_published_table():
         )
         assert f"| {' | '.join(cells)} |" in page, cells
         assert row["source"].split(":")[0].split(",")[0] in page
+
+
+def wide_units():
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(2048, 2048), nn.Linear(2048, 2048)) for _ in range(2)))
+    return {
+        "model": model,
+        "optimizer": lambda params: torch.optim.AdamW(params, lr=1e-3),
+        "batch": lambda step, index: torch.zeros(2, 2048),
+        "loss": lambda model, x: model(x).square().mean(),
+    }
+
+
+def test_a_plan_for_a_cluster_has_the_buckets_that_a_model_on_accelerators_has():
+    """A unit is one bucket there; on the CPU its two matrices are in two."""
+    (planned,) = zeroshard.plan(wide_units, ranks=2, stage=3, machine="h100").stages
+    (without,) = zeroshard.plan(wide_units, ranks=2, stage=3).stages
+    assert (planned.buckets, without.buckets) == (2, 4)

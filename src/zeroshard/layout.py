@@ -21,7 +21,7 @@ import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Literal, NamedTuple, get_args
 
@@ -34,6 +34,8 @@ Buffers = Literal["broadcast", "always", "local"]
 
 BLOCK = 128  # elements
 WHOLE = 0  # as a number of elements that no cut may part: all of them
+BUCKET_MIB = 24.0  # on the CPU, whose memory is given back and faulted in again above 32 MB
+UNIT_MIB = 2.0**20  # more than any unit has
 LARGE = 1 << 16  # elements from which a module outside any list of blocks is worth a unit of its own
 
 
@@ -45,6 +47,8 @@ class Layout:
         model is one flat vector, cut evenly (the ZeRO paper). "tensor": no tensor is ever cut; the flat model is
         cut at the tensor boundary nearest to i*P/N.
     bucket_mib: the most parameter bytes (MiB) one collective moves; a larger single tensor gets a bucket of its own.
+        None: 24 on the CPU. On an accelerator all parameters of a unit that can share a bucket do, however many: each
+        collective and each kernel there has a price of its own, and few bytes are not worth it.
     align: elements per block. 128 keeps fused kernels bit-exact under any cut; 1 cuts anywhere, for the same bits at
         every stage and number of ranks of its own: norms add up blocks of so many, so that they and a clip may differ
         in the last bit from those of 128, and fused kernels and updates in 16 bits are refused. {name pattern:
@@ -68,7 +72,7 @@ class Layout:
     """
 
     bounds: Bounds = "unit"
-    bucket_mib: float = 24.0
+    bucket_mib: float | None = None
     align: int | Mapping[str, int] = 128
     units: Sequence[str | type] | None = None
     ignore: Sequence[str] = ()
@@ -86,7 +90,8 @@ class Layout:
                     got=repr(getattr(self, name)),
                     instead=nearest(getattr(self, name), choices),
                 )
-        if not (isinstance(self.bucket_mib, (int, float)) and 0 < self.bucket_mib < math.inf):
+        size = BUCKET_MIB if self.bucket_mib is None else self.bucket_mib
+        if not (isinstance(size, (int, float)) and 0 < size < math.inf):
             raise UserError(
                 "Layout.bucket_mib must be a positive number of MiB",
                 got=repr(self.bucket_mib),
@@ -128,6 +133,11 @@ class Layout:
                 got=f"apart={self.apart!r}, along={self.along!r}",
                 instead='Layout(along={"*.experts.*": "edp"}, apart=True)',
             )
+
+    def on(self, *, accelerator: bool) -> Layout:
+        """This layout where a model computes: with the size of buckets there, if none was given."""
+        size = UNIT_MIB if accelerator else BUCKET_MIB
+        return replace(self, bucket_mib=size) if self.bucket_mib is None else self
 
     @property
     def base(self) -> int:
@@ -419,7 +429,7 @@ def _block(spec: Spec, layout: Layout) -> int:
 
 def _runs(specs: Iterable[Spec], layout: Layout) -> list[tuple[_Key, list[Spec]]]:
     """Parameters that share a bucket: same unit, dtype, trainability and block, in order, up to the size limit."""
-    limit = layout.bucket_mib * 2**20
+    limit = (layout.bucket_mib or BUCKET_MIB) * 2**20
     open_runs: dict[_Key, tuple[list[Spec], float]] = {}
     runs: list[tuple[_Key, list[Spec]]] = []
     for spec in specs:

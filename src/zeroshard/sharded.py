@@ -18,6 +18,7 @@ from torch import nn
 from .checkpoint.content import ModelState
 from .checkpoint.replicas import check_replicas
 from .checkpoint.saving import Saving, settle
+from .device import asynchronous
 from .engine.accepted import by_bucket, check_added, check_options
 from .engine.alike import Alike, editable, joined, report_lost_edits
 from .engine.assembly import Assembly
@@ -73,6 +74,7 @@ class Engine:
             once = "shard it once, as a whole; zero.unshard() makes model and optimizer plain again, in a notebook say"
             raise UserError("this model, or a part of it, is sharded already", instead=once)
         self.stage, self.model, self.ledger = stage, model, Ledger()
+        layout = layout.on(accelerator=asynchronous(device))
         self.precision, self.layout, self.comm, self.device, self.offload = precision, layout, comm, device, offload
         self.ledger.begin("init")
         self.group = connect(comm, self.ledger, device, layout.axis, mesh := mesh_of(model, comm))

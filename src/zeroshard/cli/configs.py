@@ -46,7 +46,7 @@ def configured(path: str, options: dict[str, Any], given: Collection[str]) -> Se
         if where != "device" and "offload" not in given:
             answers[f"offload_{state}"] = str(where)
     if options["params"] is None:
-        answers["bucket_mib"] = layout.bucket_mib if layout != Layout(units=layout.units) else None
+        answers["bucket_mib"] = layout.bucket_mib
     notes = list(found.notes)
     if options["job"] is not None:
         answers["precision"] = (

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..errors import UserError
+from ..layout import BUCKET_MIB
 from .config_values import DTYPES
 from .settings import Settings, sections
 
@@ -73,7 +74,7 @@ def _word(dtype: torch.dtype) -> str:
 
 def _deepspeed(told: _Told) -> dict[str, Any]:
     itemsize = (told.see("precision", "param_dtype") or torch.float32).itemsize
-    elements = round(told.say("layout", "bucket_mib") * (1 << 20) / itemsize)
+    elements = round((told.say("layout", "bucket_mib") or BUCKET_MIB) * (1 << 20) / itemsize)
     zero: dict[str, Any] = {"stage": told.stage, "overlap_comm": told.say("comm", "overlap")}
     zero |= {"reduce_bucket_size": elements, "allgather_bucket_size": elements}
     if told.stage == 3 and told.see("comm", "prefetch") == 0:

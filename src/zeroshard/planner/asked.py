@@ -44,6 +44,7 @@ class Asked(NamedTuple):
     shared: bool = False  # do ranks that shard together read each other's memory?
     over: Over = "team"  # which ranks the optimizer is sharded over, of several replicas
     reduce: Reduce = "ordered"
+    by_unit: bool = False  # is a bucket all of a unit, as on accelerators, where nobody has given its size?
 
     def axes(self, ranks: int) -> dict[str, int]:
         """The mesh of so many ranks, where experts are divided; else none."""

@@ -11,7 +11,7 @@ import torch
 
 from ..events import DEVICE
 from ..headroom import SPLIT_BITS
-from ..layout import Layout
+from ..layout import BUCKET_MIB, Layout
 from ..numerics import Precision
 from ..ranks.comm import Comm
 from ..stage import STAGES, Degree, placements
@@ -77,7 +77,7 @@ def plan_job(job: str | Callable[[], dict[str, Any]], asked: Asked, layout: Layo
         one.job,
         sum(param.numel() for param in one.zero.model.parameters()),
         asked._replace(recipe=recipe),
-        layout,
+        one.zero._engine.layout,
         lambda stage: _stage(runs[stage], _recipe(runs[stage])),
         lambda limit: _advice(run, asked, layout, limit),
         notes,
@@ -254,7 +254,7 @@ def _advice(run: Callable[..., Simulation], asked: Asked, layout: Layout, limit:
         changes["precision"] = precision("bf16", asked.grad_dtype)
         if attempt("and Precision(param_dtype=torch.bfloat16)", stage, **changes):
             return tried
-    if layout.bucket_mib > 4:
+    if (layout.bucket_mib or BUCKET_MIB) > 4:
         changes["layout"] = replace(layout, bucket_mib=4)
         if attempt("and Layout(bucket_mib=4)", stage, **changes):
             return tried

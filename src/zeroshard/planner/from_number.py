@@ -8,7 +8,7 @@ from fractions import Fraction
 
 from ..events import DEVICE, HOST, NVME, SHARED
 from ..headroom import BUFFERS, aligned
-from ..layout import Layout, Spec, partition
+from ..layout import BUCKET_MIB, Layout, Spec, partition
 from ..stage import Placements
 from . import advice, closed, files, instants, recipes, states, traffic
 from .advice import Change
@@ -54,7 +54,7 @@ def plan_params(numel: int, asked: Asked) -> Plan:
                 on_disk, placements, mastered="master" in with_copies(recipe, asked).optimizer,
                 accumulate=asked.accumulate, no_sync=asked.no_sync, first=copies == 1,
             ),
-            buckets=-(-math.ceil(numel * recipe.parameters) // int(Layout().bucket_mib * 2**20)),
+            buckets=-(-math.ceil(numel * recipe.parameters) // int(_bucket_nbytes(numel, asked))),
         )  # fmt: skip
 
     def nbytes_of(stage: int, more_ranks: int, other: Recipe) -> int:
@@ -76,6 +76,13 @@ def plan_params(numel: int, asked: Asked) -> Plan:
     return finish("parameters", numel, asked, None, of, advise, notes, lambda stage: moved(stage, alone))
 
 
+def _bucket_nbytes(numel: int, asked: Asked) -> float:
+    """Of a bucket's parameters; how large a unit is, is known where the number of them is."""
+    if asked.by_unit and asked.units is not None:
+        return max(math.ceil(-(-numel // asked.units) * asked.recipe.parameters), 1)
+    return BUCKET_MIB * 2**20
+
+
 def _shared_out(numel: int, ranks: int, placements: Placements, recipe: Recipe, asked: Asked) -> states.Tiers:
     """The closed form, tier by tier; files have buffers of one message."""
     whole = with_copies(recipe, asked)
@@ -83,7 +90,7 @@ def _shared_out(numel: int, ranks: int, placements: Placements, recipe: Recipe, 
         tier: recipes.part(whole, asked.shares(tier), device=tier == DEVICE) for tier in (DEVICE, HOST, NVME, SHARED)
     }
     tiers = {tier: closed.at_rest(numel, ranks, placements, mine, asked.copies) for tier, mine in parts.items()}
-    message = int(Layout().bucket_mib * 2**20 / recipe.parameters)
+    message = int(_bucket_nbytes(numel, asked) / recipe.parameters)
     buffers = 0
     reserved = closed.reserves(min(message, numel), ranks, asked.copies)
     for state, itemsize, degree in replace(whole, cast=Fraction()).states(placements):  # in files nothing is cast
@@ -101,7 +108,7 @@ def _of_equal_units(numel: int, asked: Asked, placements: Placements) -> list[in
         return []
     itemsize = max(round(asked.recipe.parameters), 1)
     unit = -(-numel // asked.units)
-    message = min(unit, int(Layout().bucket_mib * 2**20) // itemsize)
+    message = min(unit, int(BUCKET_MIB * 2**20) // itemsize) if not asked.by_unit else unit
     sizes = [message] * (unit // message) + [unit % message] * (unit % message > 0)
     specs = [
         Spec(f"units.{number}.{part}", (size,), "element", itemsize, number + 1, True)
@@ -109,7 +116,7 @@ def _of_equal_units(numel: int, asked: Asked, placements: Placements) -> list[in
         for part, size in enumerate(sizes)
     ]
     names = ["root", *(f"units.{number}" for number in range(asked.units))]
-    cut = partition(specs, Layout(), asked.ranks // asked.copies)
+    cut = partition(specs, Layout().on(accelerator=asked.by_unit), asked.ranks // asked.copies)
     return instants.instants(
         cut, placements, instants.item_sizes(asked.recipe), asked.ranks - 1, prefetch=asked.prefetch,
         accumulate=asked.accumulate, no_sync=asked.no_sync, names=names, resting=asked.resting(cut),

@@ -94,7 +94,8 @@ def plan(
     units: with params, the number of equal blocks, for the peaks of a step.
     align: for shapes and jobs, as `Layout`'s.
     bounds: for shapes and jobs, as `Layout`'s.
-    bucket_mib: for shapes and jobs, as `Layout`'s.
+    bucket_mib: for shapes and jobs, as `Layout`'s. None: as on the CPU; with `machine`, and of a job whose model is on
+        an accelerator, as on one.
     prefetch: units gathered ahead of use, as `Comm`'s.
     gpus_per_node: what one GPU's links inside and between nodes of that size carry.
     precision: "fp32", a job's own dtypes; "bf16" with fp32 masters, or "bf16-split" with masters that are split;
@@ -180,6 +181,7 @@ def plan(
         reduce=reduce,
         shared=Comm(transport=transport, optimizer=optimizer_over, reduce=reduce).sharing(once=once).wanted == "shared",
         over=optimizer_over,
+        by_unit=cluster is not None,
     )
     along = {experts: "edp"} if experts else None
     patterns = None if whole is None else tuple(whole.split(","))
@@ -190,16 +192,19 @@ def plan(
             got="optimizer_over='all', bounds='tensor'",
             instead="optimizer_over='team', or whole= for what must not be cut",
         )
+    made = _layout(layout)
+    made = made if cluster is None else made.on(accelerator=True)
     if job is not None:
         _refuse("a job says itself what it holds", "leave it out", preset=preset, bytes=bytes, optimizer=optimizer)
-        return _compared(lambda asked: _plan_job(job, asked, _layout(layout)), asked, cluster, bounds)
+        return _compared(lambda asked: _plan_job(job, asked, made), asked, cluster, bounds)
     instead = 'name a job, module:function; for bytes per parameter preset="zeroshard-bf16-grads" and the like'
     _refuse("for jobs only", instead, precision=precision, checkpoint=checkpoint or None, grad_dtype=grad_dtype)
     if params is not None:
         _refuse("a number of parameters has no layout", "shapes, or leave it out", **layout)
         return _compared(lambda asked: from_number.plan_params(quantities.count(params), asked), asked, cluster, bounds)
     assert shapes is not None
-    return _compared(lambda asked: from_shapes.plan_shapes(shapes, asked, _layout(layout)), asked, cluster, bounds)
+    made = made.on(accelerator=False)
+    return _compared(lambda asked: from_shapes.plan_shapes(shapes, asked, made), asked, cluster, bounds)
 
 
 def _cluster(name: str | None, gpus: int | None, *, transport: str, once: bool, **others: object) -> Machine | None:

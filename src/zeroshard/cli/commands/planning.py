@@ -177,7 +177,7 @@ class Simulated:
     checkpoint: Annotated[bool, option(RUN, "Every unit runs again in backward.", "--recompute", "--checkpoint")] = (
         False
     )
-    bucket_mib: Annotated[float, option(RUN, "The most that one message moves.")] = 24.0
+    bucket_mib: Annotated[float | None, unset(RUN, "The most that one message moves; else all of a unit.")] = None
     prefetch: Annotated[int, option(RUN, "Units gathered ahead of use.")] = 1
     replicas: Replicas = 1
     optimizer_over: Spread = "team"

@@ -14,7 +14,7 @@ from typing import Any
 
 from . import bundle
 from .place import ENVIRONMENT, GROUPS, ROOT, Place
-from .record import FAILED, SKIPPED, UNDER_WAY, Record
+from .record import FAILED, PASSED, SKIPPED, UNDER_WAY, Record
 from .steps import STEPS, Step
 
 TAIL = 4000  # characters of a step's output that its file keeps
@@ -24,20 +24,24 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="What a machine with GPUs is asked in its first hour.")
     parser.add_argument("--device", choices=GROUPS, default="cuda", help="emu and cpu rehearse it with small models")
     parser.add_argument("--step", type=int, nargs="+", choices=range(len(STEPS)), help="only these")
-    parser.add_argument("--out", type=Path, default=Path("gpu-results"))
+    parser.add_argument("--out", type=Path, help="default: gpu-results, and of a rehearsal gpu-results/emu")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)  # this process is the step's own
     options = parser.parse_args()
     place = Place.of(options.device)
+    out = options.out or Path("gpu-results", *([] if place.full else [place.kind]))
     if options.inside:
-        return inside(STEPS[options.step[0]], place, options.out)
+        return inside(STEPS[options.step[0]], place, out)
     if not place.count:
         parser.exit(2, "torch sees no CUDA device here: make gpu DEVICE=emu rehearses the steps\n")
-    options.out.mkdir(parents=True, exist_ok=True)
+    out.mkdir(parents=True, exist_ok=True)
+    if options.step is None:
+        for path in out.glob("[0-9][0-9]-*"):  # of an earlier run, whose tar stays
+            path.unlink()
     for step in STEPS if options.step is None else [STEPS[number] for number in options.step]:
-        told = one(step, place, options.out)
+        told = one(step, place, out)
         print(f"{step.number:>2} {step.name:<12} {told['verdict']}, {told['seconds']} s", flush=True)
-    print(bundle.write(options.out))
-    return int(any(each["verdict"] not in ("passed", SKIPPED) for each in bundle.results(options.out)))
+    print(bundle.write(out))
+    return int(any(each["verdict"] not in (PASSED, SKIPPED) for each in bundle.results(out)))
 
 
 def inside(step: Step, place: Place, out: Path) -> int:
@@ -99,4 +103,6 @@ def _facts(step: Step) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM):  # so that a step that is under way ends too
+        signal.signal(number, signal.default_int_handler)
     sys.exit(main())

@@ -12,7 +12,7 @@ from typing import Any
 from .. import report
 from .record import FAILED, MEASURED
 
-PAGE, TAR = "gpu.md", "gpu.tar.gz"
+PAGE = "gpu.md"
 LINE = 300  # characters of what a row has found
 
 
@@ -23,14 +23,14 @@ def results(folder: Path) -> list[dict[str, Any]]:
 
 
 def write(folder: Path) -> str:
-    """Returns what to say of it."""
-    found, page = results(folder), folder / PAGE
-    page.write_text("\n".join(_page(found)) + "\n")
-    with tarfile.open(folder / TAR, "w:gz") as tar:
+    """Returns what to say of it. The tar has its time in its name, so that a later run leaves it."""
+    page, tar = folder / PAGE, folder / f"gpu-{time.strftime('%Y%m%d-%H%M%S')}.tar.gz"
+    page.write_text("\n".join(_page(results(folder))) + "\n")
+    with tarfile.open(tar, "w:gz") as archive:
         for path in sorted(folder.iterdir()):
-            if path.name != TAR and not path.name.endswith(".part"):
-                tar.add(path, arcname=f"gpu/{path.name}")
-    return f"{page}, and all of it in {folder / TAR}"
+            if path.is_file() and not path.name.endswith((".part", ".tar.gz")):
+                archive.add(path, arcname=f"gpu/{path.name}")
+    return f"{page}, and all of it in {tar}"
 
 
 def _page(found: list[dict[str, Any]]) -> Iterator[str]:

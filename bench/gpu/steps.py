@@ -40,54 +40,24 @@ class Step(NamedTuple):
 
 
 STEPS = [
-    Step("machine", 3, 1, "versions, topology, peers, clocks, disk, nodes", "is the machine sane"),
-    Step(
-        "arithmetic",
-        5,
-        1,
-        "sums, averages, norms, casts, 8 bits, split masters: device and CPU, bit by bit",
-        "what the same bits may mean across processors",
-    ),
+    Step("machine", 2, 1, "versions, topology, peers, clocks, disk, nodes", "is the machine sane"),
+    Step("arithmetic", 3, 1, "sums, averages, norms, casts, 8 bits, split masters: device and CPU, bit by bit",
+         "what the same bits may mean across processors"),
     Step("one_rank", 6, 1, "stages, dtypes, overlap, tiers against plain torch", "the claim for one GPU"),
     Step("suite", 4, 1, "the tests that are marked gpu", "is anything broken that a test knows"),
-    Step(
-        "nccl",
-        6,
-        2,
-        "each verb; late ranks, models on meta, states on the host; groups of two backends, split, part of all",
-        "does a job on two GPUs live",
-    ),
+    Step("nccl", 5, 2, "each verb; late ranks, meta, states on the host; groups of two backends, split, part of all",
+         "does a job on two GPUs live"),
     Step("grid", 8, 2, "2 to 8 ranks, stages, replicas, accumulation", "the main claim: the same bits"),
-    Step(
-        "counts",
-        4,
-        1,
-        "kernels launched and waits of the host in a step; torch's sanitizer; a trace a stage",
-        "does the host run ahead of the device",
-    ),
+    Step("counts", 3, 1, "kernels launched and waits of the host in a step; torch's sanitizer; a trace a stage",
+         "does the host run ahead of the device"),
     Step("speed", 8, 1, "one rank beside plain torch: stages, clipped, compiled, offloaded", "what the engine costs"),
-    Step(
-        "peers",
-        14,
-        2,
-        "1B and 7B on all GPUs: ordered, native, replicas, FSDP2, DDP; three lengths, clipped or not",
-        "who is faster, and where the memory goes",
-    ),
-    Step(
-        "links",
-        6,
-        1,
-        "host and device, folds and norms, collectives by size; machine.json",
-        "what the planner should believe",
-    ),
-    Step(
-        "faults",
-        6,
-        2,
-        "kill -9, SIGTERM, out of memory, Ctrl-C: who says what, how soon, and the step again",
-        "does a loss end a job in seconds",
-    ),
-]
+    Step("peers", 12, 2, "1B and 7B on all GPUs: ordered, native, replicas, FSDP2, DDP; three lengths, clipped or not",
+         "who is faster, and where the memory goes"),
+    Step("links", 5, 1, "host and device, folds and norms, collectives by size; machine.json",
+         "what the planner should believe"),
+    Step("faults", 4, 2, "kill -9, SIGTERM, out of memory, Ctrl-C: who says what, how soon, and the step again",
+         "does a loss end a job in seconds"),
+]  # fmt: skip
 
 
 def table() -> str:

@@ -22,7 +22,7 @@ from zeroshard.errors import UserError
 from zeroshard.explain import stacked_mlp
 from zeroshard.planner import built, from_job, predict_states, texts
 from zeroshard.planner.machines import MACHINES, machine
-from zeroshard.planner.simulate import PASSING, moments, simulate
+from zeroshard.planner.simulate import PASSING, facts, moments, simulate
 from zeroshard.planner.timeline import replay
 
 ROOT = Path(__file__).parents[1]
@@ -198,11 +198,15 @@ def test_a_simulation_leaves_nothing_behind():
 def test_a_timeline_adds_up(stage):
     """Exposed waiting is what is left of the step; free links hide everything, slow ones nothing."""
     run = simulate(job("gpt"), ranks=16, stage=stage)
-    fast = dataclasses.replace(MACHINES["a100"], link=1e30, network=1e30, link_latency=0, network_latency=0)
+    at_once = dict.fromkeys(("launch", "kernel", "drain", "meeting"), 0.0)
+    free = dataclasses.replace(MACHINES["a100"], **at_once)
+    fast = dataclasses.replace(free, link=1e30, network=1e30, link_latency=0, network_latency=0)
     updated = 10**6
-    for cluster in (MACHINES["a100"], fast):
-        line = replay(run.events, cluster, ranks=16, updated_nbytes=updated, ordered=False)
-        assert line.step == pytest.approx(line.compute + line.summing + line.optimizer + line.exposed, rel=1e-9)
+    for cluster in (MACHINES["a100"], free, fast):
+        line = replay(run.events, cluster, ranks=16, updated_nbytes=updated, ordered=False, facts=facts(run.zero))
+        parts = line.compute + line.summing + line.optimizer + line.exposed + line.overhead
+        assert line.step == pytest.approx(parts, rel=1e-9)
+        assert (line.overhead > 0) == (cluster.launch > 0) and line.asked.launches > 0 and line.meetings > 0
         assert line.compute == pytest.approx(run.flops / (cluster.flops * cluster.efficiency), rel=1e-12)
         for stream in ("compute", "link"):  # one thing at a time
             ends = 0.0
@@ -210,7 +214,7 @@ def test_a_timeline_adds_up(stage):
                 assert piece.start >= ends - 1e-12
                 ends = piece.end
     assert line.exposed == pytest.approx(0.0, abs=1e-15)
-    slow = dataclasses.replace(MACHINES["a100"], flops=1e30)
+    slow = dataclasses.replace(free, flops=1e30)
     line = replay(run.events, slow, ranks=16, updated_nbytes=0, ordered=False)
     assert line.exposed == pytest.approx(line.step, rel=1e-6)
     with pytest.raises(UserError, match="two recorded steps"):
@@ -471,10 +475,14 @@ def test_a_machine_of_ones_own(tmp_path):
         ({"flops": "fast"}, "another kind"),
         ({"gpus": -1}, "another kind"),
         ({"link": 0}, "cannot be 0"),
+        ({"drain": -1}, "another kind"),
     ):
         path.write_text(json.dumps(told | change))
         with pytest.raises(UserError, match=said):
             machine(str(path))
+    older = {name: value for name, value in told.items() if name not in ("launch", "kernel", "drain", "meeting")}
+    path.write_text(json.dumps(older))
+    assert machine(str(path)) == dataclasses.replace(MACHINES["h100"], name="mine", network=1e9)
     path.write_text("{")
     with pytest.raises(UserError, match="cannot be read"):
         machine(str(path))
@@ -739,8 +747,10 @@ def test_the_simulate_command(tmp_path):
         )
         clock = found["time"]
         assert clock["step"] == pytest.approx(
-            clock["compute"] + clock["summing"] + clock["optimizer"] + clock["exposed"]
+            clock["compute"] + clock["summing"] + clock["optimizer"] + clock["exposed"] + clock["overhead"]
         )
+        assert found["host"]["launches"] > 0 and found["host"]["meetings"] == found["control"]["calls"]
+        assert found["native"] < clock["step"]  # between nodes
     for rank in (0, 1023):
         events = json.loads((tmp_path / f"trace.json.rank{rank}").read_text())["traceEvents"]
         assert {event["pid"] for event in events} == {rank}

@@ -12,6 +12,7 @@ from zeroshard.cli.simulate import clock
 from zeroshard.errors import UserError
 from zeroshard.planner.machines import MACHINES, machine
 from zeroshard.planner.simulate import simulate
+from zeroshard.planner.ways import seconds
 
 SLOW = "a100-ethernet"
 SETTINGS = {"params": 8 * 10**9, "preset": "zeroshard", "ranks": 64, "machine": SLOW}
@@ -57,18 +58,55 @@ def test_the_less_memory_the_more_is_sharded(budget, settings):
 def test_what_is_said_is_what_the_figures_show():
     ways = zeroshard.plan(**SETTINGS, gpu_mem="12GB").ways
     fitting = sum(way.nbytes <= 12e9 for way in ways.ways)
-    first, beside, faster = ways.because
+    first, beside, faster, _ = ways.because
     assert first.startswith(f"{fitting} of 25 ways fit")
     assert "8,750,000,000 bytes between nodes and 7,500,000,000 bytes of memory" in first
     assert beside.startswith("beside it stage 3, one replica")
     assert "17,937,500,000 bytes between nodes and 2,000,000,000 bytes" in beside
-    before = ways.ways[: ways.ways.index(ways.recommended)]
+    one, best = of(ways, 3, 1), ways.recommended
+    assert beside.endswith(f", {one.seconds / best.seconds:.2f} times as long")
+    before = ways.ways[: ways.ways.index(best)]
     assert faster.startswith(f"less time, but too much memory: {len(before)}; the smallest is stage 3, 8 replicas:")
     assert not any(way.fits for way in before)
     shown = ways.shown
     for way in ways.ways:
         beaten = any(o.seconds <= way.seconds and o.nbytes <= way.nbytes and o != way for o in shown)
         assert way in shown or beaten
+
+
+@pytest.mark.parametrize("ranks", [8, 64])
+def test_where_the_backends_own_reduction_is_faster_is_said_by_how_much(ranks):
+    """By hand: it rings in fp32, so that inside a node it sends twice as much as 16 bits in an exchange, and between
+    nodes the cards of one share what leaves it. It is never what is recommended."""
+    limit = None if ranks == G else "2.5GB"  # in which one replica fits
+    ways = zeroshard.plan(**SETTINGS | {"ranks": ranks, "machine": "h100", "stage": 3, "gpu_mem": limit}).ways
+    ordered, native = of(ways, 3, 1), next(way for way in ways.native if way.replicas == 1)
+    assert ordered.inside == 2 * P * (Fraction(2 * (ranks - 1), ranks) + Fraction(G - 1, ranks))
+    assert native.inside == 2 * P * Fraction(4 * (ranks - 1), ranks)
+    assert native.between == (native.inside // G if ranks > G else 0)
+    assert (native.nbytes, native.settings) == (ordered.nbytes, 'stage=3, comm=Comm(reduce="native")')
+    assert {way.reduce for way in ways.ways} == {"ordered"} and ways.recommended in ways.ways
+    said, best = ways.because[-1], min((way for way in ways.native if way.fits), key=lambda way: way.seconds)
+    if ranks == G:
+        assert said == 'reduce="native", whose sums have an order of their own, is no faster here'
+        assert native.seconds > ordered.seconds
+    else:
+        times = ways.recommended.seconds / best.seconds
+        assert said.startswith(f'reduce="native" is {times:.2f} times as fast, {best.settings}: ') and times > 1
+        assert "bits depend on stage, buckets and ranks" in said
+
+
+def test_what_the_host_is_asked_counts(tmp_path):
+    """Beside the messages; nothing of it on a host that launches, waits and meets at once."""
+    ways = zeroshard.plan(**SETTINGS | {"machine": "h100"}).ways
+    for plan in zeroshard.plan(**SETTINGS | {"machine": None}).stages:
+        way = of(ways, plan.stage, 1)
+        alone = seconds(plan.traffic, MACHINES["h100"], N, 1, plan.buckets)
+        assert way.seconds == alone + way.overhead > alone
+    path = tmp_path / "free.json"
+    free = {**MACHINES["h100"].__dict__, "launch": 0.0, "kernel": 0.0, "drain": 0.0, "meeting": 0.0}
+    path.write_text(json.dumps(free))
+    assert {way.overhead for way in zeroshard.plan(**SETTINGS | {"machine": str(path)}).ways.ways} == {0.0}
 
 
 def test_nothing_fits_and_one_node():
@@ -92,21 +130,24 @@ def test_the_time_of_messages_is_that_of_a_simulated_clock(gpus):
     cluster = plan.ways.machine
     assert cluster.gpus == gpus
     run = simulate(job, ranks=8, stage=2, layout=zeroshard.Layout(bucket_mib=0.003))
-    assert of(plan.ways, 2, 1).seconds == pytest.approx(clock(run, cluster, ordered=True).moving)  # sums of floats
+    way = of(plan.ways, 2, 1)
+    assert way.seconds - way.overhead == pytest.approx(clock(run, cluster, ordered=True).moving)  # sums of floats
     assert {(way.replicas, way.over) for way in plan.ways.ways} == {
         (1, "team"), *((k, over) for k in (2, 4) if 8 % (k * gpus) == 0 for over in ("team", "all"))
     }  # fmt: skip
 
 
 def test_a_machine_of_one_s_own(tmp_path):
-    """Half the bandwidth and twice the latency take twice the time, for each way, and change no recommendation."""
+    """Half the bandwidth and twice every latency take twice the time, for each way, and change no recommendation."""
     told = {**machine(SLOW).__dict__, "name": "mine"}
     told |= {name: told[name] / 2 for name in ("link", "network")}
-    told |= {name: told[name] * 2 for name in ("link_latency", "network_latency")}
+    slower = ("link_latency", "network_latency", "launch", "kernel", "drain", "meeting")
+    told |= {name: told[name] * 2 for name in slower}
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(told))
     mine, slow = (zeroshard.plan(**SETTINGS | {"machine": name}).ways for name in (str(path), SLOW))
-    assert [way._replace(seconds=way.seconds / 2) for way in mine.ways] == list(slow.ways)
+    halved = [way._replace(seconds=way.seconds / 2, overhead=way.overhead / 2) for way in mine.ways]
+    assert halved == list(slow.ways)
     assert (mine.recommended.settings, mine.json()["machine"]) == (slow.recommended.settings, "mine")
 
 

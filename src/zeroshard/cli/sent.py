@@ -101,7 +101,7 @@ def ways(found: Plan, compared: Ways, amount: Amount) -> None:
     what = "at rest" if found.stages[0].peak is None else "at the peak"
     table = screen.new_table(
         f"On {screen.many(nodes, 'node')} of {machine.gpus} GPUs ({machine.name}), {amount.unit} of one GPU",
-        "stage", "replicas", "optimizer over", f"memory {what}", "between nodes", "inside", "messages of a step", "",
+        "stage", "replicas", "optimizer over", f"memory {what}", "between nodes", "inside", "messages, host", "",
     )  # fmt: skip
     best = compared.recommended
     for way in compared.shown:
@@ -112,7 +112,9 @@ def ways(found: Plan, compared: Ways, amount: Amount) -> None:
     show(table)
     screen.say(
         f"  [dim]{len(compared.ways)} ways compared; shown: those that no other beats in memory and time, and one "
-        "replica. Time: messages one after the other, none behind compute. Activations come on top of memory[/dim]"
+        "replica. Time of a step: messages one after the other, none behind compute, and what the host launches and "
+        "agrees on. Latencies and the host's times are assumed, and no GPU has run any of it. Activations come on top "
+        "of memory[/dim]"
     )
     screen.say("  recommended: " + (f"[bold]{escape(best.settings)}[/bold]" if best else "none"))
     for reason in compared.because:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +24,9 @@ from zeroshard.integrations.chrome_trace import MADE_BY
 from zeroshard.layout import Layout
 from zeroshard.planner import from_job, predict_states, timeline
 from zeroshard.planner.machines import Machine, machine
+from zeroshard.planner.overheads import CLIP, clipped, total
 from zeroshard.planner.plan import check_experts
-from zeroshard.planner.simulate import PASSING, RECORDED, Simulation, simulate
+from zeroshard.planner.simulate import PASSING, RECORDED, Simulation, facts, simulate
 from zeroshard.planner.states import owned
 from zeroshard.ranks.comm import Comm
 from zeroshard.stage import seat
@@ -65,6 +69,7 @@ def show_simulation(
     comm = Comm(
         prefetch=prefetch, reduce=reduce, replicas=replicas, transport=transport, optimizer=optimizer_over,  # type: ignore[arg-type]
     )  # fmt: skip
+    comparable = reduce == "ordered" and replicas == 1 and not ep and transport != "shared"
     found = []
     for one in rank:
         run = simulate(
@@ -81,13 +86,12 @@ def show_simulation(
             **how,
         )
         line = clock(run, cluster, ordered=reduce != "native")
-        tiers = {} if offload is None else {"tiers": at_rest(run.ledger), "files": moved(run)}
-        found.append(report(run, cluster, line) | tiers)
+        found.append(_told(run, cluster, line, offload, comparable=comparable))
         if trace is not None:
             put(trace if len(rank) == 1 else f"{trace}.rank{one}", json.dumps(timeline.chrome(line, one)), MADE_BY)
     if as_json:
-        mesh = {"ranks": ranks, "replicas": replicas, "optimizer_over": optimizer_over}
-        print(json.dumps({"job": job, **mesh, "stage": stage, "machine": on, "simulated": found}, indent=2))
+        asked = {"job": job, "ranks": ranks, "replicas": replicas, "optimizer_over": optimizer_over, "stage": stage}
+        print(json.dumps(asked | {"machine": on, "simulated": found}, indent=2))
         return
     over = ", the optimizer over all of them" if spread else ""
     _open(job, f"{ranks:,} at stage {stage}{_copies(ranks, replicas)}{over}", cluster)
@@ -110,6 +114,7 @@ def _copies(ranks: int, replicas: int) -> str:
 
 
 def clock(run: Simulation, cluster: Machine, *, ordered: bool) -> timeline.Timeline:
+    """A simulated step on the clock."""
     # Of what the device holds: what is updated elsewhere the CPU updates, and no clock here knows how fast.
     held = {state: n for state, n in run.ledger.tiers.get(DEVICE, {}).items() if state not in (*PASSING, "parameters")}
     sits = seat(run.rank, run.ranks, run.zero.replicas)
@@ -117,11 +122,39 @@ def clock(run: Simulation, cluster: Machine, *, ordered: bool) -> timeline.Timel
         run.events, cluster, ranks=sits.size, updated_nbytes=sum(held.values()), ordered=ordered, steps=run.steps,
         replica=sits.replica, replicas=sits.replicas,
         along={b.index: run.zero._engine.group.along.seat for b in run.zero.partition.buckets if b.along},
+        facts={at: replace(of, native=not ordered) for at, of in facts(run.zero).items()},
     )  # fmt: skip
 
 
-def report(run: Simulation, cluster: Machine, line: timeline.Timeline) -> dict[str, Any]:
-    """Everything the command tells of one rank, as plain numbers; bytes are integers, times seconds."""
+def natively(run: Simulation, cluster: Machine) -> timeline.Timeline:
+    """The same step as if the backend added: what is added on its way travels as wide as it is accumulated."""
+    wider = {
+        bucket.index: Fraction(buffer.grad_dtype.itemsize, buffer.reduce_dtype.itemsize)
+        for bucket, buffer in zip(run.zero.partition.buckets, run.zero._engine.buffers, strict=True)
+    }
+    events = [
+        replace(event, logical=math.ceil(event.logical * max(wider.get(event.bucket, 1), 1)))
+        if event.verb == "reduce" and event.bucket is not None else event
+        for event in run.events
+    ]  # fmt: skip
+    return clock(replace(run, events=events), cluster, ordered=False)
+
+
+def _told(
+    run: Simulation, cluster: Machine, line: timeline.Timeline, offload: Offload | None, *, comparable: bool
+) -> dict[str, Any]:
+    """All of one rank; comparable: it could have the backend's own reduction too."""
+    tiers = {} if offload is None else {"tiers": at_rest(run.ledger), "files": moved(run)}
+    return report(run, cluster, line, natively(run, cluster) if comparable else None) | tiers
+
+
+def report(
+    run: Simulation, cluster: Machine, line: timeline.Timeline, native: timeline.Timeline | None
+) -> dict[str, Any]:
+    """Everything the command tells of one rank, as plain numbers; bytes are integers, times seconds.
+
+    native: the same step with the backend's own reduction, where it could have it.
+    """
     ledger, zero = run.ledger, run.zero
     held = {state: nbytes for state, nbytes in ledger.held.items() if nbytes and state not in PASSING}
     peak_phase, peak = max(ledger.phases.items(), key=lambda item: item[1].total if item[0] != "init" else 0)
@@ -163,8 +196,16 @@ def report(run: Simulation, cluster: Machine, line: timeline.Timeline) -> dict[s
             "optimizer": line.optimizer,
             "exposed": line.exposed,
             "moving": line.moving,
+            "overhead": line.overhead,
             "tokens_per_second": line.tokens_per_second(run.tokens) if run.tokens else None,
         },
+        "host": {
+            "launches": line.asked.launches,
+            "drains": line.asked.drains,
+            "meetings": line.meetings,
+            "launches_of_a_clip": (total(map(clipped, facts(zero).values())) + CLIP).launches,
+        },
+        "native": None if native is None else native.step,
     }
 
 
@@ -248,6 +289,10 @@ def _show(found: dict[str, Any]) -> None:
         f"  [dim]a checkpoint: {kept['files']:,} files; this rank's has {kept['tensors']:,} tensors, "
         f"{kept['bytes']:,} bytes, beside rank 0's buffers[/dim]\n"
     )
+    _show_clock(found)
+
+
+def _show_clock(found: dict[str, Any]) -> None:
     clock = found["time"]
     table = screen.new_table("A step on the clock", "what", "time")
     rows = {
@@ -255,6 +300,7 @@ def _show(found: dict[str, Any]) -> None:
         "summing": "summing gradients in rank order",
         "optimizer": "optimizer",
         "exposed": "waiting for collectives",
+        "overhead": "launches, waits of the host, meetings",
         "step": "[bold]step[/bold]",
     }
     for key, what in rows.items():
@@ -262,6 +308,16 @@ def _show(found: dict[str, Any]) -> None:
     screen.console.print(table)
     hidden = max(clock["moving"] - clock["exposed"], 0.0)
     screen.say(f"  [dim]{_seconds(clock['moving'])} of collectives, {_seconds(hidden)} of them behind compute[/dim]")
+    host = found["host"]
+    screen.say(
+        f"  [dim]the engine's part: {host['launches']:,} launches, {host['drains']:,} waits for the whole device, "
+        f"{host['meetings']:,} meetings; a norm with clipping adds {host['launches_of_a_clip']:,} launches and a "
+        "meeting. How long each takes is assumed, and no GPU has run any of it[/dim]"
+    )
+    if found["native"] is not None:
+        times = clock["step"] / found["native"]
+        faster = f"{times:.2f} times as fast, in an order of its own" if times >= 1.005 else "no faster"
+        screen.say(f'  [dim]with reduce="native" {_seconds(found["native"])}: {faster}[/dim]')
     if clock["tokens_per_second"] is not None:
         screen.say(f"  [bold]{clock['tokens_per_second']:,.0f} tokens/s[/bold] per GPU")
 

@@ -62,6 +62,7 @@ class StagePlan:
     files: int = 0
     moves: Moves = STILL
     buckets: int = 1  # each is a message of every pass
+    slots: int = 1  # parameters in them, as far as they are known
 
     @property
     def total(self) -> int:

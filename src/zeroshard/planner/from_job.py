@@ -195,6 +195,7 @@ def _stage(run: Simulation, recipe: recipes.Recipe) -> StagePlan:
         activations=run.activations, working=run.working,
         snapshot=holding.snapshot(), tiers=tiers, moves=Moves(*moves),
         files=sum(file.nbytes for file in holding.files().values()), buckets=len(run.zero.partition.buckets),
+        slots=sum(len(bucket.slots) for bucket in run.zero.partition.buckets),
     )  # fmt: skip
 
 

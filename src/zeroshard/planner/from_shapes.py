@@ -70,7 +70,8 @@ def plan_shapes(path: str | os.PathLike[str], asked: Asked, layout: Layout) -> P
             beside["moves"] = files.recipe_moves(cut, placements, rank, other, resting, **how)
         return StagePlan(
             stage, rank, formula, at_rest, 0.0, moved, tuple(found), peak, peak_at,
-            snapshot=holding.snapshot(), tiers=tiers, buckets=len(cut.buckets), **beside,
+            snapshot=holding.snapshot(), tiers=tiers, buckets=len(cut.buckets),
+            slots=sum(len(bucket.slots) for bucket in cut.buckets), **beside,
         )  # fmt: skip
 
     def of(stage: int) -> StagePlan:

@@ -34,13 +34,14 @@ from ..api import Zero, shard
 from ..errors import Error, UserError
 from ..events import DEVICE, Event, Ledger
 from ..layout import Layout
-from ..numerics import Precision
+from ..numerics import LOW, Precision, divides_exactly
 from ..ranks.comm import Comm, Simulated
 from ..tiers.tier import Offload
 from .asked import check_in_backward
 from .from_number import RANKS_LIMIT
 from .job import Job, build, find, line_of
 from .optimizers import asked_with, probe
+from .overheads import Facts
 from .quantities import whole
 
 BACKWARDS_LIMIT = 1 << 10  # of a step: they run one by one
@@ -292,6 +293,22 @@ def leave_out_arithmetic(optimizer: torch.optim.Optimizer) -> None:
     hooked.hooked = True
     body = {"step": hooked, "__module__": plain.__module__}
     optimizer.__class__ = type(plain.__name__, (plain,), body)
+
+
+def facts(zero: Zero) -> dict[int, Facts]:
+    """Of each trained bucket, by its index: what decides how many kernels it takes, and how often the host waits."""
+    found, native = {}, zero._engine.comm.reduce == "native"
+    for bucket in (bucket for bucket in zero.partition.buckets if bucket.trainable):
+        buffer, dtypes = zero._engine.buffers[bucket.index], zero.dtypes(bucket)
+        sits, placed = buffer.team.seat, buffer.placements
+        found[bucket.index] = Facts(
+            len(bucket.slots), sits.size, sits.replicas, sits.replica, bool(placed.parameters),
+            cast=dtypes.master != dtypes.param, narrow=dtypes.grad in LOW, native=native,
+            in_place=not placed.gradients and buffer.grad_dtype == buffer.reduce_dtype and sits.summed == 1
+            and (sits.size == 1 or buffer.team.arriving < sits.size),
+            early=divides_exactly(buffer.grad_dtype, buffer.reduce_dtype, zero._engine.group.sources),
+        )  # fmt: skip
+    return found
 
 
 PASSING = ("gather", "prefetch", "reduce", "staging", "lent")  # states that come and go within a step

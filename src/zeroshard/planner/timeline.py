@@ -1,8 +1,10 @@
 """A simulated step on a clock: when each collective would begin and end, and how long compute would wait for it.
 
 Compute runs on one stream, collectives on another, in the order the engine launched them. A collective begins when it
-is launched and the link is free; whoever waits for it waits until it ends. Nothing is measured here: the times are
-those of `machines`, so a timeline is as good as its machine's numbers.
+is launched and the link is free; whoever waits for it waits until it ends. The host has a clock of its own and runs
+ahead of the device: each launch, each wait for the device and each meeting of all ranks takes it on, and the device
+stands still where it has caught up with the host. Nothing is measured here: the times are those of `machines`, so a
+timeline is as good as its machine's numbers.
 """
 
 from __future__ import annotations
@@ -15,8 +17,24 @@ from ..errors import UserError
 from ..events import Event
 from ..stage import Seat
 from .machines import Machine
+from .overheads import (
+    NONE,
+    Facts,
+    Overhead,
+    copied,
+    folded,
+    gathered,
+    handed_on,
+    looked_at,
+    released,
+    sent,
+    stepped,
+    total,
+)
 
 TRAVELS = ("gather", "reduce", "relay", "share")
+FORWARDS = ("forward", "recompute")
+ENDING = (*TRAVELS, *FORWARDS)  # what counts when it is through, too
 
 
 @dataclass(frozen=True)
@@ -35,7 +53,8 @@ class Timeline:
     """One step, from the end of the step before it. Seconds.
 
     step: the whole. compute: forward and backward. summing: contributions in rank order. optimizer: reading and writing
-    its states. exposed: waiting for collectives. moving: collectives under way, hidden or not.
+    its states. exposed: waiting for collectives. moving: collectives under way, hidden or not. overhead: the engine's
+    small kernels, and where the device waits for the host. asked, meetings: how much of it there is in the step.
     """
 
     step: float
@@ -45,6 +64,9 @@ class Timeline:
     exposed: float
     moving: float
     slices: list[Slice]
+    overhead: float = 0.0
+    asked: Overhead = NONE
+    meetings: int = 0
 
     def tokens_per_second(self, tokens: int) -> float:
         """Of one GPU, for `tokens` in its micro-batches of one step."""
@@ -62,33 +84,38 @@ def replay(
     replica: int = 0,
     replicas: int = 1,
     along: Mapping[int, Seat] | None = None,
+    facts: Mapping[int, Facts] | None = None,
 ) -> Timeline:
     """Put recorded steps on a clock; what is reported is the last of them.
 
     ranks: of a team, the one of `replica` among `replicas`. updated_nbytes: bytes that the optimizers' step reads and
     writes on this rank. steps: how many optimizers. along: of the buckets along an axis a seat on it. ordered:
-    reductions are exchanges and a sum in rank order (else the backend's reduce-scatter, a ring).
+    reductions are exchanges and a sum in rank order (else the backend's reduce-scatter, a ring). facts: of each bucket,
+    by its index, for what the host is asked; without them it launches the job's own operators and meets others.
     """
     turns = sorted(
         [(event.start, 0, number) for number, event in enumerate(events)]
-        + [(event.end, 1, number) for number, event in enumerate(events) if event.end and event.verb in TRAVELS]
+        + [(event.end, 1, number) for number, event in enumerate(events) if event.end and event.verb in ENDING]
     )
-    clock = _Clock(machine, ranks, replica, replicas, ordered, along or {})
+    clock = _Clock(machine, ranks, replica, replicas, ordered, along or {}, facts or {}, _of_units(events))
     marks: list[tuple[float, ...]] = []
     for _, ends, number in turns:
         event = events[number]
+        clock.ask(event, through=bool(ends))
         if event.verb in TRAVELS and event.logical:
             clock.wait(number, event) if ends else clock.launch(number, event)
         elif event.verb == "compute":
             clock.run(event.logical / (machine.flops * machine.efficiency))
         elif event.verb == "step":
             clock.update(2 * updated_nbytes / machine.memory_bandwidth / steps)
-            marks.append((clock.now, clock.exposed, clock.moving, clock.compute, clock.summing))
+            asked = (clock.asked.launches, clock.asked.drains, clock.meetings)
+            marks.append((clock.now, clock.exposed, clock.moving, clock.compute, clock.summing, clock.overhead, *asked))
     marks = marks[steps - 1 :: steps]  # of several optimizers the last ends a step
     if len(marks) < 2:
         raise UserError("a timeline needs two recorded steps", got=len(marks), instead="simulate(...) as it is")
     began, ended = marks[-2][0], marks[-1][0]
-    _, exposed, moving, compute, summing = (after - before for before, after in zip(*marks[-2:], strict=True))
+    differences = (after - before for before, after in zip(*marks[-2:], strict=True))
+    _, exposed, moving, compute, summing, overhead, launches, drains, meetings = differences
     slices = [
         Slice(s.stream, s.verb, s.unit, max(s.start - began, 0.0), s.end - began) for s in clock.slices if s.end > began
     ]
@@ -100,7 +127,19 @@ def replay(
         exposed,
         moving,
         slices,
+        overhead,
+        Overhead(int(launches), int(drains)),
+        int(meetings),
     )
+
+
+def _of_units(events: Sequence[Event]) -> dict[str, set[int]]:
+    """Which buckets are gathered for a unit, by its name."""
+    found: dict[str, set[int]] = {}
+    for event in events:
+        if event.verb == "gather" and event.unit is not None and event.bucket is not None:
+            found.setdefault(event.unit, set()).add(event.bucket)
+    return found
 
 
 def chrome(line: Timeline, rank: int) -> dict[str, Any]:
@@ -120,22 +159,73 @@ def chrome(line: Timeline, rank: int) -> dict[str, Any]:
 
 class _Clock:
     def __init__(
-        self, machine: Machine, ranks: int, replica: int, replicas: int, ordered: bool, along: Mapping[int, Seat]
-    ) -> None:
+        self, machine: Machine, ranks: int, replica: int, replicas: int, ordered: bool, along: Mapping[int, Seat],
+        facts: Mapping[int, Facts], units: Mapping[str, set[int]],
+    ) -> None:  # fmt: skip
         self.machine, self.ranks, self.ordered = machine, ranks, ordered
         self.along = along
+        self.facts, self._of_unit, self._again = facts, units, set[int]()
         self.replica, self.replicas = replica, replicas
-        self.now = self.exposed = self.moving = self.compute = self.summing = 0.0
+        self.host = self.now = self.exposed = self.moving = self.compute = self.summing = self.overhead = 0.0
+        self.asked, self.meetings = NONE, 0
         self.slices: list[Slice] = []
         self._link_free = 0.0
         self._ends: dict[int, float] = {}
 
+    def ask(self, event: Event, *, through: bool) -> None:
+        """What the engine asks of the host at one event."""
+        verb, of = event.verb, None if event.bucket is None else self.facts.get(event.bucket)
+        if verb == "control":
+            self.meetings += 1
+            self.host += self.machine.meeting
+        elif verb in FORWARDS and through and event.unit is not None:  # not the phase of that name
+            used = [self.facts[at] for at in self._of_unit.get(event.unit, ()) if at in self.facts]
+            self._launch(total(map(looked_at, used)))
+        elif verb == "step":
+            self._again.clear()
+            self._launch(total(map(stepped, self.facts.values())))
+        elif of is None:
+            return
+        elif verb == "copy":
+            self._launch(copied())
+        elif verb == "release":
+            self._launch(released())
+        elif verb == "gather" and not through:
+            self._launch(gathered(of))
+        elif verb == "relay" and not through:
+            self._launch(handed_on(of))
+        elif verb == "reduce" and not through:
+            self._launch(sent(of))
+        elif verb == "reduce":
+            assert event.bucket is not None
+            self._launch(folded(of, again=event.bucket in self._again))
+            self._again.add(event.bucket)
+
+    def _launch(self, asked: Overhead) -> None:
+        self.asked += asked
+        self.host += asked.launches * self.machine.launch
+        self._idle()
+        self.now += asked.launches * self.machine.kernel
+        self.overhead += asked.launches * self.machine.kernel
+        if asked.drains:  # from here on the device waits for each launch, until the host is ahead again
+            self.host = max(self.host, self.now) + asked.drains * self.machine.drain
+
+    def _idle(self) -> None:
+        """The device has nothing to run before the host has launched it."""
+        late = self.host - self.now
+        if late > 0:
+            self.overhead += late
+            self.now += late
+
     def run(self, seconds: float) -> None:
+        self.host += self.machine.launch
+        self._idle()
         self.slices.append(Slice("compute", "compute", None, self.now, self.now + seconds))
         self.now += seconds
         self.compute += seconds
 
     def update(self, seconds: float) -> None:
+        self._idle()
         self.slices.append(Slice("compute", "step", None, self.now, self.now + seconds))
         self.now += seconds
 
@@ -168,6 +258,8 @@ class _Clock:
         if late > 0:
             self.exposed += late
             self.now += late
+        if event.verb == "reduce":  # which the host waits for itself
+            self.host = max(self.host, self._ends.get(number, self.host))
         if self._unsent(event) or (
             event.verb == "reduce" and self.ordered
         ):  # every rank's contribution is read once and added to the sum

@@ -190,10 +190,12 @@ def from_the_last(replicas: int, beside: int) -> int:
     return sum(node[child] != node[parent] for child, parent in parents.items())
 
 
-def links(moved: Traffic, ranks: int, gpus_per_node: int, replicas: int = 1, *, gloo: bool = False) -> Links:
+def links(
+    moved: Traffic, ranks: int, gpus_per_node: int, replicas: int = 1, *, gloo: bool = False, native: bool = False
+) -> Links:
     """What ranks send on average. NCCL's gathers are rings over all ranks, which leave each node once and share the
     node's cards; gloo's are a broadcast from each rank, in a tree. A reduction is an exchange over both, in which each
-    card carries whatever its own GPU sends to other nodes.
+    card carries whatever its own GPU sends to other nodes; native: the backend's own, a ring too.
 
     Of K replicas each is so among its own ranks, which follow one another: a node holds whole replicas, or a replica
     whole nodes. Sums are handed on along the replicas, K-1 hops, of which those between nodes share the cards of the
@@ -212,8 +214,10 @@ def links(moved: Traffic, ranks: int, gpus_per_node: int, replicas: int = 1, *, 
         return sent, sent / within * (among > within)
 
     inside, outside = gathered(moved.gather.logical + moved.recompute.logical, group, near)
-    inside += Fraction(near - 1, group) * moved.reduce.logical
-    outside += Fraction(group - near, group) * moved.reduce.logical
+    reduced = Fraction(near - 1, group) * moved.reduce.logical, Fraction(group - near, group) * moved.reduce.logical
+    if native:
+        reduced = gathered(moved.reduce.logical, group, near)
+    inside, outside = inside + reduced[0], outside + reduced[1]
     if replicas > 1:
         shared_inside, shared_outside = gathered(moved.share.logical, replicas, beside)
         inside += shared_inside * (gloo or beside > 1)

@@ -1,31 +1,36 @@
 """Ways to share a model among the ranks of a cluster: one replica or several, the optimizer over each or over all.
 
 Each way has its figures: bytes of a rank, bytes between nodes, and how long the messages of a step take, one after the
-other and none behind compute, by the same arithmetic as a simulated clock (`machines`). Of those that fit the one whose
-messages take least is recommended, and the reasons are these figures and nothing else.
+other and none behind compute, by the same arithmetic as a simulated clock (`machines`), with what the engine asks of
+the host (`overheads`). Of those that fit the one that takes least is recommended, and the reasons are these figures and
+nothing else. The backend's own reduction is compared too and never recommended: equal bits are given up for it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..ranks.comm import Over
+from ..ranks.comm import Over, Reduce
 from ..stage import STAGES
 from .asked import Asked
 from .machines import Machine
-from .traffic import Traffic, links
+from .overheads import Facts, step
+from .recipes import Bytes
+from .traffic import Moved, Traffic, links
 
 if TYPE_CHECKING:
-    from .answer import Plan
+    from .answer import Plan, StagePlan
 
 
 class Way(NamedTuple):
     """A stage, and over which ranks its states are sharded.
 
     nbytes: what has to fit the device of the rank that holds most: at the peak, or at rest where no units are known.
-    inside, between: what one GPU sends in a step over its link and over its network card. seconds: of all messages.
+    inside, between: what one GPU sends in a step over its link and over its network card. seconds: of all messages, and
+    beside them the `overhead`: launches, waits for the device and meetings.
     """
 
     stage: int
@@ -36,6 +41,8 @@ class Way(NamedTuple):
     between: int
     seconds: float
     fits: bool
+    overhead: float = 0.0
+    reduce: Reduce = "ordered"
 
     def __str__(self) -> str:
         copies = "one replica" if self.replicas == 1 else f"{self.replicas} replicas"
@@ -44,10 +51,9 @@ class Way(NamedTuple):
     @property
     def settings(self) -> str:
         """As `shard` takes it."""
-        if self.replicas == 1:
-            return f"stage={self.stage}"
-        comm = f"replicas={self.replicas}" + ', optimizer="all"' * (self.over == "all")
-        return f"stage={self.stage}, comm=Comm({comm})"
+        told = [f"replicas={self.replicas}"] * (self.replicas > 1) + ['optimizer="all"'] * (self.over == "all")
+        told += [f'reduce="{self.reduce}"'] * (self.reduce != "ordered")
+        return f"stage={self.stage}" + (f", comm=Comm({', '.join(told)})" if told else "")
 
     def better(self, other: Way) -> bool:
         """Is it as good in all that counts, memory and time, and not the same in both?"""
@@ -62,10 +68,11 @@ class Ways(NamedTuple):
     nodes: int
     limit: int  # bytes of one device
     ways: tuple[Way, ...]
+    native: tuple[Way, ...] = ()  # the same with the backend's own reduction
 
     @property
     def recommended(self) -> Way | None:
-        """Of those that fit the one whose messages take least; of equals the one that holds least."""
+        """Of those that fit the one that takes least time; of equals the one that holds least."""
         return next((way for way in self.ways if way.fits), None)
 
     @property
@@ -81,18 +88,32 @@ class Ways(NamedTuple):
             least = min(self.ways, key=lambda way: way.nbytes)
             return [f"none of {len(self.ways)} ways fits; the smallest is {least}: {self._figures(least)}"]
         fitting = sum(way.fits for way in self.ways)
-        said = [f"{fitting} of {len(self.ways)} ways fit; of these its messages take least: {self._figures(best)}"]
+        said = [f"{fitting} of {len(self.ways)} ways fit; of these it takes least time: {self._figures(best)}"]
         if self.nodes == 1:
             said.append("all ranks are on one node, so no byte of any way crosses a slower link")
         one = next((way for way in self.ways if way.replicas == 1 and way.stage == best.stage), None)
         if one is not None and one != best:
-            said.append(f"beside it {one}: {self._figures(one)}" + ", which does not fit" * (not one.fits))
+            times = f", {one.seconds / best.seconds:.2f} times as long" if best.seconds else ""
+            said.append(f"beside it {one}: {self._figures(one)}{times}" + ", which does not fit" * (not one.fits))
         faster = self.ways[: self.ways.index(best)]
         if faster:
             least = min(faster, key=lambda way: way.nbytes)
             what = f"less time, but too much memory: {len(faster)}"
             said.append(f"{what}; the smallest is {least}: {self._figures(least)}")
-        return said
+        return [*said, *self._of_native(best)]
+
+    def _of_native(self, best: Way) -> list[str]:
+        """Is the backend's own reduction faster here, and by how much?"""
+        other = next((way for way in self.native if way.fits), None)
+        if other is None or not best.seconds:
+            return []
+        if other.seconds >= best.seconds:
+            return ['reduce="native", whose sums have an order of their own, is no faster here']
+        return [
+            f'reduce="native" is {best.seconds / other.seconds:.2f} times as fast, {other.settings}: '
+            f"{self._figures(other)}; its sums, sent in the accumulator's dtype (`Precision(reduce_dtype=...)`), "
+            "have an order of their own: bits depend on stage, buckets and ranks"
+        ]
 
     def _figures(self, way: Way) -> str:
         sent = f"{way.between:,} bytes between nodes"
@@ -105,6 +126,7 @@ class Ways(NamedTuple):
             "nodes": self.nodes,
             "limit": self.limit,
             "ways": [way._asdict() for way in self.ways],
+            "native": [way._asdict() for way in self.native],
             "recommended": best and {**best._asdict(), "settings": best.settings},
             "because": self.because,
         }
@@ -117,7 +139,29 @@ def meshes(ranks: int, gpus: int) -> list[tuple[int, Over]]:
     return [(1, "team"), *((count, over) for count in several for over in overs)]
 
 
-def seconds(moved: Traffic, machine: Machine, ranks: int, replicas: int, buckets: int) -> float:
+MEETINGS = {False: 4, True: 5}  # of a step of one backward; True: at stage 3. What the engine records as "control"
+
+
+def overhead(plan: StagePlan, machine: Machine, replicas: int, reduce: Reduce, asked: Asked) -> float:
+    """How long the host and the device are busy with what is asked of them beside messages and the job's operators."""
+    placed, recipe, moved = asked.placements(plan.stage), asked.recipe, plan.traffic
+    ranks, backwards = asked.ranks, asked.accumulate
+    wide = max(recipe.gradients, Bytes(4)) == recipe.gradients
+    facts = Facts(
+        -(-plan.slots // plan.buckets), ranks // replicas, replicas, 0, bool(placed.parameters),
+        cast="master" in recipe.optimizer, in_place=not placed.gradients and recipe.gradients == recipe.reduced,
+        narrow=not wide, early=wide and recipe.reduced == 2 and ranks & (ranks - 1) == 0, native=reduce == "native",
+    )  # fmt: skip
+    forwards = backwards * (2 if moved.recompute.logical else 1)
+    one = step(facts, gathers=round(moved.gathers), reductions=round(moved.reductions), forwards=forwards)
+    busy = one.launches * max(machine.launch, machine.kernel) + one.drains * machine.drain
+    met = 0 if ranks == 1 else MEETINGS[bool(placed.parameters)] + (backwards - 1) * (4 if placed.parameters else 3)
+    return plan.buckets * busy + met * machine.meeting
+
+
+def seconds(
+    moved: Traffic, machine: Machine, ranks: int, replicas: int, buckets: int, reduce: Reduce = "ordered"
+) -> float:
     """How long a step's messages take on one rank, one after the other: of each bucket one for each pass."""
     group = ranks // replicas
     found = 0.0
@@ -125,7 +169,8 @@ def seconds(moved: Traffic, machine: Machine, ranks: int, replicas: int, buckets
         found += _each(
             moved.gather.logical + moved.recompute.logical, moved.gathers * buckets, group, machine.ring_seconds
         )
-        found += _each(moved.reduce.logical, moved.reductions * buckets, group, machine.exchange_seconds)
+        time_of = machine.ring_seconds if reduce == "native" else machine.exchange_seconds
+        found += _each(moved.reduce.logical, moved.reductions * buckets, group, time_of)
     if replicas > 1:
         count = max(moved.reductions * buckets, 1)
         back = moved.relay.sent * replicas / (replicas - 1) - moved.relay.logical
@@ -144,16 +189,29 @@ def compare(plan_of: Callable[[Asked], Plan], asked: Asked, machine: Machine, *,
     """Every mesh at every stage asked for. plan_of: the plan of such a question. spread: may the optimizer be over all
     ranks?"""
     limit = asked.gpu_mem or machine.memory
-    found = []
+    found: dict[Reduce, list[Way]] = {"ordered": [], "native": []}
     for replicas, over in meshes(asked.ranks, machine.gpus):
         stages = tuple(stage for stage in asked.stages if over == "team" or (spread and STAGES[stage].optimizer))
         if not stages:
             continue
         other = asked._replace(replicas=replicas, over=over, stages=stages, gpu_mem=None, gpus_per_node=machine.gpus)
         for plan in plan_of(other).stages:
-            sent = links(plan.traffic, asked.ranks, machine.gpus, replicas)
             fits = plan.most <= limit and (asked.host_mem is None or plan.host <= asked.host_mem)
-            took = seconds(plan.traffic, machine, asked.ranks, replicas, plan.buckets)
-            found.append(Way(plan.stage, replicas, over, plan.most, sent.inside, sent.between, took, fits))
-    found.sort(key=lambda way: (way.seconds, way.nbytes, way.stage))
-    return Ways(machine, -(-asked.ranks // machine.gpus), limit, tuple(found))
+            for reduce in found:
+                moved = plan.traffic if reduce == "ordered" else _added_by_the_backend(plan.traffic, asked)
+                sent = links(moved, asked.ranks, machine.gpus, replicas, native=reduce == "native")
+                beside = overhead(plan, machine, replicas, reduce, asked)
+                took = seconds(moved, machine, asked.ranks, replicas, plan.buckets, reduce) + beside
+                figures = plan.most, sent.inside, sent.between, took, fits, beside
+                found[reduce].append(Way(plan.stage, replicas, over, *figures, reduce))
+    for ways in found.values():
+        ways.sort(key=lambda way: (way.seconds, way.nbytes, way.stage))
+    return Ways(machine, -(-asked.ranks // machine.gpus), limit, tuple(found["ordered"]), tuple(found["native"]))
+
+
+def _added_by_the_backend(moved: Traffic, asked: Asked) -> Traffic:
+    """What is added on its way travels as wide as it is accumulated."""
+    wider = asked.recipe.gradients / asked.recipe.reduced
+    if asked.no_sync or wider <= 1:
+        return moved
+    return replace(moved, reduce=Moved(*(math.ceil(nbytes * wider) for nbytes in moved.reduce)))

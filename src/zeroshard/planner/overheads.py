@@ -1,0 +1,128 @@
+"""What the engine asks of a device and its host in a step, beside bytes: kernels, and waits for all of them. No torch.
+
+Counts and no times: `machines` says what each takes. They follow what the engine does today, verb by verb, and
+tests/test_overheads.py holds them equal to what an emulated accelerator counts: whoever lowers what the engine asks,
+lowers these. Meetings of all ranks are no part of it: the engine records each as an event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """launches: kernels and collectives. drains: how often the host waits until all has run that was queued."""
+
+    launches: int = 0
+    drains: int = 0
+
+    def __add__(self, other: Overhead) -> Overhead:
+        return Overhead(self.launches + other.launches, self.drains + other.drains)
+
+    def times(self, count: int) -> Overhead:
+        return Overhead(self.launches * count, self.drains * count)
+
+
+NONE = Overhead()
+TAKEN = 4  # kernels with which a master takes what was edited: a cast, a comparison, a cast back, a choice
+
+
+def total(parts: Iterable[Overhead]) -> Overhead:
+    return sum(parts, NONE)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Of one bucket on one rank, what these counts depend on.
+
+    slots: parameters in it. ranks: that shard it, of each of `replicas`, of which this is number `replica`. sharded: do
+    its parameters rest in shards? cast: are they narrower than what the optimizer updates? in_place: does the sum of
+    gradients lie where this rank's own are put together? narrow: is that of 16 bits? early: is it divided as it lands?
+    native: does the backend add?
+    """
+
+    slots: int
+    ranks: int = 1
+    replicas: int = 1
+    replica: int = 0
+    sharded: bool = False
+    cast: bool = False
+    in_place: bool = False
+    narrow: bool = False
+    early: bool = False
+    native: bool = False
+
+    @property
+    def last(self) -> bool:
+        return self.replica == self.replicas - 1
+
+
+def gathered(of: Facts) -> Overhead:
+    """The collective. What is cast or copied before it is an event of its own, `copied`."""
+    return Overhead(int(of.ranks > 1))
+
+
+def copied() -> Overhead:
+    return Overhead(1)
+
+
+def released() -> Overhead:
+    """The placeholder without values that parameters show is filled."""
+    return Overhead(1)
+
+
+def sent(of: Facts) -> Overhead:
+    """Each gradient is copied to where the message is put together, and that is sent."""
+    return Overhead(of.slots + (of.ranks > 1))
+
+
+def folded(of: Facts, *, again: bool) -> Overhead:
+    """All contributions are added. again: to what an earlier backward of this step has left."""
+    begun = again or of.replica > 0
+    adds = (1 if of.native else of.ranks) - (not begun)
+    copies = 1 + ((of.in_place and not again) or of.narrow)
+    undone = int(again and of.early and of.ranks * of.replicas > 1 and of.replica == 0)
+    return Overhead(copies + adds + undone) + (averaged(of) if of.early and of.last else NONE)
+
+
+def averaged(of: Facts) -> Overhead:
+    """A product with a power of two, else a division by a number that is put on the device first."""
+    ranks = of.ranks * of.replicas
+    if ranks & (ranks - 1) == 0:
+        return Overhead(int(ranks > 1))
+    return Overhead(2 + 2 * of.narrow)
+
+
+def handed_on(of: Facts) -> Overhead:
+    """The running sum comes and goes on, and the average comes or goes back."""
+    return Overhead((of.replicas > 1) * (3 - (of.replica == 0) - of.last))
+
+
+def looked_at(of: Facts) -> Overhead:
+    """What a forward has edited of its weights is taken before they are released, without asking if there is any."""
+    return Overhead(TAKEN if of.cast else 1) if of.sharded else NONE
+
+
+def stepped(of: Facts) -> Overhead:
+    """Before the optimizer's own kernels. The copy of masters to parameters after it is an event, `copied`."""
+    seeded = Overhead(TAKEN) if of.cast and not of.sharded else NONE
+    return seeded + Overhead(int(of.narrow)) + (NONE if of.early else averaged(of))
+
+
+def clipped(of: Facts) -> Overhead:
+    """The bucket's part in a norm, and the product with the factor, parameter by parameter. At most: where no tensor
+    ends inside a block of 128 elements it takes fewer."""
+    return Overhead(42 + of.slots) + (NONE if of.early else averaged(of))
+
+
+CLIP = Overhead(16)  # beside, of all buckets together: bins are made, added up over the ranks, and made one number
+
+
+def step(of: Facts, *, gathers: int, reductions: int, forwards: int) -> Overhead:
+    """One bucket's in a step of so many gathers of it, reductions, and forwards that use it, recomputed ones too."""
+    reduces = total(sent(of) + folded(of, again=number > 0) + handed_on(of) for number in range(reductions))
+    around = copied() + released() if of.sharded else NONE
+    back = copied() if of.cast and not of.sharded else NONE  # masters to parameters, before their gather
+    return (gathered(of) + around).times(gathers) + reduces + looked_at(of).times(forwards) + back + stepped(of)

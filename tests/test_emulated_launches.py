@@ -114,6 +114,7 @@ def test_a_bucket_costs_so_many_launches(world):
     }
     for buckets, found in emulated.run(world, launched, 3, "bf16", 1):
         assert buckets == BLOCKS
+        assert found.pop(("launch", "allreduce")) == 1  # of all norms
         averages = {key: found.pop(key) for key in [*found] if key[0] == "average_"}  # of norms and clips as well
         assert found == {key: BLOCKS * number for key, number in per_bucket.items()}
         assert sum(averages.values()) <= 2 * BLOCKS

@@ -253,6 +253,7 @@ def launch_once(like: Tensor, sent: torch.dtype, master: torch.dtype, ranks: int
     add_to_bins(bins, blocks.owner, block_sums(total, blocks, ranks, order))
     sums_from_bins(bins)
     like.new_zeros(1, dtype=master).copy_(total[:1])  # the average as the optimizer takes it
+    reseed_(like.new_zeros(1, dtype=master), pieces[0][:1], asked=False)
     pieces[0].copy_(total).copy_(pieces[0].clone()).zero_()  # the cast of a master, and a gradient as it is sent
 
 

@@ -12,7 +12,7 @@ from test_checkpoint_faults import job
 from test_checkpoint_forgeries import forge, manifest_of, refuses
 from zeroshard.checkpoint import files, parts
 from zeroshard.checkpoint.files import canonical
-from zeroshard.checkpoint.manifest import Saved, numel
+from zeroshard.checkpoint.manifest import Saved
 from zeroshard.checkpoint.parts import part_of
 from zeroshard.digests import digest
 from zeroshard.errors import CheckpointError
@@ -66,34 +66,27 @@ def test_what_it_says_in_parts_is_what_one_manifest_says(ranks, tmp_path, case, 
         assert inside.rng(1).keys() == one.rng(1).keys()
 
 
-def wanted(saved, rank, ranks):
-    """What rests on a rank of so many, where one bucket has all parameters: (parameter, state), elements [low, high)."""
-    sizes = {name: numel(entry.shape) for name, entry in saved.parameters.items()}
-    (first, last), at = (sum(sizes.values()) * each // ranks for each in (rank, rank + 1)), 0
-    for name, size in sizes.items():
-        low, high = max(first - at, 0), min(last - at, size)
-        at += size
-        if low < high:
-            yield from (((name, state), low, high) for of, state in saved.cut if of == name)
+def read_parts(saved):
+    return [rank for rank, file in enumerate(saved.files) if "digests" in saved.files[file]]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 6, 12])
-def test_a_rank_reads_the_parts_that_it_wants(checkpoint, ranks):
-    """Those that hold it, of which it finds the first where its own place is."""
+@pytest.mark.parametrize("far", [False, True], ids=["near", "far"])
+@pytest.mark.parametrize("ranks", [2, 3, 6])
+def test_a_rank_reads_the_parts_that_it_wants(checkpoint, ranks, far):
+    """Those that hold it: it knows its own place. far: also if it has read one elsewhere, for its random states."""
     path, _ = checkpoint
     with Saved.open(path) as whole:
-        everything = {key: whole.interval(key, 0, whole._elements(key)) for key in whole.cut}
-    for rank in range(ranks):
-        with Saved.open(path, rank, ranks) as saved:
-            holders, guess = set(), parts.nearest(range(6), saved.near)
-            for key, low, high in wanted(saved, rank, ranks):
-                got = saved.interval(key, low, high)
-                assert got.tolist() == everything[key][low:high].tolist()
-                holders |= {part.file for part in whole.cut[key] if part.start < high and low < part.stop}
-            read = {file for file, facts in saved.files.items() if "digests" in facts}
-            assert holders <= read
-            numbers = [int(file[4:9]) for file in holders] + [guess]
-            assert {int(file[4:9]) for file in read} <= {*range(min(numbers), max(numbers) + 1)}
+        for rank in range(ranks):
+            mine = [*range(6 * rank // ranks, 6 * (rank + 1) // ranks)]
+            other = (mine[0] + 3) % 6
+            with Saved.open(path, rank, ranks) as saved:
+                if far:
+                    saved.rng(other)
+                for key, held in whole.cut.items():
+                    for part in (part for part in held if parts.rank_of(part.file) in mine):
+                        got = saved.interval(key, part.start, part.stop)
+                        assert got.tolist() == whole.interval(key, part.start, part.stop).tolist()
+                assert read_parts(saved) == sorted({*mine, other} if far else mine)
 
 
 @pytest.fixture

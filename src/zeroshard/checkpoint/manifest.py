@@ -30,7 +30,7 @@ from ..digests import raw
 from ..errors import CheckpointError, UserError
 from ..strips import ONE_STRIP, Strips
 from .files import BLOCK, DTYPES, MANIFEST, TORCH_DTYPES, Reader, canonical, damaged, opened, read_manifest, replaced
-from .parts import nearest, read_part
+from .parts import nearest, rank_of, read_part
 
 FORMAT, VERSION = "zeroshard checkpoint", 2
 UNCUT = 1  # the version that all read which know of no `strips`: of checkpoints in which there are none
@@ -212,7 +212,7 @@ class Saved:
                 raise self.damage(f"{self.files[file]['nbytes']:,} bytes of {file}", part["nbytes"])
             self._check_files([file], found)
             self.files[file] |= {"digests": digests, "rng": part["rng"]}
-            del self._unread[int(file[4:9])]
+            del self._unread[rank_of(file)]
         except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise self.damage(f"what a rank says of {file}", f"{type(error).__name__}: {error}") from error
 
@@ -236,18 +236,23 @@ class Saved:
     @functools.cached_property
     def _unread(self) -> dict[int, str]:
         """Files of which the ranks' parts were not read yet, by rank."""
-        return {int(file[4:9]): file for file, facts in self.files.items() if "digests" not in facts}
+        return {rank_of(file): file for file, facts in self.files.items() if "digests" not in facts}
 
     def _cover(self, key: tuple[str, str], low: int, high: int) -> None:
         """Read parts until they hold elements [low, high) of what is cut: first those beside what was found of it."""
         while self._unread and (at := self._reached(key, low)) < high:
-            near, side, parts = self.near or 0.0, 0, self.cut[key]
-            if parts:
-                beside = min(parts, key=lambda part: max(part.start - at, at - part.stop))
-                near, side = float(int(beside.file[4:9])), 1 if beside.stop <= at else -1
-            self._told(self._unread[nearest(self._unread, near, side)])
+            self._told(self._unread[self._next(key, at)])
             if not self._unread:
                 self._check_whole()
+
+    def _next(self, key: tuple[str, str], at: int) -> int:
+        """Which part to read for an element: mostly ranks hold a state in their order."""
+        parts = self.cut[key]
+        after = bisect_right(parts, at, key=lambda part: part.start)
+        low = rank_of(parts[after - 1].file) if after else -1
+        high = rank_of(parts[after].file) if after < len(parts) else len(self.files)
+        touches = after and parts[after - 1].stop == at
+        return nearest(self._unread, low + 1 if touches else min(max(self.near or 0.0, low + 1), high - 1), low, high)
 
     def _reached(self, key: tuple[str, str], low: int) -> int:
         """The first element from `low` on of which no part was read that has it."""

@@ -60,6 +60,11 @@ def read_part(folder: Path, descriptor: int, file: str, told: Sequence[Any]) -> 
     return part
 
 
-def nearest(unread: Iterable[int], near: float, side: int = 0) -> int:
-    """The number of the unread part nearest to a place; of those on one side of it, -1 or 1, where there are any."""
-    return min(unread, key=lambda number: ((number - near) * side < 0, abs(number - near)))
+def rank_of(file: str) -> int:
+    """Which rank wrote a file."""
+    return int(file[4:9])
+
+
+def nearest(unread: Iterable[int], near: float, low: int, high: int) -> int:
+    """The number of the unread part nearest to a place; of those between two others, where there are any."""
+    return min(unread, key=lambda number: (not low < number < high, abs(number - near)))

@@ -114,10 +114,10 @@ def stepped(of: Facts) -> Overhead:
 def clipped(of: Facts) -> Overhead:
     """The bucket's part in a norm, and the product with the factor, parameter by parameter. At most: where no tensor
     ends inside a block of 128 elements it takes fewer."""
-    return Overhead(42 + of.slots) + (NONE if of.early else averaged(of))
+    return Overhead(15 + of.slots) + (NONE if of.early else averaged(of))
 
 
-CLIP = Overhead(16)  # beside, of all buckets together: bins are made, added up over the ranks, and made one number
+CLIP = Overhead(45)  # beside, of all buckets together: bins are made, added up over the ranks, and made one number
 
 
 def step(of: Facts, *, gathers: int, reductions: int, forwards: int) -> Overhead:

@@ -45,6 +45,8 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.device.type == "cpu":
         assert tensor.dim() == 0, "a tensor of the CPU and one of the device in one operation"
         return tensor
+    if not tensor.numel():  # it may be written to, and get its size by that
+        return torch.empty(tensor.size(), dtype=tensor.dtype)
     at = tensor.untyped_storage()
     at = torch._C._construct_storage_from_data_pointer(at.data_ptr(), torch.device("cpu"), at.nbytes())
     return torch.empty(0, dtype=tensor.dtype).set_(at, tensor.storage_offset(), tensor.size(), tensor.stride())
@@ -61,9 +63,11 @@ def fallback(op: Any, *args: Any, **kw: Any) -> Any:
     ):
         return op.redispatch(CPU, *args, **kw)  # a view
     given: dict[int, torch.Tensor] = {}  # what is returned of these is the tensor that was given
+    sized: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def host(tensor: torch.Tensor) -> torch.Tensor:
         given[id(own := on_host(tensor))] = tensor
+        sized.append((own, tensor))
         return own
 
     values = [
@@ -72,6 +76,10 @@ def fallback(op: Any, *args: Any, **kw: Any) -> Any:
     ]
     kw = {key: torch.device("cpu") if key == "device" else value for key, value in kw.items()}
     results = op(*tree_map_only(torch.Tensor, host, values), **tree_map_only(torch.Tensor, host, kw))
+    for own, tensor in sized:
+        if own.size() != tensor.size():
+            made = on_device(own)
+            SET.redispatch(CPU, tensor, made.untyped_storage(), 0, [*made.size()], [*made.stride()])
     return tree_map_only(torch.Tensor, lambda own: given[id(own)] if id(own) in given else on_device(own), results)
 
 

@@ -100,7 +100,7 @@ def test_public_names_are_locked():
         ],
         Layout: [
             ("bounds", "unit"),
-            ("bucket_mib", 24.0),
+            ("bucket_mib", None),
             ("align", 128),
             ("units", None),
             ("ignore", ()),

@@ -237,7 +237,10 @@ class Handle:
 
 def link():
     """One of a rank whose data moves in a device's queue."""
-    found, groups = Link.__new__(Link), SimpleNamespace(call=None, levelling=[], queued=True, loss=None, levellings=0)
+    found, groups = (
+        Link.__new__(Link),
+        SimpleNamespace(call=None, levelling=[], queued=True, loss=None, levellings=0, ends=False),
+    )
     groups.watch, groups.limit = SimpleNamespace(alarm={}, called=0, ask=dict, tell=lambda culprits: None), 60.0
     groups.aborted = []
     groups.abort = lambda: groups.aborted.append(found.lost)
@@ -274,7 +277,7 @@ def test_a_collective_in_a_devices_queue_is_given_up_at_our_own_time_out():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(groups, "_new_group", lambda **options: made.append(options["timeout"].total_seconds()))
         for use in ("gather", "control"):
-            groups.Wanted(use, "nccl", [0, 1]).made([0, 1], options, queued=True)
+            groups.Wanted(use, "nccl", [0, 1]).made([0, 1], options, queued=use not in groups.CONTROL)
     assert made == [67.0, 7.0]
 
 
@@ -290,6 +293,7 @@ def hears_of_a_loss():
         backend = SimpleNamespace(_group_start=partial(ended.append, "["), _group_end=partial(ended.append, "]"))
         group = SimpleNamespace(abort=partial(ended.append, name), _get_backend=lambda device, backend=backend: backend)
         stream.queued, stream.group = True, group
+    own.queues = [own.streams.index(stream) for stream in (own.gathers, own.reductions)]
     zero._engine.group._link.groups.watch.hear({"token": own.watch.address[2], "alarm": {1: "is lost"}})
     return ended
 
@@ -480,8 +484,8 @@ def connects(replicas):
     zero = zeroshard.shard(model, torch.optim.SGD(model.parameters()), stage=3, comm=Comm(replicas=replicas))
     own = zero._engine.group._groups
     wanted = groups._wanted(ranks.rank(), 2, own.seat, None, "gloo")
-    for each, stream in zip(wanted, own.streams, strict=True):
-        stream.queued = each.use not in groups.CONTROL
+    own.queues = [at for at, each in enumerate(wanted) if each.use not in groups.CONTROL]
+    own._connecting = torch.zeros(2 * groups.CONNECTING, dtype=torch.uint8)
     uses = {id(stream.group): each.use for each, stream in zip(wanted, own.streams, strict=True)}
     with pytest.MonkeyPatch.context() as patch:
         for verb in ("all_gather_single", "all_to_all_single", "broadcast", "all_reduce"):
@@ -495,7 +499,7 @@ def connects(replicas):
         patch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         warned = []
         patch.setattr(groups.log, "warning", lambda *said: warned.append(said))
-        own._connect(wanted)
+        own._connect([own.streams[at].group for at in own.queues])
     assert len(warned) == (replicas > 1 and ranks.rank() == 0)
     return called
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import resource
 import signal
 import socket
@@ -198,9 +199,13 @@ def test_a_rank_lost_on_its_way_through_shard_is_named(ranks, how, world):
     """By all others, long before the time-out: by those too that wait for somebody alive."""
     outcomes = ranks.run(world, left_alone, how, group_timeout=100.0, timeout=30.0, expect_errors=True)
     said = "gave up: Too many open files" if how == "raises inside" else "is gone: its process has ended"
+    if how == "dies before":  # on a busy machine also before another one has come
+        said = f"({said}|has not come to shard\\(...\\), and one that has not has ended)"
     for outcome in outcomes[:-1]:
         assert outcome.type == "PeerError", outcome
-        assert f"the ranks could not come together: rank {world - 1} {said}" in outcome.message, outcome.message
+        assert re.search(f"the ranks could not come together: .*rank {world - 1} {said}", outcome.message), (
+            outcome.message
+        )
 
 
 def late(seconds: float):

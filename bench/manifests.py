@@ -51,7 +51,7 @@ def cut(ranks: int) -> list[tuple[Bucket, Slot]]:
 
 def write(folder: Path, ranks: int) -> dict[str, Any]:
     """All that ranks write beside their tensors; and what of it rank 0 does for all of them."""
-    slots, told, seconds = cut(ranks), [], []
+    slots, told, seconds, last = cut(ranks), [], [], {}
     for rank in range(ranks):
         file, at, fragments, begun = f"rank{rank:05d}.safetensors", 1 << 16, [], []
         for bucket, slot in slots:
@@ -60,6 +60,7 @@ def write(folder: Path, ranks: int) -> dict[str, Any]:
                 fragments.append([slot.name, state, start, stop, at])
                 at += 4 * (stop - start)
                 begun += [[slot.name, state, "F32"]] if start == 0 else []
+                last |= {(slot.name, state): rank} if stop == slot.numel else {}
         with open(folder / file, "wb") as out:
             out.truncate(at)
         digests = ["0" * 32] * -(-at // BLOCK)
@@ -67,7 +68,7 @@ def write(folder: Path, ranks: int) -> dict[str, Any]:
         since = time.process_time()
         facts = {"nbytes": at, "part": parts.write_part(folder, file, part)}
         seconds.append(time.process_time() - since)
-        told.append({"file": file, "facts": facts, "cut": begun})
+        told.append({"file": file, "facts": facts, "begun": begun})
     since = time.process_time()
     manifest = {
         "format": FORMAT, "version": IN_PARTS, "saved": 0, "number": 1, "ranks": ranks, "stage": 3, "seed": 0,
@@ -76,7 +77,7 @@ def write(folder: Path, ranks: int) -> dict[str, Any]:
         "values": [[slot.name, "step", 1.0] for _, slot in slots], "fragments": [],
         "parameters": {slot.name: {"shape": slot.shape, "dtype": "BF16", "names": [slot.name]} for _, slot in slots},
         "files": {each["file"]: each["facts"] for each in told},
-        "cut": [entry for each in told for entry in each["cut"]],
+        "cut": [[*entry, rank, last[tuple(entry[:2])]] for rank, each in enumerate(told) for entry in each["begun"]],
     }  # fmt: skip
     check_loads(folder, manifest)
     write_manifest(folder, manifest)
@@ -93,7 +94,7 @@ def read(folder: Path, rank: int, ranks: int, answers: Any) -> None:
     """As one of so many ranks."""
     slots, before = cut(ranks), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     since = time.process_time()
-    with Saved.open(folder, rank, ranks) as saved:
+    with Saved.open(folder, alone=ranks == 1) as saved:
         saved.rng(rank % saved.manifest["ranks"])
         for bucket, slot in slots:
             start, stop = bucket.fragment(slot, rank)

@@ -73,13 +73,13 @@ def read_parts(saved):
 @pytest.mark.parametrize("far", [False, True], ids=["near", "far"])
 @pytest.mark.parametrize("ranks", [2, 3, 6])
 def test_a_rank_reads_the_parts_that_it_wants(checkpoint, ranks, far):
-    """Those that hold it: it knows its own place. far: also if it has read one elsewhere, for its random states."""
+    """Those that hold it. far: also if it has read one elsewhere, for its random states."""
     path, _ = checkpoint
     with Saved.open(path) as whole:
         for rank in range(ranks):
             mine = [*range(6 * rank // ranks, 6 * (rank + 1) // ranks)]
             other = (mine[0] + 3) % 6
-            with Saved.open(path, rank, ranks) as saved:
+            with Saved.open(path, alone=False) as saved:
                 if far:
                     saved.rng(other)
                 for key, held in whole.cut.items():
@@ -177,7 +177,7 @@ def test_a_damaged_file_is_refused_by_whoever_needs_it(copy, damage, which):
     told = []
     for rank in range(3):
         try:
-            with Saved.open(copy, rank, 3) as saved:
+            with Saved.open(copy, alone=False) as saved:
                 saved.reader.check_share(rank, 3)
         except CheckpointError as error:
             told.append(f"{error}")

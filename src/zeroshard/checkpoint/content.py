@@ -81,7 +81,7 @@ class ModelState:
     def saved_in(self, folder: Path) -> Iterator[Saved]:
         """A checkpoint, told by the names that this model has."""
         along = [(buffer, slot) for buffer in self.buffers if buffer.bucket.along for slot in buffer.bucket.slots]
-        with Saved.open(folder, self.group.rank, self.group.ranks) as saved:
+        with Saved.open(folder, alone=self.group.ranks == 1) as saved:
             here = {slot.name: Here(buffer.whole_shape(slot), buffer.team.seat.parts) for buffer, slot in along}
             relist(saved, {name: each for name, each in here.items() if self.strips(name) == ONE_STRIP})
             yield saved

@@ -457,7 +457,7 @@ def latest(group: Group, path: str | os.PathLike[str]) -> Path | None:
     for name in everyone[0][2]:
         problem = None
         try:
-            with Saved.open(folder / name, group.rank, group.ranks) as saved:
+            with Saved.open(folder / name, alone=group.ranks == 1) as saved:
                 saved.reader.check_share(group.rank, group.ranks)
         except CheckpointError as error:
             problem = f"{error}"

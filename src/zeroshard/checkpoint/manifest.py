@@ -69,11 +69,14 @@ class Saved:
     folder: Path
     descriptor: int  # of the folder, to open its files; -1: it is about to be written
     manifest: dict[str, Any]
-    near: float | None = None  # of ranks' parts those around here come first, as they are wanted; None: all at once
+    alone: bool = True  # is all of it read by one, at once? Else ranks' parts are read as they are wanted
     parameters: dict[str, Parameter] = field(default_factory=dict)
     states: dict[str, list[str]] = field(default_factory=dict)  # parameter -> what its optimizer keeps
     cut: dict[tuple[str, str], list[Stored]] = field(default_factory=dict)  # (parameter, state) -> its intervals so far
     dtypes: dict[tuple[str, str], torch.dtype] = field(default_factory=dict)  # of what is cut
+    holders: dict[tuple[str, str], tuple[int, int]] = field(
+        default_factory=dict
+    )  # the first rank that has some, the last
     files: dict[str, dict[str, Any]] = field(default_factory=dict)  # {name: {"nbytes": int, "digests": [hex, ...]}}
     grains: dict[tuple[str, str], int] = field(default_factory=dict)  # of how many elements such a state has one
     whole: dict[tuple[str, str], Stored] = field(default_factory=dict)
@@ -87,7 +90,7 @@ class Saved:
             if self.descriptor >= 0:
                 tell = self._told if self.manifest["version"] == IN_PARTS else None
                 self.reader = Reader(self.folder, self.descriptor, self.files, tell)
-                if self.near is None:
+                if self.alone:
                     self.everything()
         except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise self.damage("a manifest as zeroshard writes it", f"{type(error).__name__}: {error}") from error
@@ -162,10 +165,11 @@ class Saved:
             cut = self.parameters[name].strips != ONE_STRIP
             if self.grains.setdefault(key, self._count(grain)) != grain or grain < 2 or state == VALUE or cut:
                 raise self.damage(f"one size of the blocks of {state} of {name!r}", grain)
-        for name, state, dtype in self._list(self.manifest["cut"]) if self.manifest["version"] == IN_PARTS else ():
+        parted = self.manifest["version"] == IN_PARTS
+        for name, state, dtype, first, last in self._list(self.manifest["cut"]) if parted else ():
             if self.dtypes.setdefault(self._key(name, state), TORCH_DTYPES[dtype]) is not TORCH_DTYPES[dtype]:
                 raise self.damage(f"one dtype of {state} of {name!r}", dtype)
-            self.cut[name, state] = []
+            self.cut[name, state], self.holders[name, state] = [], (self._count(first), self._count(last))
         for name, state, start, stop, dtype, shape, offset, file in self._list(self.manifest["fragments"]):
             bounds = (0, 0) if (start, stop) == (None, None) else (self._count(start), self._count(stop))
             stored = self._stored(shape, dtype, file, offset, *bounds)
@@ -251,8 +255,11 @@ class Saved:
         after = bisect_right(parts, at, key=lambda part: part.start)
         low = rank_of(parts[after - 1].file) if after else -1
         high = rank_of(parts[after].file) if after < len(parts) else len(self.files)
-        touches = after and parts[after - 1].stop == at
-        return nearest(self._unread, low + 1 if touches else min(max(self.near or 0.0, low + 1), high - 1), low, high)
+        if after and parts[after - 1].stop == at:
+            return nearest(self._unread, low + 1, low, high)
+        first, last = self.holders[key]
+        near = first + (last + 1 - first) * (at + 0.5) / self._elements(key) - 0.5
+        return nearest(self._unread, min(max(near, low + 1), high - 1), low, high)
 
     def _reached(self, key: tuple[str, str], low: int) -> int:
         """The first element from `low` on of which no part was read that has it."""
@@ -430,18 +437,17 @@ class Saved:
 
     @classmethod
     @contextlib.contextmanager
-    def open(cls, folder: Path, rank: int = 0, ranks: int = 1) -> Iterator[Saved]:
+    def open(cls, folder: Path, *, alone: bool = True) -> Iterator[Saved]:
         """The checkpoint in `folder`. Raises `CheckpointError` if it is not complete, or not what it says.
 
-        rank, ranks: who reads, if others read the rest.
+        alone: is all of it to be read here, and not by many ranks?
         """
         saved = None
         while saved is None:
             with opened(folder) as descriptor:
                 try:
                     manifest = read_manifest(folder, descriptor)
-                    near = (rank + 0.5) / ranks * len(manifest.get("files", ())) - 0.5
-                    saved = cls(folder, descriptor, manifest, near if ranks > 1 else None)
+                    saved = cls(folder, descriptor, manifest, alone)
                 except CheckpointError:
                     if not replaced(folder, descriptor):  # else a save has taken its place: read what that wrote
                         raise

@@ -5,9 +5,10 @@
       rank00000.json           {"digests": [...], "fragments": [...], "nbytes": ..., "rng": {...}}, canonical JSON
       rank00000.safetensors
 
-A fragment here is [parameter, state, start, stop, offset]; its dtype is in the manifest, once for all ranks. Whoever
-loads reads the parts near its own place first, and goes on until they hold all that it wants: of shards that are cut
-evenly a rank of N reads one part in N, and two or three more.
+A fragment here is [parameter, state, start, stop, offset]. The manifest says once for all ranks which dtype a state
+has, and which ranks have its first and its last element: whoever loads looks where its own would lie if ranks had as
+many each, and goes on from there until the parts hold all that it wants. Of shards that are cut evenly a rank of N
+reads one part in N, and two or three more.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ training, copies in host memory. Everything after that works on the snapshot, th
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import platform
 import signal
@@ -360,16 +361,20 @@ def _write_own(group: Group, snapshot: Snapshot, beside: Path) -> dict[str, Any]
     fragments = [[*entry, written.offsets[key], name] for *entry, key in own["fragments"]]
     if group.ranks <= parts.INLINE:
         facts = {"nbytes": written.nbytes, "digests": written.digests}
-        return {**own, "file": name, "facts": facts, "cut": [], "fragments": fragments}
+        return {**own, "file": name, "facts": facts, "fragments": fragments}
     whole = [entry for entry in fragments if entry[2] is None]
     cut = [entry for entry in fragments if entry[2] is not None]
+    grains = {tuple(key): grain for *key, grain in own["grains"]}
+    sizes = {key: math.prod(entry["shape"]) for key, entry in snapshot.head["parameters"].items()}
     begun = {(parameter, state): dtype for parameter, state, start, _, dtype, *_ in cut if start == 0}
+    ended = [each[:2] for each in cut if each[3] * grains.get(tuple(each[:2]), 1) >= sizes[each[0]]]
     rows = [[parameter, state, start, stop, offset] for parameter, state, start, stop, _, _, offset, _ in cut]
     part = {"nbytes": written.nbytes, "digests": written.digests, "rng": own["rng"], "fragments": rows}
     return {
         "file": name,
         "facts": {"nbytes": written.nbytes, "part": parts.write_part(beside, name, part)},
-        "cut": [[*key, dtype] for key, dtype in begun.items()],  # said by one rank each: the first of its elements
+        "begun": [[*key, dtype] for key, dtype in begun.items()],  # by one rank each: who has the first of its elements
+        "ended": ended,
         "fragments": whole,
         "grains": [grain for grain in own["grains"] if tuple(grain[:2]) in begun],
         "values": own["values"],
@@ -399,7 +404,9 @@ def _publish(snapshot: Snapshot, everyone: Sequence[dict[str, Any]], beside: Pat
         "files": {own["file"]: own["facts"] for own in everyone},
     }
     if len(everyone) > parts.INLINE:
-        manifest |= {"version": IN_PARTS, "cut": [entry for own in everyone for entry in own["cut"]]}
+        last = {tuple(key): rank for rank, own in enumerate(everyone) for key in own["ended"]}
+        cut = [[*entry, rank, last[tuple(entry[:2])]] for rank, own in enumerate(everyone) for entry in own["begun"]]
+        manifest |= {"version": IN_PARTS, "cut": cut}
     else:
         manifest["rng"] = [own["rng"] for own in everyone]
     check_loads(target, manifest)

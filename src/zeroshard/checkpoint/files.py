@@ -463,12 +463,12 @@ class Reader:
 
         Each begins with its file's name. So many at once as can be open.
         """
+        if self._tell is None:
+            self._on_threads(call, items)
+            return
         for names in _batches(dict.fromkeys(name for name, *_ in items)):
             self._have_open(names)
-            mine = items if self._tell is None else [item for item in items if item[0] in names]
-            self._on_threads(call, mine)
-            if self._tell is None:
-                return
+            self._on_threads(call, [item for item in items if item[0] in names])
 
     def _on_threads(self, call: Callable[..., None], items: Sequence[tuple[Any, ...]]) -> None:
         shares = [items[thread::THREADS] for thread in range(min(THREADS, len(items)))]

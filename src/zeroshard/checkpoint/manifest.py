@@ -74,9 +74,7 @@ class Saved:
     states: dict[str, list[str]] = field(default_factory=dict)  # parameter -> what its optimizer keeps
     cut: dict[tuple[str, str], list[Stored]] = field(default_factory=dict)  # (parameter, state) -> its intervals so far
     dtypes: dict[tuple[str, str], torch.dtype] = field(default_factory=dict)  # of what is cut
-    holders: dict[tuple[str, str], tuple[int, int]] = field(
-        default_factory=dict
-    )  # the first rank that has some, the last
+    holders: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)  # of that the first rank, the last
     files: dict[str, dict[str, Any]] = field(default_factory=dict)  # {name: {"nbytes": int, "digests": [hex, ...]}}
     grains: dict[tuple[str, str], int] = field(default_factory=dict)  # of how many elements such a state has one
     whole: dict[tuple[str, str], Stored] = field(default_factory=dict)
@@ -201,7 +199,7 @@ class Saved:
 
     def _told(self, file: str) -> None:
         """Read a rank's part, once. Raises `CheckpointError` for what no save writes."""
-        if file not in self._unread.values():
+        if rank_of(file) not in self._unread:
             return
         part = read_part(self.folder, self.reader.descriptor, file, self.manifest["files"][file]["part"])
         try:

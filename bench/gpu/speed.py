@@ -27,6 +27,7 @@ from .. import report
 from ..backends import plain
 from ..backends.masters import MasterAdamW
 from ..model import GPT, LEARNING_RATE, SIZES, Size, batch
+from .links import best
 from .place import synchronize
 from .record import Record
 
@@ -69,7 +70,7 @@ class Row:
         """Seconds of each, with the device's work and until the host had queued it."""
         batches = [batch(self.size, self.number + at, 0, 1).to(self.device) for at in range(count)]
         self.number += count
-        _wait(self.device)
+        synchronize(self.device.type)
         since = time.perf_counter()
         for tokens_BT in batches:
             self.trainer.backward(tokens_BT)
@@ -77,30 +78,15 @@ class Row:
                 torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
             self.trainer.update()
         queued = time.perf_counter() - since
-        _wait(self.device)
+        synchronize(self.device.type)
         return (time.perf_counter() - since) / count, queued / count
-
-
-def _wait(device: torch.device) -> None:
-    synchronize(device.type)
-
-
-def _best(call: Any, device: torch.device, times: int = 5) -> float:
-    took = []
-    for _ in range(times):
-        _wait(device)
-        since = time.perf_counter()
-        call()
-        _wait(device)
-        took.append(time.perf_counter() - since)
-    return min(took)
 
 
 def bus(device: torch.device, numel: int = 1 << 26) -> float:
     """Bytes per second between pinned host memory and the device, the slower way."""
     there = torch.zeros(numel, device=device)
     here = torch.zeros(numel, pin_memory=device.type == "cuda")
-    slowest = max(_best(lambda: there.copy_(here), device), _best(lambda: here.copy_(there), device))
+    slowest = max(best(device.type, lambda: there.copy_(here)), best(device.type, lambda: here.copy_(there)))
     return numel * 4 / slowest
 
 
@@ -111,7 +97,7 @@ def cpu_step(numel: int) -> float:
     param.grad = torch.ones(count)
     optimizer = torch.optim.AdamW([param], fused=True)
     optimizer.step()
-    return _best(optimizer.step, torch.device("cpu")) * numel / count
+    return best("cpu", optimizer.step) * numel / count
 
 
 def measure(kind: str, name: str, size: str, folder: str, rounds: int, steps: int) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from zeroshard.cli.launch import memory_told
 from zeroshard.cli.processor import computes_bf16
 
 from . import backends, report
@@ -172,7 +173,7 @@ def measure(names: list[str], size: str, low: bool, world: int, options: argpars
 
 def _together(size: str, world: int) -> int:
     """Back-ends beside the limit that fit in seven tenths of the free memory, at 30 bytes a parameter at most."""
-    available = int(Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]) * 1024
+    available = memory_told()["MemAvailable"]
     numel = sum(param.numel() for param in _on_meta(size).parameters())
     return max(int(0.7 * available / (world * (30 * numel + (300 << 20)))) - 1, 1)
 

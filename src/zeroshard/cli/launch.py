@@ -61,11 +61,17 @@ def check_ranks(ranks: int) -> None:
         )
 
 
+def memory_told() -> dict[str, int]:
+    """What Linux says of this machine's memory, by its names: bytes."""
+    with open("/proc/meminfo", encoding="ascii") as file:
+        told = dict(line.split(":") for line in file)
+    return {name: int(words.split()[0]) * 1024 for name, words in told.items()}
+
+
 def memory_of_machine() -> int:
     """Bytes of memory and swap, whatever of it is free now; or what a container may take, where that is less."""
-    with open("/proc/meminfo", encoding="ascii") as file:
-        facts = dict(line.split(":") for line in file)
-    found = [sum(int(facts[name].split()[0]) * 1024 for name in ("MemTotal", "SwapTotal"))]
+    told = memory_told()
+    found = [told["MemTotal"] + told["SwapTotal"]]
     for limit in ("memory.max", "memory/memory.limit_in_bytes"):  # of the two kinds of cgroups
         with suppress(OSError, ValueError):  # the other kind; "max"
             found.append(int(Path("/sys/fs/cgroup", limit).read_text(encoding="ascii")))

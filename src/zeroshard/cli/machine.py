@@ -91,10 +91,8 @@ def memory() -> dict[str, Any]:
 
 
 def _available() -> int | None:
-    for line in (_text(Path("/proc/meminfo")) or "").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
+    found: int | None = _tried(lambda: launch.memory_told()["MemAvailable"])
+    return found
 
 
 def _limit(which: int) -> int | None:

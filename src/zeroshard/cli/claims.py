@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import zeroshard
 from zeroshard import Layout, Offload, device, numerics
 from zeroshard.cli.config import one_line
+from zeroshard.cli.reference import bits
 from zeroshard.planner.built import predict_states
 from zeroshard.ranks import shared_memory
 from zeroshard.stage import STAGES
@@ -139,8 +140,9 @@ def _sharded(stage: int, on: torch.device, offload: Offload | None = None, begun
 
 def _compare(what: str, got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> None:
     for name, tensor in want.items():
-        if not numerics.same_bits(got[name], tensor):
-            at = int((got[name] != tensor).flatten().to(torch.uint8).argmax())
+        wrong = bits(got[name]) != bits(tensor)
+        if wrong.any():
+            at = int(wrong.nonzero()[0])
             mine, plain = got[name].flatten()[at], tensor.flatten()[at]
             raise Broken(f"{what}: element {at} of {name!r} is {mine:.9g} and {plain:.9g} in plain torch")
 

@@ -34,9 +34,8 @@ from .buffer import Buffer
 from .sharded_grad import Keeper, ShardedGrad
 
 aten = torch.ops.aten
-_TOGETHER = (
-    1 << 20
-)  # so many blocks' sums, of several buckets, a device adds up in one go: a launch costs more than memory
+# Sums of blocks, of several buckets, that a device adds up in one go: a launch costs more than memory.
+_TOGETHER = 1 << 20
 
 
 class Gradients:
@@ -229,7 +228,8 @@ class Gradients:
                 found.append((blocks.owner.to(device), sums.to(device)))
             if sum(len(owner) for owner, _ in found) > together:
                 add(*_joined(found))
-        add(*_joined(found)) if found else None
+        if found:
+            add(*_joined(found))
         if order == math.inf:
             return self.group.maximum(maxima).view(torch.float32).to(device)
         agreed = self.group.total(bins)

@@ -274,12 +274,12 @@ def crossed():
         seen.append(sent)
         dist.barrier()
     told = [None] * world
-    dist.all_gather_object(told, [own for own, _ in seen[1]])
-    peers = {port: other for other, ports in enumerate(told) for port in ports}
+    dist.all_gather_object(told, list(seen[1]))  # pairs: Linux gives one port to connections of several ranks
+    peers = {(own, peer): other for other, pairs in enumerate(told) for peer, own in pairs}
     found = [0] * world
-    for (own, peer), nbytes in seen[1].items():
-        if peer in peers and peers[peer] != rank:
-            found[peers[peer]] += nbytes - seen[0].get((own, peer), 0)
+    for ends, nbytes in seen[1].items():
+        if ends in peers and peers[ends] != rank:
+            found[peers[ends]] += nbytes - seen[0].get(ends, 0)
     return [nbytes // shard_nbytes for nbytes in found]
 
 

@@ -22,7 +22,7 @@ full: install ## the rest: all combinations, and tests of over a second
 slow: install ## only what is marked slow
 	$(BIN)/pytest -m slow
 
-check: install ## format, lint, types, layers, line caps, public names
+check: install ## format, lint, types, layers, what features cost, public names
 	$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy && $(BIN)/pytest -q tests/test_house.py
 
 docs: install ## the walkthrough, pictures and lists in docs/, the snippets and links of all pages, and the site in site/

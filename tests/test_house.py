@@ -23,22 +23,19 @@ pytestmark = pytest.mark.full  # `make check` runs them all
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "zeroshard"
 PUBLIC = ["Comm", "Error", "Layout", "Offload", "Precision", "Zero", "apart", "load", "plan", "settings", "shard"]
-CAP = 10210  # lines of the core that docs/decisions/core-size.md accounts for
-SLACK = 800  # lines that a change may add without a word there: see the same note
-STORAGE = {"tiers/tier.py", "tiers/nvme.py"}  # beside checkpoint/: counted in what they do, not in lines
 NOT_LAYERS = {"__init__.py", "__main__.py"}
 OUTSIDE = {"integrations", "explain"}  # what the methods of Zero that need them import
 
 
-def tree():
-    """docs/tree.py, which has the core's files in reading order, and writes the lists of them."""
-    spec = importlib.util.spec_from_file_location("tree", ROOT / "docs" / "tree.py")
+def script(name):
+    """A script of docs/: tree.py has the core's files in reading order, features.py what each feature costs."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-TREE = tree()
+TREE, FEATURES = script("tree"), script("features")
 ORDER = TREE.ORDER
 
 
@@ -88,10 +85,6 @@ def code(path):
         if documented and ast.get_docstring(node) is not None:
             lines -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
     return lines, tree
-
-
-def code_lines(path):
-    return len(code(path)[0])
 
 
 def test_the_reading_order_names_every_file_of_the_core():
@@ -282,16 +275,24 @@ def test_layout_is_pure():
     assert names <= sys.stdlib_module_names | {"zeroshard"}
 
 
-def test_size_cap():
-    counted = [name for name in ORDER if not name.startswith("checkpoint/") and name not in STORAGE]
-    counts = {name: code_lines(PACKAGE / name) for name in counted}
-    assert sum(counts.values()) <= CAP + SLACK, (
-        f"the core has {sum(counts.values()):,} lines of code, {CAP + SLACK:,} are allowed: look for what can go, or add "
-        "a row to the table in docs/decisions/core-size.md that says what the lines bought, and raise CAP by as many"
-    )
-    note = (ROOT / "docs" / "decisions" / "core-size.md").read_text()
-    bought = [int(lines.replace(",", "")) for lines in re.findall(r"\| ([\d,]+) \|$", note, re.MULTILINE)]
-    assert sum(bought) == CAP and f"fails above {CAP + SLACK:,}:" in note
+def test_no_feature_is_named_in_more_places():
+    """Nor has what a newcomer reads first more lines, or the package more vague docstrings: docs/decisions/meters.md."""
+    assert FEATURES.risen() == []
+
+
+def test_what_rises_is_said(monkeypatch):
+    rows, meters = FEATURES.measured()
+    assert all(row.core_lines for row in rows.values())  # each pattern finds its feature
+    grown = rows["join"]._replace(core_files=rows["join"].core_files + 1)
+    longer = {"ring A": meters["ring A"] + 1, "docstrings": meters["docstrings"]}
+    monkeypatch.setattr(FEATURES, "allowed", lambda: (rows, meters))
+    monkeypatch.setattr(FEATURES, "measured", lambda: ({**rows, "join": grown, "new": grown}, longer))
+    see = "python docs/features.py --lines 'join'"
+    assert FEATURES.risen() == [
+        f"join: {grown.core_files} core files, {rows['join'].core_files} allowed: {see}",
+        "new: it has no row in docs/decisions/meters.md: python docs/features.py --new",
+        f"ring A: {longer['ring A']:,}, {meters['ring A']:,} allowed in docs/decisions/meters.md",
+    ]
 
 
 LONG = {"plan"}  # functions that say themselves why they are

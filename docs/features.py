@@ -1,0 +1,359 @@
+"""Count what each feature costs outside its own files, the lines of ring A, and docstrings to rewrite, for the meters.
+
+`python docs/features.py` lowers the numbers of docs/decisions/meters.md to what the code has, and never raises one.
+`--lines "experts"` prints each line that counts for a feature, `--docstrings` those that begin with a word of VAGUE.
+A new feature begins with its row in FEATURES, and with the numbers that `--new` writes.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import sys
+import tokenize
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "zeroshard"
+METERS = ROOT / "docs" / "decisions" / "meters.md"
+AROUND = ("planner", "explain", "integrations", "cli")  # every other file of the package is the core's
+
+
+class Feature(NamedTuple):
+    """How to tell a line of code that names a feature."""
+
+    named: str  # a pattern found in the line
+    own: tuple[str, ...] = ()  # files that are the feature; nothing in them counts
+    unless: str = ""  # a pattern of lines in which the same word means something else
+    homonyms: tuple[str, ...] = ()  # files in which it always does
+
+
+FEATURES = {
+    "replicas": Feature(
+        r"replica|[Rr]elay\b|relayed|\bsummed\b|_pairs\(|\.pairs\b|\.copies\b(?!\[)|_?hand_on|_hand_back|_hand\(",
+        ("checkpoint/replicas.py",),
+        r"self\.copies:|host\.copies|replicated|is_replicate|not summed over",
+        ("ranks/shared_memory.py",),
+    ),
+    "the optimizer over all ranks": Feature(
+        r"Degree\.ALL|\bOver\b|self\.over\b|comm\.optimizer|\.share\(|\b_share\(|bucket\.part\(|self\.part\(seat"
+        r"|over is Degree|over: Degree|spread=spread|\bspread: bool|if spread\b|\bSAVED\b|self\.optimizer not in",
+        unless=r"check_share|_share\(a|_share\(other|_share\(self, parent|self\._share\(parent|replicated, spread",
+        homonyms=("checkpoint/files.py", "checkpoint/loading.py", "ranks/groups.py"),
+    ),
+    "experts": Feature(
+        r"\balong\b|parameters_along|seat_along|\.parts\b(?!\()|seat\.part\b|self\.part\b(?!\()|everyones|position_of"
+        r"|team_of\(|give_all|\boffset\(",
+        ("checkpoint/listed.py",),
+        r"strips\.parts|saved along|self\.strips|_everyones|self\.parts\.get|kinds\.parts|strips\(name\)\.parts|cut\[r\.name\]",
+        (
+            "checkpoint/manifest.py",
+            "checkpoint/parts.py",
+            "strips.py",
+            "checkpoint/files.py",
+            "fp8.py",
+            "int8.py",
+            "numerics.py",
+        ),
+    ),
+    "gradients source by source": Feature(
+        r"\bsources\b|by_source|layout\.apart|self\._apart\b|place\.apart|\.apart = None|\bapart=|\bapart is None",
+        ("engine/apart.py",),
+        r"group\.sources|team\.seat\.sources|self\.sources = team|def sources|\bself\.sources$|groups",
+        ("ranks/groups.py", "engine/quantised.py", "checkpoint/saving.py", "ranks/process_group.py"),
+    ),
+    "tensor parallelism": Feature(
+        r"tensor_parallel|TensorParallel|is_dtensor|mesh_of|mirrored|SavedPart|Strips|strips|ONE_STRIP|slot\.cut"
+        r"|cut is not None|spec\.cut|check_parts|_beside\(|tensors\.(cuts|axis)|whole_shape|stand_in\(self\.model"
+        r"|self\.mesh\b|_local_tensor|\btensor: Any|tensor is not None|check_tensors",
+        ("engine/tensor_parallel.py", "strips.py"),
+        r"place_beside|_persistent_buffers|tensor is not None and name|sits\.replicas - 1, 2|_beside\(self|self\._beside\("
+        r"|tensor: Any = self",
+        ("checkpoint/files.py", "checkpoint/staging.py", "engine/undo.py", "engine/split.py"),
+    ),
+    "parameters in 8 bits": Feature(
+        r"fp8|[Qq]uantis|requantise|\bscaling\b|Scaling\b|\blook\(buffer|import look|import spread|follow_edits\(units"
+        r"|import follow_edits|\bCOMPUTED\b|self\.format\b|_landing\(|def _fill|_wants_master",
+        ("engine/quantised.py", "fp8.py"),
+        r"accepted|_filled",
+    ),
+    "gradients in 8 bits": Feature(
+        r"int8|\bcodes\b|coded\(|Coded\b|\.encoded\(|def encoded|\.message\b|def message\b",
+        ("int8.py",),
+        r"torch\.u?int8|uint8|escape",
+        ("ranks/transport.py", "ranks/shared_memory.py", "checkpoint/files.py"),
+    ),
+    "split masters": Feature(
+        r"\.split\b(?!\()|split_master|\bsplits\b|\bSplit\b|split_nbytes|lost_edit|editable\(units|import.*editable"
+        r"|\bjoin_\b|\bsplit_\(|split=|SPLIT_BITS|report_lost|check_split|forget_kept|\bkeep\(\)|by_itself",
+        ("engine/split.py",),
+        r"ranks\.split|splits =|own, splits|receive, send, own, splits|\[self\.position\] = splits",
+        ("ranks/process_team.py", "numerics.py", "checkpoint/replicas.py"),
+    ),
+    "shared memory": Feature(
+        r"\bshares\b|Shared[A-Z]\w+|\bshared\b|_exchange\b|Exchange\b|\bMessages\b|messages\(|\.lends\(|\.used\(|def used"
+        r"|_lent\b|LENT|\btransport\b|\.again\(|def again|\.wanted\b|self\.sends\b",
+        ("ranks/shared_memory.py", "ranks/neighbours.py"),
+        r"def _exchange|self\._exchange\(what|_exchange\(store|one_copy|from \.\.ranks\.transport|from \.transport"
+        r'|"shared" or|parameters=.shared|Offload\(parameters',
+        (
+            "engine/moving.py",
+            "engine/preflight.py",
+            "checkpoint/replicas.py",
+            "ranks/process_group.py",
+            "events.py",
+            "checkpoint/files.py",
+            "engine/backward.py",
+            "engine/recompute.py",
+            "engine/optim.py",
+            "ranks/watch.py",
+            "ranks/one_copy.py",
+        ),
+    ),
+    "one copy of parameters per host": Feature(
+        r"\bonce\b|one_copy|make_one|OnceTier|\bSHARED\b|check_once|join_publishing|exchange\.publish|def publish\(self, full"
+        r"|Copy\b|copy\.(window|own|forget)",
+        ("ranks/one_copy.py",),
+        r"each once|shard it once|instead=once|holds it once|at once|torchrun once|self\.closures",
+        ("checkpoint/manifest.py", "checkpoint/saving.py", "tiers/nvme.py", "ranks/launcher.py", "errors.py"),
+    ),
+    "the optimizer in backward": Feature(
+        r"InBackward|self\.in_backward|optimizer_in_backward|in_backward=|parts\.in_backward|check_in_backward|self\.early\b"
+        r"|updater\.early|self\.updater|reduction\.updater|Updater\b|\.gone\b|Passing|\bpassing\b|check_ended|second_gradient"
+        r"|stepped=|early\.awaited|catch_up|in_backward: bool|early = False|def (words|updates|update)\(self|^class Early"
+        r"|update_first",
+        ("engine/in_backward.py",),
+        r"entry\.updater",
+        (
+            "ranks/neighbours.py",
+            "ranks/shared_memory.py",
+            "ranks/agreement.py",
+            "ranks/streams.py",
+            "engine/options.py",
+            "engine/moving.py",
+        ),
+    ),
+    "moving average": Feature(
+        r'\bmoving\b|MovingAverage|averages_in|\bAVERAGE\b|updates_for|furthest\(|"average"|_furthest',
+        ("engine/moving.py",),
+        r"self\.moving\(buffer|states\.moving|def moving\(self, buffer",
+    ),
+    "join": Feature(
+        r"\bjoined\(|import.*joined|\.silent\b|\.join\(batches|alike\.source|self\.source\b|comparing\.source",
+        homonyms=("ranks/watch.py", "engine/guard.py", "engine/finite.py"),
+    ),
+    "recompute": Feature(r"recompute", ("engine/recompute.py",)),
+    "first value that is no number": Feature(
+        r"self\.finite|finite\.|\bFinite\b|nonfinite|Nonfinite|Finding\b|\.skipped\b|judge\(|_skips\b",
+        ("engine/finite.py",),
+        homonyms=("int8.py", "engine/tensor_parallel.py"),
+    ),
+    "tiers": Feature(
+        r"\.here\(|in_file|by_itself|\.ahead\(|\.behind\(|\bNVME\b|rests_away|TierError|on_device|\.reporting\(|\.present\("
+        r"|_updated_apart",
+        ("tiers/tier.py", "tiers/nvme.py"),
+        r"unit\.ahead",
+        ("ranks/groups.py", "ranks/link.py"),
+    ),
+    "no_sync": Feature(
+        r"accumulator\.local|self\.local\b|backward\.local|\.aside\b|self\._local\b|_settling|\.settle\(\)|def settle|local=",
+        unless=r"stream\.settle|buffer\.settle|self\.settle\(\)$|def settle\(self, full",
+        homonyms=("ranks/streams.py", "ranks/shared_memory.py", "ranks/link.py", "engine/tensor_parallel.py"),
+    ),
+    "interrupts": Feature(
+        r"levell|\.level\(|def level|interrupted|as_one|\btorn\b|\bCall\b|_party|\bparty\b|Party\b|unsettled|\.stand_in\("
+        r"|def stand_in|_stand_in|\bheed|self\.left\b|refuse_within|forget_step|\bbusy\b|running\(\)|\.begin\(Call|\.end\(\)$"
+        r"|_unwind",
+        ("ranks/streams.py", "ranks/calls.py", "ranks/ending.py"),
+        r"forget_step\(averaged",
+    ),
+    "edits followed anywhere": Feature(
+        r"edits\b|\.rebind\(|def rebind|reseed|follow_edits|seed_master|_keep_edits|unfollowed|\.notice\(|def notice"
+        r"|\.written\(|def written|\.replaced\(|def replaced|\.publish\(\)|def publish|fingerprint|\.news\b|\.heard\b|telling\("
+        r"|\bedited\b|make_way|generation\b|increment_version",
+        ("engine/edits.py", "digests.py"),
+        r"self\.gradients\.edits|_edits_of_structure|take_edits|note_edit|_publish\(snap|publish\(beside",
+        (
+            "engine/undo.py",
+            "checkpoint/files.py",
+            "checkpoint/saving.py",
+            "ranks/neighbours.py",
+            "ranks/shared_memory.py",
+        ),
+    ),
+    "torch.func": Feature(
+        r"\boutside\b|transformed\(|refuse_inside|stop_noting|unnoted|without_ours|_asking|inside=True|_allowed\(|in_graphs",
+        unless=r"outside: bool|outside=True|if outside|_asking\(original\) -> none",
+        homonyms=("errors.py", "checkpoint/manifest.py"),
+    ),
+    "save_on": Feature(r"on_signal|signalled|group\.signal\b|self\.signal\b|_SIGNALLED|save_on|boundary\("),
+    "unfreezing": Feature(r"_unfreeze|retarget|reserve_master|reserve_gradients|all_wanted|hook_gradients"),
+    "exceptions of Precision": Feature(
+        r"\.keeps\(|\bkept=|bucket\.kept|precision\.keep\b|self\.keep\b|kept: bool|key\.kept|spec\.kept",
+        unless=r"ahead|averaged|in_file|_landing|forget|spread_average|average\(self",
+        homonyms=("engine/edits.py", "engine/gathered.py", "engine/accumulator.py", "engine/flat.py"),
+    ),
+    "tensors that are never cut": Feature(
+        r"\bWHOLE\b|bucket\.whole|\.whole\b|\bblock_of|layout\.blocks|\.blocks\b|grain|owners\(|_block\(|together\(|key\.block"
+        r"|bucket\.block|slot\.block",
+        unless=r"as_a_whole|accumulator\.blocks|saved\.whole|self\.whole|seat\.whole|blocks\.owner|placements\.together"
+        r"|_together\(group",
+        homonyms=(
+            "ranks/shared_memory.py",
+            "numerics.py",
+            "int8.py",
+            "engine/gradient.py",
+            "ranks/groups.py",
+            "ranks/process_team.py",
+            "ranks/neighbours.py",
+            "ranks/watch.py",
+            "tiers/pool.py",
+            "ranks/agreement.py",
+        ),
+    ),
+}
+
+# What a newcomer reads to follow one step at stages 0-3, in reading order.
+RING_A = (
+    "errors.py", "events.py", "stage.py", "layout.py", "numerics.py",
+    "ranks/transport.py", "ranks/process_group.py",
+    "engine/flat.py", "engine/gathered.py", "engine/buffer.py", "engine/unit.py", "engine/accumulator.py",
+    "engine/sharded_grad.py", "engine/gradient.py", "engine/pending.py", "engine/reduction.py",
+    "engine/script.py", "engine/backward.py", "engine/schedule.py",
+    "engine/fragment.py", "engine/averages.py", "engine/hooks.py", "engine/optim.py",
+    "engine/assembly.py", "sharded.py", "api.py",
+)  # fmt: skip
+
+
+# How a docstring does not begin: it names its subject (a value) or says what it does (a function).
+VAGUE = ("What", "Of", "Where", "Which", "Who", "Whose", "As", "By", "Why", "How", "Whether", "If", "Beside", "When")
+
+
+def code(path: Path) -> dict[int, str]:
+    """The lines of a file that hold code: number to text, without comments, docstrings and blank lines."""
+    text = path.read_text()
+    prose, lines, comments = set(), set(), {}
+    for node in ast.walk(ast.parse(text)):
+        documented = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+        if documented and ast.get_docstring(node) is not None:
+            prose |= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    silent = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER, tokenize.COMMENT}
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            comments[token.start[0]] = token.start[1]
+        elif token.type not in silent:
+            lines |= set(range(token.start[0], token.end[0] + 1))
+    whole = text.split("\n")
+    return {number: whole[number - 1][: comments.get(number)] for number in sorted(lines - prose)}
+
+
+def package() -> dict[str, dict[int, str]]:
+    """The code of every file, by its path in the package."""
+    return {str(path.relative_to(PACKAGE)): code(path) for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def naming(feature: Feature, files: dict[str, dict[int, str]]) -> dict[str, list[int]]:
+    """The lines outside a feature's own files that name it, by file; imports do not count."""
+    named, unless = re.compile(feature.named), re.compile(feature.unless or r"(?!)")
+    found = {
+        name: [
+            number
+            for number, line in lines.items()
+            if named.search(line) and not unless.search(line) and not line.lstrip().startswith(("from ", "import "))
+        ]
+        for name, lines in files.items()
+        if name not in {*feature.own, *feature.homonyms}
+    }
+    return {name: lines for name, lines in found.items() if lines}
+
+
+def vague() -> list[str]:
+    """The docstrings that begin with a word of VAGUE: file, line and first words."""
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                text = ast.get_docstring(node) or ""
+                if text.split(" ")[0].rstrip(",:") in VAGUE:
+                    place = f"{path.relative_to(PACKAGE)}:{node.body[0].lineno}"
+                    found.append(f"{place}: {text.splitlines()[0]}")
+    return found
+
+
+class Row(NamedTuple):
+    """What one feature costs: files and lines of the core, and of the rooms around it."""
+
+    core_files: int
+    core_lines: int
+    around_files: int
+    around_lines: int
+
+
+def measured() -> tuple[dict[str, Row], dict[str, int]]:
+    """Each feature's row; the lines of ring A and the vague docstrings."""
+    files, rows = package(), {}
+    for name, feature in FEATURES.items():
+        found = naming(feature, files)
+        around = {path: lines for path, lines in found.items() if path.split("/")[0] in AROUND}
+        core = {path: lines for path, lines in found.items() if path not in around}
+        rows[name] = Row(len(core), sum(map(len, core.values())), len(around), sum(map(len, around.values())))
+    return rows, {"ring A": sum(len(files[name]) for name in RING_A), "docstrings": len(vague())}
+
+
+_ROW = re.compile(r"^\| (?P<name>[^|]+?) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|$", re.MULTILINE)
+_METERS = {
+    "ring A": re.compile(r"(?<=Ring A has )[\d,]+(?= lines of code)"),
+    "docstrings": re.compile(r"(?<=In the package )[\d,]+(?= docstrings)"),
+}
+
+
+def allowed() -> tuple[dict[str, Row], dict[str, int]]:
+    """What the page allows of all that is measured."""
+    text = METERS.read_text()
+    rows = {match["name"]: Row(*map(int, match.groups()[1:])) for match in _ROW.finditer(text)}
+    found = {name: pattern.search(text) for name, pattern in _METERS.items()}
+    return rows, {name: int(match[0].replace(",", "")) for name, match in found.items() if match is not None}
+
+
+def risen() -> list[str]:
+    """What costs more than the page allows, in words."""
+    (rows, meters), (limits, most) = measured(), allowed()
+    page = METERS.relative_to(ROOT)
+    said = [f"{name}: it has no row in {page}: python docs/features.py --new" for name in rows.keys() - limits]
+    said += [f"{name}: docs/features.py does not know it" for name in limits.keys() - rows]
+    for name in rows.keys() & limits.keys():
+        for what, now, limit in zip(Row._fields, rows[name], limits[name], strict=True):
+            if now > limit:
+                see = f"python docs/features.py --lines {name!r}"
+                said.append(f"{name}: {now} {what.replace('_', ' ')}, {limit} allowed: {see}")
+    for name, now in meters.items():
+        if now > most.get(name, 0):
+            said.append(f"{name}: {now:,}, {most.get(name, 0):,} allowed in {page}")
+    return sorted(said)
+
+
+def write(*, new: bool) -> None:
+    """Lower the page's numbers to what the code has. new: a feature without a row gets one, too."""
+    (rows, meters), (limits, most) = measured(), allowed()
+    kept = {name: Row(*map(min, row, limits.get(name, row))) for name, row in rows.items() if new or name in limits}
+    text = METERS.read_text()
+    first = text.index("\n", text.index("|---|")) + 1
+    last = max((match.end() + 1 for match in _ROW.finditer(text)), default=first)
+    table = "".join(f"| {name} | {' | '.join(map(str, row))} |\n" for name, row in kept.items())
+    text = text[:first] + table + text[last:]
+    for name, pattern in _METERS.items():
+        text = pattern.sub(f"{min(meters[name], most[name]):,}", text)
+    METERS.write_text(text)
+
+
+if __name__ == "__main__":
+    if "--lines" in sys.argv:
+        every = package()
+        for place, numbers in naming(FEATURES[sys.argv[sys.argv.index("--lines") + 1]], every).items():
+            print(*(f"{place}:{number}: {every[place][number].strip()}" for number in numbers), sep="\n")
+    elif "--docstrings" in sys.argv:
+        print(*vague(), sep="\n")
+    else:
+        write(new="--new" in sys.argv)

@@ -14,10 +14,10 @@ demo: install ## train at stage 3, at stage 0, and resumed on other ranks, and c
 	$(BIN)/zeroshard demo
 
 test: install ## every claim at least once, in four minutes; tests/selection.py says how
-	$(BIN)/pytest -m "not full and not slow" -n 3 --dist loadfile
+	$(BIN)/pytest -m "not full and not slow" -n 3 --dist loadfile --seconds run/ci/test.json
 
 full: install ## the rest: all combinations, and tests of over a second
-	$(BIN)/pytest -m "full and not slow" -n 3 --dist loadfile
+	$(BIN)/pytest -m "full and not slow" -n 3 --dist loadfile --seconds run/ci/full.json
 
 slow: install ## only what is marked slow
 	$(BIN)/pytest -m slow

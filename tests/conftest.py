@@ -20,6 +20,7 @@ import torch
 import ranks as rank_processes
 import selection
 
+pytest_plugins = ["seconds"]
 TEST_TIMEOUT = 300  # seconds; a run on ranks has its own, shorter one
 LONGEST = {  # the longest files start first, or one of xdist's workers ends alone with one of them
     "test_bits", "test_checkpoint", "test_cli", "test_clipping", "test_experts", "test_explain", "test_gradients",

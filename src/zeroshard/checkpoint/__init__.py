@@ -1,1 +1,1 @@
-"""What is saved of a running model, in which format, and how it is loaded by any ranks, stage and tier."""
+"""Checkpoints: what is saved of a running model, in which format, and how any ranks, stage and tier load it."""

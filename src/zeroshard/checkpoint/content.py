@@ -1,4 +1,4 @@
-"""What of a running model a checkpoint holds: a value per parameter, optimizer states, options, buffers, random states.
+"""The content of a checkpoint: a value per parameter, optimizer states, options, buffers, random states.
 
 Every rank owns some elements under the layout; of each parameter it saves the *value* (the master where there is one,
 else the parameter) and each optimizer state. What is replicated is split the same way, so everything is written once.
@@ -43,7 +43,7 @@ from .manifest import AVERAGE, VALUE, Saved, own_name, state_name
 
 @dataclass
 class ModelState:
-    """What of a running model is saved and loaded."""
+    """All of a running model that `save` reads and `load` writes: parameters, buckets, optimizers, counters."""
 
     model: nn.Module
     managed: list[Managed]
@@ -73,13 +73,13 @@ class ModelState:
     kinds: list[Kinds] | None = None  # what all ranks have agreed upon, while they save
 
     def shape(self, record: Managed) -> tuple[int, ...]:
-        """Of a whole parameter, of which this rank may have some rows."""
+        """Return the shape of the whole parameter, of which this rank may hold only some rows."""
         buffer, slot = self.places[record.name]
         return buffer.whole_shape(slot)
 
     @contextlib.contextmanager
     def saved_in(self, folder: Path) -> Iterator[Saved]:
-        """A checkpoint, told by the names that this model has."""
+        """Open a checkpoint, with its lists of experts under the names that they have in this model."""
         along = [(buffer, slot) for buffer in self.buffers if buffer.bucket.along for slot in buffer.bucket.slots]
         with Saved.open(folder, alone=self.group.ranks == 1) as saved:
             here = {slot.name: Here(buffer.whole_shape(slot), buffer.team.seat.parts) for buffer, slot in along}
@@ -87,18 +87,18 @@ class ModelState:
             yield saved
 
     def strips(self, name: str) -> Strips:
-        """How the parts of a parameter lie in the whole of it."""
+        """Return how a parameter's parts lie in the whole tensor, row by row."""
         buffer, slot = self.places[name]
         return buffer.strips(slot)
 
     def fragments(self, binding: Binding) -> list[Fragment]:
-        """What an optimizer updates on this rank; ignored parameters whole."""
+        """Return the optimizer's fragments on this rank, with each of its ignored parameters as one whole fragment."""
         params = [param for group in binding.optimizer.param_groups for param in group["params"]]
         return [*binding.fragments, *(Fragment(p, self.alone[id(p)], 0) for p in params if id(p) in self.alone)]
 
 
 def _alone(record: Managed, group: Group) -> Buffer:
-    """A parameter that `Layout.ignore` leaves alone: whole on every rank, and rank 0's to write."""
+    """Put a parameter of `Layout.ignore` into a bucket of its own: whole on every rank, saved by rank 0."""
     param, numel = record.param, record.param.numel()
     writable(f"parameter {record.name!r}", param)
     slot, kind = Slot(record.name, tuple(param.shape), 0, numel), (str(param.dtype), param.itemsize)
@@ -110,7 +110,7 @@ def _alone(record: Managed, group: Group) -> Buffer:
 
 
 def writable(where: str, tensor: Tensor | Part) -> str:
-    """How safetensors spells its dtype. Raises `CheckpointError` for what has no place in a file."""
+    """Return safetensors' name of a tensor's dtype. Raises `CheckpointError` for a tensor that a file cannot hold."""
     layout = tensor.layout if isinstance(tensor, Tensor) else torch.strided
     if tensor.dtype not in DTYPES or layout is not torch.strided or (isinstance(tensor, Tensor) and not dense(tensor)):
         raise CheckpointError(
@@ -121,7 +121,7 @@ def writable(where: str, tensor: Tensor | Part) -> str:
 
 
 def ignored_digests(running: ModelState) -> dict[str, str]:
-    """Of ignored parameters and what optimizers keep of them: nobody averages these, so the ranks' may differ."""
+    """Digest ignored parameters and their optimizer states, which no engine averages, so ranks' may differ."""
     found = {}
     for buffer in running.alone.values():
         states = [binding.optimizer.state.get(buffer.params[0], {}) for binding in running.bindings]
@@ -147,8 +147,8 @@ class Piece(NamedTuple):
 
 @dataclass
 class Kinds:
-    """Which of an optimizer's states have an element for each of a parameter's, or for each block: by shape, as all
-    ranks see it.
+    """The kinds of an optimizer's states, told by the shapes that all ranks see: an element per element of the
+    parameter, one per block of elements, or a state of the parameter as a whole.
 
     A rank alone cannot always tell. It may hold one element of a parameter, whose states are all of one element there;
     or 10 of 138, where each parameter has a history of 10 numbers.
@@ -159,7 +159,7 @@ class Kinds:
     grains: dict[str, int]  # of a state that has an element for each block, how many elements that is
 
     def grain(self, fragment: Fragment, key: str, value: Any) -> int:
-        """Of how many of a parameter's elements the state has one; 0: it is of the parameter as a whole."""
+        """Return how many elements of the parameter share one of the state; 0: all, the state is of the whole."""
         agreed = self.parts.get(fragment.slot.name, {}).get(key)
         if isinstance(value, Part) or (per_element(fragment, key, value, self.fixed) if agreed is None else agreed):
             return 1
@@ -167,7 +167,8 @@ class Kinds:
 
 
 def _grains(running: ModelState, binding: Binding) -> dict[str, list[int]]:
-    """Of each state, for blocks of how many elements all that are here have one, as far as its optimizer has blocks."""
+    """Return for each state the block sizes that fit it on every fragment of this rank; {} if its optimizer has no
+    blocks."""
     together = block_of(binding.optimizer) or 1
     blocks = [block for block in range(2, together + 1) if together % block == 0]
     found: dict[str, list[int]] = {}
@@ -180,7 +181,8 @@ def _grains(running: ModelState, binding: Binding) -> dict[str, list[int]]:
 
 
 def told_kinds(running: ModelState) -> list[Any]:
-    """What this rank has to tell the others, by optimizer, JSON-able."""
+    """Describe this rank's states for the others, JSON-able: of each optimizer the fixed shapes, the states of cut
+    parameters, the block sizes that fit, and the groups that hold parts."""
     found = []
     for binding in running.bindings:
         parts = {}
@@ -194,7 +196,7 @@ def told_kinds(running: ModelState) -> list[Any]:
 
 
 def _holding(binding: Binding) -> dict[str, int]:
-    """By parameter that is cut, and of which this rank updates a part: which group holds that part; -1: none."""
+    """Return the number of the group that holds this rank's part, by name of each parameter that is cut; -1: none."""
     groups = {id(p): number for number, group in enumerate(binding.optimizer.param_groups) for p in group["params"]}
     held = {(id(each.buffer), each.position): groups.get(id(each.param), -1) for each in binding.fragments}
     found = {}
@@ -206,7 +208,8 @@ def _holding(binding: Binding) -> dict[str, int]:
 
 
 def _told(fragment: Fragment, key: str, value: Any) -> list[Any]:
-    """[is it as large as what it is of?, its shape, else its content]."""
+    """Describe one state of a fragment: [has it the fragment's shape?, its shape if a tensor, else None; its digest or
+    repr if it has not the fragment's shape]."""
     if isinstance(value, Part) or is_like(key, value, fragment.param.shape, {}):
         return [True, list(value.shape), ""]
     if isinstance(value, Tensor):
@@ -215,7 +218,7 @@ def _told(fragment: Fragment, key: str, value: Any) -> list[Any]:
 
 
 def agreed_kinds(everyone: Sequence[list[Any]]) -> list[Kinds]:
-    """From what every rank has told, what counts. Raises `CheckpointError` for what could not be loaded again."""
+    """Merge every rank's `told_kinds` into one verdict. Raises `CheckpointError` for states that no load could cut."""
     found = []
     for ranks in zip(*everyone, strict=True):
         _check_holding([holding for *_, holding in ranks])
@@ -247,7 +250,7 @@ def _check_holding(ranks: Sequence[Mapping[str, int]]) -> None:
 
 
 def _common(ranks: Sequence[dict[str, list[int]]]) -> dict[str, int]:
-    """The largest block that all ranks found of a state."""
+    """Return the largest block size that all ranks found of each state; states without one are left out."""
     found = {}
     for key in dict.fromkeys(key for grains in ranks for key in grains):
         if common := set.intersection(*(set(grains[key]) for grains in ranks if key in grains)):
@@ -256,7 +259,7 @@ def _common(ranks: Sequence[dict[str, list[int]]]) -> dict[str, int]:
 
 
 def _agreed(name: str, key: str, told: Sequence[Any], kinds: Kinds) -> bool:
-    """Of a parameter that is cut: has this state an element for each? By what each rank tells of its part; or None."""
+    """Decide if a cut parameter's state has an element for each of its elements. told: each rank's `_told`, or None."""
     shapes = {tuple(each[1]) for each in told if each is not None and each[1] is not None}
     if all(each is not None and each[0] for each in told):
         return len(shapes) > 1 or not shapes & kinds.fixed.get(key, set())
@@ -311,8 +314,8 @@ def values(running: ModelState) -> Iterator[list[Any]]:
 
 
 def _kept(running: ModelState) -> Iterator[tuple[str, str, Any, int, Elements, int]]:
-    """(parameter, state, what this rank's optimizer keeps, the first element that is of, the elements that this rank
-    writes, and of how many of them it has one; 0: of all). Elements are those of the whole tensor."""
+    """Yield (parameter, state, its value on this rank, the first element that the value covers, the elements that this
+    rank writes, and how many elements share one of the state; 0: all). Elements count in the whole tensor."""
     local = [Kinds(fixed_shapes(each.optimizer), {}, _common([_grains(running, each)])) for each in running.bindings]
     for binding, kinds in zip(running.bindings, running.kinds or local, strict=True):
         for fragment in running.fragments(binding):
@@ -340,7 +343,7 @@ def persistent(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def options(running: ModelState, binding: Binding) -> dict[str, Any]:
-    """An optimizer's class, and its groups by the names of their parameters."""
+    """Return an optimizer's class name, and of each group the names of its parameters and its options."""
     groups = []
     members: dict[int, list[str]] = {}  # by group, the names of what it updates
     for member in binding.members:
@@ -357,7 +360,7 @@ def options(running: ModelState, binding: Binding) -> dict[str, Any]:
 
 
 def _option(value: Any) -> Any:
-    """As JSON has it: a tensor's number, and lists for tuples."""
+    """Convert an option for JSON: a tensor to its number, a tuple to a list."""
     if isinstance(value, (list, tuple)):
         return [_option(each) for each in value]
     if isinstance(value, dict):
@@ -388,7 +391,7 @@ class Rng(NamedTuple):
 
 
 def parsed_rng(states: Mapping[str, Any], device: torch.device) -> Rng:
-    """What `rng_states` wrote. Raises ValueError or TypeError for what no generator would take."""
+    """Parse what `rng_states` wrote. Raises ValueError or TypeError for what no generator would take."""
     version, numbers, gauss = states["python"]
     kind, keys, *rest = states["numpy"]
     own = random_state(device) if device.type in states else None
@@ -419,8 +422,8 @@ def restore_rng(rng: Rng, device: torch.device) -> None:
 
 @contextlib.contextmanager
 def drawing(seed: int, step: int, index: int, device: torch.device) -> Iterator[None]:
-    """Random numbers of Python, NumPy and torch, on the CPU and this device, depend on the three integers alone inside,
-    and go on as before after it."""
+    """Seed Python, NumPy and torch, on the CPU and this device, from these three integers alone; after it all of them
+    go on as before."""
     for name, given in (("step", step), ("index", index)):
         if type(given) is not int or given < 0:
             raise UserError(f"{name}= counts from 0", got=repr(given), instead="micro_batch_rng(step, index)")

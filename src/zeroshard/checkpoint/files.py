@@ -59,7 +59,7 @@ class Written(NamedTuple):
 
 
 def absolute(path: object) -> Path:
-    """The path, from the root. Raises `UserError` where it is none."""
+    """Return the absolute path. Raises `UserError` for what is no local path."""
     name = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
     if not isinstance(name, str) or not name or "\0" in name:
         raise UserError("this is no path", expected="a str or a Path", got=repr(path), instead='"ckpt/step-100"')
@@ -68,7 +68,7 @@ def absolute(path: object) -> Path:
 
 
 def part_of(file: str) -> str:
-    """The name of what says what is in a rank's file, where the manifest does not: see `parts.py`."""
+    """Return the name of the JSON file that lists what a rank's file holds, if the manifest does not (`parts.py`)."""
     return file.removesuffix(".safetensors") + ".json"
 
 
@@ -163,7 +163,7 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
 
 
 def canonical(value: Any) -> str:
-    """The one text of a manifest, which its digest is of."""
+    """Return the JSON text of a value, spelled in the one way that digests are taken of."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
@@ -177,7 +177,7 @@ def make_room(beside: Path, path: Path) -> None:
 
 
 def foreign(folder: Path) -> list[str]:
-    """What is in a folder that no save wrote."""
+    """List the entries of a folder that no save wrote: all of them, unless it has a manifest of ours."""
     if not _is_ours(folder / MANIFEST):
         return sorted(os.listdir(folder))
     with os.scandir(folder) as entries:
@@ -199,7 +199,7 @@ def _is_ours(manifest: Path) -> bool:
 
 
 def _check_ours(folder: Path, path: Path, others: Callable[[Path], list[str]]) -> None:
-    """folder: what is at `path`, or has been."""
+    """Raise `CheckpointError` if a folder, which is or was at `path`, holds what no save wrote (`others` lists it)."""
     if found := others(folder):
         raise CheckpointError(
             "writing here would remove what zeroshard did not write", where=str(path),
@@ -210,7 +210,7 @@ def _check_ours(folder: Path, path: Path, others: Callable[[Path], list[str]]) -
 def publish(beside: Path, path: Path, others: Callable[[Path], list[str]] = foreign) -> None:
     """Make `beside` appear at `path` by one rename, in place of what was there; or raise, with all as it was.
 
-    others: what of a folder's content is not to be removed. It may have come since the save began.
+    others: lists the entries of a folder that must not be removed. They may have come since the save began.
     """
     exchange = False
     try:
@@ -238,7 +238,7 @@ def publish(beside: Path, path: Path, others: Callable[[Path], list[str]] = fore
 def remove(path: Path) -> list[str]:
     """Remove a published checkpoint: all of it leaves its name at once, so a crash leaves nothing half-removed there.
 
-    It stays where something is in it that no save wrote: that is the answer.
+    It stays if it holds entries that no save wrote. Returns these.
     """
     if found := foreign(path):
         return found
@@ -263,7 +263,7 @@ def _exchange(one: Path, other: Path) -> None:
 
 @contextlib.contextmanager
 def opened(folder: Path) -> Iterator[int]:
-    """A descriptor of the folder itself: what it holds stays one checkpoint, whatever comes to its name."""
+    """Open a folder and yield its descriptor, which stays one checkpoint even if another folder takes its name."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
@@ -283,7 +283,7 @@ def replaced(folder: Path, descriptor: int) -> bool:
 
 
 def read_manifest(folder: Path, descriptor: int) -> dict[str, Any]:
-    """The manifest, if its digest is right. Its content is checked by whoever uses it."""
+    """Return the manifest, once its digest is checked. `manifest.Saved` checks its content."""
     path = folder / MANIFEST
     try:
         with os.fdopen(open_regular(path, descriptor), "rb") as file:
@@ -315,7 +315,7 @@ def _nothing(folder: Path, got: str) -> CheckpointError:
 
 
 def open_regular(path: Path, folder: int) -> int:
-    """A regular file in the folder, not a link to one, and not a pipe that would never answer."""
+    """Open a regular file in the folder for reading: not a link to one, and not a pipe that would never answer."""
     descriptor = os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -350,10 +350,11 @@ class Reader:
     def __init__(
         self, folder: Path, descriptor: int, files: Mapping[str, Any], tell: Callable[[str], None] | None = None
     ) -> None:
-        """files: {name: {"nbytes": int, "digests": [hex, ...]}}. Raises where that is not so, contents aside.
+        """Open the files, and raise `CheckpointError` if one is missing, surplus, or not of its size.
 
-        tell: sees to it that a file's digests are in `files`: then each is opened when it is first read, and `OPEN` of
-        them at most are open at once. Else all are open from here on, so that they stay what they are.
+        files: {name: {"nbytes": int, "digests": [hex, ...]}}. tell: puts a file's digests into `files`: then each is
+        opened when it is first read, and at most `OPEN` of them are open at once. Else all are open from here on, so
+        that no rename changes what is read.
         """
         self.folder = folder
         self._files = files
@@ -425,7 +426,7 @@ class Reader:
     def check_share(self, part: int, parts: int) -> None:
         """Check this reader's part of all blocks. Raises `CheckpointError` for a wrong digest.
 
-        Of as many ranks as have saved, each mostly checks what it will read.
+        If as many ranks load as have saved, each mostly checks what it will read.
         """
         count = {name: -(-self._files[name]["nbytes"] // BLOCK) for name in sorted(self._files)}
         blocks = [(name, block) for name, many in count.items() for block in range(many)]
@@ -446,7 +447,7 @@ class Reader:
             self.finish()
 
     def finish(self) -> None:
-        """Do what was to be read later."""
+        """Read all that `read(later=True)` has put off."""
         parts, self._later = self._later, []
         self._side_by_side(self._read_part, parts)
 
@@ -459,9 +460,9 @@ class Reader:
                 raise damaged(self.folder / name, "a file that nobody writes to", "one that was changed meanwhile")
 
     def _side_by_side(self, call: Callable[..., None], items: Sequence[tuple[Any, ...]]) -> None:
-        """Every item, each thread a share: to hand them over one by one takes a fifth of the time of a block.
+        """Call for every item, each thread a share: handing them over one by one costs a fifth of a block's time.
 
-        Each begins with its file's name. So many at once as can be open.
+        Each item begins with its file's name. At most as many files at once as may be open.
         """
         if self._tell is None:
             self._on_threads(call, items)

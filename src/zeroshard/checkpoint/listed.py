@@ -29,7 +29,7 @@ class Here(NamedTuple):
 
 
 def relist(saved: Saved, running: Mapping[str, Here]) -> None:
-    """Tell what was saved of lists of experts by the names of `running`, where another number of groups has them."""
+    """Rename saved lists of experts to the names of `running`, if another number of groups has saved them."""
     theirs, mine = _lists(saved.parameters), _lists(running)
     for stem in mine.keys() & theirs.keys():
         here, there = [running[name] for name in mine[stem]], [saved.parameters[name] for name in theirs[stem]]
@@ -38,7 +38,7 @@ def relist(saved: Saved, running: Mapping[str, Here]) -> None:
 
 
 def _lists(names: Iterable[str]) -> dict[Stem, list[str]]:
-    """Names that differ by a number alone, where these are 0, 1, ...; in their order."""
+    """Return lists of names that differ by one number alone, if these numbers are 0, 1, ...; in that order."""
     found: dict[Stem, dict[int, str]] = {}
     for name in names:
         words = name.split(".")
@@ -104,7 +104,8 @@ def _rename(saved: Saved, theirs: Sequence[str], mine: Sequence[str], here: Here
 
 
 def _states(saved: Saved, olds: Sequence[str], name: str) -> list[str]:
-    """What was saved of experts that are one parameter here. Raises `CheckpointError` where that is not alike."""
+    """List the states saved of experts that are one parameter here. Raises `CheckpointError` if these differ between
+    them in kind, or in the value of a state that the parameter has as a whole."""
     found = [{state: _as_a_whole(saved, (old, state)) for state in _kept(saved, old)} for old in olds]
     for one, other in pairwise(found):
         if one != other:
@@ -122,7 +123,8 @@ def _kept(saved: Saved, name: str) -> list[str]:
 
 
 def _as_a_whole(saved: Saved, key: tuple[str, str]) -> Any:
-    """What has to be the same: all of a state that is of a parameter as a whole; of others their kind."""
+    """Return what experts must have alike in a state: its content if it is of a parameter as a whole, else dtype and
+    block size."""
     if key in saved.cut:
         return str(saved.dtypes[key]), saved.grains.get(key, 1)
     if key in saved.values:
@@ -132,7 +134,10 @@ def _as_a_whole(saved: Saved, key: tuple[str, str]) -> Any:
 
 
 def _moved(saved: Saved, keys: Sequence[tuple[str, str]], parts: Sequence[int], each: int, grain: int) -> list[Stored]:
-    """The places of these parts of these parameters' state, one after the other. each: elements of an expert."""
+    """Return where these parts of these parameters' state are stored, renumbered to lie one after the other.
+
+    each: elements of an expert.
+    """
     if each % grain:
         raise CheckpointError(
             "a block of an optimizer's state reaches from one expert into the next, and these are apart here",
@@ -153,7 +158,7 @@ def _moved(saved: Saved, keys: Sequence[tuple[str, str]], parts: Sequence[int], 
 
 
 def _regrouped(saved: Saved, told: dict[str, Any], theirs: set[str], mine: Sequence[str]) -> dict[str, Any]:
-    """An optimizer's groups with the other names. All of a list are in one group, or in none of this optimizer."""
+    """Return an optimizer's entry with its groups renamed. Raises `CheckpointError` if a list is in several groups."""
     groups = []
     for group in told["groups"]:
         held = theirs.intersection(group["parameters"])

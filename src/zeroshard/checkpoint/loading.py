@@ -29,7 +29,7 @@ from .manifest import AVERAGE, VALUE, Saved, Stored, numel, own_name, siblings, 
 
 
 class Loaded(NamedTuple):
-    """What `zero.load` answers. extra: what was saved along. skipped: differences that `strict=False` passed over.
+    """The answer of `zero.load`. extra: what was saved along. skipped: differences that `strict=False` passed over.
 
     ranks: the number of ranks that saved it; random states are restored where this run has as many.
     """
@@ -150,7 +150,7 @@ def warn_of_order(saved: ModelState, path: object) -> None:
 
 
 def _differences(running: ModelState, saved: Saved) -> list[str]:
-    """Everything in which the checkpoint and this model differ, in words."""
+    """Describe everything in which the checkpoint and this model differ."""
     found = []
     mine = {record.name: record for record in running.records}
     for name, record in mine.items():
@@ -238,7 +238,7 @@ def alike(mine: Any, theirs: Any) -> bool:
 
 
 def _state_differences(binding: Binding, fragment: Fragment, match: Match, saved: Saved) -> list[str]:
-    """Where the optimizer, which keeps state of a parameter already, would get another kind of it."""
+    """Describe where loading would change the kind (dtype, shape, presence) of a state that an optimizer has."""
     name = fragment.slot.name
     mine, theirs = {}, {}
     states = {own_name(state): (name, state) for state in saved.states.get(name, ())}
@@ -312,7 +312,10 @@ def _stage_value(running: ModelState, saved: Saved, name: str, staged: Staged) -
 
 
 def _wanted(saved: Saved, key: tuple[str, str], buffer: Buffer, slot: Slot, start: int, stop: int) -> Cut:
-    """Elements [start, stop) of a slot; of a state with one for each block, those of these blocks."""
+    """Register elements [start, stop) of a slot with the reader, and return them as a `Cut`.
+
+    Of a state with one element per block it is those of the blocks that hold these elements.
+    """
     at, grain = buffer.offset(slot), saved.grains.get(key, 1)
     strips = buffer.strips(slot) if grain == 1 else ONE_STRIP
     cut = Cut(saved, key, (at + start) // grain, -(-(at + stop) // grain), strips)
@@ -321,8 +324,8 @@ def _wanted(saved: Saved, key: tuple[str, str], buffer: Buffer, slot: Slot, star
 
 
 def _states(staged: Staged, saved: Saved, binding: Binding, fragment: Fragment, match: Match) -> dict[str, Any]:
-    """Places for what was saved of a parameter. What is made of planes is made anew by the optimizer: loading makes no
-    object by a name that it reads."""
+    """Return an optimizer's new state of a fragment, with places for what was saved. A step of a twin makes tensors of
+    several planes: loading makes no object by a name that it reads."""
     name, kept = fragment.slot.name, binding.optimizer.state.get(fragment.param, {})
     told = {own_name(state): state for state in saved.states.get(name, ())}
     if not kept and any("." in state for state in told):
@@ -370,7 +373,8 @@ def _state(staged: Staged, saved: Saved, stored: str, binding: Binding, fragment
 
 @torch.no_grad()
 def commit(running: ModelState, staged: Staged) -> None:
-    """Change all that was put aside. What is still in files is there after the reader's `finish`; then `renew`."""
+    """Write all that was staged into the model. What is still in files arrives with the reader's `finish`; then call
+    `renew`."""
     for name, value in staged.values.items():
         put(running, name, value, staged.masters.get(name))
     for place, cut in staged.fills:
@@ -389,7 +393,7 @@ def commit(running: ModelState, staged: Staged) -> None:
 
 
 def _as_it_was(mine: Any, saved: Any) -> Any:
-    """A saved option in the containers that it has now: JSON knows no tuples and no tensors."""
+    """Return a saved option in the tensor, tuple or dict that holds it now: JSON knows no tuples and no tensors."""
     if isinstance(mine, Tensor):
         return mine.fill_(saved)
     if isinstance(mine, (list, tuple)) and isinstance(saved, list):
@@ -401,7 +405,7 @@ def _as_it_was(mine: Any, saved: Any) -> Any:
 
 
 def resting(running: ModelState, name: str) -> tuple[int, int]:
-    """The elements of a parameter that rest on this rank."""
+    """Return (first, end) of a parameter's elements that rest on this rank."""
     buffer, slot = running.places[name]
     part = slot.within(*buffer.rests)
     return part.start, part.stop
@@ -427,7 +431,7 @@ def _put(place: Tensor | Part, value: Tensor | Cut) -> None:
 
 
 def renew(running: ModelState) -> None:
-    """What was gathered or noted of the weights before is old."""
+    """Make parameters show the loaded weights: gathered copies and noted edits of the ones before are dropped."""
     for buffer in running.alone.values():
         param = buffer.params[0]
         param.detach().copy_(buffer.full.view_as(param))  # the same memory, unless the parameter is not contiguous
@@ -440,7 +444,7 @@ def renew(running: ModelState) -> None:
 
 
 def latest(group: Group, path: str | os.PathLike[str]) -> Path | None:
-    """The checkpoint last saved in a folder of which every byte is right; each rank checks its share."""
+    """Return the checkpoint saved last in a folder of which every byte is right; each rank checks its share of them."""
     group.same("zero.latest(...)", lambda: {"folder": absolute(path).name})
     folder = absolute(path)
     names = [each.name for each in siblings(folder)] if group.rank == 0 and folder.is_dir() else []

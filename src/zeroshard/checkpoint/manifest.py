@@ -1,4 +1,4 @@
-"""What a checkpoint's manifest says, checked before anything believes it; nothing here knows of a running model.
+"""The manifest of a checkpoint, checked before anything believes it; nothing here knows of a running model.
 
 A saved tensor is a flat interval of a parameter, and reading intersects intervals: nothing depends on who wrote what.
 
@@ -45,7 +45,7 @@ DIMENSIONS = 64  # more than any tensor has: a shape of millions is an attack
 
 
 class Stored(NamedTuple):
-    """Where the bytes of one interval, or of one whole tensor, lie."""
+    """The place of one interval's bytes, or one whole tensor's: file, offset, shape, dtype."""
 
     start: int
     stop: int
@@ -157,7 +157,7 @@ class Saved:
             raise self.damage("a map in extra", "something else")
 
     def _check_fragments(self) -> None:
-        """Every element of every state that is cut lies in one place."""
+        """Check that every element of every state that is cut lies in exactly one place."""
         for name, state, grain in self._list(self.manifest.get("grains", [])):
             key = self._key(name, state)
             cut = self.parameters[name].strips != ONE_STRIP
@@ -228,7 +228,7 @@ class Saved:
         parts.insert(at, stored)
 
     def everything(self) -> None:
-        """Read all that ranks say of their files. Every element of every state that is cut lies in one place."""
+        """Read every rank's part, and check that every element of every state that is cut lies in exactly one place."""
         if self._unread:
             for file in [*self._unread.values()]:
                 self._told(file)
@@ -237,18 +237,18 @@ class Saved:
 
     @functools.cached_property
     def _unread(self) -> dict[int, str]:
-        """Files of which the ranks' parts were not read yet, by rank."""
+        """Files whose parts (`parts.py`) were not read yet, by the rank that wrote them."""
         return {rank_of(file): file for file, facts in self.files.items() if "digests" not in facts}
 
     def _cover(self, key: tuple[str, str], low: int, high: int) -> None:
-        """Read parts until they hold elements [low, high) of what is cut: first those beside what was found of it."""
+        """Read ranks' parts until they list elements [low, high) of a cut state: first those beside what was found."""
         while self._unread and (at := self._reached(key, low)) < high:
             self._told(self._unread[self._next(key, at)])
             if not self._unread:
                 self._check_whole()
 
     def _next(self, key: tuple[str, str], at: int) -> int:
-        """Which part to read for an element: mostly ranks hold a state in their order."""
+        """Choose the rank whose part to read for element `at`: mostly ranks hold a state in rank order."""
         parts = self.cut[key]
         after = bisect_right(parts, at, key=lambda part: part.start)
         low = rank_of(parts[after - 1].file) if after else -1
@@ -260,7 +260,7 @@ class Saved:
         return nearest(self._unread, min(max(near, low + 1), high - 1), low, high)
 
     def _reached(self, key: tuple[str, str], low: int) -> int:
-        """The first element from `low` on of which no part was read that has it."""
+        """Return the first element from `low` on that no part read so far has."""
         parts = self.cut.get(key, [])
         for part in parts[bisect_right(parts, low, key=lambda part: part.stop) :]:
             if part.start > low:
@@ -269,14 +269,14 @@ class Saved:
         return low
 
     def rng(self, rank: int) -> Any:
-        """The random states of a rank that saved."""
+        """Return the random states of a rank that saved."""
         if self.manifest["version"] != IN_PARTS:
             return self.manifest["rng"][rank]
         self._told(file := f"rank{rank:05d}.safetensors")
         return self.files[file]["rng"]
 
     def _check_values(self) -> None:
-        """Every parameter that has elements has values, of its dtype or wider."""
+        """Check that every parameter with elements has saved values, of its dtype or of another floating-point one."""
         for name, entry in self.parameters.items():
             saved = self.dtypes.get((name, VALUE))
             if bool(numel(entry.shape)) != (saved is not None):
@@ -287,15 +287,15 @@ class Saved:
 
     @functools.cached_property
     def _beside(self) -> list[tuple[str, str, Stored]]:
-        """What is stored whole, by its two names."""
+        """Tensors stored whole: (parameter, state, place), and ("", name, place) of buffers and of `extra`."""
         stored = [(*key, each) for key, each in self.whole.items()]
         return stored + [("", name, each) for name, each in (*self.buffers.items(), *self.extra.items())]
 
     def _check_files(self, files: Sequence[str], named: list[tuple[str, str, Stored]]) -> None:
-        """named: all that these files hold.
+        """Check that tensors in these files do not overlap, and that no file is larger than its tensors need.
 
-        No byte belongs to two tensors: else a small file could fill the memory. A file holds its tensors and their
-        names: else one without content, in a few bytes of disk, takes hours.
+        named: all that these files hold. If two tensors shared bytes, a small file could fill the memory. If a file
+        could be larger than its tensors and their names, a sparse one of a few bytes of disk would take hours to read.
         """
         spans = sorted((s.file, s.offset, s.offset + nbytes(s)) for *_, s in named if numel(s.shape))
         for (file, _, stop), (other, start, _) in pairwise(spans):
@@ -368,7 +368,7 @@ class Saved:
             self.reader.want(part.file, offset, (high - low) * part.dtype.itemsize)
 
     def interval(self, key: tuple[str, str], start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of a parameter's state, as saved. 1-D, on the CPU."""
+        """Read elements [start, stop) of a parameter's state, as saved. 1-D, on the CPU."""
         out = torch.empty(stop - start, dtype=self.dtypes[key], device="cpu")
         self.fill(key, start, out)
         return out
@@ -376,9 +376,9 @@ class Saved:
     def fill(
         self, key: tuple[str, str], start: int, out: Tensor, strips: Strips = ONE_STRIP, *, later: bool = False
     ) -> None:
-        """Elements from `start` on of a parameter's state into `out`, 1-D, put together from whatever holds them.
+        """Read elements from `start` on of a parameter's state into `out`, 1-D, from all files that hold some of them.
 
-        later: not before the reader's `finish`, where no dtype or device is changed on the way.
+        later: wait for the reader's `finish`, if neither dtype nor device changes on the way.
         """
         for part, low, high, at in self._parts(key, start, start + out.numel(), strips):
             place = out.detach()[at : at + high - low]
@@ -395,7 +395,7 @@ class Saved:
     def _parts(
         self, key: tuple[str, str], start: int, stop: int, strips: Strips
     ) -> Iterator[tuple[Stored, int, int, int]]:
-        """(what is stored, elements [low, high) of it that are wanted, where among those they come)."""
+        """Yield (a stored interval, its elements [low, high) that are wanted, where these begin among all wanted)."""
         at = 0
         runs = [*self.runs(key[0], start, stop, strips)]
         for first, last in runs if key in self.cut else ():
@@ -411,7 +411,7 @@ class Saved:
             at += last - first
 
     def runs(self, name: str, start: int, stop: int, strips: Strips) -> Iterator[tuple[int, int]]:
-        """Elements [start, stop) of a parameter as they are counted here."""
+        """Yield elements [start, stop), counted in `strips`, as intervals in the order in which they were saved."""
         mine = self.parameters[name].strips
         if mine == strips:
             yield start, stop
@@ -420,13 +420,13 @@ class Saved:
                 yield from mine.parts_of(low, high)
 
     def read(self, stored: Stored) -> Tensor:
-        """A tensor that was saved whole."""
+        """Read a tensor that was saved whole."""
         out = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
         self.reader.read(stored.file, stored.offset, raw(out))
         return out
 
     def blocks(self, stored: Stored) -> Iterator[tuple[int, Tensor]]:
-        """What one file holds of a tensor, 1-D, a block at a time: (its first element, counted flat; elements)."""
+        """Yield the elements that one file holds of a tensor, a block at a time: (flat index of the first; 1-D)."""
         numel_each, last = BLOCK // stored.dtype.itemsize, numel(stored.shape)
         for first in range(0, last, numel_each):
             out = torch.empty(min(numel_each, last - first), dtype=stored.dtype, device="cpu")
@@ -436,9 +436,9 @@ class Saved:
     @classmethod
     @contextlib.contextmanager
     def open(cls, folder: Path, *, alone: bool = True) -> Iterator[Saved]:
-        """The checkpoint in `folder`. Raises `CheckpointError` if it is not complete, or not what it says.
+        """Open the checkpoint in `folder`. Raises `CheckpointError` if it is incomplete or contradicts its manifest.
 
-        alone: is all of it to be read here, and not by many ranks?
+        alone: does this process read all of it, and not one of many ranks its share?
         """
         saved = None
         while saved is None:
@@ -456,12 +456,12 @@ class Saved:
 
 
 def check_loads(folder: Path, manifest: dict[str, Any]) -> None:
-    """Raise `CheckpointError` for what no load would take, while it can still be kept from being written."""
+    """Raise `CheckpointError` for a manifest that no load would take, before it is written."""
     Saved(folder, -1, json.loads(canonical(manifest)))
 
 
 def state_name(parameter: str, key: Any) -> str:
-    """How the manifest calls what an optimizer calls `key`: no state may pass for the parameter's value."""
+    """Return the manifest's name of an optimizer's state `key`, which must not pass for the parameter's value."""
     if not isinstance(key, str):
         raise CheckpointError(
             "an optimizer's state has a name that is no text", where=f"parameter {parameter!r}", got=repr(key)
@@ -470,7 +470,7 @@ def state_name(parameter: str, key: Any) -> str:
 
 
 def own_name(state: str) -> str:
-    """What the optimizer calls a state that is not the parameter's value."""
+    """Return the optimizer's name of a saved state: `state_name` undone."""
     return state.removeprefix("optimizer:") if APART.fullmatch(state) else state
 
 
@@ -486,10 +486,11 @@ _known: dict[str, tuple[tuple[int, ...], int, int]] = {}  # of each manifest see
 
 
 def orders(folder: Path, *, say: bool) -> list[tuple[int, int, str]]:
-    """(number, time, name) of the checkpoints in a folder, by their manifests; what has none, or links away, is none.
+    """Return (number, time, name) of the checkpoints in a folder, by their manifests; links and folders without one are
+    passed over.
 
-    A save has the number after the largest beside it: clocks are set back, numbers are not. Those of earlier versions
-    have none, which counts as 0, and of equal numbers the time decides. say: warn of damaged manifests.
+    A save takes the number after the largest beside it: clocks are set back, numbers are not. Checkpoints of earlier
+    versions have none, which counts as 0; between equal numbers the time decides. say: warn of damaged manifests.
     """
     found = []
     for entry in os.scandir(folder):
@@ -511,17 +512,17 @@ def orders(folder: Path, *, say: bool) -> list[tuple[int, int, str]]:
 
 
 def order(manifest: Mapping[str, Any]) -> tuple[int, int]:
-    """By which checkpoints are earlier or later: (number, time)."""
+    """Return (number, time) of a checkpoint, by which earlier and later ones are ordered."""
     return int(manifest.get("number", 0)), int(manifest["saved"])
 
 
 def siblings(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, the last saved first. Says by a warning which ones have a damaged manifest."""
+    """Return the checkpoints in a folder, the last saved first. Warns of those whose manifest is damaged."""
     return [folder / name for *_, name in sorted(orders(folder, say=True), reverse=True)]
 
 
 def plain(where: str, value: Any, tensors: dict[str, Tensor]) -> Any:
-    """JSON for whatever the user saves along: objects by their `state_dict()`, tensors by a reference."""
+    """Convert what the user saves along to JSON: objects by their `state_dict()`, tensors by a reference."""
     if hasattr(value, "state_dict") and callable(value.state_dict):
         return plain(where, value.state_dict(), tensors)
     if isinstance(value, Tensor):
@@ -548,7 +549,7 @@ def plain(where: str, value: Any, tensors: dict[str, Tensor]) -> Any:
 
 
 def unplain(value: Any, tensors: Mapping[str, Any]) -> Any:
-    """What `plain` was given. Raises ValueError, TypeError or LookupError for what it does not write."""
+    """Return what `plain` was given. Raises ValueError, TypeError or LookupError for what `plain` does not write."""
     if not isinstance(value, (dict, list)):
         return value
     kind, inner = next(iter(value.items())) if isinstance(value, dict) and len(value) == 1 else ("", None)

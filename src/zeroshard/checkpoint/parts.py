@@ -1,14 +1,14 @@
-"""What each rank says of its own file, in a file beside it: where a manifest of all of that would be too long.
+"""A JSON file per rank that lists what the rank's own file holds, where a manifest of all of it would be too long.
 
     step-100/
-      manifest.json            of each rank's file its size, and the size and digest of what says what is in it
+      manifest.json            of each rank's file its size, and the size and digest of its part, the JSON file
       rank00000.json           {"digests": [...], "fragments": [...], "nbytes": ..., "rng": {...}}, canonical JSON
       rank00000.safetensors
 
 A fragment here is [parameter, state, start, stop, offset]. The manifest says once for all ranks which dtype a state
-has, and which ranks have its first and its last element: whoever loads looks where its own would lie if ranks had as
-many each, and goes on from there until the parts hold all that it wants. Of shards that are cut evenly a rank of N
-reads one part in N, and two or three more.
+has, and which ranks have its first and its last element. A rank that loads begins with the part that would list its
+elements if all ranks had equally many, and reads on from there until the parts list all that it wants. If shards are
+cut evenly, a rank of N reads one part in N, and two or three more.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def write_part(folder: Path, file: str, part: dict[str, Any]) -> list[Any]:
 
 
 def read_part(folder: Path, descriptor: int, file: str, told: Sequence[Any]) -> dict[str, Any]:
-    """A rank's part, if it is the one that the manifest tells of. Its content is checked by whoever uses it."""
+    """Return a rank's part, once its size and digest are those in the manifest. `Saved` checks its content."""
     path, (nbytes, expected) = folder / part_of(file), told
     try:
         with os.fdopen(open_regular(path, descriptor), "rb") as opened:
@@ -62,10 +62,10 @@ def read_part(folder: Path, descriptor: int, file: str, told: Sequence[Any]) -> 
 
 
 def rank_of(file: str) -> int:
-    """Which rank wrote a file."""
+    """Return the rank that wrote a file, from the file's name."""
     return int(file[4:9])
 
 
 def nearest(unread: Iterable[int], near: float, low: int, high: int) -> int:
-    """The number of the unread part nearest to a place; of those between two others, where there are any."""
+    """Return the unread rank nearest to `near`; one between `low` and `high`, if there is any."""
     return min(unread, key=lambda number: (not low < number < high, abs(number - near)))

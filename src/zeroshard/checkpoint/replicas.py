@@ -1,6 +1,6 @@
-"""What several ranks hold alike, compared: nobody sends it around, so nothing else would show that it differs.
+"""A comparison of what several ranks hold alike: it is never sent, so nothing else would show that copies differ.
 
-    held by every rank      at stages    differs when one rank alone
+    held by every rank      at stages    differs if one rank alone
     parameters              0, 1, 2      loads or edits weights
     masters                 0            does, or its optimizer draws numbers of its own
     states                  0            resumes an optimizer, or as above
@@ -9,8 +9,8 @@ Of what is sharded every replica of the model has a copy (`Comm.replicas`): the 
 parameters along an axis (`Layout.along`) are held by the ranks of that axis, and not by others. Beside tensor
 parallelism what is not cut has a copy for each rank of the tensor axis, and what is cut is held as such rows are.
 
-One meeting compares a digest of all of it. Where these differ, digests of each tensor say which, and the first rank
-that holds that sends it.
+One collective compares a digest of all of it. If these differ, digests of each tensor say which one does, and the
+first rank that holds it sends it.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _kind(label: str) -> str:
 
 
 def _all_holders(kind: str, group: Group) -> list[list[int]]:
-    """The ranks that hold the same, by the number of what they hold."""
+    """Return the sets of ranks that must hold the same of this kind, by number of the shard or part."""
     ranks, seat = range(group.ranks), group.team.seat
     if kind == "shard":
         return [[rank for rank in ranks if seat.position_of(rank) == at] for at in range(seat.size)]
@@ -99,7 +99,7 @@ def _holders(label: str, group: Group) -> list[int]:
 def _items(
     running: ModelState, buffers: Sequence[Buffer], *, by_tensor: bool
 ) -> Iterator[tuple[str, Tensor | Part | Any]]:
-    """(what, its content), bucket by bucket or parameter by parameter: of what other ranks hold too."""
+    """Yield (label, content) of all that other ranks hold too, bucket by bucket or parameter by parameter."""
     seat, rows = running.group.team.seat, running.group.along.seat
 
     def shared(buffer: Buffer, degree: Degree) -> bool:
@@ -154,8 +154,10 @@ def _digests(running: ModelState, buffers: Sequence[Buffer], *, by_tensor: bool 
 def _first_difference(
     running: ModelState, buffers: Sequence[Buffer], label: str, kinds: dict[int, Any]
 ) -> dict[int, str]:
-    """In words, what each holder has where it first differs from the first one's: an element, if they are alike but
-    for that. Every rank calls it."""
+    """Describe, for each holder, the first element that differs, or the kind of the tensor if that differs.
+
+    All ranks call it.
+    """
     group, first = running.group, min(kinds)
     text, numel, _ = kinds[first]
     if len({kind[0] for kind in kinds.values()}) > 1 or numel is None:

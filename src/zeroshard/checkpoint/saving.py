@@ -72,7 +72,7 @@ class Saving:
 
     @property
     def done(self) -> bool:
-        """Whether `wait` answers at once."""
+        """True once `wait` would return at once: nothing is being written any more."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> Path:
@@ -90,7 +90,7 @@ class Saving:
 
     @classmethod
     def untold(cls) -> list[Saving]:
-        """Those of this program that nobody has waited for."""
+        """List the saves of this program that nobody has waited for."""
         here = _here()  # where threads run several programs, each has saves of its own
         return [each for each in cls._untold if each._program in (None, here) or each._program() is None]
 
@@ -113,13 +113,13 @@ def _here() -> weakref.ref[Any] | None:
 
 
 def wait_for_saves() -> None:
-    """Wait for what this rank saves behind the training, through whatever handle. Raises what became of it."""
+    """Wait for every save that this rank runs behind the training. Raises the error of one that failed."""
     for saving in Saving.untold():
         saving.wait()
 
 
 def settle(group: Group) -> None:
-    """All ranks do so, of which some are saving behind the training: what one of them lost is an error on all."""
+    """Wait, on all ranks, for saves behind the training, and raise on all of them if one was lost."""
     lost = None
     try:
         wait_for_saves()
@@ -186,7 +186,7 @@ def save(
 
 
 def asked(path: object, extra: object, *, asynchronous: object, keep: object) -> dict[str, Any]:
-    """What all ranks must be asked alike. Raises `UserError` for what cannot be."""
+    """Return the arguments of `save` that must be alike on all ranks. Raises `UserError` for values it cannot take."""
     check_flag("asynchronous", asynchronous)
     if extra is not None and not isinstance(extra, Mapping):
         raise UserError("extra= is saved by its keys", expected="a dict", got=repr(extra)[:100], instead="extra={...}")
@@ -206,8 +206,8 @@ def check_signal(number: object) -> None:
 
 @dataclass
 class Snapshot:
-    """What this rank writes, and what the manifest has to say of it (`own`), of what only rank 0 has, and of the whole
-    (`head`)."""
+    """This rank's tensors to write, with their entries in the manifest (`own`), those of what rank 0 alone saves
+    (`buffers`, `extras`), and the manifest's entries of the model as a whole (`head`)."""
 
     tensors: dict[str, Tensor | Part]
     own: dict[str, Any]
@@ -248,9 +248,9 @@ def _snapshot(running: ModelState, extra: Mapping[str, Any] | None, *, copied: b
 
 
 def _add(tensors: dict[str, Tensor | Part], key: str, tensor: Tensor | Part) -> str:
-    """Under a name that nothing else has: states and parameters may be called anything, "a/b" of "c" and "a" of "b/c".
+    """Add a tensor under `key`, made unique: state "a/b" of parameter "c" and "a" of "b/c" would share one. Returns it.
 
-    These names are for whoever looks into the file; the manifest says by place what is what.
+    These names serve people who look into the file; the manifest finds tensors by offset.
     """
     while key in tensors:
         key += "'"
@@ -313,7 +313,7 @@ def _write(
 
 
 def _together(group: Group, target: Path, act: Callable[[], Any]) -> list[Any]:
-    """Every rank's answer; or, if it failed on one, an error on all."""
+    """Call `act`, and return every rank's answer; if it failed on one, raise on all."""
     told: dict[str, Any] = {"problem": None, "answer": None}
     try:
         told["answer"] = act()
@@ -338,7 +338,7 @@ def _raise(target: Path, problems: Sequence[str | None]) -> None:
 
 
 def _check_seen(group: Group, beside: Path, places: Sequence[str]) -> None:
-    """Every rank is to write into the folder that rank 0 has made."""
+    """Raise `CheckpointError` if this rank does not see the folder that rank 0 has made for all."""
     if not beside.is_dir():
         raise CheckpointError(
             "this rank does not see the folder that rank 0 saves in", expected=f"{places[0]}, which is rank 0's",
@@ -347,9 +347,9 @@ def _check_seen(group: Group, beside: Path, places: Sequence[str]) -> None:
 
 
 def _write_own(group: Group, snapshot: Snapshot, beside: Path) -> dict[str, Any]:
-    """This rank's file; and its part of the manifest, each tensor's key replaced by where its bytes begin.
+    """Write this rank's file, and return its part of the manifest, each tensor's key replaced by its offset.
 
-    Of more ranks than `INLINE` that part is a file too, and the answer is what the manifest needs beside it.
+    With more than `INLINE` ranks that part is a file too, and the manifest gets only what is returned.
     """
     name = f"rank{group.rank:05d}.safetensors"
     try:
@@ -382,7 +382,7 @@ def _write_own(group: Group, snapshot: Snapshot, beside: Path) -> dict[str, Any]
 
 
 def _of_first(snapshot: Snapshot) -> dict[str, Any]:
-    """What only rank 0 saves: it tells nobody, and writes the manifest."""
+    """Return the manifest's entries of what rank 0 alone saves: module buffers, and tensors in `extra`."""
     name, at = "rank00000.safetensors", snapshot.offsets
     buffers = {
         key: {"file": name, "shape": shape, "dtype": dtype, "offset": at[place]}

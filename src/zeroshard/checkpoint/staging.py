@@ -1,9 +1,9 @@
-"""Where a save works: a folder beside its target, named by the process that owns it, which goes when its owner ends.
+"""The folder a save works in: beside its target, named by the process that owns it, and removed when that ends.
 
     run/.step-100.saving-<machine>-<process>-<start>-<chance>      until it is renamed to run/step-100
 
-A signal that would end the process removes it first. What SIGKILL or a loss of power leave, the next save beside it
-removes: the name says whether its owner can still be alive.
+A signal that would end the process removes it first. SIGKILL or a loss of power leave it; then the next save beside
+it removes it, since its name says whether its owner can still be alive.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ ENDINGS = (signal.SIGTERM, signal.SIGHUP)  # Ctrl-C unwinds by itself, and nothi
 
 
 def place_beside(path: Path, owner: str) -> Path:
-    """Where a save works until it publishes at `path`."""
+    """Return the folder that a save works in until it publishes at `path`."""
     return path.parent / f".{path.name}.saving-{owner}"
 
 
 def owner() -> str:
-    """Names this process among all that ever were: machine since it started, process number, process start; and chance.
+    """Name this process uniquely: the machine since its start, process number, process start, and random digits.
 
-    A leftover's name says by that whether its save can still be under way.
+    By that a leftover's name says whether its save can still be under way.
     """
     return f"{_machine()}-{os.getpid()}-{_started(os.getpid()) or 0}-{uuid.uuid4().hex[:8]}"
 
@@ -53,7 +53,7 @@ def _machine() -> str:
 
 
 def _started(process: int) -> int | None:
-    """In clock ticks after the machine; None if there is no such process, or only its remains."""
+    """Return when a process started, in clock ticks after the machine; None if it does not run (any more)."""
     try:
         state, *fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -66,7 +66,7 @@ os.register_at_fork(after_in_child=_temporary.clear)  # a child's end is not its
 
 
 def temporary(folder: Path) -> Path:
-    """Have a folder, there or not yet, removed should a signal end this process before `discard`. Returns it."""
+    """Have a folder, existing or not yet, removed if a signal ends this process before `discard`. Returns it."""
     _temporary.add(folder)
     _handle(signal.SIG_DFL, _end)
     return folder
@@ -80,13 +80,13 @@ def discard(folder: Path) -> None:
 
 
 def release_signals() -> None:
-    """Signals end this process as ever, unless something of it is temporary."""
+    """Give signals their default action back, unless a folder of this process is still temporary."""
     if not _temporary:
         _handle(_end, signal.SIG_DFL)
 
 
 def abandon() -> None:
-    """Remove what is temporary, from whatever thread: the process is about to end."""
+    """Remove every temporary folder, on any thread, because the process is about to end."""
     for folder in list(_temporary):
         aside = folder.with_name(f".{folder.name}")
         with contextlib.suppress(OSError):
@@ -96,7 +96,7 @@ def abandon() -> None:
 
 
 def _handle(old: Any, new: Any) -> None:
-    """Only the main thread can set handlers; and one of the user's stays."""
+    """Replace signal handlers that are `old` by `new`: on the main thread, which alone can, and never a user's."""
     if threading.current_thread() is threading.main_thread():
         for number in ENDINGS:
             if signal.getsignal(number) is old:
@@ -136,7 +136,7 @@ def put(path: str | os.PathLike[str], text: str, ours: str) -> None:
 
 
 def sync(folder: Path) -> None:
-    """What was made, renamed or removed in a folder is on the disk."""
+    """Flush to disk which files were made, renamed or removed in a folder."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -145,16 +145,16 @@ def sync(folder: Path) -> None:
 
 
 def clean(parent: Path) -> None:
-    """Remove what dead owners have left in this folder."""
+    """Remove what saves of dead owners have left in this folder."""
     for folder in parent.iterdir():
         if under_way(folder) is False:
             _remove(folder)
 
 
 def under_way(folder: Path) -> bool | None:
-    """Can a save still be working here? None: this is no save's place.
+    """Tell if a save can still be working in this folder. None: no save works in a folder of this name.
 
-    On another machine it can until so many seconds have passed without a write.
+    A save of another machine can, until `ABANDONED` seconds have passed without a write.
     """
     match = LEFTOVER.fullmatch(folder.name)
     if match is None or folder.is_symlink() or not folder.is_dir():
@@ -166,7 +166,7 @@ def under_way(folder: Path) -> bool | None:
 
 
 def _last_write(folder: Path) -> float:
-    """Seconds since 1970."""
+    """Return when something in a folder was last written, in seconds since 1970; infinity if it is just removed."""
     with contextlib.suppress(OSError):  # its save has just removed it
         return max(each.stat().st_mtime for each in (folder, *folder.iterdir()))
     return math.inf

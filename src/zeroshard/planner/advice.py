@@ -1,4 +1,4 @@
-"""What would make a model fit: a higher stage, thinner gradients, more ranks."""
+"""Changes that would make a model fit: a higher stage, 16-bit gradients, more ranks."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ Total = Callable[[int, int, Recipe], int]  # (stage, ranks, recipe) -> bytes per
 def changes(
     stage: int, ranks: int, recipe: Recipe, limit: int, nbytes_of: Total, most_ranks: int, replicas: int = 1
 ) -> list[Change]:
-    """What would make it fit, cheapest first: a higher stage, 16-bit gradients, more ranks; all of them if none does.
+    """List the changes that could make a model fit `limit` bytes: each higher stage, 16-bit gradients, more ranks.
 
-    More ranks means the smallest power of two that fits, up to `most_ranks`; of several replicas, in each.
+    If none of them fits alone, the highest stage with 16-bit gradients follows, and then with more ranks. More ranks
+    means the smallest power of two that fits, up to `most_ranks` in all; with replicas, a power of two in each.
     """
     tried = [_change(f"stage {higher}", nbytes_of(higher, ranks, recipe), limit) for higher in STAGES if higher > stage]
     thin = _thin(recipe)
@@ -57,7 +58,7 @@ def _change(what: str, nbytes: int, limit: int) -> Change:
 
 
 def _thin(recipe: Recipe) -> Recipe | None:
-    """The recipe with gradients added up in the parameters' 16 bits, where they are wider."""
+    """Return the recipe with gradients added up in the parameters' 16 bits; None where they are no wider."""
     if not recipe.parameters == 2 < recipe.gradients:
         return None
     return replace(recipe, name=f"{recipe.name}, bf16 gradients", gradients=recipe.parameters)

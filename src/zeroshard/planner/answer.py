@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage. All bytes are those of `rank`, which holds most; of equals the last.
+    """The plan of one stage, in bytes of `rank`, the rank that holds most.
 
-    states: at rest, by state, padding apart. tiers: the same by where they rest; files have buffers, "staging", in host
-    memory. rounding: what whole pages of pinned memory take beside. files: on the disk, in whole pages. moves: read
-    from files and written to them in a step. instants, peak: what passes through the device beside what rests there,
-    and the most of both together (None in the closed form, which knows no units). activations: what a job's forward
-    keeps for backward; working: the most alive at once of what its operators make, activations included. It has to fit
-    beside the peak, though it need not be at the same moment. links, links_gloo: what one rank sends over each kind of
-    link in a step, over NCCL and over gloo, where a size of node was given; slow_link: between nodes, beside one
-    replica. largest: the most parameters whose states alone fit. snapshot: host memory that a save behind the training
-    takes until it is written.
+    states: at rest, by state; padding has a row of its own, but in a job's plan is part of each state. tiers: the same
+    by where they rest; files have buffers, "staging", in host memory. rounding: what whole pages of pinned memory take
+    beyond that. files: on the disk, in whole pages. moves: read from files and written to them in a step.
+    instants, peak: what passes through the device beside what rests there, and the most of both together (None in the
+    closed form, which knows no units). activations: what a job's forward keeps for backward. working: the most alive at
+    once of what its operators make, activations included; it has to fit beside the peak, though both need not come at
+    the same moment. links, links_gloo: what one rank sends over each kind of link in a step, over NCCL and over gloo,
+    where a size of node was given. slow_link: between nodes, compared with one replica. largest: the most parameters
+    whose states alone fit. snapshot: host memory that a save behind the training takes until it is written.
     """
 
     stage: int
@@ -81,7 +81,7 @@ class StagePlan:
 
     @property
     def most(self) -> int:
-        """What has to fit the device: the peak, or what is known of it."""
+        """Bytes that must fit the device: working memory, and the peak, or what rests there where no peak is known."""
         return self.working + (self.device if self.peak is None else self.peak)
 
     def json(self) -> dict[str, Any]:
@@ -136,7 +136,7 @@ class Plan:
     ways: Ways | None = None
 
     def _repr_html_(self) -> str:
-        """A notebook shows each stage's bytes per rank at rest, and whether they fit."""
+        """Render a table for notebooks: each stage's bytes per rank at rest, and whether they fit."""
         names = dict.fromkeys(state for stage in self.stages for state in stage.states)
         fits = {True: "fits", False: "too much", None: ""}
         rows: list[list[str]] = [["bytes per rank at rest", *names, "total", ""]]
@@ -147,21 +147,21 @@ class Plan:
         return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
 
     def seconds(self, stage: StagePlan) -> float | None:
-        """The least that a step's files take on the disk that was measured."""
+        """Return the fewest seconds that a step's files take on the disk that was measured; None without one."""
         return None if self.disk is None else self.disk.seconds(stage.moves)
 
     def wear(self, stage: StagePlan) -> int | None:
-        """Bytes a rank writes to its disk in a day: of steps of `step_time`, else as long as the disk takes."""
+        """Return the bytes a rank writes to its disk in a day, in steps of `step_time`, else of the disk's time."""
         step = self.step_time or self.seconds(stage)
         return disk.wear(stage.moves, step) if step else None
 
     def tokens_per_second(self, stage: StagePlan) -> float | None:
-        """What the disk allows, if nothing else took longer."""
+        """Return the tokens per second that the disk allows if nothing else takes longer; None if either is unknown."""
         seconds = self.seconds(stage)
         return self.tokens / seconds if self.tokens and seconds else None
 
     def json(self) -> dict[str, Any]:
-        """The same as plain numbers, strings, lists and dicts; all bytes are integers."""
+        """Return the plan as plain numbers, strings, lists and dicts; all bytes are integers."""
         layout = self.layout and {name: getattr(self.layout, name) for name in ("bounds", "bucket_mib", "align")}
         return {
             "source": self.source,
@@ -211,9 +211,10 @@ def finish(
     alone: Callable[[int], Traffic] | None = None,
     balance: Balance | None = None,
 ) -> Plan:
-    """What every plan has beside its bytes: savings, whether it fits, the largest that would, advice.
+    """Complete a plan: savings, whether each stage fits, the largest model that would, links, notes and advice.
 
-    alone: what one replica of as many ranks moves at a stage. balance: of tensors that are never cut.
+    of: the plan of a stage's bytes. advise: the changes that would fit a budget. alone: what one replica of as many
+    ranks moves at a stage. balance: of tensors that are never cut.
     """
     ranks, recipe, limit, copies = asked.ranks, asked.recipe, asked.gpu_mem, asked.copies
     node = asked.gpus_per_node or (ranks // copies if copies > 1 else None)  # else as large as a replica
@@ -283,7 +284,7 @@ def _of_files(asked: Asked) -> list[str]:
 
 
 def _largest(asked: Asked, stage: int, limit: int | None) -> int | None:
-    """The most parameters whose states alone fit the device; None where none of them rest there, or nobody asked."""
+    """Return the most parameters whose states alone fit `limit`; None without one, or if none rest on the device."""
     mine = recipes.part(with_copies(asked.recipe, asked), asked.shares(DEVICE), device=True)
     if limit is None or not mine.total:
         return None
@@ -291,7 +292,7 @@ def _largest(asked: Asked, stage: int, limit: int | None) -> int | None:
 
 
 def with_copies(recipe: Recipe, asked: Asked) -> Recipe:
-    """On a GPU, parameters that are updated elsewhere than they rest have a master in their own dtype."""
+    """Give parameters that rest on a GPU and are updated off it, or the reverse, a master in their own dtype."""
     shares = asked.shares(DEVICE)
     here, there = shares["parameters"], shares["optimizer"]
     copied = recipe.parameters * (here * (1 - there) + there * (1 - here))

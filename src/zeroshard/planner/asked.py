@@ -47,11 +47,11 @@ class Asked(NamedTuple):
     by_unit: bool = False  # is a bucket all of a unit, as on accelerators, where nobody has given its size?
 
     def axes(self, ranks: int) -> dict[str, int]:
-        """The mesh of so many ranks, where experts are divided; else none."""
+        """Return the axes of a mesh of so many ranks, where experts are divided; else {}."""
         return {"edp": ranks // self.ep, "ep": self.ep} if self.experts else {}
 
     def along(self, rank: int, ranks: int) -> Seat:
-        """Where a rank sits among those that have the same experts."""
+        """Return a rank's seat among those that hold the same experts; `ALONE` without experts."""
         return seat_along(rank, self.axes(ranks), "edp") if self.experts else ALONE
 
     @property
@@ -60,7 +60,7 @@ class Asked(NamedTuple):
         return self.offload is not None and self.offload.once
 
     def spread(self, stage: int) -> bool:
-        """Is the optimizer sharded over all replicas? At stage 0, which others are compared with, never."""
+        """Tell whether the optimizer is sharded over all replicas at a stage: never at stage 0."""
         return self.over == "all" and self.copies > 1 and bool(STAGES[stage].optimizer)
 
     def placements(self, stage: int) -> Placements:
@@ -71,11 +71,11 @@ class Asked(NamedTuple):
         return self.replicas or 1
 
     def resting(self, cut: Partition) -> states.Resting | None:
-        """For each bucket the tier of each state."""
+        """Return the tier of each state for each bucket; None where all rest on the device."""
         return None if self.offload is None else self.offload.buckets(cut.buckets)
 
     def shares(self, tier: str) -> dict[str, Fraction]:
-        """{state: fraction of its bytes in a tier}."""
+        """Return {state: fraction of its bytes in a tier}."""
         if self.offload is None:
             return dict.fromkeys(states.KINDS, Fraction(tier == DEVICE))
         parts = {kind: self.offload.tiers(kind).get(tier, 0.0) for kind in states.KINDS}
@@ -83,7 +83,7 @@ class Asked(NamedTuple):
 
 
 def check_in_backward(accumulate: int, offload: Offload | None, *, no_sync: bool, asked: bool) -> None:
-    """Refuse what the optimizer in backward leaves no gradients for, where it is asked for."""
+    """Refuse settings that need gradients to outlast backward, where the optimizer in backward is asked for."""
     if not asked:
         return
     if accumulate > 1 or no_sync:

@@ -9,10 +9,10 @@ from . import states
 
 
 class Balance(NamedTuple):
-    """Of a team of ranks.
+    """The balance of tensors that are never cut over a team of ranks.
 
-    tensors: how many are never cut. idle: ranks that own none of them. elements: what the fullest rank owns of the
-    model, over the mean. work: what the busiest rank's optimizer multiplies for them, over the mean. replicas: the
+    tensors: how many are never cut. idle: ranks that own none of them. elements: parameters that the fullest rank owns,
+    over the mean. work: multiplications of the busiest rank's optimizer for these tensors, over the mean. replicas: the
     fewest with which no rank is idle.
     """
 
@@ -24,7 +24,7 @@ class Balance(NamedTuple):
     replicas: int
 
     def said(self) -> list[str]:
-        """In words, for a plan's notes."""
+        """Describe the balance, for a plan's notes."""
         notes = [
             f"never cut: {self.tensors:,} tensors, over {self.ranks:,} ranks; the fullest rank holds "
             f"{self.elements:.2f} of the mean, the busiest has {self.work:.2f} of the mean work on matrices"
@@ -38,7 +38,7 @@ class Balance(NamedTuple):
 
 
 def balance(partition: Partition, replicas: int = 1) -> Balance | None:
-    """Of the buckets that all ranks of a team share; None where every tensor may be cut. replicas: of teams."""
+    """Measure the balance of a team, without experts; None if every tensor may be cut. replicas: how many teams."""
     works, tensors = [0] * partition.ranks, 0
     for bucket in (bucket for bucket in partition.buckets if bucket.whole and not bucket.along):
         for slot in (slot for slot in bucket.slots if slot.numel):

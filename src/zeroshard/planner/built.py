@@ -1,4 +1,4 @@
-"""What a built engine will hold on this rank, as `zero.ledger()` has it once the optimizer has stepped."""
+"""Bytes that a built engine will hold on this rank, as `zero.ledger()` counts them after an optimizer step."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
 
 
 def predict_tiers(zero: Zero) -> Tiers:
-    """{tier: {state: bytes}}, as `zero.ledger().tiers` has them."""
+    """Predict {tier: {state: bytes}} once the optimizer has stepped, as `zero.ledger().tiers` counts them."""
     return holding(zero).tiers()
 
 
 def predict_states(zero: Zero) -> dict[str, int]:
-    """The same in all tiers together, as `zero.ledger().held` has them."""
+    """Predict {state: bytes} of all tiers together, as `zero.ledger().held` counts them."""
     return holding(zero).states()
 
 
 def holding(zero: Zero) -> Holding:
-    """What this rank will hold once the optimizer has stepped."""
+    """Return the `Holding` of this rank once the optimizer has stepped."""
     from ..engine.fragment import file_name
     from ..fp8 import grid
 

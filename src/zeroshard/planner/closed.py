@@ -20,14 +20,14 @@ from .recipes import PADDING, Recipe
 
 
 def share(numel: int, ranks: int) -> int:
-    """Elements each rank reserves of a vector that is padded to a multiple of the ranks."""
+    """Return the elements each rank reserves of a vector that is padded to a multiple of the ranks."""
     return -(-numel // ranks)
 
 
 def reserves(numel: int, ranks: int, replicas: int = 1) -> dict[Degree, tuple[int, int]]:
-    """(elements that each rank reserves of a state, those of the last rank that parameters fill), by its degree.
+    """Return (elements each rank reserves of a state, those that parameters fill on the last rank), by its degree.
 
-    ranks: of each of the replicas.
+    ranks: of each replica.
     """
     team = share(numel, ranks)
     own = max(numel - (ranks - 1) * team, 0)
@@ -40,7 +40,7 @@ def reserves(numel: int, ranks: int, replicas: int = 1) -> dict[Degree, tuple[in
 
 
 def at_rest(numel: int, ranks: int, placements: Placements, recipe: Recipe, replicas: int = 1) -> dict[str, int]:
-    """{state: bytes} of the last rank, which holds the padding. Equal sums on all ranks. ranks: of each replica."""
+    """Return {state: bytes} of the last rank, which has the padding; all ranks' sums are equal. ranks: per replica."""
     each = reserves(numel, ranks, replicas)
     held: dict[str, int] = {}
     padding = 0
@@ -54,12 +54,12 @@ def at_rest(numel: int, ranks: int, placements: Placements, recipe: Recipe, repl
 
 
 def total(numel: int, ranks: int, placements: Placements, recipe: Recipe, replicas: int = 1) -> int:
-    """Bytes that every rank holds at rest."""
+    """Return the bytes that every rank holds at rest."""
     return sum(at_rest(numel, ranks, placements, recipe, replicas).values())
 
 
 def largest(ranks: int, placements: Placements, recipe: Recipe, limit: int, replicas: int = 1) -> int:
-    """The most parameters whose states fit into `limit` bytes per rank at rest (0: none)."""
+    """Return the most parameters whose states fit into `limit` bytes per rank at rest (0: none)."""
     each = sum(nbytes for _, nbytes, _ in recipe.states(placements))
     if not each:
         return 0

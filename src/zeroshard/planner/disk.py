@@ -1,4 +1,4 @@
-"""What a disk was measured to move, and what a step's reads and writes take on it.
+"""A disk's measured speed, and the time that a step's reads and writes take on it.
 
 `zeroshard io-bench DIR` measures and writes the file; `zeroshard plan --disk FILE` and `plan(disk=...)` read it.
 """
@@ -27,7 +27,7 @@ class Disk:
     both: float
 
     def seconds(self, moves: Moves) -> float:
-        """The least a step's files take: what can go both ways at once does."""
+        """Return the fewest seconds that a step's files take, as much as possible read and written at once."""
         shared = min(moves.read, moves.written)
         alone = (moves.read - shared) / self.read + (moves.written - shared) / self.write
         return 2 * shared / self.both + alone
@@ -37,7 +37,7 @@ class Disk:
 
 
 def load(path: str | os.PathLike[str]) -> Disk:
-    """Raises `UserError` for a file that io-bench did not write."""
+    """Read a file that `zeroshard io-bench` wrote. Raises `UserError` for any other."""
     where, instead = str(path), "zeroshard io-bench DIR --out disk.json"
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -53,5 +53,5 @@ def load(path: str | os.PathLike[str]) -> Disk:
 
 
 def wear(moves: Moves, step_time: float) -> int:
-    """Bytes that one rank writes in a day of steps of `step_time` seconds."""
+    """Return the bytes that one rank writes in a day of steps of `step_time` seconds."""
     return round(moves.written * DAY / step_time)

@@ -1,4 +1,4 @@
-"""What a step reads from files and writes to them: the engine's order of uses, replayed on buffers without memory.
+"""Reads and writes of a step's files: the engine's order of uses, replayed on buffers without memory.
 
     gather     the parameters of a unit are read, for each forward and each backward
     backward   a reduction is written; added to an earlier one, that is read before
@@ -40,7 +40,7 @@ STILL = Moves(0, 0)
 
 
 class _Buffers:
-    """The buffers of one file: whose bytes they have, the one filled longest ago first, and whether they changed."""
+    """The buffers of one file: the buckets in them, the one filled longest ago first, and whether each has changed."""
 
     def __init__(self, slots: Mapping[int, int]) -> None:
         self.slots = slots
@@ -82,9 +82,10 @@ def moves(
     no_sync: bool = False,
     first: bool = True,
 ) -> Moves:
-    """Bytes of a step of `accumulate` backwards, after the first ones. mastered: which buckets have masters.
+    """Count the bytes of a step of `accumulate` backwards: of the third, when everything was written before.
 
-    first: is it the first replica, which adds to what it has? The others replace it by what comes.
+    mastered: has each bucket masters? first: is the rank of the first replica, which adds to the gradients that it
+    has? The other replicas replace theirs by the sum that arrives.
     """
     found = {state: _Buffers(file.slots) for state, file in files.items()}
     parameters, gradients = found.get("parameters", _Buffers({})), found.get("gradients", _Buffers({}))
@@ -146,7 +147,7 @@ def recipe_moves(
     replicas: int = 1,
     along: Seat = ALONE,
 ) -> Moves:
-    """`moves` with the bytes of a recipe."""
+    """Count `moves` with the bytes of a recipe."""
     holding = of_recipe(partition, placements, rank, recipe, resting, replicas=replicas, along=along)
     mastered = ["master" in recipe.optimizer or updated_apart(at) for at in resting]
     first = holding.sits.replica == 0
@@ -164,11 +165,11 @@ def closed_moves(
     no_sync: bool = False,
     first: bool = True,
 ) -> Moves:
-    """`moves` of a model of so many buckets that no buffer is met again. held: {state: bytes} in files."""
+    """Count `moves` of a model with so many buckets that no buffer is used again. held: {state: bytes} in files."""
     whole, added = held.get("parameters", 0), held.get("gradients", 0)
     kept = sum(held.values()) - whole - added
     backwards = 1 if no_sync else accumulate
-    # What was cast from masters into a shard is written alone; into a copy or in place, that is read before.
+    # A shard cast from masters is only written; a full copy, and what is updated in place, is read before.
     published = placements.optimizer and not placements.parameters
     read = whole * (2 * accumulate + (not (mastered and placements.parameters)) + published)
     written = whole * (1 + published)
@@ -176,14 +177,14 @@ def closed_moves(
 
 
 def predict_moves(zero: Zero, *, accumulate: int = 1, no_sync: bool = False) -> Moves:
-    """Bytes that this rank reads and writes in a step, as `zero.ledger().traffic` counts them as "read" and "write"."""
+    """Predict the bytes that this rank moves in a step, as `zero.ledger().traffic` counts "read" and "write"."""
 
     def mastered(bucket: Bucket) -> bool:
         dtypes, copied = (
             zero.dtypes(bucket),
             zero._engine.device.type != "cpu" and updated_apart(zero._engine.resting[bucket.index]),
         )
-        # A split master is joined with its parameters, which so come with it.
+        # A split master is joined with its parameters, so a step reads and writes both, as without masters.
         return (dtypes.master != dtypes.rest or copied) and not zero._engine.buffers[bucket.index].splits
 
     found = holding(zero)

@@ -86,16 +86,18 @@ def plan_job(job: str | Callable[[], dict[str, Any]], asked: Asked, layout: Layo
 
 
 def masters_alone(stage: int, offload: Offload | None, *, spread: bool = False) -> bool:
-    """May masters be all that rests of the parameters? spread: is the optimizer sharded over all replicas?"""
+    """Tell whether masters may be all that rests of parameters. spread: is the optimizer sharded over all replicas?"""
     where = offload or Offload()
     tiers = set(where.tiers("parameters")) | set(where.tiers("optimizer"))
     return placements(stage, spread=spread).together and tiers == {DEVICE}
 
 
 def precision(name: str, grad_dtype: str | None = None, *, alone: bool = False) -> Precision | None:
-    """ "fp32": the model's own dtypes; "bf16": bfloat16 parameters with fp32 masters, floating inputs cast;
-    "bf16-split": the same with masters that are split, but where masters rest alone. "fp32-fp8" and "bf16-fp8": with
-    the weights of linear layers in 8 bits.
+    """Translate a plan's word for a precision into a `Precision`; None: the model's own dtypes.
+
+    "fp32": the model's own dtypes; "bf16": bfloat16 parameters with fp32 masters, floating inputs cast; "bf16-split":
+    the same with split masters, unless masters rest alone (`alone`). "fp32-fp8" and "bf16-fp8": with the weights of
+    linear layers in 8 bits.
 
     grad_dtype: what gradients are added up in, "fp32" or "bf16" (None: as `Precision` says).
     """
@@ -109,7 +111,7 @@ def precision(name: str, grad_dtype: str | None = None, *, alone: bool = False) 
 
 
 def _fullest(run: Simulation) -> int:
-    """The rank that holds most at rest; of equals the first, so one of the first replica."""
+    """Return the rank that holds most at rest; of equals the first, which is in the first replica."""
     if run.ranks == 1:
         return 0
     recipe, placements, cut = _recipe(run), run.zero.placements, run.zero.partition
@@ -121,7 +123,7 @@ def _fullest(run: Simulation) -> int:
 
 
 def _recipe(run: Simulation) -> recipes.Recipe:
-    """Bytes per parameter of the job's states, averaged over its parameters. What is frozen has parameters only."""
+    """Average the bytes of the job's states over its parameters. Frozen ones have no gradients and optimizer states."""
     zero = run.zero
     buckets = zero.partition.buckets
     numel = {bucket.index: bucket.numel - bucket.padding for bucket in buckets}
@@ -228,7 +230,7 @@ def _traffic(run: Simulation) -> traffic.Traffic:
 
 
 def _advice(run: Callable[..., Simulation], asked: Asked, layout: Layout, limit: int) -> list[advice.Change]:
-    """Changes in the order of what they cost, each with what the rank would then hold; up to the first that fits."""
+    """List changes, cheapest first, each on top of those before and with the peak it leads to, until one fits."""
     stage = max(asked.stages)
     tried: list[advice.Change] = []
     changes: dict[str, Any] = {}
@@ -259,7 +261,7 @@ def _advice(run: Callable[..., Simulation], asked: Asked, layout: Layout, limit:
         changes["layout"] = replace(layout, bucket_mib=4)
         if attempt("and Layout(bucket_mib=4)", stage, **changes):
             return tried
-    ranks = asked.ranks  # of any number of replicas twice as many divide as well
+    ranks = asked.ranks  # doubled, they stay a multiple of the replicas
     while ranks < RANKS_TRIED:
         ranks *= 2
         if attempt(f"and {ranks} ranks", stage, **changes, ranks=ranks):

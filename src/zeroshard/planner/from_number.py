@@ -77,14 +77,14 @@ def plan_params(numel: int, asked: Asked) -> Plan:
 
 
 def _bucket_nbytes(numel: int, asked: Asked) -> float:
-    """Of a bucket's parameters; how large a unit is, is known where the number of them is."""
+    """Return the bytes of a bucket's parameters: a unit's, if a bucket is one and their number is known."""
     if asked.by_unit and asked.units is not None:
         return max(math.ceil(-(-numel // asked.units) * asked.recipe.parameters), 1)
     return BUCKET_MIB * 2**20
 
 
 def _shared_out(numel: int, ranks: int, placements: Placements, recipe: Recipe, asked: Asked) -> states.Tiers:
-    """The closed form, tier by tier; files have buffers of one message."""
+    """Return {tier: {state: bytes}} by the closed form; a file's buffers hold one message each."""
     whole = with_copies(recipe, asked)
     parts = {
         tier: recipes.part(whole, asked.shares(tier), device=tier == DEVICE) for tier in (DEVICE, HOST, NVME, SHARED)
@@ -103,7 +103,7 @@ def _shared_out(numel: int, ranks: int, placements: Placements, recipe: Recipe, 
 
 
 def _of_equal_units(numel: int, asked: Asked, placements: Placements) -> list[instants.Instant]:
-    """The instants of a model of that many equal units, in messages of the default size; none if it was not said."""
+    """List the instants of a model of `asked.units` equal units, cut into buckets; [] if their number is unknown."""
     if asked.units is None:
         return []
     itemsize = max(round(asked.recipe.parameters), 1)

@@ -91,14 +91,14 @@ def plan_shapes(path: str | os.PathLike[str], asked: Asked, layout: Layout) -> P
 
 
 def _fullest(cut: Partition, owned: list[states.Owned], placements: Placements, recipe: Recipe, replicas: int) -> int:
-    """The rank of all replicas that holds most; of equals the last, so one of the last replica."""
+    """Return the rank of all replicas that holds most; of equals the last, which is in the last replica."""
     if placements.optimizer is Degree.ALL:
         return states.fullest_rank(owned, placements, recipe, states.updated(cut, replicas))
     return cut.ranks * (replicas - 1) + states.fullest_rank(owned, placements, recipe)
 
 
 def _specs(model: shapes.Shapes, asked: Asked, layout: Layout) -> list[Spec]:
-    # Buckets are cut by the parameters' bytes in training, not in the file. A recipe may say 1.5; bytes are whole.
+    # Buckets are cut by the parameters' bytes in training, not in the file: whole ones, even if a recipe says 1.5.
     specs = model.specs(max(round(asked.recipe.parameters), 1), asked.experts, asked.ep)
     blocks = together({spec.name: ([spec.name], spec.numel) for spec in specs}, layout)
     return [spec._replace(block=blocks.get(spec.name, 1)) for spec in specs]

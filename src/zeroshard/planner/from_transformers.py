@@ -21,7 +21,7 @@ def installed() -> bool:
 
 
 def tensors(where: Path, table: Mapping[str, Any]) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-    """(shapes by name, each parameter once; other names of tied ones, by the name that is counted)."""
+    """Return (shapes by name, each parameter once; {other name of a tied one: the name that is counted})."""
     import torch
     import transformers
 
@@ -47,7 +47,7 @@ def tensors(where: Path, table: Mapping[str, Any]) -> tuple[dict[str, tuple[int,
 
 
 def _class_of(transformers: Any, table: Mapping[str, Any], config: Any) -> Any:
-    """The one that the config names first, if it is one of the library's models; else the one for language."""
+    """Return the class that the config names first, if it is one of the library's; else its causal language model."""
     named = (table.get("architectures") or [""])[0]
     found = getattr(transformers, named, None) if isinstance(named, str) else None
     if inspect.isclass(found) and issubclass(found, transformers.PreTrainedModel):

@@ -1,4 +1,4 @@
-"""What a rank holds beside its states, at the moments when that is most: arithmetic on a layout, no engine.
+"""Bytes that a rank holds beside its states, when they are most: arithmetic on a layout, no engine.
 
     init                  one unit at a time is put together, one bucket of it in the masters' dtype
     forward of unit k     the root, unit k, and `prefetch` units after it
@@ -43,7 +43,7 @@ class ItemSizes(NamedTuple):
 
     @property
     def running(self) -> Fraction | int:
-        """Of a sum that is handed on: 16-bit gradients are summed in fp32."""
+        """Bytes per element of a sum that replicas hand on: 16-bit gradients are summed in fp32."""
         return max(self.gradients, 4)
 
 
@@ -62,7 +62,7 @@ class Instant(NamedTuple):
 
 
 def item_sizes(recipe: Recipe) -> ItemSizes:
-    """Those of a recipe."""
+    """Take the item sizes from a recipe."""
     return ItemSizes(recipe.parameters, recipe.gradients, recipe.reduced, recipe.updated, recipe.in_backward)
 
 
@@ -82,9 +82,9 @@ def instants(
     along: Seat = ALONE,
     shares: bool = False,
 ) -> list[Instant]:
-    """All named instants of a step on the device, in the order they come. `names[k]` is shown for unit k, if given.
+    """List all named instants of a step on the device, in their order. `names[k]` is shown for unit k, if given.
 
-    shares: ranks read each other's memory: of what they gather each lends a copy of its shard to the others.
+    shares: do ranks read each other's memory? Then each lends the others a copy of its shard of what they gather.
     """
     sits = seat(rank, partition.ranks * replicas, replicas)
     units: dict[int, list[Bucket]] = {}
@@ -143,12 +143,12 @@ def _on_device(resting: Resting | None, bucket: Bucket, kind: str) -> bool:
 
 
 def _once(resting: Resting | None) -> bool:
-    """Is there one copy of the parameters, of which nobody lends or brings anything?"""
+    """Tell whether one copy of the parameters serves all ranks, so that none lends or brings any."""
     return any(at["parameters"] == SHARED for at in resting or ())
 
 
 def peak(at_rest: Mapping[str, int], found: Iterable[Instant]) -> tuple[int, str]:
-    """(bytes, name of the instant): states at rest plus the most that passes through."""
+    """Return (bytes, name of the instant): states at rest plus the most that passes through."""
     worst = max(found, key=lambda instant: instant.total)
     return sum(at_rest.values()) + worst.total, worst.name
 
@@ -162,7 +162,7 @@ def _some(*tables: Mapping[str, int]) -> dict[str, int]:
 
 
 def _init(units: Mapping[int, list[Bucket]], whole: Mapping[int, int], sizes: ItemSizes) -> Instant:
-    """A bucket is put together in the dtype of what is updated, then converted, unit by unit."""
+    """Return the instant of building a unit: gathered, beside one bucket of it in the dtype of what is updated."""
     gathered = max(whole.values(), default=0)
     build = max((_nbytes(bucket.numel, sizes.updated) for run in units.values() for bucket in run), default=0)
     return Instant("init", _some({GATHER: gathered, BUILD: build}))
@@ -171,7 +171,7 @@ def _init(units: Mapping[int, list[Bucket]], whole: Mapping[int, int], sizes: It
 def _step(
     partition: Partition, placements: Placements, sizes: ItemSizes, sits: Seat, along: Seat, resting: Resting | None
 ) -> dict[str, int]:
-    """The optimizer gets every gradient in the dtype of what it updates, bucket by bucket."""
+    """Return the most that a bucket's gradients take once they are in the dtype of what the optimizer updates."""
     trained = [bucket for bucket in partition.buckets if bucket.trainable]
     return {
         UPCAST: max((_upcast(b, placements, sizes, along if b.along else sits, resting) for b in trained), default=0)
@@ -179,7 +179,7 @@ def _step(
 
 
 def _upcast(bucket: Bucket, placements: Placements, sizes: ItemSizes, sits: Seat, resting: Resting | None) -> int:
-    """Bytes of a bucket's gradients in the dtype of what the optimizer updates, where that is another."""
+    """Return a bucket's bytes of gradients in the dtype of what is updated; 0 if they have it, or off the device."""
     if sizes.gradients == sizes.updated or not _on_device(resting, bucket, "optimizer"):
         return 0
     first, last = bucket.held(sits, placements.optimizer)
@@ -191,16 +191,16 @@ def _total(table: Mapping[str, int]) -> int:
 
 
 class _Updates:
-    """Of the optimizer in backward: averages from when they land until their bucket is updated.
+    """Averages for the optimizer in backward, from when they land until their bucket is updated.
 
-    Where each rank updates all of a bucket, it has to wait for the others' shards of its average: the next one lands.
+    A rank that updates all of a bucket waits for the other ranks' shards of its average, while the next one lands.
     """
 
     def __init__(
         self, buckets: Sequence[Bucket], placements: Placements, sizes: ItemSizes, seat: Callable[[Bucket], Seat],
         resting: Resting | None, allowed: int,
     ) -> None:  # fmt: skip
-        """buckets: in the order that they land in."""
+        """Begin with nothing landed. buckets: in the order in which they land."""
         self._asked = placements, sizes, seat, resting
         self._coming = [*buckets] if sizes.in_backward else []
         self._here: list[Bucket] = []  # the oldest first
@@ -208,13 +208,13 @@ class _Updates:
         self._most: dict[str, int] = {}
 
     def land(self, count: int) -> None:
-        """So many more land."""
+        """Let the next `count` averages land."""
         for bucket in self._coming[:count]:
             self._here.append(self._coming.pop(0))
             self._update(self._waits if bucket.size > 1 else 0)
 
     def most(self, *, last: bool) -> dict[str, int]:
-        """What was held at most since this was asked. last: with all that still lands."""
+        """Return the most held since the last call. last: everything that is still to come lands first."""
         if last:
             self.land(len(self._coming))
             self._update(0)
@@ -222,7 +222,7 @@ class _Updates:
         return most
 
     def _update(self, waits: int) -> None:
-        """All but so many."""
+        """Update the buckets that have landed, oldest first, until `waits` are left."""
         placements, sizes, seat, resting = self._asked
         self._most = max(self._most, self._held(0), key=_total)
         while len(self._here) > waits:
@@ -247,7 +247,7 @@ def _each_bucket(
 
 
 class _Pool(list[int]):
-    """Bytes of used messages, the longest kept first."""
+    """Sizes in bytes of used buffers, the one kept longest first."""
 
     def take(self, sizes: Iterable[int]) -> None:
         for nbytes in sizes:
@@ -272,21 +272,21 @@ def _reductions(
     resting: Resting | None,
     shares: bool = False,
 ) -> dict[int, dict[str, int]]:
-    """{bucket: bytes of contributions and of what arrives for them when it has been sent}, last bucket first.
+    """Return {bucket: {state: bytes} of reductions once the bucket has been sent}, last bucket first.
 
-    With the optimizer in backward there are gradients too, and a copy of them: of what lands once it has been sent.
+    With the optimizer in backward they include the gradients that land then, and the copy of them that it updates with.
 
-    The engine's bookkeeping of buffers with every reduction as late as allowed: a send buffer of the bucket's size and
-    a buffer for what arrives (`headroom.room`); done, both wait in a pool for the next bucket of their size. The send
-    buffers of the unit's other buckets may have begun, and count too. Under `no_sync` all send buffers exist already,
-    full-size, in the gradients' dtype. Replicated gradients are their own send buffer then; and in the first backward
-    (`fresh`), if they are of the dtype that is sent.
+    It follows the engine's buffers with every reduction as late as allowed: a send buffer of the bucket's size and a
+    buffer for what arrives (`headroom.room`). Once done, both wait in a pool for the next bucket of their size. The
+    unit's other buckets may have begun their send buffers, which count too. Under `no_sync` all send buffers exist
+    already, full-size, in the gradients' dtype. Replicated gradients are their own send buffer then, and in the first
+    backward (`fresh`) if they have the dtype that is sent.
 
-    Where ranks read each other's memory nothing arrives, and gradients are no send buffers, since others cannot read
-    them; send buffers have a pool of their own.
+    Where ranks read each other's memory (`shares`) nothing arrives, and gradients are no send buffers, since other
+    ranks cannot read them; send buffers have a pool of their own.
 
-    With replicas each reduction has a running sum of the own shard beside it, and an average where gradients rest
-    elsewhere. They are kept until `in_flight` and as many reductions as there are replicas have been added up since.
+    With replicas each reduction has a running sum of the own shard beside it, and an average where gradients do not
+    rest on the device. Both are kept until `in_flight` plus as many later reductions as there are replicas are added.
     """
     itemsize = max(sizes.gradients, sizes.reduced) if no_sync else sizes.reduced
     trainable = [bucket for bucket in partition.buckets if bucket.trainable]

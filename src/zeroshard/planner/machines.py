@@ -1,4 +1,4 @@
-"""What a cluster can do, in a few numbers, and how long a collective takes on it. No torch.
+"""A cluster in a few numbers, and the time that a collective takes on it. No torch.
 
 The model is the usual one (Hockney; Thakur et al. 2005): a collective costs its hops times a latency, and its bytes
 over the bandwidth of the narrowest link it crosses. A ring over several nodes enters and leaves each node once per
@@ -7,7 +7,7 @@ node's network. An exchange in which every rank sends to every other (the ordere
 carry on: each rank's own network card takes everything that leaves the node.
 
 A host costs too: it launches kernels, now and then waits until the device is through with all of them, and meets the
-others. How often says `overheads`.
+others. `overheads` counts how often.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Machine:
     flops: dense 16-bit peak of one GPU. efficiency: the part of it that whole training steps reach without any
     communication. memory: bytes of one GPU. memory_bandwidth: of that memory. gpus: in one node. link: between GPUs of
     a node. network: between nodes. link_latency, network_latency: per hop. source: where the numbers are from.
-    launch: seconds of the host for one kernel. kernel: the least that one takes on the device. drain: what it takes the
-    host to hear that all has run, and to be ahead again. meeting: one agreement of all ranks, over gloo. These four are
-    of any host: `KNOWN_BY` says how each number is known.
+    launch: seconds of the host for one kernel. kernel: the least that one takes on the device. drain: seconds until the
+    host hears that all has run, and is ahead again. meeting: one agreement of all ranks, over gloo. These four have
+    defaults for any host: `KNOWN_BY` says how each number is known.
     """
 
     name: str
@@ -49,24 +49,24 @@ class Machine:
     meeting: float = 4e-4
 
     def ring_seconds(self, nbytes: float, ranks: int) -> float:
-        """All-gather or reduce-scatter of `nbytes` in all over `ranks` ranks."""
+        """Return the time of an all-gather or reduce-scatter of `nbytes` in all over `ranks` ranks."""
         nodes = -(-ranks // self.gpus)
         narrowest = self.link if nodes == 1 else min(self.link, self.gpus * self.network)
         hops = (ranks - nodes) * self.link_latency + (nodes if nodes > 1 else 0) * self.network_latency
         return (ranks > 1) * hops + (ranks - 1) / ranks * nbytes / narrowest
 
     def exchange_seconds(self, nbytes: float, ranks: int) -> float:
-        """Every rank sends every other its part of `nbytes`."""
+        """Return the time of an exchange in which every rank sends every other its part of `nbytes`."""
         near = min(ranks, self.gpus)
         inside = (near - 1) / ranks * nbytes / self.link
         outside = (ranks - near) / ranks * nbytes / self.network
         return (ranks > 1) * (self.link_latency if ranks <= self.gpus else self.network_latency) + max(inside, outside)
 
     def relay_seconds(self, on: float, back: float, replicas: int, group: int) -> tuple[float, float]:
-        """A shard's running sum through `replicas` replicas of `group` ranks, and the average back to all of them.
+        """Return (time of a relay, how long of that one rank's link is busy).
 
-        How long it takes, and for how much of that one rank's link is busy: the replicas run a hop apart. With several
-        nodes every hop is as slow as one between them.
+        A shard's running sum goes through `replicas` replicas of `group` ranks, and the average back to all of them.
+        The replicas run a hop apart. With several nodes every hop is as slow as one between them.
         """
         near = replicas * group <= self.gpus
         link, latency = (self.link, self.link_latency) if near else (self.network, self.network_latency)
@@ -108,7 +108,7 @@ MACHINES: Mapping[str, Machine] = {
 
 
 def machine(name: str) -> Machine:
-    """One of `MACHINES`, or the machine that a JSON file of `Machine`'s fields describes. Raises `UserError`."""
+    """Return one of `MACHINES`, or the machine that a JSON file of `Machine`'s fields describes. Raises `UserError`."""
     if name.endswith(".json"):
         return _described(Path(name))
     if name not in MACHINES:

@@ -1,4 +1,4 @@
-"""What an optimizer of torch keeps of a parameter: it is asked, by one step of a twin on a tiny tensor."""
+"""States that an optimizer of torch keeps of a parameter, shown by one step of a twin on a tiny tensor."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from ..errors import UserError
 
 
 class Shown(NamedTuple):
-    """One state of an optimizer as it showed itself.
+    """One state of an optimizer, as the twin's step has shown it.
 
-    sides: None where it is like the parameter; else its shape, with -1 - i in place of the parameter's dimension i.
-    grain: of how many of a parameter's elements it has one, where `sides` is not what says its shape.
+    sides: None where the state grows with the parameter; else its shape, with -1 - i for the parameter's dimension i.
+    grain: how many elements of the parameter share one of the state, where `sides` is None.
     """
 
     dtype: Any
@@ -26,18 +26,18 @@ class Shown(NamedTuple):
         return of if self.sides is None else tuple(sized[-1 - side] if side < 0 else side for side in self.sides)
 
     def kept(self, of: tuple[int, ...]) -> tuple[int, int]:
-        """(bytes, of how many elements; 0: of all) for a parameter of that shape."""
+        """Return (bytes, elements that they are for; 0: the whole tensor) for a parameter of shape `of`."""
         if self.sides is None:
             return self.dtype.itemsize, self.grain
         return self.dtype.itemsize * math.prod(self.shape(of)), 0
 
 
-PRIMES = (2, 3, 5, 7, 11, 13, 17)  # sizes that a state's shape gives away
-BLOCKS = 7  # so many, of an optimizer that updates blocks
+PRIMES = (2, 3, 5, 7, 11, 13, 17)  # of the tiny parameter: each tells its dimension in a state's shape
+BLOCKS = 7  # in the tiny parameter of an optimizer that updates blocks
 
 
 def asked_with(optimizer: Any, of: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a tiny parameter that shows what the optimizer keeps of one of shape `of`."""
+    """Return the shape of a tiny parameter that shows what the optimizer keeps of one of shape `of`."""
     from ..engine.accepted import block_of
 
     if takes_whole_tensors(optimizer):
@@ -49,7 +49,7 @@ def asked_with(optimizer: Any, of: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def takes_whole_tensors(optimizer: Any) -> bool:
-    """Does an optimizer look at a tensor's shape? Then it is asked with a tensor of as many dimensions."""
+    """Tell whether an optimizer looks at a tensor's shape: then it is asked with a tensor of as many dimensions."""
     return getattr(optimizer, "whole", False) is True or any(
         base.__name__ in ("Adafactor", "Muon") for base in type(optimizer).__mro__
     )
@@ -58,7 +58,7 @@ def takes_whole_tensors(optimizer: Any) -> bool:
 def probe(
     optimizer: Any, group: dict[str, Any], dtype: Any, shape: tuple[int, ...] = PRIMES[:1], kind: Any = None
 ) -> dict[str, Shown]:
-    """{state: what it is} after one step of a twin with the user's class (or `kind`), options and a tiny parameter.
+    """Step a twin with the user's class (or `kind`), options and a tiny parameter once; return the states it makes.
 
     shape: that parameter's, see `asked_with`. Raises `UserError` where the optimizer cannot step on it.
     """
@@ -82,7 +82,7 @@ def probe(
     block = block_of(optimizer) or 1
     grains: dict[str, int] = {}
     if block > 1 and shape[0] >= block:
-        if shape[0] % block:  # what has as many elements as there are blocks shows itself where all blocks are full
+        if shape[0] % block:  # a state with one element per block is told where all blocks are full
             grains = {k: s.grain for k, s in probe(optimizer, group, dtype, (BLOCKS * block,), kind).items()}
         else:
             numels = {key: value.numel() for key, value in states.items() if isinstance(value, torch.Tensor)}
@@ -98,7 +98,7 @@ def probe(
 
 
 def of_torch(name: str) -> tuple[dict[str, int], dict[str, int]] | None:
-    """({state: bytes per element}, {state: bytes per tensor}) of a `torch.optim` class, named in any case, in fp32.
+    """Return ({state: bytes per element}, {state: bytes per tensor}) in fp32 of a `torch.optim` class, in any case.
 
     None where torch has no such class.
     """

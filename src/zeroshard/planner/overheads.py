@@ -1,8 +1,8 @@
-"""What the engine asks of a device and its host in a step, beside bytes: kernels, and waits for all of them. No torch.
+"""Costs of a step on a device and its host beside bytes: kernels that are launched, and waits for them. No torch.
 
 Counts and no times: `machines` says what each takes. They follow what the engine does today, verb by verb, and
-tests/test_overheads.py holds them equal to what an emulated accelerator counts: whoever lowers what the engine asks,
-lowers these. Meetings of all ranks are no part of it: the engine records each as an event.
+tests/test_overheads.py holds them equal to what an emulated accelerator counts: a change that lowers the engine's
+launches lowers these. Meetings of all ranks are not counted here: the engine records each as an event.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Overhead:
 
 
 NONE = Overhead()
-TAKEN = 4  # kernels with which a master takes what was edited: a cast, a comparison, a cast back, a choice
+TAKEN = 4  # kernels that take edits into a master: a cast, a comparison, a cast back, a choice
 
 
 def total(parts: Iterable[Overhead]) -> Overhead:
@@ -35,11 +35,11 @@ def total(parts: Iterable[Overhead]) -> Overhead:
 
 @dataclass(frozen=True)
 class Facts:
-    """Of one bucket on one rank, what these counts depend on.
+    """Facts about one bucket on one rank that these counts depend on.
 
-    slots: parameters in it. ranks: that shard it, of each of `replicas`, of which this is number `replica`. sharded: do
-    its parameters rest in shards? cast: are they narrower than what the optimizer updates? in_place: does the sum of
-    gradients lie where this rank's own are put together? narrow: is that of 16 bits? early: is it divided as it lands?
+    slots: parameters in it. ranks: how many shard it in each of the replicas. replica: this rank's. sharded: do its
+    parameters rest in shards? cast: have they another dtype than what the optimizer updates? in_place: is the sum of
+    gradients where this rank's own are put together? narrow: is the sum in 16 bits? early: is it divided as it lands?
     native: does the backend add?
     """
 
@@ -60,7 +60,7 @@ class Facts:
 
 
 def gathered(of: Facts) -> Overhead:
-    """The collective. What is cast or copied before it is an event of its own, `copied`."""
+    """Count a gather's collective. A cast or copy before it is an event of its own, `copied`."""
     return Overhead(int(of.ranks > 1))
 
 
@@ -69,17 +69,17 @@ def copied() -> Overhead:
 
 
 def released() -> Overhead:
-    """The placeholder without values that parameters show is filled."""
+    """Count filling the placeholder, without values, that released parameters show."""
     return Overhead(1)
 
 
 def sent(of: Facts) -> Overhead:
-    """Each gradient is copied to where the message is put together, and that is sent."""
+    """Count a reduction until it is sent: each gradient is copied into the message, and a collective sends it."""
     return Overhead(of.slots + (of.ranks > 1))
 
 
 def folded(of: Facts, *, again: bool) -> Overhead:
-    """All contributions are added. again: to what an earlier backward of this step has left."""
+    """Count the adding of all contributions. again: to what an earlier backward of this step has left."""
     begun = again or of.replica > 0
     adds = (1 if of.native else of.ranks) - (not begun)
     copies = 1 + ((of.in_place and not again) or of.narrow)
@@ -88,7 +88,7 @@ def folded(of: Facts, *, again: bool) -> Overhead:
 
 
 def averaged(of: Facts) -> Overhead:
-    """A product with a power of two, else a division by a number that is put on the device first."""
+    """Count the division by the ranks: a product for a power of two, else by a number put on the device first."""
     ranks = of.ranks * of.replicas
     if ranks & (ranks - 1) == 0:
         return Overhead(int(ranks > 1))
@@ -96,32 +96,34 @@ def averaged(of: Facts) -> Overhead:
 
 
 def handed_on(of: Facts) -> Overhead:
-    """The running sum comes and goes on, and the average comes or goes back."""
+    """Count a relay between replicas: the running sum comes and goes on, and the average comes or goes back."""
     return Overhead((of.replicas > 1) * (3 - (of.replica == 0) - of.last))
 
 
 def looked_at(of: Facts) -> Overhead:
-    """What a forward has edited of its weights is taken before they are released, without asking if there is any."""
+    """Count taking a forward's edits of weights before these are released: done even if there are none."""
     return Overhead(TAKEN if of.cast else 1) if of.sharded else NONE
 
 
 def stepped(of: Facts) -> Overhead:
-    """Before the optimizer's own kernels. The copy of masters to parameters after it is an event, `copied`."""
+    """Count the kernels before the optimizer's own. The copy of masters to parameters after it is `copied`."""
     seeded = Overhead(TAKEN) if of.cast and not of.sharded else NONE
     return seeded + Overhead(int(of.narrow)) + (NONE if of.early else averaged(of))
 
 
 def clipped(of: Facts) -> Overhead:
-    """The bucket's part in a norm, and the product with the factor, parameter by parameter. At most: where no tensor
-    ends inside a block of 128 elements it takes fewer."""
+    """Count at most a bucket's part in a norm, and the product with the factor, parameter by parameter.
+
+    Where no tensor ends inside a block of 128 elements it takes fewer.
+    """
     return Overhead(15 + of.slots) + (NONE if of.early else averaged(of))
 
 
-CLIP = Overhead(45)  # beside, of all buckets together: bins are made, added up over the ranks, and made one number
+CLIP = Overhead(45)  # once for all buckets: bins are made, added up over the ranks, and made one number
 
 
 def step(of: Facts, *, gathers: int, reductions: int, forwards: int) -> Overhead:
-    """One bucket's in a step of so many gathers of it, reductions, and forwards that use it, recomputed ones too."""
+    """Count a bucket's step of so many gathers, reductions, and forwards that use it, recomputed ones included."""
     reduces = total(sent(of) + folded(of, again=number > 0) + handed_on(of) for number in range(reductions))
     around = copied() + released() if of.sharded else NONE
     back = copied() if of.cast and not of.sharded else NONE  # masters to parameters, before their gather

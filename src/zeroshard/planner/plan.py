@@ -73,7 +73,7 @@ def plan(
     reduce: Reduce = "ordered",
     machine: str | None = None,
 ) -> Plan:
-    """Bytes per rank of a model's states, at rest and at the worst instant, at one stage or all four.
+    """Plan the bytes per rank of a model's states, at rest and at the worst instant, at one stage or all four.
 
     Give one of `job`, `params` and `shapes`.
 
@@ -97,7 +97,7 @@ def plan(
     bucket_mib: for shapes and jobs, as `Layout`'s. None: as on the CPU; with `machine`, and of a job whose model is on
         an accelerator, as on one.
     prefetch: units gathered ahead of use, as `Comm`'s.
-    gpus_per_node: what one GPU's links inside and between nodes of that size carry.
+    gpus_per_node: GPUs of a node, to plan what one GPU's links inside and between nodes carry.
     precision: "fp32", a job's own dtypes; "bf16" with fp32 masters, or "bf16-split" with masters that are split;
         "fp32-fp8" and "bf16-fp8" with the weights of linear layers in 8 bits.
     grad_dtype: what a job's gradients are added up in.
@@ -105,12 +105,12 @@ def plan(
     offload: where states rest, as `shard`'s.
     host_mem: a budget for one rank's share of host memory, such as "200GiB".
     disk: a file that `zeroshard io-bench` wrote.
-    tokens: of one rank's step, for the tokens per second that the disk allows.
+    tokens: tokens in one rank's step, for the tokens per second that the disk allows.
     step_time: seconds of a step, for the disk's wear.
     experts: for shapes and jobs, a name pattern of parameters of which a rank has some rows, as in `Layout.along`.
     ep: among how many ranks these rows are divided; a job's model has one rank's.
     whole: for shapes and jobs, name patterns of parameters that are never cut, comma between them, as `Layout`'s. What
-        a job's optimizer needs whole is so by itself.
+        a job's optimizer needs whole need not be named.
     transport: as `Comm`'s: "shared" for ranks of one host, on the CPU, that read each other's memory.
     optimizer_over: as `Comm.optimizer`: "all" shards it over the ranks of all replicas. Stage 0 is left out then.
     reduce: as `Comm`'s, for jobs: "int8" sends gradients as codes of 8 bits.
@@ -208,7 +208,7 @@ def plan(
 
 
 def _cluster(name: str | None, gpus: int | None, *, transport: str, once: bool, **others: object) -> Machine | None:
-    """What `machine` names, with nodes of so many GPUs; and what cannot be asked of it."""
+    """Find the cluster that `machine` names, with nodes of `gpus` GPUs; refuse settings that it does not go with."""
     if name is None:
         return None
     _refuse("machine compares them itself", "leave it out", **others)
@@ -219,8 +219,11 @@ def _cluster(name: str | None, gpus: int | None, *, transport: str, once: bool, 
 
 
 def _compared(plan_of: Callable[[Asked], Plan], asked: Asked, cluster: Machine | None, bounds: object) -> Plan:
-    """The plan, and on a cluster how the ranks can share the model. The optimizer over all ranks cuts each tensor, and
-    splits no masters: such ways are left out where that is asked for."""
+    """Return the plan, and on a cluster the ways in which its ranks can share the model.
+
+    The optimizer over all ranks cuts tensors and splits no masters: these ways are left out for bounds="tensor" and
+    split masters.
+    """
     spread = bounds != "tensor" and asked.precision != "bf16-split"
     found = plan_of(asked)
     return (
@@ -288,7 +291,7 @@ def _check_numbers(
 
 
 def check_experts(experts: str | None, ep: int | None, ranks: int, **others: object) -> None:
-    """Refuse what is not asked of experts. others: settings that are about something else."""
+    """Refuse `experts` and `ep` that do not go together, or not with the ranks. others: settings without experts."""
     if (experts is None) != (ep is None):
         raise UserError("experts and ep belong together", instead='experts="*.experts.*", ep=8')
     if ep is not None:
@@ -304,7 +307,7 @@ def _check_stage(stage: object) -> None:
 
 
 def _check_files(offload: Offload | None, disk: object, step_time: object, tokens: object) -> None:
-    """What is asked about files needs files."""
+    """Refuse a `step_time` that is no time, an `offload` that is none, and questions about files without files."""
     if step_time is not None and not (isinstance(step_time, (int, float)) and 0 < step_time < math.inf):
         raise UserError("step_time counts seconds", got=repr(step_time), instead="step_time=2.5")
     if offload is not None and not hasattr(offload, "tiers"):

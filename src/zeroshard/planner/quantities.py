@@ -15,7 +15,7 @@ UNITS = {
 
 
 def budget(text: str, name: str = "gpu_mem") -> int:
-    """`80GiB` -> 85899345920. Units are KiB, MiB, GiB, TiB (powers of 1024) and KB, MB, GB, TB (powers of 1000).
+    """Parse `80GiB` -> 85899345920. Units are KiB, MiB, GiB, TiB (powers of 1024) and KB, MB, GB, TB (powers of 1000).
 
     name: of the argument, for the error.
     """
@@ -25,7 +25,7 @@ def budget(text: str, name: str = "gpu_mem") -> int:
     if match and not Fraction(amount):
         raise UserError(f"{name}: a budget of memory is at least one byte", got=repr(text), instead="80GiB")
     if match and unit in ("", "B"):
-        gib = float(amount) / 2**30  # more than a number of GiB that somebody has, where it can only be one of bytes
+        gib = float(amount) / 2**30  # 2**20 or more can only be bytes: nobody has so many GiB
         binary = f"{gib:.6f}".rstrip("0").rstrip(".") + "GiB"
         raise UserError(
             what, got=repr(text), instead=binary if gib >= 2**-10 else f"{amount}GiB, or {amount}GB"
@@ -54,7 +54,7 @@ COUNT = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:e[+-]?[0-9]{1,3})?)\s*([kmb
 
 
 def count(text: str | float, name: str = "params") -> int:
-    """`7B`, `1.34B`, `350M`, `7e9`, `7_000_000_000` -> 7000000000. Raises `UserError` unless positive and whole.
+    """Parse `7B`, `7e9` or `7_000_000_000` -> 7000000000. Raises `UserError` unless positive and whole.
 
     K, M, B and T are 10^3, 10^6, 10^9 and 10^12, in either case. name: of the argument, for the error.
     """
@@ -72,7 +72,7 @@ def count(text: str | float, name: str = "params") -> int:
 
 
 def whole(name: str, value: object, most: int) -> None:
-    """Refuse what is no whole number from 1 to `most`. name: of the argument."""
+    """Refuse a value that is no whole number from 1 to `most`. name: of the argument."""
     if type(value) is not int or value < 1:
         raise UserError(f"{name} must be a whole number of at least 1", got=repr(value), instead=f"{name}=1")
     if value > most:
@@ -80,12 +80,12 @@ def whole(name: str, value: object, most: int) -> None:
 
 
 def plain(value: Fraction | int) -> int | float:
-    """For JSON: an integer where it is one."""
+    """Return an integer where the value is one, else a float, for JSON."""
     return int(value) if value == int(value) else float(value)
 
 
 def number(value: Fraction | int) -> str:
-    """`12`, `4.1875`: exact where six decimals are enough for that, else six digits."""
+    """Format `12`, `4.1875`: exactly where six decimals are enough for that, else to six digits."""
     for decimals in range(7):
         if (value * 10**decimals).denominator == 1:
             return f"{float(value):.{decimals}f}"

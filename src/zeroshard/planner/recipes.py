@@ -63,14 +63,14 @@ class Recipe:
         return self.updated + sum((n for state, n in self.optimizer.items() if state != "master"), Fraction())
 
     def states(self, placements: Placements) -> Iterator[tuple[str, Bytes, Degree]]:
-        """(state, bytes per parameter, over which ranks it is sharded), in the order they are shown."""
+        """Yield (state, bytes per parameter, over which ranks it is sharded), in the order they are shown."""
         yield "parameters", self.parameters * (1 - self.cast * placements.together), placements.parameters
         yield "gradients", self.kept_gradients, placements.gradients
         for state, nbytes in self.optimizer.items():
             yield state, nbytes, placements.optimizer
 
     def formula(self, placements: Placements, replicas: int = 1) -> str:
-        """`6 + 12/N`: bytes per parameter and rank. Of K replicas each has what is sharded in a team: `6 + 12*K/N`."""
+        """Write bytes per parameter and rank: `6 + 12/N`; with K replicas of N/K ranks, `6 + 12*K/N`."""
         each: dict[Degree, Bytes] = {}
         for _, nbytes, degree in self.states(placements):
             each[degree] = each.get(degree, Fraction()) + nbytes
@@ -131,7 +131,7 @@ OPTIMIZERS: Mapping[str, Mapping[str, Bytes]] = {
 
 
 def recipe(preset: str = "paper", *, optimizer: str | None = None, custom: str | None = None) -> Recipe:
-    """A preset, with another optimizer's states if one is named; or the bytes that `custom` lists.
+    """Return a preset, with another optimizer's states if one is named; or the bytes that `custom` lists.
 
     custom: "parameters=2,gradients=2,master=4,m=4,v=4", numbers or fractions; any other name is optimizer state.
     """
@@ -148,21 +148,21 @@ def recipe(preset: str = "paper", *, optimizer: str | None = None, custom: str |
         return _of_torch(chosen, optimizer)
     beside = {key: chosen.optimizer[key] for key in ("fp32_gradients", "master") if key in chosen.optimizer}
     kept = {**beside, **OPTIMIZERS[optimizer]}
-    if "master" not in beside:  # what is fp32 already needs none
+    if "master" not in beside:  # fp32 parameters need none
         kept.pop("master", None)
     kept = {state: nbytes for state, nbytes in kept.items() if nbytes}
     return _keeping(chosen, optimizer, kept)
 
 
 def _keeping(chosen: Recipe, optimizer: str, kept: Mapping[str, Bytes]) -> Recipe:
-    """The recipe with those states; only masters that hold all of a parameter can stand for it."""
+    """Return the recipe with those states; only masters wider than the parameters can stand for them."""
     cast = chosen.cast if kept.get("master", 0) > chosen.parameters else Fraction()
     name = f"{chosen.name}, {optimizer}"
     return replace(chosen, name=name, optimizer=MappingProxyType(dict(kept)), cast=cast, says="")
 
 
 def _of_torch(chosen: Recipe, optimizer: str) -> Recipe:
-    """The states of a class of torch.optim, which is asked itself: the one question of a recipe that needs torch."""
+    """Return the recipe with the states of a torch.optim class, found by a step: only this needs torch."""
     from .optimizers import of_torch
 
     found = of_torch(optimizer)
@@ -204,15 +204,16 @@ def _custom(text: str) -> Recipe:
 
 
 def cast_here(recipe: Recipe, shares: Mapping[str, Bytes]) -> Recipe:
-    """Off the device a copy is kept beside the masters. shares: what of each state rests on the device.
+    """Lower `cast` to what rests on the device: elsewhere a copy is kept beside the masters.
 
-    Of which buckets both do, only a layout knows: so many at least.
+    shares: the fraction of each state on the device. Only a layout knows which buckets have both parameters and masters
+    there: this is the least that can.
     """
     return replace(recipe, cast=recipe.cast * max(shares["parameters"] + shares["optimizer"] - 1, Fraction()))
 
 
 def part(recipe: Recipe, shares: Mapping[str, Bytes], *, device: bool) -> Recipe:
-    """The bytes of a recipe that rest in one tier. shares: fraction of "parameters", "gradients" and "optimizer"."""
+    """Return the recipe of one tier. shares: the fraction there of "parameters", "gradients" and "optimizer"."""
     kept = {state: nbytes * shares["optimizer"] for state, nbytes in recipe.optimizer.items()}
     whole = shares["parameters"]
     return replace(

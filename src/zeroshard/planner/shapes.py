@@ -70,7 +70,7 @@ class Shapes:
         return sum(map(math.prod, self.parameters.values()))
 
     def specs(self, itemsize: int, experts: str = "", ep: int = 1) -> list[Spec]:
-        """For `layout.partition`: all trainable, all of one item size, in the units that the names tell.
+        """Return specs for `layout.partition`: trainable, of one item size, in the units that the names tell.
 
         experts: a pattern of parameters of which a rank has 1/ep of the rows, along the axis "edp". Those that
         differ by a number alone, after the pattern's last word ("experts.7.w1.weight"), are rows of one tensor.
@@ -100,7 +100,7 @@ class Shapes:
 
 
 def read(path: str | os.PathLike[str]) -> Shapes:
-    """The shapes in a file or folder. Raises `UserError`, naming the file, for whatever cannot be used."""
+    """Read the shapes in a file or folder. Raises `UserError`, naming the file, for whatever cannot be used."""
     where = Path(path)
     try:
         if where.is_dir():
@@ -137,7 +137,7 @@ class _Tensor(NamedTuple):
 
 
 def _parsed(text: bytes, where: Path) -> dict[str, Any]:
-    """A JSON object; names that occur twice are refused."""
+    """Parse a JSON object; refuse names that occur twice."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         table = dict(pairs)
@@ -186,7 +186,7 @@ def _listing(where: Path) -> dict[str, _Tensor]:
 
 
 def _header(where: Path) -> dict[str, _Tensor]:
-    """A safetensors header, checked against the size of the file: every tensor where it says, no gap, no overlap."""
+    """Read a safetensors header; check that its tensors fill the file without gap and overlap."""
     nbytes = where.stat().st_size
     with where.open("rb") as file:
         start = file.read(8)
@@ -320,7 +320,7 @@ def _linear(name: str, out: int, into: int, bias: bool) -> Named:
 
 
 def _gated(config: _Config, *, kv_default: int | None, qkv_bias: bool, o_bias: bool, mlp_bias: bool) -> Named:
-    """The family of llama: RMSNorm, grouped attention, gated MLP."""
+    """Yield the parameters of a model like llama: RMSNorm, grouped attention, gated MLP."""
     hidden, inner, words = config.whole("hidden_size"), config.whole("intermediate_size"), config.whole("vocab_size")
     heads = config.whole("num_attention_heads")
     groups = config.whole("num_key_value_heads", kv_default or heads)

@@ -50,11 +50,11 @@ STEPS, RECORDED = 3, 2  # the first negotiates its gathers; a timeline needs a s
 
 @dataclass(frozen=True)
 class Simulation:
-    """What one rank would hold and move while it trains.
+    """A rank's simulated training: what it would hold and move.
 
     ledger: held at rest, and the most held in each phase, in bytes. events: of the last `RECORDED` steps, in the order
     they happened; "compute" events carry floating-point operations in `logical`. flops: of one step. activations: bytes
-    that forward keeps for backward, beside the engine's own. working: the most that is alive at once of whatever
+    that forward keeps for backward, beside the engine's own. working: the most that is alive at once of what
     operators made, activations included, in forward or backward (within eight operators of the truth, never less).
     tokens: entries of the largest integer tensor of two or more dimensions in a micro-batch, times the micro-batches
     of a step (0 where a batch has none). steps: how many optimizers step in one.
@@ -100,7 +100,7 @@ def simulate(
     axes = _axes(ranks, rank, accumulate, mesh)
     check_in_backward(accumulate, offload, no_sync=no_sync, asked=optimizer_in_backward)
     if isinstance(job, str):
-        find(job)  # what a module makes when it is imported has values, also after this
+        find(job)  # imported outside the mode: what the module makes has values
     with without_values() as mode:
         built = build(job)
         built.need("optimizer", "batch", "loss")
@@ -141,7 +141,7 @@ def simulate(
 
 
 def _axes(ranks: int, rank: int, accumulate: int, mesh: Mapping[str, int] | None) -> tuple[tuple[str, int], ...]:
-    """The mesh's axes, where these numbers make one."""
+    """Check these numbers and return the mesh's axes; () without a mesh."""
     for name, value, least in (("ranks", ranks, 1), ("accumulate", accumulate, 1), ("rank", rank, 0)):
         if type(value) is not int or value < least:
             raise UserError(f"{name} is a number of at least {least}", got=repr(value))
@@ -158,7 +158,7 @@ def _axes(ranks: int, rank: int, accumulate: int, mesh: Mapping[str, int] | None
 def _train(
     job: Job, zero: Zero, optimizers: list[Any], counted: Counter, step: int, batches: Iterator[Any], local: int
 ) -> None:
-    """Run a step, of which the first `local` backwards are added up on the rank."""
+    """Run a step whose first `local` backwards are added up on the rank."""
     counted.flops = counted.tokens = 0
     try:
         for number, batch in enumerate(batches):
@@ -188,8 +188,8 @@ def _train(
 
 
 def _drawn(job: Job, mode: FakeTensorMode, step: int, index: int) -> Any:
-    """A micro-batch without values, drawn with them: programs read and cut their data by numbers drawn at random."""
-    elsewhere = torch.empty(0).device.type != "cpu"  # by default, and perhaps of a device that is not here
+    """Draw a micro-batch with values, since programs cut their data by random numbers; return it without."""
+    elsewhere = torch.empty(0).device.type != "cpu"  # the default device, which may not be here
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(step << 32 | index)
@@ -215,7 +215,7 @@ def _fake(mode: FakeTensorMode, made: Any) -> Any:
 
 
 class _FakeElsewhere(TorchFunctionMode):
-    """Tensors have values on the CPU, and none on other devices: those may not be here, or have no room."""
+    """A mode in which tensors have values on the CPU alone: other devices may not be here, or have no room."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         super().__init__()
@@ -250,7 +250,7 @@ def _tokens(batch: Any) -> int:
 
 @contextmanager
 def without_values() -> Iterator[FakeTensorMode]:
-    """Tensors made inside have no memory."""
+    """Make tensors without memory inside."""
     # `module.to(dtype)` swaps tensors without values as whole objects, and refuses where something holds them weakly.
     swap = torch.utils.swap_tensors
     torch.utils.swap_tensors = _become
@@ -272,7 +272,7 @@ def _become(tensor: Any, other: Any) -> None:
 
 
 def leave_out_arithmetic(optimizer: torch.optim.Optimizer) -> None:
-    """The optimizer's `step` then only makes the states that the real one makes, and calls a closure if it gets one."""
+    """Replace an optimizer's `step`: it only makes the states that the real one makes, and calls a closure it gets."""
     plain = type(optimizer)
 
     def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
@@ -296,7 +296,7 @@ def leave_out_arithmetic(optimizer: torch.optim.Optimizer) -> None:
 
 
 def facts(zero: Zero) -> dict[int, Facts]:
-    """Of each trained bucket, by its index: what decides how many kernels it takes, and how often the host waits."""
+    """Return {index of a trained bucket: what decides how many kernels it takes, and how often the host waits}."""
     found, native = {}, zero._engine.comm.reduce == "native"
     for bucket in (bucket for bucket in zero.partition.buckets if bucket.trainable):
         buffer, dtypes = zero._engine.buffers[bucket.index], zero.dtypes(bucket)
@@ -315,7 +315,7 @@ PASSING = ("gather", "prefetch", "reduce", "staging", "lent")  # states that com
 
 
 def moments(run: Simulation) -> list[tuple[str, dict[str, int]]]:
-    """[(name, bytes by state)] in the order they come: what the device held when each part of a step held most there.
+    """List (name, bytes by state) of the parts of a step, in their order: what the device held when that was most.
 
     Parts: "init", then "forward of blocks.3", "backward of blocks.3", "reduce" (the end of backward) and "step" of the
     last recorded step.
@@ -348,12 +348,12 @@ def moments(run: Simulation) -> list[tuple[str, dict[str, int]]]:
 
 
 def _recurrent(x: tuple[int, ...], w_in: tuple[int, ...], w_hidden: tuple[int, ...], *_: Any, **__: Any) -> int:
-    """A recurrent layer multiplies every step of every sequence by both of its matrices."""
+    """Count operations of a recurrent layer, which multiplies each step of each sequence by both matrices."""
     return 2 * x[0] * x[1] * (w_in[0] * w_in[1] + w_hidden[0] * w_hidden[1])
 
 
 def _flops() -> dict[Any, Any]:
-    """torch's table of floating-point operations, and what operators on the CPU have other names for."""
+    """Return torch's table of floating-point operations, with operators that have other names on the CPU."""
     aten, table = torch.ops.aten, dict(flop_registry)
     table[aten._scaled_dot_product_flash_attention_for_cpu] = table[aten._scaled_dot_product_flash_attention]
     backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -367,7 +367,7 @@ _FLOPS = _flops()
 
 
 class Counter(TorchDispatchMode):
-    """Counts floating-point operations, and the bytes of what is computed and still alive."""
+    """A counter of floating-point operations, and of the bytes of what is computed and still alive."""
 
     def __init__(self, zero: Zero) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -383,7 +383,7 @@ class Counter(TorchDispatchMode):
         self._leave_out(zero._engine.tier)
 
     def _leave_out(self, tier: Any) -> None:
-        """What the engine reserves while it runs is the ledger's to count."""
+        """Leave what the engine reserves in a tier while it runs out of the count: the ledger counts it."""
         reserve, give_back = tier.reserve, tier.give_back
 
         def known(*args: Any, **options: Any) -> Tensor:
@@ -419,7 +419,7 @@ class Counter(TorchDispatchMode):
         return out
 
     def kept(self) -> int:
-        """Bytes of what was made inside and is still alive."""
+        """Return the bytes of what was made inside and is still alive; bring `working` up to date."""
         total, last = 0, self._made_since
         self._since = self._made_since = 0
         for key, ref in list(self._made.items()):
@@ -427,7 +427,7 @@ class Counter(TorchDispatchMode):
                 del self._made[key]
             else:
                 total += torch.UntypedStorage._new_with_weak_ptr(ref.cdata).nbytes()
-        # Of what was made since the last look some may have gone again: the most there can have been counts.
+        # Some of what was made since the last look may be gone again: the most that can have been alive counts.
         self.working = max(self.working, total, min(self._alive + last, total + last))
         self._alive = total
         return total

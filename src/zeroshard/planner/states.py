@@ -19,9 +19,9 @@ class Stored(NamedTuple):
     """Bytes per element of what a bucket itself stores. `master` is 0 where the parameters are what is updated.
 
     cast: may masters on the device stand for sharded parameters, which are then not stored?
-    split: do masters rest as what the parameters beside them lack? In memory, and in a checkpoint, they are whole.
+    split: do masters rest as just the bits that the parameters beside them lack? `master` counts whole ones.
     average: of a moving average.
-    scales: of all scales of the bucket's tensors, on every rank.
+    scales: bytes of all scales of the bucket's tensors, on every rank; not per element.
     """
 
     parameters: Fraction | int
@@ -38,7 +38,7 @@ class Stored(NamedTuple):
         return Fraction(SPLIT_BITS, 8) if self.split else self.master
 
 
-# What an optimizer keeps of one slot: {state: (bytes, of how many elements; 0: of all)}
+# An optimizer's states of one slot: {state: (bytes, elements that they are for; 0: the whole tensor)}
 Kept = Mapping[str, tuple[Fraction | int, int]]
 Resting = Sequence[Mapping[str, str]]  # for each bucket the tier of "parameters", "gradients" and "optimizer"
 Tiers = dict[str, dict[str, int]]  # {tier: {state: bytes}}
@@ -49,7 +49,7 @@ DEVICE_ALONE = dict.fromkeys(KINDS, DEVICE)
 
 
 class Reserved(NamedTuple):
-    """What one bucket, or an optimizer for one slot of it, reserves for a state on one rank."""
+    """The reservation of one bucket, or of an optimizer for one slot of it, for a state on one rank."""
 
     tier: str
     kind: str
@@ -71,10 +71,10 @@ def reserved(
     kept: Callable[[Bucket, Slot], Kept],
     at: Mapping[str, str] = DEVICE_ALONE,
 ) -> Iterator[Reserved]:
-    """What is reserved for each state of a bucket.
+    """Yield what is reserved for each state of a bucket.
 
-    A bucket stores its padding with each state. An optimizer sees fragments, which have none; but what it keeps in a
-    file has room for the whole bucket, and what it keeps of a parameter as a whole then rests in host memory.
+    A bucket stores its padding with each state. An optimizer sees fragments, which have none. But in a file a state per
+    element has room for the whole bucket, and the optimizer's other states then rest in host memory.
     """
 
     def store(kind: str, state: str, itemsize: Fraction | int) -> Reserved:
@@ -95,7 +95,7 @@ def reserved(
     updated = bucket.held(sits, placements.optimizer)
     for slot in bucket.slots:
         numel = slot.within(*updated).numel
-        if numel:  # of a rank that owns nothing of it, the optimizer has no state
+        if numel:  # else the optimizer has no state of it on this rank
             for state, (itemsize, grows) in kept(bucket, slot).items():
                 if grows == 1 and tier == NVME:
                     filed[state] = itemsize
@@ -107,7 +107,7 @@ def reserved(
 
 
 def together(tiers: Tiers) -> dict[str, int]:
-    """{state: bytes}, whichever tier they rest in; padding last."""
+    """Add up {state: bytes} over the tiers; padding last."""
     states = list(dict.fromkeys(state for held in tiers.values() for state in held))
     order = {"parameters": -2, "gradients": -1, STAGING: 1, PADDING: 2}
     states.sort(key=lambda state: order.get(state, 0))
@@ -135,8 +135,8 @@ class File(NamedTuple):
 class Holding(NamedTuple):
     """One rank of a layout and the bytes of what it holds: by a recipe (`of_recipe`), or in a built engine (`built`).
 
-    Here the bytes of a layout are added up, and nowhere else. stored: of a bucket; kept: of a slot of it. resting: None
-    where everything is on the device.
+    The bytes of a layout are added up here, and nowhere else. stored: bytes per element of a bucket; kept: those of an
+    optimizer's states of a slot. resting: None where everything is on the device.
     """
 
     partition: Partition
@@ -148,21 +148,21 @@ class Holding(NamedTuple):
     along: Seat = ALONE  # among the ranks of the axis that some buckets are sharded along
 
     def seat(self, bucket: Bucket) -> Seat:
-        """Where the rank sits among those that share a bucket."""
+        """Return the rank's seat among those that share a bucket."""
         return self.along if bucket.along else self.sits
 
     def at(self, bucket: Bucket) -> Mapping[str, str]:
-        """The tier of each of a bucket's states."""
+        """Return the tier of each kind of a bucket's states."""
         return self.resting[bucket.index] if self.resting else DEVICE_ALONE
 
     def reserved(self, bucket: Bucket) -> Iterator[Reserved]:
         return reserved(bucket, self.placements, self.seat(bucket), self.stored(bucket), self.kept, self.at(bucket))
 
     def tiers(self, *, apart: bool = False) -> Tiers:
-        """{tier: {state: bytes}} at rest.
+        """Count {tier: {state: bytes}} at rest.
 
         What rests in files is counted without the rounding to pages; their buffers are "staging", in host memory.
-        apart: the padding's bytes are not in their states but in a row of their own, "padding".
+        apart: padding is counted not in its states but in a row of its own, "padding".
         """
         held: Tiers = {DEVICE: {}, HOST: {}, NVME: {}, SHARED: {}}
 
@@ -181,11 +181,11 @@ class Holding(NamedTuple):
         return {tier: states for tier, states in held.items() if states}
 
     def states(self, *, apart: bool = False) -> dict[str, int]:
-        """{state: bytes} at rest, in all tiers together."""
+        """Count {state: bytes} at rest, in all tiers together."""
         return together(self.tiers(apart=apart))
 
     def files(self) -> dict[str, File]:
-        """{state: its file}, with buffers for the largest bucket that has that state from the start."""
+        """Return {state: its file}; a file's buffers hold the largest bucket that has the state from the start."""
         slots: dict[str, tuple[str, dict[int, int]]] = {}
         largest = dict.fromkeys(KINDS, 0)
         for bucket in self.partition.buckets if self.resting else ():
@@ -204,7 +204,7 @@ class Holding(NamedTuple):
         }
 
     def rounding(self) -> int:
-        """How far whole pages of pinned memory go beyond what rests there. What an optimizer makes is not pinned."""
+        """Count the bytes of whole pinned pages beyond what rests in them. An optimizer's own states are not pinned."""
         return sum(
             aligned(each.nbytes) - each.nbytes
             for bucket in self.partition.buckets
@@ -213,9 +213,9 @@ class Holding(NamedTuple):
         )
 
     def snapshot(self) -> int:
-        """Bytes that a save behind the training copies: of what the rank writes, at any stage, each value and state.
+        """Count the bytes that a save behind the training copies: each value and state that the rank writes.
 
-        Buffers of the model and what else is saved come on top.
+        The model's buffers and what is saved along come on top.
         """
         total: Fraction | int = 0
         for bucket in self.partition.buckets:
@@ -242,7 +242,7 @@ def of_recipe(
     replicas: int = 1,
     along: Seat = ALONE,
 ) -> Holding:
-    """With the bytes of a recipe, on a GPU. Its gradients count for trainable buckets only, as the engine's do."""
+    """Return a rank's `Holding` by a recipe, on a GPU. As in the engine, only trainable buckets have gradients."""
     master = recipe.optimizer.get("master", Fraction())
     kept: dict[str, tuple[Fraction | int, int]] = {
         **{state: (nbytes, 1) for state, nbytes in recipe.optimizer.items() if state != "master"},
@@ -258,12 +258,12 @@ def of_recipe(
 
 
 def updated_apart(at: Mapping[str, str]) -> bool:
-    """Is what the optimizer updates not where the parameters are? Then it has a master also in the same dtype."""
+    """Tell whether a bucket's parameters or its optimizer alone is on the device: then it has a master in any dtype."""
     return (at["parameters"] in (DEVICE, SHARED)) != (at["optimizer"] == DEVICE)
 
 
 class Owned(NamedTuple):
-    """What one position has of a partition: elements of its shards, of parameters in them, and how many fragments."""
+    """A position's share of a partition: elements of its shards, those that parameters fill, and fragments."""
 
     shard: int
     numel: int
@@ -271,14 +271,14 @@ class Owned(NamedTuple):
 
 
 def owned(partition: Partition, along: Seat = ALONE) -> list[Owned]:
-    """For every rank of a team of all. Walks bounds and slots side by side: a large model has thousands of either.
+    """Return every position's share. Walks bounds and slots side by side: a large model has thousands of either.
 
     along: any rank's seat among those of the axis that some buckets are sharded along.
     """
     found = [[0, 0, 0] for _ in range(partition.ranks)]
     for bucket in partition.buckets:
         shares = found if not bucket.along else [[0, 0, 0] for _ in range(bucket.size)]
-        first = 0  # of the slots, the first that can reach into this shard
+        first = 0  # the first slot that can reach into this shard
         for position in range(bucket.size):
             low, high = bucket.shard(position)
             mine = shares[position]
@@ -298,7 +298,7 @@ def owned(partition: Partition, along: Seat = ALONE) -> list[Owned]:
 
 
 def updated(partition: Partition, replicas: int) -> list[Owned]:
-    """The same for every rank of all replicas, of what it updates where the optimizer is sharded over all of them."""
+    """Return what every rank of all replicas updates of trained buckets, the optimizer sharded over all of them."""
     found = []
     for rank in range(partition.ranks * replicas):
         sits = seat(rank, partition.ranks * replicas, replicas)
@@ -312,9 +312,9 @@ def updated(partition: Partition, replicas: int) -> list[Owned]:
 def fullest_rank(
     ranks: Sequence[Owned], placements: Placements, recipe: Recipe, parts: Sequence[Owned] | None = None
 ) -> int:
-    """The position that holds most at rest; of equals the last, where the padding lies.
+    """Return the position that holds most at rest; of equals the last, where the padding lies.
 
-    parts: what each rank of all replicas updates, where the optimizer is sharded over them. Then it is a rank.
+    parts: what each rank of all replicas updates, if the optimizer is sharded over them: a rank is returned then.
     """
     cast = recipe.cast * placements.together
     stored = recipe.parameters * (1 - cast) * bool(placements.parameters) + recipe.kept_gradients * bool(
@@ -344,7 +344,7 @@ def recipe_traffic(
     along: Seat = ALONE,
     shares: bool = False,
 ) -> Traffic:
-    """Bytes that one rank moves in a step, bucket by bucket; recomputation finds its unit gathered already."""
+    """Count the bytes that one rank moves in a step, by bucket. Recomputation finds its unit gathered already."""
     position, on, back = rank % partition.ranks, 0, 0
     sits, share = seat(rank, partition.ranks * replicas, replicas), NOTHING
     reductions, gathers = passes(placements, accumulate=accumulate, no_sync=no_sync)

@@ -34,7 +34,7 @@ from .overheads import (
 
 TRAVELS = ("gather", "reduce", "relay", "share")
 FORWARDS = ("forward", "recompute")
-ENDING = (*TRAVELS, *FORWARDS)  # what counts when it is through, too
+ENDING = (*TRAVELS, *FORWARDS)  # events whose end counts too
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Timeline:
     meetings: int = 0
 
     def tokens_per_second(self, tokens: int) -> float:
-        """Of one GPU, for `tokens` in its micro-batches of one step."""
+        """Return the tokens per second of one GPU, with `tokens` in its micro-batches of one step."""
         return tokens / self.step
 
 
@@ -86,12 +86,13 @@ def replay(
     along: Mapping[int, Seat] | None = None,
     facts: Mapping[int, Facts] | None = None,
 ) -> Timeline:
-    """Put recorded steps on a clock; what is reported is the last of them.
+    """Put recorded steps on a clock and return the last of them.
 
-    ranks: of a team, the one of `replica` among `replicas`. updated_nbytes: bytes that the optimizers' step reads and
-    writes on this rank. steps: how many optimizers. along: of the buckets along an axis a seat on it. ordered:
-    reductions are exchanges and a sum in rank order (else the backend's reduce-scatter, a ring). facts: of each bucket,
-    by its index, for what the host is asked; without them it launches the job's own operators and meets others.
+    ranks: in this rank's team, that of `replica` among `replicas`. updated_nbytes: bytes that the optimizers' step
+    updates on this rank: it reads and writes them. steps: how many optimizers. along: {bucket that is sharded along an
+    axis: the seat on it}. ordered: reductions are exchanges and a sum in rank order (else the backend's reduce-scatter,
+    a ring). facts: {bucket: what its launches depend on}; without them the host just launches the job's operators and
+    meets other ranks.
     """
     turns = sorted(
         [(event.start, 0, number) for number, event in enumerate(events)]
@@ -134,7 +135,7 @@ def replay(
 
 
 def _of_units(events: Sequence[Event]) -> dict[str, set[int]]:
-    """Which buckets are gathered for a unit, by its name."""
+    """Return {unit: the buckets that are gathered for it}."""
     found: dict[str, set[int]] = {}
     for event in events:
         if event.verb == "gather" and event.unit is not None and event.bucket is not None:
@@ -143,7 +144,7 @@ def _of_units(events: Sequence[Event]) -> dict[str, set[int]]:
 
 
 def chrome(line: Timeline, rank: int) -> dict[str, Any]:
-    """The step as a Chrome trace: what the rank computes, and beside it what its link carries. Microseconds."""
+    """Return the step as a Chrome trace in microseconds: what the rank computes, and what its link carries."""
     out: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}, simulated"}}
     ]
@@ -173,7 +174,7 @@ class _Clock:
         self._ends: dict[int, float] = {}
 
     def ask(self, event: Event, *, through: bool) -> None:
-        """What the engine asks of the host at one event."""
+        """Charge the clock what the engine asks of host and device at an event. through: at its end?"""
         verb, of = event.verb, None if event.bucket is None else self.facts.get(event.bucket)
         if verb == "control":
             self.meetings += 1
@@ -211,7 +212,7 @@ class _Clock:
             self.host = max(self.host, self.now) + asked.drains * self.machine.drain
 
     def _idle(self) -> None:
-        """The device has nothing to run before the host has launched it."""
+        """Let the device wait until the host has launched the next kernel."""
         late = self.host - self.now
         if late > 0:
             self.overhead += late
@@ -250,7 +251,7 @@ class _Clock:
         self.slices.append(Slice("link", event.verb, event.unit, start, start + seconds))
 
     def _unsent(self, event: Event) -> bool:
-        """Do ranks read it in each other's memory?"""
+        """Tell whether ranks read it in each other's memory, so that nothing is sent."""
         return self.ranks > 1 and event.verb in ("gather", "reduce") and not (event.sent or event.received)
 
     def wait(self, number: int, event: Event) -> None:

@@ -1,4 +1,4 @@
-"""What a step moves: passes of the parameters, bytes of one rank, what each kind of link carries, and replicas.
+"""Messages of a step: passes of the parameters, bytes of one rank, what each kind of link carries, and replicas.
 
 One flat vector of parameters, padded to a multiple of the ranks, or the buckets of a layout: both count with `moved`.
 Of N ranks in K replicas each N/K gather and reduce among themselves, and hand running sums on (`relayed`). Where the
@@ -38,10 +38,11 @@ def _added(*parts: Moved) -> Moved:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a step moves: passes of the whole parameters, and what recomputation gathers once more, apart.
+    """The messages of a step, as passes of the whole parameters and as bytes.
 
-    relay: what K replicas hand on to each other, on average: the first sends no averages, the last no sums. share: what
-    they send each other of a shard after the step, where each has updated a part of it.
+    recompute: what recomputation gathers once more. relay: what K replicas hand on to each other, on average: the first
+    sends no averages, the last no sums. share: what they send each other of a shard after the step, where each has
+    updated a part of it.
     """
 
     reductions: float  # a job that does not use or train all of itself takes less than whole passes
@@ -66,17 +67,17 @@ class Traffic:
 
 
 def passes(placements: Placements, *, accumulate: int = 1, no_sync: bool = False) -> tuple[int, int]:
-    """(reductions, gathers) of the whole model in a step of `accumulate` backwards.
+    """Count (reductions, gathers) of the whole model in a step of `accumulate` backwards, at most.
 
     Every backward is reduced by itself, unless `no_sync` adds up on the rank first. Sharded parameters are gathered
-    for each forward and each backward, replicated ones once, after the step. The most, that is: backward does not
-    gather what autograd needs no weights of (an embedding; a first layer whose input needs no gradient).
+    for each forward and each backward, replicated ones once, after the step. At most, because backward does not gather
+    weights that autograd does not need (an embedding's; a first layer's whose input needs no gradient).
     """
     return (1 if no_sync else accumulate), (2 * accumulate if placements.parameters else 1)
 
 
 def widths(placements: Placements, recipe: Recipe, *, no_sync: bool = False) -> tuple[Bytes, Bytes]:
-    """(reduced, gathered) bytes per element.
+    """Return (reduced, gathered) bytes per element.
 
     What `no_sync` has added up travels in the dtype it was added in. Where the optimizer's state is replicated, the
     averaged gradients are gathered in place of parameters, in that dtype too.
@@ -86,7 +87,7 @@ def widths(placements: Placements, recipe: Recipe, *, no_sync: bool = False) -> 
 
 
 def moved(numel: int, own: int, ranks: int, nbytes: Bytes) -> tuple[Moved, Moved]:
-    """(reduction, gather) of one flat vector of which this rank owns `own` elements."""
+    """Return (reduction, gather) of one flat vector of which this rank owns `own` elements."""
     whole, part = math.ceil(numel * nbytes), math.ceil(own * nbytes)
     to_owners, from_owner = whole - part, part * (ranks - 1)
     return (
@@ -96,18 +97,18 @@ def moved(numel: int, own: int, ranks: int, nbytes: Bytes) -> tuple[Moved, Moved
 
 
 def shared(moves: Traffic) -> Traffic:
-    """The same where ranks that shard together read each other's memory, and send each other nothing."""
+    """Return the traffic where ranks that shard together read each other's memory, and send each other nothing."""
     reduce, gather, recompute = (Moved(each.logical, 0, 0) for each in (moves.reduce, moves.gather, moves.recompute))
     return replace(moves, reduce=reduce, gather=gather, recompute=recompute)
 
 
 def running(recipe: Recipe) -> Bytes:
-    """Bytes of one element of a running sum: what is narrower than fp32 is summed up in it."""
+    """Return the bytes of one element of a running sum: gradients narrower than fp32 are summed in fp32."""
     return max(recipe.gradients, Bytes(4))
 
 
 def relayed(on: int, back: int, replicas: int) -> Moved:
-    """What one reduction of a shard sends between K replicas, per rank and on average; rounded up.
+    """Count what one reduction of a shard sends between K replicas, per rank and on average; rounded up.
 
     on: bytes of its running sum, which goes from each replica to the next. back: of its average, which goes from the
     last one to all others. A ring that adds up K shards sends as many elements.
@@ -119,7 +120,7 @@ def relayed(on: int, back: int, replicas: int) -> Moved:
 
 
 def split(shard: int, own: int, replicas: int) -> Moved:
-    """What goes between the K ranks of one position that update a shard of so many bytes, each its `own` of them."""
+    """Count what a rank sends the others of its position, K in all, of a shard of which it updated `own` bytes."""
     sent = own * (replicas - 1)
     return Moved(shard, sent, sent + shard - own)
 
@@ -135,7 +136,7 @@ def per_step(
     recompute: int = 0,
     replicas: int = 1,
 ) -> Traffic:
-    """Bytes moved per step and rank. `recompute`: elements that recomputation gathers once more, in the whole step.
+    """Count the bytes moved per step and rank. recompute: elements of a step that recomputation gathers once more.
 
     Each of K replicas gathers and reduces among its N/K ranks.
     """
@@ -170,21 +171,21 @@ class Links(NamedTuple):
 
 
 def in_trees(ranks: int, near: int) -> Fraction:
-    """How often a gather of `ranks` broadcasts crosses between nodes of `near` ranks, in shards that a rank sends.
+    """Count the shards that a rank sends to other nodes, of `near` ranks, in a gather of `ranks` broadcasts.
 
     gloo broadcasts in a binomial tree: counted from the root, rank v < d sends to v + d, for d = 1, 2, 4 and so on.
     Over all roots each of these messages starts once at every rank.
     """
     found, distance = Fraction(), 1
     while distance < ranks and near < ranks:
-        beside = max(near - distance, 0) + max(near - (ranks - distance), 0)  # of a node's ranks: those that stay in it
+        beside = max(near - distance, 0) + max(near - (ranks - distance), 0)  # a node's ranks whose messages stay in it
         found += min(distance, ranks - distance) * (1 - Fraction(beside, near))
         distance *= 2
     return found
 
 
 def from_the_last(replicas: int, beside: int) -> int:
-    """How often one broadcast of the last replica's, in gloo's tree, crosses between nodes of `beside` replicas."""
+    """Count the crossings between nodes of `beside` replicas in the last replica's broadcast, in gloo's tree."""
     parents = {child: child - (1 << child.bit_length() - 1) for child in range(1, replicas)}  # counted from the root
     node = [((replica - 1) % replicas) // beside for replica in range(replicas)]
     return sum(node[child] != node[parent] for child, parent in parents.items())
@@ -193,20 +194,22 @@ def from_the_last(replicas: int, beside: int) -> int:
 def links(
     moved: Traffic, ranks: int, gpus_per_node: int, replicas: int = 1, *, gloo: bool = False, native: bool = False
 ) -> Links:
-    """What ranks send on average. NCCL's gathers are rings over all ranks, which leave each node once and share the
-    node's cards; gloo's are a broadcast from each rank, in a tree. A reduction is an exchange over both, in which each
-    card carries whatever its own GPU sends to other nodes; native: the backend's own, a ring too.
+    """Count the bytes that a rank sends over each kind of link, on average.
 
-    Of K replicas each is so among its own ranks, which follow one another: a node holds whole replicas, or a replica
-    whole nodes. Sums are handed on along the replicas, K-1 hops, of which those between nodes share the cards of the
-    replicas in a node. Averages go back as far: along the ring, or in gloo's tree. On average over the replicas: the
-    first and the last send less. What the ranks of one position share is gathered over the replicas.
+    NCCL's gathers are rings over all ranks, which leave each node once and share the node's cards; gloo's are a
+    broadcast from each rank, in a tree. A reduction is an exchange over both, in which each card carries whatever its
+    own GPU sends to other nodes; native: the backend's own, a ring too.
+
+    Each of K replicas gathers and reduces among its own ranks, which follow one another: a node holds whole replicas,
+    or a replica whole nodes. Sums are handed on along the replicas, in K-1 hops; those between nodes share the cards of
+    a node's replicas. Averages go back as far: along the ring, or in gloo's tree. The average is over the replicas, of
+    which the first and the last send less. What the ranks of one position share is gathered over the replicas.
     """
     group, near = ranks // replicas, min(ranks // replicas, gpus_per_node)
     beside = min(replicas, max(gpus_per_node // group, 1))  # replicas in a node
 
     def gathered(nbytes: int, among: int, within: int) -> tuple[Fraction, Fraction]:
-        """(inside, between) of one gather."""
+        """Return (inside, between) of one gather."""
         if gloo:
             crossing = in_trees(among, within)
             return (among - 1 - crossing) * Fraction(nbytes, among), crossing * Fraction(nbytes, among)
@@ -238,8 +241,8 @@ def _back(relay: Moved, replicas: int) -> Fraction:
 class Replicas(NamedTuple):
     """K replicas of what is sharded in N ranks: groups of N/K ranks shard, and hand sums on between the K groups.
 
-    In elements that each rank sends per reduction and gather, on average. The total is 2(N-1)/N P for every K; with the
-    optimizer over all N ranks what they share of their shards comes on top, (K-1)/N P a step.
+    Counts are elements that each rank sends per reduction and gather, on average. The total is 2(N-1)/N P for every K.
+    With the optimizer over all N ranks, the parts of shards that replicas share come on top, (K-1)/N P a step.
     """
 
     replicas: int  # K
@@ -256,7 +259,7 @@ class Replicas(NamedTuple):
 
     @property
     def saved_per_rank(self) -> Fraction:
-        """How much less than with one replica a rank sends over a slow link between groups.
+        """Fraction that a rank sends less over a slow link between groups than with one replica.
 
         Assumes that gathers and reductions are rings, that every rank has a network card of its own, and that with one
         replica all that a rank sends crosses the slow link.
@@ -265,12 +268,12 @@ class Replicas(NamedTuple):
 
     @property
     def saved_per_node(self) -> Fraction:
-        """The same for a node that is a group and has one card: with one replica the ring enters it once."""
+        """The same fraction for a node that is a group and has one card: with one replica the ring enters it once."""
         return self._saved(self.ranks // self.replicas)
 
     def _saved(self, cards_worth: int) -> Fraction:
         if self.replicas == 1 or not self.total:
-            return Fraction()  # as much as with one replica, for that is what it is
+            return Fraction()  # it is one replica
         return 1 - cards_worth * self.reduce_between / self.total
 
     def json(self) -> dict[str, object]:
@@ -280,7 +283,7 @@ class Replicas(NamedTuple):
 
 
 def replicas(numel: int, ranks: int, count: int, recipe: Recipe, *, spread: bool = False) -> Replicas:
-    """Reduced inside, handed on and back between, gathered inside: P[(1-K/N) + 2(K-1)/N] + P(1-K/N).
+    """Count reductions inside, sums and averages between, gathers inside: P[(1-K/N) + 2(K-1)/N] + P(1-K/N).
 
     That is 2(N-1)/N P for every K from 1 to N: only the place of the bytes changes, and the memory. spread: the
     optimizer is sharded over all ranks.
@@ -293,11 +296,11 @@ def replicas(numel: int, ranks: int, count: int, recipe: Recipe, *, spread: bool
 
 
 class SlowLink(NamedTuple):
-    """What one rank sends between nodes in a step, with K replicas and with one: over NCCL, and over gloo.
+    """Bytes that one rank sends between nodes in a step, with K replicas and with one: over NCCL, and over gloo.
 
-    As this engine sends, where every rank has a network card of its own: NCCL gathers in rings, whose crossings all of
-    a node's cards share, gloo by broadcasts in trees; a reduction goes from each rank straight to each owner. See
-    `links`. gloo's is what the kernel counts (tests/test_collectives.py); NCCL's is by formula.
+    This is how this engine sends, if every rank has a network card of its own: NCCL gathers in rings, whose crossings
+    all of a node's cards share, gloo by broadcasts in trees; a reduction goes from each rank straight to each owner.
+    See `links`. gloo's bytes are what the kernel counts (tests/test_collectives.py); NCCL's are by formula.
     """
 
     gpus_per_node: int
@@ -319,7 +322,7 @@ class SlowLink(NamedTuple):
 
 
 def slow_link(ranks: int, count: int, with_count: Traffic, with_one: Traffic, gpus_per_node: int) -> SlowLink:
-    """For `count` replicas. gpus_per_node: ranks of a node, which follow one another."""
+    """Compare `count` replicas with one. gpus_per_node: ranks of a node, which follow one another."""
     return SlowLink(
         gpus_per_node,
         *(

@@ -25,7 +25,7 @@ class _Node:
 
     @property
     def listed(self) -> bool:
-        """Is it a list of blocks?"""
+        """Are all children numbered, as a list's are?"""
         return bool(self.children) and all(name.isdecimal() for name in self.children)
 
     @property
@@ -34,7 +34,7 @@ class _Node:
 
 
 def _units(parameters: Mapping[str, Shape]) -> list[_Node]:
-    """The root, then the others in the order their names come."""
+    """Return the root, then the other units in the order of their names."""
     root = _Node("")
     for name, shape in parameters.items():
         node, numel = root, math.prod(shape)
@@ -49,7 +49,7 @@ def _units(parameters: Mapping[str, Shape]) -> list[_Node]:
 
 
 def units_of(parameters: Mapping[str, Shape]) -> dict[str, int]:
-    """{parameter: unit}; the root is 0."""
+    """Return {parameter: number of its unit}; the root is 0."""
     units: dict[str, int] = {}
     for number, node in enumerate(_units(parameters)):
         units.update(dict.fromkeys(node.names, number))
@@ -57,7 +57,7 @@ def units_of(parameters: Mapping[str, Shape]) -> dict[str, int]:
 
 
 def unit_names(parameters: Mapping[str, Shape]) -> list[str]:
-    """ "the root", then the units' paths, in the order of their numbers."""
+    """Return "the root", then the units' paths, in the order of their numbers."""
     return [node.path or "the root" for node in _units(parameters)]
 
 

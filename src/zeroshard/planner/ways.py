@@ -2,8 +2,8 @@
 
 Each way has its figures: bytes of a rank, bytes between nodes, and how long the messages of a step take, one after the
 other and none behind compute, by the same arithmetic as a simulated clock (`machines`), with what the engine asks of
-the host (`overheads`). Of those that fit the one that takes least is recommended, and the reasons are these figures and
-nothing else. The backend's own reduction is compared too and never recommended: equal bits are given up for it.
+the host (`overheads`). Of the ways that fit, the one that takes least time is recommended, and these figures are the
+only reasons. The backend's own reduction is compared too and never recommended: it gives up equal bits.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class Way(NamedTuple):
 
     @property
     def settings(self) -> str:
-        """As `shard` takes it."""
+        """Arguments of `shard` that choose this way."""
         told = [f"replicas={self.replicas}"] * (self.replicas > 1) + ['optimizer="all"'] * (self.over == "all")
         told += [f'reduce="{self.reduce}"'] * (self.reduce != "ordered")
         return f"stage={self.stage}" + (f", comm=Comm({', '.join(told)})" if told else "")
 
     def better(self, other: Way) -> bool:
-        """Is it as good in all that counts, memory and time, and not the same in both?"""
+        """Tell whether this way is no worse in memory and time, and better in one of them."""
         mine, theirs = (self.seconds, self.nbytes), (other.seconds, other.nbytes)
         return mine != theirs and all(a <= b for a, b in zip(mine, theirs, strict=True))
 
@@ -72,17 +72,17 @@ class Ways(NamedTuple):
 
     @property
     def recommended(self) -> Way | None:
-        """Of those that fit the one that takes least time; of equals the one that holds least."""
+        """The way that takes least time of those that fit; of equals the one that holds least. None if none fits."""
         return next((way for way in self.ways if way.fits), None)
 
     @property
     def shown(self) -> list[Way]:
-        """Those that no other beats in both memory and time, and one replica at every stage."""
+        """Ways that no other beats in memory and time together, and one replica at every stage."""
         return [way for way in self.ways if way.replicas == 1 or not any(each.better(way) for each in self.ways)]
 
     @property
     def because(self) -> list[str]:
-        """Why, in figures."""
+        """Reasons for what is recommended, in figures."""
         best = self.recommended
         if best is None:
             least = min(self.ways, key=lambda way: way.nbytes)
@@ -103,7 +103,7 @@ class Ways(NamedTuple):
         return [*said, *self._of_native(best)]
 
     def _of_native(self, best: Way) -> list[str]:
-        """Is the backend's own reduction faster here, and by how much?"""
+        """Say if the backend's own reduction is faster here, and by how much."""
         other = next((way for way in self.native if way.fits), None)
         if other is None or not best.seconds:
             return []
@@ -133,7 +133,7 @@ class Ways(NamedTuple):
 
 
 def meshes(ranks: int, gpus: int) -> list[tuple[int, Over]]:
-    """(replicas, over which ranks the optimizer is sharded): replicas are whole nodes, or nodes are not told apart."""
+    """List (replicas, over which ranks the optimizer is sharded). Several replicas are each made of whole nodes."""
     several = [count for count in range(2, ranks // gpus + 1) if ranks % (count * gpus) == 0]
     overs: tuple[Over, ...] = ("team", "all")
     return [(1, "team"), *((count, over) for count in several for over in overs)]
@@ -143,7 +143,7 @@ MEETINGS = {False: 4, True: 5}  # of a step of one backward; True: at stage 3. W
 
 
 def overhead(plan: StagePlan, machine: Machine, replicas: int, reduce: Reduce, asked: Asked) -> float:
-    """How long the host and the device are busy with what is asked of them beside messages and the job's operators."""
+    """Estimate the seconds of a step that go to the engine's launches, waits for the device, and meetings."""
     placed, recipe, moved = asked.placements(plan.stage), asked.recipe, plan.traffic
     ranks, backwards = asked.ranks, asked.accumulate
     wide = max(recipe.gradients, Bytes(4)) == recipe.gradients
@@ -162,7 +162,7 @@ def overhead(plan: StagePlan, machine: Machine, replicas: int, reduce: Reduce, a
 def seconds(
     moved: Traffic, machine: Machine, ranks: int, replicas: int, buckets: int, reduce: Reduce = "ordered"
 ) -> float:
-    """How long a step's messages take on one rank, one after the other: of each bucket one for each pass."""
+    """Estimate the seconds of a step's messages on one rank, one after the other: each bucket's once for each pass."""
     group = ranks // replicas
     found = 0.0
     if group > 1:
@@ -186,8 +186,10 @@ def _each(nbytes: int, messages: float, ranks: int, time_of: Callable[[float, in
 
 
 def compare(plan_of: Callable[[Asked], Plan], asked: Asked, machine: Machine, *, spread: bool) -> Ways:
-    """Every mesh at every stage asked for. plan_of: the plan of such a question. spread: may the optimizer be over all
-    ranks?"""
+    """Plan every mesh at every stage asked for, and sort the ways by time.
+
+    plan_of: the plan of a question. spread: may the optimizer be over all ranks?
+    """
     limit = asked.gpu_mem or machine.memory
     found: dict[Reduce, list[Way]] = {"ordered": [], "native": []}
     for replicas, over in meshes(asked.ranks, machine.gpus):
@@ -210,7 +212,7 @@ def compare(plan_of: Callable[[Asked], Plan], asked: Asked, machine: Machine, *,
 
 
 def _added_by_the_backend(moved: Traffic, asked: Asked) -> Traffic:
-    """What is added on its way travels as wide as it is accumulated."""
+    """Widen reductions to the accumulator's dtype: what the backend adds on the way travels in it."""
     wider = asked.recipe.gradients / asked.recipe.reduced
     if asked.no_sync or wider <= 1:
         return moved

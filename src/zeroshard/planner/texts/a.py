@@ -75,7 +75,7 @@ def text() -> Text:
 
 
 def _steps() -> Line:
-    """Of an iteration: two of computing, forward with backward and Adam, and stage 1's two of sending."""
+    """Count the steps of an iteration: forward with backward, Adam, and stage 1's two passes of messages."""
     return line("steps of an iteration", "4", 2 + sum(traffic.passes(STAGES[1])))
 
 

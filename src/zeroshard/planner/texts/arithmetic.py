@@ -17,14 +17,14 @@ def fp16(value: float) -> float:
 
 
 def bf16(value: float) -> float:
-    """The nearest, halves to even; by way of fp32."""
+    """Round to the nearest bf16 number, halves to even, by way of fp32."""
     bits = struct.unpack("<I", struct.pack("<f", value))[0]
     bits += 0x7FFF + (bits >> 16 & 1)
     return float(struct.unpack("<f", struct.pack("<I", bits & 0xFFFF0000))[0])
 
 
 class Adam(NamedTuple):
-    """The first step of one weight."""
+    """Adam's first step of one weight."""
 
     m: Fraction
     v: Fraction
@@ -34,7 +34,7 @@ class Adam(NamedTuple):
 
 
 def adam(weight: Fraction, gradient: Fraction, lr: Fraction) -> Adam:
-    """From states of zero, with betas 0.9 and 0.999 and eps 1e-8."""
+    """Take Adam's first step from states of zero, with betas 0.9 and 0.999 and eps 1e-8."""
     m, v = gradient / 10, gradient**2 / 1000
     m_hat, v_hat = m * 10, v * 1000
     moved = lr * m_hat / (Fraction(math.sqrt(v_hat)) + Fraction(1, 10**8))
@@ -42,7 +42,7 @@ def adam(weight: Fraction, gradient: Fraction, lr: Fraction) -> Adam:
 
 
 def spoiled(ranks: int) -> int:
-    """Of bf16's 128 values from 1 to 2, those that a bf16 sum of `ranks` equal parts does not give back.
+    """Count the values, of bf16's 128 from 1 to 2, that a bf16 sum of `ranks` equal parts does not give back.
 
     The loss is divided, and it is bf16 as the model's output is: backward multiplies by a rounded 1/ranks.
     """
@@ -57,7 +57,7 @@ def spoiled(ranks: int) -> int:
 
 
 def spoiled_here(ranks: int) -> int:
-    """The same where the sum is in fp32, of undivided parts, and is divided once."""
+    """Count the same where the sum is in fp32, of undivided parts, and is divided once."""
     found = 0
     for at in range(128):
         g, total = 1 + at / 128, 0.0

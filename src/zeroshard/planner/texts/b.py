@@ -25,7 +25,7 @@ def text() -> Text:
 
 
 def stacked(hidden: int, layers: int) -> int:
-    """Parameters of its stacked MLP."""
+    """Count the parameters of the text's stacked MLP."""
     return layers * (8 * hidden * hidden + 5 * hidden)
 
 
@@ -53,12 +53,12 @@ def _summary() -> Table:
 
 
 def _over(per_rank: Fraction) -> str:
-    """Bytes on one of `RANKS` ranks, as what all of them hold together over N."""
+    """Write bytes on one of `RANKS` ranks as those of all ranks over N."""
     return f"{number(per_rank * RANKS)}/N"
 
 
 def _groups() -> Table:
-    """Its table of buffers: each is for parameters of one dtype and of one group of ranks, which the layout knows."""
+    """Compare its table of buffers, one for each dtype and group of ranks, with the layout's buckets."""
     said = {
         "attention.weight": ("dense, bf16", "bf16", ""),
         "experts.weight": ("MoE, bf16", "bf16", "edp"),
@@ -90,14 +90,14 @@ def _padding() -> Table:
 
 
 def _said(count: int) -> tuple[Fraction, Fraction]:
-    """(reduction, all-gather) by its own formulas; of one replica it says ~P for each."""
+    """Return (reduction, all-gather) by the text's own formulas; for one replica it says ~P for each."""
     if count == 1:
         return Fraction(1), Fraction(1)
     return 1 + Fraction(2 * (count - 1), RANKS), 1 - Fraction(count, RANKS)
 
 
 def _about(count: int, says: Fraction) -> str:
-    """As the text writes it: ~P of one replica, exactly of several."""
+    """Write a figure as the text does: ~P for one replica, exactly for several."""
     return f"{'~' if count == 1 else ''}{number(says)}"
 
 
@@ -198,7 +198,7 @@ def _profile() -> tuple[Table, ...]:
 
 
 def _in_8_bits() -> Table:
-    """What this engine holds of the same profile with `Precision(param_dtype=torch.bfloat16, fp8=True)`."""
+    """Count the same profile's bytes in this engine with `Precision(param_dtype=torch.bfloat16, fp8=True)`."""
     weights, biases, tensors = 10 * 8 * 4096**2, 10 * 5 * 4096, 10 * 2
     rest = weights + biases * PAPER.parameters
     beside = PAPER.gradients + OPTIMIZER / 4

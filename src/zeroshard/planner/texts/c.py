@@ -125,7 +125,7 @@ def _walk() -> tuple[Table, Table]:
 
 
 def _exactly(found: Table) -> Table:
-    """fp16 and fp32 stand for numbers as they are: 2.0996 is not 2.1."""
+    """Compare fp16 numbers exactly, without rounding: 2.0996 is not 2.1."""
     exact = {"fp16 parameters after", "GPU 0, half updated", "GPU 1, half updated"}
     return Table(found.title, tuple(each._replace(exact=each.what in exact) for each in found.lines))
 
@@ -137,7 +137,7 @@ def _in_backward() -> Table:
 
 
 def _sent(verb: str) -> str:
-    """What a rank sends of a collective over all parameters, from the traffic of several numbers of ranks."""
+    """Return the formula of what a rank sends in a collective over all parameters, checked for several ranks."""
     for ranks in (2, 4, 8, 64):
         moved = getattr(traffic.per_step(64, ranks, STAGES[1], PAPER), verb)
         assert Fraction(moved.sent, moved.logical) == Fraction(ranks - 1, ranks)

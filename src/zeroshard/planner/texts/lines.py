@@ -24,8 +24,8 @@ Values = tuple[Fraction, ...]
 class Line(NamedTuple):
     """One number, a row of numbers or a formula.
 
-    says: the text's own, None where it gives none; "> 2" or "~2" of a number, "1, 2, ..." of the first of a row. exact:
-    rounding is no excuse, because the text draws a conclusion from the number.
+    says: the text's own number, None where it gives none; "> 2" and "~2" for a number, "1, 2, ..." for the first of a
+    row. exact: must agree without rounding, because the text draws a conclusion from the number.
     """
 
     what: str
@@ -76,7 +76,7 @@ class Table(NamedTuple):
 
 @dataclass(frozen=True)
 class Text:
-    """corrections: where the text differs, and what is only cited here and not computed, which is said."""
+    """A text. corrections: where it differs from arithmetic, and what is cited here and not computed."""
 
     letter: str
     title: str
@@ -103,7 +103,7 @@ def line(what: str, says: str | None, value: Fraction | int | str, unit: str = "
 
 
 def row(what: str, says: str | None, values: Iterable[Fraction | float], unit: str = "") -> Line:
-    """A row of numbers."""
+    """Make a line of a row of numbers."""
     return Line(what, says, tuple(Fraction(value) for value in values), unit)
 
 
@@ -111,7 +111,7 @@ def row(what: str, says: str | None, values: Iterable[Fraction | float], unit: s
 
 
 def held(stage: int, numel: int, ranks: int, unit: int = 1) -> dict[str, Fraction]:
-    """{state, or "total": bytes per rank over `unit`}."""
+    """Count {state, or "total": bytes per rank over `unit`}, by the paper's recipe."""
     rows = closed.at_rest(numel, ranks, STAGES[stage], PAPER)
     return {
         **{state: Fraction(nbytes, unit) for state, nbytes in rows.items()},
@@ -120,7 +120,7 @@ def held(stage: int, numel: int, ranks: int, unit: int = 1) -> dict[str, Fractio
 
 
 def saving(stage: int, numel: int, ranks: int) -> Fraction:
-    """Percent less than stage 0."""
+    """Count by how many percent a stage holds less than stage 0."""
     return 100 * (1 - held(stage, numel, ranks)["total"] / held(0, numel, ranks)["total"])
 
 
@@ -130,7 +130,7 @@ def stage_lines(stage: int, numel: int, ranks: int, says: dict[str, str], unit: 
 
 
 def message_lines(name: str, stage: int, says: tuple[str, str, str]) -> list[Line]:
-    """Of the 260 parameters on two ranks."""
+    """Count the messages of the 260 parameters on two ranks at a stage."""
     moved = traffic.per_step(260, 2, STAGES[stage], PAPER)
     return [
         line(f"{name}: reduce-scatter, logical", says[0], moved.reduce.logical, "B"),
@@ -142,7 +142,7 @@ def message_lines(name: str, stage: int, says: tuple[str, str, str]) -> list[Lin
 
 
 def backward_lines(cut: Partition, numel: int) -> list[Line]:
-    """The first backward of a step at stages 1 and 2: Adam has no m and v yet."""
+    """Count the bytes in the first backward at stages 1 and 2, when Adam has no m and v yet."""
     lines = []
     for stage in (1, 2):
         found = instants(cut, STAGES[stage], item_sizes(PAPER), 0)

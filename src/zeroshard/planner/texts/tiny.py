@@ -46,20 +46,20 @@ LEARNING_RATE = Fraction("0.001")
 
 
 def cut_260(align: int = 1, modules: bool = False) -> Partition:
-    """On two ranks, as one flat vector cut evenly; each module a unit of its own, if asked."""
+    """Cut the 260 parameters, as one flat vector, evenly for two ranks. modules: is each module a unit?"""
     unit = {name: number + 1 for number, names in enumerate(MODULES_260) for name in names} if modules else {}
     specs = [Spec(name, shape, "bfloat16", 2, unit.get(name, 0), True) for name, shape in TENSORS_260]
     return partition(specs, Layout(bounds="model", align=align), 2)
 
 
 def own(cut: Partition, rank: int, *names: str) -> Fraction:
-    """Elements of those tensors that a rank owns."""
+    """Count the elements of those tensors that a rank owns."""
     places = [cut.find(name) for name in names]
     return Fraction(sum(bucket.fragment(slot, rank).numel for bucket, slot in places))
 
 
 def forward() -> tuple[Fraction, float, list[float], list[float]]:
-    """(mu, sigma, x1, Q) of the first token on GPU-0."""
+    """Compute (mu, sigma, x1, Q) of the first token on GPU-0."""
     mu = sum(X[0], Fraction()) / len(X[0])
     sigma = math.sqrt(sum(float(x - mu) ** 2 for x in X[0]) / len(X[0]))
     x1 = [float(x - mu) / sigma for x in X[0]]
@@ -68,7 +68,7 @@ def forward() -> tuple[Fraction, float, list[float], list[float]]:
 
 
 def model_lines() -> list[Line]:
-    """Sizes that both texts have, and the shapes of what forward makes of three tokens."""
+    """List the model's sizes, which both texts have."""
     shapes = dict(TENSORS_260)
     (width, inner), (_, words), tokens = shapes["W1"], shapes["W_vocab"], len(X)
     return [
@@ -83,7 +83,7 @@ def model_lines() -> list[Line]:
 
 
 def shape_lines() -> list[Line]:
-    """Tokens by columns: what each matrix makes of its input."""
+    """List the shapes, tokens by columns, of what each matrix makes of its input."""
     shapes, tokens = dict(TENSORS_260), len(X)
     made = (("x", "3, 4", len(X[0])), ("Q = x1 W_q", "3, 4", shapes["W_q"][1]), ("x2 W1", "3, 16", shapes["W1"][1]),
             ("FFN, after W2", "3, 4", shapes["W2"][1]),
@@ -92,7 +92,7 @@ def shape_lines() -> list[Line]:
 
 
 def numel_lines() -> list[Line]:
-    """The table of all parameters, which both texts have."""
+    """List the elements of all parameters, which both texts have."""
     return [
         *(
             line(name, said, math.prod(shape))
@@ -110,7 +110,7 @@ def average_lines(says: tuple[str, ...]) -> list[Line]:
 
 
 def first() -> Adam:
-    """The step of W_q[0,0]."""
+    """Compute the step of W_q[0,0]."""
     return adam(W_Q[0][0], AVERAGES[0][0], LEARNING_RATE)
 
 
@@ -126,7 +126,7 @@ def adam_lines() -> list[Line]:
 
 
 def updated() -> Matrix:
-    """W_q after the step, in fp32."""
+    """Compute the masters of W_q after the step."""
     return tuple(
         tuple(adam(w, g, LEARNING_RATE).weight for w, g in zip(weights, gradients, strict=True))
         for weights, gradients in zip(W_Q, AVERAGES, strict=True)

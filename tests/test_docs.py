@@ -170,7 +170,7 @@ def test_the_site_is_built_from_these_pages(tmp_path):
     )
     assert built.returncode == 0, built.stdout + built.stderr
     api = (tmp_path / "site" / "api.html").read_text()
-    assert "Which dtype each state has." in api and 'id="zeroshard.Zero.save"' in api
+    assert "The dtype of each state." in api and 'id="zeroshard.Zero.save"' in api
     assert (tmp_path / "site" / "source" / "examples" / "job.py.txt").exists()
     assert (tmp_path / "site" / "zero.html").exists()
 

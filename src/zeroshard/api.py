@@ -123,7 +123,7 @@ def _device(model: nn.Module, wanted: torch.device | str | None) -> torch.device
 
 
 class Dtypes(NamedTuple):
-    """What one bucket's states are held in. rest: what its parameters rest and travel as, where that is another."""
+    """The dtypes of one bucket's states. rest: that in which its parameters rest and travel, which may be another."""
 
     param: torch.dtype
     grad: torch.dtype
@@ -141,7 +141,7 @@ class Owner(NamedTuple):
 
 
 def _meeting(method: Method) -> Method:
-    """Of a method in which ranks meet more than once: see `Group.as_one`."""
+    """Decorate a method in which ranks meet more than once: all of it counts as one meeting (`Group.as_one`)."""
 
     @functools.wraps(method)
     def called(self: Zero, *args: Any, **kwargs: Any) -> Any:
@@ -169,7 +169,7 @@ class Zero:
 
     @property
     def seed(self) -> int:
-        """Of all random numbers of `micro_batch_rng`: agreed on by the ranks, or that of the checkpoint loaded."""
+        """The seed of all random numbers of `micro_batch_rng`: agreed on by the ranks, or the loaded checkpoint's."""
         return self._engine.seed
 
     def __repr__(self) -> str:
@@ -200,7 +200,7 @@ class Zero:
             backward.local = before
 
     def join(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """This rank's batches, then the last of them again until no rank has one left: for loaders of uneven length.
+        """Yield this rank's batches, then the last of them until no rank has one left: for loaders of uneven length.
 
         for batch in zero.join(loader): forward, backward, clip, step and schedule as always, on all ranks alike.
 
@@ -430,7 +430,7 @@ class Zero:
         return loading.latest(self._engine.group, folder)
 
     def micro_batch_rng(self, step: int, index: int) -> contextlib.AbstractContextManager[None]:
-        """Inside, random numbers (Python's, NumPy's, torch's) depend on the run's seed, `step` and `index` alone.
+        """Make random numbers inside (Python's, NumPy's, torch's) depend on the run's seed, `step` and `index` alone.
 
         index: which of the step's micro-batches this is, counted over all ranks: `a * zero.world_size + zero.rank` in
         the rank's a-th backward. So dropout is the same at any number of ranks. The seed is `zero.seed`: rank 0's
@@ -439,25 +439,26 @@ class Zero:
         return drawing(self.seed, step, index, self._engine.group.device)
 
     def dtypes(self, bucket: Bucket) -> Dtypes:
-        """What a bucket's parameters, gradients, and masters are held in."""
+        """Return the dtypes that a bucket's parameters, gradients, and masters are held in."""
         buffer = self._engine.buffers[bucket.index]
         return Dtypes(buffer.dtype, buffer.grad_dtype, buffer.master_dtype, buffer.format)
 
     def optimizer_members(self) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any], list[tuple[Bucket, Slot]]]]:
-        """(optimizer, group, the parameters it updates on whichever rank), for every group of every optimizer."""
+        """Yield (optimizer, group, the parameters it updates on whichever rank) of every group of every optimizer."""
         for binding in self._engine.bindings:
             for group in binding.optimizer.param_groups:
                 places = [member.place for member in binding.members if member.group is group]
                 yield binding.optimizer, group, [(p.buffer.bucket, p.buffer.bucket.slots[p.position]) for p in places]
 
     def ledger(self) -> Ledger:
-        """Bytes this rank holds now and held at most, by state, tier and phase, and bytes moved by verb: a snapshot."""
+        """Return a snapshot of the bytes that this rank holds now and held at most, by state, tier and phase, and of
+        the bytes it moved, by verb."""
         for binding in self._engine.bindings:
             binding.states.count()
         return self._engine.ledger.snapshot()
 
     def metrics(self, tokens: int | None = None) -> dict[str, float]:
-        """This rank's numbers, flat, for a tracker: `wandb.log(zero.metrics(tokens=...))`.
+        """Return this rank's numbers, flat, for a tracker: `wandb.log(zero.metrics(tokens=...))`.
 
         tokens: how many (or samples, of this rank or of all) were trained on since the last call with this argument, or
             since `shard`: the answer has them by the second.
@@ -474,7 +475,7 @@ class Zero:
         return metrics.flat(self.ledger(), self._engine.group.progress.steps, self.skipped, rate)
 
     def owners(self, name: str, state: str = "optimizer") -> list[Owner]:
-        """Which rank holds which flat range of a parameter's "parameters", "gradients" or "optimizer" state.
+        """List which rank holds which flat range of a parameter's "parameters", "gradients" or "optimizer" state.
 
         In rank order: of a sharded state a range for one rank of each replica, of a replicated one the whole for every
         rank. Of a parameter along an axis, elements of the whole tensor, of which every rank has some rows; of one that
@@ -500,7 +501,7 @@ class Zero:
 
     @property
     def skipped(self) -> int:
-        """How many optimizer steps were passed over so far because a gradient was not finite: by
+        """The number of optimizer steps passed over so far because a gradient was not finite: by
         `Precision(nonfinite="skip")`, or by a `GradScaler`. The same on every rank."""
         return self._engine.finite.skipped
 
@@ -518,7 +519,10 @@ class Zero:
         self._engine.ledger.record = Record(limit, self._engine.ledger.tiers) if limit else None
 
     def events(self) -> list[Event]:
-        """What this rank recorded, oldest first; collectives carry the name of their bucket's unit."""
+        """Return the events that this rank recorded, oldest first; collectives carry the name of their bucket's unit.
+
+        Raises `StateError` if `record` was not called.
+        """
         if self._engine.ledger.record is None:
             raise StateError("nothing was recorded", instead="zero.record() before the steps of interest")
         units = [self._engine.units[bucket.unit].name for bucket in self.partition.buckets]
@@ -545,7 +549,7 @@ class Zero:
     def explain(
         self, path: str | os.PathLike[str] | None = None, *, metrics: Sequence[Mapping[str, float]] | None = None
     ) -> Page:
-        """One HTML page about this run, and about ZeRO: who holds what, the last recorded step, predicted and held.
+        """Make one HTML page on this run, and on ZeRO: who holds what, the last recorded step, predicted and held.
 
         path: the file that rank 0 writes; None: none, a notebook shows what is returned. metrics: {"step": 1, "loss":
         2.5, "grad_norm": ...} of each step, for the curves. `record()` before the steps of interest, on every rank; the

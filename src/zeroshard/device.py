@@ -32,22 +32,22 @@ def asynchronous(device: torch.device) -> bool:
 
 
 def chunk(tensor: Tensor) -> int:
-    """How many elements of such a tensor to handle at a time."""
+    """Return how many of a tensor's elements to handle at a time, by where it rests."""
     return CHUNK if tensor.is_cpu else _AT_ONCE
 
 
 def current(device: torch.device) -> torch.device:
-    """With its index: where none is given, that of the program's current one."""
+    """Return the device with its index: that of the program's current device if none is given."""
     if device.index is not None or not asynchronous(device):
         return device
     return torch.device(device.type, torch.get_device_module(device).current_device())
 
 
 def chosen(device: torch.device) -> torch.device:
-    """With its index, for a model to rest there. Where none is given: the program's current one, and if that is the
-    first, as it is where nothing was chosen, `LOCAL_RANK`'s.
+    """Return the device, with its index, that a model is to rest on.
 
-    That becomes the program's current one, so that its own `.to("cuda")` of batches goes there too.
+    If no index is given it is the program's current device; but if that is the first one, as it is if nothing was
+    chosen, it is `LOCAL_RANK`'s, which becomes current, so that the program's `.to("cuda")` of batches goes there too.
     """
     found, local = current(device), os.environ.get("LOCAL_RANK", "")
     if device.index is not None or found.index != 0 or not local.isdecimal():
@@ -67,7 +67,7 @@ def warn_of_idle() -> None:
 
 
 def describe(device: torch.device) -> dict[str, str]:
-    """What its arithmetic depends on beside the build of torch, in words: nothing, of the CPU."""
+    """Describe what a device's arithmetic depends on beside the build of torch; {} for the CPU."""
     if not asynchronous(device):
         return {}
     module = torch.get_device_module(device)
@@ -82,7 +82,7 @@ def describe(device: torch.device) -> dict[str, str]:
 
 
 def flags() -> dict[str, str]:
-    """The program's own settings among them, in words."""
+    """Describe the program's settings that change a device's arithmetic."""
     asked: dict[str, Callable[[], object]] = {
         "precision of fp32 products": torch.get_float32_matmul_precision,
         "precision of fp32 convolutions": lambda: torch.backends.cudnn.allow_tf32,
@@ -97,13 +97,14 @@ def flags() -> dict[str, str]:
 
 
 def accelerators() -> list[torch.device]:
-    """All that torch sees here, of the kind that it takes by itself."""
+    """Return all devices of the kind that torch chooses as this machine's accelerator; [] if there is none."""
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return [] if kind is None else [torch.device(kind.type, at) for at in range(torch.accelerator.device_count())]
 
 
 def hardware(device: torch.device) -> dict[str, Any]:
-    """What an accelerator is: None for what its kind does not tell."""
+    """Describe an accelerator: name, capability, bytes of memory in all and free; None for what its kind does not
+    tell."""
     module = torch.get_device_module(device)
     free, total = _tried(lambda: module.mem_get_info(device)) or (None, None)
     return {
@@ -115,7 +116,7 @@ def hardware(device: torch.device) -> dict[str, Any]:
 
 
 def peers(devices: Sequence[torch.device]) -> list[list[bool]] | None:
-    """Which of them read each other's memory, row by row; None where their kind does not tell."""
+    """Return, row by row, which devices can read which others' memory; None if their kind does not tell."""
     if not devices:
         return None
     reaches = getattr(torch.get_device_module(devices[0]), "can_device_access_peer", None)
@@ -125,7 +126,7 @@ def peers(devices: Sequence[torch.device]) -> list[list[bool]] | None:
 
 
 def nccl() -> str | None:
-    """The version of NCCL that torch brings, if it does."""
+    """Return the version of the NCCL that torch brings; None if it brings none."""
     version = _tried(torch.cuda.nccl.version)
     return None if version is None else ".".join(map(str, version))
 
@@ -148,13 +149,13 @@ def _told(ask: Callable[[], object]) -> str:
 
 
 def finish(device: torch.device) -> None:
-    """Wait until all has run that was queued."""
+    """Wait until a device has run all that was queued on it."""
     if asynchronous(device):
         torch.get_device_module(device).synchronize(device)
 
 
 def divisor(number: float, like: Tensor) -> Tensor:
-    """A number to divide by, on the dividend's device: by one of Python's CUDA multiplies by the rounded 1 / number."""
+    """Put a number to divide by on the dividend's device: dividing by Python's, CUDA multiplies by a rounded 1 / x."""
     return like.new_full((), number)
 
 
@@ -162,7 +163,7 @@ def divisor(number: float, like: Tensor) -> Tensor:
 
 
 def ask(tensor: Tensor) -> Tensor:
-    """What a tensor holds, in host memory: itself on the CPU, else a copy, for which the host waits."""
+    """Return a tensor in host memory: itself if it is on the CPU, else a copy, for which the host waits."""
     if tensor.is_cpu:
         return tensor
     _count(sys._getframe(1))
@@ -170,7 +171,7 @@ def ask(tensor: Tensor) -> Tensor:
 
 
 def equal(a: Tensor, b: Tensor) -> bool:
-    """`torch.equal`."""
+    """Compare as `torch.equal` does, for which the host waits unless both are on the CPU."""
     if not a.is_cpu:
         _count(sys._getframe(1))
     return torch.equal(a, b)
@@ -184,7 +185,10 @@ def _count(frame: Any) -> None:
 
 
 def pin(memory: Tensor, device: torch.device) -> Callable[[], Any] | None:
-    """Let a device copy from and to these pages by itself. Answers with what ends that; None where there is no need."""
+    """Pin pages of host memory, so that a device copies from and to them by itself.
+
+    Returns a function that unpins them; None if the device has no need of it.
+    """
     if device.type != "cuda":
         return None
     cudart: Any = torch.cuda.cudart()
@@ -198,7 +202,7 @@ def pin(memory: Tensor, device: torch.device) -> Callable[[], Any] | None:
 
 
 def random_state(device: torch.device) -> Tensor | None:
-    """Of the device's own generator; None where that is the CPU's."""
+    """Return the state of the device's own random generator; None if it has none but the CPU's."""
     return torch.get_device_module(device).get_rng_state(device) if asynchronous(device) else None
 
 
@@ -208,7 +212,7 @@ def set_random_state(device: torch.device, state: Tensor) -> None:
 
 @contextlib.contextmanager
 def random_states_kept(device: torch.device) -> Iterator[None]:
-    """What is drawn and seeded inside, on the CPU and the device, leaves their generators as they were."""
+    """Restore the random generators of the CPU and the device afterwards, whatever is drawn or seeded inside."""
     used = device if asynchronous(device) else torch.accelerator.current_accelerator()
     if used is None or not torch.get_device_module(used).is_initialized():
         with torch.random.fork_rng(devices=[]):

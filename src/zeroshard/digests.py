@@ -17,24 +17,24 @@ _MIX = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9  # odd, and without a pattern
 
 
 def digest(data: Any) -> str:
-    """Of a text or a buffer of bytes, as 32 hexadecimal digits: what files hold."""
+    """Return the xxh3-128 of a text or a buffer of bytes as 32 hexadecimal digits, the form that files hold."""
     return str(xxhash.xxh3_128_hexdigest(data.encode() if isinstance(data, str) else data))
 
 
 def raw(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, without a copy."""
+    """Return the bytes of a contiguous CPU tensor, without a copy."""
     tensor = tensor.resolve_conj().resolve_neg()  # itself, but where it is a view that shows other numbers
     array: Any = tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else numpy.empty(0, numpy.uint8)
     return memoryview(array)
 
 
 def fingerprint(tensor: Tensor, *, anywhere: bool = False) -> bytes | None:
-    """16 bytes that tell a contiguous tensor's content from any other; None where no processor's memory holds it.
+    """Return 16 bytes that tell a contiguous tensor's content from any other; None if it is not in the CPU's memory.
 
     It is the cheapest way to notice that somebody wrote to a tensor behind torch's version counters.
 
-    anywhere: on a device too, where it is a sum of 16-bit words by odd weights, modulo 2^64. Any one word that differs
-    shows in it, and of others all but one in 2^64.
+    anywhere: on a device too, where it is a sum of 16-bit words by odd weights, modulo 2^64. One word that differs
+    always shows in it; of differences in several words all but one in 2^64 do.
     """
     if simulated(tensor):
         return None

@@ -1,11 +1,11 @@
-"""What of ours may happen by itself: at the end of an object, on a thread, in a signal's handler.
+"""Code of ours that runs by itself: at the end of an object, on a thread, in a signal's handler.
 
 Named hazard, *the collector runs anywhere*: Python ends objects, and calls what was to be called then (finalisers,
 `__del__`, callbacks of weak references), between any two instructions of any thread: inside the very loop over what
-that would change, under the very lock that it would take. So what of ours is called then does one of two things only:
+that would change, under the very lock that it would take. So code of ours that is called then does one of two things:
 
-    it gives back what nobody but the ended object could use: a descriptor, pages, threads, handles of collectives
-    it notes, by one `append` to a deque, which is one call of C; whoever uses what the note is about acts on it next
+    it gives back what only the ended object could use: a descriptor, pages, threads, handles of collectives
+    it notes, by one `append` to a deque, which is one call of C; the next user of what the note is about acts on it
 
 A signal's handler runs between any two instructions of the main thread. It notes too, or ends the program.
 
@@ -26,9 +26,9 @@ from typing import Any
 def at_end_of(
     thing: object, call: Callable[..., object], *args: Any, at_exit: bool = False
 ) -> weakref.finalize[Any, Any]:
-    """Once the collector has found the end of `thing`, or at the interpreter's `at_exit`: what it does, see above.
+    """Have `call` called once the collector ends `thing`, or when the interpreter exits if `at_exit`.
 
-    What is returned calls it now, and then it is not called again.
+    `call` may only do what is said above. Calling the returned object runs it at once, and then never again.
     """
     end = weakref.finalize(thing, call, *args)
     end.atexit = at_exit

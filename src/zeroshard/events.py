@@ -1,4 +1,4 @@
-"""What is held, what was moved, and when: the ledger, and the record of events.
+"""The ledger of bytes held and moved on a rank, and the record of events.
 
 A *state* is what the bytes are for ("parameters", "gradients", "master", an optimizer's own names, and in passing
 "gather", "prefetch", "reduce", ...); a *verb* is what happened ("gather", "reduce", "release", ...); a *phase* is what
@@ -25,7 +25,7 @@ DEVICE, HOST, NVME, SHARED = "device", "host", "nvme", "shared"  # tiers; the la
 
 @dataclass
 class Traffic:
-    """What one verb has moved so far, in the three conventions of the literature.
+    """The bytes that one verb has moved so far, in the three conventions of the literature.
 
     `logical` is the size of the message itself; `sent` what this rank had to send, as in
     "(N-1)/N of the buffer"; `sent_and_received` adds what it took in. `shared`: what it read from the memory of other
@@ -43,7 +43,7 @@ class Traffic:
 class Event:
     """Something that happened on this rank. Times in nanoseconds of `time.perf_counter_ns`; `end` is 0 until it ended.
 
-    A collective ends when somebody has waited for it: that is no later than its result was needed. `waited`: for how
+    A collective ends once the program has waited for it: that is no later than its result was needed. `waited`: for how
     many nanoseconds the program stood still until then.
     """
 
@@ -106,7 +106,7 @@ class Ledger:
         self._total = self._most
 
     def _repr_html_(self) -> str:
-        """A notebook shows what is held, and the most in each phase."""
+        """Return a table for notebooks: bytes held by state and tier, and the most in each phase."""
         rows = {f"{state}, {tier}": n for tier, held in self.tiers.items() for state, n in held.items() if n}
         rows |= {f"peak in {phase}, {DEVICE}": peak.total for phase, peak in self.phases.items()}
         cells = "".join(f"<tr><td>{escape(what)}</td><td>{nbytes:,}</td></tr>" for what, nbytes in rows.items())
@@ -148,7 +148,7 @@ class Ledger:
             self.record.held.append((time.perf_counter_ns(), tier, state, self.tiers[tier][state]))
 
     def rename(self, state: str, other: str, nbytes: int) -> None:
-        """Bytes held for `state` are from now on held for `other`: no moment has both."""
+        """Move bytes held for `state` to `other`: at no moment are they counted for both."""
         self.hold(state, -nbytes)
         self.hold(other, nbytes)
 
@@ -164,14 +164,14 @@ class Ledger:
         return next((phase for phase, _ in reversed(self._running)), "between")  # also asked by the watch's thread
 
     def begin(self, phase: str) -> None:
-        """The loop turns to something. Phases nest: a closure's forward lies inside its step."""
+        """Begin a phase. Phases nest: a closure's forward lies inside its step."""
         with self._lock:
             self._running.append((phase, self.note(phase)))
             self._most = 0
             self._note_peak()
 
     def end(self, phase: str) -> None:
-        """It is through, and so is whatever an exception left running inside it. Ending what never began is nothing."""
+        """End a phase, and every phase inside it that an exception left running; nothing if it is not running."""
         with self._lock:
             if any(running == phase for running, _ in self._running):
                 ended = ""
@@ -231,7 +231,7 @@ class Ledger:
         return event
 
     def snapshot(self) -> Ledger:
-        """A copy that no longer changes."""
+        """Return a copy that no longer changes."""
         with self._lock:
             self._settle()
             return Ledger(
@@ -245,6 +245,6 @@ class Ledger:
 
 
 def ends(event: Event | None) -> None:
-    """An event that was begun is over."""
+    """Set the end of an event, if one was recorded and has not ended yet."""
     if event is not None and not event.end:
         event.end = time.perf_counter_ns()

@@ -47,12 +47,12 @@ class Grid(NamedTuple):
 
     @property
     def number(self) -> int:
-        """How many tiles, and so scales, row by row."""
+        """The number of tiles, and so of scales, which are in order row by row."""
         return -(-self.rows // self.tall) * self.across
 
     def pieces(self, first: int, numel: int, step: int) -> Iterator[Piece]:
-        """So many elements of the tensor from the first-th on, at most `step` at a time, so that what is made of them
-        stays in the cache: in pieces that are whole tiles across, or a part of one."""
+        """Yield `numel` elements of the tensor from the first-th on as pieces that are whole tiles across, or a part of
+        one: at most `step` elements at a time, so that what is made of them stays in the cache."""
         for start in range(first, first + numel, step):
             yield from self._pieces(start, min(start + step, first + numel))
 
@@ -71,7 +71,10 @@ class Grid(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Of some rows, elements of some tiles that lie side by side: in each row those of `tiles` from `tile` on."""
+    """Elements of a tensor in `rows` rows from `row` on, in each those of `tiles` tiles side by side from `tile` on.
+
+    start: the first element, counted flat. width: elements of a row in each tile.
+    """
 
     start: int
     row: int
@@ -82,16 +85,16 @@ class Piece(NamedTuple):
     grid: Grid
 
     def of(self, flat: Tensor, first: int) -> Tensor:
-        """[rows, tiles, width]: a view, of elements that begin with the tensor's first-th."""
+        """Return this piece of `flat` as a view [rows, tiles, width]. flat: elements from the tensor's first-th on."""
         shape, strides = (self.rows, self.tiles, self.width), (self.grid.columns, self.width, 1)
         return flat.as_strided(shape, strides, flat.storage_offset() + self.start - first)
 
     def bands(self, like: Tensor) -> Tensor:
-        """[rows]: in which row of tiles each is."""
+        """Return [rows]: the row of tiles that each row of elements lies in."""
         return torch.arange(self.row, self.row + self.rows, device=like.device) // self.grid.tall
 
     def beside(self, scales: Tensor) -> Tensor:
-        """Of each row of tiles, the ones here: a view."""
+        """Return a view of the scales of this piece's tiles, of every row of tiles: [rows of tiles, tiles]."""
         return scales.view(-1, self.grid.across)[:, self.tile : self.tile + self.tiles]
 
 
@@ -99,7 +102,7 @@ TILES = {"tensor": None, "1x128": (1, 128), "128x128": (128, 128)}  # Precision.
 
 
 def grid(shape: Sequence[int], scaling: str) -> Grid:
-    """The tiles of a tensor: its last dimension counts columns, all others rows."""
+    """Return the tiles of a tensor: its last dimension counts columns, all others rows."""
     tile, numel = TILES[scaling], math.prod(shape)
     if tile is None or not numel:
         return Grid(1, max(numel, 1), 1, max(numel, 1))
@@ -108,7 +111,7 @@ def grid(shape: Sequence[int], scaling: str) -> Grid:
 
 
 def scales_of(masters: Tensor, tiles: Grid, first: int = 0) -> Tensor:
-    """uint8, a scale for each tile: as far as the masters from the tensor's first-th on tell, else the least one."""
+    """Return a scale for each tile, uint8: as far as the masters from the tensor's first-th on tell, else the least."""
     bits = torch.zeros(tiles.number, dtype=torch.int32, device=masters.device)
     for piece in () if simulated(masters) else tiles.pieces(first, masters.numel(), chunk(masters)):
         most = piece.of(masters, first).abs().amax(2).view(torch.int32)  # magnitudes compare like their bits
@@ -118,7 +121,7 @@ def scales_of(masters: Tensor, tiles: Grid, first: int = 0) -> Tensor:
 
 
 def as_fp32(scales: Tensor) -> Tensor:
-    """What scales stand for."""
+    """Convert scales from bytes to the fp32 numbers that they stand for: 2^e, and NaN for `NO_NUMBER`."""
     exponents = scales.to(torch.int32)
     return ((exponents << _MANTISSA) | (exponents == NO_NUMBER).to(torch.int32) << _MANTISSA - 1).view(torch.float32)
 
@@ -131,7 +134,8 @@ def quantise_(raw: Tensor, masters: Tensor, scales: Tensor, tiles: Grid, first: 
 
 
 def _numbers(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """What each byte stands for: to look it up is several times faster than torch's cast, and has its bits."""
+    """Return the numbers that all 256 bytes stand for: a lookup is several times faster than torch's cast, and has its
+    bits."""
     every = torch.arange(256, dtype=BYTE, device=scale.device)
     return (every.view(FORMAT).to(torch.float32) * scale).to(dtype)
 
@@ -139,7 +143,7 @@ def _numbers(scale: Tensor, dtype: torch.dtype) -> Tensor:
 def dequantised(
     raw: Tensor, scales: Tensor, tiles: Grid, dtype: torch.dtype, first: int = 0
 ) -> Iterator[tuple[slice, Tensor]]:
-    """What bytes stand for, a piece after the other, in memory of its own: (where, the numbers)."""
+    """Yield (slice of `raw`, the numbers its bytes stand for), chunk by chunk, in memory of their own."""
     one = tiles.number == 1
     numbers = _numbers(scales[0], dtype) if one else _numbers(torch.ones_like(scales[0]), torch.float32)
     step = chunk(raw)
@@ -151,7 +155,7 @@ def dequantised(
 
 
 def dequantise_(values: Tensor, raw: Tensor, scales: Tensor, tiles: Grid) -> None:
-    """values = what the bytes stand for, which may be the last ones of the memory that is written to."""
+    """values = the numbers that bytes stand for; `raw` may be the last bytes of the memory of `values`."""
     if tiles.number > 1:
         for where, found in dequantised(raw, scales, tiles, values.dtype):
             values[where] = found

@@ -1,4 +1,4 @@
-"""How much a rank holds beside its states: messages under way, memory kept for the next one, buffers of files.
+"""The memory that a rank holds beside its states: messages under way, memory kept for the next one, buffers of files.
 
 The engine keeps to these numbers, and the planner counts with them. Imports neither torch nor anything distributed.
 """
@@ -15,7 +15,7 @@ BUFFERS = 3  # of a file of states: one to compute with, one coming, one going
 
 
 def room(ranks: int) -> int:
-    """Own shards that the memory for what arrives in a reduction holds. The same on every rank.
+    """Return how many own shards fit in the memory for what arrives in a reduction. The same on every rank.
 
     Among more than two ranks a rank in the middle also receives a copy of its own contribution (`Team.arriving`), and
     all reserve as much as it does.
@@ -24,5 +24,5 @@ def room(ranks: int) -> int:
 
 
 def aligned(nbytes: int) -> int:
-    """Bytes in whole pages: what direct I/O moves, and what pinned memory takes."""
+    """Round bytes up to whole pages, which direct I/O moves and pinned memory takes."""
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -33,24 +33,24 @@ _MOST, _NO_NUMBER, _LEAST, _MANTISSA = 127, -128, 2.0**-126, 0x7FFFFF
 
 
 def nbytes(numel: int) -> int:
-    """Of so many elements in whole blocks."""
+    """Return the bytes of a message of so many elements, which are whole blocks."""
     return numel // BLOCK * BYTES
 
 
 def coded(bucket: Bucket) -> Bucket:
-    """A bucket's messages, in bytes: where each position's shard of them begins and ends."""
+    """Return a bucket whose elements are the bytes of its messages, with bounds to match."""
     return replace(bucket, numel=nbytes(bucket.numel), bounds=tuple(map(nbytes, bucket.bounds)))
 
 
 def _mixed(bits: Tensor) -> Tensor:
-    """A hash of 32 bits, in place: each bit of it depends on all bits of what goes in."""
+    """Hash 32-bit integers in place: each bit of the result depends on all bits of the input."""
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - (1 << 32))):
         bits.bitwise_xor_((bits >> shift).bitwise_and_((1 << 32 - shift) - 1)).mul_(factor)
     return bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF))
 
 
 def _seeds(bucket: Bucket, device: torch.device) -> Tensor:
-    """int32: for each block what its parameter's name and its number in it come to."""
+    """Return int32 [blocks]: a hash of the parameter's name and of the block's number in it; 0 for padding."""
     seeds = torch.zeros(bucket.numel // BLOCK, dtype=torch.int32, device="cpu")
     for slot in bucket.slots:
         first, last = slot.start // BLOCK, -(-slot.stop // BLOCK)
@@ -98,7 +98,7 @@ def _encode_(rows: Tensor, values: Tensor, seeds: Tensor, places: Tensor) -> Non
 
 
 class Coded:
-    """A rank's contribution to a shard as it came. A slice of it is what it stands for, in memory of its own."""
+    """A rank's contribution to a shard, as bytes arrived. A slice of it decodes to fp32, in memory of its own."""
 
     dtype = torch.float32
 

@@ -1,4 +1,4 @@
-"""Where every element lives: names, shapes and item sizes in; slots, buckets, bounds and fragments out.
+"""The layout of a model's elements: names, shapes and item sizes in; slots, buckets, bounds and fragments out.
 
 Pure arithmetic, frozen, and it checks itself. Imports neither torch nor anything distributed, so that the
 planner, a checkpoint and the engine can all ask the very same object.
@@ -10,7 +10,7 @@ planner, a checkpoint and the engine can all ask the very same object.
 
 No cut falls inside a *block* (`align` elements counted from a slot's start): vector kernels and norms then
 work on the same runs of elements however many ranks there are, and give the same bits. A parameter may ask for larger
-blocks, or for no cut at all: then it is *whole*, in a bucket of such parameters, and belongs to who has least to do.
+blocks, or for no cut at all: then it is *whole*, in a bucket of such parameters, and a rank with least work owns it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LARGE = 1 << 16  # elements from which a module outside any list of blocks is wo
 
 @dataclass(frozen=True)
 class Layout:
-    """How parameters are grouped and cut.
+    """The settings by which parameters are grouped into units and buckets, and cut between ranks.
 
     bounds: where shards are cut. "unit": every bucket evenly, at block boundaries, padded. "model": the whole
         model is one flat vector, cut evenly (the ZeRO paper). "tensor": no tensor is ever cut; the flat model is
@@ -135,18 +135,18 @@ class Layout:
             )
 
     def on(self, *, accelerator: bool) -> Layout:
-        """This layout where a model computes: with the size of buckets there, if none was given."""
+        """Return this layout with the size of buckets for the kind of device, if none was given."""
         size = UNIT_MIB if accelerator else BUCKET_MIB
         return replace(self, bucket_mib=size) if self.bucket_mib is None else self
 
     @property
     def base(self) -> int:
-        """Elements of a block of every parameter."""
+        """The elements of a block, of parameters that `align` names no other size for."""
         return BLOCK if isinstance(self.align, Mapping) else self.align
 
     @property
     def blocks(self) -> Mapping[str, int]:
-        """Those of some parameters, by pattern."""
+        """The elements of a block of some parameters, by name pattern."""
         return self.align if isinstance(self.align, Mapping) else {}
 
     @property
@@ -155,13 +155,13 @@ class Layout:
         return next(iter(self.along.values()), "")
 
     def recomputes(self, unit: str) -> bool:
-        """Does backward run the forward of the unit of that name again? Never the root's, which all others run in."""
+        """Tell if backward runs this unit's forward again. Never the root's (""), which all others run in."""
         patterns = ("*" * self.recompute,) if isinstance(self.recompute, bool) else self.recompute
         return bool(unit) and any(fnmatch.fnmatchcase(unit, pattern) for pattern in patterns)
 
 
 class Spec(NamedTuple):
-    """What the layout needs to know of one parameter. `unit` indexes the list of units."""
+    """The facts of one parameter that the layout needs. `unit` indexes the list of units."""
 
     name: str
     shape: tuple[int, ...]
@@ -194,13 +194,13 @@ class Slot(NamedTuple):
         return self.start + self.numel
 
     def within(self, start: int, stop: int) -> Elements:
-        """The part of this slot inside bucket elements [start, stop); empty fragments have start == stop."""
+        """Return the part of this slot inside bucket elements [start, stop); an empty one has start == stop."""
         low = min(max(start, self.start), self.stop)
         high = max(low, min(stop, self.stop))
         return Elements(low - self.start, high - self.start)
 
     def slice_of(self, start: int, stop: int) -> slice:
-        """That part again, as indices into a tensor of those bucket elements."""
+        """Return the same part as indices into a tensor of bucket elements [start, stop)."""
         part = self.within(start, stop)
         return slice(self.start + part.start - start, self.start + part.stop - start) if part.numel else slice(0, 0)
 
@@ -209,7 +209,7 @@ class Slot(NamedTuple):
 class Bucket:
     """A flat run of one unit's parameters that share a dtype and were trainable, or not, at construction.
 
-    bounds has as many entries as a team has ranks, and one: position r's shard is elements [bounds[r], bounds[r + 1]).
+    bounds has one more entry than a team has ranks: position r's shard is elements [bounds[r], bounds[r + 1]).
     """
 
     index: int
@@ -227,20 +227,20 @@ class Bucket:
 
     @property
     def whole(self) -> bool:
-        """Is no slot of it ever cut?"""
+        """True if no slot of it is ever cut."""
         return self.block == WHOLE
 
     @property
     def size(self) -> int:
-        """The ranks of its team."""
+        """The number of ranks in its team."""
         return len(self.bounds) - 1
 
     def shard(self, position: int) -> tuple[int, int]:
-        """First and last + 1 element of the shard of a position."""
+        """Return the first and last + 1 element of a position's shard."""
         return self.bounds[position], self.bounds[position + 1]
 
     def held(self, seat: Seat, degree: Degree) -> tuple[int, int]:
-        """First and last + 1 element of a state that a rank holds, by its placement."""
+        """Return the first and last + 1 element that a rank holds of a state with this placement."""
         if degree is Degree.RANK:
             return 0, self.numel
         first, last = self.shard(seat.position)
@@ -249,7 +249,7 @@ class Bucket:
         return self.part(seat, seat.replica), self.part(seat, seat.replica + 1)
 
     def part(self, seat: Seat, number: int) -> int:
-        """Where the part of a shard begins that one of its replicas has: in no block of a slot."""
+        """Return the element at which replica `number`'s part of this shard begins: never inside a slot's block."""
         first, last = self.shard(seat.position)
         cut = first + (last - first) * number // seat.replicas
         slot = self.slots[slot_at([slot.start for slot in self.slots], cut)]
@@ -261,16 +261,16 @@ class Bucket:
         return self.bounds[position + 1] - self.bounds[position]
 
     def fragment(self, slot: Slot, position: int) -> Elements:
-        """The part of `slot` that `position` owns (possibly empty)."""
+        """Return the part of `slot` that `position` owns (possibly empty)."""
         return slot.within(*self.shard(position))
 
     def cuts(self, slot: Slot) -> bool:
-        """Does it lie on several ranks?"""
+        """Tell if a slot lies on several ranks."""
         return any(slot.start < cut < slot.stop for cut in self.bounds)
 
     @property
     def padding(self) -> int:
-        """Elements that belong to no parameter."""
+        """The number of elements that belong to no parameter."""
         return self.numel - sum(slot.numel for slot in self.slots)
 
 
@@ -298,11 +298,11 @@ class Partition:
 
     @property
     def even(self) -> bool:
-        """Are all shards of each bucket of one size?"""
+        """True if in each bucket all shards are of one size."""
         return all(len({bucket.shard_numel(at) for at in range(bucket.size)}) <= 1 for bucket in self.buckets)
 
     def find(self, name: str) -> tuple[Bucket, Slot]:
-        """The bucket and slot of a parameter."""
+        """Return the bucket and slot of a parameter. Raises `UserError` for a name it does not know."""
         for bucket in self.buckets:
             for slot in bucket.slots:
                 if slot.name == name:
@@ -314,12 +314,15 @@ class Partition:
         )
 
     def cut_tensors(self) -> list[str]:
-        """Names of the parameters that lie on more than one rank."""
+        """List the names of parameters that lie on more than one rank."""
         return [slot.name for bucket in self.buckets for slot in bucket.slots if bucket.cuts(slot)]
 
 
 def matching(names: Mapping[str, Sequence[str]], patterns: Iterable[str], setting: str) -> set[str]:
-    """The parameters that a setting's patterns name, each of which must name one. names: all names of each."""
+    """Return the parameters that a setting's patterns name. names: all names of each.
+
+    Raises `UserError` for a pattern that names none.
+    """
     found: set[str] = set()
     for pattern in patterns:
         hits = {name for name, others in names.items() if fnmatch.filter(others, pattern)}
@@ -331,7 +334,7 @@ def matching(names: Mapping[str, Sequence[str]], patterns: Iterable[str], settin
 
 
 def together(parameters: Mapping[str, tuple[Sequence[str], int]], layout: Layout) -> dict[str, int]:
-    """Of the parameters that a layout's patterns name: how many elements no cut may part, or `WHOLE`.
+    """Return, for each parameter that a layout's patterns name, how many elements no cut may part, or `WHOLE`.
 
     parameters: {name: (all of its names, elements)}. Raises `UserError` for patterns that match nothing, contradict
     each other, or ask for more than a tensor has.
@@ -385,7 +388,7 @@ def partition(specs: Iterable[Spec], layout: Layout, ranks: int, along: int = 1)
 
 
 def owners(shapes: Mapping[str, tuple[int, ...]], ranks: int) -> dict[str, int]:
-    """Who owns each of the tensors that are never cut: the longest work first, to whoever has least to do so far."""
+    """Assign tensors that are never cut to ranks: the longest work first, each to a rank with least work so far."""
     least = [(0, 0, rank) for rank in range(ranks)]  # (work, elements, rank), as a heap
     found = {}
     for name in sorted(shapes, key=lambda name: -work(shapes[name])):
@@ -396,7 +399,8 @@ def owners(shapes: Mapping[str, tuple[int, ...]], ranks: int) -> dict[str, int]:
 
 
 def work(shape: tuple[int, ...]) -> int:
-    """What a matrix of this shape costs an optimizer, relatively: its elements times its shorter side."""
+    """Estimate what a matrix costs an optimizer, relatively: its elements times its shorter side; of a vector, its
+    elements."""
     numel = math.prod(shape)
     return numel * min(shape[0], numel // shape[0]) if len(shape) > 1 and numel else numel
 
@@ -420,7 +424,7 @@ class _Packed(NamedTuple):
 
 
 def _block(spec: Spec, layout: Layout) -> int:
-    """Elements of a parameter that no cut parts, so that neither its blocks are nor those of `align`; or `WHOLE`."""
+    """Return how many elements of a parameter no cut parts: whole blocks of its own and of `align`; or `WHOLE`."""
     if layout.bounds == "tensor" and spec.block != WHOLE:
         return layout.base
     block = math.lcm(layout.base, spec.block)
@@ -428,7 +432,7 @@ def _block(spec: Spec, layout: Layout) -> int:
 
 
 def _runs(specs: Iterable[Spec], layout: Layout) -> list[tuple[_Key, list[Spec]]]:
-    """Parameters that share a bucket: same unit, dtype, trainability and block, in order, up to the size limit."""
+    """Group parameters that share a bucket: those alike in all of `_Key`, in order, up to the size limit."""
     limit = (layout.bucket_mib or BUCKET_MIB) * 2**20
     open_runs: dict[_Key, tuple[list[Spec], float]] = {}
     runs: list[tuple[_Key, list[Spec]]] = []
@@ -492,7 +496,7 @@ def _tensor_bounds(packed: list[_Packed], align: int, ranks: int) -> list[tuple[
 
 
 def _flat_bounds(packed: list[_Packed], cuts: Callable[[int, list[int]], list[int]]) -> list[tuple[int, ...]]:
-    """Bounds from cuts in one flat vector per (dtype, trainable): all of the model's buckets end to end."""
+    """Return buckets' bounds from cuts in one flat vector per (dtype, trainable): all of its buckets end to end."""
     bounds: dict[int, tuple[int, ...]] = {}
     for key in dict.fromkeys((p.key.dtype, p.key.trainable) for p in packed):
         members = [i for i, p in enumerate(packed) if (p.key.dtype, p.key.trainable) == key]
@@ -514,5 +518,8 @@ def _round_up(numel: int, align: int) -> int:
 
 
 def slot_at(starts: Sequence[int], element: int) -> int:
-    """Index of the slot that holds a bucket element, or of the last one before it; of slots that begin at `starts`."""
+    """Return the index of the slot that holds a bucket element, or else of the last one before it.
+
+    starts: where each slot begins, in order.
+    """
     return max(bisect_right(starts, element) - 1, 0)

@@ -35,7 +35,7 @@ COMPUTED = (*LOW, torch.float32)  # what modules may compute in with parameters 
 
 @dataclass(frozen=True)
 class Precision:
-    """Which dtype each state has. Parameters keep their own dtype unless asked.
+    """The dtype of each state. Parameters keep their own dtype unless asked.
 
     param_dtype: floating parameters are converted to it (None: kept). Masters are seeded before the conversion.
     reduce_dtype: what gradients are sent as (None: the parameter's dtype, or the accumulator's after `no_sync`).
@@ -164,11 +164,12 @@ class Precision:
             )
 
     def keeps(self, names: Sequence[str]) -> bool:
-        """Is a parameter of these names an exception?"""
+        """Tell if a parameter of these names is an exception (`keep`)."""
         return any(fnmatchcase(name, pattern) for name in names for pattern in self.keep)
 
     def of(self, *, kept: bool, fp8: bool = False) -> Precision:
-        """Of exceptions, or of all others. fp8: of those whose 8 bits rest beside masters everywhere."""
+        """Return the settings of exceptions (`kept`), of parameters whose 8 bits rest beside their masters (`fp8`), or
+        of all others."""
         if fp8:
             return replace(self, store_params=True)
         return Precision(store_params=self.store_params) if kept else self
@@ -186,22 +187,23 @@ class Precision:
         return self.master_dtype or (torch.float32 if param in LOW else param)
 
     def casts(self, param: torch.dtype) -> bool:
-        """May masters stand for sharded parameters? Not if these are to be stored, or can be more exact."""
+        """Tell if gathers may cast sharded parameters from their masters: not if parameters are to be stored, or if
+        they can be more exact than masters."""
         wider = {torch.float32: LOW, torch.float64: (*LOW, torch.float32)}
         return param in wider.get(self.master(param), ()) and not self.store_params
 
     def splits(self, param: torch.dtype) -> bool:
-        """Where a parameter rests beside its master, does that rest as what the parameter lacks of it?"""
+        """Tell if the master beside such a parameter rests as the bits that the parameter lacks (`split_master`)."""
         return self.split_master and (param, self.master(param)) == (torch.bfloat16, torch.float32)
 
 
 def simulated(tensor: Tensor) -> bool:
-    """Has this tensor a shape but no values? Then nothing is computed with it, and any two have the same bits."""
+    """Tell if a tensor has a shape but no values: nothing is computed with it, and any two have the same bits."""
     return isinstance(tensor, FakeTensor)
 
 
 def running_dtype(total: torch.dtype) -> torch.dtype:
-    """What a sum is taken in: 16-bit accumulators are summed in fp32."""
+    """Return the dtype that a sum is taken in: fp32 for 16-bit accumulators, else their own."""
     return torch.float32 if total in LOW else total
 
 
@@ -358,10 +360,10 @@ def parts(tensor: Tensor) -> list[Tensor] | None:
 
 
 def reseed_(master: Tensor, param: Tensor, *, asked: bool = True) -> bool:
-    """Where a parameter's bits are not the cast of its master, somebody edited it: the edit becomes the master.
+    """Copy edits of a parameter to its master: elements whose bits are not the cast of the master's.
 
-    Returns whether anything changed. Shapes: both 1-D of one length. Not `asked`, a device does the same without a
-    word, and False says nothing: its answer would have to be waited for.
+    Returns if anything changed. Both are 1-D, of one length. If not `asked`, a device does the same but False tells
+    nothing: the host would have to wait for the answer.
     """
     if simulated(master):
         return False
@@ -391,24 +393,24 @@ _TIE, _ROW = -32768, 1024  # a lower half; how many elements are looked through 
 
 
 def _bits(packed: Tensor) -> Tensor:
-    """The bits of bytes, as bool."""
+    """Unpack bytes into their bits, as bool."""
     return (packed.to(torch.int64) * _SPREAD & _EACH).view(torch.uint8) != 0
 
 
 def _packed(bits: Tensor) -> Tensor:
-    """Bits in as many bytes as it takes."""
+    """Pack bits into bytes, eight to one; the last byte is filled with zeros."""
     filled = bits.new_zeros(-(-bits.numel() // 8) * 8)
     filled[: bits.numel()] = bits
     return (filled.view(torch.int64).mul(_GATHER) >> 56).to(torch.uint8)
 
 
 def _tied(bits: Tensor, lower: Tensor) -> Tensor:
-    """Of numbers right between two bfloat16: those whose upper half is even, so that the cast goes down."""
+    """Mark the numbers right between two bfloat16 whose upper half is even, so that the cast goes down."""
     return (lower == _TIE) & (bits.bitwise_and(1 << 16) == 0)
 
 
 def join_(master: Tensor, param: Tensor, lower: Tensor, ties: Tensor) -> None:
-    """master = the fp32 numbers that `split_` took apart; of their cast `param` and of what it left. All are 1-D.
+    """master = the fp32 numbers that `split_` took apart, from their cast `param` and from its results. All are 1-D.
 
     ties: a bit for each, eight to a byte.
     """
@@ -425,7 +427,8 @@ def join_(master: Tensor, param: Tensor, lower: Tensor, ties: Tensor) -> None:
 
 
 def split_(master: Tensor, lower: Tensor, ties: Tensor) -> None:
-    """What `join_` needs of fp32 numbers beside their cast."""
+    """Take fp32 numbers apart into what `join_` needs beside their bfloat16 cast: lower halves, and packed bits of
+    ties."""
     step = chunk(master)
     for at in range(0, 0 if simulated(master) else master.numel(), step):
         bits, packed = master[at : at + step].view(torch.int32), ties[at // 8 : (at + step) // 8]
@@ -447,9 +450,9 @@ _LOWEST = 1104  # a fp64 bin's unit is 2^(8 * bin - this)
 
 
 class BlockMap:
-    """Which slot each block of a shard belongs to, and which elements of a block are padding.
+    """The blocks of a shard: the slot that each belongs to, and the elements of each that are padding.
 
-    blocks are `size` elements from the shard's start; slots begin at block boundaries. Built once per bucket.
+    Blocks are `size` elements, from the shard's start on; slots begin at block boundaries. Built once per bucket.
     """
 
     def __init__(self, numel: int, size: int, spans: Sequence[tuple[int, int, int]], device: torch.device) -> None:
@@ -507,12 +510,12 @@ def block_sums(shard: Tensor, blocks: BlockMap, ranks: int, order: float) -> Ten
 
 
 def sums_in(order: float) -> torch.dtype:
-    """What sums of |x|^order are taken in."""
+    """Return the dtype that sums of |x|^order are taken in."""
     return torch.float32 if order in (1.0, 2.0, torch.inf) else torch.float64
 
 
 def _power(x: Tensor, order: float) -> Tensor:
-    """x^order of non-negative numbers, in fp64 unless it is x itself.
+    """Return x^order of non-negative numbers in fp64; for the orders that `sums_in` takes in fp32, x itself.
 
     By products and square roots alone, which processors round correctly: `pow` gives other bits at the end of a vector
     than inside it, and where that is depends on cuts. Any float is a sum of powers of two, so these suffice.
@@ -578,7 +581,7 @@ def roots_from_bins(bins: Tensor, order: float) -> Tensor:
 
 
 def _root(row: list[int], order: float) -> float:
-    """Of one slot's sum, by Python alone: a vector's `pow` would depend on the slot's place."""
+    """Return the norm of one slot from its bins, in plain Python: a vector's `pow` would depend on the slot's place."""
     *parts, infinite, undefined = row
     if infinite or undefined:
         return math.nan if undefined else math.inf
@@ -595,5 +598,5 @@ def add_to_maxima(maxima: Tensor, owner: Tensor, sums: Tensor) -> None:
 
 
 def _magnitude(sums: Tensor) -> Tensor:
-    """Their bits without the sign, which only a NaN can have: inf - inf is a negative one on most processors."""
+    """Return sums' bits without the sign, which only a NaN can have: inf - inf is a negative one on most processors."""
     return sums.view(torch.int32) & 0x7FFFFFFF

@@ -1,7 +1,7 @@
 """All parts of one sharded model on one rank, and what they do together: before a forward, before a step, on request.
 
-`Engine` puts the parts together. What a part asks of the others it asks of the engine, by a protocol of its own that it
-is given when it is made.
+`Engine` puts the parts together. A part asks the others nothing directly: it asks the engine, by a protocol of its own
+that it is given when it is made.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ COMPARING = "comparing replicas"  # a meeting
 
 
 class Engine:
-    """One sharded model on one rank. Its many names are its parts, and what these ask of each other."""
+    """One sharded model on one rank. Its many names are its parts, and the questions these ask each other."""
 
     def __init__(
         self,
@@ -157,15 +157,15 @@ class Engine:
     # --- what its parts ask of each other ---------------------------------------------------------------------------
 
     def recover(self) -> None:
-        """End what an exception left under way, of a forward or backward."""
+        """End the forward or backward that an exception left under way."""
         self.schedule.recover()
 
     def settle(self) -> None:
-        """Reduce what backwards under no_sync left."""
+        """Reduce the sums that backwards under no_sync left on this rank."""
         self.reduction.settle()
 
     def judge(self, overflow: bool) -> None:
-        """The verdict of a GradScaler, the same on every rank."""
+        """Hear a GradScaler's verdict, which is the same on every rank."""
         self.finite.judge(overflow)
 
     def check_options(self, optimizer: torch.optim.Optimizer, number: int) -> None:
@@ -173,7 +173,7 @@ class Engine:
         check_options(optimizer, number)
 
     def check_added(self, optimizer: torch.optim.Optimizer, added: list[nn.Parameter]) -> None:
-        """Refuse parameters of a group that was added, where this optimizer cannot update them."""
+        """Refuse parameters of an added group that this optimizer cannot update."""
         check_added(self.model, self.buffers, self.bindings, optimizer, added)
 
     # --- before each forward and step -------------------------------------------------------------------------------
@@ -189,11 +189,11 @@ class Engine:
             self.comparing.send_buffers()
 
     def alike(self, training: bool) -> tuple[int, Callable[[], str]]:
-        """A digest of what every rank must have alike in a forward; in words, what of it is not as it was."""
+        """Digest what every rank must have alike in a forward; and a text of what changed since they last agreed."""
         return self.comparing.digest(training)
 
     def before_step(self) -> None:
-        """Of the model, and of the optimizers' groups."""
+        """Follow edits of the model's structure and of the optimizers' groups."""
         self._notice_edits_of_structure()
         for binding in self.bindings:
             binding.follow_groups()
@@ -202,7 +202,7 @@ class Engine:
         report_lost_edits(self.buffers, self.group)
 
     def _notice_edits_of_structure(self, *, called: bool = False) -> None:
-        """Modules and parameters replaced or converted since `shard` are refused; frozen and unfrozen ones followed.
+        """Refuse modules and parameters replaced or converted since `shard`; follow frozen and unfrozen ones.
 
         called: by a forward.
         """
@@ -237,14 +237,14 @@ class Engine:
         return any(noticed)
 
     def refuse_within(self) -> None:
-        """A signal's handler may call anything anywhere."""
+        """Refuse to begin inside a collective operation or a step: a signal's handler may call anything anywhere."""
         self.group.refuse_within(busy=any(binding.busy for binding in self.bindings))
 
     def optimizers(self) -> Sequence[Step]:
         return self.bindings if self.in_backward is None else [*self.bindings, self.in_backward]
 
     def boundary(self) -> None:
-        """A forward that trains begins: if it is the first after a step, and a signal was heard by then, save."""
+        """Save, if a signal was heard, at the first training forward after a step: it is about to begin."""
         if any(unit.pinned for unit in self.units):
             return  # inside gathered() nothing can be saved: the next forward outside is the boundary
         before, self._stepped = self._stepped, self.group.progress.steps
@@ -253,7 +253,7 @@ class Engine:
             self.on_signal.clear()
 
     def publish(self) -> None:
-        """What fragments were edited to, on any rank, becomes the weights of every rank, as after a step."""
+        """Send buckets whose fragments were edited on any rank to every rank, as after a step."""
         mine = set().union(*(binding.edited for binding in self.bindings))
         edited = self.group.flags(bytes(buffer.bucket.index in mine for buffer in self.buffers))
         if any(unit.pinned for unit in self.units):
@@ -268,7 +268,7 @@ class Engine:
         self._compare([buffer for buffer in published if not buffer.placements.optimizer or self.replicas > 1])
 
     def _refuse_mixture(self, module: nn.Module, *_: Any) -> None:
-        """Before a state_dict, which asks no other rank."""
+        """Refuse a `state_dict()` that would mix edited and older weights, for it asks no other rank."""
         if self.notice(replaced=True):
             raise StateError(
                 "an optimizer's part of the weights was edited: state_dict() would hold edited and older weights",
@@ -277,13 +277,13 @@ class Engine:
             )
 
     def _traits(self) -> list[tuple[torch.dtype, torch.device, bool]]:
-        """Of every parameter what may not change, and whether it is trained."""
+        """Return (dtype, device, requires_grad) of every parameter, to notice edits of these."""
         params = [record.param for record in self.managed]
         with torch._C.DisableTorchFunctionSubclass():
             return [(param.dtype, param.device, param.requires_grad) for param in params]
 
     def _unfreeze(self, record: Managed) -> None:
-        """A bucket that was frozen at construction becomes trainable as a whole: see docs/decisions/unfreezing.md."""
+        """Make a bucket trainable as a whole that was frozen at construction: see docs/decisions/unfreezing.md."""
         buffer: Buffer = record.param._zeroshard.buffer  # type: ignore[attr-defined]
         if self.gradients.of_bucket(buffer.bucket.index) is None:
             check_trained(record.name, buffer.dtype)
@@ -371,7 +371,7 @@ class Engine:
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def model_state(self) -> ModelState:
-        """What a checkpoint is made of, and goes into."""
+        """Return the parts of this engine that a checkpoint is made of, and is loaded into."""
         parts = self.managed, self.buffers, self.bindings, self.group, self.stage, self.seed
         sources = self.group.sources if self.schedule.backward.was_local else 0
         return ModelState(self.model, *parts, moving=self.moving, no_sync=sources)
@@ -407,7 +407,7 @@ class Engine:
             check_replicas(self.model_state(), buffers, self.group.numbers["checkpoint"])
 
     def loaded(self) -> None:
-        """All ranks hold the weights of one step, whatever they held."""
+        """Bring the engine's notes in line with loaded weights: all ranks hold those of one step again."""
         self.group.torn, self.group.progress.steps = "", self._furthest
         self.schedule.backward.was_local = False
         spread([buffer for buffer in self.buffers if buffer.bucket.fp8], overlap=False, outside=True)

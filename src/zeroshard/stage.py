@@ -24,7 +24,7 @@ from .errors import UserError, nearest
 
 
 class Degree(enum.IntEnum):
-    """Over how many ranks one copy of a state is spread: its placement on each axis of the mesh.
+    """The placement of a state on each axis of the mesh: over how many ranks one copy of it is spread.
 
     degree    replicate axis    shard axis    what a rank holds
     RANK      replicated        replicated    all of it
@@ -46,11 +46,11 @@ class Placements(NamedTuple):
 
     @property
     def together(self) -> bool:
-        """Are parameters sharded just as what updates them is? Then masters can be all that rests of them."""
+        """True if parameters are sharded just as optimizer states: then masters can be all that rests of them."""
         return bool(self.parameters) and self.parameters is self.optimizer
 
     def sharded(self) -> dict[str, bool]:
-        """For each state: is it sharded at all?"""
+        """Return for each state if it is sharded at all."""
         return {state: bool(degree) for state, degree in self._asdict().items()}
 
 
@@ -64,7 +64,10 @@ SAVED = Degree.ALL  # what a rank writes to a checkpoint: every element once
 
 
 class Seat(NamedTuple):
-    """Where one rank sits in the mesh, as its team sees it: rank = replica * size + position, but along an axis."""
+    """The coordinates of one rank in the mesh, as its team sees it: rank = replica * size + position.
+
+    Along an axis (`stride`, `part`) ranks of a team are not next to each other: see `rank`.
+    """
 
     position: int = 0  # on the shard axis
     size: int = 1  # of that axis: the ranks of a team
@@ -77,30 +80,30 @@ class Seat(NamedTuple):
 
     @property
     def summed(self) -> int:
-        """How many replicas' gradients are added up."""
+        """The number of replicas whose gradients are added up."""
         return 1 if self.mirrored else self.replicas
 
     @property
     def sources(self) -> int:
-        """How many ranks' gradients are added up, of parameters that are not along an axis."""
+        """The number of ranks whose gradients are added up, of parameters that are not along an axis."""
         return self.size * self.summed
 
     @property
     def source(self) -> int:
-        """Which of them this rank's is."""
+        """The number of this rank among the `sources`."""
         return self.position + self.size * (0 if self.mirrored else self.replica)
 
     def rank(self, part: int, position: int) -> int:
-        """Who sits at a position of the team that has a part."""
+        """Return the rank at a position of the team that has a part."""
         return part // self.stride * self.stride * self.size + part % self.stride + position * self.stride
 
     def members(self, rank: int) -> range:
-        """The ranks of this team, in order of position; `rank` is the one that sits here."""
+        """Return the ranks of this team, in order of position; `rank` is the one that has these coordinates."""
         first = rank - self.position * self.stride
         return range(first, first + self.size * self.stride, self.stride)
 
     def everyones(self, ranks: int) -> list[Seat]:
-        """Where each rank sits in its team of this kind, in rank order."""
+        """Return the seat of each rank in its team of this kind, in rank order."""
         found: dict[int, Seat] = {}
         for number, team in enumerate(self.teams(ranks)):
             of = self._replace(part=number) if self.parts > 1 else self._replace(replica=number)
@@ -108,15 +111,15 @@ class Seat(NamedTuple):
         return [found[rank] for rank in range(ranks)]
 
     def teams(self, ranks: int) -> list[range]:
-        """The members of every team of this kind, in the order of their parts, or replicas."""
+        """Return the members of every team of this kind, in the order of their parts, or replicas."""
         return [self._replace(position=0).members(rank) for rank in range(ranks) if not self.position_of(rank)]
 
     def position_of(self, rank: int) -> int:
-        """Where any rank sits in its own team."""
+        """Return the position of any rank in its own team."""
         return rank // self.stride % self.size
 
     def whole(self, shape: tuple[int, ...], cut: int = 0) -> tuple[int, ...]:
-        """The shape of a tensor of which the team has a part of this shape, cut on a dimension."""
+        """Return the shape of the whole tensor, of which the team has a part of this shape, cut on dimension `cut`."""
         return shape if self.parts == 1 else (*shape[:cut], shape[cut] * self.parts, *shape[cut + 1 :])
 
 
@@ -124,7 +127,7 @@ ALONE = Seat()
 
 
 def seat(rank: int, ranks: int, replicas: int = 1) -> Seat:
-    """Where a rank sits. Raises `UserError` where so many replicas do not divide the ranks."""
+    """Return a rank's seat in a mesh of replicas. Raises `UserError` if `replicas` does not divide the ranks."""
     if replicas < 1 or ranks % replicas:
         divisors = [str(count) for count in range(1, ranks + 1) if ranks % count == 0]
         raise UserError(
@@ -137,7 +140,10 @@ def seat(rank: int, ranks: int, replicas: int = 1) -> Seat:
 
 
 def seat_along(rank: int, axes: Mapping[str, int], name: str) -> Seat:
-    """Where a rank sits among those that differ from it on one axis only. axes: their lengths, the slowest first."""
+    """Return a rank's seat among the ranks that differ from it on one axis only.
+
+    axes: the lengths of the mesh's axes by name, the slowest first. Raises `UserError` if none has this name.
+    """
     if name not in axes:
         raise UserError("the DeviceMesh has no axis of that name", got=repr(name), instead=nearest(name, list(axes)))
     names = list(axes)
@@ -147,11 +153,13 @@ def seat_along(rank: int, axes: Mapping[str, int], name: str) -> Seat:
 
 
 def placements(stage: int, *, spread: bool = False, once: bool = False, in_backward: bool = False) -> Placements:
-    """The row of the table. Raises `UserError` for anything but 0, 1, 2, 3.
+    """Return a stage's row of the table, changed as the settings ask.
 
-    spread: over the ranks of all replicas, what an optimizer updates and keeps.
-    once: one copy of the parameters rests on each host, which every rank has whole; each writes what it updates.
-    in_backward: a gradient is there only for the update of what a rank's optimizer updates, and no larger than that.
+    Raises `UserError` for a stage other than 0, 1, 2, 3, and for settings that the stage does not allow.
+
+    spread: shard what an optimizer updates and keeps over the ranks of all replicas.
+    once: keep one copy of the parameters on each host, whole for every rank; each rank writes what it updates.
+    in_backward: shard gradients as optimizer states, since each lives only for the update of a rank's own elements.
     """
     if type(stage) is not int or stage not in STAGES:
         raise UserError("no such ZeRO stage", expected="0, 1, 2 or 3", got=repr(stage), instead="shard(..., stage=3)")

@@ -19,7 +19,7 @@ class Elements(NamedTuple):
 
 
 class Strips(NamedTuple):
-    """How the parts of a tensor that is cut on a dimension lie in it: every part has a run of elements in each row.
+    """The layout of a tensor's parts in the whole, where it is cut on one dimension: a run of each part in every row.
 
     Elements are counted flat: part by part, as parts hold them, or row by row, as the whole tensor does.
     """
@@ -30,12 +30,15 @@ class Strips(NamedTuple):
 
     @classmethod
     def of(cls, shape: Sequence[int], cut: int, parts: int) -> Strips:
-        """shape: of the whole. Cut on its first dimension it is one row, and both ways of counting are the same."""
+        """Return the strips of a tensor that is cut on dimension `cut` into equal parts. shape: of the whole.
+
+        Cut on its first dimension a tensor is one row, and both ways of counting are the same.
+        """
         rows = math.prod(shape[:cut])
         return cls(rows, math.prod(shape[cut:]) // parts, parts) if rows != 1 and parts > 1 else ONE_STRIP
 
     def rows_of(self, start: int, stop: int) -> Iterator[Elements]:
-        """Elements [start, stop), counted part by part, as runs counted row by row."""
+        """Yield elements [start, stop), counted part by part, as runs counted row by row."""
         while start < stop:
             part, rest = divmod(start, self.rows * self.run)
             row, at = divmod(rest, self.run)
@@ -45,7 +48,7 @@ class Strips(NamedTuple):
             start += numel
 
     def parts_of(self, start: int, stop: int) -> Iterator[Elements]:
-        """Elements [start, stop), counted row by row, as runs counted part by part."""
+        """Yield elements [start, stop), counted row by row, as runs counted part by part."""
         other = self._replace(rows=self.parts, parts=self.rows) if self.parts > 1 else self
         return other.rows_of(start, stop)
 

@@ -1,6 +1,6 @@
 """The page that walks through a run, number by number, and the published ZeRO walkthroughs that ship with it.
 
-The texts' models, as plain modules with the numbers those texts print. They are sharded like anybody's. Where a text
+The texts' models are plain modules with the numbers that those texts print, sharded like any other. Where a text
 leaves a value out, the module that holds it says so and where its own value comes from.
 
     transformer260   260 parameters     "ZeRO-1: A Concrete Walkthrough" and its ZeRO-2 sequel
@@ -8,7 +8,7 @@ leaves a value out, the module that holds it says so and where its own value com
     stacked_mlp      4,251 and more     ZeRO-1 as Buffer, DDP and Distributed Optimizer
     frames           held gradients, tensor by tensor, as arithmetic on a layout
 
-What is made of them, and of any run, for the page; the words are those of `web/DATA.md`.
+These files turn them, and any run, into the page; the names are those of `web/DATA.md`.
 
     document         the page: its template, and the JSON inside it
     recording        one recorded step: what was held, what moved, why the peak is where it is

@@ -22,27 +22,27 @@ TARGET = Path(__file__).with_name("walkthroughs.json")
 
 
 def capture() -> dict[str, Any]:
-    """What one rank contributes. Collective, on two ranks; JSON-able."""
+    """Run the walkthroughs on this rank and return its part, JSON-able. Collective, on two ranks."""
     from . import run260, walk4, walk_layers
 
     return {"transformer": run260.capture(), "four": walk4.capture(), "layers": walk_layers.capture()}
 
 
 def profiled() -> dict[str, Any]:
-    """What one rank held of the scaled profile, and the runs to play. Collective, on four ranks; JSON-able."""
+    """Return what this rank held of the scaled profile, and the runs to play, JSON-able. Collective, on four ranks."""
     from . import profile, walk_runs
 
     return {"profile": profile.capture(), "runs": walk_runs.capture()}
 
 
 def assemble(ranks: Sequence[dict[str, Any]], four: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The whole document from what every rank captured, of two and of four."""
+    """Make the whole document of what every rank captured, of two (`ranks`) and of four."""
     import torch
 
     from ..planner.texts import text
     from . import overview, profile, walk4, walk260, walk_layers, walk_runs
 
-    read, four = json.loads(json.dumps([ranks, four]))  # the launched ranks' captures come through files; others alike
+    read, four = json.loads(json.dumps([ranks, four]))  # a capture that no file carried becomes as one from a file
     of = {part: [rank[part] for rank in read] for part in read[0]}
     transformer = walk260.assemble(of["transformer"])
     walkthroughs = {
@@ -64,7 +64,7 @@ def assemble(ranks: Sequence[dict[str, Any]], four: Sequence[dict[str, Any]]) ->
 
 
 def written(document: dict[str, Any]) -> str:
-    """As a file whose changes people can read: one line for every list of numbers or words, and for every key."""
+    """Write a document so that its diffs can be read: one line for every list of numbers or words, and every key."""
     return _lines(document, "") + "\n"
 
 
@@ -95,7 +95,7 @@ def main() -> int:
 
 
 def capture_rank(folder: str) -> None:
-    """One rank, started by `main`."""
+    """Run one rank, started by `main`."""
     place = Launch.from_environment()
     if place is None or place.ranks not in (RANKS, PROFILED):
         raise InputError("explain-rank is what `python -m zeroshard.explain.build` starts; run that")

@@ -34,7 +34,7 @@ class Page:
         self.document = document
 
     def html(self) -> str:
-        """The whole file as text. Opens without a network, from any folder."""
+        """Return the whole file as text. It opens without a network, from any folder."""
         return template().replace(PLACE, PLACE.replace("null", embedded(self.document)))
 
     def write(self, path: str | os.PathLike[str]) -> None:
@@ -56,7 +56,7 @@ def document(
     other: dict[str, Any] | None = None,
     compared: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What a page holds: the built-in walkthroughs, a run, or both; and a second run to compare it with."""
+    """Make a page's document: the built-in walkthroughs, a run, or both; and a second run to compare it with."""
     version = zeroshard.__version__
     page = {"format": FORMAT, "version": VERSION, "zeroshard": version, "walkthroughs": walkthroughs, "run": run}
     if other is not None:
@@ -65,7 +65,7 @@ def document(
 
 
 def links() -> dict[str, str]:
-    """{what: address} for the footer: what the package's metadata names, and `ZEROSHARD_DOCS` where that is set."""
+    """Return {label: address} for the footer, from the package's metadata, and `ZEROSHARD_DOCS` where it is set."""
     try:
         urls = metadata.metadata("zeroshard").get_all("Project-URL") or []
     except metadata.PackageNotFoundError:
@@ -76,7 +76,7 @@ def links() -> dict[str, str]:
 
 
 def embedded(document: dict[str, Any]) -> str:
-    """The document as JSON that is safe inside a script element, whatever its strings say."""
+    """Write the document as JSON that is safe inside a script element, whatever its strings say."""
     text = json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     for character, escape in ESCAPED.items():
         text = text.replace(character, escape)
@@ -84,7 +84,7 @@ def embedded(document: dict[str, Any]) -> str:
 
 
 def template() -> str:
-    """The page without a document."""
+    """Return the page without a document."""
     text = _packed("page.html")
     if text.count(PLACE) != 1:
         raise StateError("the page's template has no place for the document", expected=PLACE, instead="make web")
@@ -92,7 +92,7 @@ def template() -> str:
 
 
 def built_in() -> dict[str, Any]:
-    """The walkthroughs, as `python -m zeroshard.explain.build` wrote them."""
+    """Read the walkthroughs that `python -m zeroshard.explain.build` wrote."""
     walkthroughs: dict[str, Any] = json.loads(_packed("walkthroughs.json"))["walkthroughs"]
     return walkthroughs
 
@@ -107,12 +107,12 @@ def _packed(name: str) -> str:
 
 
 def plain(value: float) -> float | str:
-    """For JSON, which has no NaN and no infinities."""
+    """Return a number that JSON has, or "nan", "inf" or "-inf"."""
     return value if math.isfinite(value) else "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
 
 
 def numbers(tensor: Tensor) -> list[Any]:
-    """All elements, flat: fp32 with the fewest digits that read back as the same fp32 number, other dtypes exactly."""
+    """List all elements, flat: fp32 with the fewest digits that read back as the same number, other dtypes exactly."""
     import numpy as np
     import torch
 

@@ -1,4 +1,4 @@
-"""How many gradient elements a rank holds while backward goes through the model: arithmetic on a layout, no engine.
+"""Gradient elements that a rank holds while backward goes through the model: arithmetic on a layout, no engine.
 
 The frame-by-frame table of "ZeRO-2: A Concrete Walkthrough", with the column it leaves out. The text's peak counts
 what stays; for a moment a rank also has whole, unreduced gradients of tensors it does not own.
@@ -22,7 +22,7 @@ class Frame(NamedTuple):
 
 
 def backward_frames(partition: Partition, rank: int, groups: Sequence[Sequence[str]] | None = None) -> list[Frame]:
-    """`rank`'s frames, last group first. `groups`: parameter names reduced together, in model order (None: singly)."""
+    """List `rank`'s frames, last group first. `groups`: names reduced together, in model order (None: singly)."""
     if groups is None:
         groups = [[slot.name] for bucket in partition.buckets for slot in bucket.slots]
     frames: list[Frame] = []

@@ -1,8 +1,8 @@
-"""Looking into a small run while it happens: a clock of ticks, and what one rank has at named moments of a step.
+"""Observation of a small run while it happens: a clock of ticks, and one rank's tensors at named moments of a step.
 
 Named hazard, *inside the engine*: the moment between Adam and the gather, when ranks hold old and new parameters, lies
-inside `optimizer.step()`. So an observer stands in front of its own engine's gathers. Only the small models of this
-package are watched that way.
+inside `optimizer.step()`. So an observer wraps its own engine's gathers. Only the small models of this package are
+watched that way.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _EVENTS: Any = events
 
 @contextlib.contextmanager
 def ticking() -> Iterator[None]:
-    """Inside, the record of events counts what it notes instead of reading a clock: the same at every run."""
+    """Let the record of events inside count its notes instead of reading a clock, so that every run is the same."""
     ticks = itertools.count(1)
-    before, library = _EVENTS.time, torch._C._get_mkldnn_enabled()  # its kernels and their bits differ by processor
+    before, library = _EVENTS.time, torch._C._get_mkldnn_enabled()  # its kernels' bits differ by processor
     _EVENTS.time = SimpleNamespace(perf_counter_ns=lambda: next(ticks))
     try:
         torch._C._set_mkldnn_enabled(False)
@@ -66,7 +66,7 @@ class Observer:
 
     @contextlib.contextmanager
     def watching_gathers(self) -> Iterator[None]:
-        """Inside, the first gather of parameters is preceded by a look called "stepped"."""
+        """Take a look called "stepped" before the first gather of parameters inside."""
         team: Any = self.zero._engine.group.team
         gather = team.gather
 
@@ -82,12 +82,12 @@ class Observer:
             del team.gather
 
     def land(self) -> None:
-        """Wait for whatever is arriving."""
+        """Wait for every gather that is arriving."""
         for buffer in self.zero._engine.buffers:
             buffer.land()
 
     def told(self) -> dict[str, Any]:
-        """What was recorded between the first moment and the last, JSON-able; clear the record."""
+        """Return what was recorded between the first moment and the last, JSON-able."""
         record = self.zero._engine.ledger.record
         assert record is not None
         units = [unit.name for unit in self.zero._engine.units]

@@ -35,7 +35,7 @@ TIERS: tuple[tuple[str, int, dict[str, str], str], ...] = (
 
 
 def assemble(transformer: dict[str, Any], ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The `Overview` document; `transformer`: that document; `ranks`: what `run260.capture` returned on each rank."""
+    """Make the `Overview` document from the `Transformer` document and what `run260.capture` returned on each rank."""
     trained = by_stage(ranks[0]["trained"])
     plain = plain_weights()
     return {
@@ -77,7 +77,7 @@ def _stage(stage: int, transformer: dict[str, Any]) -> dict[str, Any]:
 
 
 def _per_parameter(stage: int, ranks: int) -> Fraction:
-    return Fraction(closed.total(ranks, ranks, STAGES[stage], PAPER), ranks)  # so many that nothing is padded
+    return Fraction(closed.total(ranks, ranks, STAGES[stage], PAPER), ranks)  # nothing is padded
 
 
 def _tier(name: str, stage: int, moved: dict[str, str], says: str) -> dict[str, Any]:

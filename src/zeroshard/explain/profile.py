@@ -1,4 +1,4 @@
-"""The article's profile, 10 layers of 4,096 on four ranks: all of it planned, and an eighth of its width held too.
+"""The article's profile, 10 layers of 4,096 on four ranks: planned whole, and at an eighth of its width also run.
 
 `capture` runs on each of the four ranks; `assemble` puts them beside what was planned.
 """
@@ -24,7 +24,7 @@ PHASES = ("forward", "backward", "step")
 
 
 def capture() -> dict[str, Any]:
-    """What this rank held in a few steps. Collective, on four ranks."""
+    """Train a few steps; return what this rank held at rest and at most in each phase. Collective, on four ranks."""
     torch.manual_seed(0)
     job = stacked_mlp.scaled()
     optimizer = job["optimizer"](job["model"].parameters())
@@ -45,7 +45,7 @@ def _told(ledger: Any) -> dict[str, Any]:
 
 
 def assemble(held: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The `Profile` document from what `capture` returned on each rank."""
+    """Make the `Profile` document from what `capture` returned on each rank."""
     return {
         "ranks": RANKS,
         "stage": STAGE,

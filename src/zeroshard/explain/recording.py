@@ -15,18 +15,18 @@ from ..layout import Bucket, Partition
 from ..stage import ALONE, Seat
 
 PHASES = ("forward", "backward", "reduce", "step", "gather", "save", "export")
-WORK = ("forward", "recompute", "backward")  # what a unit does
-STANDING = ("control", "broadcast")  # nobody goes on before these are through
+WORK = ("forward", "recompute", "backward")  # verbs of a unit
+STANDING = ("control", "broadcast")  # every rank waits until these are through
 TRAVELS = ("gather", "reduce", "relay", "share", "broadcast")
-SPARE = ("copy", "control", "release")  # what a record that is too long does without, in this order
-E4M3 = "float8_e4m3fn"  # what parameters in 8 bits rest and travel as
+SPARE = ("copy", "control", "release")  # left out of a record that is too long, in this order
+E4M3 = "float8_e4m3fn"  # the dtype in which parameters in 8 bits rest and travel
 MOVES_LIMIT, HELD_LIMIT = 6_000, 6_000  # of one rank in one step
 
 Clock = Literal["ns", "tick"]
 
 
 class Told(NamedTuple):
-    """What one rank recorded, in its own times. `held`: (time, tier, state, bytes from then on)."""
+    """One rank's record, in the times of its own clock. `held`: (time, tier, state, bytes from then on)."""
 
     rank: int
     events: Sequence[Event]
@@ -36,10 +36,10 @@ class Told(NamedTuple):
 def layout_json(
     partition: Partition, units: Sequence[str], along: Seat = ALONE, sits: Seat = ALONE, *, spread: bool = False
 ) -> dict[str, Any]:
-    """The layout of a model. `units`: their names, in the order of `Bucket.unit`.
+    """Describe the layout of a model. `units`: their names, in the order of `Bucket.unit`.
 
-    along: any rank's seat among those that have the same rows of some buckets. sits: and among all. spread: each of
-    several replicas updates a part of a shard.
+    along: any rank's seat among those that have the same rows of some buckets. sits: its seat among all. spread: does
+    each of several replicas update a part of a shard?
     """
     buckets: list[dict[str, Any]] = []
     slots: list[Any] = []
@@ -65,18 +65,18 @@ def layout_json(
 
 
 def _updates(bucket: Bucket, sits: Seat) -> list[int]:
-    """Where the part of each replica begins, shard by shard; and the bucket's end."""
+    """List where each replica's part of each shard begins, and the bucket's end."""
     positions = [sits._replace(position=position) for position in range(bucket.size)]
     return [bucket.part(each, number) for each in positions for number in range(sits.replicas)] + [bucket.numel]
 
 
 def is_phase(event: Event) -> bool:
-    """What the loop does, beside what a unit does and what moves."""
+    """Tell whether an event is a phase of the training loop, not a unit's work and not a message."""
     return event.verb in PHASES and event.unit is None and event.bucket is None and not event.logical
 
 
 def last_step(events: Sequence[Event]) -> tuple[int, int] | None:
-    """(first, last + 1) time of the last whole step: from its first forward or backward to its last optimizer's end.
+    """Find (first, last + 1) time of the last whole step: its first forward or backward to its last optimizer's end.
 
     None where the record holds no optimizer step.
     """
@@ -97,7 +97,7 @@ def last_step(events: Sequence[Event]) -> tuple[int, int] | None:
 
 
 def began_before(record: Record, start: int) -> bool:
-    """Does the record reach back to the step that starts then? It forgets the oldest of what is more than it keeps."""
+    """Tell whether the record reaches back to before `start`; when it is full it forgets its oldest notes."""
     forgot = len(record.events) == record.events.maxlen
     before = any(is_phase(event) and event.verb == "step" and event.start < start for event in record.events)
     states_known = len(record.held) < (record.held.maxlen or 0) or record.held[0][0] <= start
@@ -105,7 +105,7 @@ def began_before(record: Record, start: int) -> bool:
 
 
 def one_step(told: Told, span: tuple[int, int]) -> dict[str, Any]:
-    """What happened within `span` on one rank: a `RankRecording` whose verbs, states and units are names."""
+    """Return what happened within `span` on one rank: a `RankRecording` whose verbs, states and units are names."""
     start, stop = span
     within = [event for event in told.events if event.start < stop and (event.end or stop) > start]
     phases = [[e.verb, max(e.start, start), min(e.end or stop, stop)] for e in within if is_phase(e)]
@@ -138,7 +138,7 @@ def _move(event: Event, stop: int) -> list[Any]:
 
 
 def _held_within(changes: Sequence[tuple[int, str, str, int]], span: tuple[int, int]) -> list[list[Any]]:
-    """The changes within the span, after what was held when it began."""
+    """List the changes within the span, after what was held when it began."""
     before: dict[tuple[str, str], int] = {}
     inside: list[list[Any]] = []
     for at, tier, state, nbytes in changes:
@@ -150,7 +150,7 @@ def _held_within(changes: Sequence[tuple[int, str, str, int]], span: tuple[int, 
 
 
 def totals(held: Sequence[Sequence[Any]], tier: str = DEVICE) -> Iterator[tuple[int, int, int, dict[str, int]]]:
-    """(from, until, total, bytes by state) between a tier's changes; the dictionary is one that goes on changing."""
+    """Yield (from, until, total, bytes by state) between a tier's changes; the dictionary is the same one, updated."""
     now: dict[str, int] = {}
     own = [(at, state, nbytes) for at, of, state, nbytes in held if of == tier]
     for number, (at, state, nbytes) in enumerate(own):
@@ -167,14 +167,14 @@ def peak_of(
     units: Sequence[Sequence[Any]],
     moves: Sequence[Sequence[Any]],
 ) -> dict[str, Any] | None:
-    """The first moment at which the device held most, what that was, and what was going on; None without a record."""
+    """Find the first moment at which the device held most, what it held, and what ran then; None without a record."""
     if not held:
         return None
     at, until, total, states = span[0], span[1], 0, dict[str, int]()
     for begins, ends, nbytes, now in totals(held):
         if nbytes > total:
             at, until, total, states = begins, ends, nbytes, {state: n for state, n in now.items() if n}
-    # What is being reserved at this moment begins to move right after it, before anything else is held.
+    # A message's memory is reserved at this moment and the message begins right after it, before the next change.
     after = max(until, at + 1)
     flying = [
         number for number, move in enumerate(moves) if move[0] in TRAVELS and move[7] < after and move[8] > at
@@ -199,7 +199,7 @@ def peak_of(
 
 
 def _where(at: int, phases: Sequence[Sequence[Any]]) -> str:
-    """`in backward`, or `between backward and step`."""
+    """Name the phase at a time: `in backward`, or `between backward and step`."""
     inside = [phase for phase in phases if phase[1] <= at < phase[2]]
     if inside:
         return f"in {inside[-1][0]}"
@@ -211,7 +211,7 @@ def _where(at: int, phases: Sequence[Sequence[Any]]) -> str:
 
 
 def most_in(rank: dict[str, Any], phase: str) -> int:
-    """The most bytes that a rank held on the device while that phase of the loop ran. `rank`: from `one_step`."""
+    """Return the most bytes that a rank held on the device while a phase of the loop ran. `rank`: from `one_step`."""
     spans = [(start, end) for name, start, end in rank["phases"] if name == phase]
     return max(
         nbytes
@@ -222,7 +222,7 @@ def most_in(rank: dict[str, Any], phase: str) -> int:
 
 
 def _least(held: Sequence[Sequence[Any]]) -> dict[str, int]:
-    """Bytes of each state that are there all the time."""
+    """Return the bytes of each state that are there all the time."""
     least: dict[str, int] = {}
     for _, _, _, now in totals(held):
         least = {state: min(nbytes, least.get(state, nbytes)) for state, nbytes in now.items()} if not least else {
@@ -232,9 +232,9 @@ def _least(held: Sequence[Sequence[Any]]) -> dict[str, int]:
 
 
 def _gathered(moves: Sequence[Sequence[Any]], at: int, after: int, nbytes: int) -> tuple[list[str], list[str]]:
-    """Units whose full weights the `nbytes` of "gather" are, and units sent ahead of their use.
+    """Return the units whose full weights make up the `nbytes` of "gather", and those sent ahead of their use.
 
-    What was gathered first is used first, so it is the former as far as these bytes reach.
+    Units are used in the order of their gathers, so the first of them are in use, as far as these bytes reach.
     """
     found: dict[int, tuple[str, int]] = {}
     for verb, state, bucket, unit, logical, *_, start, _, _ in moves:
@@ -253,13 +253,13 @@ def _gathered(moves: Sequence[Sequence[Any]], at: int, after: int, nbytes: int) 
 def _reduced(
     held: Sequence[Sequence[Any]], moves: Sequence[Sequence[Any]], at: int, after: int, nbytes: int, rests: int
 ) -> str:
-    """Whose gradients the buffers of reductions hold. One that is done keeps its buffers, for a next of their size."""
+    """Say whose gradients the reductions' buffers hold. Those of a finished reduction are kept for reuse."""
     levels = [(when, now) for when, tier, state, now in held if tier == DEVICE and state == "reduce" and when <= at]
     since = max((when for when, now in levels if now <= rests), default=None)
     begun = [m for m in moves if m[0] == "reduce" and (since is None or m[7] > since) and m[7] < after]
     if not begun:
         return "gradients being put together"
-    # A contribution lies apart from the accumulator where the first reduction had room for all of it.
+    # Contributions have buffers beside the accumulator if the first reduction had room for all of it.
     taken = [(when, now - rests) for when, now in levels if since is None or when > since]
     first = next((m for m in begun if taken and m[7] > taken[0][0]), begun[0])
     apart = max((now for when, now in taken if when < first[7]), default=nbytes - rests) >= first[4]
@@ -276,7 +276,7 @@ def _reduced(
         )
     left = nbytes - rests - needs(flying) - sum(move[4] for move in handing)
     if left > 0 and left == needs(done):
-        # What is left is exactly theirs.
+        # the rest is exactly the size of the finished ones' buffers
         words.append(f"buffers of {_names([*dict.fromkeys(m[3] for m in done)])}, kept for reuse")
     elif left > 0:
         words.append("other buffers, kept for reuse or being filled" if done else "the next being put together")
@@ -292,7 +292,7 @@ def _names(units: Sequence[str]) -> str:
 
 
 def shorten(recording: dict[str, Any]) -> list[str]:
-    """Bring one rank's recording down to a size that a page scrolls through; says what went."""
+    """Shorten one rank's recording in place to a size that a page scrolls through; return in words what went."""
     notes = []
     moves = recording["moves"]
     if len(moves) > MOVES_LIMIT:
@@ -313,7 +313,7 @@ def shorten(recording: dict[str, Any]) -> list[str]:
 
 
 def thinned(held: Sequence[Sequence[Any]], limit: int) -> list[list[Any]]:
-    """Fewer changes. Of each stretch of time each tier's fullest moment stays, and so does its highest of all."""
+    """Leave out changes: of each stretch of time each tier's fullest moment stays, so its highest of all does too."""
     places = len({(tier, state) for _, tier, state, _ in held})
     stretches = max(1, limit // (2 * places))
     first, last = held[0][0], held[-1][0]
@@ -338,7 +338,7 @@ def thinned(held: Sequence[Sequence[Any]], limit: int) -> list[list[Any]]:
 def together(
     ranks: Sequence[dict[str, Any]], units: Sequence[str], *, clock: Clock, notes: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """A `Recording` of several ranks' steps: names become indices, and the first rank begins at 0."""
+    """Make a `Recording` of several ranks' steps: names become indices, and the first rank begins at 0."""
     index = {name: number for number, name in enumerate(units)}
     verbs = _table(move[0] for rank in ranks for move in itertools.chain(rank["moves"], rank["units"]))
     tiers = _table(change[1] for rank in ranks for change in rank["held"])
@@ -384,7 +384,7 @@ def _table(names: Iterator[str]) -> dict[str, int]:
 
 
 def traffic_of(moves: Sequence[Sequence[Any]], start: int) -> list[dict[str, Any]]:
-    """What one rank's step moved, by verb; of `moves` only those that began in it, and agreements too."""
+    """Add up what one rank's step moved, by verb, agreements included; only `moves` that began at `start` or later."""
     sums: dict[str, dict[str, Any]] = {}
     for verb, _, _, _, logical, sent, received, began, *_ in moves:
         if began >= start and verb in (*TRAVELS, "control"):

@@ -1,4 +1,4 @@
-"""The page about a run of the user's: what every rank tells, put together, of any size.
+"""A page about a user's run of any size, put together from every rank's record.
 
 A large model is shown by its units, then buckets, then tensors; where an element lies is arithmetic on the layout. So
 the document grows with tensors and messages of one step, never with elements or steps.
@@ -26,9 +26,9 @@ from .shape import check
 if TYPE_CHECKING:
     from ..api import Zero
 
-RANKS_SHOWN = 8  # whose step is shown in full; of all others a line
+RANKS_SHOWN = 8  # ranks whose step is shown in full; each other has a line
 CURVE_POINTS = 2_000
-MACHINES = ("torch", "threads")  # facts that are of the machine
+MACHINES = ("torch", "threads")  # facts about the machine
 RECORDED, METRICS = "explain.json", "metrics.jsonl"  # in a run's folder
 FORMAT, VERSION = "zeroshard-run", 3
 
@@ -36,7 +36,7 @@ FORMAT, VERSION = "zeroshard-run", 3
 def explain(
     zero: Zero, path: str | os.PathLike[str] | None, metrics: Sequence[Mapping[str, float]] | None = None
 ) -> Page:
-    """See `Zero.explain`."""
+    """Write and return the page of a run; see `Zero.explain`."""
     if problems := zero._engine.group.problems(_no_number(() if metrics is None else metrics)):
         raise UserError("metrics are numbers", where=problems, instead='{"step": step, "loss": loss.item()}')
     run = gather(zero)
@@ -48,9 +48,9 @@ def explain(
 
 
 def gather(zero: Zero, *, clock: Clock = "ns") -> dict[str, Any]:
-    """A `Run` without curves, the same on every rank. Collective.
+    """Collect a `Run` without curves, the same on every rank. Collective.
 
-    clock: "tick" where the record counts; then nothing of the machine is told either.
+    clock: "tick" where the record counts (`ticking`); then facts about the machine are left out.
     """
     record = zero._engine.ledger.record
     span = None if record is None else last_step(zero.events())
@@ -104,12 +104,12 @@ def gather(zero: Zero, *, clock: Clock = "ns") -> dict[str, Any]:
 
 
 def _numel(bucket: Bucket, along: Seat) -> int:
-    """Of all rows that the ranks have."""
+    """Count a bucket's parameters, with the rows of all ranks."""
     return (bucket.numel - bucket.padding) * (along.parts if bucket.along else 1)
 
 
 def _groups(zero: Zero) -> list[dict[str, Any]]:
-    """Which ranks share what among themselves; none where all ranks share everything."""
+    """Describe the teams in which ranks share buckets; [] where all ranks share everything."""
     along, sits = zero._engine.group.along.seat, zero._engine.group.team.seat
     found = []
     for what, seat in {"": sits, zero._engine.layout.axis or "": along}.items():
@@ -126,7 +126,7 @@ def _groups(zero: Zero) -> list[dict[str, Any]]:
 
 
 def record_step(zero: Zero, folder: Path) -> None:
-    """Leave in a run's folder what `read` wants: the last recorded step of every rank. Collective; rank 0 writes."""
+    """Write the last recorded step of every rank into a run's folder, for `read`. Collective; rank 0 writes."""
     run = gather(zero)
     if zero.rank == 0:
         text = json.dumps({"format": FORMAT, "version": VERSION, "run": run}, allow_nan=False, separators=(",", ":"))
@@ -136,7 +136,7 @@ def record_step(zero: Zero, folder: Path) -> None:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """The `Run` that `record_step` left, with the curves of metrics.jsonl. Raises `UserError` for what is not one."""
+    """Read the `Run` that `record_step` wrote, with the curves of metrics.jsonl. Raises `UserError` for other files."""
     path = folder / RECORDED
     try:
         found = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
@@ -200,7 +200,7 @@ def _some(held: Mapping[str, int]) -> dict[str, int]:
 
 
 def _shown(summary: Sequence[Mapping[str, Any]]) -> list[int]:
-    """The ranks that matter most: the first, that with the highest peak, those that waited most and least; the next."""
+    """Choose the ranks to show: the first, the one with the highest peak, those that waited most and least, others."""
     ranks: list[int] = [one["rank"] for one in summary]
 
     def most(key: str) -> int:
@@ -211,7 +211,7 @@ def _shown(summary: Sequence[Mapping[str, Any]]) -> list[int]:
 
 
 def _facts(zero: Zero) -> dict[str, Any]:
-    import torch  # here: what reads a recorded step needs no torch
+    import torch  # not on top: reading a recorded step needs no torch
 
     layout, comm = zero._engine.layout, zero._engine.comm
     return {
@@ -245,7 +245,7 @@ def _dtypes(zero: Zero) -> list[dict[str, Any]]:
 
 
 def _no_number(metrics: Sequence[Mapping[str, Any]]) -> str | None:
-    """The first entry that a curve cannot be drawn through."""
+    """Name the first entry that a curve cannot be drawn through; None if there is none."""
     if not (isinstance(metrics, Sequence) and all(isinstance(row, Mapping) for row in metrics)):
         return f"a {type(metrics).__name__}, where a list with a dict for each step was expected"
     entries = ((number, *entry) for number, row in enumerate(metrics) for entry in row.items())
@@ -254,7 +254,7 @@ def _no_number(metrics: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def curves(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Columns of numbers, one row per step; of a long run evenly spaced rows, the first and the last among them."""
+    """Make columns of numbers, one row per step; of a long run evenly spaced rows, the first and the last included."""
     rows = [
         {key: value for key, value in row.items() if type(value) in (int, float)}
         for row in metrics

@@ -33,7 +33,7 @@ STEPS = 2  # of the comparison with plain PyTorch
 
 
 def capture() -> dict[str, Any]:
-    """All runs of this rank. Collective, on two ranks."""
+    """Make all runs of this rank. Collective, on two ranks."""
     return {
         "bf16": {stage: observed_step(stage, BF16, torch.float32, BY_MODULE) for stage in STAGES},
         "float64": {stage: observed_step(stage, Precision(), torch.float64, BY_MODULE) for stage in STAGES},
@@ -45,7 +45,7 @@ def capture() -> dict[str, Any]:
 
 
 def later(stage: int) -> dict[str, Any]:
-    """The most this rank holds in each phase from the second step on: Adam has m and v, gathers run ahead of use."""
+    """Return the most that this rank holds in a phase after the first step: Adam has m and v, gathers run ahead."""
     rank = torch.distributed.get_rank()
     model = transformer260.Transformer260()
     transformer260.inject(model, rank)
@@ -64,7 +64,7 @@ def later(stage: int) -> dict[str, Any]:
 
 
 def unsent() -> dict[str, Any]:
-    """After a backward under `no_sync` at stage 1: what this rank has of its own gradients, and what it has sent."""
+    """Run a backward under `no_sync` at stage 1; return this rank's bytes of its own gradients, and what it sent."""
     rank = torch.distributed.get_rank()
     model = transformer260.Transformer260()
     transformer260.inject(model, rank)
@@ -88,7 +88,7 @@ def unsent() -> dict[str, Any]:
 
 
 def observed_step(stage: int, precision: Precision, dtype: torch.dtype, layout: Layout) -> dict[str, Any]:
-    """One step with the texts' gradients of W_q, looked at before, between and after its phases."""
+    """Run one step with the texts' gradients of W_q, and look at it before, between and after its phases."""
     with ticking():
         rank = torch.distributed.get_rank()
         model = transformer260.Transformer260(dtype)
@@ -147,7 +147,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _kept(zero: zeroshard.Zero, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Of every fragment that this rank updates: its name, its elements, m, v and the new master."""
+    """List every fragment that this rank updates: its name, its first element, the new master, m and v."""
     found = []
     for fragment in zero._engine.bindings[0].fragments:
         if fragment.param.numel():
@@ -163,7 +163,7 @@ def _kept(zero: zeroshard.Zero, optimizer: torch.optim.Optimizer) -> list[dict[s
 
 
 def trained(stage: int) -> list[float]:
-    """The weights after some steps in float64 without injected gradients, to be compared with `plain_weights`."""
+    """Train some steps in float64 without injected gradients; return the weights, to compare with `plain_weights`."""
     rank = torch.distributed.get_rank()
     model = transformer260.Transformer260(torch.float64)
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
@@ -178,7 +178,7 @@ def trained(stage: int) -> list[float]:
 
 
 def plain_weights() -> list[float]:
-    """The same steps in one process without zeroshard: both micro-batches added up in order, divided once."""
+    """Train the same steps in one process without zeroshard: both micro-batches added up in order, divided once."""
     model = transformer260.Transformer260(torch.float64)
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
     batches = transformer260.batches(torch.float64)

@@ -1,4 +1,4 @@
-"""What a recorded step has to look like before anything believes it: names, numbers and lists where they belong."""
+"""The shape that a recorded step must have before it is used: names, numbers and lists where they belong."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from ..errors import UserError
 
 
 class Maybe:
-    """None, or what it names."""
+    """A kind of value that may be None."""
 
     def __init__(self, kind: Any) -> None:
         self.kind = kind
 
 
 class Row:
-    """A list of exactly these."""
+    """A list of exactly these kinds."""
 
     def __init__(self, *kinds: Any) -> None:
         self.kinds = kinds
 
 
 class Each:
-    """A dictionary of anything to what it names."""
+    """A dictionary of any keys, whose values are of one kind."""
 
     def __init__(self, kind: Any) -> None:
         self.kind = kind
@@ -97,7 +97,7 @@ def check(found: Any, where: str, form: str, version: int) -> None:
 
 
 def _problem(value: Any, kind: Any, path: str) -> str | None:
-    """What is wrong, and where; None if nothing is."""
+    """Say what is wrong with a value and where; None if it has its kind's shape."""
     if isinstance(kind, Maybe):
         return None if value is None else _problem(value, kind.kind, path)
     if isinstance(kind, (dict, Each)):
@@ -122,7 +122,7 @@ def _problem(value: Any, kind: Any, path: str) -> str | None:
 
 
 def _loose_end(run: dict[str, Any]) -> str | None:
-    """An index that points at nothing."""
+    """Name an index that points at nothing, or a cut that does not add up; None if there is none."""
     layout, recording = run["layout"], run["recording"]
     units, buckets, slots = (len(layout[part]) for part in ("units", "buckets", "slots"))
     size = layout["ranks"]  # of a team; with several replicas there are as many teams

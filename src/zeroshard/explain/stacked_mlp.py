@@ -50,7 +50,7 @@ ROWS = 4  # of a micro-batch
 
 
 def job(hidden: int, layers: int, *, alike: bool = False) -> dict[str, Any]:
-    """alike: the same micro-batch on every rank, as the article's tests have it."""
+    """Make a job. alike: has every rank the same micro-batch, as in the article's tests?"""
 
     def batch(step: int, index: int) -> Tensor:
         seed = 1000 * step + (0 if alike else index)

@@ -106,7 +106,7 @@ class Batch(NamedTuple):
 
 
 class Attended(NamedTuple):
-    """What attention makes. All [TOKENS, ...] but scores and weights, which are [HEADS, TOKENS, TOKENS]."""
+    """Attention's result and intermediate tensors: [TOKENS, ...], but scores and weights [HEADS, TOKENS, TOKENS]."""
 
     out: Tensor
     q: Tensor
@@ -118,14 +118,14 @@ class Attended(NamedTuple):
 
 
 class Fed(NamedTuple):
-    """What the feed-forward layer makes: its result, and what is between its matrices, after ReLU."""
+    """The feed-forward layer's result, and the activations between its matrices, after ReLU."""
 
     out: Tensor
     hidden: Tensor
 
 
 class Trace(NamedTuple):
-    """What the forward pass goes through, in its order. All [TOKENS, ...] but scores and weights."""
+    """All tensors of the forward pass, in its order: [TOKENS, ...], but scores and weights [HEADS, TOKENS, TOKENS]."""
 
     mu: Tensor
     sigma: Tensor
@@ -193,7 +193,7 @@ class FeedForward(nn.Module):
 
 
 def _seen(*values: Tensor) -> tuple[Tensor, ...]:
-    """To be looked at: the loss does not depend on them, so no gradient goes through them."""
+    """Detach values that are only looked at: the loss does not depend on them, so no gradient goes through them."""
     return tuple(value.detach() for value in values)
 
 
@@ -238,12 +238,12 @@ class Transformer260(nn.Module):
 
 
 def loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Mean cross-entropy over the three tokens."""
+    """Return the mean cross-entropy over the three tokens."""
     return F.cross_entropy(model(batch.x).logits, batch.targets)
 
 
 def batches(dtype: torch.dtype = torch.float32) -> tuple[Batch, Batch]:
-    """Micro-batches A (GPU-0: x from the text) and B (GPU-1: all of it from the seed)."""
+    """Return micro-batches A (GPU-0: x from the text) and B (GPU-1: all of it from the seed)."""
     draw = random.Random(SEED + 1)
     targets_a, targets_b = ([draw.randrange(WORDS) for _ in range(TOKENS)] for _ in range(2))
     x_b = _draw(draw, TOKENS * WIDTH, 0.8)
@@ -254,13 +254,13 @@ def batches(dtype: torch.dtype = torch.float32) -> tuple[Batch, Batch]:
 
 
 def inject(model: Transformer260, rank: int) -> None:
-    """From now on the gradient of W_q on this rank is the printed table, whatever backward computes."""
+    """Replace this rank's gradient of W_q by the printed table from now on, whatever backward computes."""
     table = torch.tensor(W_Q_GRADIENTS[rank], dtype=torch.float64)
     model.attention.W_q.register_hook(lambda gradient: table.to(gradient))
 
 
 def _values() -> list[Tensor]:
-    """Every tensor in float64. Seeded ones have two decimals, as the printed ones do."""
+    """Return every tensor in float64. Seeded ones have two decimals, as the printed ones do."""
     draw = random.Random(SEED)  # Python's generator, which no release of torch changes
     values = []
     for entry in TENSORS:

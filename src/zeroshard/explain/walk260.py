@@ -26,7 +26,7 @@ from .words260 import TITLES, corrections, says
 
 
 def assemble(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The `Transformer` document from what `capture` returned on each rank."""
+    """Make the `Transformer` document from what `capture` returned on each rank."""
     runs = {name: [by_stage(rank[name]) for rank in ranks] for name in ("bf16", "float64")}
     values = {name: _values(run) for name, run in runs.items()}
     layout = runs["bf16"][0][0]["layout"]
@@ -104,12 +104,12 @@ def _batches() -> list[dict[str, Any]]:
 
 
 def by_stage(found: dict[Any, Any]) -> dict[int, Any]:
-    """JSON has turned the stages into strings."""
+    """Return the table with stages as numbers: JSON has turned them into strings."""
     return {int(stage): value for stage, value in found.items()}
 
 
 def _cuts(layout: dict[str, Any]) -> list[int]:
-    """Where the ranks' parts begin and end in the flat vector of all buckets end to end (none is padded)."""
+    """List the bounds of the ranks' parts in the flat vector of all buckets end to end (none is padded)."""
     sizes = [bucket["numel"] for bucket in layout["buckets"]]
     cuts = [0]
     for rank in range(layout["ranks"]):
@@ -123,7 +123,7 @@ def _bounds(bucket: dict[str, Any], rank: int) -> int:
 
 
 def _starts(layout: dict[str, Any]) -> list[tuple[int, int]]:
-    """[start, stop) of every slot in the flat vector."""
+    """List [start, stop) of every slot in the flat vector."""
     found = []
     base = 0
     for bucket in layout["buckets"]:
@@ -135,12 +135,12 @@ def _starts(layout: dict[str, Any]) -> list[tuple[int, int]]:
 
 
 def _flat(layout: dict[str, Any], ranks: Sequence[Sequence[Sequence[Any]]]) -> list[Any]:
-    """A flat vector from the ranks' shards of every bucket."""
+    """Join the ranks' shards of every bucket to a flat vector."""
     return [value for bucket in range(len(layout["buckets"])) for rank in ranks for value in rank[bucket]]
 
 
 def one_of(values: Sequence[Any], what: str) -> Any:
-    """What all of them are. Raises `AssertionError` where one differs: then the page would lie."""
+    """Return the value that all of them have. Raises `AssertionError` where one differs: the page would be false."""
     for value in values[1:]:
         if value != values[0]:
             raise AssertionError(f"{what} differ between stages or ranks")
@@ -148,7 +148,7 @@ def one_of(values: Sequence[Any], what: str) -> Any:
 
 
 def _values(ranks: Sequence[dict[int, dict[str, Any]]]) -> dict[str, Any]:
-    """One set of values for all four stages, which must agree in every one of them."""
+    """Return one set of values for all four stages, which must agree in each of them."""
     layout = ranks[0][0]["layout"]
     starts = {slot[0]: start for slot, (start, _) in zip(layout["slots"], _starts(layout), strict=True)}
 
@@ -235,7 +235,7 @@ def _moments(
 
 
 def _end_of(told: dict[str, Any], state: str) -> int:
-    """When the last gather of that state had arrived; 0 where there was none."""
+    """Return when the last gather of a state had arrived; 0 where there was none."""
     return max((move[8] for move in told["moves"] if move[0] == "gather" and move[1] == state), default=0)
 
 
@@ -281,7 +281,7 @@ def _moment(
 
 
 def _parameters(stage: int, name: str, own: tuple[int, int], numel: int) -> list[list[Any]]:
-    """Intervals of the flat vector that this rank has of the parameters, and whether they are from after the step."""
+    """List the intervals of the flat vector whose parameters this rank has, from before ("old") or after the step."""
     place = STAGES[stage]
     if name in ("gathered parameters", "rest") or (name == "stepped" and not place.optimizer):
         return [[*own, "new"]] if place.parameters else [[0, numel, "new"]]
@@ -321,7 +321,7 @@ def _check(
     rank: int,
     stage: int,
 ) -> None:
-    """The intervals are told by the layout; the tensors that were there must say the same."""
+    """Check the tensors seen at a moment against the layout's intervals. Raises `AssertionError`."""
     vectors = {
         "old": values["parameters"], "new": values["parameters_after"], "own": values["gradients"][rank],
         "sum": values["sum"], "average": values["average"],
@@ -336,7 +336,7 @@ def _check(
 
 
 def _grouping(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Backward, reduction by reduction, in the order of the run; elements by layout, bytes by the engine's ledger."""
+    """Describe backward, reduction by reduction in the run's order: elements by layout, bytes by the ledger."""
     layout = ranks[0]["layout"]
     symbols = {entry.name: entry.symbol for entry in TENSORS}
     specs = [
@@ -382,7 +382,7 @@ def _held_at(held: Sequence[Sequence[Any]], state: str, at: int) -> int:
 
 
 def _timing(stage: int, rank: dict[str, Any]) -> list[dict[str, Any]]:
-    """In which phase of the step each verb moved what, on rank 0."""
+    """Count what each verb moved in each phase of the step, on rank 0."""
     told = rank["told"]
     rows: dict[tuple[str, str, str], dict[str, Any]] = {}
     for verb, state, _, _, logical, sent, _, start, *_ in told["moves"]:

@@ -27,7 +27,7 @@ Checkpointing = Literal["none", "layers", "whole"]
 OWNERS = Layout(bounds="tensor", align=1, units=["layer1", "layer2"])  # a layer each
 FP16 = Precision(param_dtype=torch.float16, grad_dtype=torch.float16, store_params=True)
 BETAS = (0.9, 0.999)
-STEPS = 4  # of the comparison with an optimizer that forgets
+STEPS = 4  # of the comparison with an optimizer without memory
 
 WAYS: dict[Checkpointing, str] = {
     "none": "Nothing is recomputed: h and a are kept from forward to backward.",
@@ -37,7 +37,7 @@ WAYS: dict[Checkpointing, str] = {
 
 
 def capture() -> dict[str, Any]:
-    """All runs of this rank. Collective, on two ranks."""
+    """Make all runs of this rank. Collective, on two ranks."""
     return {
         "float16": {stage: observed_step(stage, torch.float32, FP16, "whole") for stage in STAGES},
         "float64": {stage: observed_step(stage, torch.float64, Precision(), "whole") for stage in STAGES},
@@ -46,7 +46,7 @@ def capture() -> dict[str, Any]:
 
 
 def observed_step(stage: int, dtype: torch.dtype, precision: Precision, checkpointing: Checkpointing) -> dict[str, Any]:
-    """One step on this rank, and the loss after it."""
+    """Run one step on this rank, observed, and compute the loss after it."""
     with ticking():
         rank = torch.distributed.get_rank()
         model = four_weights.FourWeights(checkpointing).to(dtype)
@@ -113,7 +113,7 @@ def observed_step(stage: int, dtype: torch.dtype, precision: Precision, checkpoi
 
 
 def assemble(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The `FourWeights` document from what `capture` returned on each rank."""
+    """Make the `FourWeights` document from what `capture` returned on each rank."""
     runs = {name: [by_stage(rank[name]) for rank in ranks] for name in ("float16", "float64")}
     values = {name: _values(run) for name, run in runs.items()}
     stages = [_stage(stage, [rank[stage] for rank in runs["float16"]]) for stage in STAGES]
@@ -202,10 +202,11 @@ def _stage(stage: int, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def story(told: dict[str, Any], layout: dict[str, Any]) -> list[dict[str, Any]]:
-    """What happened on one rank, one thing after the other; agreements and copies are left out.
+    """List what happened on one rank, in order, without agreements and copies.
 
-    A checkpoint recomputes inside the backward that asks for it: such a unit is first reached, and computes its
-    gradients when it has run again. Adam, a line for each unit that this rank updates, is before what it makes travels.
+    A checkpoint recomputes inside the backward that asks for it: backward first reaches such a unit, and computes its
+    gradients after the recomputation. Adam has a line for each unit that this rank updates, before the first gather of
+    new parameters.
     """
     origin = told["span"][0]
     lines = [
@@ -254,7 +255,7 @@ def _adam(told: dict[str, Any], layout: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _updated(told: dict[str, Any], layout: dict[str, Any]) -> list[int]:
-    """Buckets whose masters are this rank's: all of them where the averages of gradients were sent to everybody."""
+    """List the buckets that this rank updates: all of them where the averages of gradients were gathered."""
     everything = any(move[0] == "gather" and move[1] == "gradients" for move in told["moves"])
     rank = told["rank"]
     return [
@@ -265,7 +266,7 @@ def _updated(told: dict[str, Any], layout: dict[str, Any]) -> list[int]:
 
 
 def _truth(verb: str, bucket: dict[str, Any], ranks: int) -> str:
-    """What a collective over unequal shards really is."""
+    """Name the collective that a gather or reduction over unequal shards comes down to."""
     bounds = bucket.get("bounds") or [rank * bucket["share"] for rank in range(ranks + 1)]
     owners = [rank for rank in range(ranks) if bounds[rank + 1] > bounds[rank]]
     if len(owners) > 1 or verb == "release":
@@ -291,7 +292,7 @@ def _way(how: Checkpointing, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _tiny() -> dict[str, Any]:
-    """The article's smallest update, added to weights of several sizes."""
+    """Add the article's smallest update to weights of several sizes."""
     update = 1e-3 * 1e-5
     weights = [0.01, 0.1, 0.2499, 0.25, 0.5, 1.0, 2.0, -3.0]
 
@@ -314,7 +315,7 @@ def _tiny() -> dict[str, Any]:
 
 
 def _memory() -> list[dict[str, Any]]:
-    """Some steps in float64: how far Adam moves each weight, and how far it would if it had forgotten m and v."""
+    """Run some steps in float64: how far Adam moves each weight, and how far it would without its m and v."""
     model = four_weights.FourWeights("none").double()
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
     found = []

@@ -44,12 +44,12 @@ def batch(step: int, rank: int) -> Tensor:
 
 
 def capture() -> dict[str, Any]:
-    """Both runs of this rank. Collective, on two ranks."""
+    """Make both runs of this rank. Collective, on two ranks."""
     return {"path": observed_step(), "overlap": overlapped()}
 
 
 def observed_step() -> dict[str, Any]:
-    """One step through one flat buffer: what stands around the cut after each thing that is done to it."""
+    """Run one step through one flat buffer; return the elements around the cut after each operation on it."""
     with ticking():
         rank = torch.distributed.get_rank()
         stack = model()
@@ -74,7 +74,7 @@ def observed_step() -> dict[str, Any]:
         found["local"] = numbers(flat[first:last])
         # The engine has divided it as it landed, which loses nothing at two ranks.
         found["sum"] = numbers(gradients.own[mine] * zero.world_size)
-        # `look` notes the whole buffer; what is wanted of it is around the cut.
+        # `look` notes the whole buffer, of which only the elements around the cut are used.
         with observer.watching_gathers():
             optimizer.step()
         found["average"] = numbers(gradients.own[mine])
@@ -91,7 +91,7 @@ def observed_step() -> dict[str, Any]:
 
 
 def overlapped() -> dict[str, Any]:
-    """From the second backward to the end of the next forward, a bucket per layer: where messages overlap with work."""
+    """Record from the second backward to the end of the next forward, a bucket per layer: messages and work overlap."""
     with ticking():
         rank = torch.distributed.get_rank()
         stack = model()
@@ -120,7 +120,7 @@ def overlapped() -> dict[str, Any]:
 
 
 def assemble(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The `ThreeLayers` document from what `capture` returned on each rank."""
+    """Make the `ThreeLayers` document from what `capture` returned on each rank."""
     paths = [rank["path"] for rank in ranks]
     layout = one_of([path["layout"] for path in paths], "layouts")
     (bucket,) = layout["buckets"]
@@ -216,13 +216,13 @@ def _row(copies: traffic.Replicas) -> dict[str, Any]:
 
 
 def _slow(count: int) -> traffic.SlowLink:
-    """As this engine sends, where a node is as large as one of `count` groups."""
+    """Compare `count` replicas with one over a slow link, as this engine sends, with one replica on each node."""
     with_count, with_one = (traffic.per_step(RANKS**2, RANKS, STAGES[1], PAPER, replicas=each) for each in (count, 1))
     return traffic.slow_link(RANKS, count, with_count, with_one, RANKS // count)
 
 
 def _changed(ranks: int) -> int:
-    """Of bf16's values from 1 to 2 those that the gradients of a bf16 loss over `ranks` do not add up to."""
+    """Count bf16's values from 1 to 2 that the ranks' gradients of a bf16 loss divided by `ranks` do not add up to."""
     g = (1 + torch.arange(128) / 128).bfloat16()
     weights = torch.zeros_like(g, requires_grad=True)
     (part,) = torch.autograd.grad((weights * g).sum() / ranks, weights)

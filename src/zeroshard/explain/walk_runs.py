@@ -1,7 +1,7 @@
 """Two runs on four ranks that the page plays: K = 2 replicas of the optimizer, and experts that are spread over ranks.
 
-They are recorded as a run of the user's is, but on a clock of ticks, so that they are the same at every run. `capture`
-runs on each of the four ranks.
+They are recorded as a user's run is, but on a clock of ticks, so that every run is the same. `capture` runs on each of
+the four ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SAYS = {
 
 
 class Experts(nn.Module):
-    """This rank's experts. Every token goes through all of them: who has which is what is shown."""
+    """This rank's experts. Every token goes through all of them: only their placement is shown."""
 
     def __init__(self, hidden: int, here: int) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class MoE(nn.Module):
 
 
 class DenseAndExperts(nn.Module):
-    """One layer of each."""
+    """A model of one dense layer and one layer of experts."""
 
     def __init__(self, hidden: int, here: int) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class DenseAndExperts(nn.Module):
 
 
 def capture() -> dict[str, Any]:
-    """Both runs, as they were recorded. Collective, on four ranks."""
+    """Make and record both runs. Collective, on four ranks."""
     mesh = init_device_mesh("cpu", (RANKS // EP, EP), mesh_dim_names=("edp", "ep"))
     torch.manual_seed(0)
     stack, moe = StackedMLP(HIDDEN, DEPTH), DenseAndExperts(HIDDEN, EXPERTS // EP)
@@ -87,7 +87,7 @@ def _recorded(model: nn.Module, comm: Comm, layout: Layout, keep: Sequence[str] 
         zero = zeroshard.shard(model, optimizer, stage=STAGE, precision=precision, comm=comm, layout=layout)
         zero._engine.reduction.pause = UNHURRIED
         for step in range(STEPS):
-            if step == STEPS - 2:  # a step is shown up to where the next begins
+            if step == STEPS - 2:  # the last whole step is shown, and the record must begin before it
                 zero.record()
             generator = torch.Generator().manual_seed(1000 * step + zero.rank)
             model(torch.randn(ROWS, HIDDEN, generator=generator).bfloat16()).sum().backward()
@@ -97,7 +97,7 @@ def _recorded(model: nn.Module, comm: Comm, layout: Layout, keep: Sequence[str] 
 
 
 def assemble(ranks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The runs, each with its name and what it shows, from what `capture` returned on each rank."""
+    """List the runs, each with its name and what it shows, from what `capture` returned on each rank."""
     return [
         {"name": name, "says": says, "run": one_of([rank[name] for rank in ranks], f"runs of {name}")}
         for name, says in SAYS.items()

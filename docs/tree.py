@@ -11,7 +11,7 @@ ARCHITECTURE, CONTRIBUTING = ROOT / "docs" / "architecture.md", ROOT / "CONTRIBU
 
 # The core, in the order in which to read it: a file imports only what stands above it.
 ORDER = (
-    "errors.py", "ended.py", "events.py", "stage.py", "strips.py", "layout.py", "headroom.py", "device.py",
+    "errors.py", "fields.py", "ended.py", "events.py", "stage.py", "strips.py", "layout.py", "headroom.py", "device.py",
     "numerics.py", "fp8.py", "int8.py", "digests.py",
     "ranks/launcher.py", "ranks/watch.py", "ranks/calls.py", "ranks/comm.py", "ranks/transport.py",
     "ranks/agreement.py",

@@ -371,7 +371,7 @@ ASKED = {  # how, what rank 0 asks, what rank 1 asks, and what both are told
     "an address": ("save", {}, {"path": "s3://bucket/run"}, "this is an address"),
     "wrong extra": ("save", {"extra": 5}, {}, "extra= is saved by its keys"),
     "strict": ("load", {"strict": False}, {}, "False on rank 0; True on rank 1"),
-    "wrong strict": ("load", {"strict": "no"}, {}, "strict= is a yes or a no"),
+    "wrong strict": ("load", {"strict": "no"}, {}, "strict= must be True or False"),
     "overwrite": ("export", {"overwrite": True}, {}, "zero.export(...), overwrite=\n"),
     "dtype": ("export", {"dtype": torch.float16}, {"dtype": torch.bfloat16}, "torch.float16 on rank 0"),
     "wrong file_nbytes": ("export", {"file_nbytes": 0}, {}, "file_nbytes counts bytes"),

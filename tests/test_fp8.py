@@ -729,7 +729,7 @@ def frozen():
 
 
 REFUSED = {
-    "scaling": (lambda: Precision(fp8=True, scaling="block"), "(?s)each scale is.*1x128, 128x128.*'block'"),
+    "scaling": (lambda: Precision(fp8=True, scaling="block"), "(?s)each scale is.*'block'.*1x128, 128x128"),
     "nothing to scale": (lambda: Precision(scaling="1x128"), "(?s)each scale is.*fp8=False"),
     "a word": (lambda: Precision(fp8="yes"), "takes patterns"),
     "as the dtype": (lambda: Precision(param_dtype=torch.float8_e4m3fn), r"fp8=True\), which computes in the first"),

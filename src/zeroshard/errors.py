@@ -74,7 +74,7 @@ def visible(text: str) -> str:
 def check_flag(name: str, given: object) -> None:
     """Refuse what is neither True nor False."""
     if type(given) is not bool:
-        raise UserError(f"{name}= is a yes or a no", expected="True or False", got=repr(given))
+        raise UserError(f"{name}= must be True or False", got=repr(given), expected="True or False")
 
 
 def check_local(path: str | os.PathLike[str]) -> None:

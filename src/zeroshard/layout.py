@@ -19,13 +19,15 @@ import fnmatch
 import heapq
 import itertools
 import math
+import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 from .errors import UserError, nearest
+from .fields import FLAG, Field, check_fields, number, one_of
 from .stage import Degree, Seat
 from .strips import Elements
 
@@ -37,6 +39,24 @@ WHOLE = 0  # as a number of elements that no cut may part: all of them
 BUCKET_MIB = 24.0  # on the CPU, whose memory is given back and faulted in again above 32 MB
 UNIT_MIB = 2.0**20  # more than any unit has
 LARGE = 1 << 16  # elements from which a module outside any list of blocks is worth a unit of its own
+
+
+def _sequence(name: str) -> Field:
+    """Describe one field of `Layout` that takes a sequence of names, patterns or classes."""
+    return Field(
+        lambda given: not isinstance(given, (str, type)),
+        "takes a sequence",
+        instead=lambda given: f"Layout({name}=[{given!r}])",
+    )
+
+
+_FIELDS = {
+    "bounds": one_of(Bounds),
+    "buffers": one_of(Buffers),
+    "bucket_mib": number(0, sys.float_info.max, "must be a positive number of MiB", "Layout(bucket_mib=24)").or_none(),
+    **{name: _sequence(name) for name in ("units", "ignore", "recompute", "whole")},
+    "apart": FLAG,
+}
 
 
 @dataclass(frozen=True)
@@ -83,20 +103,7 @@ class Layout:
     whole: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        for name, choices in (("bounds", get_args(Bounds)), ("buffers", get_args(Buffers))):
-            if getattr(self, name) not in choices:
-                raise UserError(
-                    f"Layout.{name} is not a known policy",
-                    got=repr(getattr(self, name)),
-                    instead=nearest(getattr(self, name), choices),
-                )
-        size = BUCKET_MIB if self.bucket_mib is None else self.bucket_mib
-        if not (isinstance(size, (int, float)) and 0 < size < math.inf):
-            raise UserError(
-                "Layout.bucket_mib must be a positive number of MiB",
-                got=repr(self.bucket_mib),
-                instead="Layout(bucket_mib=24)",
-            )
+        check_fields(self, _FIELDS)
         if type(self.base) is not int or self.base < 1 or self.base & (self.base - 1):
             raise UserError(
                 "Layout.align must be a power of two",
@@ -111,14 +118,6 @@ class Layout:
                     got=repr(self.align),
                     instead='Layout(align={"*.weight": 256})',
                 )
-        for name in ("units", "ignore", "recompute", "whole"):
-            if isinstance(getattr(self, name), (str, type)):
-                raise UserError(
-                    f"Layout.{name} takes a sequence",
-                    got=repr(getattr(self, name)),
-                    instead=f"Layout({name}=[{getattr(self, name)!r}])",
-                )
-
         axes = [*self.along.values()] if isinstance(self.along, Mapping) else [None]
         if len(set(map(repr, axes))) > 1 or not all(isinstance(axis, str) and axis for axis in axes):
             raise UserError(
@@ -127,9 +126,9 @@ class Layout:
                 instead='Layout(along={"*.experts.*": "edp"})',
             )
 
-        if type(self.apart) is not bool or (self.apart and not self.along):
+        if self.apart and not self.along:
             raise UserError(
-                "Layout.apart is a yes or a no, of parameters along an axis",
+                "Layout.apart is for parameters along an axis, and there are none",
                 got=f"apart={self.apart!r}, along={self.along!r}",
                 instead='Layout(along={"*.experts.*": "edp"}, apart=True)',
             )

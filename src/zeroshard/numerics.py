@@ -18,7 +18,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -26,11 +26,55 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from .device import ask, chunk, divisor, equal
 from .errors import UserError, nearest
+from .fields import FLAG, Field, check_fields, is_patterns, one_of
 
 Nonfinite = Literal["ignore", "raise", "skip"]
 Scaling = Literal["tensor", "1x128", "128x128"]
 LOW = (torch.bfloat16, torch.float16)
 COMPUTED = (*LOW, torch.float32)  # what modules may compute in with parameters of 8 bits
+
+
+def _is_wide(given: object) -> bool:
+    """Tell the dtypes that states may have."""
+    return isinstance(given, torch.dtype) and given.is_floating_point and given.itemsize >= 2
+
+
+def _dtype(name: str) -> Field:
+    """Describe one field of `Precision` that takes a dtype."""
+
+    def instead(given: object) -> str:
+        if name == "param_dtype" and "float8" in f"{given}":
+            return "Precision(param_dtype=torch.bfloat16, fp8=True), which computes in the first"
+        return f"Precision({name}=torch.bfloat16)"
+
+    return Field(_is_wide, "must be a floating dtype of 16 bits or more", instead=instead).or_none()
+
+
+_FIELDS = {
+    **{name: _dtype(name) for name in ("param_dtype", "reduce_dtype", "grad_dtype", "master_dtype")},
+    "nonfinite": one_of(Nonfinite),
+    "store_params": FLAG,
+    "cast_inputs": Field(
+        lambda given: type(given) is bool or given == "units",
+        "is a yes, a no, or a word",
+        'True, False or "units"',
+        lambda given: nearest(given, ["units"]) if isinstance(given, str) else None,
+    ),
+    "keep": Field(
+        is_patterns,
+        "takes patterns of parameters that are not converted to Precision.param_dtype",
+        instead=lambda given: (
+            f"Precision(param_dtype=torch.bfloat16, keep={[given] if isinstance(given, str) else ['*.router.*']!r})"
+        ),
+    ),
+    "split_master": FLAG,
+    "fp8": Field(
+        lambda given: type(given) is bool or is_patterns(given),
+        "takes patterns of parameters that rest and travel in 8 bits, or a yes or a no",
+        instead=lambda _: 'Precision(fp8=["*.mlp.*.weight"]), or Precision(fp8=True) for the weights of linear layers',
+    ),
+    "scaling": one_of(Scaling, "says of which part of a tensor in 8 bits each scale is"),
+}
 
 
 @dataclass(frozen=True)
@@ -80,36 +124,7 @@ class Precision:
     scaling: Scaling = "tensor"
 
     def __post_init__(self) -> None:
-        for name in ("param_dtype", "reduce_dtype", "grad_dtype", "master_dtype"):
-            dtype = getattr(self, name)
-            if dtype is not None and not (
-                isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize >= 2
-            ):
-                raise UserError(
-                    f"Precision.{name} must be a floating dtype of 16 bits or more",
-                    got=repr(dtype),
-                    instead=f"Precision({name}=torch.bfloat16)"
-                    if name != "param_dtype" or "float8" not in f"{dtype}"
-                    else "Precision(param_dtype=torch.bfloat16, fp8=True), which computes in the first",
-                )
-        if self.nonfinite not in get_args(Nonfinite):
-            raise UserError(
-                "Precision.nonfinite is not a known answer",
-                got=repr(self.nonfinite),
-                instead=nearest(self.nonfinite, get_args(Nonfinite)),
-            )
-        if type(self.store_params) is not bool:
-            raise UserError(
-                "Precision.store_params is a yes or a no", expected="True or False", got=repr(self.store_params)
-            )
-        word = self.cast_inputs if isinstance(self.cast_inputs, str) else None
-        if type(self.cast_inputs) is not bool and word != "units":
-            raise UserError(
-                "Precision.cast_inputs is a yes, a no, or a word",
-                expected='True, False or "units"',
-                got=repr(self.cast_inputs),
-                instead=None if word is None else nearest(word, ["units"]),
-            )
+        check_fields(self, _FIELDS)
         if self.cast_inputs and self.param_dtype is None:
             raise UserError(
                 "Precision.cast_inputs needs to know what to cast to",
@@ -118,18 +133,13 @@ class Precision:
                 instead="Precision(param_dtype=torch.bfloat16, cast_inputs=True)",
             )
 
-        patterns = isinstance(self.keep, (list, tuple)) and all(isinstance(each, str) for each in self.keep)
-        if not patterns or (len(self.keep) and self.param_dtype is None):
+        if len(self.keep) and self.param_dtype is None:
             raise UserError(
                 "Precision.keep takes patterns of parameters that are not converted to Precision.param_dtype",
                 got=f"keep={self.keep!r}, param_dtype={self.param_dtype}",
                 instead='Precision(param_dtype=torch.bfloat16, keep=["*.router.*"])',
             )
 
-        if type(self.split_master) is not bool:
-            raise UserError(
-                "Precision.split_master is a yes or a no", expected="True or False", got=repr(self.split_master)
-            )
         others = self.param_dtype not in (None, torch.bfloat16) or self.master_dtype not in (None, torch.float32)
         if self.split_master and others:
             raise UserError(
@@ -140,17 +150,10 @@ class Precision:
         self._check_fp8()
 
     def _check_fp8(self) -> None:
-        patterns = isinstance(self.fp8, (list, tuple)) and all(isinstance(each, str) for each in self.fp8)
-        if type(self.fp8) is not bool and not patterns:
-            raise UserError(
-                "Precision.fp8 takes patterns of parameters that rest and travel in 8 bits, or a yes or a no",
-                got=repr(self.fp8),
-                instead='Precision(fp8=["*.mlp.*.weight"]), or Precision(fp8=True) for the weights of linear layers',
-            )
-        if self.scaling not in get_args(Scaling) or (self.scaling != "tensor" and not self.fp8):
+        if self.scaling != "tensor" and not self.fp8:
             raise UserError(
                 "Precision.scaling says of which part of a tensor in 8 bits each scale is",
-                expected=f"one of {', '.join(get_args(Scaling))}, with fp8=True or patterns",
+                expected="fp8=True or patterns beside it",
                 got=f"scaling={self.scaling!r}, fp8={self.fp8!r}",
                 instead='Precision(param_dtype=torch.bfloat16, fp8=True, scaling="128x128")',
             )

@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
-from ..errors import UserError, nearest
+from ..errors import UserError
+from ..fields import FLAG, check_fields, count, number, one_of
 from ..headroom import PREFETCH
 
 Reduce = Literal["ordered", "native", "int8"]
 Transport = Literal["auto", "gloo", "shared"]
 AUTO: Transport = "gloo"  # what "auto" means
 Over = Literal["team", "all"]
+
+
+_FIELDS = {
+    "reduce": one_of(Reduce),
+    "transport": one_of(Transport),
+    "optimizer": one_of(Over, "says over which ranks its states are sharded"),
+    "replicas": count(
+        1, "counts copies of the model", "Comm(replicas=2)", "1, 2, ..., a divisor of the number of ranks"
+    ).or_none(),
+    "overlap": FLAG,
+    "release_after_forward": FLAG,
+    "prefetch": count(0, "counts units", "Comm(prefetch=1)"),
+    "timeout": number(0, 10**9, "is a positive number of seconds, up to a billion", "Comm(timeout=600)").or_none(),
+}
 
 
 @dataclass(frozen=True)
@@ -57,16 +72,7 @@ class Comm:
     optimizer: Over = "team"
 
     def __post_init__(self) -> None:
-        if self.reduce not in get_args(Reduce):
-            raise UserError(
-                "Comm.reduce is not a known way", got=repr(self.reduce), instead=nearest(self.reduce, get_args(Reduce))
-            )
-        if self.transport not in get_args(Transport):
-            raise UserError(
-                "Comm.transport is not a known way",
-                got=repr(self.transport),
-                instead=nearest(self.transport, get_args(Transport)),
-            )
+        check_fields(self, _FIELDS)
         if self.transport == "shared" and self.reduce == "int8":
             raise UserError(
                 "Comm.reduce makes messages smaller, and with shared memory none are sent",
@@ -78,38 +84,6 @@ class Comm:
                 "Comm.reduce is the backend's, and with shared memory no backend reduces",
                 got='reduce="native", transport="shared"',
                 instead='Comm(transport="shared"), which sums gradients in rank order',
-            )
-        if self.optimizer not in get_args(Over):
-            raise UserError(
-                "Comm.optimizer says over which ranks its states are sharded",
-                got=repr(self.optimizer),
-                instead=nearest(self.optimizer, get_args(Over)),
-            )
-        if self.replicas is not None and (type(self.replicas) is not int or self.replicas < 1):
-            raise UserError(
-                "Comm.replicas counts copies of the model",
-                expected="1, 2, ..., a divisor of the number of ranks",
-                got=repr(self.replicas),
-                instead="Comm(replicas=2)",
-            )
-        for name in ("overlap", "release_after_forward"):
-            if type(getattr(self, name)) is not bool:
-                raise UserError(
-                    f"Comm.{name} is a yes or a no", expected="True or False", got=repr(getattr(self, name))
-                )
-        if type(self.prefetch) is not int or self.prefetch < 0:
-            raise UserError(
-                "Comm.prefetch counts units",
-                expected="0, 1, 2, ...",
-                got=repr(self.prefetch),
-                instead="Comm(prefetch=1)",
-            )
-        known = isinstance(self.timeout, (int, float)) and 0 < self.timeout <= 10**9
-        if self.timeout is not None and not known:
-            raise UserError(
-                "Comm.timeout is a positive number of seconds, up to a billion",
-                got=repr(self.timeout),
-                instead="Comm(timeout=600)",
             )
         if self.prefetch and not self.overlap:
             # Without overlap a prefetch would only hold memory longer; the pair is not a contradiction worth an error.

@@ -27,6 +27,7 @@ from torch import Tensor
 from ..device import pin
 from ..errors import UserError, check_local, nearest
 from ..events import DEVICE, HOST, NVME, SHARED, Ledger
+from ..fields import FLAG, Field, check_fields
 from ..layout import Bucket
 from ..numerics import same_bits, simulated
 from ..ranks.transport import Team
@@ -36,6 +37,16 @@ NAMES = {"device": DEVICE, "cpu": HOST, "nvme": NVME, "shared": SHARED}  # as us
 STATES = ("parameters", "gradients", "optimizer")
 
 Where = str | float | Mapping[str, float]
+
+
+_FIELDS = {
+    "path": Field(
+        lambda given: isinstance(given, (str, os.PathLike)),
+        "is a folder",
+        instead=lambda _: 'Offload(..., path="/scratch")',
+    ).or_none(),
+    "digests": FLAG,
+}
 
 
 @dataclass(frozen=True)
@@ -65,6 +76,7 @@ class Offload:
     digests: bool = True
 
     def __post_init__(self) -> None:
+        check_fields(self, _FIELDS)
         for state in STATES:
             fractions(state, getattr(self, state))
         elsewhere = [state for state in STATES if SHARED in self.tiers(state)]
@@ -80,12 +92,8 @@ class Offload:
                 f'Offload.{on_disk[0]} is "nvme", which needs a folder', expected="path=", got="None",
                 instead='Offload(..., path="/scratch")',
             )  # fmt: skip
-        if self.path is not None and not isinstance(self.path, (str, os.PathLike)):
-            raise UserError("Offload.path is a folder", got=repr(self.path), instead='Offload(..., path="/scratch")')
         if self.path is not None:
             check_local(self.path)
-        if type(self.digests) is not bool:
-            raise UserError("Offload.digests is a yes or a no", expected="True or False", got=repr(self.digests))
         if not on_disk and (self.path is not None or not self.digests):
             given = "path" if self.path is not None else "digests"
             raise UserError(

@@ -1,0 +1,62 @@
+"""Descriptions of the fields of settings: the values that each takes, and the error for any other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, get_args
+
+from .errors import UserError, nearest
+
+
+class Field(NamedTuple):
+    """One field: which values it takes, and how a user hears that a value is none of them."""
+
+    takes: Callable[[Any], bool]
+    says: str  # the error's first line: this after the field's name
+    expected: str | None = None
+    instead: Callable[[Any], str | None] = lambda given: None
+
+    def or_none(self) -> Field:
+        """This field, where None means that nothing was asked."""
+        return self._replace(takes=lambda given: given is None or self.takes(given))
+
+
+FLAG = Field(lambda given: type(given) is bool, "must be True or False", "True or False")
+
+
+def one_of(kind: Any, says: str = "has no such value") -> Field:
+    """A field that takes one of the words of a `Literal`."""
+    words: tuple[str, ...] = get_args(kind)
+    return Field(
+        lambda given: isinstance(given, str) and given in words, says, instead=lambda given: nearest(given, words)
+    )
+
+
+def count(least: int, says: str, instead: str, expected: str | None = None) -> Field:
+    """A field that takes whole numbers from `least` on."""
+    expected = expected or f"{least}, {least + 1}, {least + 2}, ..."
+    return Field(lambda given: type(given) is int and given >= least, says, expected, lambda _: instead)
+
+
+def number(above: float, most: float, says: str, instead: str) -> Field:
+    """A field that takes numbers, from one that it must exceed up to another."""
+
+    def takes(given: Any) -> bool:
+        return isinstance(given, (int, float)) and not isinstance(given, bool) and above < given <= most
+
+    return Field(takes, says, instead=lambda _: instead)
+
+
+def is_patterns(given: Any) -> bool:
+    """Tell a list or tuple of names and patterns from anything else."""
+    return isinstance(given, (list, tuple)) and all(isinstance(each, str) for each in given)
+
+
+def check_fields(settings: object, fields: Mapping[str, Field]) -> None:
+    """Raise `UserError` for the first field of some settings whose value it does not take."""
+    kind = type(settings).__name__
+    for name, field in fields.items():
+        given = getattr(settings, name)
+        if not field.takes(given):
+            what = f"{kind}.{name} {field.says}"
+            raise UserError(what, expected=field.expected, got=repr(given), instead=field.instead(given))

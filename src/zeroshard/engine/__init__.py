@@ -1,1 +1,1 @@
-"""What runs each step: units and their buffers, gathers and releases, gradients and their reduction, your optimizer."""
+"""The engine of a step: units and their buffers, gathers and releases, gradients, reductions, and your optimizer."""

@@ -36,7 +36,7 @@ WRAPPERS = {"accelerate.optimizer": "optimizer", "lightning.fabric.wrappers": "_
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """The optimizer whose step updates the parameters: others' wrappers have no hooks of their own."""
+    """Return the optimizer inside other libraries' wrappers: these have no hooks of their own."""
     for kind in type(optimizer).__mro__:
         if kind.__module__ in WRAPPERS:
             return unwrapped(getattr(optimizer, WRAPPERS[kind.__module__]))
@@ -44,7 +44,8 @@ def unwrapped(optimizer: Any) -> Any:
 
 
 def block_of(optimizer: Any) -> int | None:
-    """How many elements this optimizer updates together, counted from a tensor's start, or `WHOLE`; None: not known."""
+    """Return how many elements, counted from a tensor's start, an optimizer updates together; `WHOLE`, or None: not
+    known."""
     kind = type(optimizer)
     if kind.__module__.startswith("torch.optim"):
         return 1 if kind.__name__ in ELEMENTWISE else WHOLE if kind.__name__ in WHOLE_TENSORS else None
@@ -55,9 +56,9 @@ def block_of(optimizer: Any) -> int | None:
 
 
 def blocks(managed: list[Managed], optimizers: list[Any], layout: Layout, *, replicated: bool) -> dict[str, int]:
-    """How many elements of each parameter no cut may part, by `layout` and by what updates it; or `WHOLE`.
+    """Return, by parameter, how many elements no cut may part, for `layout` and for its optimizer; or `WHOLE`.
 
-    replicated: each rank updates all of every parameter, so no optimizer minds a cut. Nor does it where nothing is cut.
+    replicated: each rank updates all of every parameter, so no optimizer minds a cut. Nor does one if nothing is cut.
     """
     found = together({record.name: (record.names, record.param.numel()) for record in managed}, layout)
     records = {id(record.param): record for record in managed}
@@ -79,13 +80,13 @@ def blocks(managed: list[Managed], optimizers: list[Any], layout: Layout, *, rep
 
 
 def updated(optimizer: Any) -> list[Any]:
-    """The parameters in its groups."""
+    """Return the parameters in an optimizer's groups; none for what is no optimizer of torch's."""
     groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
     return [param for group in groups for param in group["params"]]
 
 
 def by_bucket(optimizer: Any) -> bool:
-    """May this optimizer be stepped one bucket after the other?"""
+    """Tell if an optimizer may be stepped one bucket after the other."""
     if type(optimizer).__module__.partition(".")[0] in COUNTING:
         return False
     known = type(optimizer).__module__.startswith("torch.optim") and type(optimizer).__name__ in BY_TENSOR
@@ -94,7 +95,7 @@ def by_bucket(optimizer: Any) -> bool:
 
 
 def check_offload(optimizers: list[Any], offload: Offload, *, split: bool = False) -> None:
-    """Refuse optimizers that cannot be stepped bucket by bucket."""
+    """Refuse optimizers that cannot be stepped bucket by bucket, if states rest off the device or in halves."""
     moved = offload not in (Offload(), Offload(parameters="shared"))
     for optimizer in optimizers if split or moved else ():
         if not by_bucket(optimizer):
@@ -109,8 +110,8 @@ def check_offload(optimizers: list[Any], offload: Offload, *, split: bool = Fals
 def check_added(
     model: nn.Module, buffers: list[Buffer], bindings: list[Binding], optimizer: Any, added: list[nn.Parameter]
 ) -> None:
-    """Refuse what `add_param_group` brought after `shard`, where it is not the model's, is updated already, or is cut
-    as this optimizer cannot have it."""
+    """Refuse a parameter from `add_param_group` after `shard` that is not the model's, is updated already, or is cut
+    where this optimizer cannot have a cut."""
     ignored = {id(param) for param in model.parameters() if not hasattr(param, "_zeroshard")}
     updated = {id(member.place) for binding in bindings for member in binding.members}
     for param in added:

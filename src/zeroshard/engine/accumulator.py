@@ -1,4 +1,4 @@
-"""The running sum of one bucket's gradients, and what is known of each parameter that adds to it.
+"""The running sum of one bucket's gradients, and an entry for each parameter that adds to it.
 
 After backward every rank holds its shard of each bucket's running sum (`Accumulator.sum`), at every stage alike.
 
@@ -59,7 +59,7 @@ class Accumulator:
             self.averaged = True
 
     def forget_step(self, *, averaged: bool) -> None:
-        """What a step made of it in memory nobody else needs: writing that to its file would be for nothing.
+        """Drop what a step made of the sum in memory, without writing it to its file: nothing else needs it.
 
         averaged: does the average rest there, and not the sum that the step divided?
         """
@@ -67,7 +67,7 @@ class Accumulator:
         self.averaged, self.spread, self.rounded = averaged, False, not averaged
 
     def spread_average(self, *, kept: bool = True) -> Work:
-        """Launch the gather of the whole average, where the optimizer's state is replicated and asks for it."""
+        """Launch the gather of the whole average, if the optimizer's state is replicated and so needs it."""
         self.average(kept=kept)
         if self.buffer.placements.optimizer or self.spread:
             return Work()
@@ -80,7 +80,7 @@ class Accumulator:
         return self.sum.of(*self.buffer.updated)
 
     def undo_average(self) -> None:
-        """Back to a sum, because more is to be added. Exact where the number of ranks is a power of two."""
+        """Turn the average into a sum again, to add to it. Exact if the number of ranks is a power of two."""
         self.spread = False
         if (self.averaged or self.rounded) and self.ranks > 1:
             with self.sum.here():
@@ -95,7 +95,7 @@ class Accumulator:
             self.sum.rest.forget()
 
     def blocks(self) -> BlockMap:
-        """Which of the shard's blocks belongs to which entry of the book."""
+        """Return the map from the shard's blocks to entries of the book of gradients, made once."""
         if self._blocks is None:
             parts = [slot.slice_of(*self.buffer.owned) for slot in self.bucket.slots]
             parts_of = zip(self.entries, parts, strict=True)
@@ -120,34 +120,34 @@ class Entry:
 
 
 class Updater:
-    """Who uses each average as it comes: by itself nobody, for they wait for a step."""
+    """The policy for averages that arrive during a backward: by default they wait for the optimizer's step."""
 
     early = False
 
     def words(self, *, local: bool) -> str:
-        """A backward begins, `local` under no_sync: what of it ranks must have alike."""
+        """Describe, as a backward begins (`local`: under no_sync), what ranks must have alike for this policy."""
         return ""
 
     def prepare(self) -> None:
-        """All ranks are at it."""
+        """Begin a backward, once all ranks have begun it."""
 
     def landed(self, accumulator: Accumulator, having: set[int]) -> None:
-        """A bucket's sum is here. having: the numbers of its gradients, those that some rank has."""
+        """Take note that a bucket's sum has landed. having: the numbers of the gradients that some rank has."""
 
     def due(self, allowed: int) -> Work | None:
-        """What brings the oldest average to all ranks, if there are more than so many that were not used."""
+        """Return the work that brings the oldest average to all ranks, if more than `allowed` are not used yet."""
         return None
 
     def update_first(self) -> None:
         """Use the oldest average."""
 
     def catch_up(self, allowed: int) -> None:
-        """Use the oldest ones, until there are no more than so many."""
+        """Use the oldest averages, until no more than `allowed` are left."""
         while self.due(allowed) is not None:
             self.update_first()
 
     def ended(self) -> None:
-        """A backward is through."""
+        """End a backward that is complete."""
 
     def abort(self) -> None:
-        """It is not, and will not be."""
+        """End a backward that an exception has ended."""

@@ -1,7 +1,7 @@
-"""What every rank must have alike when a forward begins: what is frozen, what nobody edited, and the model's buffers.
+"""State that all ranks must share when a forward begins: what is frozen, unedited weights, and the model's buffers.
 
-Buffers are sent from one rank to all before forwards that train (`Layout.buffers`); so that the ranks agree on what is
-sent, what they are goes into the digest that all compare when a forward begins.
+Buffers are sent from one rank to all before forwards that train (`Layout.buffers`). So that ranks agree on what is
+sent, buffers' names, shapes and dtypes are part of the digest that all compare when a forward begins.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Batch = TypeVar("Batch")
 
 
 class Alike:
-    """What this rank has of it, and what of that it has agreed upon with the others."""
+    """This rank's state that all ranks must share, and what of it was alike when they last met."""
 
     def __init__(self, model: nn.Module, managed: list[Managed], group: Group, layout: Layout) -> None:
         self.source = 0  # the rank whose buffers count
@@ -45,7 +45,7 @@ class Alike:
         self.written()
 
     def digest(self, training: bool) -> tuple[int, Callable[[], str]]:
-        """Of all that must be alike; in words, what of it is not as it was."""
+        """Digest everything that ranks must share; and a text of what changed since they last agreed."""
         if self._group.ranks == 1:
             return 0, str
         with torch._C.DisableTorchFunctionSubclass():
@@ -63,21 +63,21 @@ class Alike:
         return zlib.crc32(repr(now).encode()), lambda: str({key: now[key] for key in now if now[key] != found.get(key)})
 
     def met(self) -> None:
-        """All ranks have found the same."""
+        """Take note that all ranks have the same digest."""
         self._found |= self._now
         self.written()
 
     def written(self) -> None:
-        """What was written to parameters so far, every rank has."""
+        """Take note that all ranks have every write to parameters so far."""
         self._wrote = self._writes()
 
     def _edited_here(self) -> list[str]:
-        """Parameters of which this rank's own copy was written to by the program since ranks last agreed on that."""
+        """List replicated parameters that the program on this rank has written to since ranks last agreed on these."""
         asked = zip(self._managed, self._writes(), self._wrote, strict=True)
         return [record.name for record, writes, before in asked if writes != before]
 
     def _writes(self) -> list[int]:
-        """How often each parameter that every rank holds was written to by the program and not by the engine."""
+        """Count, for each parameter, writes by the program and not by the engine; 0 for one that is not resident."""
         with torch._C.DisableTorchFunctionSubclass():
             return [
                 record.param._version - buffer.generation
@@ -87,10 +87,10 @@ class Alike:
             ]
 
     def send_buffers(self) -> None:
-        """The source's to all. Equal ones are not written, so autograd's versions stay.
+        """Send the source rank's buffers to all. Equal ones are not written, so autograd's versions stay.
 
-        All of them each time: versions do not tell who was written to, not by a batch norm nor through `.data`, and
-        only the CPU can be asked for bits. A device does it all in its queue.
+        All are sent each time: versions do not show writes by a batch norm or through `.data`, and only the CPU can be
+        asked for bits. A device does it all in its queue.
         """
         sending, self._sending = self._sending, {}
         if not sending:
@@ -105,7 +105,7 @@ class Alike:
                 write_bytes(tensor, theirs)
 
     def differ(self, units: list[Unit], *, asked: bool) -> bool:
-        """All ranks leave gathered(): do their weights differ? asked: else one rank's count, whatever others have."""
+        """Tell if ranks differ in their weights as they leave gathered(). asked: else False, one rank's count."""
         found = [weights_digest(units, along=along) if asked else 0 for along in (False, True)]
         told = self._group.poll(LEAVING, len(units), *found)
         teams = self._group.along.seat.teams(self._group.ranks) if len(told) > 1 else []
@@ -113,7 +113,7 @@ class Alike:
 
 
 def weights_digest(units: list[Unit], *, along: bool) -> int:
-    """Of the gathered weights: of the buckets that all ranks share, or of those along an axis."""
+    """Digest the units' gathered weights: those of buckets that all ranks share, or of buckets along an axis."""
     buffers = [buffer for unit in units for buffer in unit.buffers if bool(buffer.bucket.along) == along]
     # On another device there is no fingerprint, and ranks that differ would look alike.
     found = [fingerprint(ask(buffer.full)) for buffer in buffers]
@@ -121,10 +121,10 @@ def weights_digest(units: list[Unit], *, along: bool) -> int:
 
 
 def report_lost_edits(buffers: Sequence[Buffer], group: Group) -> None:
-    """Before all ranks meet: replicated weights were edited where their split masters could not follow.
+    """Report, before all ranks meet, replicated weights that were edited where split masters could not follow.
 
-    Of an edited weight the lower half of its master says nothing, and which elements were edited only what they were
-    before would tell. That is kept inside `gathered()`.
+    The lower half of a master says nothing of an edited weight, and only the weights from before would tell which
+    elements were edited. They are kept inside `gathered()` alone.
     """
     for buffer in buffers:
         if buffer.lost_edit():
@@ -142,7 +142,7 @@ def report_lost_edits(buffers: Sequence[Buffer], group: Group) -> None:
 
 @contextlib.contextmanager
 def editable(units: list[Unit]) -> Iterator[None]:
-    """Inside, replicated weights of these units may be edited though their masters are split."""
+    """Allow edits of these units' replicated weights inside, though their masters are split."""
     splits = [buffer.split for unit in units for buffer in unit.buffers if buffer.resident]
     kept = [split for split in splits if split is not None and split.keep()]
     try:
@@ -153,7 +153,7 @@ def editable(units: list[Unit]) -> Iterator[None]:
 
 
 def joined(batches: Iterable[Batch], alike: Alike, schedule: Schedule, reduction: Reduction) -> Iterator[Batch]:
-    """`Zero.join`: a rank that has no batch left gives its last one again, and its part of gradients is zero."""
+    """Yield batches as `Zero.join` says: a rank that has none left repeats its last one, and adds zero to gradients."""
     none: Any = object()
     last, iterator, group = none, iter(batches), reduction.group
     try:

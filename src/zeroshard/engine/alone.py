@@ -15,7 +15,7 @@ from .quantised import look
 
 
 class Alone:
-    """What steps one optimizer bucket by bucket."""
+    """The way to step one optimizer bucket by bucket."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, states: States, averages: Averages, ledger: Ledger) -> None:
         self._optimizer = optimizer
@@ -24,7 +24,7 @@ class Alone:
         self._ledger = ledger
 
     def step(self, buffer: Buffer, accumulator: Accumulator, given: set[int]) -> None:
-        """given: the ids of the fragments that are to have a gradient, in this bucket or another."""
+        """Update one bucket. given: the ids of the fragments that are to have a gradient, in this bucket or another."""
         fragments = self._states.of(buffer)
         with self._states.present(buffer):
             if buffer.seed_master(asked=False):
@@ -42,7 +42,7 @@ class Alone:
             look(buffer)
 
     def write_back(self, buffer: Buffer) -> None:
-        """Masters become parameters again, where this step had gradients: the step itself may have cleared them."""
+        """Cast a bucket's masters to its parameters, and mark its weights as new."""
         if buffer.beside:
             first, last = buffer.updated
             with buffer.parameters.here(fresh=buffer.placements.together):

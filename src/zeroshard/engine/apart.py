@@ -34,7 +34,7 @@ class _Apart(torch.autograd.Function):
 
 
 def apart(weight: Tensor, sources: int) -> Tensor:
-    """A parameter as often as there are sources of tokens, [sources, *shape]: `[s]` is for what rank s of a group sent.
+    """Return a parameter once per source of tokens, [sources, *shape]: `[s]` is for what rank s of a group sent.
 
     With `Layout(along=..., apart=True)` their gradients are added up in the order of all ranks; in a plain process, or
     without, in the order of the sources. Takes no memory forward, and in backward that of the gradients.

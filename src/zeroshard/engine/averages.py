@@ -1,4 +1,4 @@
-"""What an optimizer's fragments have in `.grad`: inside a step the averages, else what the model's parameters show."""
+"""The `.grad` of an optimizer's fragments: inside a step the averages, else what the model's parameters show."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class Averages:
         self._copies: dict[int, tuple[Buffer, Tensor]] = {}  # by bucket, of its averages in the fragments' dtype
 
     def begin(self) -> dict[int, Tensor]:
-        """A step is about to give averages: none is given yet. What the last one gave, for `take_back`."""
+        """Begin a step, which has given no average yet. Returns what the last step gave, for `take_back`."""
         before, self.given = self.given, {}
         return before
 
     def take_back(self, before: dict[int, Tensor]) -> None:
-        """The step raised, and may be repeated: what was given is what was `before`."""
+        """Restore what the step `before` gave, since this one raised and may be repeated."""
         self.given = before
 
     def enter(self, entries: Iterable[tuple[Fragment, Entry | None]]) -> None:
-        """The fragments that there are from now on, and whose gradient each has a part of."""
+        """Set the fragments, each with the entry of the parameter whose gradient it has a part of."""
         self.entry_of, self._views = {}, {}
         for fragment, entry in entries:
             if entry is not None:
@@ -46,7 +46,7 @@ class Averages:
                         self._gradients.show([entry])
 
     def hide(self, fragments: Sequence[Fragment]) -> dict[int, Tensor]:
-        """Take from the fragments what they show: that, by the fragment's id."""
+        """Take the gradients off the fragments, and return them by the fragment's id."""
         grads = [fragment.param.grad for fragment in fragments]
         for fragment, grad in zip(fragments, grads, strict=True):
             if not (grad is None or isinstance(grad, ShardedGrad) or grad is self.given.get(id(fragment.param))):
@@ -60,7 +60,7 @@ class Averages:
         return {id(each.param): grad for each, grad in zip(fragments, grads, strict=True) if grad is not None}
 
     def show(self, fragments: Iterable[Fragment], having: set[int]) -> None:
-        """They show what the model's parameters show. having: the numbers of those that have a gradient."""
+        """Let fragments show what the model's parameters show. having: the numbers of entries that have a gradient."""
         for fragment in fragments:
             entry = self.entry_of.get(id(fragment.param))
             if entry is not None:
@@ -68,7 +68,7 @@ class Averages:
                 fragment.param.grad = self._gradients.shown(entry, fragment.param, is_fragment=True) if has else None
 
     def give(self, fragments: Iterable[Fragment], which: set[int]) -> None:
-        """They get their averages, those of them that are to have one: `which`, by id."""
+        """Give averages to the fragments that are to have one: `which`, by id."""
         for fragment in fragments:
             param, own = fragment.param, id(fragment.param)
             # An empty fragment only stands in for a group: Muon, for one, refuses its shape.
@@ -78,7 +78,8 @@ class Averages:
                 self.given[own] = param.grad = grad
 
     def _average(self, fragment: Fragment, entry: Entry) -> Tensor:
-        """The averaged gradient of a fragment, like it: a view of the accumulator, made once, where that can be."""
+        """Return a fragment's averaged gradient in its shape, dtype and device: a view of the accumulator if it can be,
+        made once."""
         param, accumulator = fragment.param, entry.accumulator
         own, part = accumulator.for_step, fragment.slot.slice_of(*fragment.buffer.updated)
         passing = accumulator.sum.passing
@@ -90,9 +91,10 @@ class Averages:
         return average if passing else self._views.setdefault(id(param), average)
 
     def _copied(self, buffer: Buffer, own: Tensor, dtype: torch.dtype) -> Tensor:
-        """A bucket's averages in another dtype, until the step is over.
+        """Return a copy of a bucket's averages in another dtype, kept until the step is over.
 
-        Not from malloc, where the optimizer's first step would put its states above them: a hole as large, for good.
+        It is not from malloc: the optimizer's first step would put its states above it, and freeing it would leave a
+        hole as large, for good.
         """
         if buffer.bucket.index not in self._copies:
             copy = buffer.tier.reserve("upcast", own.numel(), dtype, zeroed=False)

@@ -1,4 +1,4 @@
-"""When a backward begins and ends, and what it does at each gradient.
+"""The running backward: its begin, its end, and its work at each gradient.
 
 The first event of a backward, of any kind, begins it; a callback of the autograd engine ends it. A callback queued
 inside a nested backward (re-entrant checkpointing) runs at the nested end, so it then hooks the node that is being
@@ -26,7 +26,7 @@ from .unit import Unit
 
 
 def in_backward() -> bool:
-    """Is this thread inside the autograd engine?"""
+    """Tell if this thread is inside the autograd engine."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -64,17 +64,17 @@ class Backward:
 
     @property
     def begun(self) -> bool:
-        """Has one begun that did not get to its end? An exception may have ended it."""
+        """True from a backward's begin to its end. One that an exception ended counts as begun."""
         return self._task is not None
 
     @property
     def trouble(self) -> str:
-        """What is told to the others where an exception ended it."""
+        """The message to other ranks if an exception ended this backward."""
         return f"an exception ended backward {self.group.numbers['backward']}"
 
     @property
     def _callback(self) -> Callable[[], None] | None:
-        """What ends it, unless autograd has dropped it: an exception ended that backward then."""
+        """The callback that ends the backward; None if autograd has dropped it, because an exception ended that."""
         return None if self._ending is None else self._ending()
 
     def hook_gradients(self) -> None:
@@ -85,7 +85,7 @@ class Backward:
                 self._hooked[entry.number] = entry.param.register_post_accumulate_grad_hook(hook).id
 
     def _stay_last(self) -> None:
-        """Hooks that the user registered since see the gradient before it is taken."""
+        """Move our hooks behind those that the user registered since, which see the gradient before it is taken."""
         with torch._C.DisableTorchFunctionSubclass():
             for number, ours in self._hooked.items():
                 hooks = self.gradients.entries[number].param._post_accumulate_grad_hooks
@@ -95,7 +95,7 @@ class Backward:
     # --- its beginning ----------------------------------------------------------------------------------------------
 
     def event(self, *_: Any) -> None:
-        """Something of a backward happened: begin it if this is the first."""
+        """Begin the backward at its first event, whatever that is."""
         if self.begun and self._callback is not None:
             return
         if self.begun:
@@ -122,7 +122,7 @@ class Backward:
     # --- under way --------------------------------------------------------------------------------------------------
 
     def needs(self, unit: Unit) -> None:
-        """It has come to this unit, and needs its weights: the unit before the last is through."""
+        """Take note that backward has come to this unit, and release units that it used before the last two."""
         self._work_on(unit)
         if self.begun and (not self._recent or self._recent[-1] is not unit):
             self._recent = [*(other for other in self._recent if other is not unit), unit]
@@ -131,7 +131,7 @@ class Backward:
             self._recent = self._recent[-2:]
 
     def _work_on(self, unit: Unit | None) -> None:
-        """For the record: backward has come to this unit, or to none."""
+        """Record, if events are recorded, that backward has come to this unit, or to none."""
         if self.ledger.record is not None and (self._at is None or self._at[0] is not unit):
             if self._at is not None:
                 ends(self._at[1])
@@ -139,7 +139,7 @@ class Backward:
             self._at = (unit, self.ledger.note("backward", unit=unit.name)) if unit is not None and running else None
 
     def _after_accumulation(self, number: int, param: nn.Parameter) -> None:
-        """`p.grad` is complete, for this graph at least."""
+        """Reduce a parameter's gradient, which is complete for this graph at least."""
         self.group.hear_crossed()
         early = None
         if not self.begun or self._callback is None:
@@ -193,7 +193,7 @@ class Backward:
             unit.calls = max(unit.calls - 1, 0)
 
     def forget(self) -> None:
-        """What an exception left of it is nothing any more: the ranks were levelled."""
+        """Drop a backward that an exception ended, once all ranks have ended what they had launched."""
         if self.begun:
             self._task = self.call = None
             self._release_all()

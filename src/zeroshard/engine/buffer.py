@@ -4,7 +4,7 @@ parameters   what rests of them: this rank's shard, or all of them         a `Fl
 master       what the optimizer updates, where that is of another kind     a `Flat`, or the parameters themselves
 gradients    the running sum                                               a `Flat`
 gathered     the whole bucket, for as long as it is used                   a `Gathered`
-edits        whether somebody wrote into that                              an `Edits`
+edits        traces of writes into that by the program                     an `Edits`
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from .split import Split
 
 
 class Reader(Protocol):
-    """Who gathers a bucket when it is read."""
+    """The part of the engine that gathers a bucket when it is read."""
 
     def touch(self, buffer: Buffer, position: int) -> None:
-        """Python reads a guarded parameter: open it, or raise `ReleasedError` where it cannot be gathered."""
+        """Open a guarded parameter that Python reads, or raise `ReleasedError` if it cannot be gathered."""
 
     def fetch(self, buffer: Buffer) -> None:
-        """Autograd needs a saved weight: gather it."""
+        """Gather a bucket of which autograd needs a saved weight."""
 
 
 class Place:
@@ -56,11 +56,11 @@ class Place:
 
     @property
     def view(self) -> Tensor:
-        """Where the parameter lies when it is gathered: right in shape and strides at any time."""
+        """The parameter's view of the gathered bucket; its shape and strides are right even while released."""
         return self.buffer.gathered.views[self.position]
 
     def touch(self, param: nn.Parameter) -> None:
-        """Open the parameter, or raise `ReleasedError` where it cannot be gathered."""
+        """Open the parameter, or raise `ReleasedError` if it cannot be gathered."""
         self.buffer.reader.touch(self.buffer, self.position)
 
 
@@ -117,7 +117,7 @@ class Buffer:
     # --- construction -----------------------------------------------------------------------------------------------
 
     def adopt(self, flat: Tensor | None, givers: Sequence[int]) -> None:
-        """Move the parameters into flat storage, converted; masters seeded before converting.
+        """Move the parameters into flat storage, converted; masters are seeded before converting.
 
         After this every parameter is a view of `full`; with sharded parameters it is released. `flat` is storage that
         the parameters are views of already, in their own dtype. givers: the rank whose values count, slot by slot.
@@ -191,12 +191,12 @@ class Buffer:
             self.parameters = self.master
 
     def reserve_gradients(self) -> None:
-        """The accumulator of averaged gradients: full-size where gradients are replicated, else the shard."""
+        """Reserve the accumulator of averaged gradients: full-size if gradients are replicated, else the shard."""
         if self.gradients is None:
             self.gradients = self.reserve("gradients", self.grad_dtype, self.placements.gradients)
 
     def reserve_master(self) -> None:
-        """Masters for a bucket that was frozen at construction: seeded from the parameters themselves."""
+        """Make masters for a bucket that was frozen at construction, seeded from the parameters themselves."""
         if self.master is None and self._wants_master:
             resting = self.parameters
             with resting.here(changed=False):
@@ -208,17 +208,17 @@ class Buffer:
 
     @property
     def _wants_master(self) -> bool:
-        """Is what the optimizer updates another dtype than the parameters, or in another device's memory?"""
+        """True if the optimizer updates another dtype than the parameters', or in another device's memory."""
         return self.master_dtype != self.dtype or self._updated_apart
 
     @property
     def casts(self) -> bool:
-        """Are the masters all that rests of the parameters? A gather casts them then; no copy is kept beside them."""
+        """True if only masters rest of the parameters: a gather casts them, and no copy is kept beside them."""
         return self.parameters is self.master
 
     @property
     def beside(self) -> bool:
-        """Do parameters rest beside their masters, so that a step has to cast these back?"""
+        """True if parameters rest beside their masters, so that a step has to cast these back."""
         return self.master is not None and not self.casts
 
     @property
@@ -227,12 +227,12 @@ class Buffer:
 
     @property
     def by_itself(self) -> bool:
-        """Is it stepped apart from others, because a state rests in another tier than the device or in halves?"""
+        """True if it is stepped apart from other buckets, because a state rests off the device or in halves."""
         return self.split is not None or any(tier.name != DEVICE for tier in self.tiers.values())
 
     @property
     def upcast(self) -> bool:
-        """Has what the optimizer updates another dtype than the gradients? A step then needs a copy of these."""
+        """True if gradients have another dtype than what the optimizer updates, so that a step needs a copy."""
         return self.gradients is not None and self.grad_dtype != self.updating.dtype
 
     # --- which part is whose ----------------------------------------------------------------------------------------
@@ -243,20 +243,19 @@ class Buffer:
         return self.bucket.shard(self.team.position)
 
     def offset(self, slot: Slot) -> int:
-        """Where a slot begins in the whole of its tensor, of which other teams may hold other parts; in elements,
-        counted part by part."""
+        """Return the element of the whole tensor at which this team's part begins, counted part by part."""
         return self.team.seat.part * slot.numel
 
     def whole_shape(self, slot: Slot) -> tuple[int, ...]:
-        """The shape of that."""
+        """Return the shape of the whole tensor, of which other teams may hold other parts."""
         return self.team.seat.whole(slot.shape, slot.cut or 0)
 
     def strips(self, slot: Slot) -> Strips:
-        """How the parts lie in that."""
+        """Return how teams' parts lie in the whole tensor."""
         return Strips.of(self.whole_shape(slot), slot.cut or 0, self.team.seat.parts)
 
     def element(self, slot: Slot, at: int) -> int:
-        """Which element of that is element `at` of a slot, counted row by row."""
+        """Return the flat index in the whole tensor of this slot's element `at`, counted row by row."""
         first = self.offset(slot) + at
         return next(self.strips(slot).rows_of(first, first + 1)).start
 
@@ -272,21 +271,21 @@ class Buffer:
 
     @property
     def updated(self) -> tuple[int, int]:
-        """Bucket elements that this rank's optimizer updates: its shard, or everything where state is replicated."""
+        """Bucket elements that this rank's optimizer updates: its shard, or everything if state is replicated."""
         return self.bucket.held(self.team.seat, self.placements.optimizer)
 
     @property
     def updating(self) -> Flat:
-        """What the optimizer updates: the master, or the parameters themselves."""
+        """The state that the optimizer updates: the master, or the parameters themselves."""
         return self.parameters if self.master is None else self.master
 
     @property
     def target(self) -> Tensor:
-        """What the optimizer's fragments are views of, 1-D; inside updating.here()."""
+        """The elements that the optimizer's fragments are views of, 1-D; inside updating.here()."""
         return self.updating.of(*self.updated)
 
     def absent(self, numel: int) -> Tensor:
-        """What stands for elements of the target's kind that are not in memory: NaN, and no memory at all."""
+        """Return elements like the target's that stand for some that are not in memory: NaN, all in one place."""
         return home(self.full, self.tiers["optimizer"].device).view(self.updating.dtype)[0].expand(numel)
 
     # --- the gathered copy ------------------------------------------------------------------------------------------
@@ -298,16 +297,16 @@ class Buffer:
 
     @property
     def ready(self) -> bool:
-        """Are the weights here, or on their way?"""
+        """True if the current weights are gathered, or on their way."""
         return self.gathered.ready
 
     @property
     def _mine(self) -> Tensor:
-        """Of the gathered copy what rests on this rank."""
+        """The elements of the gathered copy that also rest on this rank."""
         return self.full[self.parameters.first : self.parameters.last]
 
     def gather(self, *, ahead: bool = False) -> Work:
-        """Launch the gather of this bucket into its own storage; `ahead` of its use it counts as prefetched."""
+        """Launch the gather of this bucket into its own storage. ahead: its memory counts as prefetched until used."""
         with torch.inference_mode(False), torch.no_grad():
             if not self.resident:
                 kept = not self.gathered.released
@@ -330,7 +329,7 @@ class Buffer:
         return self.full
 
     def stand_in(self) -> Tensor:
-        """The whole bucket with this rank's shard of the weights in it, for ranks that wait for that."""
+        """Return a whole bucket with this rank's shard of the weights in it, so that ranks in a gather get this."""
         if self.resident or not self.gathered.released:
             return self.full
         whole = torch.zeros(self.bucket.numel, dtype=self.dtype, device=self.tier.device)
@@ -339,7 +338,7 @@ class Buffer:
         return whole
 
     def publish(self) -> Work:
-        """What the owners updated of replicated parameters goes to every rank."""
+        """Launch the gather that brings owners' updates of replicated parameters to every rank."""
         if self.resident:
             return self.gather()
         self.gathered.current = False
@@ -349,7 +348,7 @@ class Buffer:
         return self._work[-1]
 
     def spread(self, *, overlap: bool) -> None:
-        """What the owners updated of replicated parameters goes to every rank, behind the program if it may."""
+        """Bring owners' updates of replicated parameters to every rank. overlap: behind the running program."""
         self.parameters.share(self.placements.optimizer)
         if self.placements.optimizer and not self.placements.parameters:
             self.close()  # guarded until they have landed
@@ -366,7 +365,7 @@ class Buffer:
         self.gathered.landed()
 
     def open(self) -> None:
-        """Plain parameters, data present."""
+        """Wait for the weights and make the parameters plain: no guard."""
         self.land()
         if self.gathered.open():
             self.edits.opened(self.full, self._mine if self.casts else None)
@@ -396,13 +395,13 @@ class Buffer:
     # --- edits ------------------------------------------------------------------------------------------------------
 
     def rebind(self) -> None:
-        """A parameter whose `.data` was replaced gets the new values copied into its slot and is a view again."""
+        """Copy a replaced `.data` into the parameter's slot, and make the parameter a view of it again."""
         self.gathered.rebind()
 
     def _keep_edits(self, *, asked: bool = True) -> bool:
-        """Edits of the gathered copy become what rests. Says whether there were any.
+        """Copy edits of the gathered copy to what rests. Returns if there were any.
 
-        Not `asked`, here and below, a device is not waited for: it takes what was edited, and the answer may be False.
+        If not `asked`, here and below, the host does not wait for a device: edits are copied, but it may return False.
         """
         if self.resident or not (self.ready and self.edits.reachable):
             return False  # nothing gathered, only a copy that the last step made old, or one that nobody could reach
@@ -425,11 +424,11 @@ class Buffer:
 
     @property
     def _silent(self) -> bool:
-        """Can what was edited be taken without asking whether there is any? Joined halves would have to be split."""
+        """True if edits can be copied without asking if there are any. Joined halves would have to be split."""
         return self.split is None and asynchronous(self.full.device)
 
     def seed_master(self, *, asked: bool = True) -> bool:
-        """Masters follow edited parameters. Says whether anything was edited."""
+        """Copy edits of resting parameters to their masters. Returns if anything was edited."""
         if self.master is None or self.casts or not (self.resident or self.edits.unfollowed):
             return False
         self.edits.unfollowed = False
@@ -443,7 +442,7 @@ class Buffer:
             return True
 
     def lost_edit(self) -> bool:
-        """Were replicated weights edited that rest here alone, without what their split master could follow by?"""
+        """Tell if replicated weights were edited while their split master had no copy from before to follow by."""
         if self.split is None or not self.resident or self.split.before is not None:
             return False
         self.land()
@@ -451,7 +450,7 @@ class Buffer:
         return not self.edits.agrees(self.parameters.of(*self.updated))
 
     def settle(self) -> None:
-        """The parameters are what the masters cast to."""
+        """Take note that the resting parameters are the cast of their masters: no edit is left to follow."""
         self.edits.unfollowed = False
         if self.split is not None and self.resident:
             self.edits.agree(self.parameters.of(*self.updated))
@@ -464,7 +463,7 @@ class Buffer:
                 return edited
 
     def write_back(self) -> None:
-        """The resting parameters, where these are more than their masters, become the cast of those; inside here()."""
+        """Cast the masters to the parameters that rest beside them; inside here()."""
         assert self.master is not None
         stored, master = self.parameters.of(*self.updated), self.master.tensor
         # Cast where the master is: then the fewer bytes travel.
@@ -474,13 +473,13 @@ class Buffer:
             self.split.before.copy_(stored)
 
     def follow_edits(self, *, asked: bool = True) -> None:
-        """What rests, masters and generation follow what was edited in the gathered copy."""
+        """Copy edits of the gathered copy to what rests and to masters, and count them as new weights."""
         edited = self._keep_edits(asked=asked)
         if self.seed_master(asked=asked) or edited:
             self.changed()
 
     def changed(self) -> None:
-        """New weights: saved tensors of older ones must not be used."""
+        """Count a new generation of weights: tensors saved of older ones must not be used."""
         self.generation += 1
         if not self.gathered.released:
             increment_versions(self.params)
@@ -501,7 +500,7 @@ class Buffer:
         return self.bucket.slots[slot].name
 
     def fetch(self) -> None:
-        """Make the data present for autograd."""
+        """Gather the weights for autograd, or raise `StateError`."""
         self.reader.fetch(self)
         if not self.ready:
             raise StateError(

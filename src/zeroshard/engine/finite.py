@@ -1,4 +1,4 @@
-"""The first value that is not a number: on which rank, in which step, micro-batch, parameter and element.
+"""The first NaN or infinity: on which rank, in which step, micro-batch, parameter and element.
 
 Looked for where it costs least: in this rank's shard of a bucket's sum, once its reduction has landed (a sum over a
 NaN or an infinity is one). The contributions of all ranks still lie beside the sum then, so the one that it came from
@@ -27,7 +27,7 @@ log = logging.getLogger("zeroshard")
 
 
 class Finding(NamedTuple):
-    """Where something first was NaN or infinite.
+    """The first NaN or infinity that was found.
 
     micro_batch: which backward since the last step, from 1; 0 for a parameter, which was spoiled before that step.
     rank: whose contribution to the gradient it was; -1 where each one's was finite and only their sum is not, or where
@@ -51,7 +51,7 @@ class Finding(NamedTuple):
 
 
 def first_nonfinite(flat: Tensor) -> int | None:
-    """Index of the first element of a 1-D tensor that is NaN or infinite."""
+    """Return the index of the first element of a 1-D tensor that is NaN or infinite; None if all are finite."""
     if simulated(flat) or not flat.numel() or ask(flat.sum(dtype=torch.float32).isfinite()):
         return None  # finite numbers may add up to infinity, but nothing else ever adds up to a number
     bad = flat.isfinite().logical_not_()
@@ -59,7 +59,7 @@ def first_nonfinite(flat: Tensor) -> int | None:
 
 
 class Finite:
-    """What one rank has seen, and what all of them do about it."""
+    """The first NaN or infinity that this rank has seen, and what all ranks do about it."""
 
     def __init__(self, group: Group, action: str) -> None:
         self.group = group
@@ -73,7 +73,7 @@ class Finite:
         self._lies: tuple[Accumulator, int, int] | None = None  # slot and element, for as long as it counts
 
     def begin(self) -> None:
-        """Another backward."""
+        """Count a backward that begins, and forget a finding whose gradient is gone."""
         self._micro_batch += 1
         self._forgive()
 
@@ -85,8 +85,11 @@ class Finite:
                     self._seen = self._lies = None
 
     def look_at_gradient(self, accumulator: Accumulator, pieces: Sequence[Tensor], total: Tensor) -> None:
-        """A reduction is landing. pieces: the team's contributions to this rank's shard, in order of position; total:
-        their sum with what was there."""
+        """Look for a NaN or infinity in a reduction that lands.
+
+        pieces: the team's contributions to this rank's shard, in order of position; total: their sum with what was
+        there.
+        """
         if not self.on or self._seen is not None or first_nonfinite(total) is None:
             return
         buffer = accumulator.buffer
@@ -109,7 +112,7 @@ class Finite:
                 return
 
     def _spoiled(self, buffers: Sequence[Buffer]) -> Finding | None:
-        """The first of this rank's parameters that is no number."""
+        """Find the first NaN or infinity among this rank's parameters."""
         for buffer in buffers:
             with buffer.updating.here(changed=False):
                 found = self._spoiled_in(buffer) if buffer.target.is_floating_point() else None
@@ -130,7 +133,7 @@ class Finite:
         return None
 
     def refuses(self, buffers: Sequence[Buffer]) -> bool:
-        """Before an update: is it to be skipped? The same answer on every rank, or the same `NotFiniteError`."""
+        """Decide, before an update, if it is skipped: the same answer on every rank, or the same `NotFiniteError`."""
         self._micro_batch = 0
         if not self.on:
             return False
@@ -156,14 +159,14 @@ class Finite:
         return True
 
     def judge(self, overflow: bool) -> None:
-        """What a `GradScaler` has found, the same on every rank: if there is an overflow it will skip the step."""
+        """Hear a `GradScaler`'s verdict, the same on every rank: on overflow it will skip the step."""
         if overflow:
             self._skip("its scaled gradients are not finite")
         else:
             self._in_a_row = 0
 
     def _skip(self, why: str) -> None:
-        """A step is passed over, on all ranks: count it, and say so on one of them."""
+        """Count a step that all ranks pass over, and log it on rank 0."""
         self.skipped += 1
         self._in_a_row += 1
         if self.group.rank == 0:

@@ -11,10 +11,10 @@ Parameters, masters, gradients and optimizer states are all this:
     here         brings the elements to memory, and puts back what was changed    the tier
     of           a view of some of the elements, inside here()                    nothing
     part         the same elements, wherever they rest                            nothing
-    redistribute every owner's elements go to all ranks of the team               the tier and the team
-    share        every replica's part of a shard goes to all replicas             the tier and the ranks of a position
+    redistribute sends every owner's elements to all ranks of the team            the tier and the team
+    share        sends every replica's part of a shard to all replicas            the tier and the ranks of a position
 
-Indices are the bucket's own everywhere: nobody needs to know where a Flat begins.
+Indices are the bucket's own everywhere: no caller needs to know where a Flat begins.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Flat:
 
     @classmethod
     def reserve(cls, state: str, bucket: Bucket, group: Group, tier: Tier, dtype: torch.dtype, degree: Degree) -> Flat:
-        """Zeros in a tier."""
+        """Make a Flat of zeros in a tier."""
         first, last = bucket.held(group.team_of(bucket).seat, degree)
         rest = tier.rest(state, bucket.index, last - first, dtype)
         return cls(bucket, group, rest, dtype, degree, state)
@@ -64,7 +64,7 @@ class Flat:
         return self.rest.tensor
 
     def of(self, first: int, last: int) -> Tensor:
-        """Bucket elements [first, last), 1-D; inside here()."""
+        """Return bucket elements [first, last), 1-D; inside here()."""
         return self.rest.tensor[first - self.first : last - self.first]
 
     @property
@@ -73,29 +73,29 @@ class Flat:
         return self.of(*self.bucket.shard(self.team.position))
 
     def part(self, first: int, last: int) -> Part:
-        """Bucket elements [first, last), wherever they rest."""
+        """Return bucket elements [first, last), wherever they rest."""
         return Part(self.rest, first - self.first, last - self.first, (last - first,), self.dtype)
 
     # --- where they rest --------------------------------------------------------------------------------------------
 
     @property
     def in_file(self) -> bool:
-        """Does it take `here()` to make `tensor` what it should be?"""
+        """True if only `here()` makes `tensor` what it should be."""
         return self.rest.in_file
 
     @property
     def on_device(self) -> bool:
-        """Is it there at any time?"""
+        """True if it is in the device's memory at any time."""
         return self.rest.tier == DEVICE and not self.passing
 
     @property
     def passing(self) -> bool:
-        """Does it rest nowhere?"""
+        """True if it rests nowhere, and is there only while it is used."""
         return isinstance(self.rest, Passing)
 
     @contextlib.contextmanager
     def here(self, *, changed: bool = True, fresh: bool = False) -> Iterator[Tensor]:
-        """Inside, `tensor` is in memory; afterwards what was `changed` in it is kept. May nest.
+        """Bring `tensor` to memory for the block; afterwards what was `changed` in it is kept. May nest.
 
         fresh: all of it will be written, so what rests need not be brought.
         """
@@ -103,24 +103,24 @@ class Flat:
             yield tensor
 
     def ahead(self) -> None:
-        """Begin to bring it to memory, for somebody who will soon ask."""
+        """Begin to bring it to memory, because it will soon be used."""
         self.rest.ahead()
 
     def behind(self) -> None:
-        """Begin to put back what was changed: nobody will ask soon."""
+        """Begin to put back what was changed, because it will not be used soon."""
         self.rest.behind()
 
     # --- between ranks ----------------------------------------------------------------------------------------------
 
     def redistribute(self, to: Tensor | None = None, *, owned: bool = False, kept: bool = True) -> Work:
-        """Every owner's elements go to all ranks of the team: all of the bucket into `to`, or to where it rests.
+        """Send every owner's elements to all ranks of the team: the whole bucket into `to`, or to where it rests.
 
-        to: 1-D, on the device; its own dtype is what travels. It is filled when the work was waited for.
-        owned: of what rests here only the shard counts, as of a running sum. Else, with `to`, what rests whole on every
-            rank is copied and not sent.
-        kept: without `to`, what arrives is to stay where it rests. What rests off the device is there on return.
+        to: 1-D, on the device; its dtype is the one that travels. It is filled once the work was waited for.
+        owned: only this rank's shard of what rests here counts, as of a running sum. Else, with `to`, what rests whole
+            on every rank is copied and not sent.
+        kept: without `to`, keep what arrives where it rests. What rests off the device is there on return.
 
-        A rank that cannot bring its part to `to` says so, and takes part nevertheless: the others wait for it.
+        A rank that cannot bring its part to `to` reports the error, and takes part nevertheless: others wait for it.
         """
         if to is not None:
             here = self.degree is Degree.RANK and not owned
@@ -138,7 +138,7 @@ class Flat:
 
     @torch.no_grad()
     def give_all(self, source: int) -> None:
-        """Of a state that every rank has whole: rank `source`'s elements become all ranks'."""
+        """Copy rank `source`'s elements to all ranks, of a state that every rank has whole."""
         with self.here() as own:
             sent = own.to(self.team.device)
             self.group.give_all(sent, self.bucket, source)
@@ -146,7 +146,7 @@ class Flat:
 
     @torch.no_grad()
     def share(self, updated: Degree) -> None:
-        """Where every replica has `updated` a part of the own shard: it goes to the others' ranks of this position."""
+        """Send this replica's updated part of the shard to the other replicas, if each has updated a part (ALL)."""
         if updated is not Degree.ALL:
             return
         with self.here():
@@ -157,12 +157,15 @@ class Flat:
                 own.copy_(moved)
 
     def make_one(self) -> None:
-        """Of one copy for all ranks of a host each rank has just written all, into pages of its own: let these go."""
+        """Drop this rank's private pages of the host's shared copy, to read what owners wrote."""
         if self.bucket.index in self.team.once:
             self.redistribute().wait()
 
     def copy(self, first: int, to: Tensor) -> None:
-        """Elements from `first` on, in the dtype of `to`, on its device."""
+        """Copy elements from bucket element `first` on to `to`, in its dtype and on its device.
+
+        On a `TierError` it is reported, and `to` is filled with NaN.
+        """
         try:
             with self.here(changed=False):
                 nbytes = to.numel() * to.itemsize

@@ -1,7 +1,7 @@
-"""What an optimizer on this rank holds of each parameter, what it keeps of it, and where that rests.
+"""Fragments: this rank's part of each parameter for an optimizer, their optimizer states, and where these rest.
 
-The state is in `optimizer.state`, as always, by the optimizer's own names. Of what rests in a file there is a tensor
-without memory (on meta) until its bucket is present for a step.
+The state is in `optimizer.state`, as always, by the optimizer's own names. For a state that rests in a file there is a
+tensor without memory (on meta) until its bucket is present for a step.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Member(NamedTuple):
 
 
 class Fragment(NamedTuple):
-    """What one optimizer on this rank holds of one parameter."""
+    """The part of one parameter that one optimizer on this rank updates."""
 
     param: nn.Parameter
     buffer: Buffer
@@ -62,7 +62,7 @@ class States:
         self._stateful = 0  # parameters that had state then
 
     def follow(self, fragments: Sequence[Fragment]) -> None:
-        """These are what the optimizer holds now."""
+        """Set the fragments that the optimizer holds now."""
         self._fragments = {}
         for fragment in fragments:
             self._fragments.setdefault(fragment.buffer.bucket.index, []).append(fragment)
@@ -73,7 +73,8 @@ class States:
     # --- what is written to fragments outside a step ----------------------------------------------------------------
 
     def fragment(self, place: Place, *, requires_grad: bool) -> Fragment:
-        """A parameter for the optimizer to update. All of a bucket share one version counter, which is theirs alone."""
+        """Make a fragment for the optimizer to update. Those of a bucket share a version counter, which is theirs
+        alone."""
         buffer = place.buffer
         if buffer.bucket.index not in self._counters:
             first, last = buffer.updated
@@ -87,19 +88,19 @@ class States:
         return fragment
 
     def point(self, fragment: Fragment, *, inside: bool = False) -> None:
-        """The memory of a fragment is where the elements are now."""
+        """Point a fragment at where its elements are now."""
         fragment.param.data = view(fragment.buffer, fragment.position, inside=inside)
         self._addresses[id(fragment.param)] = _address(fragment.param)
 
     def retarget(self, buffer: Buffer) -> None:
-        """A bucket got masters: its fragments become views of them."""
+        """Make a bucket's fragments views of its masters, which it has just got."""
         if buffer.bucket.index in self._counters:
             self._counters[buffer.bucket.index].data = buffer.absent(0) if buffer.updating.in_file else buffer.target
         for fragment in self.of(buffer):
             self.point(fragment)
 
     def written(self) -> list[Buffer]:
-        """Buckets whose fragments somebody has written to since `followed`."""
+        """Return buckets whose fragments were written to since `followed`."""
         return [
             fragments[0].buffer
             for index, fragments in self._fragments.items()
@@ -107,12 +108,15 @@ class States:
         ]
 
     def followed(self, only: Buffer | None = None) -> None:
-        """What was written to fragments so far is known; `only` to those of one bucket."""
+        """Take note that all writes to fragments so far are known; `only`: those to one bucket's."""
         known = {index: counter._version for index, counter in self._counters.items()}
         self._versions = known if only is None else self._versions | {only.bucket.index: known[only.bucket.index]}
 
     def replaced(self, fragments: Sequence[Fragment], *, inside: bool = False) -> list[Buffer]:
-        """Buckets of which a fragment's `.data` was replaced: it has the new values and is a view again."""
+        """Copy replaced `.data` of fragments into their buckets, make them views again, and return these buckets.
+
+        Raises `UserError` for data of another shape, dtype or device.
+        """
         found: dict[int, Buffer] = {}
         for fragment in fragments:
             param, buffer = fragment.param, fragment.buffer
@@ -138,7 +142,7 @@ class States:
     def cut(
         self, fragment: Fragment, key: str, value: Any, options: dict[str, Any], *, fixed: Shapes, broadcast: bool
     ) -> Any:
-        """Of the state of a whole parameter, what this rank keeps of it, where it rests. fixed: see `fixed_shapes`."""
+        """Return this rank's part of a whole parameter's state, moved to where it rests. fixed: see `fixed_shapes`."""
         if not isinstance(value, Tensor):
             return value
         slot, home, like = fragment.slot, value.device, fragment.param
@@ -151,12 +155,12 @@ class States:
             return value if options.get("fused") or options.get("capturable") else value.to(home)
         part = slot.within(*fragment.buffer.updated)
         value = value.reshape(-1)[part.start : part.stop].view(like.shape)
-        # As load_state_dict does it: state goes along in the dtype of what is updated.
+        # Cast as load_state_dict does it: to the dtype of what is updated.
         value = value.to(like.dtype if value.is_floating_point() else value.dtype, copy=True)
         return self._put_away(fragment, key, value, fixed) if rests_away(fragment.buffer) else value
 
     def count(self, *, changed: bool = False) -> None:
-        """Tell the ledger what there is; `changed`: only if there is state of more or fewer parameters than before."""
+        """Tell the ledger the bytes of states; `changed`: only if more or fewer parameters have state than before."""
         if changed and len(self.optimizer.state) == self._stateful:
             return
         self._stateful = len(self.optimizer.state)
@@ -175,7 +179,7 @@ class States:
     # --- in files ---------------------------------------------------------------------------------------------------
 
     def kept(self, fragment: Fragment) -> dict[str, Any]:
-        """What there is of a fragment; of what rests in a file, the part it is there."""
+        """Return the states of a fragment; one that rests in a file as its part of that."""
         state = planes(self.optimizer.state.get(fragment.param, {}))
         return {
             key: self.part(fragment, key, value) if isinstance(value, Tensor) and value.is_meta else value
@@ -183,7 +187,7 @@ class States:
         }
 
     def part(self, fragment: Fragment, key: str, like: Tensor) -> Part:
-        """Where one state of a fragment rests in its file, which may be new."""
+        """Return the part of a file in which one state of a fragment rests. The file is reserved at the first call."""
         buffer, slot = fragment.buffer, fragment.slot
         rests = self._rests.setdefault(buffer.bucket.index, {})
         if key not in rests:
@@ -194,7 +198,8 @@ class States:
         return rests[key].part(slot.start + part.start, slot.start + part.stop)._replace(shape=tuple(like.shape))
 
     def _put_away(self, fragment: Fragment, key: str, value: Any, fixed: Shapes) -> Any:
-        """Put one state into its file, if that is where it rests; in its place a tensor without memory."""
+        """Write one state into its file, and return a tensor without memory in its place; the state itself if it is
+        there already, or is not per element."""
         if not per_element(fragment, key, value, fixed) or value.is_meta:
             return value
         with self.part(fragment, key, value).here(changed=True) as place:
@@ -203,11 +208,11 @@ class States:
         return torch.empty_like(value, device="meta")
 
     def moving(self, buffer: Buffer) -> list[Flat]:
-        """What of a bucket is brought to memory for a step and changed there."""
+        """Return the parts of a bucket that a step brings to memory and changes there."""
         return [buffer.updating, *self._rests.get(buffer.bucket.index, {}).values()]
 
     def ahead(self, buffer: Buffer) -> None:
-        """A bucket will soon be stepped: what rests of it in files may come."""
+        """Prefetch from files what a bucket needs to be stepped soon."""
         buffer.updating.ahead()
         if buffer.gradients is not None:
             buffer.gradients.ahead()
@@ -216,7 +221,7 @@ class States:
 
     @contextlib.contextmanager
     def present(self, buffer: Buffer) -> Iterator[None]:
-        """Inside, fragments and states of one bucket are in memory, where the user's `step` finds them."""
+        """Bring fragments and states of one bucket to memory for the block, where the user's `step` finds them."""
         fragments = self.of(buffer)
         with contextlib.ExitStack() as here:
             for rest in self.moving(buffer):
@@ -246,12 +251,12 @@ class States:
 
 
 def file_name(key: str, number: int) -> str:
-    """What the file of an optimizer's state is called: each optimizer has files of its own, and none the engine's."""
+    """Return the name of a state's file: each optimizer has files of its own, and none of the engine's names."""
     return f"{key} of optimizer {number}" if number or key in (*STATES, "master") else key
 
 
 def planes(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What an optimizer keeps of a parameter; of tensors that are made of others, such as codes and scales, those."""
+    """Return a parameter's optimizer state with tensor subclasses split into their inner tensors (codes, scales)."""
     found: dict[str, Any] = {}
     for key, value in state.items():
         inner = made_of(value)
@@ -260,13 +265,13 @@ def planes(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def made_of(value: Any) -> list[str]:
-    """The names of the plain tensors that a tensor is made of; none of one that is plain itself."""
+    """Return the names of a tensor subclass' inner tensors; none for a plain tensor."""
     own = isinstance(value, Tensor) and not simulated(value) and hasattr(value, "__tensor_flatten__")
     return list(value.__tensor_flatten__()[0]) if own else []
 
 
 def fresh_states(optimizer: Any, group: dict[str, Any], param: nn.Parameter, kind: Any = None) -> dict[str, Any]:
-    """What an optimizer's class (or `kind`) keeps of a parameter after one step of a twin, with this group's options.
+    """Return the state that an optimizer's class (or `kind`) has after one step of a twin, with this group's options.
 
     The optimizer itself is not touched. `param` is stepped, by zeros where it has no gradient.
     """
@@ -297,10 +302,11 @@ def check_cut(optimizer: Any, name: str, shape: tuple[int, ...], key: str, value
 
 
 def view(buffer: Buffer, position: int, *, inside: bool = False, flat: Tensor | None = None) -> Tensor:
-    """What an optimizer updates of one slot: 1-D of what is cut; of what is not, its owner has it in its own shape.
+    """Return the elements of one slot that an optimizer updates: 1-D; if this rank has all, in the parameter's shape.
 
-    Of a parameter without dimensions it has one nevertheless: so a count of steps, which has none, differs from it.
-    inside: here() of a state that rests in a file; else such elements are NaN. flat: of this, and not of the bucket.
+    A parameter without dimensions has one here nevertheless: so a count of steps, which has none, differs from it.
+    inside: here() of a state that rests in a file; else such elements are NaN. flat: take them from this tensor, and
+    not from the bucket.
     """
     slot = buffer.bucket.slots[position]
     part = slot.slice_of(*buffer.updated)
@@ -318,14 +324,14 @@ def _address(param: Tensor) -> int:
 
 
 def rests_away(buffer: Buffer) -> bool:
-    """Do an optimizer's states of this bucket rest in files?"""
+    """Tell if optimizer states of this bucket rest in files."""
     return buffer.tiers["optimizer"].name == NVME
 
 
 def fixed_shapes(optimizer: Any) -> dict[str, set[tuple[int, ...]]]:
-    """Of each state the shapes it has beside tensors of another shape: a count of steps has (), whatever it counts.
+    """Return for each state the shapes that differ from their parameter's: a count of steps has (), for any parameter.
 
-    A tensor may happen to have that very shape, as one of one element does: the state is no more like it for that.
+    A parameter may happen to have that very shape, as one of one element does: the state is still not per element.
     """
     found: dict[str, set[tuple[int, ...]]] = {}
     for param, state in optimizer.state.items():
@@ -336,12 +342,12 @@ def fixed_shapes(optimizer: Any) -> dict[str, set[tuple[int, ...]]]:
 
 
 def is_like(key: str, value: Any, shape: Sequence[int], fixed: Shapes) -> bool:
-    """Has this state an element for each of what it is of? Not so a step count, or Adafactor's rows and columns."""
+    """Tell if a state has an element for each of its parameter's: not a step count, or Adafactor's rows and columns."""
     found = tuple(value.shape) if isinstance(value, Tensor) else None
     return found == tuple(shape) and found not in fixed.get(key, ())
 
 
 def per_element(fragment: Fragment, key: str, value: Any, fixed: Shapes) -> bool:
-    """As `is_like`, of what this rank holds of a parameter. Of a part of one the shape is no accident."""
+    """Apply `is_like` to a fragment. If it is a part of more than one element, its shape cannot match by chance."""
     held = fragment.param
     return is_like(key, value, held.shape, {} if 1 < held.numel() < fragment.slot.numel else fixed)

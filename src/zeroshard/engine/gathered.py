@@ -1,6 +1,6 @@
 """A bucket as the modules compute with it: the whole of it in one storage, and the parameters as views of that.
 
-    state      parameters' class   memory                      who moves it there
+    state      parameters' class   memory                      methods that lead to it
     RELEASED   guarded             none (see `placeholder`)        release
     ARRIVING   guarded             full, being written         gather
     GUARDED    guarded             full                        land, close
@@ -9,11 +9,11 @@
 Parameters that are replicated on the device (`resident`) start OPEN and leave it only while an updated copy is
 arriving. All others, sharded or resting in another tier, are gathered for use and released after it.
 
-Note *memory is given back when nobody holds it*: gathering takes memory from the tier and makes the parameters views of
-it, releasing gives it back for others to write to. Hence only when nothing but our own views holds the storage (its use
-count is the baseline) and nobody holds a parameter that did not before (reference counts; where autograd may have saved
-one by itself, also those in C++, where every graph holds its leaves). Memory kept for that reason counts as not
-gathered: the next use gathers again, into the same place.
+Note *memory is given back when nothing else holds it*: gathering takes memory from the tier and makes the parameters
+views of it, releasing gives it back for others to write to. Hence only when nothing but our own views holds the storage
+(its use count is the baseline) and no parameter has more references than before (if autograd may have saved one by
+itself, also those in C++, where every graph holds its leaves). Memory kept for that reason counts as not gathered: the
+next use gathers again, into the same place.
 
 Note *no way leads to memory that is gone*: some of torch's C++ asks no Python class first. So the parameters themselves
 point at `placeholder` while released; the guard answers for their strides.
@@ -56,7 +56,7 @@ _LEGAL = {
 
 
 def _references(params: list[Any]) -> list[int]:
-    """Python references to parameters. torch adds one of its own while C++ (a graph, say) holds the tensor too."""
+    """Count Python references to parameters, but for torch's own while C++ (a graph, say) holds the tensor too."""
     return [sys.getrefcount(param) - (_CPP_COUNTS and param._use_count() > 1) for param in params]
 
 
@@ -74,7 +74,7 @@ _CPP_COUNTS = _cpp_counts()
 
 @functools.cache
 def placeholder(device: torch.device) -> Tensor:
-    """The bytes that every element of every released parameter lies at: NaN in any floating dtype."""
+    """Return the bytes that every element of every released parameter lies at: NaN in any floating dtype."""
     return _made(device)
 
 
@@ -88,7 +88,7 @@ def home(full: Tensor, device: torch.device) -> Tensor:
 
 
 def alias(flat: Tensor) -> Tensor:
-    """The same memory under another storage object, which does not count as somebody holding the first.
+    """Return the same memory under another storage object, which does not count as a reference to the first.
 
     A process group's threads drop their tensors a moment after they report completion; counted, that moment would
     keep a released bucket's memory now and then.
@@ -103,7 +103,7 @@ def alias(flat: Tensor) -> Tensor:
 
 
 def point(tensor: Any, data: Tensor) -> None:
-    """`tensor.data = data`; also between two devices of which torch refuses that, the CPU and one of a plug-in say."""
+    """Set `tensor.data = data`, also between two devices of which torch refuses that: the CPU and a plug-in's, say."""
     if torch._has_compatible_shallow_copy_type(tensor, data):
         tensor.data = data
         return
@@ -115,7 +115,7 @@ def point(tensor: Any, data: Tensor) -> None:
 
 
 class Gathered:
-    """The whole of one bucket on one rank, its parameters, and how far both are within reach."""
+    """The gathered copy of one bucket on one rank, its parameters as views of it, and the state of both."""
 
     def __init__(self, bucket: Bucket, params: list[nn.Parameter], dtype: torch.dtype, tier: DeviceTier) -> None:
         self.bucket = bucket
@@ -134,7 +134,7 @@ class Gathered:
         self._uses = 0
 
     def settle(self, full: Tensor) -> None:
-        """At construction: the parameters lie in `full` from now on."""
+        """Put the parameters into `full`, at construction."""
         self._placeholder = home(full, full.device)
         absent = self._placeholder.view(self.dtype)[0]
         self._absent = [absent.expand(slot.shape) for slot in self.bucket.slots]
@@ -148,12 +148,12 @@ class Gathered:
         self._point(self.views)
 
     def _views_of(self, flat: Tensor) -> list[Tensor]:
-        """The parameters in a tensor of the whole bucket, at the start of its storage."""
+        """Return the parameters as views of a tensor of the whole bucket, at the start of its storage."""
         laid_out = zip(self.bucket.slots, self.strides, strict=True)
         return [flat.as_strided(slot.shape, strides, slot.start) for slot, strides in laid_out]
 
     def _point(self, tensors: list[Tensor]) -> None:
-        """The parameters' memory becomes that of `tensors`."""
+        """Make the parameters share the memory of `tensors`."""
         with torch._C.DisableTorchFunctionSubclass():
             for param, tensor in zip(self.params, tensors, strict=True):
                 param.data = tensor
@@ -166,7 +166,7 @@ class Gathered:
 
     @property
     def ready(self) -> bool:
-        """Are the weights here, or on their way?"""
+        """True if the current weights are gathered, or on their way."""
         return self.state is not State.RELEASED and self.current
 
     def _move(self, state: State) -> None:
@@ -175,7 +175,7 @@ class Gathered:
         self.state = state
 
     def take_memory(self, *, ahead: bool) -> None:
-        """Memory to gather into; `ahead` of its use it counts as prefetched."""
+        """Take memory to gather into. ahead: it counts as prefetched until it is used."""
         before, self._counted = self._counted, "prefetch" if ahead else "gather"
         if self.views is self._shapes:
             self._lie_in(self.tier.reserve(self._counted, self.bucket.numel, self.dtype, zeroed=False))
@@ -189,18 +189,18 @@ class Gathered:
         self._references = _references(self.params)
 
     def arriving(self) -> None:
-        """New weights are on their way, unless the parameters are open: then they are replaced under the program."""
+        """Take note that new weights are on their way; if the parameters are open these are replaced while in use."""
         if self.state is not State.OPEN:
             self._move(State.ARRIVING)
         self.current = True
 
     def landed(self) -> None:
-        """What was arriving is here."""
+        """Take note that arriving weights are complete."""
         if self.state is State.ARRIVING:
             self._move(State.GUARDED)
 
     def open(self) -> bool:
-        """Plain parameters, data present. Says whether they were guarded before."""
+        """Make guarded parameters plain. Returns if they were guarded before."""
         if self.state is not State.GUARDED:
             return False
         self._move(State.OPEN)
@@ -215,26 +215,26 @@ class Gathered:
             flip(param)
 
     def claim(self) -> None:
-        """What was prefetched is used."""
+        """Count prefetched memory as gathered from now on, because it is used."""
         if self._counted == "prefetch":
             self._counted = "gather"
             if not self.released:
                 self.tier.ledger.rename("prefetch", "gather", self.nbytes)
 
     def held(self) -> bool:
-        """Does somebody else hold the memory, or a parameter that points at it?"""
+        """Tell if anything but the engine holds the memory, or a parameter that points at it."""
         if torch._C._storage_Use_Count(self.full.untyped_storage()._cdata) > self._uses:
             return True
         references = _references(self.params)
         return references != self._references and any(map(operator.gt, references, self._references))
 
     def in_graphs(self) -> bool:
-        """Does C++ hold a parameter, beside Python?"""
+        """Tell if C++ holds a parameter beside Python, as a graph does."""
         params: list[Any] = list(self.params)
         return any(param._use_count() > 1 for param in params)
 
     def give_back_memory(self) -> None:
-        """The parameters point at the placeholder from now on."""
+        """Point the parameters at the placeholder, and give the memory back to the tier."""
         self._move(State.RELEASED)
         self._point(self._absent)
         self._placeholder.fill_(0xFF)  # torch lets `fill_` through where every element is the same one
@@ -244,7 +244,10 @@ class Gathered:
     # --- replaced by the user ---------------------------------------------------------------------------------------
 
     def rebind(self) -> None:
-        """A parameter whose `.data` was replaced gets the new values copied into its slot and is a view again."""
+        """Copy a replaced `.data` into the parameter's slot, and make the parameter a view of it again.
+
+        Raises `UserError` for data of another kind, or in the memory of the model's own weights.
+        """
         if self.released or simulated(self.full):
             return
         with torch._C.DisableTorchFunctionSubclass():

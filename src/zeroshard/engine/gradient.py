@@ -1,4 +1,4 @@
-"""The book of all gradients: who has one, and the answers to questions about them.
+"""The book of all gradients: which parameters have one, and the answers to questions about them.
 
 A question about one gradient is a question about all: every rank asks, and one collective answers for all parameters.
 """
@@ -39,10 +39,10 @@ _TOGETHER = 1 << 20
 
 
 class Gradients:
-    """The book of all gradients: who has one, and the answers to questions about them.
+    """The book of all gradients: which parameters have one, and the answers to questions about them.
 
-    Who has one is what half of its names are about: a question about one gradient is a question about all, so what is
-    asked needs what is shown, and both are here.
+    Half of its names are about which parameters show a gradient. A question about one gradient is a question about all,
+    so the answers need what is shown, and both are here.
     """
 
     def __init__(self, group: Group, keeper: Keeper) -> None:
@@ -73,7 +73,7 @@ class Gradients:
         return accumulator
 
     def of_bucket(self, index: int) -> Accumulator | None:
-        """The accumulator of a bucket; None while the bucket is frozen."""
+        """Return the accumulator of a bucket; None while the bucket is frozen."""
         return self._of_bucket.get(index)
 
     def forget_answers(self) -> None:
@@ -94,9 +94,9 @@ class Gradients:
                         stand_in.grad = self.shown(entry, stand_in, is_fragment=True)
 
     def shown(self, entry: Entry, holder: nn.Parameter, *, is_fragment: bool) -> ShardedGrad:
-        """What a parameter or a fragment shows as its gradient, made once: making it takes longer than all else here.
+        """Return what a parameter or fragment shows as its gradient, made once: making it takes longer than all else.
 
-        A parameter's that somebody else has kept is made anew: a kept one must not speak for a later backward.
+        If the program has kept a parameter's, it is made anew: a kept one must not speak for a later backward.
         """
         kept = not is_fragment and sys.getrefcount(self.made.get(id(holder))) > 2  # by the table, and for the question
         known = self.made.get(id(holder))
@@ -105,7 +105,7 @@ class Gradients:
         return known
 
     def take(self, numbers: Iterable[int]) -> dict[int, Tensor | None]:
-        """What these parameters have in `p.grad`, which is None then."""
+        """Take these parameters' `p.grad`, which is None then, and return them by number."""
         while self._displaced:
             self._displaced.pop().displaced = None
         with torch._C.DisableTorchFunctionSubclass():
@@ -115,14 +115,17 @@ class Gradients:
         return taken
 
     def put_back(self, taken: dict[int, Tensor | None], got: Sequence[int]) -> None:
-        """What was taken is there again, but where something was got instead; `taken` keeps none of it."""
+        """Restore the taken `p.grad` of parameters that got no gradient since. It empties `taken`."""
         while taken:
             number, grad = taken.popitem()
             if not got[number]:
                 self.entries[number].param.grad = grad
 
     def set_aside(self, number: int) -> Tensor | None:
-        """A gradient came before it was known that a backward runs: that, and `p.grad` is what it was before."""
+        """Take a gradient that came before its backward was known to run, and restore `p.grad` from before it.
+
+        Returns None if `p.grad` is still a sharded gradient.
+        """
         entry, early = self.entries[number], None
         with torch._C.DisableTorchFunctionSubclass():
             if not isinstance(entry.param.grad, ShardedGrad):
@@ -130,7 +133,7 @@ class Gradients:
         return early
 
     def displace(self, entry: Entry, grad: ShardedGrad) -> None:
-        """Autograd is about to add to what `p.grad` shows: see `set_aside`."""
+        """Keep what `p.grad` shows, because autograd is about to add to it: see `set_aside`."""
         entry.displaced = grad
         self._displaced.append(entry)
 
@@ -143,7 +146,7 @@ class Gradients:
                     fragment.grad = None
 
     def having(self, entries: Sequence[Entry]) -> set[int]:
-        """The numbers of those that have a gradient. Clearing or replacing `p.grad` counts."""
+        """Return the numbers of entries that have a gradient. Raises `StateError` if `p.grad` is another tensor."""
         with torch._C.DisableTorchFunctionSubclass():
             grads = [entry.param.grad for entry in entries]
         for entry, grad in zip(entries, grads, strict=True):
@@ -158,10 +161,10 @@ class Gradients:
         return {entry.number for entry, grad in zip(entries, grads, strict=True) if grad is not None}
 
     def note_edit(self, what: str, number: Any) -> None:
-        """Gradients are edited by a number: the same on every rank, or the next step says so.
+        """Note that gradients are edited by a number: if it differs between ranks, the next step reports it.
 
-        One after the other by the same number counts once: ranks may hold different parameters. What is on another
-        device is not looked at, which would wait for the device.
+        Edits of one gradient after the other by the same number count once: ranks may hold different parameters.
+        A number on a device is not looked at, since that would wait for the device.
         """
         if number is self._edited_with or (isinstance(number, Tensor) and (number.numel() > 1 or not number.is_cpu)):
             return
@@ -171,7 +174,7 @@ class Gradients:
             self._edits.append(edit)
 
     def in_host_memory(self, other: Tensor) -> Tensor:
-        """What edits gradients that rest there. A number that edits many of them is asked of the device once."""
+        """Bring to host memory a tensor that edits gradients resting there; one that edits many is brought once."""
         if other.is_cpu:
             return other
         asked = self._asked
@@ -181,7 +184,7 @@ class Gradients:
 
     @property
     def edits(self) -> list[str]:
-        """By which numbers they were edited since the last step, or since they were dropped."""
+        """The edits of gradients by a number since the last step, or since gradients were dropped."""
         return list(self._edits)
 
     def take_edits(self) -> None:
@@ -199,7 +202,7 @@ class Gradients:
         self.group.meet("a question about gradients", self.group.number("question"))
 
     def norm(self, entry: Entry, order: float) -> Tensor:
-        """0-d fp32 tensor: the norm of one parameter's whole gradient, the same on every rank."""
+        """Return the norm of one parameter's whole gradient, 0-d fp32, the same on every rank."""
         if order not in self._answers:
             if not order > 0.0:
                 raise StateError(
@@ -240,14 +243,15 @@ class Gradients:
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
-        """What fails inside is an error on every rank, at the next agreement: the step's at the latest."""
+        """Report a `TierError` inside to all ranks, which raise at their next agreement: the step's at the latest."""
         try:
             yield
         except TierError as error:
             self.group.report(error)
 
     def _filled(self) -> Iterator[Accumulator]:
-        """Those that hold a sum of which this rank has a part, on the first replica, the next on its way to memory."""
+        """Yield accumulators with a sum of which this rank has a part, on the first replica alone, and prefetch the
+        next."""
         having = [each for each in self.accumulators if each.filled and not each.buffer.team.seat.replica]
         found = [each for each in having if each.bucket.shard_numel(each.buffer.team.position)]
         for accumulator, after in zip(found, [*found[1:], None], strict=False):
@@ -258,7 +262,7 @@ class Gradients:
             yield accumulator
 
     def full(self, entry: Entry) -> Tensor:
-        """The whole averaged gradient of one parameter, on every rank."""
+        """Gather the whole averaged gradient of one parameter, on every rank."""
         with self.group.as_one():
             return self._full(entry)
 
@@ -275,7 +279,7 @@ class Gradients:
         return found
 
     def unscale(self, grads: Sequence[ShardedGrad], found_inf: Tensor, inv_scale: Tensor) -> None:
-        """What `GradScaler` does to a list of gradients, with one verdict for all ranks.
+        """Unscale a list of gradients for `GradScaler`, with one verdict for all ranks.
 
         It calls once per dtype that it sees, which differs over the ranks: so the first call with a new `found_inf`
         settles the verdict for everything that the optimizer updates.
@@ -305,7 +309,7 @@ class Gradients:
                     aten._amp_foreach_non_finite_check_and_unscale_(fragments, found, inverse)
 
     def _finite(self, entries: Sequence[Entry]) -> bool:
-        """Are all elements of these gradients here finite? Asked of the device once, whatever their number."""
+        """Tell if all of this rank's elements of these gradients are finite: one question to the device for all."""
         by_accumulator: dict[int, list[Entry]] = {}
         for entry in entries:
             by_accumulator.setdefault(id(entry.accumulator), []).append(entry)
@@ -320,7 +324,7 @@ class Gradients:
 
 
 def _joined(found: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Each of all pairs, of which none is left."""
+    """Concatenate owners and sums of all pairs, and clear the list."""
     owner, sums = found[0] if len(found) == 1 else map(torch.cat, zip(*found, strict=True))
     found.clear()
     return owner, sums

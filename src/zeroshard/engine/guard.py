@@ -1,4 +1,4 @@
-"""Nobody may read a parameter whose memory is not there: it would read NaN, or memory that is no more.
+"""Guards against reading a parameter that is not gathered: it would read NaN, or memory that is no more.
 
 Two ways lead to it, and each has a guard.
 
@@ -184,12 +184,12 @@ def outside(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def transformed() -> bool:
-    """Does a transform of `torch.func` (grad, vmap, jvp, ...) run, or one that records operations (linearize)?"""
+    """Tell if a transform of `torch.func` runs (grad, vmap, jvp, ...), or one that records operations (linearize)."""
     return torch._C._functorch.peek_interpreter_stack() is not None or torch._C._get_dispatch_mode(_PROXY) is not None
 
 
 def refuse_inside(what: str) -> None:
-    """What the user calls, and moves memory between ranks, is not for a transform to differentiate or to batch."""
+    """Refuse, inside a transform, a call of the user's that moves memory between ranks: none can be differentiated."""
     if transformed():
         raise StateError(
             f"{what} inside a transform of torch.func",
@@ -201,11 +201,11 @@ _WITH_FAST_PATHS = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.Multih
 
 
 def keep_fast_paths(model: nn.Module) -> None:
-    """See to it that torch's fused evaluation of attention runs at every stage where it does at one.
+    """Let torch's fused evaluation of attention run at every stage if it runs at one.
 
-    Its modules ask whether their parameters, or their first layer's, are of a class of its own, and give other numbers
-    (at padded positions altogether others) where they are: so these are opened before. A single layer also refuses
-    where anything in it has hooks, as units have. Where nothing has, its unit is open already, and gets no hook here.
+    Its modules take another path, with other numbers (altogether others at padded positions), if their parameters, or
+    their first layer's, are of a subclass: so these are opened before. A single layer takes it also if anything in it
+    has hooks, as units have. If nothing has, its unit is open already, and gets no hook here.
     """
     without: set[nn.Module] = set()
     for module in model.modules():
@@ -234,7 +234,7 @@ def _open_for_fast_path(module: Any, args: Any) -> None:
 
 
 class Source(Protocol):
-    """What a note needs of the buffer it points into."""
+    """The buffer that a note points into, as the note needs it."""
 
     generation: int
     unnoted: bool  # may autograd have saved a parameter itself?
@@ -320,7 +320,7 @@ class SavedItself(NamedTuple):
 
 
 class OuterHooks(NamedTuple):
-    """What the pair of hooks below ours made of a tensor, and how it turns it back."""
+    """The result of the pair of hooks below ours for a tensor, and its function that restores the tensor."""
 
     packed: Any
     unpack: Callable[[Any], Tensor]
@@ -356,16 +356,16 @@ class SavedTensors:
         return packing, _unpack
 
     def watch(self, source: Source) -> None:
-        """From now on, tensors that live in this buffer's storage are kept as notes."""
+        """Keep tensors in this buffer's storage as notes from now on."""
         self._sources[source.full.untyped_storage()._cdata] = source
         source.unnoted = not _allowed()
 
     def forget(self, source: Source) -> None:
-        """The buffer is about to give its storage up: another may soon be at that address."""
+        """Forget a buffer that is about to give its storage up: another may soon be at that address."""
         self._sources.pop(source.full.untyped_storage()._cdata, None)
 
     def push(self) -> bool:
-        """Keep notes from now on. Says whether that is so: hooks may be forbidden."""
+        """Push the pair of hooks that keeps notes. Returns False if hooks are forbidden here."""
         if not _allowed():
             self.stop_noting()
             return False
@@ -381,7 +381,7 @@ class SavedTensors:
         torch._C._autograd._pop_saved_tensors_default_hooks()
 
     def stop_noting(self) -> None:
-        """Graphs will hold parameters themselves, of whatever is gathered."""
+        """Take note that graphs will hold parameters themselves, in every buffer that is gathered."""
         for source in self._sources.values():
             source.unnoted = True
 

@@ -1,4 +1,4 @@
-"""How a step of torch's optimizers is hooked, and what its arguments are."""
+"""Hooks on steps of torch's optimizers, and the closure among a step's arguments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..errors import StateError
 
 
 def stay_last(optimizer: Any, ours: int) -> None:
-    # What a pre hook of the user's does to gradients, weights or the closure counts, also when registered later.
+    # A pre hook of the user's may change gradients, weights or the closure: ours runs after it, even if it is newer.
     register = optimizer.register_step_pre_hook
 
     def register_before_ours(hook: Any) -> Any:
@@ -23,7 +23,8 @@ def stay_last(optimizer: Any, ours: int) -> None:
 
 
 def hook_steps(kind: Any) -> None:
-    """As torch does once an optimizer of a class was made: so `super().step()` runs the hooks in any case."""
+    """Wrap `step` of every class of the optimizer, as torch does for the first object of one: so that `super().step()`
+    runs the hooks in any case."""
     for each in kind.__mro__:
         step = vars(each).get("step")
         if each is not torch.optim.Optimizer and step is not None and not getattr(step, "hooked", False):
@@ -32,9 +33,9 @@ def hook_steps(kind: Any) -> None:
 
 
 def closure_at(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str | None:
-    """Which argument of this step is a closure: what the optimizer's own `step` calls so, else what can be called.
+    """Return where in a step's arguments its closure is: the one of that name, else the first that can be called.
 
-    Other optimizers' steps take other things, and a closure's place may hold something that is none.
+    Other optimizers' steps take other arguments, and a closure's place may hold something that is none: then None.
     """
     if len(args) == 1 and not kwargs:
         return None

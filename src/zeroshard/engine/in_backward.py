@@ -35,7 +35,7 @@ _scaled: deque[int] = deque(maxlen=1024)
 
 
 class InBackward(Updater):
-    """What backwards do to the weights of one model, and what the program may not ask for because of it.
+    """The updates of one model's weights by backwards, and refusals of what these leave no room for.
 
     It is as much of a step as an optimizer's own (`schedule.Step`): an exception may leave it half done.
     """
@@ -63,7 +63,7 @@ class InBackward(Updater):
     # --- a backward -------------------------------------------------------------------------------------------------
 
     def words(self, *, local: bool) -> str:
-        """A backward begins: with which options it steps. What it may not do is reported."""
+        """Return the options that the backward that begins steps with; report what it may not do."""
         self._check_edits()
         trouble = self._trouble(local)
         if trouble is not None:
@@ -108,13 +108,13 @@ class InBackward(Updater):
         )
 
     def prepare(self) -> None:
-        """All ranks are at the same backward, with the same options."""
+        """Follow groups and clear gradients, once all ranks are at the same backward with the same options."""
         for binding in self.bindings:
             binding.follow_groups()
         self.gradients.hide(self.gradients.entries)  # cleared on one side, or updated by nobody
 
     def landed(self, accumulator: Accumulator, having: set[int]) -> None:
-        """A bucket's sum is here: each rank updates its part, or all of it once it has all."""
+        """Update this rank's part of a bucket whose sum has landed; if all ranks update all of it, gather it first."""
         buffer = accumulator.buffer
         if buffer.placements.optimizer or buffer.team.size == 1:
             self._update(accumulator, having)
@@ -155,7 +155,7 @@ class InBackward(Updater):
         accumulator.clear()
 
     def ended(self) -> None:
-        """What was updated on any rank goes to all."""
+        """Send all that this backward has updated to every rank."""
         spread(sorted(self._updated, key=_index), overlap=self.schedule.settings.overlap)
         for unit in self.schedule.units:
             if unit.pinned:
@@ -168,7 +168,7 @@ class InBackward(Updater):
     # --- a step -----------------------------------------------------------------------------------------------------
 
     def check_step(self, number: int, *, closure: bool) -> None:
-        """Report what a call of `optimizer.step()` asks for that cannot be done any more."""
+        """Report a call of `optimizer.step()` that asks for what cannot be done any more."""
         where, words = f"optimizer {number}, rank {self.group.rank}", self.bindings[number].words()
         mine = [entry for entry in self.gradients.entries if entry.updater == number]
         trouble: StateError | None = None
@@ -197,7 +197,7 @@ class InBackward(Updater):
             self.group.report(trouble)
 
     def check_ended(self, what: str) -> None:
-        """Refuse what is between two steps, in the middle of one."""
+        """Refuse a call that belongs between two steps, if backward has updated and step() has not ended the step."""
         if self.awaited:
             raise StateError(
                 f"{what} between backward, which has updated the weights, and optimizer.step(), which ends the step",
@@ -257,11 +257,11 @@ def check_in_backward(optimizers: list[Any], precision: Precision, offload: Offl
 
 
 def cover_scalers() -> None:
-    """A loss that a `GradScaler` has scaled says so when its backward begins: scaled gradients must not be used.
+    """Hook every loss that a `GradScaler` scales, so that its backward is known: scaled gradients must not be used.
 
-    Of the class, for the whole process: a scaler is not told of a model, so none of its objects is known here, and it
-    may be made before or after `shard`. What a loss gets is a hook that writes one number, which only a backward of
-    a model with its optimizer in backward reads.
+    The class is changed, for the whole process: a scaler knows no model, so its objects are not known here, and may be
+    made before or after `shard`. The hook writes one number, which only a backward of a model with its optimizer in
+    backward reads.
     """
     scaler: Any = torch.amp.GradScaler
     plain = scaler.scale

@@ -35,7 +35,7 @@ class MovingAverage:
         optimizers: Iterable[torch.optim.Optimizer],
         meet: Callable[[str], None],
     ) -> None:
-        """meet: all ranks agree that they exchange now, outside forward and backward."""
+        """meet: has all ranks agree that they exchange now, outside forward and backward."""
         if not isinstance(decay, (int, float)) or not 0 <= decay < 1:
             expected = "a number from 0 to less than 1"
             raise UserError("no decay of an average", expected=expected, got=repr(decay), instead="zero.average(0.999)")
@@ -56,7 +56,7 @@ class MovingAverage:
         return [buffer for buffer in self._buffers if buffer.gradients is not None]
 
     def mean(self, buffer: Buffer) -> Flat:
-        """Where the average of a bucket rests; from now on, if nowhere yet."""
+        """Return the average of a bucket, where it rests. It is reserved at the first call."""
         index = buffer.bucket.index
         if index not in self._means:
             self._means[index] = buffer.reserve("average", buffer.updating.dtype, buffer.placements.optimizer)
@@ -66,7 +66,7 @@ class MovingAverage:
         return self._means[index]
 
     def part(self, buffer: Buffer, slot: Slot, start: int, stop: int) -> Part | None:
-        """Elements [start, stop) of a parameter's average, wherever they rest; None of what was never trained."""
+        """Return elements [start, stop) of a parameter's average, wherever they rest; None if it was never trained."""
         if buffer.gradients is None or buffer.bucket.index < 0:
             return None
         return self.mean(buffer).part(slot.start + start, slot.start + stop)
@@ -91,7 +91,7 @@ class MovingAverage:
 
     @contextlib.contextmanager
     def swapped(self) -> Iterator[None]:
-        """Inside, the model's weights are the averages, on every rank: to evaluate, or `zero.export`. Then as before.
+        """Make the averages the model's weights inside, on every rank: to evaluate, or `zero.export`. Then as before.
 
         No step and no `zero.save` inside. Collective: every rank enters and leaves.
         """
@@ -126,14 +126,20 @@ class MovingAverage:
 
 
 def updates_for(what: str, moving: MovingAverage | None) -> int:
-    """All ranks are about to meet for this: how many steps this one has averaged."""
+    """Return how many steps were averaged so far (-1: no average), which ranks compare when they meet.
+
+    what: why they meet; saving and loading are refused while the weights are the averages.
+    """
     if moving is not None and what in ("saving", "loading"):
         moving.refuse_swapped(what)
     return -1 if moving is None else moving.updates
 
 
 def furthest(what: str, told: Sequence[tuple[int, ...]]) -> int:
-    """The most steps that some rank has completed. told: of each rank these, and how many it has averaged."""
+    """Return the most steps that some rank has completed. Raises `StateError` if ranks averaged different numbers.
+
+    told: of each rank its completed steps first, its averaged ones last.
+    """
     if what != "loading" and len({each[-1] for each in told}) > 1:
         raise StateError(
             "the ranks averaged different numbers of steps",

@@ -39,10 +39,10 @@ _STEP = torch.optim.Optimizer.profile_hook_step  # calls the hooks and, between 
 
 
 class StepWatcher(Protocol):
-    """Who looks after the model and all of its optimizers."""
+    """The part of the engine that watches edits of the model and of all its optimizers."""
 
     def before_step(self) -> None:
-        """Notice what was edited since the last step. All ranks are at this step."""
+        """Notice edits since the last step. All ranks are at this step."""
 
     def check_edits(self) -> None:
         """Report edits that nothing can follow, before all ranks meet."""
@@ -51,16 +51,16 @@ class StepWatcher(Protocol):
         """Refuse options that a checkpoint could not hold."""
 
     def check_added(self, optimizer: torch.optim.Optimizer, added: list[nn.Parameter]) -> None:
-        """Refuse parameters of a group that was added, where this optimizer cannot update them."""
+        """Refuse parameters of an added group that this optimizer cannot update."""
 
 
 class Early(Protocol):
-    """What has stepped an optimizer in backward, bucket by bucket."""
+    """The part of the engine that steps optimizers in backward, bucket by bucket."""
 
     awaited: set[int]  # numbers of the optimizers whose step() is to end what a backward has done
 
     def check_step(self, number: int, *, closure: bool) -> None:
-        """Report what a call of `optimizer.step()` asks for that cannot be done any more."""
+        """Report a call of `optimizer.step()` that asks for what cannot be done any more."""
 
 
 class Binding:
@@ -117,7 +117,7 @@ class Binding:
     # --- fragments in place of parameters ---------------------------------------------------------------------------
 
     def follow_groups(self) -> None:
-        """Adopt what was added to the groups, forget what was removed."""
+        """Adopt parameters that were added to the groups, and forget removed ones."""
         groups = self.optimizer.param_groups
         now = [param for group in groups for param in group["params"]]
         if not (same(now, self._held) and same(groups, self._groups)):
@@ -126,7 +126,8 @@ class Binding:
             self.adopt()
 
     def adopt(self, *, broadcast_state: bool = False) -> None:
-        """Replace whatever full parameters the groups hold (all at construction, later those of `add_param_group`)."""
+        """Put fragments in place of full parameters in the groups: all at construction, later those of
+        `add_param_group`."""
         fixed = fixed_shapes(self.optimizer)
         for group in self.optimizer.param_groups:
             params: list[nn.Parameter] = group["params"]
@@ -160,7 +161,7 @@ class Binding:
             self.gradients.stand_ins[self.number] = self.fragments[0].param
 
     def _forget(self, held: set[int]) -> None:
-        """Groups may have been removed, and with them what was in them."""
+        """Forget members and fragments of groups that were removed. held: ids of all that groups hold."""
         gone = {id(fragment.param) for fragment in self.fragments} - held
         for entry in self.gradients.entries:
             if entry.updater == self.number:
@@ -192,12 +193,12 @@ class Binding:
         return fragment
 
     def retarget(self, buffer: Buffer) -> None:
-        """A bucket got masters: its fragments become views of them."""
+        """Make a bucket's fragments views of its masters, which it has just got."""
         self.states.retarget(buffer)
 
     @torch.no_grad()
     def notice(self, *, replaced: bool = False) -> bool:
-        """Was anything written to fragments outside a step that the other ranks do not know of?
+        """Notice fragments that were written to outside a step; tell if other ranks must hear of any.
 
         What rests on this rank follows at once. replaced: look also for fragments whose `.data` was replaced.
         """
@@ -224,7 +225,7 @@ class Binding:
         return bool(self.edited)
 
     def _entry(self, of: Fragment | Place) -> Entry | None:
-        """The gradient of a parameter; None while its bucket is frozen."""
+        """Return a parameter's entry in the book of gradients; None while its bucket is frozen."""
         accumulator = self.gradients.of_bucket(of.buffer.bucket.index)
         return None if accumulator is None else accumulator.entries[of.position]
 
@@ -281,7 +282,7 @@ class Binding:
 
     @property
     def stepping(self) -> bool:
-        """Is a step under way, or was it when an exception came?"""
+        """True while a step is under way, and after an exception ended one."""
         return self._call is not None
 
     def elsewhere(self) -> bool:
@@ -298,17 +299,17 @@ class Binding:
         return self._marks is not None and self._versions() != self._marks
 
     def forget_step(self) -> None:
-        """What an exception left of a step is nothing any more: it had not begun to update, or all was loaded anew."""
+        """Drop a step that an exception ended: it had not begun to update, or all was loaded anew."""
         self._call = self._marks = None
 
     def _versions(self) -> int:
-        """How often what a step updates was written to so far."""
+        """Count the writes so far to all that a step updates: fragments and states."""
         held = [fragment.param for fragment in self.fragments]
         states = [value for state in self.optimizer.state.values() for value in state.values()]
         return len(states) + sum(each._version for each in (*held, *states) if isinstance(each, Tensor))
 
     def _nested(self) -> bool:
-        """Is this a step that a running step of the same optimizer calls? (`super().step()`: torch hooks both.)"""
+        """Tell if a running step of the same optimizer calls this one (`super().step()`: torch hooks both)."""
         return self._bound_now and self._call is not None and Call(_STEP) != self._call and self._call.running()
 
     def _begin(self) -> None:
@@ -373,7 +374,8 @@ class Binding:
                 averages.give(self.states.of(buffer), given)
 
     def _by_itself(self, buffer: Buffer) -> bool:
-        """Is this bucket stepped by itself, so that not all copies of gradients exist at once? Offloaded ones are."""
+        """Tell if a bucket is stepped by itself: offloaded ones, and those that need copies of gradients, if they may,
+        so that not all copies exist at once."""
         return buffer.by_itself or (self.by_bucket and buffer.upcast)
 
     def _step_alone(self, buffer: Buffer, given: set[int]) -> None:
@@ -389,11 +391,11 @@ class Binding:
                 accumulator.forget_step(averaged=averaged)
 
     def words(self) -> str:
-        """The options that it steps with, as ranks compare them."""
+        """Return the options that it steps with, as ranks compare them."""
         return self._options.words()
 
     def updates(self, accumulator: Accumulator, having: set[int]) -> bool:
-        """Has it anything to do, on any rank, with these gradients of a bucket? having: their numbers."""
+        """Tell if this optimizer updates a parameter of a bucket that has a gradient. having: numbers of those."""
         return any(entry.updater == self.number and entry.number in having for entry in accumulator.entries)
 
     def update(self, accumulator: Accumulator, having: set[int]) -> None:

@@ -17,14 +17,14 @@ class Options:
     """The options of one optimizer."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, check: Callable[[], None]) -> None:
-        """check: refuses those that a checkpoint could not hold."""
+        """check: refuses options that a checkpoint could not hold."""
         self._optimizer = optimizer
         self._check = check
         self._known: list[Any] = []
         self._words = ""
 
     def words(self) -> str:
-        """All of them, with the groups they are in."""
+        """Return all options, group by group, as one text; it checks them if they may have changed."""
         now = [value for group in self._optimizer.param_groups for value in _options(group).values()]
         if not same(now, self._known) or not all(map(_fixed, now)):  # the others may have changed in place
             self._known = now
@@ -41,7 +41,7 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def same(now: list[Any], before: list[Any]) -> bool:
-    """Are these the very same objects, in the same order?"""
+    """Tell if two lists hold the very same objects, in the same order."""
     return len(now) == len(before) and all(map(operator.is_, now, before))
 
 
@@ -50,7 +50,7 @@ def _fixed(value: Any) -> bool:
 
 
 def words(value: Any) -> Any:
-    """What of an option ranks can compare: its content, and only the kind of what an address stands for."""
+    """Return what ranks can compare of an option: its content; only the kind of objects and of tensors on a device."""
     if _fixed(value):
         return value
     if isinstance(value, Tensor):  # asking a device for it would wait for the device

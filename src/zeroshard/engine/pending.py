@@ -1,4 +1,4 @@
-"""One bucket's gradients in one backward: what has come of them, what is sent, and the memory of messages.
+"""One bucket's gradients in one backward: which have come, what is sent, and the memory of messages.
 
 `Pending` counts until a bucket's gradients are complete. `Sent` is its contributions on their way. `Scratch` is the
 memory of both, taken again and again.
@@ -26,7 +26,7 @@ from .unit import Unit
 
 @dataclass
 class Pending:
-    """What one backward knows of one bucket."""
+    """One bucket in one backward: the gradients it has, those it waits for, and this rank's contribution."""
 
     accumulator: Accumulator
     unit: Unit
@@ -53,19 +53,19 @@ class Pending:
         return self.accumulator.entries
 
     def places(self, send: Tensor, position: int) -> list[Tensor]:
-        """Where the gradient of one slot goes, of each source, in its parameter's shape and strides."""
+        """Return each source's place for the gradient of one slot, in its parameter's shape and strides."""
         slot, strides = self.bucket.slots[position], self.buffer.gathered.strides[position]
         starts = [slot.start + source * self.bucket.numel for source in range(self.sources)]
         return [send.as_strided(slot.shape, strides, start) for start in starts]
 
     def fill(self, send: Tensor) -> None:
-        """Zeros where nothing came."""
+        """Write zeros to the places of slots that got no gradient."""
         for index in range(len(self.bucket.slots)):
             for place in self.places(send, index) if index not in self.received else ():
                 place.zero_()
 
     def by_source(self, entry: Entry, grad: Tensor) -> Sequence[Tensor]:
-        """What each source has added to a gradient, or the whole of it where nobody asks."""
+        """Return each source's part of a gradient (`Layout.apart`); the whole of it if it is not sent by source."""
         if self.sources == 1:
             return [grad]
         place: Place = entry.param._zeroshard  # type: ignore[attr-defined]
@@ -86,7 +86,7 @@ class Pending:
         return int8.coded(self.bucket) if self.codes else self.bucket
 
     def encoded(self, values: Tensor, scratch: Scratch) -> Tensor:
-        """This rank's contribution as it is sent; where that is codes, nobody needs the gradients any more."""
+        """Return this rank's contribution as it is sent. If that is codes, the gradients' memory is given back."""
         if not self.codes:
             return values
         send = scratch.take(self.message.numel, int8.BYTE)
@@ -96,7 +96,7 @@ class Pending:
         return send
 
     def expect(self) -> None:
-        """A backward begins: it waits for what wants a gradient."""
+        """Begin a backward: wait for every parameter that requires a gradient and has elements."""
         with torch._C.DisableTorchFunctionSubclass():
             wanting = [param.requires_grad for param in self.buffer.params]
         slots = self.bucket.slots
@@ -105,7 +105,7 @@ class Pending:
 
     @property
     def complete(self) -> bool:
-        """Has every parameter that wants one its gradient, with no more to come in this backward?"""
+        """True once every parameter that wants a gradient has it, and no more may come in this backward."""
         return not (self.missing or self.hold)
 
 
@@ -122,7 +122,10 @@ def check_dense(grad: Tensor, name: str) -> None:
 
 
 def second_gradient(names: list[str], *, stepped: bool) -> StateError:
-    """What is wrong where a sum was complete, and then more came. stepped: by the optimizer in backward, perhaps."""
+    """Make the error for a gradient that came after its bucket's sum was complete.
+
+    stepped: the optimizer in backward may have used that sum already.
+    """
     first, or_else = "reduced", "or repeat the step: from now on they wait for the end"
     if stepped:
         first, or_else = "used by the optimizer in backward", "or shard(...) without optimizer_in_backward=True"
@@ -147,7 +150,7 @@ class Sent:
         return self.pending.accumulator
 
     def pieces(self, *, native: bool) -> list[Any]:
-        """Each rank's contribution to the own shard, in rank order; or the backend's sum of them."""
+        """Return each rank's contribution to this rank's shard, in rank order; or the backend's sum of them."""
         pending = self.pending
         if native or pending.send is None:
             return [self.receive]
@@ -156,7 +159,7 @@ class Sent:
         return [int8.Coded(piece) for piece in pieces] if pending.codes else pieces
 
     def here(self) -> bool:
-        """Has all come that this rank adds up?"""
+        """Tell if all contributions that this rank adds up have come."""
         if not self.work.done():
             return False
         self.relay.receive()
@@ -173,7 +176,7 @@ class Scratch:
         self._taken: list[Tensor] = []  # and not given back
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """1-D, of whatever was there: every element that anybody reads is to be written first."""
+        """Return 1-D memory with arbitrary content: every element that is read must be written first."""
         fitting = [at for at, each in enumerate(self._kept) if each.numel() == numel and each.dtype == dtype]
         if fitting:
             taken = self._tier.again(self._kept[fitting[0]])
@@ -185,7 +188,7 @@ class Scratch:
         return taken
 
     def give_back(self, tensor: Tensor | None) -> None:
-        """Where it was taken here: twice does no harm, and what is not of here stays what it is."""
+        """Return memory that was taken here; foreign tensors and second returns are ignored."""
         if taken := [at for at, each in enumerate(self._taken) if each is tensor]:
             self._kept.append(self._taken.pop(taken[0]))
             self.trim(POOLED)  # more would pile up where no two buckets are of one size

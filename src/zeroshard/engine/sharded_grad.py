@@ -1,7 +1,7 @@
 """`p.grad` as the user sees it: a tensor of the parameter's shape that knows where the sum lies.
 
-It answers what gradient clipping, scaling and zeroing ask, exactly and the same on every rank. Whatever it cannot
-answer it refuses, with the remedy.
+It answers what gradient clipping, scaling and zeroing ask, exactly and the same on every rank. It refuses every other
+operation, with the remedy.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ aten = torch.ops.aten
 
 
 class Keeper(Protocol):
-    """Who brings gradients into a state in which questions can be answered."""
+    """The part of the engine that makes gradients ready for questions: nothing is left under way or unreduced."""
 
     def recover(self) -> None:
         """End a backward that an exception ended."""
 
     def settle(self) -> None:
-        """Reduce what backwards under no_sync left."""
+        """Reduce the sums that backwards under no_sync left on this rank."""
 
     def judge(self, overflow: bool) -> None:
         """Hear the verdict of a GradScaler, the same on every rank."""
 
 
 class Book(Protocol):
-    """What a gradient asks of the book of all gradients."""
+    """The book of all gradients, as one gradient needs it."""
 
     group: Group
     keeper: Keeper
@@ -46,28 +46,28 @@ class Book(Protocol):
     gone: bool  # did the optimizer use all gradients inside backward?
 
     def norm(self, entry: Entry, order: float) -> Tensor:
-        """0-d fp32 tensor: the norm of one parameter's whole gradient, the same on every rank."""
+        """Return the norm of one parameter's whole gradient, 0-d fp32, the same on every rank."""
 
     def full(self, entry: Entry) -> Tensor:
-        """The whole averaged gradient of one parameter, on every rank."""
+        """Gather the whole averaged gradient of one parameter, on every rank."""
 
     def unscale(self, grads: Sequence[ShardedGrad], found_inf: Tensor, inv_scale: Tensor) -> None:
-        """What `GradScaler` does to a list of gradients, with one verdict for all ranks."""
+        """Unscale a list of gradients for `GradScaler`, with one verdict for all ranks."""
 
     def displace(self, entry: Entry, grad: ShardedGrad) -> None:
-        """Autograd is about to add to what `p.grad` shows."""
+        """Keep what `p.grad` shows, because autograd is about to add to it."""
 
     def note_edit(self, what: str, number: Any) -> None:
-        """Gradients are edited by a number: the same on every rank, or the next step says so."""
+        """Note that gradients are edited by a number: if it differs between ranks, the next step reports it."""
 
     def in_host_memory(self, other: Tensor) -> Tensor:
-        """What edits gradients that rest there. A number that edits many of them is asked of the device once."""
+        """Bring to host memory a tensor that edits gradients resting there; one that edits many is brought once."""
 
     def forget_answers(self) -> None:
-        """Gradients change: what was asked of them before must be asked again."""
+        """Drop answers to questions about gradients, because these change."""
 
     def reporting(self) -> contextlib.AbstractContextManager[None]:
-        """What fails inside is an error on every rank, at the next agreement."""
+        """Report an error inside to all ranks, which raise it at their next agreement."""
 
 
 class ShardedGrad(Tensor):
@@ -105,7 +105,7 @@ class ShardedGrad(Tensor):
         return self._book.entries[self._number]
 
     def _makes_way(self, func: Any, what: Tensor) -> Tensor | None:
-        """If it is autograd that adds to this, then to nothing: what comes is a gradient by itself, to be reduced."""
+        """Return `what` alone as the new gradient, to be reduced, if autograd adds it to this one; else None."""
         param = self._entry.param
         if getattr(torch._C._current_autograd_node(), "variable", None) is not param:
             return None
@@ -118,7 +118,7 @@ class ShardedGrad(Tensor):
 
     @property
     def _current(self) -> Entry:
-        """The entry, if this is still its gradient: a kept handle must not speak for a later backward."""
+        """The entry, if this is still its gradient; else raises: a kept handle must not speak for a later backward."""
         entry = self._entry
         if self._book.gone:
             raise self._cannot("a question or an edit")
@@ -169,13 +169,13 @@ class ShardedGrad(Tensor):
         raise self._cannot("numpy()")
 
     def full_tensor(self) -> Tensor:
-        """The whole averaged gradient, a plain tensor in the accumulation dtype. Collective: call it on every rank."""
+        """Gather the whole averaged gradient, a plain tensor in the accumulation dtype. Collective: all ranks call."""
         return self._book.full(self._current)
 
     def to_local(self) -> Tensor:
-        """This rank's elements of the averaged gradient, a 1-D copy that cannot be written to.
+        """Return this rank's elements of the averaged gradient, a 1-D copy that cannot be written to.
 
-        Collective only where no_sync left something.
+        Collective only if no_sync left sums to reduce.
         """
         self._book.keeper.settle()
         with self._current.accumulator.sum.here(changed=False):
@@ -185,7 +185,7 @@ class ShardedGrad(Tensor):
         return ReadOnly.of(local, self._entry.slot.name)
 
     def editable(self) -> Tensor:
-        """This rank's elements, averaged, to be changed in place; inside its accumulator's sum.here()."""
+        """Return this rank's elements, averaged, to be changed in place; inside its accumulator's sum.here()."""
         entry = self._current
         self._book.keeper.settle()
         self._book.forget_answers()
@@ -222,7 +222,7 @@ class ShardedGrad(Tensor):
 
 
 class ReadOnly(Tensor):
-    """A copy of a gradient, to which nobody may write: it would change nothing. What is computed from it is plain."""
+    """A copy of a gradient that refuses writes, which would change nothing. What is computed from it is plain."""
 
     _name: str
 
@@ -263,7 +263,7 @@ class ReadOnly(Tensor):
         return ask(self.clone()).tolist()  # torch refuses this of a subclass
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Read-only as well."""
+        """Return a read-only array of a copy."""
         array = self.clone().numpy(force=force)
         array.flags.writeable = False
         return array
@@ -324,7 +324,7 @@ _FOREACH = {
 
 
 def _pieces(entry: Entry) -> list[Any]:
-    """Which elements of a parameter each rank of its team owns."""
+    """Return the axis of a parameter's team and the elements that each rank of it owns, to compare two parameters."""
     bucket = entry.accumulator.buffer.bucket
     return [bucket.along, *(bucket.fragment(entry.slot, position) for position in range(bucket.size))]
 

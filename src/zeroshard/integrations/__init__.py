@@ -1,1 +1,1 @@
-"""Where zeroshard meets formats and tools that are not its own."""
+"""Formats and tools of others: checkpoints, weights, configs, traces and trainers."""

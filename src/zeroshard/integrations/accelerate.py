@@ -96,21 +96,21 @@ class ZeroAccelerator(Accelerator):
         return found[0]
 
     def zero_of(self, model: nn.Module) -> api.Zero | None:
-        """What `zeroshard.shard` returned for this model; None while it is not sharded."""
+        """Return the handle of a sharded model; None while it is not sharded."""
         found: api.Zero | None = getattr(self.unwrap_model(model, keep_torch_compile=False), OWN, None)
         return found
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """As Accelerate's, without DDP around it. The model is sharded once an optimizer of it is prepared too."""
+        """Prepare a model without DDP around it; `prepare` shards it once an optimizer of it is prepared too."""
         if on_meta(model):
-            device_placement = False  # shard does it, unit by unit
+            device_placement = False  # shard moves it, unit by unit
         made: nn.Module = super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
         return made
 
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
-        """As Accelerate's. A model and its optimizers may come in one call or in several; then they are sharded."""
+        """Prepare everything, and shard each model that now has optimizers. Both may come in one call or in several."""
         prepared = super().prepare(*args, device_placement=device_placement)
         for wrapped in self._models:
             model = self.unwrap_model(wrapped, keep_torch_compile=False)
@@ -129,13 +129,13 @@ class ZeroAccelerator(Accelerator):
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Gradients add up on this rank only. `accumulate` enters it for all but the last micro-batch."""
+        """Add up gradients on this rank only. `accumulate` enters it for all but the last micro-batch."""
         zero = self.zero_of(model)
         with contextlib.nullcontext() if zero is None else zero.no_sync():
             yield
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """As Accelerate's; refuses gradients of a model whose optimizer was not prepared: nobody would average them."""
+        """Run backward; refuse gradients of a model whose optimizer was not prepared, which nobody would average."""
         super().backward(loss, **kwargs)
         for model in self._models:
             if self.zero_of(model) is None and any(param.grad is not None for param in model.parameters()):
@@ -147,7 +147,7 @@ class ZeroAccelerator(Accelerator):
 
     @contextlib.contextmanager
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
-        """Does nothing where loaders are even, as Accelerate's are by default; else it is refused."""
+        """Do nothing where loaders are even, as Accelerate's are by default; refuse uneven ones."""
         if not (self.even_batches if even_batches is None else even_batches):
             raise UserError(
                 "join_uneven_inputs is for DistributedDataParallel",
@@ -159,12 +159,12 @@ class ZeroAccelerator(Accelerator):
     # --- weights and checkpoints ------------------------------------------------------------------------------------
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """All weights, on the CPU of rank 0; on the other ranks nothing, as with FSDP. Collective."""
+        """Return all weights, on the CPU of rank 0; on the other ranks nothing, as with FSDP. Collective."""
         zero = self.zero_of(model)
         return super().get_state_dict(model, unwrap) if zero is None else whole_state(zero)
 
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **save_model_func_kwargs: Any) -> Any:
-        """As Accelerate's, with the sharded models and optimizers in folders written by `zero.save`. Collective."""
+        """Save the state, with sharded models and their optimizers in folders that `zero.save` writes. Collective."""
         with self._hidden() as sharded:
             where = super().save_state(output_dir, safe_serialization, **save_model_func_kwargs)
         for folder, zero in _folders(where, sharded):
@@ -183,7 +183,7 @@ class ZeroAccelerator(Accelerator):
 
     @contextlib.contextmanager
     def _hidden(self) -> Iterator[list[api.Zero]]:
-        """Inside, Accelerate knows only of what is not sharded. Gives the `Zero` of each model that is."""
+        """Hide sharded models and their optimizers from Accelerate inside; yield the `Zero` of each."""
         models, optimizers = self._models, self._optimizers
         zeros = [zero for zero in map(self.zero_of, models) if zero is not None]
         bound = {id(optimizer) for zero in zeros for optimizer, _, _ in zero.optimizer_members()}
@@ -195,11 +195,11 @@ class ZeroAccelerator(Accelerator):
             self._models, self._optimizers = models, optimizers
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> NoReturn:
-        """Refused."""
+        """Refuse a hook that would be given whole weights to save."""
         _refuse_hook("register_save_state_pre_hook")
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> NoReturn:
-        """Refused."""
+        """Refuse a hook that would be given whole weights to load."""
         _refuse_hook("register_load_state_pre_hook")
 
 
@@ -211,6 +211,6 @@ def _refuse_hook(name: str) -> NoReturn:
 
 
 def _folders(where: Any, zeros: list[api.Zero]) -> Iterator[tuple[Path, api.Zero]]:
-    """Of the second model it is zeroshard_1, and so on."""
+    """Yield each model's folder and handle: zeroshard for the first, zeroshard_1 for the second, and so on."""
     for number, zero in enumerate(zeros):
         yield Path(where) / (f"{FOLDER}_{number}" if number else FOLDER), zero

@@ -1,4 +1,4 @@
-"""Adapters of PEFT: which parameters are one, under which names its files have them, and its configuration.
+"""Adapters of PEFT: the parameters of one, their names in its file, and its configuration.
 
 `zero.export` of a `PeftModel` writes the active adapter alone, as `PeftModel.save_pretrained` does:
 
@@ -19,13 +19,13 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
 def is_adapted(model: nn.Module) -> bool:
-    """Is it a `PeftModel`? Asked by name: peft is imported only where it has made the model."""
+    """Tell whether a model is a `PeftModel`, by name: peft is imported only where it has made the model."""
     kinds = ((kind.__module__.partition(".")[0], kind.__name__) for kind in type(model).__mro__)
     return ("peft", "PeftModel") in kinds
 
 
 def names(model: Any) -> dict[str, list[str]]:
-    """For each tensor that the adapter's file has, its names there. PEFT picks them, and renames them."""
+    """Return {a tensor's name: its names in the adapter's file}. PEFT picks the tensors, and renames them."""
     from peft import get_peft_model_state_dict
 
     every: dict[int, str] = {}
@@ -45,7 +45,7 @@ def names(model: Any) -> dict[str, list[str]]:
 
 
 def write_config(model: Any, folder: Path) -> None:
-    """As `PeftModel.save_pretrained` has it."""
+    """Write the active adapter's configuration as `PeftModel.save_pretrained` does."""
     config = copy.copy(model.peft_config[model.active_adapter])
     base = model.base_model if config.is_prompt_learning else model.base_model.model
     config.base_model_name_or_path = config.base_model_name_or_path or base.__dict__.get("name_or_path") or None

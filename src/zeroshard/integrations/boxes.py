@@ -17,9 +17,9 @@ class Box(NamedTuple):
 
 
 def boxes(shape: Sequence[int], start: int, stop: int, first: int = 0) -> Iterator[Box]:
-    """The fewest boxes that are elements [start, stop) of a tensor of that shape: at most 2 * dimensions - 1.
+    """Yield the fewest boxes that are elements [start, stop) of a tensor of that shape: at most 2 * dimensions - 1.
 
-    first: where the tensor's own elements begin.
+    first: the index of the tensor's first element in a tensor that it is a slice of.
     """
     if start >= stop:
         return

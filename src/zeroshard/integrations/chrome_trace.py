@@ -21,11 +21,11 @@ from ..events import Event, Record
 BASE = (
     7_889_238 * 10**9
 )  # nanoseconds: Kineto counts from the last whole multiple, three months of the Gregorian calendar
-MADE_BY = '"made_by": "zeroshard"'  # how a trace that may be replaced is told
+MADE_BY = '"made_by": "zeroshard"'  # tells a trace, which may be replaced, from other files
 
 
 def facts(record: Record, events: Sequence[Event]) -> dict[str, Any]:
-    """What one rank has to tell, JSON-able; times in nanoseconds of the wall clock, which machines share."""
+    """Return one rank's part of the trace, JSON-able; times in nanoseconds of the wall clock, which machines share."""
     wall = time.time_ns() - time.perf_counter_ns()
     now = time.perf_counter_ns()
     return {
@@ -38,7 +38,7 @@ def facts(record: Record, events: Sequence[Event]) -> dict[str, Any]:
 
 
 def chrome(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The trace of all ranks' facts, in rank order. Its times are microseconds since `baseTimeNanoseconds`."""
+    """Make the trace of all ranks' facts, in rank order. Its times are microseconds since `baseTimeNanoseconds`."""
     first = min((event[7] for rank in ranks for event in rank["events"]), default=0)
     origin = first // BASE * BASE
     out: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""What the integrations of trainers share."""
+"""Helpers that the integrations of trainers share."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from ..api import Zero
 
-OWN = "_zeroshard_zero"  # where a model that a trainer has sharded has its Zero
+OWN = "_zeroshard_zero"  # the attribute that holds the Zero of a model that a trainer has sharded
 FOLDER = "zeroshard"  # in a trainer's checkpoint: what zero.save wrote
 
 
 def whole_state(zero: Zero) -> dict[str, Any]:
-    """The model's `state_dict()` on the CPU of rank 0, ties kept; on the other ranks nothing. Collective."""
+    """Return the model's `state_dict()` on the CPU of rank 0, ties kept; on the other ranks nothing. Collective."""
     with zero.gathered():
         if zero.rank:
             return {}
@@ -34,7 +34,7 @@ def whole_state(zero: Zero) -> dict[str, Any]:
 
 
 def params_of(zero: Zero, optimizer: Any) -> Iterator[nn.Parameter]:
-    """The model's parameters that an optimizer updates, on whichever rank: its groups hold this rank's part of them."""
+    """Yield the model's parameters that an optimizer updates on any rank: its groups hold only this rank's part."""
     params = dict(zero.model.named_parameters())
     for each, _, places in zero.optimizer_members():
         if each is optimizer:

@@ -1,6 +1,6 @@
-"""The way back: a config of DeepSpeed's or Accelerate's, or calls of FSDP2's, for settings of ours.
+"""Export of our settings as a config of DeepSpeed's or Accelerate's, or as calls of FSDP2's.
 
-What cannot be said there is listed, field by field: whatever an exporter does not take is told.
+What the other system cannot say is listed field by field: every field that an exporter does not take is reported.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ALL_CPU = {"parameters": "cpu", "gradients": "cpu", "optimizer": "cpu"}
 
 
 class _Told:
-    """The settings as an exporter takes them, and what it has left."""
+    """Settings that an exporter takes one by one, and those that it has left."""
 
     def __init__(self, found: Settings) -> None:
         self.stage = found.get("stage", 3)
@@ -39,13 +39,13 @@ class _Told:
         return self._left[policy, field][0]
 
     def say(self, policy: str, field: str) -> Any:
-        """Its value, which from now on counts as said."""
+        """Return a field's value, which counts as exported from now on."""
         value, _ = self._left[policy, field]
         self._left[policy, field] = value, value
         return value
 
     def rest(self, system: str) -> list[str]:
-        """What is left, in words."""
+        """List in words what the export cannot say: fields that were not taken, and notes of the exporter."""
         left = [(key, value) for key, (value, default) in self._left.items() if value != default]
         fields = [f"{policy.capitalize()}({field}={value!r})" for (policy, field), value in left]
         fields += ["optimizer_in_backward=True"] * self.early
@@ -54,7 +54,7 @@ class _Told:
 
 
 def export(system: str, found: Settings) -> tuple[str, list[str]]:
-    """(the text of a config, or of a program; what it cannot say, a line each)."""
+    """Return (the text of a config, or of a program; what it cannot say, a line each)."""
     told = _Told(found)
     if system == "deepspeed":
         return json.dumps(_deepspeed(told), indent=2) + "\n", told.rest("DeepSpeed")
@@ -140,7 +140,7 @@ def _scale(told: _Told) -> dict[str, Any]:
 
 
 def _tiers(told: _Told) -> list[tuple[str, str, Any, Any]]:
-    """(key, device, folder, ratio) of what DeepSpeed can move; what it does otherwise is told."""
+    """List (key, device, folder, ratio) of what DeepSpeed can move; note what it does otherwise."""
     found: list[tuple[str, str, Any, Any]] = []
     optimizer, gradients = told.see("offload", "optimizer"), told.see("offload", "gradients")
     if optimizer in ("cpu", "nvme") or (isinstance(optimizer, (int, float)) and 0 < optimizer <= 1):
@@ -162,7 +162,7 @@ def _tiers(told: _Told) -> list[tuple[str, str, Any, Any]]:
 
 
 def _accelerate(told: _Told) -> dict[str, Any]:
-    """By FSDP at stage 3, by DeepSpeed where FSDP has no word for the stage or the tiers, by DDP at stage 0."""
+    """Choose FSDP at stage 3, DeepSpeed where FSDP has no word for the stage or the tiers, and DDP at stage 0."""
     config: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE"}
     tiers = {state: told.see("offload", state) for state in ALL_CPU}
     moved = {state for state, tier in tiers.items() if tier != "device"}
@@ -234,13 +234,13 @@ def _fsdp(told: _Told) -> dict[str, Any]:
 
 
 def _classes(units: Any) -> list[str] | None:
-    """Names of classes, where that is all that it says; a name of a module is in lower case or has a dot or a star."""
+    """Return `units` as names of classes; None if one is a module's name: in lower case, or with a dot or a star."""
     found = [each if isinstance(each, str) else each.__name__ for each in units or ()]
     return found if units is not None and all(name.isidentifier() and name != name.lower() for name in found) else None
 
 
 def _yaml(value: dict[str, Any], indent: str = "") -> str:
-    """What YAML reads as these maps, texts, numbers and truths; a JSON scalar is one of YAML's."""
+    """Write maps of texts, numbers and truths as YAML, which reads a JSON scalar as it is."""
     lines = []
     for key, inner in value.items():
         if isinstance(inner, dict):

@@ -1,4 +1,4 @@
-"""What becomes of each key of DeepSpeed's and Accelerate's configs: the one table, for the reader and for the documents.
+"""The table of all keys of DeepSpeed's and Accelerate's configs, which the reader uses and the documents show.
 
 A key is mapped (to a policy of `shard`, or to what the training loop does itself), ignored for a reason, or refused with
 what to write instead. A key that is not here is an error.
@@ -358,7 +358,7 @@ ACCELERATE: Mapping[str, Key] = {
 
 
 def markdown(table: Mapping[str, Key]) -> str:
-    """The table of the documents: keys in their order, those of one answer on one line."""
+    """Write the table for the documents: keys in their order, those with the same answer on one line."""
     lines: dict[tuple[str, str], list[str]] = {}
     for key, entry in table.items():
         lines.setdefault((entry.how, entry.says), []).append(f"`{key}`")

@@ -1,4 +1,4 @@
-"""How values in configs of other systems are read, and what may become of a key: the table is `config_keys.py`."""
+"""Readers of values in other systems' configs, and what may become of a key: the table is `config_keys.py`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DTYPES = {
 
 @dataclass
 class Draft:
-    """What has been read so far. Policies are built at the end, since keys depend on each other."""
+    """Settings read so far. Policies are built at the end, since keys depend on each other."""
 
     where: str
     stage: int | None = None
@@ -29,12 +29,12 @@ class Draft:
         default_factory=lambda: {"precision": {}, "offload": {}, "layout": {}, "comm": {}}
     )
     loop: dict[str, Any] = field(default_factory=dict)
-    facts: dict[str, Any] = field(default_factory=dict)  # what several keys are decided by
+    facts: dict[str, Any] = field(default_factory=dict)  # values that settings are decided from once all keys are read
     notes: list[str] = field(default_factory=list)
 
 
 class Key(NamedTuple):
-    """One key: `says` is its line in the documents, `take` what reads it."""
+    """One key: `says` is its line in the documents, `take` reads its value."""
 
     how: Literal["mapped", "ignored", "refused"]
     says: str
@@ -67,7 +67,7 @@ def number(draft: Draft, key: str, value: Any) -> float:
 
 
 def count(draft: Draft, key: str, value: Any) -> int:
-    """DeepSpeed counts elements as 5e8, too."""
+    """Read a whole number of 0 or more, which DeepSpeed also writes as 5e8."""
     if number(draft, key, value) != int(value):
         raise wrong(draft, key, value, "a whole number")
     return int(value)
@@ -104,7 +104,7 @@ def one_of(draft: Draft, key: str, value: Any, choices: Mapping[str, Any]) -> An
 
 
 def policy(name: str, setting: str, read: Callable[[Draft, str, Any], Any], says: str) -> Key:
-    """To one field of a policy; a null leaves its default."""
+    """Map a key to one field of a policy; null leaves the field's default."""
 
     def take(draft: Draft, key: str, value: Any) -> None:
         if value is not None:
@@ -114,7 +114,7 @@ def policy(name: str, setting: str, read: Callable[[Draft, str, Any], Any], says
 
 
 def loop(name: str, read: Callable[[Draft, str, Any], Any], says: str) -> Key:
-    """To what the training loop does itself."""
+    """Map a key to something that the training loop does itself."""
 
     def take(draft: Draft, key: str, value: Any) -> None:
         if value is not None:
@@ -124,7 +124,7 @@ def loop(name: str, read: Callable[[Draft, str, Any], Any], says: str) -> Key:
 
 
 def fact(name: str, read: Callable[[Draft, str, Any], Any], says: str, *, auto: bool = True) -> Key:
-    """To something that is decided once all keys are read."""
+    """Map a key to a fact, from which settings are decided once all keys are read."""
 
     def take(draft: Draft, key: str, value: Any) -> None:
         if value is not None:
@@ -138,7 +138,7 @@ def ignored(why: str) -> Key:
 
 
 def refused(what: str, instead: str, *off: Any) -> Key:
-    """An error, unless it has one of the values that switch it off."""
+    """Make a key an error, unless its value is null, empty, not enabled or one of `off`."""
 
     def take(draft: Draft, key: str, value: Any) -> None:
         empty = isinstance(value, Mapping) and (not value or value.get("enabled", True) is False)

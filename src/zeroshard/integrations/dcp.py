@@ -5,7 +5,7 @@
 
 The keys are those of torch's own `get_state_dict(model, optimizer)`: {"model": {name: ...}, "optim": {"state": {name:
 {state: ...}}, "param_groups": [...]}}, so FSDP2 and plain tensors read what is written here, and the other way round.
-A rank's piece of a tensor is a flat interval; DCP knows boxes, so an interval is told as the boxes it consists of.
+A rank's piece of a tensor is a flat interval; DCP knows boxes, so an interval is given as the boxes that make it up.
 Nothing is gathered to save. A parameter's value is its master where it has one.
 """
 
@@ -42,7 +42,7 @@ class Sharded(Tensor):
 
     writes: tuple[int, int]
     reads: tuple[int, int]
-    own: Tensor  # 1-D, the elements it writes: the running's memory, not a copy
+    own: Tensor  # 1-D, the elements it writes: the model's own memory, not a copy
     loaded: Tensor | None  # 1-D, the elements it reads
 
     @staticmethod
@@ -57,7 +57,7 @@ class Sharded(Tensor):
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if function is torch.ops.aten.new_empty.default and tuple(args[1]) == tuple(args[0].shape):
-            # dcp.async_save copies a tensor so: a new one, which then gets copies of all attributes, `own` too.
+            # dcp.async_save copies a tensor so: a new one, into which it then copies all attributes, `own` too.
             blank = args[0].own.new_empty(0, device="cpu")
             return cls(args[0].shape, blank, args[0].writes, args[0].reads)
         raise UserError(
@@ -76,7 +76,7 @@ class Sharded(Tensor):
         return list(boxes(self.shape, *self.writes))
 
     def _read(self) -> list[Box]:
-        """What is written lies in boxes of its own, so that a place names one box."""
+        """List the boxes to read. What is written has boxes of its own, so that an offset names one box."""
         (low, high), (start, stop) = self.writes, self.reads
         if low == high:
             return list(boxes(self.shape, start, stop))
@@ -113,9 +113,9 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
 # --- out ------------------------------------------------------------------------------------------------------------
 
 
-@torch.inference_mode(False)  # of its tensors some become the optimizer's
+@torch.inference_mode(False)  # some of its tensors become the optimizer's
 def state_dict(running: ModelState) -> dict[str, Any]:
-    """This rank's part of the model and its optimizers, by reference."""
+    """Return this rank's part of the model and its optimizers, by reference."""
     if any(rest.in_file for buffer in running.buffers for rest in (buffer.parameters, buffer.updating)) or any(
         rests_away(buffer) for binding in running.bindings for buffer in running.buffers
     ):
@@ -165,9 +165,9 @@ def _value(buffer: Buffer, slot: Slot) -> Any:
 
 
 def _states(running: ModelState, binding: Binding) -> Iterator[tuple[Fragment, Mapping[str, Any]]]:
-    """What the optimizer keeps of what it holds; of one it has not stepped, zeros that have its states' shapes.
+    """Yield this rank's fragments with their optimizer states; before the first step, with zeros of the same shapes.
 
-    DCP loads in place, so that there must be a place.
+    DCP loads in place, so the tensors must exist.
     """
     if (block_of(binding.optimizer) or 1) > 1:
         raise UserError(
@@ -202,7 +202,7 @@ def _state(fragment: Fragment, key: str, value: Any, fixed: Shapes) -> Any:
         return value
     part, own = fragment.slot.within(*fragment.buffer.updated), fragment.slot.within(*fragment.buffer.saves)
     if not per_element(fragment, key, value, fixed):
-        return value.detach().clone()  # loaded in place, but not before every rank could
+        return value.detach().clone()  # a copy, since DCP loads in place, and perhaps not on every rank
     flat = value.detach().reshape(-1)[own.start - part.start : own.stop - part.start]
     rows = fragment.buffer.offset(fragment.slot)
     written, read = ((rows + each.start, rows + each.stop) for each in (own, part))
@@ -265,7 +265,7 @@ def _stage(running: ModelState, state: Mapping[str, Any], staged: Staged) -> Non
             }
             fresh = not binding.optimizer.state.get(fragment.param)
             if fresh and all(isinstance(v, Tensor) and not v.any() for v in loaded.values()):
-                continue  # zeros where nothing was: saved before the first step, which begins with nothing
+                continue  # these zeros were saved before the first step, which begins without states
             staged.states.append((binding, fragment.param, loaded))
 
 

@@ -40,13 +40,13 @@ from . import adapters
 INDEX, CONFIG = "model.safetensors.index.json", "config.json"
 WEIGHTS = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors")
 EXPORTED = "exported"  # a state: what is gathered to be written, never the copy that modules compute with
-METADATA = {"format": "pt", "made_by": "zeroshard"}  # the second is how an export that may be replaced is told
+METADATA = {"format": "pt", "made_by": "zeroshard"}  # "made_by": such an export may be replaced
 HEADER_LIMIT = 100_000_000  # bytes; the library's own
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is asked of an export; see `Zero.export`."""
+    """Settings of an export; see `Zero.export`."""
 
     file_nbytes: int
     dtype: torch.dtype | None
@@ -62,7 +62,7 @@ class Wanted:
             raise UserError("weights are exported as floating-point numbers", expected=floating, got=repr(self.dtype))
 
     def cast(self, name: str, values: Tensor, own: torch.dtype) -> Tensor:
-        """`values` in the dtype that is written for a tensor of dtype `own`."""
+        """Convert `values` to the dtype that is written for a tensor of dtype `own`."""
         cast = values.to(self.of(own))
         if self.dtype is not None and _plain_float(cast.dtype) and bool((cast.isinf() & ~values.isinf()).any()):
             raise UserError(
@@ -76,12 +76,12 @@ class Wanted:
 
 
 def _plain_float(dtype: torch.dtype) -> bool:
-    """Is a number of this dtype its value? Floats of eight bits mean little without a scale, which is not here."""
+    """Tell whether a dtype's numbers are values by themselves: floats of 8 bits need a scale, which is not exported."""
     return dtype.is_floating_point and dtype.itemsize > 1
 
 
 class Kind(NamedTuple):
-    """A tensor to come. names: its own, and those of its ties, which other programs find in a file's metadata."""
+    """A tensor to be written. names: its own, and those of its ties, which other programs find in a file's metadata."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -134,7 +134,7 @@ class Weights:
         header: dict[str, Any] = {}
         metadata: dict[str, str] = {}
         at = 0
-        for name in sorted(names, key=lambda name: -self.kinds[name].dtype.itemsize):  # so that all are aligned
+        for name in sorted(names, key=lambda name: -self.kinds[name].dtype.itemsize):  # so all are aligned
             kind = self.kinds[name]
             place = [at, at + kind.nbytes]
             header[name] = {"dtype": DTYPES[kind.dtype], "shape": list(kind.shape), "data_offsets": place}
@@ -150,7 +150,7 @@ class Weights:
         _write(self._open[file], len(text).to_bytes(8, "little") + text, 0)
 
     def write(self, name: str, start: int, values: Tensor) -> None:
-        """Elements of a tensor from `start` on, counted flat, in its dtype, on the CPU."""
+        """Write elements of a tensor from `start` on, counted flat. values: in its dtype, on the CPU."""
         file, offset = self._places[name]
         _write(self._open[file], raw(values), offset + start * values.itemsize)
 
@@ -161,7 +161,7 @@ class Weights:
 
 
 def _check_names(name: str, ties: Sequence[str]) -> None:
-    """Refuse what the format keeps for itself, and what its other programs cannot read."""
+    """Refuse names that the format keeps for itself, and names that other programs cannot read."""
     kept = [each for each in (name, *ties) if each == "__metadata__" or (each != name and each in METADATA)]
     broken = [each for each in (name, *ties) if any("\ud800" <= character <= "\udfff" for character in each)]
     if kept or broken:
@@ -173,7 +173,7 @@ def _check_names(name: str, ties: Sequence[str]) -> None:
 
 
 def by_number(name: str) -> list[tuple[int, str]]:
-    """blocks.2 before blocks.10."""
+    """Return a sorting key that puts blocks.2 before blocks.10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
@@ -185,12 +185,12 @@ def _write(descriptor: int, data: Any, offset: int) -> None:
 
 
 class Folder:
-    """Where an export is written beside `target`, and appears by one rename. What fails leaves nothing."""
+    """The folder of an export: written beside `target`, put there by one rename. A failed export leaves nothing."""
 
     def __init__(self, target: Path, owner: str) -> None:
         self.target = target
         self.beside = place_beside(target, owner)
-        self._others: Callable[[Path], list[str]] = lambda folder: []  # what must not be replaced
+        self._others: Callable[[Path], list[str]] = lambda folder: []  # lists files that must not be replaced
 
     def begin(self, wanted: Wanted, tensors: Mapping[str, Kind], *, config: bool, adapter: bool = False) -> Weights:
         if not wanted.overwrite:
@@ -207,7 +207,7 @@ class Folder:
         return Weights(self.beside, tensors, wanted.file_nbytes, adapter=adapter)
 
     def publish(self) -> None:
-        """Once everything is on the disk."""
+        """Wait until everything is on the disk, and rename the folder to its target."""
         for path in (*self.beside.iterdir(), self.beside):
             descriptor = os.open(path, os.O_RDONLY)
             try:
@@ -221,7 +221,7 @@ class Folder:
 
 
 def _foreign(folder: Path, *, config: bool) -> list[str]:
-    """What of a folder's content no export wrote, or this one would not write anew."""
+    """List the names in a folder that no export wrote, or that this export would not write anew."""
     names = sorted(os.listdir(folder))
     plain = {name for name in names if (folder / name).is_file() and not (folder / name).is_symlink()}
     weights = [name for name in names if name in plain and WEIGHTS.fullmatch(name) and _made_here(folder / name)]
@@ -267,7 +267,7 @@ def export_saved(saved: Saved, target: Path, wanted: Wanted) -> list[tuple[str, 
 
 
 def _write_strips(weights: Weights, name: str, start: int, values: Tensor, strips: Strips) -> None:
-    """Values of elements from `start` on, counted as strips."""
+    """Write values of elements from `start` on, counted along a parameter's strips."""
     at = 0
     for low, high in strips.rows_of(start, start + values.numel()):
         weights.write(name, low, values[at : at + high - low])
@@ -297,7 +297,7 @@ def export(running: ModelState, path: str | os.PathLike[str], **asked: Any) -> N
         with _noting(problems):
             tensors = {r.name: Kind(running.shape(r), wanted.of(r.param.dtype), r.names) for r in running.managed}
             tensors |= {name: Kind(tuple(each.shape), wanted.of(each.dtype), [name]) for name, each in whole.items()}
-            if adapted:  # under the first of its names in the adapter's file
+            if adapted:  # each under the first of its names in the adapter's file
                 tensors = {keys[0]: tensors[name]._replace(names=keys) for name, keys in chosen.items()}
             if group.rank == 0:
                 config = adapted or _config_writer(running.model) is not None
@@ -331,7 +331,7 @@ def export(running: ModelState, path: str | os.PathLike[str], **asked: Any) -> N
         if group.rank == 0:
             folder.drop()
         if isinstance(error, CheckpointError):  # else a peer is gone, and would not answer
-            group.describe(None)  # nobody raises while anything of it is left
+            group.describe(None)  # no rank raises before rank 0 has dropped what it wrote
         raise
     finally:
         if weights is not None:
@@ -339,14 +339,14 @@ def export(running: ModelState, path: str | os.PathLike[str], **asked: Any) -> N
 
 
 def _whole(running: ModelState) -> dict[str, Tensor]:
-    """What every rank holds whole: buffers, and the parameters that zeroshard was told to leave alone."""
+    """Return what every rank holds whole: buffers, and parameters that zeroshard was told to leave alone."""
     managed = {record.name for record in running.managed}
     return dict(persistent(running.model)) | {n: p for n, p in running.model.named_parameters() if n not in managed}
 
 
 @contextlib.contextmanager
 def _gathered(buffer: Buffer, wanted: Wanted, problems: list[str]) -> Iterator[Tensor]:
-    """The bucket as it is written, on every rank: each casts what it owns, or the part of it that it updates."""
+    """Gather a bucket on every rank as it is written: each casts what it owns, or the part of it that it updates."""
     flat = buffer.tier.reserve("gather", buffer.bucket.numel, wanted.of(buffer.dtype))
     low, high = buffer.owned
     first, last = max(low, buffer.updating.first), min(high, buffer.updating.last)
@@ -359,12 +359,12 @@ def _gathered(buffer: Buffer, wanted: Wanted, problems: list[str]) -> Iterator[T
             buffer.team.share(flat[low:high], buffer.bucket, EXPORTED).wait()
         buffer.team.gather(flat, buffer.bucket, EXPORTED).wait()
         yield flat
-    finally:  # after an interrupt it may be arriving still: before anybody takes this memory the ranks are levelled
+    finally:  # after an interrupt it may still be arriving: the ranks recover before anything takes this memory
         buffer.tier.give_back("gather", flat)
 
 
 def _parts(buffer: Buffer, own: Tensor, group: Group) -> Iterator[tuple[int, Tensor]]:
-    """A gathered bucket; of one along an axis that of each team in turn, which holds other rows, on every rank."""
+    """Yield (part, gathered bucket) on every rank; along an axis each team's in turn, since each holds other rows."""
     if not buffer.bucket.along:
         yield 0, own
         return
@@ -380,7 +380,7 @@ def _parts(buffer: Buffer, own: Tensor, group: Group) -> Iterator[tuple[int, Ten
 
 @contextlib.contextmanager
 def _noting(problems: list[str]) -> Iterator[None]:
-    """What fails on one rank must not keep it from the gathers that the others wait in."""
+    """Note an exception as a problem instead of raising it: this rank must still join the other ranks' gathers."""
     try:
         yield
     except Exception as error:
@@ -396,7 +396,7 @@ def _agree(group: Group, target: Path, problems: list[str]) -> None:
 
 
 def _config_writer(model: nn.Module) -> Callable[[Path], Any] | None:
-    """How the model's configuration, if it has one as Hugging Face's models do, writes itself into a folder."""
+    """Return what writes the model's configuration into a folder; None if it has none like Hugging Face's models."""
     config: Any = getattr(model, "config", None)
     if callable(getattr(config, "save_pretrained", None)):
         return lambda folder: config.save_pretrained(folder)

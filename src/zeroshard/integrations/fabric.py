@@ -62,7 +62,7 @@ class ZeroFabricStrategy(DDPStrategy):
         return module, optimizers, scheduler
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """A module alone stays whole, for evaluation."""
+        """Leave a module without an optimizer whole, for evaluation."""
         self._whole.append(module)
         return module
 
@@ -70,7 +70,7 @@ class ZeroFabricStrategy(DDPStrategy):
         raise UserError("an optimizer is set up with its module", got=type(optimizer).__name__, instead=_TOGETHER)
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        """Refuses gradients of a module that was set up alone: nobody would average them."""
+        """Run backward; refuse gradients of a module that was set up alone, which nobody would average."""
         super().backward(tensor, module, *args, **kwargs)
         for each in self._whole:
             if any(param.grad is not None for param in each.parameters()):
@@ -99,7 +99,7 @@ class ZeroFabricStrategy(DDPStrategy):
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """Of a sharded module all weights, on the CPU of rank 0. Collective."""
+        """Return all weights; a sharded module's on the CPU of rank 0 alone. Collective."""
         zero = getattr(module, OWN, None)
         found: dict[str, Any] = super().get_module_state_dict(module) if zero is None else whole_state(zero)
         return found
@@ -110,7 +110,7 @@ class ZeroFabricStrategy(DDPStrategy):
             super().load_module_state_dict(module, state_dict, strict)
 
     def save_checkpoint(self, path: Any, state: Any, storage_options: Any = None, filter: Any = None) -> None:
-        """A folder, written by all ranks; without a sharded module in the state Fabric's own file."""
+        """Write a folder, on all ranks; or Fabric's own file if the state has no sharded module."""
         zeros, rest = _parted(state)
         if not zeros:
             super().save_checkpoint(path, state, storage_options, filter)
@@ -130,7 +130,7 @@ class ZeroFabricStrategy(DDPStrategy):
             os.replace(path / f"{REST}.new", path / REST)
 
     def load_checkpoint(self, path: Any, state: Any = None, strict: bool = True, weights_only: Any = None) -> Any:
-        """What `save_checkpoint` wrote, into modules at any stage on any number of ranks."""
+        """Load what `save_checkpoint` wrote into modules at any stage on any number of ranks."""
         path = Path(self.broadcast(path))
         if not path.is_dir():
             return super().load_checkpoint(path, state, strict, weights_only)
@@ -164,7 +164,7 @@ def _zero(module: nn.Module) -> api.Zero:
 
 
 def _parted(state: Mapping[str, Any]) -> tuple[dict[str, api.Zero], dict[str, Any]]:
-    """The sharded modules of a state, and what is neither one of these nor an optimizer of theirs."""
+    """Split a state into its sharded modules' handles, and all but these modules and their optimizers."""
     zeros = {name: getattr(value, OWN) for name, value in state.items() if hasattr(value, OWN)}
     bound = {id(optimizer) for zero in zeros.values() for optimizer, _, _ in zero.optimizer_members()}
     return zeros, {name: value for name, value in state.items() if name not in zeros and id(value) not in bound}

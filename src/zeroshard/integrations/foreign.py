@@ -1,4 +1,4 @@
-"""Another system's checkpoint, as one of ours: what a reader has found, and writing it. No ranks, no model.
+"""Contents of another system's checkpoint, as a reader has found them, written as one of ours. No ranks, no model.
 
 Tensors are read one after the other while they are written: never more than one of them is in memory.
 """
@@ -34,11 +34,11 @@ class Lazy(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     read: Callable[[], Tensor]
-    odd: str = ""  # what it is, where a checkpoint has no place for it; its shape is not known then
+    odd: str = ""  # its kind, if a checkpoint has no place for it; its shape is not known then
 
 
 def one_name(name: object) -> bool:
-    """Is it a name of something in a folder, and no way out of it?"""
+    """Tell whether a name is one of something in a folder, and no way out of it."""
     return isinstance(name, str) and bool(name) and Path(name).name == name and name not in (".", "..")
 
 
@@ -48,7 +48,7 @@ def of(tensor: Tensor) -> Lazy:
 
 
 def odd(tensor: Tensor) -> str:
-    """What it is, if a checkpoint has no place for it: some of these cannot even be asked for their shape."""
+    """Name a tensor's kind if a checkpoint has no place for it, else "". Some kinds cannot even tell their shape."""
     if tensor.is_nested:
         return "a nested tensor"
     if tensor.layout is not torch.strided:
@@ -69,7 +69,7 @@ def refuse_odd(where: str, lazy: Lazy) -> None:
 
 @dataclass
 class Hints:
-    """What a checkpoint may leave open, and the user knows."""
+    """Hints of the user about what a checkpoint may leave open."""
 
     optimizer: str | None = None  # its class
     buffers: Sequence[str] = ()  # names or patterns
@@ -78,7 +78,7 @@ class Hints:
 
 @dataclass
 class Found:
-    """What a reader has found."""
+    """The contents of a checkpoint that a reader has found."""
 
     source: str
     stage: int
@@ -96,12 +96,12 @@ class Found:
         self.notes.append(f"{key} is left out: it cannot be written as plain data ({why})")
 
     def is_buffer(self, name: str, tensor: Lazy, hints: Hints) -> bool:
-        """Of a tensor that no optimizer knows."""
+        """Tell whether a tensor that no optimizer knows is a buffer: not floating-point, or named by a hint."""
         return not tensor.dtype.is_floating_point or any(fnmatchcase(name, pattern) for pattern in hints.buffers)
 
 
 class _Stream(Mapping[str, Tensor]):
-    """Shapes first, and the tensors themselves one after the other."""
+    """Tensors to be written: shapes first, on meta, and then the values one after the other."""
 
     def __init__(self, tensors: Mapping[str, Lazy]) -> None:
         self._tensors = tensors
@@ -137,7 +137,7 @@ class _Stream(Mapping[str, Tensor]):
 
 
 def optimizer_class(found: Found, hints: Hints) -> str | None:
-    """What class kept these states; None where there are no groups."""
+    """Name the optimizer's class, by a hint or by its states; None where there are no groups."""
     if not found.groups:
         return None
     if hints.optimizer is not None:
@@ -162,7 +162,7 @@ def optimizer_class(found: Found, hints: Hints) -> str | None:
 
 
 def _options(kind: str, saved: Mapping[str, Any], found: Found) -> dict[str, Any]:
-    """As torch's own class has them; what it has no option for is left out, with a note."""
+    """Return the options that torch's own class has; leave others out, with a note."""
     if unnamed := [key for key in saved if not isinstance(key, str)]:
         raise CheckpointError("an optimizer's option has a name that is no text", where=found.source, got=unnamed[:5])
     own = getattr(torch.optim, kind)([nn.Parameter(torch.zeros(1, 1, device="cpu"))]).param_groups[0]
@@ -174,7 +174,7 @@ def _options(kind: str, saved: Mapping[str, Any], found: Found) -> dict[str, Any
     ):
         found.notes.append(note)
     options = {key: saved.get(key, value) for key, value in own.items() if key not in ("params", "param_names")}
-    if "initial_lr" in saved:  # which schedulers put there
+    if "initial_lr" in saved:  # put there by schedulers
         options["initial_lr"] = saved["initial_lr"]
     for key, value in options.items():
         try:
@@ -198,7 +198,7 @@ def steps(found: Found, names: Sequence[str], step: Any) -> None:
 
 
 def write(found: Found, path: str | os.PathLike[str], hints: Hints) -> None:
-    """As a checkpoint at `path`, which appears once it is whole. Raises `CheckpointError` or `UserError`."""
+    """Write a checkpoint at `path`, which appears once it is whole. Raises `CheckpointError` or `UserError`."""
     target = absolute(path)
     _tie(found, hints)
     tensors: dict[str, Lazy] = {}
@@ -270,7 +270,7 @@ def _tie(found: Found, hints: Hints) -> None:
 
 
 def _head(found: Found, kind: str | None) -> dict[str, Any]:
-    """Nobody's random states: it is of 0 ranks, which no run has."""
+    """Make the head of the manifest, of 0 ranks, which no run has: there are no random states in it."""
     groups = [
         {"parameters": names, "options": _options(kind, options, found)} for names, options in found.groups if kind
     ]
@@ -296,7 +296,7 @@ def _head(found: Found, kind: str | None) -> dict[str, Any]:
 
 
 def plain_only(values: Mapping[str, Any], found: Found) -> None:
-    """What else is in a file, as far as it is plain data."""
+    """Take what else is in a file as far as it is plain data; note what is left out."""
     for key, value in values.items():
         tensors: dict[str, Tensor] = {}
         try:
@@ -311,7 +311,7 @@ def plain_only(values: Mapping[str, Any], found: Found) -> None:
 
 
 def shared_names(module: dict[str, Tensor]) -> dict[str, str]:
-    """Names of one and the same memory: {another: the first}."""
+    """Find names of one and the same memory: {another: the first}."""
     first: dict[Any, str] = {}
     found = {}
     for name, tensor in module.items():

@@ -1,6 +1,6 @@
 """Checkpoints of `torch.distributed.checkpoint`, as FSDP2's users save them, and whole state dicts in a `.pt` file.
 
-Which entry is the model and which the optimizer is told by what is in them, whatever they are called.
+The model's and the optimizer's entries are told by what is in them, whatever they are called.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from .pickles import read_metadata, read_torch
 
 
 def read_folder(place: Path, hints: Hints) -> Found:
-    """A folder with a .metadata."""
+    """Read a folder with a .metadata."""
     with _as_written(place, "this is no folder as torch.distributed.checkpoint writes it"):
         return _found("torch.distributed.checkpoint", _nested(place), hints)
 
 
 def read_file(path: Path, hints: Hints) -> Found:
-    """What `torch.save` wrote: a model's `state_dict()`, alone or beside an optimizer's."""
+    """Read a file of `torch.save`: a model's `state_dict()`, alone or beside an optimizer's."""
     content = read_torch(path, path)
     if not isinstance(content, Mapping):
         raise UserError("this holds no state dict", where=str(path), got=type(content).__name__)
@@ -37,7 +37,7 @@ def read_file(path: Path, hints: Hints) -> Found:
 
 @contextlib.contextmanager
 def _as_written(path: Path, else_: str) -> Iterator[None]:
-    """What is in a source may be anything: what it makes of itself is an error that names it."""
+    """Turn any exception of reading a source, which may hold anything, into an error that names it."""
     try:
         yield
     except Error:
@@ -47,7 +47,7 @@ def _as_written(path: Path, else_: str) -> Iterator[None]:
 
 
 def _tensors(content: Any) -> dict[str, Tensor]:
-    """All of them, the model's under their own names."""
+    """Collect all tensors but an optimizer's, each under the last of its keys."""
     found: dict[str, Tensor] = {}
     for key, value in content.items():
         if isinstance(value, Tensor):
@@ -69,7 +69,7 @@ def _lazy(content: Any) -> Any:
 
 
 def _nested(place: Path) -> dict[str, Any]:
-    """The dict that was saved, its tensors to be read later."""
+    """Rebuild the dict that was saved, its tensors to be read later."""
     metadata = read_metadata(place / ".metadata")
     where: dict[str, list[Any]] = {}
     for index, info in metadata.storage_data.items():
@@ -97,7 +97,7 @@ def _nested(place: Path) -> dict[str, Any]:
 
 
 def _lists(content: Any) -> Any:
-    """DCP tells a list with tensors in it as {0: ..., 1: ...}, and the keys of a dict as text."""
+    """Turn {0: ..., 1: ...}, which DCP makes of a list with tensors, into it. Keys of a dict DCP makes text."""
     if not isinstance(content, dict):
         return content
     inner = {key: _lists(value) for key, value in content.items()}
@@ -182,7 +182,7 @@ def _found(source: str, nested: dict[str, Any], hints: Hints, ties: Mapping[str,
 
 
 def _odd_in(value: Any) -> str:
-    """What keeps it out of a checkpoint, if anything does. A list may hold tensors where DCP wrote it."""
+    """Name what keeps a value out of a checkpoint, else "". A list may hold tensors where DCP wrote it."""
     if isinstance(value, Lazy):
         return value.odd
     try:
@@ -198,7 +198,7 @@ def _read(value: Any) -> Any:
 
 
 def _unflattened(content: dict[str, Any]) -> dict[str, Any]:
-    """`state.NAME.exp_avg` and `param_groups.NAME.lr`, as `flatten_optimizer_state_dict` writes them."""
+    """Nest `state.NAME.exp_avg` and `param_groups.NAME.lr`, as `flatten_optimizer_state_dict` writes them, again."""
     state: dict[str, dict[str, Any]] = {}
     options: dict[str, dict[str, Any]] = {}
     for key, value in content.items():
@@ -267,7 +267,7 @@ def _model(
 
 
 def _keep(found: Found, name: Any, states: Mapping[str, Any]) -> None:
-    """Of one parameter: numbers as tensors, as torch's optimizers keep them; what is none, as it is."""
+    """Keep a parameter's states: numbers as tensors, as torch's optimizers do; None, text and truths as they are."""
     tensors = found.states.setdefault(name, {})
     for state, value in states.items():
         if isinstance(value, Lazy):
@@ -284,7 +284,7 @@ def _keep(found: Found, name: Any, states: Mapping[str, Any]) -> None:
 
 
 def _groups(told: Any) -> Iterator[dict[str, Any]]:
-    """A list of DCP's may come as {0: ..., 1: ...}."""
+    """Yield the optimizer's groups, whose lists may come from DCP as {0: ..., 1: ...}."""
     for group in _listed(told, "groups", Mapping):
         members, names = _listed(group.get("params"), "parameters", (str, int)), group.get("param_names")
         if names is not None and len(_listed(names, "names of parameters", str)) != len(members):
@@ -304,7 +304,7 @@ def _listed(told: Any, what: str, kinds: Any) -> list[Any]:
 def _named(
     groups: list[dict[str, Any]], model: dict[str, Lazy], hints: Hints, ties: Mapping[str, str]
 ) -> list[tuple[list[str], dict[str, Any]]]:
-    """(names, options) of each group. Raises where an optimizer has numbers for names that could be several."""
+    """Return (names, options) of each group. Raises if an optimizer numbers parameters that cannot be told."""
     found = []
     for group in groups:
         options = {
@@ -339,7 +339,7 @@ def _numbers(groups: list[dict[str, Any]], names: list[tuple[list[str], dict[str
 
 
 def _twin(name: str, lazy: Lazy, model: dict[str, Lazy], grouped: set[str]) -> str | None:
-    """A trained parameter that has the same bits, of a tensor that no optimizer knows: DCP writes tied ones twice."""
+    """Find a trained parameter with the bits of a tensor that no optimizer knows: DCP writes tied ones twice."""
     if name in grouped or math.prod(lazy.shape) < 2 or not lazy.dtype.is_floating_point:
         return None
     candidates = [

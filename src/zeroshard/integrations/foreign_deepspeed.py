@@ -21,7 +21,7 @@ from .pickles import read_torch
 
 OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_([0-9]+)_mp_rank_([0-9]+)_optim_states\.pt")
 MODEL = re.compile(r"(?:zero_pp_rank_([0-9]+)_)?mp_rank_([0-9]+)_model_states\.pt")
-OWN = {  # what DeepSpeed keeps of its own, and nobody else can use
+OWN = {  # entries that only DeepSpeed can use
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "autoep_layers",
     "frozen_param_fragments", "data_sampler", "random_ltd", "sparse_tensor_module_names", "csr_tensor_module_names",
     "ds_config", "ds_version", "dp_world_size", "mp_world_size", "universal_checkpoint_info", "zero_optimizer_state",
@@ -29,7 +29,7 @@ OWN = {  # what DeepSpeed keeps of its own, and nobody else can use
 
 
 def folder(path: Path) -> Path | None:
-    """The one with the files: itself, or the one that its file `latest` names. None: this is nothing of DeepSpeed's."""
+    """Find the folder with the files: itself, or the one that its file `latest` names. None: it is not DeepSpeed's."""
     for name in ("", "latest", "latest_universal"):
         inner = path
         if name:
@@ -45,7 +45,7 @@ def folder(path: Path) -> Path | None:
 
 
 def _numbered(place: Path, pattern: re.Pattern[str]) -> list[Path]:
-    """In the order of ranks, which are all there."""
+    """List the files of a pattern in the order of ranks. Raises if one is missing, or if tensors are split."""
     found = [(match, each) for each in place.iterdir() if (match := pattern.fullmatch(each.name))]
     if split := [each.name for match, each in found if int(match[2])]:
         raise UserError(
@@ -59,7 +59,7 @@ def _numbered(place: Path, pattern: re.Pattern[str]) -> list[Path]:
 
 
 def read(place: Path, hints: Hints) -> Found:
-    """Raises `CheckpointError` for files that are not as DeepSpeed writes them, `UserError` for what is not read."""
+    """Read a checkpoint. Raises `CheckpointError` for damaged files, `UserError` for kinds that are not read."""
     if any(each.name.startswith("layer_") and each.name.endswith("model_states.pt") for each in place.iterdir()):
         raise UserError("pipeline stages are not put together here", where=str(place), instead="DeepSpeed's own tools")
     models = [read_torch(path, path) for path in _numbered(place, MODEL)]
@@ -172,7 +172,7 @@ class _Reader:
         return read_torch(path, path)
 
     def _kept(self, index: int, shapes: dict[str, Any]) -> list[str]:
-        """The states that have an element for each of a parameter's."""
+        """List the states that have an element for each of a parameter's."""
         if self.universal:
             names = {each.stem for name in shapes for each in self._folder(name).glob("*.pt")}
             return sorted(names - {"fp32", "step"})
@@ -192,7 +192,7 @@ class _Reader:
     # --- one parameter's values ---------------------------------------------------------------------------------------
 
     def _state(self, name: str, key: str, shape: tuple[int, ...]) -> Lazy:
-        """Of a parameter its master (fp32) or one of its moments."""
+        """Return a parameter's master ("fp32") or one of its moments."""
         if self.universal:
             return self._own_file(name, key, shape)
         pieces = list(self._pieces(name, key, math.prod(shape)))
@@ -204,7 +204,7 @@ class _Reader:
         return Lazy(shape, pieces[0].dtype, _joined(pieces, shape))
 
     def _pieces(self, name: str, key: str, numel: int) -> Iterator[Tensor]:
-        """What each rank holds of it, without padding."""
+        """Yield each rank's elements of a parameter's state, without padding."""
         (index,) = (number for number, shapes in enumerate(self.shapes) if name in shapes)
         part = -(-numel // len(self.optims))
         before = sum(-(-math.prod(shape) // len(self.optims)) for shape in _until(self.shapes[index], name))

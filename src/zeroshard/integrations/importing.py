@@ -1,4 +1,4 @@
-"""Checkpoints of other systems become ours: `zeroshard ckpt import`."""
+"""Import of other systems' checkpoints: `zeroshard ckpt import`."""
 
 from __future__ import annotations
 

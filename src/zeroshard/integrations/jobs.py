@@ -1,7 +1,7 @@
 """A Trainer of Hugging Face's or a LightningModule as a job: for `verify`, `plan` and whatever else asks for one.
 
-What a job's function returned is told by its methods, so that neither library is imported here. The model, optimizer,
-loss and collation are the trainer's own; its loop is not run.
+The kind of what a job's function returned is told by its methods, so that neither library is imported here. The model,
+optimizer, loss and collation are the trainer's own; its loop is not run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DRAWN = 64  # batches of a data set that has no length, of which micro-batches a
 
 
 def parts_of(made: Any) -> dict[str, Any] | None:
-    """The parts of a job, of what its function returned; None for what is none of these.
+    """Return the parts of a job from what its function made; None for anything else.
 
     made: a Trainer; or a LightningModule, alone or with its loader or data module behind it.
     """
@@ -57,7 +57,7 @@ def _of_trainer(trainer: Any) -> dict[str, Any]:
 
 
 def _columns(trainer: Any) -> Any:
-    """The data, without the columns that the model does not take, as the Trainer removes them."""
+    """Return the data without the columns that the model does not take, as the Trainer removes them."""
     data = trainer.train_dataset
     return trainer._remove_unused_columns(data, "training") if hasattr(data, "column_names") else data
 
@@ -86,11 +86,11 @@ def _of_module(module: Any, data: Any = None) -> dict[str, Any]:
     module.train()
 
     def loss(module: nn.Module, batch: Any) -> Any:
-        """As the module's own forward, so that its weights are gathered: Lightning does the same."""
+        """Run `training_step` as the module's own forward, so that its weights are gathered, as Lightning does."""
         own = module.forward
 
         def forward(*inputs: Any) -> Any:
-            module.forward = own  # what it calls of itself is the model's forward again
+            module.forward = own  # calls of itself inside the step are the model's forward again
             return module.training_step(*inputs)  # type: ignore[operator]
 
         module.forward = forward
@@ -104,7 +104,7 @@ def _of_module(module: Any, data: Any = None) -> dict[str, Any]:
 
 
 def _again(model: nn.Module, made: torch.optim.Optimizer) -> Callable[[Any], torch.optim.Optimizer]:
-    """The same optimizer of other parameters, which stand for the model's in their order: their masters, say."""
+    """Return a function that makes the same optimizer of other tensors in the model's order, such as masters."""
     numbers = {id(param): number for number, param in enumerate(p for p in model.parameters() if p.requires_grad)}
     if unknown := [param for group in made.param_groups for param in group["params"] if id(param) not in numbers]:
         raise UserError(
@@ -127,12 +127,12 @@ def _accepted(made: torch.optim.Optimizer) -> set[str]:
 
 
 def _batches(loader: Any) -> Callable[[int, int], Any]:
-    """Micro-batches drawn at random: by whoever asks, who seeds torch's generator by step and number."""
+    """Return a function that draws micro-batches at random; its caller seeds torch's generator by step and number."""
     data: Any = getattr(loader, "dataset", None)
     size: Any = getattr(loader, "batch_size", None)
     if hasattr(data, "__len__") and hasattr(data, "__getitem__") and size and len(data):
         return lambda step, index: loader.collate_fn([data[row] for row in torch.randint(len(data), (size,)).tolist()])
-    with unset_fake_temporarily():  # what is planned has no values, but its data is read
+    with unset_fake_temporarily():  # a planned model has no values, but its data is read
         drawn = list(itertools.islice(iter(loader), DRAWN))
     if not drawn:
         raise UserError("the data set of a job is empty", got=type(data).__name__)

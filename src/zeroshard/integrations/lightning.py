@@ -70,7 +70,7 @@ class ZeroStrategy(DDPStrategy):
 
     @property
     def zero(self) -> api.Zero | None:
-        """What `zeroshard.shard` returned; None before a fit has set the module up."""
+        """The handle of the sharded module; None before a fit has set the module up."""
         found: api.Zero | None = getattr(self.lightning_module, OWN, None)
         return found
 
@@ -103,13 +103,13 @@ class ZeroStrategy(DDPStrategy):
         optimizers = [each._optimizer if isinstance(each, LightningOptimizer) else each for each in self.optimizers]
         zero = api.shard(module, optimizers, device=self.root_device, **self._settings)
         object.__setattr__(module, OWN, zero)
-        # Lightning clips, by norm and by value, what the optimizer's groups hold: here that is this rank's part.
+        # Lightning would clip what the optimizer's groups hold, which is this rank's part: it gets the parameters.
         self.precision_plugin.main_params = lambda optimizer: params_of(zero, optimizer)
         if len(optimizers) > 1:
             module.toggle_optimizer = _refuse_toggle
 
     def teardown(self) -> None:
-        """The module stays sharded, and where it is."""
+        """Tear down everything else; a sharded module stays sharded, on its device."""
         if self.zero is None:
             super().teardown()
             return
@@ -121,7 +121,7 @@ class ZeroStrategy(DDPStrategy):
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """`trainer.init_module(empty_init=True)` builds on meta; `setup` gives it memory, unit by unit."""
+        """Build on meta for `trainer.init_module(empty_init=True)`; `setup` gives memory, unit by unit."""
         place = torch.device("meta") if empty_init else contextlib.nullcontext()
         with place, self.precision_plugin.tensor_init_context():
             yield
@@ -148,9 +148,9 @@ class ZeroStrategy(DDPStrategy):
         return self._as_forward("predict_step", self.precision_plugin.predict_step_context(), *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Forward and backward before the step, not inside it as a closure.
+        """Run forward and backward before the step, not inside it as a closure.
 
-        A step begins by sending what no_sync has added up: the last micro-batch would be summed apart from the others.
+        A step begins by reducing what no_sync has added up: inside it, the last micro-batch would be summed apart.
         """
         if self.zero is not None and not isinstance(optimizer, torch.optim.LBFGS):
             loss = closure()
@@ -159,7 +159,7 @@ class ZeroStrategy(DDPStrategy):
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Gradients add up on this rank only: for all but the last of accumulated micro-batches."""
+        """Add up gradients on this rank only, for all but the last of accumulated micro-batches."""
         with contextlib.nullcontext() if self.zero is None else self.zero.no_sync():
             yield
 
@@ -174,15 +174,15 @@ class ZeroStrategy(DDPStrategy):
         return False
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Nothing of a sharded module: `save_checkpoint` writes it."""
+        """Return nothing for a sharded module: `save_checkpoint` writes it."""
         return super().lightning_module_state_dict() if self.zero is None else {}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Nothing of a sharded module's optimizer: `save_checkpoint` writes it."""
+        """Return nothing for a sharded module's optimizer: `save_checkpoint` writes it."""
         return super().optimizer_state(optimizer) if self.zero is None else {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """A folder; or, of weights alone (`save_weights_only=True`), Lightning's own file with all of them."""
+        """Write a folder; or, for weights alone (`save_weights_only=True`), Lightning's own file with all of them."""
         zero = self.zero
         if zero is None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -205,7 +205,7 @@ class ZeroStrategy(DDPStrategy):
             os.replace(beside, path / REST)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """What Lightning knows; the module and its optimizers follow in `load_model_state_dict`."""
+        """Load what Lightning itself keeps; the module and its optimizers follow in `load_model_state_dict`."""
         path = Path(self.broadcast(checkpoint_path))
         self._folder = path / FOLDER if (path / FOLDER).is_dir() else None
         if self._folder is not None:
@@ -225,7 +225,7 @@ class ZeroStrategy(DDPStrategy):
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """The module, and in a fit its optimizers and random states. Collective."""
+        """Load the module, and in a fit its optimizers and random states. Collective."""
         if self._folder is None:
             with contextlib.nullcontext() if self.zero is None else self.zero.gathered():
                 super().load_model_state_dict(checkpoint, strict)
@@ -236,7 +236,7 @@ class ZeroStrategy(DDPStrategy):
         self.zero.load(self._folder, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Done."""
+        """Do nothing: `load_model_state_dict` has loaded the optimizers too."""
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

@@ -1,4 +1,4 @@
-"""Reading other systems' pickles as data: what is not known to be harmless is refused, and nothing of it is called.
+"""Readers of other systems' pickles as data: what is not known to be harmless is refused, and none of it is called.
 
 Objects that a file names come back as `Named`: their class is not imported, only their contents are kept.
 """
@@ -17,7 +17,7 @@ import torch
 from ..errors import CheckpointError
 
 METADATA_LIMIT = 1 << 28  # bytes of a .metadata file: some million tensors
-OF_DCP = {  # what a .metadata holds
+OF_DCP = {  # the classes in a .metadata
     "torch.distributed.checkpoint.metadata": {
         "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
         "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
@@ -30,7 +30,7 @@ OF_DCP = {  # what a .metadata holds
 
 
 class Named:
-    """An object of a class that is not imported: what it was made of in `args`, its attributes as its own."""
+    """An object of a class that is not imported: its constructor's arguments in `args`, and its attributes."""
 
     def __new__(cls, *args: Any) -> Named:
         made = object.__new__(cls)
@@ -44,7 +44,7 @@ class Named:
 
 
 def _stand_in(name: str) -> type[Named]:
-    """Fresh for each file, so that none can leave anything behind."""
+    """Make a class in place of `name`, a fresh one for each file, so that no file can leave anything behind."""
     return type(name.rpartition(".")[2], (Named,), {})
 
 
@@ -62,7 +62,7 @@ class _Metadata(pickle.Unpickler):
         self._made: dict[str, type[Named]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        """From this table alone: nothing is imported, and no attribute of anything is looked up."""
+        """Find a class in this table alone: import nothing, and look up no attribute of anything but torch's dtypes."""
         if module == "torch" and isinstance(found := vars(torch).get(name), torch.dtype):
             return found
         if (module, name) == ("torch", "Size"):
@@ -75,19 +75,19 @@ class _Metadata(pickle.Unpickler):
 
 
 def read_metadata(path: Path) -> Any:
-    """DCP's .metadata, its objects as `Named`. Raises `CheckpointError`."""
+    """Read DCP's .metadata, its objects as `Named`. Raises `CheckpointError`."""
     try:
         if path.stat().st_size > METADATA_LIMIT:
             raise refused(path, f"{path.stat().st_size:,} bytes")
         return _Metadata(io.BytesIO(path.read_bytes()), path).load()
     except CheckpointError:
         raise
-    except Exception as error:  # whatever a damaged pickle makes of itself
+    except Exception as error:  # a damaged pickle can raise anything
         raise refused(path, f"{type(error).__name__}: {error}") from error
 
 
 def read_torch(file: Path | bytes, where: Path) -> Any:
-    """What `torch.save` wrote, by `weights_only=True`; DeepSpeed's own objects as `Named`. Raises `CheckpointError`."""
+    """Read a file of `torch.save` by `weights_only=True`, DeepSpeed's objects as `Named`. Raises `CheckpointError`."""
     source: Any = io.BytesIO(file) if isinstance(file, bytes) else str(file)
     try:
         if isinstance(file, Path) and not zipfile.is_zipfile(file):
@@ -102,5 +102,5 @@ def read_torch(file: Path | bytes, where: Path) -> Any:
             return torch.load(source, map_location="cpu", weights_only=True, mmap=isinstance(source, str))
     except CheckpointError:
         raise
-    except Exception as error:  # whatever a damaged file makes of itself
+    except Exception as error:  # a damaged file can raise anything
         raise refused(where, f"{type(error).__name__}: {str(error)[:300]}") from error

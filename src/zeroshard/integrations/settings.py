@@ -1,4 +1,4 @@
-"""`zeroshard.settings(config)`: what `shard` takes, read from a config of DeepSpeed's or Accelerate's.
+"""`zeroshard.settings(config)`: arguments of `shard`, read from a config of DeepSpeed's or Accelerate's.
 
 The file is read as data, JSON or YAML, and nothing in it is executed. `config_keys` says what becomes of each key.
 """
@@ -45,7 +45,7 @@ class Settings(dict[str, Any]):
 
 
 def settings(config: str | os.PathLike[str] | Mapping[str, Any]) -> Settings:
-    """The stage and policies that a config of DeepSpeed's or Accelerate's asks for, for `shard`.
+    """Read the stage and policies that a config of DeepSpeed's or Accelerate's asks for, for `shard`.
 
     config: a file (DeepSpeed's JSON; Accelerate's YAML or JSON, with its section for FSDP or DeepSpeed), or what one
         holds, as a dict.
@@ -114,7 +114,7 @@ def _read(where: str, content: dict[str, Any]) -> Settings:
     table, kind = (ACCELERATE, "Accelerate") if accelerate else (DEEPSPEED, "DeepSpeed")
     draft.facts["kind"] = "none" if accelerate else "deepspeed"
     ignored.update(_walk(draft, table, kind, content))
-    if (file := draft.facts.pop("file", None)) not in (None, "none"):  # written in Accelerate's
+    if (file := draft.facts.pop("file", None)) not in (None, "none"):  # named in Accelerate's config
         inner = _content(Path(file))
         draft.where = file
         ignored.update(_walk(draft, DEEPSPEED, "DeepSpeed", inner))
@@ -244,7 +244,7 @@ def _offload(draft: Draft) -> None:
         tier = facts.get(state, "device")
         if tier != "device":
             offload[state] = tier
-            if state == "optimizer":  # which DeepSpeed brings to the host, too, for the step there
+            if state == "optimizer":  # DeepSpeed brings gradients to the host, too, for the step there
                 offload["gradients"] = "cpu"
         if tier == "nvme":
             path = facts.get(f"{state}_path")
@@ -277,6 +277,6 @@ def _units(draft: Draft) -> None:
 
 
 def sections(found: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """(name, policy) of those that are in it, others as `shard` has them by default."""
+    """Yield (name, policy) of each policy; one that is not in the settings is `shard`'s default."""
     for name, kind in POLICIES.items():
         yield name, found.get(name) or kind()

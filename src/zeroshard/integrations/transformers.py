@@ -4,9 +4,10 @@
 
     class Trainer(ZeroTrainerMixin, trl.SFTTrainer): ...
 
-The Trainer calls Accelerate for all that is distributed, so most of it is `ZeroAccelerator`. What is left is where the
-Trainer reads or writes whole weights and optimizer states by itself. A checkpoint holds what the plain Trainer's does,
-but for `optimizer.pt`: instead there is a folder of `zero.save`, which any number of ranks at any stage goes on from.
+The Trainer calls Accelerate for all that is distributed, so most of it is `ZeroAccelerator`. This file changes where
+the Trainer reads or writes whole weights and optimizer states by itself. A checkpoint holds what the plain Trainer's
+does, but for `optimizer.pt`: instead there is a folder of `zero.save`, which any number of ranks at any stage goes on
+from.
 """
 
 from __future__ import annotations
@@ -58,12 +59,12 @@ class ZeroTrainerMixin:
 
     @property
     def zero(self) -> Zero | None:
-        """What `zeroshard.shard` returned; None until `train()` has begun."""
+        """The handle of the sharded model; None until `train()` has begun."""
         found: Zero | None = self.accelerator.zero_of(self.model)
         return found
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As the Trainer's, with a `ZeroAccelerator`."""
+        """Make the Trainer's accelerator, as a `ZeroAccelerator`; refuse arguments that mean nothing to it."""
         args = self.args
         instead = {
             "auto_find_batch_size": "a smaller per_device_train_batch_size; zeroshard plan says what fits",
@@ -86,7 +87,7 @@ class ZeroTrainerMixin:
         self.accelerator = ZeroAccelerator.of(self.accelerator, **self._zero_settings)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As the Trainer's. Rank 0 writes; every rank calls it."""
+        """Save whole weights as the Trainer does. Rank 0 writes; every rank calls it."""
         zero, args = self.zero, self.args
         if zero is None:
             return super().save_model(output_dir, _internal_call)  # type: ignore[misc,no-any-return]
@@ -113,7 +114,7 @@ class ZeroTrainerMixin:
         self.accelerator.wait_for_everyone()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if not (Path(resume_from_checkpoint) / FOLDER).is_dir():  # else the weights are there, too
+        if not (Path(resume_from_checkpoint) / FOLDER).is_dir():  # which has the weights, too
             with self._gathered():
                 super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
 

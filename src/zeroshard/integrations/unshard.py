@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from ..sharded import Engine
 
 ENGINE = "zeroshard.engine."  # the modules whose hooks go
-Found = dict[str, dict[str, Any]]  # by parameter and state, what it is: the whole tensor, or a number
+Found = dict[str, dict[str, Any]]  # by parameter and state: the whole tensor, or a number
 
 
 class Unsharded:
-    """What a handle has in place of its engine."""
+    """The stand-in for the engine in a handle that was unsharded: every use raises `StateError`."""
 
     managed = ()  # `repr(zero)` counts them
 
@@ -49,12 +49,12 @@ class Unsharded:
 
 
 def unshard(zero: Zero) -> None:
-    """On every rank, or on none."""
+    """Unshard on every rank, or on none."""
     _unshard(zero)
     gc.collect()  # hooks, bindings and buffers refer to each other: their memory would stay until the next time
 
 
-@torch.inference_mode(False)  # what is made here is trained
+@torch.inference_mode(False)  # the tensors made here are trained
 @torch.no_grad()
 def _unshard(zero: Zero) -> None:
     engine = zero._engine
@@ -79,7 +79,7 @@ def _unshard(zero: Zero) -> None:
 
 
 def _check(running: ModelState) -> None:
-    """Refuse, alike on every rank, what a plain model would not get back."""
+    """Refuse, alike on every rank, states and modules that would not become plain ones again."""
     problems: list[str] = []
     for binding in running.bindings:
         states = binding.optimizer.state.values()
@@ -102,7 +102,7 @@ def _agree(running: ModelState, problems: list[str]) -> None:
 
 
 def _collect(running: ModelState) -> Found:
-    """Every piece of every rank, sent to all."""
+    """Send every piece of every rank to all ranks, and return the whole tensors of this rank's model."""
     group, problems = running.group, list[str]()
     mine: list[Piece] = []
     numbers: list[list[Any]] = []
@@ -131,7 +131,7 @@ def _collect(running: ModelState) -> Found:
 
 
 def _label(piece: Piece) -> list[Any]:
-    """What the others must know of a piece: JSON-able."""
+    """Return what other ranks must know of a piece to receive it, JSON-able."""
     tensor = piece.tensor
     on_cpu = isinstance(tensor, Part) or tensor.device.type == "cpu"
     dtype = str(tensor.dtype).removeprefix("torch.")
@@ -142,7 +142,7 @@ def _label(piece: Piece) -> list[Any]:
 def _send(
     running: ModelState, found: Found, source: int, label: list[Any], piece: Piece | None, problems: list[str]
 ) -> None:
-    """One piece, of one rank, goes to all; each keeps what is of its own part of the parameter."""
+    """Broadcast one piece of one rank; every rank keeps the elements of its own part of the parameter."""
     name, state, start, shape, dtype, grain, on_cpu = label
     sent = torch.empty(shape, dtype=getattr(torch, dtype), device=running.group.device)
     if piece is not None:
@@ -158,7 +158,7 @@ def _send(
             found[name][key] = sent.cpu() if on_cpu else sent
         return
     numel, first = -(-slot.numel // grain), buffer.offset(slot) // grain
-    if key not in found[name]:  # as load_state_dict has it: in the parameter's shape, and in its dtype
+    if key not in found[name]:  # as load_state_dict leaves it: in the parameter's shape, and in its dtype
         cast = grain == 1 and sent.is_floating_point()
         like = found[name][VALUE].dtype if cast else sent.dtype
         found[name][key] = torch.zeros(slot.shape if grain == 1 else (numel,), dtype=like, device=sent.device)
@@ -169,7 +169,7 @@ def _send(
 
 @contextlib.contextmanager
 def _noting(problems: list[str]) -> Iterator[None]:
-    """What fails on one rank must not keep it from the messages that the others wait for."""
+    """Note an exception as a problem instead of raising it: this rank must still join the other ranks' messages."""
     try:
         yield
     except Exception as error:
@@ -180,7 +180,7 @@ def _noting(problems: list[str]) -> Iterator[None]:
 
 
 def _free_optimizer(binding: Binding, found: Found) -> None:
-    """Its groups hold the model's parameters, its states are of all of each; what `shard` put around it goes."""
+    """Put the model's parameters into an optimizer's groups, with whole states; remove what `shard` put around it."""
     optimizer: Any = binding.optimizer
     fragments = {id(each.param) for each in binding.fragments}
     for each in binding.fragments:
@@ -211,14 +211,14 @@ def _free_optimizer(binding: Binding, found: Found) -> None:
 def _free_unit(unit: Unit) -> None:
     fields = unit.module.__dict__
     fields.pop("__reduce_ex__", None)
-    if unit.forward is not None:  # `Layout.recompute` has put another in its place
+    if unit.forward is not None:  # `Layout.recompute` has replaced it
         del fields["forward"]
         if unit.forward != unit.module.forward:
             fields["forward"] = unit.forward
 
 
 def _forget_hooks(fields: dict[str, Any]) -> None:
-    """Of a module's or an optimizer's hooks those of the engine go, and what their tables say of them."""
+    """Remove the engine's hooks from a module or optimizer, and what other tables note about these hooks."""
     tables = [table for name, table in fields.items() if "hooks" in name and isinstance(table, dict)]
     ours = {number for table in tables for number, hook in table.items() if _made_there(hook)}
     for table in tables:
@@ -245,7 +245,7 @@ def _free_parameter(param: Any, value: torch.Tensor) -> None:
 
 
 def _let_go(zero: Zero, engine: Engine) -> None:
-    """Nobody holds the engine any more."""
+    """Take the engine out of model, handle and signal handlers, so that its memory is freed."""
     model: nn.Module = engine.model
     del model.__dict__["_zeroshard_engine"]
     gone: Any = Unsharded()

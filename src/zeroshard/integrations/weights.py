@@ -51,14 +51,14 @@ def load(
     init: Callable[[nn.Module], None] | None = None,
     optimizer_in_backward: bool = False,
 ) -> Zero:
-    """`shard(model, optimizer, ...)` with the weights of `folder`; best with a model built on the meta device.
+    """Shard a model and fill it with the weights of `folder`; best with a model built on the meta device.
 
     folder: safetensors files (with `model.safetensors.index.json` where there are several), or one such file, or a
         checkpoint of `zero.save`, of which the optimizers' states are loaded too. Values are converted to the dtype of
         the model's parameters, or of their masters, as `load_state_dict` does.
-    strict: False leaves what the folder does not have, or has in another shape, to `init`; and what the model does not
-        have in the folder.
-    init: as in `shard`, for the modules on meta of which something is not in the folder, such as buffers that are not
+    strict: False leaves tensors that the folder does not have, or has in another shape, to `init`, and ignores those
+        that the model does not have.
+    init: as in `shard`, for modules on meta that hold something that the folder does not, such as buffers that are not
         saved (default: as in `shard`).
 
     Raises `CheckpointError` on every rank where the folder and the model do not fit. The other arguments are `shard`'s.
@@ -109,7 +109,7 @@ class Weights:
     """The tensors of a folder of safetensors files, read in parts."""
 
     def __init__(self, path: Path) -> None:
-        """Raises `CheckpointError` for what is no such folder, or is not whole."""
+        """Open the files. Raises `CheckpointError` for a folder that is none of weights, or is not whole."""
         self.path = path
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._files: dict[str, Any] = {}
@@ -157,7 +157,7 @@ class Weights:
         return found
 
     def interval(self, name: str, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of a tensor, counted flat, in its dtype. 1-D."""
+        """Read elements [start, stop) of a tensor, counted flat, in its dtype. 1-D."""
         tensor = self._files[name].get_slice(name)
         parts = []
         for box in boxes(self.shapes[name], start, stop):
@@ -175,7 +175,7 @@ def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _all_names(model: nn.Module) -> dict[int, tuple[list[str], Tensor]]:
-    """Every parameter and saved buffer by its id, with all its names."""
+    """Return {id: (all names, tensor)} of every parameter and saved buffer."""
     found: dict[int, tuple[list[str], Tensor]] = {}
     parameters = model.named_parameters(remove_duplicate=False)
     for name, tensor in (*parameters, *persistent(model)):
@@ -184,7 +184,7 @@ def _all_names(model: nn.Module) -> dict[int, tuple[list[str], Tensor]]:
 
 
 def _place(names: Sequence[str], shape: tuple[int, ...], tensors: dict[str, tuple[int, ...]]) -> str | None:
-    """Under which of its names a tensor is in the folder."""
+    """Find the name, of a tensor's names, that the folder has in this shape; None if there is none."""
     return next((name for name in names if tensors.get(name) == tuple(shape)), None)
 
 
@@ -201,7 +201,7 @@ def _differences(model: nn.Module, tensors: dict[str, tuple[int, ...]]) -> list[
 
 
 def _unfilled(model: nn.Module, tensors: dict[str, tuple[int, ...]]) -> set[int]:
-    """Modules on meta that hold something which the folder does not."""
+    """Return the ids of modules that hold a meta tensor which the folder does not have."""
     filled = {key for key, (names, tensor) in _all_names(model).items() if _place(names, tensor.shape, tensors)}
     return {
         id(module)

@@ -98,7 +98,7 @@ def plain(dtype, world, offload):
     return history, reference.weights(model)
 
 
-def sharded(stage, dtype, recompute, replicas, offload, folder):
+def made(stage, dtype, recompute, replicas, bucket_mib=0.0005, offload=None):
     model = build()
     optimizer = adam(model.parameters())
     zero = zeroshard.shard(
@@ -106,15 +106,26 @@ def sharded(stage, dtype, recompute, replicas, offload, folder):
         optimizer,
         stage=stage,
         precision=Precision(param_dtype=dtype),
-        layout=Layout(bucket_mib=0.0005, recompute=recompute),
+        layout=Layout(bucket_mib=bucket_mib, recompute=recompute),
         comm=Comm(replicas=replicas),
-        offload=Offload(**offload, path=folder if "nvme" in offload.values() else None),
+        offload=offload,
     )
+    return model, optimizer, zero
+
+
+def trained(model, optimizer, zero):
     history = reference.loop(
         model, optimizer, batch, loss, ranks.rank(), ranks.world(), BACKWARDS, steps=STEPS, clip=0.5
     )
     with zero.gathered():
         return history, reference.weights(model)
+
+
+def assert_same(got, want, case=None):
+    """Losses, of which a rank has its own, norms and weights."""
+    reference.assert_same(got[1], want[1])
+    assert got[0].losses == [each[ranks.rank() :: ranks.world()] for each in want[0].losses], case
+    assert [each.item() for each in got[0].norms] == [each.item() for each in want[0].norms], case
 
 
 def equal(dtype, replicas, offload, cases, orders, folder):
@@ -123,16 +134,14 @@ def equal(dtype, replicas, offload, cases, orders, folder):
     from emulated.streams import Order
 
     device().rounds_otherwise.add("_fused_adamw_")
-    rank, world = ranks.rank(), ranks.world()
-    want, weights = plain(DTYPES[dtype], world, OFFLOADS[offload])
+    rank, files = ranks.rank(), folder if "nvme" in OFFLOADS[offload].values() else None
+    want = plain(DTYPES[dtype], ranks.world(), OFFLOADS[offload])
     for seed in orders:
         for stage, recompute in cases:
             device().synchronize()
             device().machine.order = Order(1000 * seed + 100 * stage + 10 * recompute + rank)
-            got, own = sharded(stage, DTYPES[dtype], recompute, replicas, OFFLOADS[offload], folder)
-            reference.assert_same(own, weights)
-            assert got.losses == [each[rank::world] for each in want.losses]
-            assert [each.item() for each in got.norms] == [each.item() for each in want.norms]
+            tiers = Offload(**OFFLOADS[offload], path=files)
+            assert_same(trained(*made(stage, DTYPES[dtype], recompute, replicas, offload=tiers)), want)
 
 
 RANKS = [(1, 1), (2, 1), (2, 2), (3, 1), (4, 2)]  # ranks and replicas
@@ -161,3 +170,38 @@ def test_every_combination_has_the_bits_of_plain_torch_on_the_device(
     """Stages 0 to 3, ranks and replicas, dtypes, recomputation and tiers, in 20 drawn orders of late kernels."""
     world, replicas = world_size
     emulated.run(world, equal, dtype, replicas, offload, cases, orders, str(tmp_path), timeout=1100)
+
+
+# --- the size of buckets ----------------------------------------------------------------------------------------------
+
+BY_UNIT = (3, 1), "bf16", True  # of `make test`
+SIZES = {None: BLOCKS + 1, 1e-6: 2 * BLOCKS + 3}  # MiB, and buckets: one for each unit, or for each parameter
+
+
+def in_buckets(dtype, replicas, recompute):
+    """Trainings with buckets of either size, each in an order of kernels of its own, beside plain torch's one process."""
+    from emulated.device import device
+    from emulated.streams import Order
+
+    rank, world = ranks.rank(), ranks.world()
+    want = plain(DTYPES[dtype], world, {})
+    for seed, (stage, size) in enumerate(product(STAGES, SIZES)):
+        device().synchronize()
+        device().machine.order = Order(100 * seed + rank)
+        model, optimizer, zero = made(stage, DTYPES[dtype], recompute, replicas, size)
+        assert len(zero.partition.buckets) == SIZES[size]
+        assert_same(trained(model, optimizer, zero), want, (stage, size))
+
+
+@pytest.mark.row(34)
+@pytest.mark.parametrize(
+    ("world_size", "dtype", "recompute"),
+    [
+        pytest.param(*each, id="-".join(map(str, (*each[0], *each[1:]))), marks=[pytest.mark.full] * (each != BY_UNIT))
+        for each in product([(2, 1), (3, 1), (4, 2)], DTYPES, (False, True))
+    ],
+)
+def test_buckets_by_unit_have_the_bits_of_small_ones_and_of_plain_torch(world_size, dtype, recompute):
+    """An accelerator's buckets, which are all of a unit, and those of a given size, as on CPUs; at every stage."""
+    world, replicas = world_size
+    emulated.run(world, in_buckets, dtype, replicas, recompute, timeout=180)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 import torch.distributed as dist
 
 import emulated
 import models
+import ranks
 import zeroshard
 from test_emulated import GPT, STAGES, optimizer
 from zeroshard import Comm, Precision
@@ -16,6 +19,7 @@ from zeroshard.planner.machines import MACHINES
 from zeroshard.planner.overheads import Overhead
 from zeroshard.planner.simulate import facts
 from zeroshard.planner.timeline import replay
+from zeroshard.planner.ways import meetings
 
 OWN = ("engine/", "ranks/", "numerics", "device", "tiers/")  # where the package's own launches are asked for
 
@@ -106,3 +110,41 @@ def test_a_step_asks_for_as_many_launches_and_waits_as_are_said(world, dtype):
 @pytest.mark.parametrize("what", MORE)
 def test_so_it_does_whatever_the_step_is(what):
     alike(2, MORE[what])
+
+
+# --- meetings ---------------------------------------------------------------------------------------------------------
+
+
+def met(device, recompute):
+    """By stage, backwards and whether it clips: how many meetings a step records, and how many the planner says."""
+    found = {}
+    for stage, backwards, clips in product(STAGES, (1, 3), (False, True)):
+        model = models.build("gpt", **GPT).to(device)
+        adam = optimizer(model.parameters())
+        zero = zeroshard.shard(model, adam, stage=stage, layout=zeroshard.Layout(recompute=recompute))
+        for number in range(3):  # the first negotiates
+            if number == 2:
+                zero.record()
+            for at in range(backwards):
+                batch = models.batch("gpt", number, ranks.world() * at + ranks.rank())
+                models.loss("gpt", model, tuple(each.to(device) for each in batch)).backward()
+            if clips:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            adam.step()
+            adam.zero_grad()
+        recorded = sum(event.verb == "control" for event in zero.events())
+        found[stage, backwards, clips] = recorded, meetings(sharded=stage == 3, backwards=backwards, clips=clips)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("run", "device", "recompute"),
+    [
+        pytest.param(ranks.run, "cpu", False, id="host"),
+        pytest.param(ranks.run, "cpu", True, id="host-recomputed", marks=pytest.mark.full),
+        pytest.param(emulated.run, "emu", False, id="device", marks=pytest.mark.full),
+    ],
+)
+def test_a_step_has_as_many_meetings_as_the_planner_says(run, device, recompute):
+    for found in run(2, met, device, recompute):
+        assert {case: recorded for case, (recorded, _) in found.items()} == {c: said for c, (_, said) in found.items()}

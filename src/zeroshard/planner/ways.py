@@ -139,7 +139,9 @@ def meshes(ranks: int, gpus: int) -> list[tuple[int, Over]]:
     return [(1, "team"), *((count, over) for count in several for over in overs)]
 
 
-MEETINGS = {False: 4, True: 5}  # of a step of one backward; True: at stage 3. What the engine records as "control"
+def meetings(*, sharded: bool, backwards: int, clips: bool = False) -> int:
+    """In a step; what the engine records as "control". sharded: do parameters rest in shards?"""
+    return 1 + (3 + sharded) * backwards + 2 * clips
 
 
 def overhead(plan: StagePlan, machine: Machine, replicas: int, reduce: Reduce, asked: Asked) -> float:
@@ -155,7 +157,7 @@ def overhead(plan: StagePlan, machine: Machine, replicas: int, reduce: Reduce, a
     forwards = backwards * (2 if moved.recompute.logical else 1)
     one = step(facts, gathers=round(moved.gathers), reductions=round(moved.reductions), forwards=forwards)
     busy = one.launches * max(machine.launch, machine.kernel) + one.drains * machine.drain
-    met = 0 if ranks == 1 else MEETINGS[bool(placed.parameters)] + (backwards - 1) * (4 if placed.parameters else 3)
+    met = 0 if ranks == 1 else meetings(sharded=bool(placed.parameters), backwards=backwards)
     return plan.buckets * busy + met * machine.meeting
 
 

@@ -170,23 +170,36 @@ def test_an_optimizer_that_rests_in_host_memory_is_cut_after_a_step():
 # --- how groups are made ---------------------------------------------------------------------------------------------
 
 
-def connected_at():
+def connected_at(replicas):
+    """How many communicators this rank has beside the program's own; they must be those of before the first backward."""
     from emulated.emuccl import _all
 
-    model, optimizer, zero = sharded(3, comm=Comm(replicas=2))
+    dist.all_reduce(torch.ones(1, device="emu"))
+    own = len(_all)
+    model, optimizer, zero = sharded(3, comm=Comm(replicas=replicas))
     dist.barrier()
     before = sorted(_all)
     for number in range(2):
         step(model, optimizer, number)
     with zero.gathered():
         pass
-    return before == sorted(_all), len(before)
+    assert before == sorted(_all)
+    return len(before) - own
 
 
 @pytest.mark.full
-def test_no_group_is_connected_within_a_backward():
-    """All were by `shard()`: a first collective blocks the host until all members come to theirs."""
-    assert all(alike for alike, _ in emulated.run(4, connected_at, group_timeout=10))
+@pytest.mark.parametrize(
+    ("world", "replicas", "communicators"),
+    [
+        (2, 1, [2, 2]),  # gathers and reductions
+        (2, 2, [3, 3]),  # a pair, all copies, all ranks: a team of one gathers nothing
+        (4, 2, [5] * 4),
+        (3, 3, [3, 4, 3]),  # the one between two others is in two pairs
+    ],
+)
+def test_no_group_is_connected_within_a_backward(world, replicas, communicators):
+    """All were by `shard()`: a first collective blocks the host until all members come to theirs. And how many are."""
+    assert emulated.run(world, connected_at, replicas, group_timeout=10) == communicators
 
 
 def only_some_shard(store):

@@ -388,6 +388,8 @@ class Groups:
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         for at, group in zip(self.queues, groups, strict=True):
             use, members = self._wanted[at].use, self._wanted[at].members
+            if len(members) == 1:
+                continue
             for numel in (1, CONNECTING // len(members)):
                 whole, other = (half[: len(members) * numel] for half in self._connecting.chunk(2))
                 if use.startswith("gather"):

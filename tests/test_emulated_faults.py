@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import random
 import sys
@@ -271,6 +272,92 @@ def test_what_waits_for_a_lost_rank_on_the_device_is_ended():
 
 class Tripped(Exception):
     pass
+
+
+def started(store):
+    """Let `shard()` make the process group, as under torchrun. Where what it has asked for at the program's end goes."""
+    rank, world, at_end = ranks.rank(), ranks.world(), []
+    os.environ.update(RANK=f"{rank}", WORLD_SIZE=f"{world}", LOCAL_RANK=f"{rank}")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")  # not asked: they meet in a file
+    place = {"store": dist.FileStore(store, world), "rank": rank, "world_size": world}
+    dist.init_process_group = partial(dist.init_process_group, **place)
+    atexit.register = lambda call, *args: at_end.append(partial(call, *args)) or call
+    return at_end
+
+
+def ended(at_end, error):
+    """The program's end, by an exception or None: how often the host waits for its device there."""
+    if error is not None:
+        sys.last_value = error
+    with emulated.counted() as counts:
+        for call in reversed(at_end):
+            call()
+    assert not dist.is_initialized()
+    return counts.drains.total()
+
+
+def left(how, store):
+    """Rank 1 ends in the second step: "dies" in a forward, or behind the step's last meeting, before it launches
+    what the other one's device waits for; or an exception "raises" in a forward, and is its end."""
+    at_end, armed, launch = started(store), [], Link.launch
+
+    def trip():
+        if armed and how == "dies in a forward":
+            os._exit(3)
+        if armed and how == "raises in a forward":
+            raise Tripped
+
+    def launching(link, stream, *args):
+        if armed and how == "dies behind a step" and stream.queued:
+            os._exit(3)
+        return launch(link, stream, *args)
+
+    Link.launch = launching
+    model, optimizer, zero = sharded(1 if how == "dies behind a step" else 3, trip, comm=Comm(timeout=20))
+    step(model, optimizer, 0)
+    torch.emu.synchronize()
+    try:
+        if how == "dies behind a step":
+            loss(model, batch(1, ranks.rank())).backward()
+            torch.emu.synchronize()
+        armed += [True] * (ranks.rank() == 1)
+        if how == "dies behind a step":
+            optimizer.step()
+            return ended(at_end, None)
+        step(model, optimizer, 1)
+        zero.clip_grad_norm_(1.0)
+    except (Tripped, PeerError) as error:
+        return ended(at_end, error)
+    raise AssertionError("the step went on without a rank")
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "dies behind a step",
+        *(pytest.param(f"{how} in a forward", marks=pytest.mark.full) for how in ("dies", "raises")),
+    ],
+)
+def test_no_exit_flushes_what_a_lost_rank_leaves(how, tmp_path):
+    """`destroy_process_group` would wait for it until NCCL's watchdog ends the process: here, a found deadlock."""
+    found = emulated.run(2, left, how, str(tmp_path / "store"), group=None, patience=8.0, expect_errors=True)
+    assert found[0] == 0, getattr(found[0], "traceback", found[0])
+    assert found[1] == 0 if how.startswith("raises") else found[1].type == "Died", found[1]
+
+
+def stays(store):
+    """Both end by themselves, while their devices still work."""
+    at_end = started(store)
+    model, optimizer, _ = sharded(1)
+    step(model, optimizer, 0)
+    a_slow_kernel()
+    step(model, optimizer, 1)
+    return ended(at_end, None)
+
+
+def test_an_exit_without_a_loss_lets_the_device_get_through(tmp_path):
+    """Nothing is aborted: the program's own group, and those of data, are flushed."""
+    assert all(waits > 0 for waits in emulated.run(2, stays, str(tmp_path / "store"), group=None, patience=8.0))
 
 
 def tries_again(stage, asks):

@@ -6,6 +6,7 @@
     Work.is_completed()             a query of an event
     the first collective            connects, and blocks the host until all members have come to theirs
     tensors of the CPU              are refused, unless the group has a backend for them ("cpu:gloo,emu:emuccl")
+    destroy_process_group()         flushes: the host waits until all that was launched is through, or aborted
     init_process_group(device_id=)  later groups are split from the world's communicator, by all of its ranks
 
 What NCCL leaves to luck is checked: all members launch the same collectives of the same sizes in the same order. A
@@ -294,6 +295,11 @@ class Emuccl(dist.ProcessGroup):
             each.abort("the program aborted the group")
 
     def shutdown(self) -> None:
+        """It flushes: the host waits for all that was launched."""
+        for each in self._communicators.values():
+            if not each.aborted:
+                total.drains[sites.site(), "shutdown"] += 1
+                self._device.wait_for(each.queue.end())
         self._ended = self._ended or "it was shut down"
 
     def _communicator(self, pair: tuple[int, int] | None = None) -> Communicator:

@@ -164,17 +164,22 @@ def _store() -> tuple[str, int] | None:
 
 
 def _last_words(groups: weakref.ref[Groups]) -> None:
-    """A program that an exception ends says so to the others, before its connections break.
+    """A program that an exception ends says so to the others, before its connections break, and flushes nothing: what
+    is queued on its device may be for a rank that has heard of it. One that comes to its end lets all of that through.
 
     And whoever asks a program at its end is refused: a thread would not get to answer any more.
     """
     own, error = groups(), getattr(sys, "last_value", None)
     if own is not None:
-        if error is not None and own.loss is None:
-            own.watch.tell({own.watch.rank: f"ended by {type(error).__name__}: {error}"[:2000]})
-        elif error is None and own.loss is None and os.getpid() == own.process:
-            with contextlib.suppress(OSError):
-                own.watch.say_ended()
+        if own.loss is None and os.getpid() == own.process:
+            if error is None:
+                own.get_through()
+            else:
+                own.watch.tell({own.watch.rank: f"ended by {type(error).__name__}: {error}"[:2000]})
+                own.abort()
+            if error is None and not own.aborted:
+                with contextlib.suppress(OSError):
+                    own.watch.say_ended()
         own.watch.close()
 
 
@@ -197,14 +202,16 @@ def _new_group(*, lazy: bool = False, alone: bool = False, **options: Any) -> An
 
     lazy: without a connection between any two ranks, of which a thousand ranks cannot make enough.
     alone: while other ranks of the program make none. So it is not split from the group of all, which they would wait
-        for: torch does that where `init_process_group` was told of a device.
+        for: torch does that where `init_process_group` was told of a device. Nor is one of gloo, which torch would ask
+        for its backend of that device: it has one of CPUs, and of GPUs by CUDA.
     """
     before, said, everyones = _loops(), os.environ.get(_LAZY), dist.group.WORLD
     device = None if everyones is None else everyones.bound_device_id
+    apart = alone or options["backend"] == "gloo"
     try:
         if lazy:
             os.environ[_LAZY] = "1"
-        if alone and everyones is not None:
+        if apart and everyones is not None:
             everyones.bound_device_id = None
         group = dist.new_group(**options)
     finally:
@@ -212,7 +219,7 @@ def _new_group(*, lazy: bool = False, alone: bool = False, **options: Any) -> An
             del os.environ[_LAZY]
         elif lazy and said is not None:
             os.environ[_LAZY] = said
-        if alone and everyones is not None:
+        if apart and everyones is not None:
             everyones.bound_device_id = device
     for thread in _loops() - before:
         with contextlib.suppress(OSError):  # not allowed here: slower, and no worse
@@ -476,6 +483,18 @@ class Groups:
     @property
     def parent(self) -> Any:
         return self._parent()
+
+    def get_through(self) -> None:
+        """Wait at the program's end for what devices' queues hold; unless a rank is gone, for which that never ends."""
+        handles = [each for at in self.queues for each in self.streams[at].under_way]
+        begun, patience = time.monotonic(), 0.2
+        while not (self.aborted or all(handle.is_completed() for handle in handles)):
+            waited = time.monotonic() - begun
+            if waited > patience:
+                patience *= 2
+                if waited > self.limit or any(each.silence == GONE for each in self.watch.ask().values()):
+                    self.abort()
+            time.sleep(0.001)
 
     def abort(self) -> None:
         """A rank is gone: end what devices' queues have for it, which they and whoever waits for them wait for."""

@@ -27,7 +27,7 @@ MEASURED = (PROCESS, INSIDE)
 
 @dataclass(frozen=True)
 class Check:
-    """What is run and compared."""
+    """Settings of the job that is run and compared."""
 
     job: str
     ranks: int
@@ -54,7 +54,7 @@ class Check:
         return self.optimizer_over == "all" and self.replicas > 1
 
     def settings(self, folder: str, stage: int) -> dict[str, Any]:
-        """The policies of `shard` and `simulate`; files go to `folder`."""
+        """Make the policies for `shard` and `simulate`; files go to `folder`."""
         from zeroshard.layout import Layout
         from zeroshard.planner.from_job import masters_alone, precision
         from zeroshard.ranks.comm import Comm
@@ -79,7 +79,7 @@ class Check:
 
 
 def check(asked: Check, *, as_json: bool = False) -> int:
-    """Exit code 0 where every byte is as predicted, 1 where one is not."""
+    """Run, compare and print; return exit code 0 where every byte is as predicted, 1 where one is not."""
     if Launch.from_environment():
         raise InputError("plan --check starts its own ranks; run it without torchrun")
     launch.check_ranks(asked.ranks)
@@ -96,7 +96,7 @@ def check(asked: Check, *, as_json: bool = False) -> int:
 
 
 def compare(asked: Check) -> list[dict[str, Any]] | int:
-    """Rows of predicted, held and difference, for every stage and rank; or the exit code of ranks that failed."""
+    """Return rows of predicted, held and difference for every stage and rank, or the exit code of failed ranks."""
     from zeroshard.planner import built
     from zeroshard.planner.simulate import STEPS, simulate
 
@@ -139,7 +139,7 @@ def _row(stage: int, rank: int, what: str, predicted: int, held: int) -> dict[st
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """The total at rest and the highest peak of every stage and rank; other rows only where one differs."""
+    """Print the total at rest and the highest peak of every stage and rank; other rows only where they differ."""
     highest: dict[tuple[int, int], int] = {}
     for row in rows:
         if row["what"].startswith("peak"):
@@ -184,7 +184,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def check_rank(folder: str) -> None:
-    """One rank, started by `check`: train a little at every stage and write what was held."""
+    """Train a little at every stage on one rank, started by `check`, and write what it held."""
     place = Launch.from_environment()
     if place is None:
         raise InputError("check-rank is what zeroshard plan --check starts; run zeroshard plan module:function --check")
@@ -195,7 +195,7 @@ def check_rank(folder: str) -> None:
 def _train_all(folder: Path, place: Launch) -> None:
     settings = json.loads((folder / "check.json").read_text())
     asked = Check(**{**settings, "stages": tuple(settings["stages"])})
-    _train(asked, asked.stages[0], place, folder)  # what libraries take once is not this job's
+    _train(asked, asked.stages[0], place, folder)  # first, as libraries take memory once that is not this job's
     found = {stage: _train(asked, stage, place, folder) for stage in asked.stages}
     (folder / f"rank{place.rank}.json").write_text(json.dumps(found))
 
@@ -209,7 +209,7 @@ def _train(asked: Check, stage: int, place: Launch, folder: Path) -> dict[str, A
     from zeroshard.planner.simulate import STEPS
 
     gc.collect()
-    with suppress(OSError, AttributeError):  # what earlier stages left in the allocator's hands is not this one's
+    with suppress(OSError, AttributeError):  # give back what earlier stages left in the allocator
         ctypes.CDLL(None).malloc_trim(0)
     start = _memory("VmRSS")
     _reset_peak()
@@ -231,7 +231,7 @@ def _train(asked: Check, stage: int, place: Launch, folder: Path) -> dict[str, A
             optimizer.step()
             optimizer.zero_grad()
         inside = max(inside, _memory("VmHWM") - before)
-    for buffer in zero._engine.buffers:  # at rest nothing is lent to others any more
+    for buffer in zero._engine.buffers:  # until here memory may be lent to other ranks
         buffer.land()
     ledger = zero.ledger()
     return {
@@ -244,7 +244,7 @@ def _train(asked: Check, stage: int, place: Launch, folder: Path) -> dict[str, A
 
 
 def _memory(line: str) -> int:
-    """Bytes of one line of /proc/self/status; 0 where there is none."""
+    """Read the bytes of one line of /proc/self/status; 0 where there is none."""
     try:
         with open("/proc/self/status", encoding="ascii") as file:
             return next(int(text.split()[1]) * 1024 for text in file if text.startswith(f"{line}:"))

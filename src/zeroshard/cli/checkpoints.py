@@ -23,7 +23,7 @@ CONTAINERS = ("map", "list", "tuple")
 
 
 def open_checkpoint(path: str) -> Any:
-    """`Saved.open`; what is no checkpoint at all is bad input, a damaged one is a failure."""
+    """Open a checkpoint as a context. Raises `InputError` for what is none; a damaged one raises on entry."""
     check_local(path)
     folder = Path(path)
     if not folder.is_dir():
@@ -43,7 +43,7 @@ def _rank_files(folder: Path) -> list[Path]:
 
 
 def inspect(path: str, *, as_json: bool) -> None:
-    """One checkpoint, or, of a folder that holds several, the list of them."""
+    """Print what a checkpoint holds, or the list of checkpoints in a folder of several."""
     folder = Path(path)
     if folder.is_dir() and not (folder / MANIFEST).exists() and (found := list(_inside(folder))):
         if as_json:
@@ -60,7 +60,7 @@ def inspect(path: str, *, as_json: bool) -> None:
 
 
 def describe(saved: Saved) -> dict[str, Any]:
-    """What `inspect --json` says, beside the path."""
+    """Describe a checkpoint as `inspect --json` prints it, without the path."""
     manifest = saved.manifest
     parameters = []
     for name in sorted(saved.parameters, key=by_number):
@@ -87,7 +87,7 @@ def _tensor(stored: Stored) -> dict[str, Any]:
 
 
 def _state(saved: Saved, name: str, state: str) -> Any:
-    """{"dtype", "shape", "nbytes"} of a tensor, or the number that it is."""
+    """Describe a state: {"dtype", "shape", "nbytes"} of a tensor, or the number that it is."""
     if (name, state) in saved.values:
         return saved.values[name, state]
     if (name, state) in saved.whole:
@@ -102,9 +102,9 @@ def _state(saved: Saved, name: str, state: str) -> Any:
 
 
 def leaves(saved: Saved) -> Iterator[tuple[str, Any]]:
-    """(name, value) of everything saved along, its nesting in the name: ("extra.scheduler.last_epoch", 4).
+    """Yield (name, value) of everything saved along, its nesting in the name: ("extra.scheduler.last_epoch", 4).
 
-    Of a tensor its shape, dtype and bytes; of a map, list or tuple first its length: {"map": 3}.
+    A tensor's value is its shape, dtype and bytes; a map, list or tuple comes first with its length: {"map": 3}.
     """
 
     def walk(where: str, told: Any) -> Iterator[tuple[str, Any]]:
@@ -184,7 +184,7 @@ def _time(nanoseconds: int) -> str:
 
 
 def _inside(folder: Path) -> Iterator[dict[str, Any]]:
-    """The checkpoints in a folder, the oldest first, by their manifests and their files' sizes; then what is none."""
+    """Yield a folder's checkpoints, oldest first, by manifests and files' sizes; then unfinished and damaged ones."""
     complete, others = [], []
     for path in sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()):
         row: dict[str, Any] = {"name": path.name, "state": "complete", "problem": None}
@@ -223,8 +223,8 @@ def _show_list(path: str, found: list[dict[str, Any]]) -> None:
 
 
 def verify(paths: Sequence[str], *, as_json: bool) -> int:
-    """Exit code 0 where every byte of every one is as it was written, 1 where one is not."""
-    opened = [open_checkpoint(path) for path in paths]  # what is no checkpoint is said before anything is read
+    """Read every byte of all checkpoints; return exit code 0 where each is as it was written, else 1."""
+    opened = [open_checkpoint(path) for path in paths]  # all are checkpoints, or none is read
     results = [_verified(path, saved) for path, saved in zip(paths, opened, strict=True)]
     complete = all(not result["problems"] for result in results)
     if as_json:

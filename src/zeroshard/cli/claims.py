@@ -1,7 +1,7 @@
-"""What is claimed of zeroshard, tried on this machine in a second: what no rank, GPU or hour is needed for.
+"""Trials of zeroshard's claims on this machine in a second, as far as one process suffices.
 
-A claim holds where it has been tried here, just now. What takes more is said not to be tested here, with the command
-that tests it.
+A claim holds where it has been tried here, just now. A claim that takes ranks, a GPU or an hour is not tested here, and
+is shown with the command that tests it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from zeroshard.stage import STAGES
 HOLDS, UNTRIED, FAILS = "holds", "not tested here", "does not hold"
 STEPS, TURNS, WIDTH = 2, 2, 24
 TESTED = "2.13."  # the release of torch that every test runs on
-RANKS = 17  # up to which averages are compared
+RANKS = 17  # averages of 1 to so many ranks are compared
 
 
 @dataclass(frozen=True)
 class Claim:
-    """why: what was seen, or why nothing was tried. instead: what to do where it does not hold or is not tested."""
+    """A claim and its verdict. why: what was seen, or why nothing was tried. instead: what to do unless it holds."""
 
     claim: str
     verdict: str
@@ -41,11 +41,11 @@ class Claim:
 
 
 class Broken(Exception):
-    """What a trial found."""
+    """A trial found that its claim does not hold; the message says what it saw."""
 
 
 def claims(folder: Path) -> list[Claim]:
-    """All of them. folder: on the disk that files go to."""
+    """Try all claims. folder: on the disk that files go to."""
     there = device.accelerators()
     return [
         _release(),
@@ -60,7 +60,7 @@ def claims(folder: Path) -> list[Claim]:
 
 
 def _tried(claim: str, trial: Callable[[], str], instead: str = "report it, with zeroshard doctor --json") -> Claim:
-    """trial: returns what it has seen. Whatever it raises is why the claim does not hold."""
+    """Try a claim. trial: returns what it has seen, or raises why the claim does not hold."""
     try:
         return Claim(claim, HOLDS, trial())
     except Exception as error:
@@ -126,7 +126,7 @@ def _plain(on: torch.device) -> dict[str, Tensor]:
 
 
 def _sharded(stage: int, on: torch.device, offload: Offload | None = None, begun: str = "", steps: int = STEPS) -> Any:
-    """(its weights, the handle) after training. begun: a checkpoint to go on from."""
+    """Train; return (weights, handle). begun: a checkpoint to go on from."""
     model = _model(on)
     optimizer, layout = _adam(model), Layout(bucket_mib=0.002)
     zero = zeroshard.shard(model, optimizer, stage=stage, layout=layout, offload=offload or Offload(), device=on)

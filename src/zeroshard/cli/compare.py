@@ -1,4 +1,4 @@
-"""`zeroshard verify`, the part that computes: the job without zeroshard, the job sharded, and the first difference.
+"""The runs of `zeroshard verify`: the job without zeroshard, the job sharded, and their first difference.
 
 The plain runs are `reference.accumulate` and, for 16-bit parameters, `reference.accumulate_with_masters`, in the
 process that was asked; they leave losses and weights of every step in a folder. Each rank then runs `check_rank`: every
@@ -73,7 +73,7 @@ class Seeded:
 
 
 class Plain(NamedTuple):
-    """What the plain runs found out about the job."""
+    """Facts about the job that the plain runs found."""
 
     difference: Difference | None  # between two runs of the same
     buffers: tuple[str, ...]  # those that training changes
@@ -81,7 +81,7 @@ class Plain(NamedTuple):
 
 
 def run_plain_twice(question: Question, ranks: int, folder: Path) -> Plain:
-    """Leave what `ranks` ranks must arrive at in `folder`; run again to see whether the job repeats itself."""
+    """Record in `folder` what `ranks` ranks must arrive at; run again to see whether the job repeats itself."""
     folder.mkdir(parents=True)
     again = Comparison(folder, steps=question.steps)
     first = _run_plain(question, ranks, partial(_record, folder))
@@ -138,7 +138,7 @@ def _run_plain(
 
 
 def _sent_in_codes(model: nn.Module) -> Callable[[str, Tensor], Tensor]:
-    """What arrives of a gradient whose elements are counted as its parameter's are in memory."""
+    """Return a function that rounds gradients as int8 codes do, in the order of their parameters' memory."""
     strides = {name: param.stride() for name, param in model.named_parameters()}
 
     def sent(name: str, gradient: Tensor) -> Tensor:
@@ -150,7 +150,7 @@ def _sent_in_codes(model: nn.Module) -> Callable[[str, Tensor], Tensor]:
 
 
 def _linear(model: nn.Module) -> set[str]:
-    """What `Precision(fp8=True)` means, in plain words: every name of each weight of a linear layer, but of routers."""
+    """Name the trained weights of linear layers but routers: those that `Precision(fp8=True)` keeps in 8 bits."""
     names: dict[int, set[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), set()).add(name)
@@ -180,14 +180,14 @@ def _optimizer_of(seeded: Seeded, parameters: Any) -> Any:
 
 
 def _cast_inputs(dtype: torch.dtype | None, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """What `Precision(cast_inputs=True)` does, for the plain model."""
+    """Cast floating-point inputs of the plain model, as `Precision(cast_inputs=True)` does."""
     return tree_map_only(
         Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, (args, kwargs)
     )
 
 
 def _precision(question: Question, *, alone: bool) -> zeroshard.Precision:
-    """alone: are masters all that rests, so that nothing is split?"""
+    """Make the question's precision. alone: are masters all that rests, so that nothing is split?"""
     return from_job.precision(question.precision, alone=alone) or zeroshard.Precision()
 
 
@@ -195,7 +195,7 @@ def _precision(question: Question, *, alone: bool) -> zeroshard.Precision:
 
 
 def check_rank(folder: Path, rank: int, ranks: int) -> None:
-    """One rank of `ranks`: every configuration, compared with the plain run; rank 0 writes down what comes of it."""
+    """Run every configuration on one rank of `ranks` and compare it with the plain run; rank 0 writes the results."""
     question = Question.load(folder)
     if question.reference(ranks) == "stage 0":
         target = question.folder_of(folder, ranks)
@@ -214,7 +214,7 @@ def check_rank(folder: Path, rank: int, ranks: int) -> None:
 def _compare(
     question: Question, configuration: Configuration, folder: Path, rank: int, ranks: int
 ) -> Difference | None:
-    """Once with a look at all weights after every step and, where that would settle what overlaps, once without.
+    """Run once with a look at all weights after every step, and once without if messages overlap.
 
     Gathering the weights waits for whatever is still under way, so an error that only overlap shows could hide.
     """
@@ -234,7 +234,7 @@ def _run(
     ranks: int,
     look: Callable[[int, dict[int, Tensor], zeroshard.Zero], None],
 ) -> None:
-    """The user's loop on this rank."""
+    """Run the user's loop on this rank, sharded as the configuration says."""
     seeded = Seeded(question)
     model = seeded.model
     precision = _precision(question, alone=question.masters_alone(configuration))
@@ -281,7 +281,7 @@ def _offload(question: Question, tier: str) -> zeroshard.Offload:
 
 
 def _bucket_mib(bucket: str, model: nn.Module, precision: zeroshard.Precision) -> float:
-    """`small` is the size of the median tensor: larger ones get a bucket of their own, smaller ones share."""
+    """Return a bucket's MiB. `small` is the median tensor's size: larger ones get a bucket each, smaller ones share."""
     if bucket != "small":
         return float(bucket)
     nbytes = sorted(param.numel() * precision.param(param.dtype).itemsize for param in model.parameters())
@@ -305,7 +305,7 @@ def _record(folder: Path, step: int, losses: dict[int, Tensor], model: nn.Module
 
 
 def _record_ranks(folder: Path, step: int, losses: dict[int, Tensor], zero: zeroshard.Zero) -> None:
-    """The same from a sharded run: rank 0 writes everybody's losses and its weights."""
+    """Record a step of a sharded run: rank 0 writes all ranks' losses and its weights."""
     everybody = {index: loss for some in _from_all_ranks(losses) for index, loss in some.items()}
     with zero.gathered():
         if zero.rank == 0:
@@ -313,7 +313,7 @@ def _record_ranks(folder: Path, step: int, losses: dict[int, Tensor], zero: zero
 
 
 class Comparison:
-    """Holds each step of one run against the recorded one and keeps the first difference that this process sees."""
+    """A comparison of each step with the recorded one, and the first difference that this process sees."""
 
     def __init__(self, folder: Path, *, steps: int, rank: int = 0, every_step: bool = True) -> None:
         self.difference: Difference | None = None
@@ -357,14 +357,14 @@ class Comparison:
 
 
 def _owner(zero: zeroshard.Zero, name: str, element: int) -> int:
-    """The rank whose shard holds the element: it summed the gradients there. Of several replicas, in the first."""
+    """Find the rank whose shard holds the element: it summed the gradients there. With replicas, in the first."""
     bucket, slot = zero.partition.find(name)
     spans = [bucket.shard(position) for position in range(zero.partition.ranks)]
     return next(rank for rank, (first, last) in enumerate(spans) if first <= slot.start + element < last)
 
 
 def first_of(differences: list[Difference | None]) -> Difference | None:
-    """The earliest. Where all ranks' copies are wrong alike, the rank to look at is the owner of the element."""
+    """Find the earliest difference. Where all ranks' copies are wrong alike, name the element's owner as its rank."""
     found = [difference for difference in differences if difference is not None]
     if not found:
         return None

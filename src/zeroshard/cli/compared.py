@@ -12,7 +12,7 @@ from zeroshard.cli.config import InputError
 
 
 def compared(one: Path, other: Path) -> dict[str, Any]:
-    """A `Compared` of web/DATA.md: what only the folders tell, beside the two runs themselves."""
+    """Make a `Compared` of web/DATA.md from two runs' folders, beside the two recorded steps."""
     journals = [journal(run) for run in (one, other)]
     both = min(map(len, journals))
     first = next((at for at in range(both) if journals[0][at] != journals[1][at]), None)
@@ -31,7 +31,7 @@ def compared(one: Path, other: Path) -> dict[str, Any]:
 
 
 def journal(run: Path) -> list[tuple[Any, Any]]:
-    """(loss, gradient norm) of every step."""
+    """Read (loss, gradient norm) of every step."""
     # JSON keeps every bit of a float: Python writes the shortest text that reads back as the same number.
     try:
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -41,13 +41,13 @@ def journal(run: Path) -> list[tuple[Any, Any]]:
 
 
 def _digest(run: Path) -> str | None:
-    """Of the full weights; None where the run has not ended."""
+    """Return the SHA-256 of a run's full weights; None where it has not ended."""
     path = run / "model.safetensors"
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None
 
 
 def show(runs: tuple[dict[str, Any], dict[str, Any]], found: dict[str, Any]) -> None:
-    """The same in the terminal."""
+    """Print two runs side by side, and the verdict."""
     table = screen.new_table("Two runs, bytes of rank 0", "what", *found["names"])
     table.add_row("stage, ranks", *(f"{run['stage']}, {run['ranks']}" for run in runs))
     for what, key in (("held at rest", "held"), ("of it predicted", "predicted")):
@@ -64,7 +64,7 @@ def show(runs: tuple[dict[str, Any], dict[str, Any]], found: dict[str, Any]) -> 
 
 
 def verdict(found: dict[str, Any]) -> str:
-    """One sentence: the same bits, or the first step that differs."""
+    """Say in a sentence that the bits are equal, or what differs first."""
     if found["equal"]:
         return f"[bold green]The bits are equal:[/bold green] {found['compared']} losses and norms, and all weights."
     if found["differs"] is not None:

@@ -1,4 +1,4 @@
-"""What one training run is asked to do.
+"""Settings of one training run, from a command line.
 
 Imports neither torch nor numpy: bad input and `--help` are answered before anything slow is loaded.
 """
@@ -24,12 +24,12 @@ class InputError(UserError):
 
 
 def one_line(message: object) -> str:
-    """For logs and `grep`: an error's facts behind one another."""
+    """Join an error's lines to one, for logs and `grep`."""
     return "; ".join(line.strip() for line in str(message).splitlines())
 
 
 def in_options(error: object, names: Iterable[str]) -> str:
-    """An error of the Python call on one line, about a command's options: `gpu_mem="80GiB"` is `--gpu-mem 80GiB`.
+    """Write an error of the Python call on one line, in a command's options: `gpu_mem="80GiB"` is `--gpu-mem 80GiB`.
 
     An argument is meant where it stands before `=`, at the beginning, or has an underscore.
     """
@@ -73,7 +73,7 @@ class Shape(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Parameters of the model that this builds, without building it."""
+        """Number of parameters of a model of this size."""
         of_block = 12 * self.hidden**2 + 9 * self.hidden  # weights; two norms, and the biases of the two linears
         return self.blocks * of_block + (2 * 256 + self.context + 2) * self.hidden
 
@@ -86,7 +86,7 @@ SIZES: Mapping[Size, Shape] = {
 
 
 def places(offload: str, **given: str) -> dict[str, str]:
-    """{state: where it rests} of --offload and --offload-STATE; no entry for what stays on the device."""
+    """Return {state: where it rests} by --offload and --offload-STATE, without states that stay on the device."""
     if offload not in ("", "cpu", "nvme"):
         raise InputError(f"--offload must be cpu or nvme, got {offload!r}; for one state --offload-optimizer and so on")
     found = {state: given.get(state) or offload for state in STATES}
@@ -94,7 +94,7 @@ def places(offload: str, **given: str) -> dict[str, str]:
 
 
 def offload_of(places: Mapping[str, str], path: str) -> Any:
-    """The `Offload` of a command line. Raises `InputError` for what it cannot say."""
+    """Make the `Offload` of a command line. Raises `InputError` for what it cannot be."""
     for state, text in places.items():
         if text == "nvme" and not path:
             raise InputError(f"--offload-{state} nvme needs a folder on a disk: --offload-path DIR")
@@ -116,11 +116,11 @@ def offload_of(places: Mapping[str, str], path: str) -> Any:
 
 
 def planned_offload(places: Mapping[str, str]) -> Any:
-    """The same of a command that makes no files, wherever they would be; None where all stays on the device."""
+    """Make the `Offload` of a command that makes no files; None where all states stay on the device."""
     return offload_of(places, "." if "nvme" in places.values() else "") if places else None
 
 
-# Far beyond any run, and within what counters and seeds of 64 bits hold.
+# Limits of options: far beyond any run, and within 64-bit counters and seeds.
 MOST = {"steps": 10**12, "batch": 2**16, "accumulate": 2**20, "seed": 2**63 - 1, "depth": 2**10, "rounds": 10**6}
 
 
@@ -183,13 +183,13 @@ class RunConfig:
 
     @property
     def offload(self) -> Any:
-        """The `Offload` asked for. Raises `InputError`."""
+        """The `Offload` that is asked for. Raises `InputError`."""
         given = {state: getattr(self, f"offload_{state}") for state in STATES}
         return offload_of(places("", **given), self.offload_path)
 
     @property
     def comm(self) -> Any:
-        """The `Comm` asked for."""
+        """The `Comm` that is asked for."""
         from zeroshard.ranks.comm import Comm
 
         how = {"replicas": self.replicas, "transport": self.transport, "optimizer": self.optimizer_over}
@@ -200,7 +200,7 @@ class RunConfig:
         return SIZES[self.size]
 
     def command(self) -> list[str]:
-        """The same settings as a command line: `["train", "--out", "run", "--stage", "3", ..., "--report"]`."""
+        """Write the settings as a command line: `["train", "--out", "run", "--stage", "3", ..., "--report"]`."""
         words = ["train"]
         for field in fields(self):
             value, name = getattr(self, field.name), field.name.replace("_", "-")
@@ -225,7 +225,7 @@ class Launch(NamedTuple):
 
     @classmethod
     def from_environment(cls) -> Launch | None:
-        """None without a launcher. Raises `UserError` where the environment says only a part of it."""
+        """Read torchrun's environment; None without a launcher. Raises `UserError` where only a part of it is set."""
         ranks = ranks_to_join(os.environ)
         if not (os.environ.get("RANK") and os.environ.get("WORLD_SIZE")):
             return None

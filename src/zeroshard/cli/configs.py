@@ -16,7 +16,7 @@ from zeroshard.numerics import Precision
 from zeroshard.planner.recipes import recipe
 from zeroshard.ranks.comm import Comm
 
-WORDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "bf16"}  # of as many bytes
+WORDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "bf16"}  # fp16 has as many bytes as bf16
 PARAM_DTYPES = {"fp32": None, "bf16": torch.bfloat16}
 
 
@@ -26,12 +26,12 @@ def _word(precision: Precision | None, field: str) -> str | None:
 
 
 def say(line: str) -> None:
-    """Beside the answer, which may go into a file or another program."""
+    """Print a line on standard error: the answer itself may go into a file or another program."""
     print(f"zeroshard: {line}", file=sys.stderr)
 
 
 def configured(path: str, options: dict[str, Any], given: Collection[str]) -> Settings:
-    """Fill in the options that a config answers and that nobody has `given`. Says what a plan leaves out."""
+    """Fill in the options that a config answers and that were not `given`; say what a plan leaves out."""
     found = settings(path)
     precision, layout, comm = found.get("precision"), found.get("layout") or Layout(), found.get("comm") or Comm()
     answers: dict[str, Any] = {
@@ -73,7 +73,7 @@ def configured(path: str, options: dict[str, Any], given: Collection[str]) -> Se
 
 
 def show_export(system: str, options: dict[str, Any], found: Settings | None, given: Collection[str]) -> None:
-    """Print the other system's config on standard output; on the other, a line for each thing that it cannot say."""
+    """Print the other system's config on standard output, and a line for what it cannot say on standard error."""
     text, unsaid = export(system, _settings(options, found or Settings({}, {}, [], {}), given))
     print(text, end="")
     for line in unsaid:
@@ -81,7 +81,7 @@ def show_export(system: str, options: dict[str, Any], found: Settings | None, gi
 
 
 def _settings(options: dict[str, Any], found: Settings, given: Collection[str]) -> Settings:
-    """What is planned, as `shard` takes it: a config's settings, and those that the options say instead."""
+    """Return what is planned as arguments of `shard`: a config's settings, and those that options override."""
     shard: dict[str, Any] = {**found, "stage": 3 if options["stage"] is None else options["stage"]}
     layout, comm = _fields(found.get("layout")), _fields(found.get("comm"))
     for name in ("bounds", "align", "bucket_mib"):
@@ -116,7 +116,7 @@ def _fields(policy: Any) -> dict[str, Any]:
 
 
 def _precision(options: dict[str, Any]) -> Precision:
-    """Of a job what it says; of a number or of shapes what its bytes are."""
+    """Make the `Precision` of a job by --precision, that of a number or shapes by their recipe's bytes."""
     computed, _, rest = (options["precision"] or "fp32").partition("-")
     param = PARAM_DTYPES[computed]
     if options["params"] is not None or options["shapes"] is not None:

@@ -47,13 +47,13 @@ class Corpus:
 
 
 def standard_library() -> list[Path]:
-    """Python's own library without its tests: some 700 files, 12 MB of code, on every machine that can run this."""
+    """List Python's own library without its tests: some 700 files, 12 MB of code, on every machine with Python."""
     root = Path(sysconfig.get_paths()["stdlib"])
     return sorted(path for path in root.rglob("*.py") if NOT_THE_LIBRARY.isdisjoint(path.relative_to(root).parts))
 
 
 def read_corpus(paths: Sequence[str], *, context: int) -> Corpus:
-    """Reads `paths`, or the standard library where there are none; refuses what cannot be trained on."""
+    """Read `paths`, or the standard library where there are none; refuse what cannot be trained on."""
     files = [Path(path) for path in paths] or standard_library()
     contents = [_read_text(path) for path in files] if paths else [path.read_bytes() for path in files]
     text = np.frombuffer(b"".join(contents), dtype=np.uint8)
@@ -62,12 +62,12 @@ def read_corpus(paths: Sequence[str], *, context: int) -> Corpus:
     return Corpus(text, len(files), _digest(zip(files, contents, strict=True)))
 
 
-# What a run leaves in its folder. Its settings are moved last: until then what is left there is known for a run's.
+# The files of a run. Its settings are moved last: until then the other files are known to be a run's.
 RUN_FILES = ("metrics.jsonl", "ledger.json", "explain.json", "model.safetensors", "checkpoints", "run.json")
 
 
 def holds_run(out: str | Path) -> bool:
-    """Is this a folder that `zeroshard train` wrote to?"""
+    """Tell whether `zeroshard train` wrote to a folder."""
     try:
         found = json.loads((Path(out) / "run.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -76,9 +76,9 @@ def holds_run(out: str | Path) -> bool:
 
 
 def make_writable(out: str) -> None:
-    """Makes the run directory, and tries whether it takes a file: permissions alone do not tell (full, read-only).
+    """Make the run directory, and try whether it takes a file: permissions alone do not tell (full, read-only).
 
-    Refuses a folder that has files of a run's names and never was a run: they would be replaced.
+    Refuses a folder that has files of a run's names but no run: they would be replaced.
     """
     try:
         check_local(out)

@@ -15,7 +15,7 @@ from zeroshard.cli.resume import CHECKPOINTS
 from zeroshard.cli.start import run_beside
 from zeroshard.stage import STAGES
 
-# Lines, because a model of this size cannot count the blanks of an indented block.
+# Beginnings of single lines: a model of this size cannot count the blanks of an indented block.
 PROMPTS = ("def ", "class ", "import ", "from ", "if ", "for ", "return ", "raise ", "self.", "# ")
 LINE_NBYTES = 76
 
@@ -77,7 +77,7 @@ def demo(*, steps: int, ranks: int, seed: int, out: str) -> int:
 
 
 def compare(sharded: Path, plain: Path) -> int:
-    """Exit code 0 where both runs have the same weights, losses and gradient norms, bit for bit."""
+    """Return exit code 0 where both runs have the same weights, losses and gradient norms, bit for bit, else 1."""
     held = [_held_by_rank_0(run) for run in (sharded, plain)]
     times = held[1] / held[0]
     screen.say(f"Rank 0 holds {held[1]:,} bytes of model state at stage 0, {times:.2f} times as many as at stage 3.")
@@ -85,7 +85,7 @@ def compare(sharded: Path, plain: Path) -> int:
 
 
 def same_bits(one: Path, other: Path, start: int = 0) -> int:
-    """Exit code 0 where the weights are the same, and losses and norms after step `start`."""
+    """Return exit code 0 where the weights are the same, and losses and norms after step `start`, else 1."""
     journals = [journal(run)[start:] for run in (one, other)]
     digests = [hashlib.sha256((run / "model.safetensors").read_bytes()).hexdigest() for run in (one, other)]
     first = next((at for at, (a, b) in enumerate(zip(*journals, strict=True)) if a != b), None)
@@ -106,7 +106,7 @@ def _held_by_rank_0(run: Path) -> int:
 
 
 def _sample(run: Path, seed: int) -> list[str]:
-    """Text from the saved weights in the plain model, without zeroshard: the file is all that is needed."""
+    """Sample text from the saved weights in the plain model, without zeroshard: the file is all that it takes."""
     import torch
     from safetensors.torch import load_file
 

@@ -1,4 +1,4 @@
-"""`zeroshard ckpt diff`: in what two checkpoints differ, bit for bit, however each was sharded; a block at a time."""
+"""`zeroshard ckpt diff`: the differences of two checkpoints, bit for bit, however sharded; a block at a time."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Row(NamedTuple):
-    """One difference. a, b: the two sides in words, None where it is not there.
+    """One difference. a, b: the two sides in words, None on a side that lacks it.
 
-    For tensors whose elements were compared: how many differ, of how many; the largest distance between two finite
-    ones; and at how many places one or both are not finite, so that there is no distance.
+    For tensors whose elements were compared: how many differ, of how many; the largest distance of two finite ones; and
+    how many pairs have no distance, because one or both are not finite.
     """
 
     what: str  # parameter, state, buffer, optimizer, extra, seed
@@ -39,7 +39,7 @@ class Row(NamedTuple):
 
 
 def diff(path: str, other: str, *, as_json: bool) -> int:
-    """Exit code 0 where nothing differs, 1 where something does."""
+    """Print the differences; return exit code 0 where there are none, else 1."""
     with ExitStack() as stack:
         a, b = (stack.enter_context(open_checkpoint(each)) for each in (path, other))
         rows = list(compare(a, b))
@@ -58,7 +58,7 @@ def diff(path: str, other: str, *, as_json: bool) -> int:
 
 
 def compare(a: Saved, b: Saved) -> Iterator[Row]:
-    """Every difference but who wrote it and when, and the random states of each rank."""
+    """Yield every difference but what wrote the checkpoints and when, and each rank's random states."""
     if a.manifest["seed"] != b.manifest["seed"]:
         yield Row("seed", "seed", a.manifest["seed"], b.manifest["seed"])
     for name in sorted({*a.parameters, *b.parameters}, key=by_number):
@@ -99,7 +99,7 @@ def _states(a: Saved, b: Saved, name: str, state: str) -> Iterator[Row]:
 
 
 def _kind(saved: Saved, key: tuple[str, str]) -> Any:
-    """A state that is no pair of tensors of one kind, in words; None where there is none."""
+    """Describe one side of a state whose two sides are of different kinds; None where it has none."""
     if key in saved.cut:
         grain = saved.grains.get(key, 1)
         return f"a number per {'element' if grain == 1 else f'{grain} elements'}, {DTYPES[saved.dtypes[key]]}"

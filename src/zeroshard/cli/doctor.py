@@ -1,4 +1,4 @@
-"""`zeroshard doctor`: what this machine is, and which of what is claimed holds on it."""
+"""`zeroshard doctor`: this machine's facts, and which claims hold on it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COLOURS = {HOLDS: "green", UNTRIED: "yellow", FAILS: "bold red"}
 
 
 def doctor(folder: str, *, as_json: bool) -> int:
-    """The exit code: 1 where a claim does not hold. Raises `InputError` for a folder that cannot be written to."""
+    """Print facts and claims; return 1 if a claim fails. Raises `InputError` for a folder that takes no files."""
     if Launch.from_environment():
         raise InputError("doctor looks at one machine, in one process; run it without torchrun")
     place = Path(folder or tempfile.gettempdir())

@@ -1,4 +1,4 @@
-"""`zeroshard io-bench`: what a disk moves in the engine's own pattern, and what that allows a model.
+"""`zeroshard io-bench`: a disk's speed in the engine's own pattern, and what that allows a model.
 
     read    slot after slot, the next one under way
     write   slot after slot, behind
@@ -46,7 +46,7 @@ STATE = "exp_avg"  # the file's name
 
 @dataclass(frozen=True)
 class Setup:
-    """How a disk is measured. nbytes: of the file. block: bytes of a system call. depth: how many at once."""
+    """Settings of a measurement. nbytes: of the file. block: bytes of a system call. depth: how many at once."""
 
     folder: str
     nbytes: int
@@ -73,7 +73,7 @@ class Setup:
 
 
 def measure(setup: Setup) -> dict[str, Any]:
-    """{"disk": bytes per second by pattern, "raw": the same without the engine, ...}, medians over the rounds."""
+    """Measure {"disk": bytes per second by pattern, "raw": the same without the engine, ...}, medians of all rounds."""
     with _tuned(setup):
         try:
             tier = nvme.NvmeTier(
@@ -85,7 +85,7 @@ def measure(setup: Setup) -> dict[str, Any]:
             raise InputError(one_line(error)) from error
         file = rests[0].file
         if not setup.direct:
-            tier.told = True  # nobody needs to hear what was asked for
+            tier.told = True  # no warning about what was asked for
             file._give_up_direct(OSError("asked for"))
         with _Raw(setup, file._direct) as raw:
             ways = {"disk": lambda pattern: _engine(rests, pattern), "raw": raw.run}
@@ -121,7 +121,7 @@ def _seconds(way: Callable[[str], None], pattern: str) -> float:
 
 
 def _engine(rests: list[Any], pattern: str) -> None:
-    """One pass over a file as a step makes it, up to the last byte."""
+    """Make one pass over a file as a step does, until the last byte is written."""
     for at, rest in enumerate(rests):
         if pattern != "write":
             for coming in rests[at : at + 2]:
@@ -133,7 +133,7 @@ def _engine(rests: list[Any], pattern: str) -> None:
 
 
 class _Raw:
-    """The same blocks by the same calls from as many threads, into as many buffers of a slot."""
+    """A pass without the engine: the same blocks and calls, as many threads, and as many buffers of a slot."""
 
     def __init__(self, setup: Setup, direct: bool) -> None:
         self.setup = setup
@@ -159,7 +159,7 @@ class _Raw:
             number = at % len(self.buffers)
             _wait(under_way[number])
             moves = {"read": [os.preadv], "write": [os.pwritev], "both": [os.preadv, os.pwritev]}[pattern]
-            if pattern == "both" and at:  # the slot before is in: out with it, while this one comes
+            if pattern == "both" and at:  # the slot before has been read: write it while this one comes
                 self._turn(under_way[(at - 1) % len(self.buffers)], at - 1)
             under_way[number] = self._submit(moves[0], at)
         if pattern == "both":
@@ -195,7 +195,7 @@ def _wait(futures: list[Future[None]]) -> None:
 
 @dataclass(frozen=True)
 class Model:
-    """What a step of a model moves through the disk. sharing: ranks that use this disk at once."""
+    """A model whose step's files are on the disk. sharing: ranks that use this disk at once."""
 
     params: str
     ranks: int
@@ -212,7 +212,7 @@ class Model:
         return plan(params=self.params, **asked)
 
     def allowed(self, disk: Disk, **changes: Any) -> tuple[float, float | None]:
-        """(seconds of a step's files, tokens per second of all ranks that this allows)."""
+        """Return (seconds of a step's files, tokens per second of all ranks that this allows)."""
         found = self.planned(**changes)
         seconds = disk.seconds(found.stages[0].moves) * self.sharing
         ranks, backwards = changes.get("ranks", self.ranks), changes.get("accumulate", 1)
@@ -220,7 +220,7 @@ class Model:
 
 
 def changes(model: Model, disk: Disk) -> list[tuple[str, float, float | None]]:
-    """(what, seconds, tokens/s): first as it is, then what would lift it."""
+    """List (what, seconds, tokens/s): first as it is, then with changes that would raise it."""
     half = {"nvme": 0.5, "cpu": 0.5}
     twice = Disk(2 * disk.read, 2 * disk.write, 2 * disk.both)
     found = [("as it is", *model.allowed(disk))]
@@ -239,7 +239,7 @@ def changes(model: Model, disk: Disk) -> list[tuple[str, float, float | None]]:
 
 
 def io_bench(setup: Setup, model: Model | None, *, out: str | None, as_json: bool) -> None:
-    """Measure, write, print. Raises `InputError` for what cannot be measured."""
+    """Measure, write and print. Raises `InputError` for what cannot be measured."""
     if not Path(setup.folder).is_dir():
         raise InputError(f"there is no folder {setup.folder!r} to measure the disk of")
     found = measure(setup)

@@ -1,4 +1,4 @@
-"""Starting local ranks through torch's elastic launcher, and ending them.
+"""The start of local ranks through torch's elastic launcher, and their end.
 
     zeroshard train --ranks 2            this process: checks the input, then is torch's elastic agent
       ├─ python -m zeroshard train ...   rank 0: the same command under torchrun's environment
@@ -36,12 +36,12 @@ INTERRUPTED = 130  # 128 + SIGINT, what a shell reports for Ctrl-C
 READER_LEFT = 141  # 128 + SIGPIPE, likewise
 RANK_NBYTES = 100 << 20  # of memory that no other process shares: an interpreter with torch takes 140 MiB
 LAUNCHER = "ZEROSHARD_LAUNCHER_PID"
-_told = threading.Event()  # to end: another thread is about to
-# What ended a launch holds the agent, hence its rendezvous. torch does not shut that down after a signal, and where its
-# own keep-alive thread drops the last reference, that thread tries to join itself and Python prints a traceback.
+_told = threading.Event()  # this rank was told to end, and another thread is about to end it
+# The exception that ended a launch holds the agent, hence its rendezvous. torch does not shut that down after a signal,
+# and if its own keep-alive thread drops the last reference, it tries to join itself and Python prints a traceback.
 _interruptions: list[BaseException] = []
 HANDLED_BY_AGENT = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)  # sent on to ranks
-PREEMPTING = (signal.SIGTERM, signal.SIGUSR1)  # on which a rank that trains saves, and ends
+PREEMPTING = (signal.SIGTERM, signal.SIGUSR1)  # a rank that trains saves on these, and ends
 _noted: set[int] = set()  # signals with handlers that end the rank in their own time
 
 
@@ -62,14 +62,14 @@ def check_ranks(ranks: int) -> None:
 
 
 def memory_told() -> dict[str, int]:
-    """What Linux says of this machine's memory, by its names: bytes."""
+    """Read this machine's memory as Linux tells it: {name in /proc/meminfo: bytes}."""
     with open("/proc/meminfo", encoding="ascii") as file:
         told = dict(line.split(":") for line in file)
     return {name: int(words.split()[0]) * 1024 for name, words in told.items()}
 
 
 def memory_of_machine() -> int:
-    """Bytes of memory and swap, whatever of it is free now; or what a container may take, where that is less."""
+    """Return the bytes of memory and swap, free or not; or what a container may take, where that is less."""
     told = memory_told()
     found = [told["MemTotal"] + told["SwapTotal"]]
     for limit in ("memory.max", "memory/memory.limit_in_bytes"):  # of the two kinds of cgroups
@@ -79,7 +79,7 @@ def memory_of_machine() -> int:
 
 
 def start_ranks(command: Sequence[str], ranks: int) -> int:
-    """Runs `python -m zeroshard *command` on `ranks` local processes; returns the exit code of the whole."""
+    """Run `python -m zeroshard *command` on `ranks` local processes; return the exit code of the whole."""
     check_ranks(ranks)
     # One thread per rank unless the user says otherwise: ranks share the cores, and the bits of a matrix product
     # depend on the number of threads.
@@ -91,7 +91,7 @@ def start_ranks(command: Sequence[str], ranks: int) -> int:
 
     with ExitStack() as stack:
         os.environ[LAUNCHER] = str(os.getpid())
-        stack.callback(os.environ.pop, LAUNCHER)  # whoever else this process starts has another launcher
+        stack.callback(os.environ.pop, LAUNCHER)  # other processes that this one starts have another launcher
         stack.enter_context(_quiet_and_restored())
         config = LaunchConfig(
             min_nodes=1,
@@ -117,7 +117,7 @@ def start_ranks(command: Sequence[str], ranks: int) -> int:
 def _explain(rank: int, failure: ProcessFailure) -> int:
     if failure.exitcode in (INTERRUPTED, -signal.SIGINT, -signal.SIGTERM):
         return INTERRUPTED
-    if failure.exitcode in (BAD_INPUT, READER_LEFT):  # the rank has said what is wrong, or nobody listens
+    if failure.exitcode in (BAD_INPUT, READER_LEFT):  # the rank has said what is wrong, or its reader has left
         return failure.exitcode
     how = f"by signal {-failure.exitcode}" if failure.exitcode < 0 else f"with exit code {failure.exitcode}"
     print(f"zeroshard: rank {rank} ended {how}; all ranks were ended", file=sys.stderr)
@@ -126,7 +126,7 @@ def _explain(rank: int, failure: ProcessFailure) -> int:
 
 @contextmanager
 def _quiet_and_restored() -> Iterator[None]:
-    """torch's agent logs every signal and exit code, of which we say one line, and keeps its signal handlers."""
+    """Silence torch's agent, which logs what we say in one line, and restore the signal handlers that it replaces."""
     handlers = {number: signal.getsignal(number) for number in HANDLED_BY_AGENT}
     logging.disable(logging.CRITICAL)
     try:
@@ -138,7 +138,7 @@ def _quiet_and_restored() -> Iterator[None]:
 
 
 def end_at_once_when_told(launched: bool) -> None:
-    """Makes SIGINT, SIGTERM and SIGUSR1 end this rank even while its main thread waits for a peer inside a collective.
+    """Make SIGINT, SIGTERM and SIGUSR1 end this rank even while its main thread waits for a peer inside a collective.
 
     Python runs signal handlers between two bytecodes of the main thread, which a rank that waits in C++ never
     reaches. So the interpreter's C-level handler writes to a pipe, and a thread that reads it ends the process.
@@ -154,7 +154,7 @@ def end_at_once_when_told(launched: bool) -> None:
 
     def watch() -> None:
         while launcher is None or os.getppid() == launcher:
-            # Python writes the numbers of the signals that came.
+            # Python writes the numbers of the signals into the pipe.
             if select.select([read_end], [], [], 1.0)[0] and not set(os.read(read_end, 64)) <= _noted:
                 break
         _told.set()
@@ -173,18 +173,18 @@ def end_at_once_when_told(launched: bool) -> None:
 
 
 def leave_to_handlers(numbers: Sequence[int]) -> None:
-    """From now on these signals end this rank in their handlers' time: the program has set such."""
+    """Leave these signals to the program's own handlers from now on, which end the rank in their own time."""
     _noted.update(numbers)
 
 
 def alone(work: Callable[..., None], *args: Any) -> None:
-    """Do one rank's work; where it fails, say so and end at once, for the other ranks may be waiting for this one."""
+    """Do one rank's work; if it fails, say so and end at once, for other ranks may be waiting for this one."""
     try:
         work(*args)
     except InputError:
         raise
     except Exception as error:
-        if _told.is_set():  # what a save then meets is no news
+        if _told.is_set():  # this rank is being ended, and a save that fails then is no news
             threading.Event().wait()
         if isinstance(error, Error):
             print(f"zeroshard: rank {os.environ.get('RANK', '0')}: {one_line(error)}", file=sys.stderr, flush=True)
@@ -195,4 +195,4 @@ def alone(work: Callable[..., None], *args: Any) -> None:
 
 
 def _leave_it_to_the_watch(number: int, frame: FrameType | None) -> None:
-    """Python only writes to the wake-up pipe for signals that have a handler."""
+    """Do nothing: Python only writes to the wake-up pipe for signals that have a handler."""

@@ -1,4 +1,4 @@
-"""What this machine is, as far as it says so: what a file or tool that is not there would say is None.
+"""Facts about this machine, as far as its files and tools tell them; a fact without its file or tool is None.
 
 Nothing here is measured, and nothing raises: `zeroshard doctor` shows it beside the claims that it tries.
 """
@@ -34,7 +34,7 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def facts(folder: Path) -> dict[str, dict[str, Any]]:
-    """folder: on the disk that is asked about."""
+    """Collect all facts. folder: on the disk that is asked about."""
     return {
         "torch": torch_build(),
         "processor": cpu(),
@@ -60,7 +60,7 @@ def torch_build() -> dict[str, Any]:
 
 
 def cpu() -> dict[str, Any]:
-    """kind: equal on two machines whose libraries choose the same kernels."""
+    """Describe the processor. kind: equal on two machines whose libraries choose the same kernels."""
     nodes = {path.name: _text(path / "cpulist") for path in sorted(NODES.glob("node[0-9]*"))}
     return {
         "name": _name(),
@@ -79,7 +79,7 @@ def _name() -> str | None:
 
 
 def memory() -> dict[str, Any]:
-    """limit: what a container may take, or the machine with its swap. None for a limit: there is none."""
+    """Describe the memory. limit: what a container may take, or memory and swap. None for a limit: there is none."""
     return {
         "limit": _tried(launch.memory_of_machine),
         "available": _available(),
@@ -106,7 +106,7 @@ def _room(folder: Path) -> dict[str, int] | None:
 
 
 def accelerators() -> dict[str, Any]:
-    """topology: how the driver's own tool draws their connections."""
+    """Describe the accelerators. topology: their connections as the driver's own tool draws them."""
     found = device.accelerators()
     return {
         "kind": found[0].type if found else None,
@@ -118,7 +118,7 @@ def accelerators() -> dict[str, Any]:
 
 
 def disk(folder: Path) -> dict[str, Any]:
-    """direct: does its file system take reads and writes past the page cache?"""
+    """Describe a folder's disk. direct: does its file system take reads and writes past the page cache?"""
     kind, source = _mount(folder)
     block = Path("/sys/dev/block", _number(folder) or "")
     queue = next((path for path in (block / "queue", block.resolve().parent / "queue") if path.is_dir()), None)
@@ -139,7 +139,7 @@ def _number(folder: Path) -> str | None:
 
 
 def _mount(folder: Path) -> tuple[str | None, str | None]:
-    """The kind of its file system, and what that lies on."""
+    """Return the kind of a folder's file system, and the device that it lies on."""
     number = _number(folder)
     for line in (_text(MOUNTS) or "").splitlines():
         words, _, more = line.partition(" - ")
@@ -174,14 +174,14 @@ def _tried(ask: Callable[[], Any]) -> Any:
 
 
 def _said(words: list[str]) -> str | None:
-    """What a tool prints; None where it is not there, fails or hangs."""
+    """Return what a tool prints; None where it is not there, fails or hangs."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(words, capture_output=True, text=True, timeout=TOOL, check=True).stdout.rstrip()
     return None
 
 
 def lines(found: dict[str, dict[str, Any]]) -> Iterator[tuple[str, str]]:
-    """The same as (section, words), for people: what is not known is left out."""
+    """Yield the facts as (section, words), for people; unknown ones are left out."""
     from zeroshard.cli.screen import many, nbytes_text
 
     build, cpus, held, there, disks = (found[name] for name in ("torch", "processor", "memory", "accelerators", "disk"))

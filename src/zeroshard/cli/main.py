@@ -41,7 +41,7 @@ for command in (
 app.command("io-bench")(planning.io_bench)
 app.add_typer(looking.ckpt, name="ckpt")
 
-# What one rank of a command runs, started by that command: no commands of users, so that no suggestion names them.
+# Functions of the ranks that a command starts: not commands for users, so that no suggestion names them.
 RANKS = {
     "check-rank": "zeroshard.cli.check:check_rank",
     "explain-rank": "zeroshard.explain.build:capture_rank",
@@ -71,7 +71,7 @@ def main() -> None:
     for number in (signal.SIGINT, *launch.PREEMPTING):  # alike, and also where a shell's `&` has turned SIGINT off
         signal.signal(number, signal.default_int_handler)
     place = None
-    with contextlib.suppress(UserError):  # which a command says that needs to know
+    with contextlib.suppress(UserError):  # raised again by a command that needs the place
         place = Launch.from_environment()
     try:
         output.take_over()
@@ -93,13 +93,13 @@ def main() -> None:
         _say("interrupted; all ranks have ended", code)
     try:
         output.flush()
-    except OutputError as error:  # that there was no more to say than this
+    except OutputError as error:  # where nothing else went wrong, this is the exit code
         code = code or _left(error) or _say(error, launch.FAILED)
     sys.exit(code or 0)
 
 
 def _run(words: list[str]) -> Any:
-    """The exit code of a command, or of one rank of it."""
+    """Run a command, or one rank of it; return its exit code."""
     if len(words) == 2 and words[0] in RANKS:
         module, name = RANKS[words[0]].split(":")
         return getattr(importlib.import_module(module), name)(words[1])
@@ -108,7 +108,7 @@ def _run(words: list[str]) -> Any:
 
 
 def _refuse_empty(words: Sequence[str]) -> None:
-    """A variable of a shell that is not set: `--out "$RUN"` would be this folder, and other options their defaults."""
+    """Refuse empty arguments, as from an unset shell variable: `--out "$RUN"` would be this folder."""
     for before, word in zip(("", *words), words, strict=False):
         option, given, value = word.partition("=")
         if not word or (word.startswith("--") and given and not value):
@@ -117,7 +117,7 @@ def _refuse_empty(words: Sequence[str]) -> None:
 
 
 def _left(error: Error) -> int:
-    """`READER_LEFT` where the reader of a pipe has read enough: no failure, of which nothing is said; else 0."""
+    """Return `READER_LEFT` where a pipe's reader has read enough, which is no failure and not reported; else 0."""
     return launch.READER_LEFT if isinstance(error, OutputError) and error.left else 0
 
 

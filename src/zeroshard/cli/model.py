@@ -59,7 +59,7 @@ def _initialise(module: nn.Module) -> None:
 
 
 def demo_job() -> dict[str, Any]:
-    """The demo's model as a job: `zeroshard plan zeroshard.cli.model:demo_job --ranks 2 --check`. Bytes are random."""
+    """Make the demo's model a job, on random bytes: `zeroshard plan zeroshard.cli.model:demo_job --ranks 2 --check`."""
     shape = SIZES["tiny"]
 
     def batch(step: int, index: int) -> Tensor:
@@ -91,7 +91,7 @@ class GPT(nn.Module):
                 nn.init.zeros_(weight)
 
     def forward(self, x_BT: Tensor, y_BT: Tensor | None = None) -> Tensor:
-        """The mean cross-entropy of `y_BT` after `x_BT`, or the logits (B, T, V) where there is no `y_BT`."""
+        """Return the mean cross-entropy of `y_BT` after `x_BT`, or the logits (B, T, V) where there is no `y_BT`."""
         x_BTD = self.bytes(x_BT) + self.places.weight[: x_BT.shape[1]]
         for block in self.blocks:
             x_BTD = block(x_BTD)
@@ -104,7 +104,7 @@ class GPT(nn.Module):
 
 @torch.no_grad()
 def complete_line(model: GPT, prompt: str, *, most: int, temperature: float, generator: torch.Generator) -> str:
-    """`prompt` continued with sampled bytes to the end of its line, or to `most` bytes in all."""
+    """Continue `prompt` with sampled bytes to the end of its line, or to `most` bytes in all."""
     line = list(prompt.encode())
     while len(line) < most and line[-1] != ord("\n"):
         x_1T = torch.tensor([line[-model.context :]])

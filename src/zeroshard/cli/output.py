@@ -1,4 +1,4 @@
-"""Standard output and standard error: the one place where what cannot be written becomes an error with a name.
+"""Standard output and standard error: the one place where a failed write becomes an error that names its stream.
 
 zeroshard plan > /dev/full    zeroshard: standard output cannot be written: No space left on device     exit code 1
 zeroshard plan | head -1      nothing is said, as by any program whose reader has read enough          exit code 141
@@ -21,7 +21,7 @@ PLAIN = {"█": "@", "▓": "%", "▒": "+", "░": "-", "━": "=", "─": "-",
 
 
 class OutputError(Error):
-    """A stream cannot be written. An `OSError` may be about any file, and Rich ends the program where a pipe ends."""
+    """A stream cannot be written: an `OSError` could be about any file, and Rich ends the program where a pipe ends."""
 
     def __init__(self, name: str, number: int) -> None:
         super().__init__(f"standard {name} cannot be written: {os.strerror(number)}")
@@ -29,7 +29,7 @@ class OutputError(Error):
 
 
 class _Stream(io.FileIO):
-    """A descriptor that stays open. What comes after a failure is dropped: Python flushes its streams as it ends."""
+    """A descriptor that stays open. Writes after a failure are dropped, for Python flushes its streams as it ends."""
 
     def __init__(self, name: str, descriptor: int) -> None:
         super().__init__(descriptor, "w", closefd=False)
@@ -40,7 +40,7 @@ class _Stream(io.FileIO):
             return len(data)
         rest = memoryview(data).cast("B")
         try:
-            while rest:  # where there is no buffer above, nobody else writes the rest
+            while rest:  # without a buffer above, nothing else writes the rest
                 if (written := super().write(rest)) is None:  # the reader is behind, and the stream does not wait
                     select.select([], [self], [])
                 rest = rest[written or 0 :]

@@ -30,7 +30,7 @@ MORE_LOOKS = (("▒", "magenta"), ("░", "green"), ("#", "blue"), ("=", "bright
 
 
 def show_plan(*, as_json: bool, exact: bool = False, **settings: Any) -> None:
-    """Plan, and print. Raises `InputError`, one line, for what cannot be planned."""
+    """Plan and print. Raises `InputError`, one line, for what cannot be planned."""
     _one_model(settings)
     found = _planned(settings)
     if as_json:
@@ -66,7 +66,7 @@ def answer(settings: dict[str, Any]) -> None:
 
 
 def _blocks(text: str) -> int | dict[str, int]:
-    """What --align says: a number, or "*.experts.*=256,*.out.weight=128"."""
+    """Parse --align: a number, or "*.experts.*=256,*.out.weight=128"."""
     parts = [each.rpartition("=") for each in text.split(",")]
     if any(not number.isdecimal() for _, _, number in parts) or (len(parts) > 1 and not all(each[1] for each in parts)):
         raise InputError(f"--align takes a number, or PATTERN=NUMBER with commas between; got {text!r}")
@@ -96,12 +96,12 @@ def _one_model(settings: dict[str, Any]) -> None:
 
 
 def _places(settings: dict[str, Any]) -> dict[str, str]:
-    """Takes --offload and its like out of the settings."""
+    """Take --offload and its like out of the settings; return {state: where it rests}."""
     return places(settings.pop("offload", ""), **{state: settings.pop(f"offload_{state}", "") for state in STATES})
 
 
 def check_plan(*, as_json: bool, text: str | None, **settings: Any) -> int:
-    """`--check`: the exit code. Only what a run can be asked is accepted."""
+    """Run `--check`; return its exit code. Refuses options that a run does not have."""
     from zeroshard.cli.check import Check, check
 
     job, stage = settings["job"], settings["stage"]
@@ -146,7 +146,7 @@ def check_plan(*, as_json: bool, text: str | None, **settings: Any) -> int:
 
 
 def show_text(letter: str, *, as_json: bool) -> None:
-    """One source text's tables, each line with the text's own number."""
+    """Print one source text's tables, each line with the text's own number."""
     try:
         found = text(letter)
     except UserError as error:
@@ -203,7 +203,7 @@ def _looks(found: Plan) -> dict[str, tuple[str, str]]:
 
 
 def _bar(stage: StagePlan, looks: dict[str, tuple[str, str]], longest: int) -> Styled:
-    """Characters in proportion to bytes; each state ends where its running sum does, so that the sum is right."""
+    """Draw characters in proportion to bytes. Each state ends where its running sum does, so the total is right."""
     bar, nbytes, drawn = Styled(), 0, 0
     for state, more in {**stage.states, PASSING: stage.most - stage.device}.items():
         nbytes += more
@@ -308,7 +308,7 @@ def _peaks(found: Plan, amount: Amount) -> None:
 
 
 def _budget(nbytes: int, amount: Amount) -> str:
-    """`85.90 GB (80.00 GiB)`."""
+    """Write a budget: `85.90 GB (80.00 GiB)`."""
     here, binary = amount.both(nbytes)
     return f"{here} {amount.unit} ({binary} {amount.units[1]})"
 

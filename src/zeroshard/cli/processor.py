@@ -11,7 +11,7 @@ INSTRUCTIONS = {"avx512_bf16", "amx_bf16", "bf16"}  # x86's, x86's for tiles, AR
 
 
 def computes_bf16() -> bool | None:
-    """None where the system does not say."""
+    """Tell whether the processor computes in bf16; None where the system does not say."""
     try:
         lines = [line.partition(":") for line in CPUINFO.read_text().splitlines()]
     except OSError:
@@ -21,7 +21,7 @@ def computes_bf16() -> bool | None:
 
 
 def kind() -> str:
-    """Tell apart processors for which libraries choose other kernels; empty where the system does not say."""
+    """Return a word that differs where libraries choose other kernels; empty where the system does not say."""
     names = ("vendor_id", "cpu family", "model", "flags", "CPU implementer", "CPU part", "Features")
     try:
         first = CPUINFO.read_text().partition("\n\n")[0]
@@ -33,7 +33,7 @@ def kind() -> str:
 
 
 def slow(precision: str, device: str = "cpu") -> str:
-    """What to say where a run in this precision takes much longer than it need; else nothing."""
+    """Return a warning if a run in this precision takes much longer here than in fp32; else an empty text."""
     if device != "cpu" or not precision.startswith("bf16") or computes_bf16() is not False:
         return ""
     return (

@@ -1,4 +1,4 @@
-"""What `zeroshard verify` is asked, and the grid of configurations that follows from it.
+"""The question to `zeroshard verify`, and the grid of configurations that follows from it.
 
 Imports no torch: bad input and `--help` are answered before anything slow is loaded.
 """
@@ -63,7 +63,7 @@ class Configuration(NamedTuple):
 
 @dataclass(frozen=True)
 class Question:
-    """The settings of `zeroshard verify`, one field per option; `buffers` is found out by the plain run."""
+    """The settings of `zeroshard verify`, one field per option; the plain run finds `buffers`."""
 
     job: str
     ranks: tuple[int, ...]
@@ -126,12 +126,14 @@ class Question:
     # --- the grid ---------------------------------------------------------------------------------------------------
 
     def copies(self, ranks: int) -> list[int]:
-        """The numbers of replicas that divide so many ranks."""
+        """List the numbers of replicas that divide so many ranks."""
         return [count for count in self.replicas if ranks % count == 0]
 
     def meshes(self, ranks: int) -> list[tuple[int, int, str]]:
-        """(stage, replicas, over which ranks the optimizer is sharded). Over all is nothing of its own of one replica,
-        nor at stage 0."""
+        """List (stage, replicas, over which ranks the optimizer is sharded).
+
+        Over all is left out where it is no different: with one replica, and at stage 0.
+        """
         return [
             (stage, count, over)
             for count in self.copies(ranks)
@@ -141,7 +143,7 @@ class Question:
         ]
 
     def configurations(self, ranks: int) -> list[Configuration]:
-        """What `ranks` ranks run, in the order of the grid's rows; the last may be the elastic one."""
+        """List what `ranks` ranks run, in the order of the grid's rows; the last may be the elastic one."""
         meshes = self.meshes(ranks)
         grid = [
             Configuration(stage, bucket, overlap, self.accumulate, ranks, replicas=count, over=over)
@@ -149,7 +151,7 @@ class Question:
             for bucket in self.buckets
             for overlap in (True, False)
         ]
-        # In the smallest buckets asked for: then there are more than a file of states has buffers.
+        # In the smallest buckets asked for: then there are more buckets than a file of states has buffers.
         grid += [
             Configuration(stage, self.buckets[-1], True, self.accumulate, ranks, tier, count, over)
             for tier in self.tiers
@@ -163,7 +165,7 @@ class Question:
         return grid
 
     def rows(self) -> list[Configuration]:
-        """Of the grid: what any number of ranks runs, but for the elastic one."""
+        """List the grid's rows: all configurations of any number of ranks, but for the elastic one."""
         each = [self.configurations(ranks) for ranks in sorted(self.ranks, reverse=True)]
         return list(
             dict.fromkeys(
@@ -175,7 +177,7 @@ class Question:
         )
 
     def masters_alone(self, configuration: Configuration) -> bool:
-        """Where parameters are sharded on the device only their masters rest, and nothing is split."""
+        """Tell whether only masters rest of sharded parameters on the device, so that nothing is split."""
         place = placements(configuration.stage, spread=configuration.over == "all")
         return place.together and configuration.tier == "device"
 
@@ -192,11 +194,11 @@ class Question:
 
     @property
     def baseline(self) -> Configuration:
-        """What the others are compared with where one plain process is no reference."""
+        """The configuration that others are compared with where one plain process is no reference."""
         return Configuration(0, self.buckets[0], False, self.accumulate, 0)
 
     def reference(self, ranks: int) -> str:
-        """Rank 0's buffers go to all ranks before a forward, which one process has no counterpart for."""
+        """Name the reference: stage 0 if training changes buffers, which one process cannot share as ranks do."""
         return "stage 0" if self.buffers and ranks > 1 else "plain PyTorch"
 
     # --- the folder the driver and its ranks share ------------------------------------------------------------------
@@ -211,7 +213,7 @@ class Question:
         return cls(**known)
 
     def folder_of(self, folder: Path, ranks: int) -> Path:
-        """Losses and weights of every step that `ranks` ranks must arrive at."""
+        """Return the folder of the losses and weights that `ranks` ranks must arrive at, step by step."""
         return folder / f"plain-{ranks}"
 
     def results(self, folder: Path, ranks: int) -> Path:
@@ -223,12 +225,12 @@ def _is_power_of_two(number: int) -> bool:
 
 
 def words(text: str) -> tuple[str, ...]:
-    """`"cpu,nvme"` -> ("cpu", "nvme"), each once."""
+    """Split `"cpu,nvme"` -> ("cpu", "nvme"), each once."""
     return tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
 
 
 def whole_numbers(option: str, text: str) -> tuple[int, ...]:
-    """`"2,3,4"` -> (2, 3, 4), each once."""
+    """Parse `"2,3,4"` -> (2, 3, 4), each once."""
     found: list[int] = []
     for word in text.split(","):
         try:
@@ -239,7 +241,7 @@ def whole_numbers(option: str, text: str) -> tuple[int, ...]:
 
 
 def bucket_sizes(text: str) -> tuple[str, ...]:
-    """`"24,small"` -> ("24", "small"), each once."""
+    """Check and split `"24,small"` -> ("24", "small"), each once."""
     found: list[str] = []
     for word in text.split(","):
         word = word.strip()

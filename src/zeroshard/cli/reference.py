@@ -1,4 +1,4 @@
-"""What zeroshard must equal, in plain PyTorch and without a line of zeroshard.
+"""The training that zeroshard must equal, in plain PyTorch and without a line of zeroshard.
 
 One process runs the micro-batches `a * world + rank` one after the other (a counts the backwards of a step), lets torch
 add the gradients up in `p.grad`, divides once by the number of ranks, clips, and steps. `accumulate` does that for
@@ -36,7 +36,7 @@ LOW = (torch.bfloat16, torch.float16)
 
 @dataclass
 class History:
-    """What a run leaves beside the weights: losses[step][index] (loop: this rank's own), norms[step] if it clipped."""
+    """A run's record beside the weights: losses[step][index] (`loop`: this rank's own), norms[step] if it clipped."""
 
     losses: list[list[float]] = field(default_factory=list)
     norms: list[Tensor] = field(default_factory=list)
@@ -62,7 +62,7 @@ class Several:
 
 
 def as_one(made: Any) -> Any:
-    """An optimizer as it is, a list or tuple of them as one."""
+    """Return an optimizer as it is, a list or tuple of them as one."""
     return Several(made) if isinstance(made, (list, tuple)) else made
 
 
@@ -122,12 +122,12 @@ def accumulate_with_masters(
     rounded: Callable[[str, Tensor], Tensor] = lambda name, master: master,
     sent: Callable[[str, Tensor], Tensor] = lambda name, gradient: gradient,
 ) -> tuple[History, dict[str, Tensor]]:
-    """The same in `dtype`: each backward's gradient is added in fp32, fp32 masters step, parameters are their cast.
+    """Train in `dtype`: each backward's gradient is added in fp32, fp32 masters step, parameters are their cast.
 
     Casts the model in place (floating parameters of other dtypes too; buffers stay) and returns the masters by name.
     With `dtype=None` each parameter keeps its own, and those of 32 bits and more are their own masters' equals.
-    rounded: what a parameter is the cast of, by name and master, such as `in_8_bits`. sent: what arrives of a gradient,
-    such as `in_codes`.
+    rounded: rounds a master, by name, before it is cast to its parameter, such as `in_8_bits`. sent: rounds a gradient,
+    by name, as messages do, such as `in_codes`.
     """
     names = {name: parameter for name, parameter in model.named_parameters() if parameter.is_floating_point()}
     masters = {}
@@ -166,7 +166,7 @@ def accumulate_with_masters(
 
 
 def in_8_bits(master: Tensor) -> Tensor:
-    """The nearest numbers of 8 bits, at a scale at which the largest one fits, as `Precision(fp8=...)` has them."""
+    """Round to the nearest numbers of 8 bits, at a scale that the largest one fits, as `Precision(fp8=...)` does."""
     most = float(master.abs().max())
     if not math.isfinite(most):
         return torch.full_like(master, math.nan)
@@ -176,7 +176,7 @@ def in_8_bits(master: Tensor) -> Tensor:
 
 
 def in_codes(name: str, gradient: Tensor) -> Tensor:
-    """What codes of 8 bits with a scale for each 128 elements keep of a gradient, as `Comm(reduce="int8")` sends them.
+    """Round a gradient to codes of 8 bits with a scale for each 128 elements, as `Comm(reduce="int8")` sends it.
 
     An element is rounded up where its remainder and 16 bits of a hash, and a half, come to 2^16 or more.
     """
@@ -220,7 +220,7 @@ def loop(
     before_step: Callable[[int], None] | None = None,
     after_step: Callable[[int], None] | None = None,
 ) -> History:
-    """The plain loop of one rank, as a user writes it: nothing in it knows that the model is sharded."""
+    """Run the plain loop of one rank, as a user writes it: nothing in it knows that the model is sharded."""
     history = History()
     for step in range(first_step, first_step + steps):
         losses = []
@@ -243,7 +243,7 @@ def loop(
 def clip_(
     gradients: list[Tensor], limit: float, norm: Norm = torch.nn.utils.get_total_norm, norm_type: float = 2.0
 ) -> Tensor:
-    """torch's clip_grad_norm_ with the norm taken by `norm`: scale by limit / (norm + 1e-6), never up."""
+    """Clip as torch's clip_grad_norm_ with the norm taken by `norm`: scale by limit / (norm + 1e-6), never up."""
     total = norm(gradients, norm_type)
     scale = torch.clamp(limit / (total + 1e-6), max=1.0)
     for gradient in gradients:
@@ -252,12 +252,12 @@ def clip_(
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    """A copy of all parameters, each name of a tied one included."""
+    """Copy all parameters, each name of a tied one included."""
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters(remove_duplicate=False)}
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """The tensor as integers, so that == tells -0.0 from 0.0 and a NaN equals itself."""
+    """View a tensor as integers, so that == tells -0.0 from 0.0 and a NaN equals itself."""
     tensor = tensor.detach().contiguous().reshape(-1)
     return (
         tensor
@@ -267,7 +267,7 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def first_difference(got: dict[str, Tensor], want: dict[str, Tensor]) -> str:
-    """Empty if both hold the same names and `first_unequal` finds nothing, else one line on the first difference."""
+    """Return one line on the first difference; empty if the names are the same and `first_unequal` finds nothing."""
     if got.keys() != want.keys():
         return f"names differ: {sorted(got.keys() ^ want.keys())}"
     for name, tensor in want.items():
@@ -278,7 +278,7 @@ def first_difference(got: dict[str, Tensor], want: dict[str, Tensor]) -> str:
 
 
 def first_unequal(got: Tensor, want: Tensor) -> tuple[int, str, str, str] | None:
-    """Element, both values, and how many differ; NaN equals NaN, and -0.0 is not 0.0."""
+    """Find the first unequal element: (index, both values, how many differ). NaN equals NaN, -0.0 is not 0.0."""
     got, want = got.detach().cpu(), want.detach().cpu()
     if (got.dtype, got.shape) != (want.dtype, want.shape):
         return 0, f"{got.dtype} {tuple(got.shape)}", f"{want.dtype} {tuple(want.shape)}", "another kind of tensor"
@@ -310,7 +310,7 @@ def norm_of_tensor(gradient: Tensor, order: float = 2.0, block: int = BLOCK) -> 
 
 
 def _power(x: Tensor, order: float) -> Tensor:
-    """x^order by products and square roots: one of each for every binary digit of the order."""
+    """Compute x^order by products and square roots: one of each for every binary digit of the order."""
     result, at = torch.ones_like(x), x
     for digit in reversed(f"{int(order):b}"):
         result, at = result * at if digit == "1" else result, at * at
@@ -322,13 +322,13 @@ def _power(x: Tensor, order: float) -> Tensor:
 
 
 def _rounded(number: float) -> float:
-    """To 24 bits."""
+    """Round to 24 bits."""
     mantissa, exponent = math.frexp(number)
     return math.ldexp(round(mantissa * 2**24), exponent - 24) if math.isfinite(number) else number
 
 
 def total_norm(gradients: Iterable[Tensor], order: float = 2.0, block: int = BLOCK) -> Tensor:
-    """The global norm; what `accumulate` takes as its `norm`."""
+    """Compute the global norm, as a `norm` for `accumulate`."""
     norms = [norm_of_tensor(gradient, order, block) for gradient in gradients]
     return torch.as_tensor(torch.linalg.vector_norm(torch.stack(norms), order))
 

@@ -1,4 +1,4 @@
-"""`zeroshard train --resume`: which settings a run goes on with. Without torch, so that bad input is answered at once.
+"""`zeroshard train --resume`: the settings that a run goes on with. No torch, so that bad input is answered at once.
 
 A checkpoint of `zeroshard train` keeps its run's settings. What decides the losses stays as it was, and an option that
 says otherwise is refused: the model's size, the data, the seed, the batch, the rate, the precision, what gradients are
@@ -24,7 +24,7 @@ TIERS = tuple(f"offload_{state}" for state in STATES)  # and these
 
 
 def run_of(resume: str) -> Path | None:
-    """The run's folder that --resume names or that its checkpoint lies in."""
+    """Find the run's folder that --resume names or that its checkpoint lies in."""
     path = Path(resume)
     if (path / CHECKPOINTS).is_dir():
         return path
@@ -32,7 +32,7 @@ def run_of(resume: str) -> Path | None:
 
 
 def read(resume: str) -> dict[str, Any]:
-    """The settings in a checkpoint, or in the newest one of a run that has any."""
+    """Read the settings in a checkpoint, or in the newest one of a run that has any."""
     path = Path(resume)
     if (path / MANIFEST).exists():
         found = [path]
@@ -50,7 +50,7 @@ def read(resume: str) -> dict[str, Any]:
 
 
 def _settings(folder: Path) -> tuple[tuple[int, int], dict[str, Any]] | None:
-    """What train saved along, and which checkpoint is later. The ranks check every byte when they load it."""
+    """Return (key to sort by age, train's settings); None if unreadable. Ranks check every byte as they load it."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["manifest"]
         settings: dict[str, Any] = _unplain(dict(manifest["extra"]["map"])["run"])
@@ -60,7 +60,7 @@ def _settings(folder: Path) -> tuple[tuple[int, int], dict[str, Any]] | None:
 
 
 def _unplain(told: Any) -> Any:
-    """Dicts and lists as a manifest spells them: {"map": [[key, value], ...]}, {"list": [...]}."""
+    """Rebuild dicts and lists from a manifest's {"map": [[key, value], ...]} and {"list": [...]}."""
     if not isinstance(told, dict):
         return told
     ((kind, inner),) = told.items()
@@ -68,7 +68,7 @@ def _unplain(told: Any) -> Any:
 
 
 def settle(resume: str, options: Mapping[str, Any], given: frozenset[str], ranks: int | None) -> dict[str, Any]:
-    """The settings to go on with: the stopped run's, but for what is `given`. ranks: as started or asked, if so."""
+    """Merge the stopped run's settings with those `given`. ranks: those of torchrun or of --ranks; None: as before."""
     before: dict[str, Any] = {"grad_dtype": "fp32", "reduce": "ordered", "recompute": False} | read(resume)
     for name in FIXED:
         if name in given and not {options[name], before[name]} <= ALIKE and options[name] != before[name]:

@@ -1,4 +1,4 @@
-"""Everything a run shows: opening lines, live progress, tables of bytes. On a terminal or in a log alike."""
+"""Everything that a run shows: opening lines, live progress, tables of bytes, on a terminal or in a log alike."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _unwrapped = Console(highlight=False, width=1000)  # a log wants its lines whole
 
 
 def nbytes_text(nbytes: float) -> str:
-    """`2097152` -> `2.00 MiB`; exact below one KiB."""
+    """Write bytes: `2097152` -> `2.00 MiB`; exact below one KiB."""
     if nbytes < 1024:
         return f"{nbytes:.0f} B"
     power = min(int(math.log2(nbytes)) // 10, 3)
@@ -43,19 +43,19 @@ class Amount:
         self.units = (self.unit, f"{letter or 'G'}iB")  # of `both`
 
     def __call__(self, nbytes: int) -> str:
-        """`38.50`; a little that would be 0.00 is shown as what it is less than."""
+        """Write bytes in the unit: `38.50`; `< 0.01` for what would be 0.00."""
         if not self.power or not nbytes:
             return f"{nbytes:,}"
         text = f"{nbytes / 1000**self.power:,.2f}"
         return "< 0.01" if nbytes and text.strip("-") == "0.00" else text
 
     def both(self, nbytes: int) -> tuple[str, str]:
-        """And in powers of 1024."""
+        """Write bytes in the unit, and in the like power of 1024."""
         return self(nbytes), f"{nbytes / 1024 ** (self.power or 3):,.2f}"
 
 
 def shown(told: Any) -> Any:
-    """What came out of a file, in whatever containers, as it may be printed: no character of it steers the terminal."""
+    """Make texts from a file, in any containers, safe to print: no character of them steers the terminal."""
     if isinstance(told, str):
         return visible(told).replace("\n", "\\n")
     if isinstance(told, Mapping):
@@ -72,7 +72,7 @@ def ranks_text(ranks: int) -> str:
 
 
 def say(line: str) -> None:
-    """One line, never wrapped: logs and `grep` want it whole."""
+    """Print one line, never wrapped: logs and `grep` want it whole."""
     console.print(line, soft_wrap=True)
 
 
@@ -119,7 +119,7 @@ class Live:
 
 
 def ledger(ranks: Sequence[Mapping[str, Any]], steps: int) -> None:
-    """Both tables, and whether the prediction held; `ranks` as in `ledger.json`."""
+    """Print the tables of bytes and messages, and whether the prediction held; `ranks` as in `ledger.json`."""
     console.print()
     console.print(_bytes_table(ranks))
     off = [f"{state} of rank {rank}" for rank, entry in enumerate(ranks) for state in _off(entry)]
@@ -140,7 +140,7 @@ def closing(
     checkpoint: Path,
     run: Path,
 ) -> None:
-    """Four lines about a run that has ended, and the next command; `ranks` as in `ledger.json`."""
+    """Print four lines about a run that has ended, and the next command; `ranks` as in `ledger.json`."""
     held = [sum(entry["held"].get(state, 0) for state in entry["predicted"]) for entry in ranks]
     sent = sum(ranks[0]["traffic"].get(verb, {"sent": 0})["sent"] for verb in TRAVELS)
     off = [f"{state} of rank {rank}" for rank, entry in enumerate(ranks) for state in _off(entry)]
@@ -160,7 +160,7 @@ def closing(
 
 
 def _bytes_table(ranks: Sequence[Mapping[str, Any]]) -> Table:
-    """What each rank was predicted to hold, holds at rest, and held at its peak."""
+    """Make the table of what each rank was predicted to hold, holds at rest, and held at its peak."""
     table = new_table("Model state per rank, in bytes", "rank", "state", "predicted", "held", "peak")
     for rank, entry in enumerate(ranks[:RANKS_SHOWN]):
         predicted, held, peak = entry["predicted"], entry["held"], entry["peak"]
@@ -179,7 +179,7 @@ def _bytes_table(ranks: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _traffic_table(traffic: Mapping[str, Mapping[str, int]], steps: int) -> Table:
-    """What rank 0 moved in the whole run, by verb."""
+    """Make the table of what rank 0 moved in the whole run, by verb."""
     table = new_table("Bytes moved by rank 0", "verb", "calls", "logical", "sent", "sent + received", "sent per step")
     for verb, moved in traffic.items():
         columns = ("calls", "logical", "sent", "sent_and_received")
@@ -188,7 +188,7 @@ def _traffic_table(traffic: Mapping[str, Mapping[str, int]], steps: int) -> Tabl
 
 
 def _beside(ranks: Sequence[Mapping[str, Any]]) -> str:
-    """What ranks hold beside what is predicted: the map for the norm, which is made when a norm is first asked for."""
+    """Say what ranks hold that is not predicted: the map for the norm, made when a norm is first asked for."""
     more: dict[str, int] = {}
     for entry in ranks:
         for state in entry["held"].keys() - entry["predicted"].keys():
@@ -222,14 +222,14 @@ LEFT = {
 
 
 def wide(table: Table) -> None:
-    """A blank line and a table, its rows never wrapped."""
+    """Print a blank line and a table, its rows never wrapped."""
     _unwrapped.print()
     _unwrapped.print(table)
 
 
 def new_table(title: str, *columns: str) -> Table:
-    """Words to the left, numbers to the right, no lines around."""
-    # As wide as it is: Rich would wrap a title at the width of its table.
+    """Make a table: words to the left, numbers to the right, no lines around."""
+    # Unbroken: Rich would wrap a title at the width of its table.
     unbroken = Text(title, style="bold not italic", no_wrap=True, overflow="ignore")
     table = Table(title=unbroken, title_justify="left", header_style="dim", box=None, pad_edge=False)
     for column in columns:

@@ -1,4 +1,4 @@
-"""What a plan says of messages, as tables: passes, links, replicas, and which of them take least time."""
+"""Tables of a plan's messages: passes, links, replicas, and the ways that take least time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def show(table: Table) -> None:
 
 
 def traffic(found: Plan, amount: Amount) -> None:
-    """What a step moves, and over which links."""
+    """Print what a step moves, and over which links."""
     backwards = f"{found.accumulate} backward" + ("s" if found.accumulate > 1 else "")
     how = f"{backwards}, no_sync" if found.no_sync else backwards
     table = screen.new_table(
@@ -55,7 +55,7 @@ def traffic(found: Plan, amount: Amount) -> None:
 
 
 def replicas(found: Plan, amount: Amount) -> None:
-    """What several replicas take and send, beside one."""
+    """Print what several replicas hold and send, compared with one."""
     copies = found.replicas
     assert copies is not None
     named = "1 replica" if copies.replicas == 1 else f"{copies.replicas} replicas"
@@ -96,7 +96,7 @@ def replicas(found: Plan, amount: Amount) -> None:
 
 
 def ways(found: Plan, compared: Ways, amount: Amount) -> None:
-    """How the ranks can share the model, and which way is recommended, and why."""
+    """Print the ways in which ranks can share the model, and which is recommended, and why."""
     machine, nodes = compared.machine, compared.nodes
     what = "at rest" if found.stages[0].peak is None else "at the peak"
     table = screen.new_table(

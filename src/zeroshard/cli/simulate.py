@@ -114,8 +114,8 @@ def _copies(ranks: int, replicas: int) -> str:
 
 
 def clock(run: Simulation, cluster: Machine, *, ordered: bool) -> timeline.Timeline:
-    """A simulated step on the clock."""
-    # Of what the device holds: what is updated elsewhere the CPU updates, and no clock here knows how fast.
+    """Put a simulated step on the clock."""
+    # Only what the device holds: the CPU updates states that rest elsewhere, and no clock here knows how fast.
     held = {state: n for state, n in run.ledger.tiers.get(DEVICE, {}).items() if state not in (*PASSING, "parameters")}
     sits = seat(run.rank, run.ranks, run.zero.replicas)
     return timeline.replay(
@@ -127,7 +127,7 @@ def clock(run: Simulation, cluster: Machine, *, ordered: bool) -> timeline.Timel
 
 
 def natively(run: Simulation, cluster: Machine) -> timeline.Timeline:
-    """The same step as if the backend added: what is added on its way travels as wide as it is accumulated."""
+    """Put the step on the clock as if the backend added: reductions travel in the accumulator's dtype then."""
     wider = {
         bucket.index: Fraction(buffer.grad_dtype.itemsize, buffer.reduce_dtype.itemsize)
         for bucket, buffer in zip(run.zero.partition.buckets, run.zero._engine.buffers, strict=True)
@@ -143,7 +143,7 @@ def natively(run: Simulation, cluster: Machine) -> timeline.Timeline:
 def _told(
     run: Simulation, cluster: Machine, line: timeline.Timeline, offload: Offload | None, *, comparable: bool
 ) -> dict[str, Any]:
-    """All of one rank; comparable: it could have the backend's own reduction too."""
+    """Report on one rank, with its tiers if offloaded. comparable: could it have the backend's own reduction too?"""
     tiers = {} if offload is None else {"tiers": at_rest(run.ledger), "files": moved(run)}
     return report(run, cluster, line, natively(run, cluster) if comparable else None) | tiers
 
@@ -151,7 +151,7 @@ def _told(
 def report(
     run: Simulation, cluster: Machine, line: timeline.Timeline, native: timeline.Timeline | None
 ) -> dict[str, Any]:
-    """Everything the command tells of one rank, as plain numbers; bytes are integers, times seconds.
+    """Report on one rank in plain numbers; bytes are integers, times seconds.
 
     native: the same step with the backend's own reduction, where it could have it.
     """
@@ -210,7 +210,7 @@ def report(
 
 
 def at_rest(ledger: Ledger) -> dict[str, dict[str, int]]:
-    """{tier: {state: bytes}}, with the buffers through which files are read and written."""
+    """Return {tier: {state: bytes}}, with the buffers through which files are read and written."""
     passing = set(PASSING) - {"staging"}
     return {
         tier: {state: n for state, n in ledger.tiers.get(tier, {}).items() if n and state not in passing}
@@ -219,20 +219,20 @@ def at_rest(ledger: Ledger) -> dict[str, dict[str, int]]:
 
 
 def moved(run: Simulation) -> dict[str, int]:
-    """Bytes that the last step read from files and wrote to them."""
+    """Count the bytes that the last step read from files and wrote to them."""
     before = [event for event in run.events if event.verb == "step"][-1 - run.steps]
     last = [event for event in run.events if event.start > before.end]
     return {verb: sum(event.logical for event in last if event.verb == verb) for verb in ("read", "write")}
 
 
 def saved(zero: Zero) -> dict[str, int]:
-    """What `zero.save` would write: files in all, this rank's tensors and their bytes, without headers."""
+    """Count what `zero.save` would write: files in all, this rank's tensors and their bytes, without headers."""
     sizes = [piece.tensor.numel() * piece.tensor.itemsize for piece in pieces(zero._engine.model_state())]
     return {"files": zero.world_size + 1, "tensors": len(sizes), "bytes": sum(sizes)}
 
 
 def balance(zero: Zero) -> dict[str, Any]:
-    """How evenly the layout shares the model: padding, the fullest and emptiest rank, ranks without a part."""
+    """Measure how evenly the layout shares the model: padding, the fullest and emptiest rank, empty shards."""
     buckets = zero.partition.buckets
     elements = [mine.shard for mine in owned(zero.partition, zero._engine.group.along.seat)]
     padding = sum(bucket.padding * zero.dtypes(bucket).param.itemsize for bucket in buckets)
@@ -270,7 +270,7 @@ def _show(found: dict[str, Any]) -> None:
     table = screen.new_table("Collectives of one step", "verb", "calls", "logical", "sent", "sent + received")
     for verb, moved in found["traffic"].items():
         if verb in ("relay", "share") and not moved["calls"]:
-            continue  # of one replica
+            continue  # there is one replica
         cells = (f"{moved[column]:,}" for column in ("logical", "sent", "sent_and_received"))
         table.add_row(verb, f"{moved['calls']:g}", *cells)
     screen.console.print(table)
@@ -333,6 +333,6 @@ def _show_tiers(tiers: dict[str, dict[str, int]], files: dict[str, int]) -> None
 
 
 def _seconds(seconds: float) -> str:
-    """`0.00123` -> `1.23 ms`."""
+    """Write seconds: `0.00123` -> `1.23 ms`."""
     factor, unit = (1, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "us")
     return f"{seconds * factor:.4g} {unit}"

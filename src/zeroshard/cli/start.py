@@ -1,4 +1,4 @@
-"""Starting a run of `zeroshard train`: as one of torchrun's ranks, as the only rank, or by starting ranks."""
+"""The start of a run of `zeroshard train`: as one of torchrun's ranks, as the only rank, or by starting ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def run_training(config: RunConfig, place: Launch | None) -> int:
-    """The exit code. Ranks that are started come back here as torchrun's."""
+    """Run a training; return its exit code. Ranks that are started come back here as torchrun's."""
     from zeroshard.cli.data import make_writable, read_corpus  # numpy, which `plan` does not wait for
 
     if place is None:
@@ -36,7 +36,7 @@ def run_training(config: RunConfig, place: Launch | None) -> int:
 
 
 def run_beside(config: RunConfig) -> int:
-    """The same in ranks of their own, also where there is only one."""
+    """Run a training in ranks of their own, even if there is only one; return the exit code."""
     from zeroshard.cli.data import make_writable, read_corpus
 
     launch.check_ranks(config.ranks)
@@ -47,7 +47,7 @@ def run_beside(config: RunConfig) -> int:
 
 
 def show_header(config: RunConfig, corpus: Corpus) -> None:
-    """What will be run, said at once."""
+    """Print what will be run, before anything slow is loaded."""
     from zeroshard.cli import screen
 
     shape = config.shape

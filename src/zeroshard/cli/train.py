@@ -33,12 +33,12 @@ from zeroshard.explain.run import record_step
 from zeroshard.planner import predict_states
 
 CLIP = 1.0
-RECORDED = 2  # steps are recorded, and the later one explained: the first gathers before anybody knows in what order
+RECORDED = 2  # steps are recorded, the later is explained: the first gathers before the order is known
 EXCHANGE_EVERY = 10  # steps between two exchanges of losses; the ranks run on without each other's in between
 
 
 def train(config: RunConfig, launch: Launch, corpus: Corpus) -> int:
-    """The exit code: `INTERRUPTED` where a signal made it save before its last step."""
+    """Train on one rank; return the exit code, `INTERRUPTED` where a signal made it save before its last step."""
     device = _pick_device(config.device, launch)
     torch.manual_seed(config.seed)
     model = GPT(config.shape)
@@ -105,7 +105,7 @@ def train(config: RunConfig, launch: Launch, corpus: Corpus) -> int:
 def _backward(
     config: RunConfig, zero: zeroshard.Zero, corpus: Corpus, device: torch.device, step: int, index: int
 ) -> torch.Tensor:
-    """The loss of one micro-batch, the `index`th of the step among all ranks'."""
+    """Run forward and backward of the step's micro-batch `index`, counted over all ranks; return its loss."""
     windows = corpus.micro_batch(
         seed=config.seed, step=step, index=index, sequences=config.batch, context=config.shape.context
     )
@@ -116,7 +116,7 @@ def _backward(
 
 
 def _save(config: RunConfig, zero: zeroshard.Zero, scheduler: LRScheduler, corpus: Corpus, step: int) -> Path:
-    """Micro-batches are a function of the step, so the step is the position in the data."""
+    """Save a checkpoint after `step`, which is also the position in the data: micro-batches are a function of it."""
     data = [str(Path(path).absolute()) for path in config.data]
     files = str(Path(config.offload_path).absolute()) if config.offload_path else ""
     run = {**asdict(config), "data": data, "offload_path": files, "sha256": corpus.sha256, "step": step}
@@ -126,7 +126,7 @@ def _save(config: RunConfig, zero: zeroshard.Zero, scheduler: LRScheduler, corpu
 
 
 def _resume(config: RunConfig, zero: zeroshard.Zero, scheduler: LRScheduler, corpus: Corpus) -> int:
-    """Load, and return how many steps are done."""
+    """Load the checkpoint to resume from; return how many steps are done."""
     given = Path(config.resume)
     path = given if (given / MANIFEST).exists() else zero.latest(given / CHECKPOINTS)
     if path is None:
@@ -161,7 +161,7 @@ def _resume(config: RunConfig, zero: zeroshard.Zero, scheduler: LRScheduler, cor
 
 
 def warmup_then_cosine(steps: int) -> Callable[[int], float]:
-    """The learning rate's factor: up over the first tenth of the run, then down a half cosine to a tenth."""
+    """Return the learning rate's factor by step: up over a tenth of the run, then down a half cosine to a tenth."""
     warmup = max(1, steps // 10)
 
     def factor(step: int) -> float:
@@ -208,7 +208,7 @@ class Journal:
             self.flush()
 
     def flush(self) -> None:
-        """Exchange and write what waits. Collective."""
+        """Exchange and write the waiting steps. Collective."""
         if self._waiting:
             per_rank = _gather(torch.stack([step.losses for step in self._waiting]).float())
             if self._zero.rank == 0:
@@ -283,7 +283,7 @@ def _open_run(config: RunConfig, corpus: Corpus, device: torch.device, start: in
     run = run_of(config.resume) if config.resume else None
     if run is not None and run.exists() and out.exists() and run.samefile(out):
         for name in ("ledger.json", "explain.json", "model.safetensors"):
-            (out / name).unlink(missing_ok=True)  # of the part before: not to be taken for the whole run's
+            (out / name).unlink(missing_ok=True)  # these are the earlier part's, and not the whole run's
     elif holds_run(out):
         screen.say(f"\nthe earlier run in {out} is now in {_set_aside(out)}")
     (out / "run.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
@@ -306,7 +306,7 @@ def _set_aside(out: Path) -> Path:
 
 
 def _curve(config: RunConfig, start: int) -> str:
-    """The lines of the resumed run's metrics up to its checkpoint; steps after it are done again."""
+    """Return the lines of the resumed run's metrics up to its checkpoint; steps after it are done again."""
     run = run_of(config.resume) if start else None
     lines = []
     if run is not None and (run / "metrics.jsonl").exists():

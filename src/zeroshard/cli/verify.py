@@ -27,7 +27,7 @@ WIDEST = 1000  # columns of a grid: a log wants its lines whole, and a terminal 
 
 
 class Cell(NamedTuple):
-    """What came of one configuration on one number of ranks."""
+    """The result of one configuration on one number of ranks."""
 
     ranks: int
     configuration: Configuration
@@ -49,7 +49,7 @@ SCENARIOS = (
 
 
 def verify_scenarios(question: Question, *, ranks: tuple[int, ...] | None, as_json: bool = False) -> int:
-    """The article's scenarios one after the other: 0 where all are equal. ranks: instead of a scenario's own."""
+    """Run the article's scenarios one after the other; return 0 where all are equal. ranks: in place of their own."""
     told: list[dict[str, Any]] = []
     code = 0
     for name, job, own in SCENARIOS:
@@ -69,9 +69,9 @@ def verify_scenarios(question: Question, *, ranks: tuple[int, ...] | None, as_js
 
 
 def verify(question: Question, *, as_json: bool = False, told: list[dict[str, Any]] | None = None) -> int:
-    """Exit code 0 where every cell is equal, 1 where one is not; what cannot be run raises `UserError`.
+    """Run the grid and print it; return exit code 0 where every cell is equal, else 1. Raises `UserError`.
 
-    told: gets the object of `as_json`, which else is printed.
+    told: a list that gets the object of `as_json` in place of standard output.
     """
     if Launch.from_environment():
         raise InputError("verify starts its own ranks; run it without torchrun")
@@ -110,7 +110,7 @@ def _tell(record: dict[str, Any], told: list[dict[str, Any]] | None) -> None:
 
 
 def verify_rank(folder: str) -> None:
-    """One rank, started by `verify`."""
+    """Run one rank, started by `verify`."""
     place = Launch.from_environment()
     if place is None:
         raise InputError("verify-rank is what zeroshard verify starts; run zeroshard verify module:function")
@@ -121,7 +121,7 @@ def verify_rank(folder: str) -> None:
 
 
 def _read(question: Question, folder: Path, ranks: int) -> list[Cell]:
-    """The cells of one number of ranks. Ranks that failed have left the lines of what they got through."""
+    """Read the cells of one number of ranks. Ranks that failed have written lines for what they finished."""
     path = question.results(folder, ranks)
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     cells = []
@@ -139,7 +139,7 @@ def _read(question: Question, folder: Path, ranks: int) -> list[Cell]:
 
 
 def notes(question: Question, cells: list[Cell], trains: bool) -> list[str]:
-    """What each cell was compared with, and what to know before believing it."""
+    """List notes: what each cell was compared with, and what to know before believing it."""
     said = []
     alone = "plain PyTorch in one process, the same micro-batches one after the other"
     alone += ", each one's gradient rounded alike" * (question.reduce == "int8")
@@ -227,7 +227,7 @@ def _cell_text(cell: Cell) -> str:
 def _report_the_job_itself(
     question: Question, difference: Difference, as_json: bool, told: list[dict[str, Any]] | None
 ) -> int:
-    """Two plain runs differ, so no comparison with a third would mean anything."""
+    """Report that two plain runs differ, so that no comparison with a third would mean anything."""
     place = difference.place.rpartition(", rank")[0]  # there is only one process
     note = (
         f"the job does not repeat itself: two runs without zeroshard differ at {place}: {difference.values}; "
@@ -241,7 +241,7 @@ def _report_the_job_itself(
 
 
 def _record(question: Question, cells: list[Cell], said: list[str]) -> dict[str, Any]:
-    """The one object of `--json`."""
+    """Make the one object of `--json`."""
     return {
         "job": question.job,
         "equal": bool(cells) and all(cell.result == "equal" for cell in cells),

@@ -1,1 +1,1 @@
-"""What each command can be asked: its options and its help. What it then does is in a file of `cli/`."""
+"""The commands' options and helps; what a command does is in a file of `cli/`."""

@@ -173,11 +173,11 @@ def doctor(
     ] = "",
     as_json: AsJson = False,
 ) -> None:
-    """What this machine is, and which of what is claimed of zeroshard holds on it.
+    """Describe this machine, and say which of zeroshard's claims hold on it.
 
     Prints torch's build, processor, memory and its limits, accelerators and how they reach each other, the disk of DIR,
     and the settings that bits depend on. Then it trains a small model on one rank, in seconds, and says of each claim:
-    it holds; it is not tested here, and by what it would be; or it does not hold, why, and what to do.
+    it holds; it is not tested here, and what would test it; or it does not hold, why, and what to do.
 
     Exit code 0: nothing that was tried failed. 1: something did. 2: the input cannot be used.
     """
@@ -201,7 +201,7 @@ def inspect_checkpoint(
     path: Annotated[str, typer.Argument(metavar="FOLDER", help="A checkpoint, or a folder of several.")],
     as_json: Json = False,
 ) -> None:
-    """What is in a checkpoint, and what wrote it; or which checkpoints are in a folder: whole, damaged or left over.
+    """Show what is in a checkpoint and what wrote it, or which checkpoints a folder has: whole, damaged or left over.
 
     Reads manifests and sizes only; `zeroshard ckpt verify` reads every byte.
     """
@@ -225,10 +225,10 @@ def verify_checkpoints(
 @ckpt.command("diff")
 @takes()
 def diff_checkpoints(a: Checkpoint, b: Checkpoint, as_json: Json = False) -> None:
-    """In what two checkpoints differ, bit for bit, however each was sharded. Exit code 0: in nothing, 1: in something.
+    """Compare two checkpoints bit for bit, however each was sharded. Exit code 0: they are equal, 1: they differ.
 
-    Compares parameters, what optimizers keep and their options, buffers, and what was saved along. Does not compare who
-    wrote it and when, nor the random states, which are each rank's own.
+    Compares parameters, optimizers' states and options, buffers, and what was saved along. Does not compare what wrote
+    them and when, nor the random states, which are each rank's own.
     """
     from zeroshard.cli.difference import diff
 
@@ -250,7 +250,7 @@ def export_checkpoint(
 ) -> None:
     """Write a checkpoint's weights as the safetensors files that Hugging Face's tools read, a block at a time.
 
-    --dtype casts from the fp32 masters where there are any. The same files as zero.export(OUT) on the running model.
+    --dtype casts from the fp32 masters where there are any. The files are those that zero.export(OUT) writes.
     """
     from zeroshard.cli.checkpoints import export
     from zeroshard.planner.quantities import budget
@@ -293,8 +293,9 @@ def import_checkpoint(
       zeroshard ckpt import dcp/step-100 run/imported
       zeroshard ckpt import model.pt run/imported --weights
 
-    Weights in full precision, the optimizer's states, step counts and options, buffers, and what else is plain data.
-    Nothing in the source is executed: files that hold anything but data are refused. One tensor at a time is in memory.
+    It takes weights in full precision, the optimizer's states, step counts and options, buffers, and what else is plain
+    data. Nothing in the source is executed: files that hold anything but data are refused. One tensor at a time is in
+    memory.
     """
     from zeroshard.cli.checkpoints import import_foreign
 

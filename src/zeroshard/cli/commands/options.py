@@ -23,7 +23,7 @@ def option(panel: str | None, text: str, *names: str, **more: Any) -> Any:
 
 
 def unset(panel: str | None, text: str, metavar: str | None = None, *names: str, **more: Any) -> Any:
-    """An option without a default to show."""
+    """Make an option without a default to show."""
     return option(panel, text, *names, metavar=metavar, show_default=False, **more)
 
 
@@ -49,12 +49,12 @@ def takes(*groups: type) -> Callable[[Command], Command]:
 
 
 def unwrapped(text: str) -> str:
-    """A docstring whose sentences run on, for a terminal of any width; indented lines stay lines."""
+    """Unwrap a docstring's sentences, for a terminal of any width; indented lines stay lines."""
     return re.sub(r"(?<=[^\n])\n(?=[^\s])", " ", inspect.cleandoc(text))
 
 
 class Tiers:
-    """Where states rest: of every command that trains, plans or simulates."""
+    """Options for where states rest, for every command that trains, plans or simulates."""
 
     offload: Annotated[
         str, unset(COMMON, "All states rest in host memory (cpu) or in files (nvme), not on the device.", "cpu|nvme")
@@ -70,7 +70,7 @@ class Tiers:
 
 
 def tiers_of(options: dict[str, Any]) -> dict[str, str]:
-    """Takes the options of `Tiers` out: {state: where it rests}."""
+    """Take the options of `Tiers` out of `options`; return {state: where it rests}."""
     from zeroshard.cli.config import STATES, places
 
     return places(options.pop("offload"), **{state: options.pop(f"offload_{state}") for state in STATES})

@@ -35,7 +35,7 @@ System = Literal["deepspeed", "accelerate", "fsdp2"]
 
 
 class Question:
-    """The seven that most questions need."""
+    """The options that most questions need."""
 
     params: Annotated[str | None, unset(COMMON, "How many parameters: 7B, 350M, 7e9.", "NUMBER")] = None
     shapes: Annotated[
@@ -221,7 +221,7 @@ def plan(
     ] = None,
     **options: Any,
 ) -> None:
-    """What each rank holds and sends at every stage, before anything is built.
+    """Plan what each rank holds and sends at every stage, before anything is built.
 
     A number of parameters, a file of shapes, or your own job:
 
@@ -270,7 +270,7 @@ def plan(
 
 @takes(Simulated, Tiers)
 def simulate(job: Job, **options: Any) -> None:
-    """One rank of any number, on this machine, without the others and without memory.
+    """Simulate one rank of any number on this machine, without the others and without memory.
 
     For example rank 0, one in the middle and the last of 1,024:
 
@@ -297,7 +297,7 @@ def simulate(job: Job, **options: Any) -> None:
 def io_bench(
     folder: Annotated[str, typer.Argument(metavar="DIR", help="A folder on the disk to measure.")], **options: Any
 ) -> None:
-    """What a disk moves in the engine's own pattern, and what that allows a model.
+    """Measure what a disk moves in the engine's own pattern, and what that allows a model.
 
     Measure a disk, ask what it allows, and plan with it:
 
@@ -305,9 +305,9 @@ def io_bench(
       zeroshard io-bench /scratch --params 7B --ranks 8 --tokens 16384
       zeroshard plan --params 7B --ranks 8 --offload-optimizer nvme --disk disk.json
 
-    Reads, writes and both at once go through the engine's files, and through the same system calls without it. Of a
-    model it says how long a step's files take, the tokens/s that allows, and what would raise them. Without --offload,
-    the optimizer's states are in files and gradients in host memory. The file is removed at the end.
+    Reads, writes and both at once go through the engine's files, and through the same system calls without it. With
+    --params it says how long a step's files take, the tokens/s that allows, and what would raise them. Without
+    --offload, the optimizer's states are in files and gradients in host memory. The file is removed at the end.
     """
     from zeroshard.cli.iobench import Setup
     from zeroshard.cli.iobench import io_bench as run
@@ -326,7 +326,7 @@ def io_bench(
 
 
 def _model(folder: str, options: dict[str, Any], asked: dict[str, str]) -> Any:
-    """The model whose files the disk is asked about; None where there is none."""
+    """Make the model whose files the disk is asked about; None without --params."""
     from zeroshard.cli.iobench import Model
     from zeroshard.planner.quantities import count
 

@@ -18,7 +18,7 @@ __all__ = ["find_element", "run", "walkthroughs"]
 
 
 def walkthroughs(built_in: dict[str, Any], element: str, stage: int | None = None) -> None:
-    """All of them, one after the other, or one stage. Raises `InputError` where there is no such element or stage."""
+    """Print all walkthroughs, or one stage. Raises `InputError` where there is no such element or stage."""
     chosen = find_element(built_in["transformer"], element)
     if stage is not None:
         one_stage(built_in["transformer"], stage)
@@ -36,7 +36,7 @@ def walkthroughs(built_in: dict[str, Any], element: str, stage: int | None = Non
 
 
 def _tables(letter: str, text: Mapping[str, Any]) -> None:
-    """The text's own numbers beside the recomputed ones, as `zeroshard plan --text` has them."""
+    """Print a text's own numbers beside the recomputed ones, as `zeroshard plan --text` does."""
     heading(f"Text {letter}: {text['title']}")
     for table in text["tables"]:
         shown = screen.new_table(table["title"], "line", "text says", "recomputed", "unit", "")

@@ -45,7 +45,7 @@ def four(of: dict[str, Any]) -> None:
 
 
 def _stories(of: dict[str, Any]) -> None:
-    """What rank 0 does, stage by stage."""
+    """Print what rank 0 does, stage by stage."""
     for stage in of["stages"]:
         say(
             f"\n[bold]Stage {stage['stage']}[/bold], {stage['nbytes']} bytes per rank at rest, Adam's step counters "
@@ -79,7 +79,7 @@ def _checkpointing(of: dict[str, Any]) -> None:
 
 
 def _formats_and_memory(of: dict[str, Any]) -> None:
-    """What an update changes in fp32 and fp16, and what Adam's memory does."""
+    """Print what an update changes in fp32 and fp16, and what Adam's memory does."""
     tiny = of["tiny"]
     say(f"\n[bold]Why masters are fp32[/bold]: an update of {tiny['update']} is {tiny['fp16']} in fp16")
     for one in tiny["weights"]:
@@ -94,7 +94,7 @@ def _formats_and_memory(of: dict[str, Any]) -> None:
 
 
 def _computed(of: dict[str, Any], verb: str, unit: str) -> str:
-    """What rank 0 has computed of each weight of a unit: its gradient, or its new master."""
+    """Say what rank 0 has computed for each weight of a unit: its gradient, or its new master."""
     values = of["values"]
     own = [at for at, (name, *_) in enumerate(of["layout"]["slots"]) if name.startswith(f"{unit}.")]
     if verb == "backward":
@@ -203,7 +203,7 @@ def overview(of: dict[str, Any]) -> None:
 
 
 def _counted(of: dict[str, Any]) -> str:
-    """Where the step of the 260 moved other than the formula has it."""
+    """Say at which stages the step of the 260 moved less than the formula has."""
     less = [stage for stage in of["stages"] if stage["counted"]["passes"] != stage["passes"]]
     return "".join(
         f"In the step of 260 parameters stage {stage['stage']} moves {stage['counted']['passes']:.2f} passes: "

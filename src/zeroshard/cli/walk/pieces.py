@@ -1,4 +1,4 @@
-"""How a walk is printed: sentences, headings, tables, corrections."""
+"""Parts that a walk is printed with: sentences, headings, tables, corrections."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def say(line: str, *, markup: bool = True) -> None:
 
 
 def prose(text: str, indent: int) -> None:
-    """Sentences, wrapped at the terminal's width."""
+    """Print sentences, wrapped at the terminal's width."""
     screen.console.print(Padding(Text(text, style="dim"), (0, 0, 0, indent), expand=False))
 
 

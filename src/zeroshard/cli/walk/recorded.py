@@ -21,7 +21,7 @@ NORMS = (
 
 
 def run(of: dict[str, Any]) -> None:
-    """Who holds what, where the peak comes from, and what the step waited for."""
+    """Print which rank holds what, where the peak comes from, and what the step waited for."""
     heading(of["title"])
     table = screen.new_table("Bytes per rank at rest", "rank", "state", "predicted", "held", "most")
     for one in of["summary"][: screen.RANKS_SHOWN]:
@@ -89,7 +89,7 @@ def _step(recording: dict[str, Any], units: Sequence[str]) -> None:
 
 
 def _peak(peak: Mapping[str, Any]) -> Iterable[str]:
-    """Where the device held most, what of it is always there, and why the rest was."""
+    """Yield lines on where the device held most, what of it is always there, and why the rest was."""
     yield f"the device holds most {peak['where']}: {peak['total']:,} bytes"
     if peak["rests"]:
         yield f"  {sum(peak['rests'].values()):,} there all the time: {bytes_by_state(peak['rests'])}"
@@ -98,7 +98,7 @@ def _peak(peak: Mapping[str, Any]) -> Iterable[str]:
 
 
 def _longest(recording: dict[str, Any], rank: dict[str, Any], units: Sequence[str]) -> None:
-    """The messages that the rank stood still for, longest first."""
+    """Print the messages that the rank stood still for, longest first."""
     waiting = sorted((move for move in rank["moves"] if move[9]), key=lambda move: -move[9])[:5]
     for move in waiting:
         what = f"{recording['verbs'][move[0]]} {recording['states'][move[1]]}".strip()

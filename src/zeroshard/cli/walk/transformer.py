@@ -23,7 +23,7 @@ ELEMENT = re.compile(r"(\w+)\[(\d+)(?:,\s*(\d+))?\]")
 
 
 def find_element(transformer: Mapping[str, Any], wanted: str) -> tuple[int, str]:
-    """The flat index of `W_q[0,0]`, `gamma1[3]` or `8`, and its name."""
+    """Return the flat index and the name of `W_q[0,0]`, `gamma1[3]` or `8`. Raises `InputError`."""
     tensors = transformer["tensors"]
     if wanted.isdigit() and int(wanted) < transformer["numel"]:
         flat = int(wanted)
@@ -99,7 +99,7 @@ def _matrices(of: dict[str, Any], values: dict[str, Any]) -> None:
         for what, found in ({"x": of["batches"][rank]["x"]} | forward).items():
             if what != "loss":
                 shape, width = found["shape"], found["shape"][-1]
-                # The first token's row; of what the heads have apart, each head's; of the input, all rows.
+                # The first token's row; for tensors by head, each head's; for the input, all rows.
                 every = width if what == "x" else math.prod(shape[-2:]) if len(shape) > 2 else len(found["values"])
                 starts = range(0, len(found["values"]), every)
                 rows = [found["values"][at : at + width] for at in starts]
@@ -125,7 +125,7 @@ def _matrices(of: dict[str, Any], values: dict[str, Any]) -> None:
 
 
 def _rows(title: str, flat: Sequence[float], tensor: Mapping[str, Any]) -> None:
-    """A matrix out of the flat vector."""
+    """Print a matrix out of the flat vector."""
     first, width = tensor["start"], tensor["shape"][1]
     for at in range(first, first + tensor["numel"], width):
         numbers = "  ".join(f"{value:10.6f}" for value in flat[at : at + width])
@@ -167,7 +167,7 @@ def _stage(of: dict[str, Any], stage: dict[str, Any]) -> None:
 
 
 def _versions(intervals: Sequence[Sequence[Any]], numel: int) -> Text:
-    """A bar of the flat vector: which parameters are here, from before or after the step."""
+    """Draw the flat vector as a bar: which parameters are here, from before or after the step."""
     width = min(BAR, max(screen.console.width - 44, 10))
     bar = Text("|")
     at = 0
@@ -214,7 +214,7 @@ def _frames(of: dict[str, Any]) -> None:
 
 
 def _adam(of: dict[str, Any], values: dict[str, Any], flat: int, name: str) -> None:
-    """One element through Adam, in fp32 as the ranks have it; the corrected moments in float64 from what they keep."""
+    """Print one element through Adam, in the ranks' fp32; the corrected moments are computed in float64 from theirs."""
     settings = of["optimizer"]
     owner = next(
         rank for rank, (low, high) in enumerate(zip(of["cuts"], of["cuts"][1:], strict=False)) if low <= flat < high
@@ -247,7 +247,7 @@ def _comparison(of: dict[str, Any]) -> None:
 
 
 def _beside(of: dict[str, Any]) -> None:
-    """What each stage holds, and what it moves."""
+    """Print what each stage holds, and what it moves."""
     table = screen.new_table(
         "Bytes per rank at rest, predicted and held", "stage", "rank", "predicted", "held", "saved"
     )

@@ -1,4 +1,4 @@
-"""Which optimizers can be sharded, and how: facts per class, and what is refused of an optimizer by name.
+"""The optimizers that can be sharded, and how: facts per class, and refusals by name.
 
 An elementwise optimizer may be cut anywhere, one that works in blocks between them, one of whole tensors nowhere; and
 so the layout cuts what it updates. The class says which: `elementwise = True`, `block = 256` or `whole = True`.

@@ -1,6 +1,6 @@
-"""What is looked at before anything is built: can this model and optimizer be sharded, and do all ranks agree?
+"""Checks before anything is built: can this model and optimizer be sharded, and do all ranks agree?
 
-A rank that must refuse says so to the others first, so that all of them raise instead of waiting for it.
+A rank that must refuse tells the others first, so that all of them raise instead of waiting for it.
 """
 
 from __future__ import annotations
@@ -198,13 +198,13 @@ def check_buffers(model: nn.Module) -> None:
 
 
 class Contents:
-    """What buffers hold that are made of several tensors, sparse ones say: nobody sends these, so all must be alike."""
+    """Digests of buffers made of several tensors (sparse ones, say): these are never sent, so ranks' must be alike."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[Tensor], list[int], str]] = {}  # by id
 
     def of(self, tensor: Tensor) -> str:
-        """Kind and digest. Looked at again where a version counter has moved."""
+        """Return a buffer's kind and digest as text. It is digested again only if a version counter has moved."""
         found = parts(tensor) or []
         versions = [tensor._version, *(part._version for part in found)]
         known = self._known.get(id(tensor))
@@ -222,13 +222,13 @@ class Contents:
 
 
 def _reach(tensor: Tensor) -> int:
-    """Bytes from a tensor's first element to the end of its last."""
+    """Return the bytes from a tensor's first element to the end of its last."""
     steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (steps + 1) * tensor.itemsize
 
 
 def _share(a: Tensor, b: Tensor) -> bool:
-    """Is there an element of both? Views may alternate, as the columns of one matrix."""
+    """Tell if an element is in both tensors. Views may alternate, as the columns of one matrix."""
     first = min(a.data_ptr(), b.data_ptr())
     if a.itemsize != b.itemsize or (a.data_ptr() - b.data_ptr()) % a.itemsize:
         return True
@@ -312,7 +312,7 @@ def describe(
     policies: tuple[Precision, Layout, Comm, Offload],
     device: torch.device,
 ) -> dict[str, Any]:
-    """Everything that must be alike on all ranks, in words and numbers, in the order of registration."""
+    """Describe everything that must be alike on all ranks, in words and numbers, in the order of registration."""
     precision, layout, comm, offload = policies
     names = {id(record.param): record.name for record in managed}
     facts: dict[str, Any] = {
@@ -357,7 +357,7 @@ def describe(
 
 
 def ask_all(group: Group, facts: dict[str, Any], problem: Exception | None) -> list[dict[str, Any]]:
-    """Every rank's facts, and what keeps it from sharding its model."""
+    """Gather every rank's facts, and the problem that keeps it from sharding its model."""
     kind = "" if problem is None or isinstance(problem, UserError) else f"{type(problem).__name__}: "
     said = None if problem is None else f"{kind}{problem}"
     return group.describe({"problem": said, "seed": torch.initial_seed(), **facts}, "construction")
@@ -400,9 +400,9 @@ def agree(told: list[dict[str, Any]], problem: Exception | None) -> int:
 
 
 def givers(told: list[dict[str, Any]]) -> dict[str, int | None]:
-    """Of what some ranks have on meta, by name: the first rank that has values; None where every rank has none.
+    """Return, for each tensor that some ranks have on meta, the first rank that has its values; None if none has.
 
-    Refuses, on every rank, what nobody would send: parameters that are not sharded.
+    Refuses, on every rank, parameters that would not be sent because they are not sharded.
     """
     absent = [set(each[ABSENT]) for each in told]
     found = {}
@@ -420,7 +420,7 @@ def givers(told: list[dict[str, Any]]) -> dict[str, int | None]:
 
 
 class Structure:
-    """What the module tree looked like when it was sharded, to notice what was replaced, removed or added since."""
+    """The module tree as it was sharded, to notice what was replaced, removed or added since."""
 
     def __init__(self, model: nn.Module) -> None:
         tables: list[tuple[str, dict[str, Any]]] = [
@@ -433,7 +433,7 @@ class Structure:
         self._lengths = [(table, len(table), prefix) for prefix, table in tables]
 
     def difference(self, *, called: bool = False) -> str | None:
-        """The name of the first parameter or module that is not what it was, or None.
+        """Return the name of the first parameter or module that is not what it was, or None.
 
         called: in a forward, tensors may stand in for parameters: that is `torch.func.functional_call`.
         """

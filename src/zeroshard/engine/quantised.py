@@ -1,11 +1,11 @@
-"""A bucket whose parameters rest and travel in 8 bits: what of a buffer is another then.
+"""An fp8 bucket, whose parameters rest and travel in 8 bits: how storing and gathering it differ from `Buffer`.
 
     masters, fp32            each step's scales are made from these, and then what rests
     parameters, 1 byte       the shard, or all of them: rest beside their masters at every stage; what a gather moves
     scales, 1 byte a tile    on every rank the same
     gathered, 16 or 32 bits  what modules compute with; the bytes arrive in the last of this memory, and are read there
 
-To everybody else such parameters are as those that rest in another tier: gathered for use at every stage.
+The rest of the engine treats such parameters as those that rest in another tier: gathered for use at every stage.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ROUTERS = ("router", "gate")  # modules that choose experts by numbers close to 
 
 
 def chosen(managed: list[Managed], precision: Precision) -> set[str]:
-    """The names of the parameters that `Precision.fp8` says. Raises `UserError` for what cannot be one of them."""
+    """Return the names of parameters that `Precision.fp8` names. Raises `UserError` if one cannot rest in 8 bits."""
     if precision.fp8 is True:
         found = {
             record.name
@@ -66,7 +66,7 @@ def chosen(managed: list[Managed], precision: Precision) -> set[str]:
 
 
 def check_fp8(partition: Partition, offload: Offload) -> None:
-    """Refuse, by name, what parameters of 8 bits do not go with."""
+    """Refuse parameters of 8 bits along an axis of the mesh, or beside `Offload(parameters="shared")`, by name."""
     names = [slot.name for bucket in partition.buckets if bucket.fp8 for slot in bucket.slots]
     if not names:
         return
@@ -82,7 +82,7 @@ def check_fp8(partition: Partition, offload: Offload) -> None:
 
 
 class Part(NamedTuple):
-    """What some elements of a bucket have of one slot: where among them, and how it is scaled."""
+    """The elements of one slot among some of a bucket: where they are, and the scales of their tiles."""
 
     where: slice
     tiles: fp8.Grid
@@ -112,13 +112,14 @@ class QuantisedBuffer(Buffer):
 
     @property
     def beside(self) -> bool:
-        """No: that needs all ranks. See `requantise`."""
+        """False: a step cannot cast masters back by itself, as that needs all ranks. See `requantise`."""
         return False
 
     # --- from masters to bytes --------------------------------------------------------------------------------------
 
     def _parts(self, first: int, last: int, scales: Tensor | None = None) -> Iterator[Part]:
-        """What of each slot is among elements [first, last). scales: those of this bucket, as they rest."""
+        """Yield the part of each slot that is among elements [first, last). scales: those of this bucket, as they
+        rest."""
         stood = fp8.as_fp32(self.scales if scales is None else scales)
         for slot, tiles, held in zip(self.bucket.slots, self.grids, self._held, strict=True):
             inside = slot.within(first, last)
@@ -142,15 +143,15 @@ class QuantisedBuffer(Buffer):
         self.gathered.current = False  # it was not rounded, and goes at once
 
     def look(self) -> None:
-        """A step has left these masters, and is about to put them where they rest."""
+        """Keep the scales that these masters ask for, while a step still has them in memory."""
         self._seen = self._scales(self.target, *self.updated)
 
     def forget(self) -> None:
-        """The masters are others than a step has left."""
+        """Forget the scales that a step has left, because its masters have changed."""
         self._seen = None
 
     def scales_here(self) -> Tensor:
-        """The scales that this rank's masters ask for."""
+        """Return the scales that this rank's masters ask for."""
         if self._seen is not None:
             return self._seen
         try:
@@ -161,7 +162,7 @@ class QuantisedBuffer(Buffer):
             return self.scales
 
     def requantise(self, scales: Tensor) -> None:
-        """New bytes of this rank's masters, at the scales that all ranks' ask for."""
+        """Quantise this rank's masters to new bytes, with the scales that all ranks agreed on."""
         self.land()
         self.scales.copy_(scales)
         first, last = self.updated
@@ -182,7 +183,7 @@ class QuantisedBuffer(Buffer):
     # --- from bytes to what modules compute with --------------------------------------------------------------------
 
     def _landing(self, *, kept: bool) -> Tensor:
-        """The last bytes of the memory to gather into; other memory, where somebody may read what is there."""
+        """Return the last bytes of the memory to gather into; other memory if that is kept because it may be read."""
         self._apart = kept
         if kept:
             self._arriving = self.tier.reserve("gather", self.bucket.numel, fp8.BYTE, zeroed=False)
@@ -229,7 +230,7 @@ class QuantisedBuffer(Buffer):
     # --- edits ------------------------------------------------------------------------------------------------------
 
     def edited(self) -> bool:
-        """Is the gathered copy of what rests here another than that?"""
+        """Tell if the gathered copy of this rank's shard differs from the bytes that rest."""
         if simulated(self.full) or not (self.ready and self.edits.reachable):
             return False
         self.land()
@@ -248,7 +249,7 @@ class QuantisedBuffer(Buffer):
         return fp8.dequantised(resting[part.where], part.scales, part.tiles, self.dtype, part.first)
 
     def _keep_edits(self, *, asked: bool = True) -> bool:
-        """Scales are all ranks' together, so nothing can follow by itself."""
+        """Report an edit, which one rank alone cannot follow since scales are all ranks' together. Returns False."""
         try:
             edited = self.edited()
         except TierError as error:
@@ -268,7 +269,7 @@ class QuantisedBuffer(Buffer):
         return False
 
     def take_edits(self) -> None:
-        """Masters take what was edited of them in the gathered copy."""
+        """Copy edits of the gathered copy to the masters that this rank updates."""
         first, last = self.updated
         seen, bits = self.full[first:last], torch.int16 if self.dtype.itemsize == 2 else torch.int32
         with self.updating.here(), self.parameters.here(changed=False):
@@ -281,7 +282,7 @@ class QuantisedBuffer(Buffer):
 
 
 def spread(buffers: Sequence[Buffer], *, overlap: bool, outside: bool = False) -> None:
-    """What was updated of these, on all ranks alike, goes to every rank. outside: not by a step."""
+    """Send updated parameters to every rank: the same buckets on all ranks. outside: no step made the update."""
     for buffer in buffers if outside else ():
         if isinstance(buffer, QuantisedBuffer):
             buffer.forget()
@@ -297,13 +298,13 @@ def spread(buffers: Sequence[Buffer], *, overlap: bool, outside: bool = False) -
 
 
 def look(buffer: Buffer) -> None:
-    """A step of this bucket alone is through, and its masters are still here."""
+    """Let an fp8 bucket look at its masters after a step of it alone, while these are in memory."""
     if isinstance(buffer, QuantisedBuffer):
         buffer.look()
 
 
 def requantise(buffers: Sequence[Buffer]) -> None:
-    """What rests of those in 8 bits follows the masters. One small message for all tensors, a byte for each scale."""
+    """Quantise fp8 buckets anew from their masters. One small message for all tensors, a byte for each scale."""
     found = [buffer for buffer in buffers if isinstance(buffer, QuantisedBuffer)]
     if not found:
         return
@@ -315,7 +316,8 @@ def requantise(buffers: Sequence[Buffer]) -> None:
 
 
 def _reported(buffer: QuantisedBuffer, look: Callable[[], bool | None]) -> bool:
-    """What it answers. What a file answers instead is for all ranks to hear, who go on to ask each other."""
+    """Return what `look` returns; on a `TierError` report it to all ranks, which are about to meet, and return
+    False."""
     try:
         return bool(look())
     except TierError as error:
@@ -324,7 +326,7 @@ def _reported(buffer: QuantisedBuffer, look: Callable[[], bool | None]) -> bool:
 
 
 def _on_any_rank(buffers: list[QuantisedBuffer], mine: list[bool]) -> list[QuantisedBuffer]:
-    """Those of which some rank says yes. Raises on every rank what one of them has reported."""
+    """Return the buffers for which some rank says yes. Raises on every rank if one has reported an error."""
     if not buffers:
         return []
     group = buffers[0]._group
@@ -336,10 +338,10 @@ def _on_any_rank(buffers: list[QuantisedBuffer], mine: list[bool]) -> list[Quant
 
 @torch.no_grad()
 def follow_edits(units: Sequence[Unit], write_from: int | None) -> list[Buffer]:
-    """All ranks leave gathered(): masters, scales and bytes of these follow what was edited, by owner or on one rank.
+    """Make masters, scales and bytes follow edits as all ranks leave gathered(): owners' edits, or one rank's.
 
-    Afterwards the gathered copy is what the bytes stand for: an edit, too, is rounded to 8 bits. Answers with the other
-    buffers, that each follow by themselves.
+    Afterwards the gathered copy is what the bytes stand for: an edit, too, is rounded to 8 bits. Returns the buffers
+    that are not fp8, which each follow by themselves.
     """
     buffers = [buffer for unit in units for buffer in unit.buffers]
     found = [buffer for buffer in buffers if isinstance(buffer, QuantisedBuffer)]

@@ -34,7 +34,8 @@ def recompute(unit: Unit, schedule: Schedule) -> None:
 
 
 class _Segment:
-    """What torch runs twice. The module refers to it: it must not keep the engine alive."""
+    """The begin and end of a forward that torch runs twice. The module refers to it: it must not keep the engine
+    alive."""
 
     def __init__(self, unit: Unit, schedule: Schedule) -> None:
         self._unit = unit
@@ -42,7 +43,8 @@ class _Segment:
 
     @outside
     def begin(self) -> bool | None:
-        """Has this entered the unit? Else, has it put our hooks above torch's, which would keep weights? (None: no)"""
+        """Enter the unit if backward runs this again: True. Else put our hooks above torch's, which would keep
+        weights: False; or do nothing, if there is nothing to release: None."""
         schedule, unit = self._schedule(), self._unit
         if schedule is None:
             return None

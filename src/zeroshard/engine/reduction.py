@@ -51,7 +51,7 @@ class Reduction:
     def __init__(
         self, gradients: Gradients, group: Group, tier: DeviceTier, settings: Comm, finite: Finite, *, apart: bool
     ) -> None:
-        """apart: gradients of parameters along an axis come source by source."""
+        """apart: gradients of parameters along an axis are sent source by source."""
         self._apart = apart
         self.finite = finite
         self.gradients = gradients
@@ -97,7 +97,7 @@ class Reduction:
     # --- one backward -----------------------------------------------------------------------------------------------
 
     def kept(self) -> set[int]:
-        """The numbers of the gradients that another backward would add to: those that the user has not cleared."""
+        """Return the numbers of the gradients that another backward would add to: those that were not cleared."""
         return self.gradients.having([entry for each in self.pending.values() for entry in self._summed(each)])
 
     def _summed(self, pending: Pending) -> list[Entry]:
@@ -124,7 +124,7 @@ class Reduction:
         self._hidden = self.gradients.take(kept)
 
     def _notice_cleared(self, pending: Pending, kept: set[int]) -> None:
-        """Gradients that the user cleared since do not count any more, singly or all together."""
+        """Zero the sums of gradients that the user cleared since, singly or all together."""
         accumulator, entries = pending.accumulator, self._summed(pending)
         if not any(entry.number in kept for entry in entries):
             self.gradients.hide(entries)
@@ -143,7 +143,7 @@ class Reduction:
                         place.zero_()
 
     def arrived(self, entry: Entry, pending: Pending, early: Tensor | None, *, nested: bool) -> bool:
-        """A parameter of this bucket has its gradient: `early`, or in `p.grad`. Is that part of what is sent?"""
+        """Add a parameter's gradient, `early` or in `p.grad`, to its bucket's contribution. Returns if it did."""
         param = entry.param
         with torch._C.DisableTorchFunctionSubclass():
             grad = param.grad if early is None else early
@@ -174,12 +174,12 @@ class Reduction:
         return True
 
     def complete(self, buffer: Buffer) -> bool:
-        """Have all of a bucket's parameters their gradients, with no more to come in this backward?"""
+        """Tell if all of a bucket's parameters have their gradients, and no more may come in this backward."""
         pending = self.pending.get(buffer.bucket.index)
         return pending is not None and pending.all_wanted and pending.complete
 
     def _send_buffer(self, pending: Pending) -> Tensor:
-        """Where this rank's contribution is put together: full-size, in the dtype it is sent in."""
+        """Return the memory for this rank's contribution: full-size, in the dtype that it is sent in."""
         accumulator, buffer = pending.accumulator, pending.buffer
         # A full-size accumulator doubles as the place to put contributions: they are of its size. What it holds already
         # has to go aside; and where it may be asked whose contribution spoiled a sum, the own one must outlive that.
@@ -235,7 +235,7 @@ class Reduction:
         self._under_way.append(Sent(pending, work, receive, self._relay(accumulator)))
 
     def _relay(self, accumulator: Accumulator) -> Relay:
-        """Where the sum of one bucket goes when this rank has added its part."""
+        """Make the relay that takes one bucket's sum from this rank to the other replicas."""
         bucket, buffer = accumulator.bucket, accumulator.buffer
         team = buffer.team
         if team.seat.summed == 1:
@@ -267,7 +267,7 @@ class Reduction:
                 work.stood_still(since)
 
     def _due(self, allowed: int) -> tuple[Callable[[], bool], Work, Callable[[], None]] | None:
-        """What is to get through before more is sent: is it here, what brings it, and what is done with it then."""
+        """Return the oldest reduction if too many are in flight: (is it done?, its Work, how to finish it)."""
         if (rest := self.updater.due(min(allowed, 1))) is not None:
             return rest.done, rest, self.updater.update_first
         if len(self._relayed) > allowed + self.group.team.seat.replicas:
@@ -326,7 +326,7 @@ class Reduction:
         self._settle(self._relayed.pop(0))
 
     def _settle(self, sent: Sent) -> None:
-        """The average is here, and what this rank has sent is through."""
+        """Finish a reduction whose average has landed: put that where it rests, and give memory back."""
         accumulator, relay = sent.accumulator, sent.relay
         relay.back.wait()
         self.scratch.give_back(relay.running)
@@ -347,7 +347,7 @@ class Reduction:
         self.updater.catch_up(0)
 
     def _drop(self, pending: Pending) -> None:
-        """Nobody needs this rank's contribution any more, sent or not."""
+        """Give back the memory of this rank's contribution, sent or not."""
         accumulator = pending.accumulator
         for transient in (accumulator.aside, accumulator.local if pending.send is None else pending.send):
             self.scratch.give_back(transient)
@@ -357,7 +357,7 @@ class Reduction:
     # --- its end ----------------------------------------------------------------------------------------------------
 
     def received(self) -> bytes:
-        """How many gradients each parameter got in this backward: 0, 1, or 2 for too many."""
+        """Count the gradients that each parameter got in this backward: 0, 1, or 2 for too many."""
         mask = bytearray(len(self.gradients.entries))
         for pending in self.pending.values():
             for position in pending.received:
@@ -367,8 +367,8 @@ class Reduction:
         return bytes(mask)
 
     def finish(self, received: bytes, *, usual: bool) -> None:
-        """Backward ends: exchange which parameters got a gradient anywhere, send the rest, wait for all of it, show
-        the gradients.
+        """End the backward: exchange which parameters got a gradient anywhere, send the rest, wait for all of it, and
+        show the gradients.
 
         usual: every parameter got one gradient on every rank, so there is nothing to exchange.
         """
@@ -415,11 +415,11 @@ class Reduction:
 
     @property
     def busy(self) -> bool:
-        """Are sums on their way, or were they when an exception came?"""
+        """True while sums are on their way, and after an exception ended that."""
         return self._settling or bool(self._under_way or self._relayed)
 
     def settle(self) -> None:
-        """Send what no_sync left unsent, because somebody asks for gradients before another backward would."""
+        """Send what no_sync left unsent, because gradients are used before another backward would send them."""
         pending = [index for index, pending in self.pending.items() if pending.accumulator.local is not None]
         if not pending:
             return
@@ -434,9 +434,9 @@ class Reduction:
             self._trim()
 
     def abort(self) -> None:
-        """A backward failed half-way: what it had sent and added cannot be told from what was there, so all goes.
+        """Drop all gradients after a backward failed half-way: what it added cannot be told from what was there.
 
-        Nothing is on its way any more: the ranks were levelled.
+        Nothing is on its way any more: all ranks have ended what they had launched.
         """
         self._relayed, self._under_way, self._settling = [], [], False
         self.updater.abort()

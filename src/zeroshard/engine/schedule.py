@@ -5,7 +5,7 @@
     recompute  (checkpointing) as forward             post-hook: guard, never release. `Layout.recompute` puts a
                                                        checkpoint around a unit's forward, inside its hooks
 
-When a backward begins and ends says `backward.py`.
+`backward.py` says when a backward begins and ends.
 """
 
 from __future__ import annotations
@@ -57,28 +57,28 @@ class Frame:
 
 
 class ForwardWatcher(Protocol):
-    """Who looks after the model and its optimizers between the hooks."""
+    """The part of the engine that watches edits of the model and its optimizers between the hooks."""
 
     sends_always: bool  # are buffers sent before forwards that do not train, too?
 
     def before_forward(self, training: bool, *, compared: bool) -> None:
-        """A forward begins: on all ranks, where they have `compared` what must be alike."""
+        """Prepare a forward that begins: on all ranks if they have `compared` what must be alike, else on this one."""
 
     def alike(self, training: bool) -> tuple[int, Callable[[], str]]:
-        """A digest of what every rank must have alike in a forward; in words, what of it is not as it was."""
+        """Digest what every rank must have alike in a forward; and a text of what changed since they last agreed."""
 
     def notice(self, *, replaced: bool = False) -> bool:
-        """Did anybody write to optimizers' fragments outside a step? `replaced`, or replace their memory: that takes
-        longer to see."""
+        """Notice writes to optimizers' fragments outside a step, and tell if there are any. replaced: look also for
+        replaced memory, which takes longer."""
 
     def publish(self) -> None:
-        """What was written to fragments on any rank becomes the weights of every rank. All ranks call it together."""
+        """Send buckets whose fragments were edited on any rank to every rank. All ranks call it together."""
 
     def optimizers(self) -> Sequence[Step]:
         """The optimizers, of which each may be in a step."""
 
     def boundary(self) -> None:
-        """The program is between two steps, on all ranks alike."""
+        """Do what belongs between two steps, where all ranks are alike."""
 
 
 class Step(Protocol):
@@ -86,26 +86,26 @@ class Step(Protocol):
 
     @property
     def stepping(self) -> bool:
-        """Is it, or was it when an exception came?"""
+        """True while it is in a step, and after an exception ended one."""
 
     def elsewhere(self) -> bool:
-        """Does another thread run its step?"""
+        """Tell if another thread runs its step."""
 
     def interrupted(self) -> bool:
-        """Did an exception end its step?"""
+        """Tell if an exception ended its step."""
 
     def torn(self) -> bool:
-        """Has it begun to update, and not got through?"""
+        """Tell if it has begun to update the weights, and has not completed that."""
 
     def forget_step(self) -> None:
-        """What an exception left of a step is nothing any more."""
+        """Drop a step that an exception ended."""
 
 
 class Schedule:
     """The hooks of one sharded model on one rank.
 
-    Half of its names are hooks and what they come to; the others are what ranks ask each other when an exception has
-    left something (`Party`).
+    Half of its names are hooks and their actions; the others are for recovery with all ranks after an exception
+    (`Party`).
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class Schedule:
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
-        """Around a meeting: what was written to fragments before it, on any rank, counts after it on every rank."""
+        """Wrap a meeting, so that fragments written to before it on any rank are every rank's weights after it."""
         self.group.news = self.watcher.notice()
         with self.group.as_one():
             try:
@@ -170,7 +170,7 @@ class Schedule:
     # --- forward ----------------------------------------------------------------------------------------------------
 
     def enter(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """A unit's forward begins."""
+        """Begin a unit's forward: gather it and open it."""
         recompute = in_backward()
         self.group.hear_crossed()
         if not recompute and self._elsewhere(unit):
@@ -201,13 +201,14 @@ class Schedule:
         frame.profiled = range_
 
     def cast_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Right after `enter`: floating inputs in the parameters' dtype."""
+        """Cast floating inputs to the parameters' dtype, right after `enter`."""
         if self._cast_everywhere or (len(self._frames) == 1 and not self._frames[0].recompute):
             return tree_map_only(Tensor, self._cast, (args, kwargs))  # type: ignore[no-any-return]
         return None
 
     def _elsewhere(self, unit: Unit | None = None) -> bool:
-        """Does another thread compute with this model? Not if its forward may have this one compute a part: `unit`."""
+        """Tell if another thread computes with this model. A forward there may have this thread compute `unit`, a part
+        of it: then not."""
         if self._outermost is not None and self._outermost.elsewhere():
             if unit is None or not self._frames or unit is self._frames[0].unit:
                 return True
@@ -216,7 +217,7 @@ class Schedule:
         return backward or any(step.elsewhere() for step in self.watcher.optimizers())
 
     def leave(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
-        """A unit's forward ended, normally or by an exception."""
+        """End a unit's forward, after its normal end or an exception."""
         refused = not in_backward() and self._elsewhere(unit)
         if not refused and any(frame.unit is unit for frame in self._frames):  # else it was refused before it began
             # After a loss there is nothing to wait for, and the error that is under way has said so.
@@ -290,12 +291,12 @@ class Schedule:
         self.meet(self._kind, self.group.number("forward"), unit.index, training, alike, facts=words)
 
     def _say_missing(self, unit: Unit) -> None:
-        """To the others, if they are at something else."""
+        """Note for other ranks, if they are at something else, that this rank's forward needs this unit."""
         what = f"the weights of {unit.name!r}" if unit.name else "weights of the model's own"
         self.group.progress.trouble = f"this rank's forward needs {what}, which gathered() did not name"
 
     def _demand(self, unit: Unit) -> None:
-        """This rank needs the unit now: a forward of its own becomes one of all ranks where that is not gathered."""
+        """Gather a unit that is needed now: if it is not gathered, a forward of this rank alone becomes all ranks'."""
         if self._alone is not None and unit.released and not unit.pinned:
             begun, self._alone = self._alone, None
             self._say_missing(unit)
@@ -333,20 +334,20 @@ class Schedule:
         self._grad_forward = False
 
     def flush_pinned(self) -> None:
-        """Edits made so far inside gathered() become the shards, or the coming gathers would undo them."""
+        """Copy edits made so far inside gathered() to the shards, or the coming gathers would undo them."""
         for unit in self.units:
             if unit.pinned:
                 for buffer in unit.released:
                     buffer.follow_edits()
 
     def inside(self, unit: Unit) -> bool:
-        """Is the innermost running forward this unit's?"""
+        """Tell if the innermost running forward is this unit's."""
         return bool(self._frames) and self._frames[-1].unit is unit
 
     # --- touches and saved weights ----------------------------------------------------------------------------------
 
     def touch(self, buffer: Buffer, index: int) -> None:
-        """Python reads a guarded parameter: gather it where that is possible, or raise."""
+        """Gather and open a guarded parameter that Python reads; raise `ReleasedError` outside forward and backward."""
         unit = self._unit_of[id(buffer)]
         if buffer.resident:
             unit.open()
@@ -368,7 +369,7 @@ class Schedule:
         unit.open()
 
     def _own_unit(self, unit: Unit, name: str) -> str:
-        """How a module of the root's could be called by itself."""
+        """Return advice on how a module of the root unit's could be called by itself; "" for other units."""
         module = name.rpartition(".")[0]
         if unit.name or not module:
             return ""
@@ -378,7 +379,7 @@ class Schedule:
         )
 
     def fetch(self, buffer: Buffer) -> None:
-        """Autograd needs a saved weight."""
+        """Gather a bucket of which autograd needs a saved weight."""
         if in_backward():
             self.backward.event()
         unit = self._unit_of[id(buffer)]
@@ -396,7 +397,7 @@ class Schedule:
     # --- an exception -----------------------------------------------------------------------------------------------
 
     def recover(self) -> None:
-        """If an exception went through the last forward, backward or step, what it left under way ends."""
+        """End what an exception in the last forward, backward or step left under way, with all ranks."""
         self.group.check_process()
         refuse_inside("a call of zeroshard's, or a step,")
         self.watcher.notice(replaced=True)  # before anything is released: that would undo what was written
@@ -410,7 +411,7 @@ class Schedule:
             self.group.level(self._trouble())
 
     def _trouble(self) -> str:
-        """What is told to the others of an exception on this rank."""
+        """Return what other ranks are told of an exception on this rank."""
         if self.backward.begun:
             return self.backward.trouble
         return self.group.progress.trouble or f"an exception ended what came after {self.group.progress.met}"
@@ -456,7 +457,7 @@ class Schedule:
     # --- what else gathers ------------------------------------------------------------------------------------------
 
     def before_step(self) -> None:
-        """An optimizer is about to change the weights."""
+        """Prepare for an optimizer's step, which changes the weights."""
         self.group.hear_crossed()
         if self._elsewhere():
             self.group.cross()
@@ -464,7 +465,7 @@ class Schedule:
         self.flush_pinned()
 
     def after_step(self) -> None:
-        """New weights: nothing gathered before is worth anything, except to fill it again where the user holds it."""
+        """Drop gathered copies of older weights, and gather anew those that the user holds by `gathered()`."""
         for unit in self.units:
             unit.calls = 0
             unit.touched = False
@@ -500,7 +501,7 @@ class Schedule:
 
 
 class _Reader:
-    """What buffers hold of the schedule: parameters refer to buffers, and must not keep the engine alive."""
+    """The buffers' weak reference to the schedule: parameters refer to buffers, and must not keep the engine alive."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = weakref.ref(schedule)

@@ -42,7 +42,7 @@ class Script:
         return self.kind is not None
 
     def begin(self, kind: Kind) -> None:
-        """A new segment. The caller has agreed with the other ranks that they begin it too."""
+        """Begin a segment. The caller has agreed with the other ranks that they begin it too."""
         self.kind = kind
         self._number = self.group.number("segment")
         self._sequence = list(self._known.get(kind, ()))
@@ -50,7 +50,7 @@ class Script:
         self._at = 0
 
     def demand(self, unit: Unit) -> None:
-        """This rank needs the unit now: its gather is launched, or was."""
+        """Launch the gather of a unit that this rank needs now, unless it was launched before; and prefetch others."""
         if not unit.released or (unit.ready and not unit.ahead):
             return
         with self.group.as_one():
@@ -66,7 +66,7 @@ class Script:
     def finish(self, *, usual: bool = True) -> bool:
         """Take part in everything the other ranks still need; remember the sequence for next time.
 
-        usual: what this rank says for the caller in the last round. Returns whether all ranks said so.
+        usual: this rank's vote for the caller in the last round. Returns if all ranks voted so.
         """
         with self.group.as_one():
             while self._at < len(self._sequence):
@@ -80,7 +80,7 @@ class Script:
         return usual
 
     def forget(self) -> None:
-        """The segment ended in its middle, on all ranks alike: they may have come to know different sequences."""
+        """Forget all sequences after a segment ended in its middle: ranks may have come to know different ones."""
         self.kind = None
         self._known.clear()
         for unit in self.units:
@@ -117,7 +117,7 @@ class Script:
     # --- after the script -------------------------------------------------------------------------------------------
 
     def _negotiate(self, wanted: Unit | None, usual: bool = True) -> bool:
-        """Rounds of naming, until `wanted` is gathered or, with None, until every rank is done.
+        """Hold rounds of naming units, until `wanted` is gathered or, with None, until every rank is done.
 
         Returns whether every rank was `usual` in the last round, in which all of them are done.
         """

@@ -1,11 +1,11 @@
-"""A master that rests as what its bfloat16 parameter lacks of it, and is joined with that for as long as it is used.
+"""A master that rests as the bits that its bfloat16 parameter lacks, and is joined with it for as long as it is used.
 
     master, fp32         seeeeeeeemmmmmmm llllllllllllllll         4 bytes, in memory inside `here()`
     parameter, bfloat16  seeeeeeeemmmmmmm, rounded                 rests anyway
     planes                                llllllllllllllll t       2.125 bytes: all lower halves, then all bits for ties
 
-`numerics.join_` and `numerics.split_` say why that is enough. To everybody else this is a state that has to be brought
-to memory, as one in a file has: it may rest in any tier itself.
+`numerics.join_` and `numerics.split_` say why that is enough. The rest of the engine treats it as a state that has to
+be brought to memory, as one in a file has: it may rest in any tier itself.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ JOINED = "joined"  # in the ledger: a bucket's masters inside `here()`, and what
 
 
 def split_nbytes(numel: int) -> int:
-    """Of so many elements at rest."""
+    """Return the bytes of so many elements of a split master at rest."""
     return -(-numel * SPLIT_BITS // 8)
 
 
@@ -47,7 +47,7 @@ class Split(Rest):
     # --- the parameters beside it -----------------------------------------------------------------------------------
 
     def keep(self) -> bool:
-        """The parameters may be edited from now on: keep what they are. Says whether it was not kept already."""
+        """Keep a copy of the parameters, which may be edited from now on. Returns False if it was kept already."""
         if self.before is not None:
             return False
         with self.parameters.here(changed=False):
@@ -84,7 +84,10 @@ class Split(Rest):
 
     @contextlib.contextmanager
     def here(self, *, changed: bool = True, fresh: bool = False) -> Iterator[Tensor]:
-        """What an exception leaves of a change is not kept: the parameters do not follow it."""
+        """Join the master for the block, and split it again if it was changed.
+
+        After an exception it is not split: a change that the parameters do not follow is dropped.
+        """
         if self._joined is not None:
             yield self._joined
             self._dirty |= changed
@@ -115,7 +118,7 @@ class Split(Rest):
 
     @contextlib.contextmanager
     def _memory(self, first: int, last: int, *, fresh: bool = False) -> Iterator[Tensor]:
-        """Elements [first, last) joined; and what they are made of in memory."""
+        """Join elements [first, last) in memory of the moment, with the parameters and planes present too."""
         numel = last - first
         with self.parameters.here(changed=False), self.planes.here(changed=False):
             on_device = self._counted(self.planes) == DEVICE
@@ -135,12 +138,13 @@ class Split(Rest):
                     self.device.ledger.hold(JOINED, -numel * 4, HOST)
 
     def _planes(self, first: int, last: int) -> tuple[Tensor, Tensor]:
-        """Lower halves and ties of elements [first, last), inside here() of the planes."""
+        """Return lower halves and ties of elements [first, last), inside here() of the planes."""
         lower, ties = self.planes.tensor[: 2 * self.numel].view(torch.int16), self.planes.tensor[2 * self.numel :]
         return lower[first:last], ties[first // 8 : -(-last // 8)]
 
     def _split(self, first: int, master: Tensor, start: int, stop: int) -> None:
-        """Elements from `first` on, of which those from `start` to `stop` are changed: other bits of a byte stay."""
+        """Split elements from `first` on. Only those from `start` to `stop` changed: other bits of a shared byte
+        stay."""
         before, after = (1 << start - first) - 1, 0xFF << (stop - first) % 8 & 0xFF if (stop - first) % 8 else 0
         with self.planes.here(changed=True):
             lower, ties = self._planes(first, first + master.numel())
@@ -150,7 +154,7 @@ class Split(Rest):
                 byte.bitwise_and_(0xFF ^ kept).bitwise_or_(was & kept)
 
     def seed(self, master: Tensor) -> None:
-        """At construction: what the parameters are the cast of."""
+        """Split the first master, of which the parameters are the cast, at construction."""
         with self.planes.here(fresh=True):
             split_(master.to(self._home, torch.float32), *self._planes(0, self.numel))
 

@@ -1,4 +1,4 @@
-"""Beside tensor parallelism: this rank's part of each `DTensor` is sharded, and stands for it outside of forwards.
+"""Sharding beside tensor parallelism: a plain parameter stands for this rank's part of each `DTensor`.
 
 `parallelize_module` makes parameters `DTensor`s: a rank holds a part of each, or a copy, along one axis of a mesh. A
 plain parameter of that memory takes its place in the module, under its name, and in the optimizer. All else here sees
@@ -41,7 +41,7 @@ def _named(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def mesh_of(model: nn.Module, comm: Comm) -> Any:
-    """The mesh of the model's DTensors, where `comm` names another axis of the same mesh; else None."""
+    """Return the mesh of the model's DTensors if `comm` names another axis of the same mesh; else None."""
     data = comm.group
     beside = hasattr(data, "_get_root_mesh") and data.ndim == 1 and data._get_root_mesh().ndim > 1
     meshes = [param.device_mesh for _, param in _named(model)] if beside else []
@@ -56,7 +56,7 @@ def mesh_of(model: nn.Module, comm: Comm) -> Any:
 
 
 def check_tensors(model: nn.Module, mesh: Any, layout: Layout, comm: Comm) -> None:
-    """Refuse, by name, DTensors that nothing can stand for. mesh: as `mesh_of` answers."""
+    """Refuse, by name, DTensors that no plain parameter can stand for. mesh: as `mesh_of` returns it."""
     if mesh is not None and (layout.along or comm.replicas not in (None, 1) or comm.optimizer != "team"):
         raise UserError(
             "parameters along an axis, and replicas, are not supported beside tensor parallelism",
@@ -95,7 +95,7 @@ def check_tensors(model: nn.Module, mesh: Any, layout: Layout, comm: Comm) -> No
 
 
 def stand_in(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], mesh: Any, axis: str) -> TensorParallel:
-    """Put plain parameters in the place of all DTensors. Whoever noted the model before can put it back."""
+    """Put plain parameters in the place of all DTensors. `undo.Before` can put these back."""
     local: dict[int, Placed] = {}
     cuts: dict[int, int] = {}
     for _, param in _named(model):
@@ -125,7 +125,7 @@ def stand_in(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], mesh
 
 
 def _forward(forward: Callable[..., Any], module: nn.Module, mine: dict[str, Placed], *args: Any, **kwargs: Any) -> Any:
-    """A module's forward, with its DTensors in place."""
+    """Run a module's forward with its DTensors in place."""
     # One that was put there for this call (`torch.func.functional_call`) stays.
     present = {key: placed for key, placed in mine.items() if module._parameters.get(key) is placed[0]}
     try:

@@ -3,8 +3,8 @@
 Everything is noted at the start, whatever will be changed: the tables and attributes of every module and optimizer, the
 groups and states, and of every parameter its class, hooks and data. So nothing here knows what assembling does.
 
-The old data are held until all is done. Where a replicated copy of the same bits takes their place they are not: then
-the copy is what a parameter gets back, so that a model does not take its memory twice.
+The old data are held until all is done, unless a replicated copy of the same bits takes their place: then a parameter
+gets back the copy, so that a model does not take its memory twice.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TABLES = (dict, OrderedDict, defaultdict)
 
 
 class _Fields:
-    """The attributes of an object, and what is in those of them that are tables."""
+    """The attributes of an object, and the contents of those that are tables."""
 
     def __init__(self, fields: dict[str, Any]) -> None:
         self.tables = [fields, *(value for value in fields.values() if type(value) in _TABLES)]
@@ -36,7 +36,7 @@ class _Fields:
 
 
 class _Leaf:
-    """One parameter, or a buffer: what it is, and what it holds."""
+    """One parameter or buffer: its class, attributes, hooks, shape and data."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -76,7 +76,7 @@ class _Leaf:
 
 
 class Before:
-    """What `restore` brings back."""
+    """The model and its optimizers as they were before `shard`, for `restore` to bring back."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         modules = list(model.modules())
@@ -99,11 +99,11 @@ class Before:
         self._generator = torch.get_rng_state()
 
     def keep(self, tensor: Tensor) -> None:
-        """A buffer is about to be written to."""
+        """Keep a copy of a buffer that is about to be written to."""
         self._written.append((tensor, tensor.clone()))
 
     def replaced(self, param: nn.Parameter) -> None:
-        """A parameter lies elsewhere now. If that has the same bits, the old data need not be held.
+        """Let go of a parameter's old data if it lies elsewhere now, with the same bits.
 
         On another device they are held: there they are no second copy, and to compare would bring the new ones back.
         """

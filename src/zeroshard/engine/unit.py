@@ -44,7 +44,7 @@ class Managed:
 
 
 def profiled(what: str, unit: str) -> contextlib.AbstractContextManager[Any]:
-    """A range of that name in `torch.profiler`'s traces, while one is being taken."""
+    """Return a range of that name for `torch.profiler`'s traces; one that does nothing while no trace is taken."""
     if not torch._C._autograd._profiler_enabled():
         return contextlib.nullcontext()
     return torch.autograd.profiler.record_function(f"zeroshard: {what} {unit or 'root'}")
@@ -84,7 +84,7 @@ class Unit:
                     work.wait()
 
     def claim(self) -> None:
-        """What was gathered ahead of its use is used."""
+        """Count prefetched memory as gathered from now on, because it is used."""
         for buffer in self.released:
             buffer.gathered.claim()
 
@@ -111,7 +111,7 @@ class Unit:
 
 
 def managed_parameters(model: nn.Module, units: list[tuple[str, nn.Module]], layout: Layout) -> list[Managed]:
-    """Every parameter once, in the order of registration, except the ignored ones."""
+    """List every parameter once, in the order of registration, except the ignored ones."""
     index = {id(module): i for i, (_, module) in enumerate(units)}
     found: dict[int, Managed] = {}
     names: list[str] = []
@@ -132,12 +132,12 @@ def managed_parameters(model: nn.Module, units: list[tuple[str, nn.Module]], lay
 
 
 def matching(managed: list[Managed], patterns: Sequence[str], setting: str) -> set[str]:
-    """The names of the parameters that a setting's patterns name, each of which must name one."""
+    """Return the names of the parameters that a setting's patterns name. Raises `UserError` if one names none."""
     return names_matching({record.name: record.names for record in managed}, patterns, setting)
 
 
 def parameters_along(managed: list[Managed], layout: Layout) -> set[str]:
-    """The names of those that `Layout.along` shards along its axis."""
+    """Return the names of the parameters that `Layout.along` shards along its axis, or refuse one that cannot be."""
     found = matching(managed, [*layout.along], "Layout.along")
     for record in (record for record in managed if record.name in found):
         of = f"parameter {record.name!r}"
@@ -169,7 +169,7 @@ def parameters_along(managed: list[Managed], layout: Layout) -> set[str]:
 
 
 def borrowed(units: list[tuple[str, nn.Module]], managed: list[Managed]) -> list[list[int]]:
-    """For each unit, the other units whose parameters its own modules use."""
+    """Return for each unit the other units whose parameters its own modules use."""
     index = {id(module): i for i, (_, module) in enumerate(units)}
     owner = {id(record.param): record.unit for record in managed}
     result: list[list[int]] = []
@@ -186,7 +186,7 @@ def borrowed(units: list[tuple[str, nn.Module]], managed: list[Managed]) -> list
 
 
 def _walk(path: str, module: nn.Module, unit: int, index: dict[int, int]) -> Iterator[tuple[str, nn.Module, int]]:
-    """(path, module, nearest enclosing unit) for every registration of every module, shared ones several times."""
+    """Yield (path, module, nearest enclosing unit) for each registration of each module, shared ones several times."""
     unit = index.get(id(module), unit)
     yield path, module, unit
     for name, child in module._modules.items():
@@ -195,7 +195,7 @@ def _walk(path: str, module: nn.Module, unit: int, index: dict[int, int]) -> Ite
 
 
 def find_units(model: nn.Module, layout: Layout) -> list[tuple[str, nn.Module]]:
-    """(name, module) of every unit, the root first, then in the order of registration."""
+    """Return (name, module) of every unit, the root first, then in the order of registration."""
     chosen = _automatic("", model) if layout.units is None else _chosen(model, layout)
     units: dict[int, tuple[str, nn.Module]] = {id(model): ("", model)}
     for name, module in chosen:
@@ -237,7 +237,7 @@ def _chosen(model: nn.Module, layout: Layout) -> list[tuple[str, nn.Module]]:
 
 
 def _automatic(path: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Children of the outermost containers of blocks; outside those, subtrees that are large."""
+    """Find units: children of the outermost containers of blocks, and outside of these large subtrees."""
     result: list[tuple[str, nn.Module]] = []
     holds_blocks = isinstance(module, nn.ModuleList) or (
         isinstance(module, CONTAINERS) and not _contains(module, nn.ModuleList)
@@ -294,7 +294,7 @@ class Initialiser:
 
 
 def check_initialisers(modules: list[tuple[str, nn.Module]], init: Initialiser, fresh: set[int]) -> None:
-    """Before anything is changed: every module of the fresh tensors (by id) must say how to fill them."""
+    """Refuse, before anything is changed, a module with fresh tensors (by id) that does not say how to fill them."""
     seen: set[int] = set()
     for path, module in modules:
         own = {id(tensor) for tensor in _own_meta(module)} & fresh - seen
@@ -318,7 +318,7 @@ def materialise(
 ) -> None:
     """Give one unit's own modules real memory, and of the fresh tensors (by id) initial values.
 
-    `memory` (by the parameter's id) is what becomes a parameter's; others get their own. The parameters stay the same
+    `memory` (by the parameter's id) becomes that of a parameter; others get their own. The parameters stay the same
     Python objects, so ties and the user's optimizer survive. What a module has beside its fresh tensors (a weight
     tied to an earlier module's, one loaded already, one that another rank sends) keeps its values: so that each rank
     draws the same numbers, whatever it has.
@@ -347,7 +347,7 @@ def materialise(
 def units_named(
     model: nn.Module, managed: Sequence[Managed], units: Sequence[Unit], what: Sequence[nn.Module | str]
 ) -> list[Unit]:
-    """The units of modules, or of names of modules and parameters (`*` is anything), or all of them."""
+    """Return the units of modules, or of names of modules and parameters (`*` is anything), or all of them."""
     if not what:
         return list(units)
     index = {id(record.param): record.unit for record in managed}
@@ -375,7 +375,7 @@ def units_named(
 
 @contextlib.contextmanager
 def _standing_in(module: nn.Module, fresh: set[int], device: torch.device) -> Iterator[None]:
-    """Hide what is not to be initialised behind throw-away tensors of the same kind."""
+    """Hide tensors that keep their values behind throw-away ones of the same kind, while a module is initialised."""
     tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
     hidden = [(t, name, x) for t in tables for name, x in t.items() if x is not None and id(x) not in fresh]
     for table, name, tensor in hidden:

@@ -1,1 +1,1 @@
-"""What ranks move, how they agree, and who is gone: the only room that knows of processes."""
+"""Communication between ranks: data, agreement, and detection of lost ranks. The only room that knows of processes."""

@@ -1,4 +1,4 @@
-"""How all ranks of a model agree, and what one rank tells the others of itself.
+"""Agreement between all ranks of a model, and the facts that one rank tells the others of itself.
 
     verb        what every rank learns                           over torch.distributed (`process_group.py`)
     meet        that all are at the same thing                   one exchange of a row of integers
@@ -13,9 +13,9 @@ A row has the same size on every rank (see *sizes must meet* in `process_group.p
 do. The verbs without a row follow a meeting, which has agreed on their sizes. Ranks that do different things all raise,
 and each hears what the others are at.
 
-In the usual case all rows are equal, and then nobody needs to see all of them. So beyond a few ranks the rows travel
-along the axes of a grid (`axes`), as many messages as a sum of small factors and not as there are ranks; only
-where rows differ are they all sent to everybody.
+In the usual case all rows are equal, and then no rank needs to see all of them. So beyond a few ranks the rows travel
+along the axes of a grid (`axes`), as many messages as a sum of small factors and not as there are ranks; only if rows
+differ are they all sent to every rank.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ LOADING, TELLING, LEAVING = "loading", "telling the others", "leaving gathered()
 
 
 def axes(ranks: int) -> tuple[int, ...]:
-    """The lengths of a grid that holds so many ranks, each at most `LONGEST_AXIS` where the number has such factors.
+    """Return the lengths of a grid of so many ranks, each at most `LONGEST_AXIS` if the number has such factors.
 
     Along an axis of length f every rank sends f - 1 messages. 1,024 ranks are (8, 8, 8, 2): 22 messages, not 1,023.
     """
@@ -70,7 +70,7 @@ def axes(ranks: int) -> tuple[int, ...]:
 
 
 def lines(ranks: int, rank: int) -> list[list[int]]:
-    """For each axis of the grid the ranks that lie on one line with this rank, in order."""
+    """Return, for each axis of the grid, the ranks that lie on one line with this rank, in order."""
     found, stride = [], 1
     for length in axes(ranks):
         first = rank - rank // stride % length * stride
@@ -81,7 +81,7 @@ def lines(ranks: int, rank: int) -> list[list[int]]:
 
 @dataclasses.dataclass
 class Progress:
-    """How far one rank has come: what it tells the others where something is wrong."""
+    """The progress of one rank, which it tells the others if something is wrong."""
 
     steps: int = 0  # that optimizers have completed
     turn: tuple[int, int] = (0, 0)  # in the script of gathers: how many are launched, of how many
@@ -91,7 +91,7 @@ class Progress:
     awaited: tuple[str, int | None] | None = None  # the collective it waits for, and of which bucket
 
     def words(self, phase: str) -> str:
-        """In words, for whoever wants to know."""
+        """Describe this progress for an error. phase: of the ledger."""
         moment = f"step {self.steps + 1}, in {phase if phase != 'between' else 'the loop'}"
         trouble = f"; {self.trouble}" if self.trouble else ""
         if awaited := self.awaited:  # once: the watch's thread asks too
@@ -106,7 +106,7 @@ class Progress:
 
 
 def refuse_forked(process: int, rank: int) -> None:
-    """A forked child is no rank: it has its parent's connections and none of its threads."""
+    """Refuse to work in a forked child, which is no rank: it has its parent's connections and none of its threads."""
     if os.getpid() != process:
         raise StateError(
             "a forked child cannot use its parent's sharded model",
@@ -117,34 +117,34 @@ def refuse_forked(process: int, rank: int) -> None:
 
 
 class Party(Protocol):
-    """Who is in the middle of something when ranks are levelled (`streams.py`)."""
+    """The part of an engine that a levelling (recovery of all ranks, `streams.py`) may find in the middle of work."""
 
     def unsettled(self) -> bool:
-        """Are gradients on their way, or in use?"""
+        """Tell if gradients are on their way, or in use."""
 
     def edits(self) -> str:
-        """By which numbers gradients were edited."""
+        """Return the edits of gradients by numbers, as text that ranks compare."""
 
     def bucket(self, index: int) -> Bucket: ...
 
     def message(self, index: int) -> Bucket:
-        """The bucket in elements of what is sent of its gradients."""
+        """Return the bucket in elements of what is sent of its gradients."""
 
     def stand_in(self, bucket: int, state: str) -> Tensor | None:
-        """All of a bucket, 1-D, in which this rank's shard of a state is right: others wait for it."""
+        """Return a whole bucket, 1-D, in which this rank's shard of a state is right, since others wait for it."""
 
     def levelled(self, drop: bool) -> None:
-        """Nothing is under way any more. drop: nor may any gradient stay."""
+        """Reset the engine after a levelling: nothing is under way any more. drop: drop all gradients."""
 
     def spread(self) -> None:
-        """What owners updated goes to every rank once more: on its way it was cut off."""
+        """Send owners' updates to every rank once more, because they were cut off on their way."""
 
 
 class Group:
-    """One rank's end of all ranks of a model, and what it counts. By itself it sends nothing.
+    """One rank's end of all ranks of a model, and its counts of messages. By itself it sends nothing.
 
     With one rank there is nothing to agree on. With more it is one rank of a simulation, whose peers all do the same.
-    It has many names since all that ranks agree on goes through it: the verbs, and what a rank says of itself in them.
+    It has many names since all that ranks agree on goes through it: the verbs, and the facts that they carry.
     """
 
     backend: str = "none"
@@ -176,11 +176,11 @@ class Group:
 
     @property
     def lost(self) -> bool:
-        """Did a collective fail for good? Then no other can succeed."""
+        """True if a collective failed for good: then no other can succeed."""
         return False
 
     def give_up(self, error: BaseException) -> None:
-        """This rank cannot take part in a collective that others may be in already: nobody shall wait for it."""
+        """Tell other ranks not to wait for this one, which cannot take part in a collective that they may be in."""
 
     def check_process(self) -> None:
         refuse_forked(self.process, self.rank)
@@ -194,18 +194,18 @@ class Group:
         self._party = weakref.ref(party)  # parameters refer to this, and must not keep the engine alive
 
     def number(self, what: str) -> int:
-        """Of the next meeting of a kind. Counted before it is sent: no two share one, whatever an exception ends."""
+        """Count the next meeting of a kind, and return its number: before it is sent, so that no two share one."""
         self.numbers[what] += 1
         return self.numbers[what]
 
     @property
     def interrupted(self) -> bool:
-        """Did an exception end something that others wait for this rank in?"""
+        """True if an exception ended something in which other ranks wait for this one."""
         return self.left
 
     @property
     def launched(self) -> tuple[int, int]:
-        """How many collectives were launched so far, and how many levellings there were."""
+        """The numbers of collectives launched and of levellings so far."""
         return 0, 0
 
     def level(self, why: str) -> None:
@@ -216,7 +216,7 @@ class Group:
 
     @contextlib.contextmanager
     def as_one(self) -> Iterator[None]:
-        """Around verbs that belong together: after an exception between the first and the last, `level` must follow."""
+        """Wrap verbs that belong together: after an exception between the first and the last, `level` must follow."""
         (launched, levelled), around, self._inside = self.launched, self._inside, Call(frame=sys._getframe(2))
         try:
             yield
@@ -229,12 +229,12 @@ class Group:
             self._inside = around
 
     def cross(self) -> NoReturn:
-        """Another thread is in a call of the same model. The other is told at its next call here."""
+        """Raise on this thread because another one is in a call of the same model, which raises at its next call."""
         self.crossed = threading.get_ident(), threading.current_thread().name
         self._refuse_threads(self.crossed[1])
 
     def hear_crossed(self) -> None:
-        """Raise what another thread was told that came upon this one."""
+        """Raise if another thread found this one in a call of the same model."""
         if (crossed := self.crossed) is not None and crossed[0] != threading.get_ident():
             self.crossed = None
             self._refuse_threads(crossed[1])
@@ -249,7 +249,7 @@ class Group:
         )
 
     def refuse_within(self, *, busy: bool = False, around: bool = True) -> None:
-        """What other ranks take part in does not begin inside anything of that kind: what is `busy`, or `around` it."""
+        """Refuse to begin a collective operation inside another: one that is `busy`, or `around` this call."""
         self.hear_crossed()
         if around and self._inside is not None and self._inside.elsewhere():
             self.cross()
@@ -262,7 +262,8 @@ class Group:
             )
 
     def broadcast(self, tensor: Tensor, source: int = 0, *, ahead: bool = False) -> None:
-        """tensor becomes the source rank's, everywhere. ahead: where a device's queue waits for it, only that does."""
+        """Copy the source rank's tensor to all ranks. ahead: if a device's queue can wait for it, this thread does
+        not."""
         nbytes = tensor.numel() * tensor.itemsize
         if nbytes:
             mine = self.rank == source
@@ -275,12 +276,14 @@ class Group:
         pass
 
     def team_of(self, bucket: Bucket) -> Team:
-        """The ranks that shard a bucket."""
+        """Return the team of ranks that shard a bucket."""
         return self.along if bucket.along else self.team
 
     def give_all(self, tensor: Tensor, bucket: Bucket, source: int = 0) -> None:
-        """tensor, of a whole bucket, becomes the source rank's wherever that bucket is; of one along an axis every
-        team gets that of its own rank at the source's position."""
+        """Copy the source rank's tensor, a whole bucket, to all ranks.
+
+        For a bucket along an axis every team gets that of its own rank at the source's position.
+        """
         if bucket.along:
             self.along.broadcast(tensor, self.along.seat.position_of(source))
         else:
@@ -298,7 +301,7 @@ class Group:
     def poll(self, what: str, number: int, *mine: int) -> list[tuple[int, ...]]:
         """Agree as `meet` does; the integers may differ, and every rank gets those of all, in rank order.
 
-        Where all of them are equal it gets them once.
+        If all of them are equal it may get them once.
         """
         ends(self._count_rows())
         self.heard, self.signalled = self.news, max(self.signalled, self.signal)
@@ -309,30 +312,30 @@ class Group:
         return [mine]
 
     def flags(self, mine: bytes) -> bytes:
-        """Elementwise maximum over the ranks of as many small numbers on each."""
+        """Return the elementwise maximum over the ranks of small numbers, as many on each."""
         ends(self._count_control(len(mine)))
         return mine
 
     def maximum(self, tensor: Tensor) -> Tensor:
-        """Elementwise maximum over the ranks: in place, where this rank's process group can come to the tensor."""
+        """Return the elementwise maximum over the ranks: in place if the process group can reach the tensor."""
         ends(self._count_control(tensor.numel() * tensor.itemsize))
         return tensor
 
     def total(self, tensor: Tensor) -> Tensor:
-        """Elementwise sum over the ranks of integers, likewise."""
+        """Return the elementwise sum of integers over the ranks: in place if the process group can reach the tensor."""
         ends(self._count_control(tensor.numel() * tensor.itemsize))
         return tensor
 
     def describe(self, facts: Any, what: str = TELLING) -> list[Any]:
-        """Every rank's JSON-able `facts`, in rank order. what: the meeting that this is."""
+        """Return every rank's JSON-able `facts`, in rank order. what: the meeting that this is."""
         return [facts]
 
     def problems(self, mine: str | None) -> list[str]:
-        """What every rank that has a problem says of it, so that all of them can raise."""
+        """Return the problems of all ranks that have one, so that all of them can raise."""
         return [f"rank {rank}: {problem}" for rank, problem in enumerate(self.describe(mine)) if problem]
 
     def same(self, verb: str, ask: Callable[[], dict[str, Any]]) -> None:
-        """Compare what ranks are asked, before anything is done. Raises on every rank where they differ, or one cannot.
+        """Compare ranks' arguments before anything is done. Raises on all ranks if they differ, or are wrong on one.
 
         ask: the arguments by name; raises what is wrong with them.
         """
@@ -363,7 +366,7 @@ class Group:
                 )
 
     def first_writes(self, path: object, write: Callable[[], None]) -> None:
-        """Rank 0 writes a file; what keeps it from that is an error on every rank."""
+        """Write a file on rank 0, and raise on every rank if that fails."""
         problem = None
         try:
             if self.rank == 0:
@@ -374,11 +377,11 @@ class Group:
             raise UserError("the file was not written", where=f"{path}", got=told[0])
 
     def report(self, error: Error) -> None:
-        """Something failed here while peers go on to wait for this rank: raise at the next agreement, on every rank."""
+        """Keep an error to raise on every rank at the next agreement, because peers go on to wait for this rank."""
         self.failed = self.failed or error
 
     def fail(self) -> NoReturn:
-        """Something was reported on some rank: all of them raise."""
+        """Raise on every rank, because an error was reported on one."""
         mine, self.failed = self.failed, None
         told = self.problems(None if mine is None else str(mine))
         self.level("")
@@ -388,9 +391,9 @@ class Group:
         raise PeerError("another rank failed", got="; ".join(told), instead="mend that, and load the last checkpoint")
 
     def apart(self, *, behind: bool) -> Group:
-        """The same ranks with a control group of their own, for a save; `behind` the training it is a thread's.
+        """Return the same ranks with a control group of their own, for a save; `behind` the training it is a thread's.
 
-        Collective where it is made, the first time. Nothing else orders it, and it waits half an hour at least: ranks
+        Collective the first time, when it is made. Nothing else orders it, and it waits half an hour at least: ranks
         may take very different times to write. One that cannot be asked is named at the time-out all the same.
         """
         return self
@@ -398,7 +401,7 @@ class Group:
     # --- what they count --------------------------------------------------------------------------------------------
 
     def _count_rows(self) -> Event | None:
-        """An exchange of rows: one message to each of the others on every line of the grid."""
+        """Count an exchange of rows: one message to each of the others on every line of the grid."""
         return self._count_control(8 * ROW, sum(length - 1 for length in axes(self.ranks)))
 
     def _count_control(self, nbytes: int, messages: int = 1) -> Event | None:

@@ -1,7 +1,7 @@
-"""Which call a hook of ours was called by, or a verb between ranks is in, and whether that call still runs.
+"""The call on a thread's stack that a hook or a verb between ranks belongs to, and whether it still runs.
 
-A forward, a step or a verb that an interrupt left never gets to its end. Then the next one finds what it left behind,
-and must tell that from a call that runs inside it, perhaps on another thread.
+A forward, a step or a verb that an interrupt left never gets to its end. The next one finds what it left behind, and
+must tell whether it runs inside that call, perhaps on another thread, or after it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Call:
     __hash__ = None  # type: ignore[assignment]
 
     def running(self) -> bool:
-        """Is it still on its thread's stack?"""
+        """Tell if the call is still on its thread's stack."""
         if threading.get_ident() == self._thread:
             return self._below(sys._getframe(1))
         while True:
@@ -42,7 +42,7 @@ class Call:
                 return found
 
     def elsewhere(self) -> bool:
-        """Does it run on another thread than this?"""
+        """Tell if the call runs on another thread than this."""
         return threading.get_ident() != self._thread and self.running()
 
     def _below(self, frame: FrameType | None) -> bool:

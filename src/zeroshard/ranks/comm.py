@@ -1,4 +1,4 @@
-"""How ranks talk: the settings, and what stands for a process group in a simulation."""
+"""The settings of communication between ranks, and the stand-in for a process group in a simulation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _FIELDS = {
 
 @dataclass(frozen=True)
 class Comm:
-    """How ranks talk.
+    """The settings of communication between ranks.
 
     group: the process group to shard over (None: all ranks; one process alone needs none). A `DeviceMesh` of one axis
         is taken as its group; of two the first replicates and the second shards, as with FSDP2. With
@@ -91,13 +91,13 @@ class Comm:
 
     @property
     def wanted(self) -> Transport:
-        """The transport to try: "auto" stays what it is where it means shared memory, which ranks may not have."""
+        """The transport to try. "auto" is resolved later if it means shared memory, which ranks may not have."""
         if self.transport != "auto":
             return self.transport
         return "auto" if AUTO == "shared" and self.reduce == "ordered" else "gloo"
 
     def sharing(self, *, once: bool) -> Comm:
-        """With what one copy of the parameters for all ranks of a host needs, where there is to be one."""
+        """Return these settings with shared memory, if there is to be one copy of the parameters per host (`once`)."""
         if once and self.transport == "gloo":
             raise UserError(
                 "one copy of the parameters for all ranks of a host lies in memory that they share",
@@ -108,7 +108,7 @@ class Comm:
 
 
 class Simulated(NamedTuple):
-    """Stands for a process group in `Comm.group`: rank `rank` of `ranks` that exist only in arithmetic."""
+    """A stand-in for a process group in `Comm.group`: rank `rank` of `ranks` that exist only in arithmetic."""
 
     rank: int
     ranks: int

@@ -1,19 +1,19 @@
-"""How ranks end what devices' queues hold, where an interrupt has left some of it to be launched by nobody.
+"""The end of collectives in devices' queues, when an interrupted rank will never launch its part of some.
 
 A rank that ran ahead may wait for its device, in `loss.item()` say, and the device for a collective that the
-interrupted rank never launched. So that rank's host can neither be asked nor stand in for anybody. But in a device's
+interrupted rank never launched. So that rank's host can neither be asked nor stand in for another. But in a device's
 queue a collective can be aborted, and then the device goes on, with memory that holds anything. On a thread of its own
 each rank
 
     1  posts what it has launched, and launches no more
     2  knows from what all have posted which collectives get through by themselves, and waits for these: earlier steps
        are made of them
-    3  posts that they are through: nobody needs any more what this rank has sent. Once all have, it aborts the rest
+    3  posts that they are through: no rank needs any more what this rank has sent. Once all have, it aborts the rest
 
-and the hosts, once all have come, make the groups anew and go on with the levelling (`link.py`). Where all ranks have
+and the hosts, once all have come, make the groups anew and go on with the levelling (`link.py`). If all ranks have
 launched the same, nothing is aborted.
 
-Named hazard, *one abort and nobody else's*: NCCL's own watchdog ends a process whose communicator a peer has left. So
+Named hazard, *an abort on one rank alone*: NCCL's own watchdog ends a process whose communicator a peer has left. So
 all ranks abort when all have posted, and none before.
 """
 
@@ -36,9 +36,10 @@ Told = list[tuple[int, list[int], list[tuple[int, int]]]]
 
 
 def complete(told: Sequence[Told]) -> dict[At, int]:
-    """Up to which number each stream's collectives get through by themselves. told: by each rank.
+    """Return the number of the last collective of each stream that gets through by itself. told: by each rank.
 
-    Those that all members have launched, and that no member's device comes to after one that some have not.
+    These are the ones that all members have launched, and that no member's device comes to after one that some have
+    not.
     """
     found: dict[At, int] = {}
     for streams in told:
@@ -62,7 +63,7 @@ def complete(told: Sequence[Told]) -> dict[At, int]:
 
 
 class Ending:
-    """One levelling's end of what devices' queues hold."""
+    """The end of all collectives in devices' queues, in one levelling."""
 
     def __init__(
         self, number: int, watch: Watch, ranks: int, streams: Sequence[Stream], limit: float, abort: Callable[[], None]
@@ -78,7 +79,7 @@ class Ending:
         self._thread.start()
 
     def wait(self) -> None:
-        """A signal's handler may end this, and then it is called again."""
+        """Wait for the thread. A signal's handler may end this, and then it is called again."""
         while self._thread.is_alive():
             self._thread.join(0.05)
 
@@ -113,7 +114,7 @@ class Ending:
         return self._watch.all_posted(self.number, what, self._ranks, self._limit)
 
     def end(self) -> None:
-        """Abort what does not get through, with all ranks."""
+        """Abort the collectives that do not get through, together with all ranks."""
         if not self.aborted:
             self._drain()
             self._abort()

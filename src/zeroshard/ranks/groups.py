@@ -1,4 +1,4 @@
-"""The process groups that ranks use: how ranks come together, how the groups are made, and how ranks leave.
+"""The process groups that ranks use: how they are made once ranks have come together, and how ranks leave.
 
 Gathers, reductions and control have a group each, so that each is ordered in itself. Making a group waits for all of
 its ranks. So these first tell each other, through the store in which they met, where each can be asked.
@@ -79,7 +79,8 @@ def start(settings: Comm, device: torch.device) -> None:
 
 
 def _say_waiting(limit: timedelta) -> None:
-    """There is no group yet in which anybody could be asked, or could say that it does not come."""
+    """Log that this rank waits: there is no group yet in which others could be asked, or could say that they do not
+    come."""
     log.warning(
         "rank %s of %s waits for the others in torch.distributed.init_process_group, %g s at most (Comm(timeout=...)): "
         "every rank calls shard(...), and one that has ended before is not noticed here",
@@ -88,7 +89,7 @@ def _say_waiting(limit: timedelta) -> None:
 
 
 def _leave_together() -> None:
-    """Wait for the others to come to their ends, but for none that has: an exception may have ended it."""
+    """Wait for other ranks to come to their ends, until all of them have ended: an exception may have ended one."""
     # Through the store and not by a collective: one that peers never join could not be given up.
     store, begun, patience = dist.distributed_c10d._get_default_store(), time.monotonic(), 0.2
     store.add("zeroshard/leaving", 1)
@@ -111,9 +112,9 @@ DESCRIPTORS = 16  # that stay free beside what the groups take
 
 
 def _touch_all(parent: Any, ranks: int) -> Any:
-    """A collective in which each rank waits for each: by gloo's connections a rank that has ended shows at once.
+    """Launch a collective in which each rank waits for each: on gloo's connections a rank that has ended shows at once.
 
-    Where the group has no gloo there are no connections before the first real collective, and nothing to tell by.
+    A group without gloo has no connections before the first real collective: then None.
     """
     with contextlib.suppress(RuntimeError, AttributeError):
         if isinstance(parent._get_backend(torch.device("cpu")), dist.ProcessGroupGloo):
@@ -148,7 +149,7 @@ def _ignore(number: int) -> None:
 
 
 def _timeout(parent: Any) -> timedelta | None:
-    """How long the user's own group waits: `new_group` would wait half an hour whatever that is."""
+    """Return the time-out of the user's own group: `new_group` would wait half an hour whatever that is."""
     with contextlib.suppress(AttributeError, RuntimeError, IndexError):
         own: timedelta = parent._get_backend(parent._device_types[0]).options._timeout
         return own
@@ -156,7 +157,7 @@ def _timeout(parent: Any) -> timedelta | None:
 
 
 def _store() -> tuple[str, int] | None:
-    """Where the ranks met, which is a place that all of them can reach."""
+    """Return host and port of the store in which ranks met, which all of them can reach; None if it has none."""
     store: Any = dist.distributed_c10d._get_default_store()
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
@@ -164,10 +165,12 @@ def _store() -> tuple[str, int] | None:
 
 
 def _last_words(groups: weakref.ref[Groups]) -> None:
-    """A program that an exception ends says so to the others, before its connections break, and flushes nothing: what
-    is queued on its device may be for a rank that has heard of it. One that comes to its end lets all of that through.
+    """Tell the other ranks how this program ends, and by which exception, before its connections break.
 
-    And whoever asks a program at its end is refused: a thread would not get to answer any more.
+    After an exception it flushes nothing: collectives in its device's queue may be for a rank that has heard of it. At
+    a normal end it waits until all of them are through.
+
+    Then close the watch, so that later questions are refused: its thread would not get to answer any more.
     """
     own, error = groups(), getattr(sys, "last_value", None)
     if own is not None:
@@ -184,7 +187,7 @@ def _last_words(groups: weakref.ref[Groups]) -> None:
 
 
 def _loops() -> set[int]:
-    """The threads of this process in which gloo waits for messages, where they have a name: not on torch 2.11."""
+    """Return the threads of this process in which gloo waits for messages, if these have names: not on torch 2.11."""
     found = set()
     for thread in Path("/proc/self/task").glob("*"):
         with contextlib.suppress(OSError):  # it has just ended
@@ -198,7 +201,8 @@ _LAZY = "TORCH_GLOO_LAZY_INIT"  # connects two ranks when they first send each o
 
 
 def _new_group(*, lazy: bool = False, alone: bool = False, **options: Any) -> Any:
-    """A process group whose gloo threads stop nobody when a message wakes them: docs/decisions/batch-threads.md.
+    """Make a process group whose gloo threads interrupt no other when a message wakes them:
+    docs/decisions/batch-threads.md.
 
     lazy: without a connection between any two ranks, of which a thousand ranks cannot make enough.
     alone: while other ranks of the program make none. So it is not split from the group of all, which they would wait
@@ -229,9 +233,9 @@ def _new_group(*, lazy: bool = False, alone: bool = False, **options: Any) -> An
 
 
 def _pairs(sits: Seat) -> list[list[int]]:
-    """The pairs of replicas that follow one another which a rank is in: those that an even one begins, then the others.
+    """Return the pairs of neighbouring replicas that a rank is in: first a pair that begins with an even one.
 
-    torch names a group by how many a process has, so all ranks make as many: one that has no pair in a turn, alone.
+    torch names a group by how many a process has, so all ranks make as many: one without a pair in a turn, alone.
     """
     found = []
     for first in range(0 if sits.mirrored else min(sits.replicas - 1, 2)):
@@ -241,7 +245,8 @@ def _pairs(sits: Seat) -> list[list[int]]:
 
 
 def backend_for(device: torch.device, parent: Any) -> str:
-    """What moves this device's tensors between ranks: of a group with a backend for each kind of device, that one."""
+    """Return the backend that moves this device's tensors between ranks: the group's own for that kind of device, or
+    torch's default for it."""
     told = [pair.split(":") for pair in dist.get_backend_config(parent).split(",")]
     own = next((name for kind, name in told if kind == device.type), None)
     try:
@@ -264,11 +269,11 @@ class Wanted(NamedTuple):
 
     @property
     def sockets(self) -> int:
-        """At most. What ranks send each other along rings and trees."""
+        """The most sockets that this group takes: if lazy, those along rings and trees; else one to each member."""
         return 3 + (2 * len(self.members).bit_length() if self.lazy else len(self.members))
 
     def made(self, everyone: Sequence[int], options: dict[str, Any], *, queued: bool) -> Any:
-        """everyone: all of the model's ranks, by their number in the program. queued: see `Groups`."""
+        """Make the group. everyone: all of the model's ranks, by their number in the program. queued: see `Groups`."""
         ranks = [everyone[rank] for rank in self.members]
         if queued and "timeout" in options:  # so that we have named who is gone before the program is ended
             options = {**options, "timeout": options["timeout"] + LATER}
@@ -279,7 +284,7 @@ CONTROL = ("control", "axis")  # uses of CPU tensors
 
 
 def _wanted(rank: int, ranks: int, sits: Seat, along: Seat | None, backend: str) -> list[Wanted]:
-    """All groups of a rank. On every rank a group for one use has the same place."""
+    """List all groups of a rank. On every rank a group for one use has the same place."""
     everyone, team, lying = range(ranks), [*sits.members(rank)], lines(ranks, rank)
     found = [Wanted("gather", backend, team), Wanted("reduce", backend, team)]
     found += [Wanted("control", "gloo", everyone, lazy=len(lying) > 1)]
@@ -296,14 +301,14 @@ def _wanted(rank: int, ranks: int, sits: Seat, along: Seat | None, backend: str)
 
 
 class Speaker(Protocol):
-    """Who can say what this rank is doing."""
+    """An object that can tell what this rank is doing."""
 
     def about(self) -> dict[str, Any]:
-        """The fields of `watch.Answer`."""
+        """Return the fields of `watch.Answer`."""
 
 
 class Groups:
-    """What all engines over one process group share."""
+    """The process groups, streams and watch that all engines over one process group share."""
 
     def __init__(
         self,
@@ -411,7 +416,7 @@ class Groups:
         dist.all_reduce(torch.zeros(1, device="cpu"), group=self.control.group)
 
     def _name(self, wanted: Sequence[Wanted]) -> None:
-        """Each stream by its use."""
+        """Set an attribute for the streams of each use."""
         sits, found = self.seat, defaultdict[str, list[Stream]](list)
         for each, stream in zip(wanted, self.streams, strict=True):
             found[each.use].append(stream)
@@ -497,7 +502,7 @@ class Groups:
             time.sleep(0.001)
 
     def abort(self) -> None:
-        """A rank is gone: end what devices' queues have for it, which they and whoever waits for them wait for."""
+        """End the collectives in devices' queues, because a rank is gone that they wait for."""
         if self.queues and not self.aborted:
             self.aborted = True
             self._abort()
@@ -518,12 +523,12 @@ class Groups:
 
     @property
     def ends(self) -> bool:
-        """Does what devices' queues hold end, so that nothing may be launched there?"""
+        """True while collectives in devices' queues are being ended, so that none may be launched there."""
         ending = self._ending
         return ending is not None and not ending.over
 
     def _summon(self, number: int) -> None:
-        """A rank calls for a levelling, again and again. This one's host may be where it does not hear."""
+        """End devices' queues if a rank keeps calling for a levelling and this rank's host has not heard it."""
         if self.queued and number == self.levellings + 1:
             first = self._summoned.setdefault(number, time.monotonic())
             if time.monotonic() > first + BY_ITSELF:
@@ -537,7 +542,9 @@ class Groups:
             return self._ending
 
     def begin_anew(self, ending: Ending, states: Sequence[Sequence[Sequence[Any]]]) -> None:
-        """All has ended on all ranks, which are here. states: by rank and stream how many were launched, first.
+        """Make the groups of devices' queues anew, once all has ended on all ranks, which are here.
+
+        states: by rank and stream, first how many were launched.
 
         torch keeps those of before to its end: by their number it names the new ones, and their names stay taken in the
         store. These are not split from the group of all, in which the program may have something under way.
@@ -554,17 +561,17 @@ class Groups:
         return made
 
     def number(self) -> int:
-        """Of the next model that is sharded over this."""
+        """Return a number for the next model that is sharded over these groups."""
         self._engines += 1
         return self._engines
 
     @property
     def levelling(self) -> list[Stream]:
-        """Those that take part in it: a save behind the training goes on."""
+        """The streams that take part in a levelling: all but a save's behind the training, which goes on."""
         return [stream for stream in self.streams if not stream.behind]
 
     def apart(self, *, behind: bool) -> Stream:
-        """For saves. Made once of each kind, also where an interrupt ends the wait for it."""
+        """Return the control stream for saves, made once of each kind, also if an interrupt ends the wait for it."""
         if behind not in self._apart:
             self._apart[behind] = Attended(
                 lambda: _new_group(lazy=len(self.axes) > 1, backend="gloo", **self._for_saves)

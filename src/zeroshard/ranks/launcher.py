@@ -1,7 +1,7 @@
-"""What the program that started this one says of the ranks, in the environment; and what it should have said.
+"""The launcher's variables in the environment that tell a process its ranks, and errors for incomplete ones.
 
     WORLD_SIZE, RANK, MASTER_ADDR, MASTER_PORT    torchrun's, or set by hand: one of several ranks, or all that counts
-    WORLD_SIZE=1                                  one rank, whoever started it
+    WORLD_SIZE=1                                  one rank, whatever started it
     none of them, but SLURM's or mpirun's         an error: several processes that would each train alone
     none at all                                   one rank
 
@@ -32,7 +32,7 @@ _ALONE = "unset it, or set WORLD_SIZE=1 where this process is to train alone"
 
 
 def ranks_to_join(environment: Mapping[str, str]) -> int:
-    """How many ranks this process was started to be one of. Raises `UserError` where that is not said in full."""
+    """Return the number of ranks that this process was started as one of. Raises `UserError` for partial settings."""
     said = {name: value for name, value in environment.items() if value}
     if "WORLD_SIZE" not in said:
         _refuse_part_of_a_world(said)
@@ -121,7 +121,7 @@ def find_master(environment: Mapping[str, str]) -> None:
 
 
 def could_not_meet(environment: Mapping[str, str], error: Exception) -> UserError:
-    """The error for a process group that could not be made, in words."""
+    """Make the error for a process group that could not be made, with what to do about it."""
     said = str(error).splitlines()[0] if str(error) else type(error).__name__
     rank, host, port = (environment[name] for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
     if "EADDRINUSE" in said or "address already in use" in said.lower():

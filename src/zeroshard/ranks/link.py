@@ -1,10 +1,10 @@
-"""How an engine launches collectives, waits for them, and ends with all ranks what an interrupt has left.
+"""An engine's launches of collectives and waits for them, and recovery of all ranks after an interrupt.
 
 Named hazard, *a wait for the dead*: gloo tells of a dead peer only the ranks that wait for that very peer, and wakes no
 rank before its time-out. So ranks wait in slices, and between two look at `watch.alarm`; Python's signals are seen too.
 
-A rank that an interrupt takes out of the middle of anything that others wait for calls all of them to a levelling
-before it does anything else: see `streams.py`.
+A rank that an interrupt takes out of work in which others wait for it calls all of them to a levelling before it does
+anything else: see `streams.py`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ HEEDS = round(BY_ITSELF / SLICE.total_seconds())  # slices, after which calls to
 
 
 class Link:
-    """How one engine launches collectives and waits for them, and who is to blame when one does not complete."""
+    """One engine's way to launch collectives and wait for them, and to find the rank to blame if one fails."""
 
     def __init__(self, groups: Groups, ledger: Ledger, progress: Progress) -> None:
         self.groups = groups
@@ -58,7 +58,7 @@ class Link:
         self._weak = weakref.ref(self)
 
     def launch(self, stream: Stream, what: Launch, call: Callable[..., Any], *args: Any) -> Any:
-        """Launch a collective: `what` it is, so that others can join it, and a function of C with its arguments."""
+        """Launch a collective by a function of C with its arguments. what: describes it, so that others can join."""
         refuse_forked(self.process, self.rank)
         if not dist.is_initialized():
             raise StateError(
@@ -76,14 +76,17 @@ class Link:
             raise self._loss(error) from error
 
     def broadcast(self, stream: Stream, part: Tensor, source: int, whole: Launch, low: int) -> Any:
-        """whole: bucket, state and bytes of what `part` begins at byte `low` of. source: among all processes."""
+        """Launch a broadcast of `part`, which begins at byte `low` of `whole`: (bucket, state, bytes).
+
+        source: its number among all processes.
+        """
         root = dist.get_group_rank(stream.group, source)
         what = "broadcast", self.engine, *whole, low, low + part.numel(), root
         return self.launch(stream, what, *broadcast(stream, part, root))
 
     def wait(self, verb: str, bucket: int | None, handle: Any, *, queued: bool = False, ahead: bool = False) -> None:
-        """queued: does a device's queue come to it? That waits for buckets, and this thread for all else as well, but
-        where it may go ahead."""
+        """Wait for a collective. queued: it runs in a device's queue, which alone waits for buckets and for what may go
+        `ahead`; this thread waits for all else."""
         refuse_forked(self.process, self.rank)
         self.groups.speaker = self._weak
         self.progress.awaited = verb, bucket
@@ -138,7 +141,7 @@ class Link:
     # --- interrupts -------------------------------------------------------------------------------------------------
 
     def begin(self, call: Call) -> None:
-        """A verb begins: not inside another one, nor after one that an interrupt left before that is levelled."""
+        """Begin a verb: not inside another one, nor after one that an interrupt left before that is levelled."""
         if self.behind:
             return
         if self.lost:
@@ -152,12 +155,12 @@ class Link:
 
     @property
     def interrupted(self) -> bool:
-        """Did an exception leave a verb in its middle?"""
+        """True if an exception left a verb in its middle."""
         call = self.groups.call  # once: the watch's thread asks too
         return call is not None and not call.running()
 
     def heed(self) -> None:
-        """Where a rank has called for a levelling, take part in it, and say so."""
+        """Take part in a levelling, if a rank has called for one, and raise `PeerError` to tell of it."""
         groups = self.groups
         if self.behind or not (groups.watch.called > groups.levellings or groups.ends or self.interrupted):
             return
@@ -171,7 +174,7 @@ class Link:
         )
 
     def level(self, why: str) -> list[str]:
-        """End what is under way on all ranks alike; in words, what ended it where it had to be ended."""
+        """End what is under way on all ranks alike. Returns the reasons of the ranks that had to end something."""
         groups, watch = self.groups, self.groups.watch
         number, engines = groups.levellings + 1, dict(sorted(groups.engines.items()))
         ending = groups.end(number) if groups.queued else None
@@ -219,8 +222,10 @@ class Link:
         return [f"rank {rank}: {each['why']}" for rank, each in enumerate(states) if each["why"]]
 
     def _begin_anew(self, ending: Ending, states: list[list[list[Any]]]) -> set[str]:
-        """Make the groups of a device's queues anew, if all that was launched there does not get through by itself.
-        Says of which states something was cut off; of sums, "gradients"."""
+        """Make the groups of a device's queues anew, unless all that was launched there gets through by itself.
+
+        Returns the states of which something was cut off; for sums, "gradients".
+        """
         groups = self.groups
         cut = {
             "gradients" if at in groups.sums else state_of(what)
@@ -241,7 +246,8 @@ class Link:
         return cut
 
     def _posted(self, number: int, what: str) -> list[str]:
-        """What every rank has posted for a levelling, once all have. Who is gone by its end has come to that."""
+        """Return what every rank has posted for a levelling, once all have. A rank that is gone by its end counts as
+        through."""
         ranks, passed = dist.get_world_size(self.groups.parent), THROUGH if what == THROUGH else ""
         try:
             return self.groups.watch.all_posted(number, what, ranks, self.groups.limit, passed)
@@ -252,7 +258,7 @@ class Link:
         return [self.groups.streams[at] for at in self.groups.sums]
 
     def _stand_in(self, stream: Stream, what: Launch) -> None:
-        """Join a collective that others have launched, with memory of which only own parameters are ever used."""
+        """Join a collective that others have launched, with memory in which only this rank's parameters are right."""
         verb, engine, bucket, *facts = what
         group: Any = self.groups.engines.get(engine)
         of_data = (self.groups.gathers, self.groups.broadcasts, self.groups.along[0], *self._relaying())
@@ -318,7 +324,7 @@ class Link:
         }
 
     def _loss(self, error: Exception) -> PeerError:
-        """The error for a collective that did not complete: who is to blame, as far as it can be found out."""
+        """Make the error for a collective that did not complete, naming the ranks to blame as far as they are known."""
         groups, watch = self.groups, self.groups.watch
         if groups.loss is None:
             groups.loss = ""  # whoever asks from now on hears that this rank has failed
@@ -346,7 +352,7 @@ class Link:
 
 
 def _own(group: Any, bucket: int, state: str, nbytes: int, at: torch.device) -> Tensor:
-    """All bytes of a bucket, in which this rank's shard of a state is right; zeros of what is no state's."""
+    """Return all bytes of a bucket, in which this rank's shard of a state is right; zeros if they are no state's."""
     whole: Tensor | None = group.party.stand_in(bucket, state) if group is not None and state else None
     if whole is None or whole.numel() * whole.itemsize != nbytes:
         return torch.zeros(nbytes, dtype=torch.uint8, device=at)
@@ -354,7 +360,8 @@ def _own(group: Any, bucket: int, state: str, nbytes: int, at: torch.device) -> 
 
 
 def _completes(handle: Any) -> bool:
-    """Does it, in one slice? NCCL aborts all of a group's collectives when a wait for one of them runs out of time."""
+    """Tell if a collective completes within one slice, without a wait: if one runs out of time, NCCL aborts all of the
+    group's collectives."""
     deadline, pause = time.monotonic() + SLICE.total_seconds(), 1e-5
     while not handle.is_completed():
         if time.monotonic() > deadline:
@@ -365,7 +372,7 @@ def _completes(handle: Any) -> bool:
 
 
 def packed(told: dict[str, Any]) -> str:
-    """A posting as text: one of thousands of collectives that are nearly alike must fit into an answer."""
+    """Pack a posting into text: one of thousands of collectives that are nearly alike must fit into an answer."""
     return base64.b85encode(zlib.compress(json.dumps(told).encode())).decode()
 
 
@@ -375,7 +382,7 @@ def unpacked(posted: str) -> dict[str, Any]:
 
 
 def state_of(what: Launch) -> str:
-    """What a gather brings, or a broadcast."""
+    """Return the state that a gather or a broadcast moves."""
     return str(what[3] if what[0] == "broadcast" else what[-1])
 
 

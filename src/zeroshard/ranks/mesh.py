@@ -1,4 +1,4 @@
-"""Which ranks a model is sharded over: from `Comm.group`, a process group or a mesh, to this rank's end of it."""
+"""The ranks that a model is sharded over: from `Comm.group`, a process group or a mesh, to this rank's end of it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .transport import Team
 
 
 def connect(settings: Comm, ledger: Ledger, device: torch.device, axis: str = "", tensor: Any = None) -> Group:
-    """This rank's end of the group that `settings` names, starting `torch.distributed` where nobody has.
+    """Return this rank's end of the group that `settings` names; start `torch.distributed` if it is not started.
 
     axis: of its mesh, that some parameters are sharded along; all ranks shard the others then.
     tensor: the `DeviceMesh` of one axis over which tensor parallelism has cut parameters: `settings` names another axis
@@ -83,12 +83,12 @@ def connect(settings: Comm, ledger: Ledger, device: torch.device, axis: str = ""
 
 
 def program() -> Any:
-    """What all models of this rank have in common: torch's default process group, or None."""
+    """Return torch's default process group, which all models of this rank have in common; or None."""
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
 def _transport(settings: Comm, device: torch.device) -> Transport:
-    """What to try on a device."""
+    """Return the transport to try on a device. Refuses shared memory off the CPU."""
     if device.type != "cpu" and settings.transport == "shared":
         raise UserError(
             "memory is shared between ranks that compute on the CPU",
@@ -99,7 +99,7 @@ def _transport(settings: Comm, device: torch.device) -> Transport:
 
 
 def _beside(data: Any, tensor: Any, settings: Comm, ledger: Ledger, device: torch.device) -> Group:
-    """Of the axis of the data and that of the tensors, which lie in one mesh."""
+    """Return this rank's end of the ranks of two axes of one mesh: the data's, and tensor parallelism's."""
     root, names = data._get_root_mesh(), {*data.mesh_dim_names, *tensor.mesh_dim_names}
     mesh = root[tuple(name for name in root.mesh_dim_names if name in names)]
     _check_ascending(mesh)
@@ -121,7 +121,7 @@ def _beside(data: Any, tensor: Any, settings: Comm, ledger: Ledger, device: torc
 
 
 def _axes(mesh: Any, settings: Comm) -> dict[str, int]:
-    """Of a mesh, or of what stands for one, that parameters are sharded along an axis of."""
+    """Return names and lengths of the axes of a mesh, or of a simulated one, for parameters along one of them."""
     named = isinstance(mesh, Simulated) and mesh.axes
     if not named and not getattr(mesh, "mesh_dim_names", None):
         raise UserError(
@@ -139,7 +139,8 @@ def _axes(mesh: Any, settings: Comm) -> dict[str, int]:
 
 
 def _replicas_of(mesh: Any, settings: Comm) -> int:
-    """Of a `DeviceMesh`: its first axis replicates and its second shards, as with FSDP2; one of one axis shards."""
+    """Return the replicas of a `DeviceMesh`: its first axis replicates and its second shards, as with FSDP2; a mesh of
+    one axis shards."""
     if mesh.ndim > 2:
         raise UserError(
             "a DeviceMesh of more than two axes cannot be sharded over",
@@ -169,7 +170,7 @@ def _check_ascending(mesh: Any) -> None:
 
 
 def _everyone_of(mesh: Any) -> Any:
-    """The process group of all ranks of a mesh of several axes."""
+    """Return the process group of all ranks of a mesh of several axes."""
     if mesh.mesh.numel() == dist.get_world_size():
         return dist.group.WORLD
     if not mesh.mesh_dim_names:

@@ -1,15 +1,16 @@
 """The ranks of one host that share memory: how they find each other, and the notices that they send while they work.
 
 They meet through abstract local sockets, of which each rank tells the others the name and a token through the store in
-which all ranks met. Whoever has another boot id, user or network namespace cannot come to that socket, and counts as
-on another host. All ranks hear of it, so that all of them choose alike.
+which all ranks met. A rank with another boot id, user or network namespace cannot reach that socket, and counts as on
+another host. All ranks hear of it, so that all of them choose alike.
 
 A notice is one message of 32 bytes. It may carry a descriptor of memory, which is how memory without a name is handed
-over. The kernel delivers notices in order, wakes who sleeps, and says at once when a peer's process has ended.
+over. The kernel delivers notices in order, wakes a sleeping receiver, and tells at once when a peer's process has
+ended.
 
 Named hazard, *a notice that an interrupt swallows*: Python runs signal handlers between any two of its instructions. So
-what comes goes from the kernel to the inbox in one call of C; it leaves the inbox after it was heeded, and to heed or
-to send one twice does no harm.
+a notice goes from the kernel to the inbox in one call of C, leaves the inbox after it was heeded, and does no harm if
+it is heeded or sent twice.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Notice(NamedTuple):
-    """What one rank tells another."""
+    """A message from one rank to another about shared memory or a collective."""
 
     kind: int
     stream: int = 0  # which of the streams that both are in
@@ -54,7 +55,7 @@ class Notice(NamedTuple):
 
 
 class Descriptor:
-    """An open descriptor of memory, until nobody has to be told of it any more."""
+    """An open descriptor of memory, which closes once no rank has to be told of it any more."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -127,11 +128,11 @@ class Neighbours:
 
     @property
     def clogged(self) -> bool:
-        """Are there notices that the kernel has not taken yet, because a peer has not read those before?"""
+        """True if the kernel has not taken some notices yet, because a peer has not read those before."""
         return any(line.outbox for line in self.lines.values())
 
     def listen(self, seconds: float = 0.0) -> None:
-        """Send what is to be sent, and heed what has come; for so long at most, if nothing has."""
+        """Send waiting notices, and heed those that have come; wait at most so long if none has."""
         if self._listens is not None and self._listens.running():
             return  # inside itself, in a signal's handler
         self._listens = Call()
@@ -167,7 +168,7 @@ _all: weakref.WeakSet[Neighbours] = weakref.WeakSet()
 
 
 def _forked() -> None:
-    """A child is no rank, and its copies of the connections would hide the end of its parent."""
+    """Close the connections in a forked child: it is no rank, and its copies would hide the end of its parent."""
     for neighbours in _all:
         neighbours.close()
 
@@ -185,7 +186,7 @@ def _integers(*numbers: int) -> bytes:
 def meet(
     store: Any, at: str, rank: int, ranks: int, peers: Sequence[int], memory: Callable[[], None], limit: float
 ) -> tuple[Neighbours | None, str]:
-    """Connect to `peers`. Or None and why not, in words, which all ranks hear alike: then none of them connects.
+    """Connect to `peers`; or return None and the reason why not, which all ranks hear alike: then none connects.
 
     at: a name in the store that nobody has used yet. memory: tries whether there can be memory to share, and raises
     `OSError` where not. Waits for all ranks, `limit` seconds at most.
@@ -231,7 +232,7 @@ def meet(
 
 
 def _exchange(store: Any, at: str, rank: int, ranks: int, mine: Any, deadline: float) -> list[Any]:
-    """What every rank has put into the store, in rank order."""
+    """Put `mine` into the store, and return what every rank has put there, in rank order."""
     keys = [f"{at}/{each}" for each in range(ranks)]
     store.set(keys[rank], json.dumps(mine))
     pause = 0.001
@@ -244,7 +245,7 @@ def _exchange(store: Any, at: str, rank: int, ranks: int, mine: Any, deadline: f
 
 
 def _elsewhere(own: Sequence[Any], told: Sequence[Sequence[Any]], peers: Sequence[int]) -> str:
-    """Which peer cannot be asked to share memory, in words."""
+    """Return why a peer cannot share memory with this rank; "" if all can."""
     for peer in peers:
         boot, user, _, _, why = told[peer]
         if why:
@@ -257,7 +258,7 @@ def _elsewhere(own: Sequence[Any], told: Sequence[Sequence[Any]], peers: Sequenc
 
 
 def _call(place: Sequence[Any], rank: int) -> socket.socket:
-    """Connect to a peer, and say who calls."""
+    """Connect to a peer, and send it the token that it gave out, and this rank's number."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         connection.settimeout(_HELLO)
@@ -270,7 +271,7 @@ def _call(place: Sequence[Any], rank: int) -> socket.socket:
 
 
 def _accept(server: socket.socket, token: str) -> tuple[int, socket.socket]:
-    """The next who calls, and which rank that is; -1 for a stranger: any program of this host can find the socket."""
+    """Accept the next connection, and return its rank; -1 for a stranger: any program of this host can connect."""
     connection, _ = server.accept()
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     connection.settimeout(_HELLO)

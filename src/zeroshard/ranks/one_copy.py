@@ -1,4 +1,4 @@
-"""One copy of a bucket's parameters for all ranks of a host, and what a rank has written into it that is its own."""
+"""One copy of a bucket's parameters for all ranks of a host, and a rank's private pages of it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Copy:
     """One copy of a bucket for all ranks of a host, twice in this rank's address space.
 
     window: what all ranks read; an owner writes its shard there. own: the same, until this rank writes into it: such
-    a page is private from then on (MAP_PRIVATE), so that an edit means what it means in a copy of its own. When all
-    owners have written, private pages are forgotten, or edits would hide what others have written.
+    a page is private from then on (MAP_PRIVATE), so that an edit is this rank's alone, as in a copy of its own. When
+    all owners have written, private pages are dropped, or edits would hide what others have written.
     """
 
     def __init__(self, window: Tensor, own: Tensor) -> None:
@@ -25,7 +25,7 @@ class Copy:
         self.own = own
 
     def private(self) -> list[tuple[int, int]]:
-        """Runs of bytes [first, last) that this rank has written to since they were forgotten last."""
+        """Return the runs of bytes [first, last) that this rank has written to since they were last dropped."""
         address, pages = self.own.data_ptr(), self.own.numel() // mmap.PAGESIZE
         with open("/proc/self/pagemap", "rb", buffering=0) as table:
             told = os.pread(table.fileno(), 8 * pages, 8 * (address // mmap.PAGESIZE))
@@ -38,7 +38,7 @@ class Copy:
         return [(first * mmap.PAGESIZE, last * mmap.PAGESIZE) for first, last in zip(starts, ends, strict=True)]
 
     def forget(self) -> None:
-        """Read again what all have."""
+        """Drop private pages, so that this rank reads again what all ranks share."""
         libc = ctypes.CDLL(None, use_errno=True)
         for first, last in self.private():
             place = ctypes.c_void_p(self.own.data_ptr() + first)

@@ -46,7 +46,7 @@ def _number(meeting: str) -> int:
 
 
 def _instead(meetings: set[int], *, steps: bool, trouble: bool) -> str:
-    """What ranks that are at these meetings can do. steps: have they completed different numbers of them?"""
+    """Return advice for ranks that are at these different meetings. steps: their numbers of completed steps differ."""
     if steps:
         return "zero.load(...) the last checkpoint: an optimizer or a load did not get to its end on every rank"
     if len(meetings) > 1 and (_number(_CALLS[1]) in meetings or {_number(LEAVING), _number(_CALLS[0])} <= meetings):
@@ -57,7 +57,7 @@ def _instead(meetings: set[int], *, steps: bool, trouble: bool) -> str:
 
 
 def verb(method: Verb) -> Verb:
-    """A verb of agreement: from its first message to its last no other one may come between."""
+    """Decorate a verb of agreement: from its first message to its last no other verb may come between."""
 
     @functools.wraps(method)
     def called(self: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
@@ -101,12 +101,15 @@ class ProcessGroup(Group):
         self._link.level(why)
 
     def told(self) -> dict[str, Any]:
-        """What this rank says of this model at a levelling."""
+        """Return what this rank tells the others of this model at a levelling."""
         unsettled, edits = (self.party.unsettled(), self.party.edits()) if self.party is not None else (False, "")
         return {"numbers": self.numbers, "unsettled": unsettled, "edits": edits, "signalled": self.signalled}
 
     def levelled(self, told: list[dict[str, Any]], uneven: bool) -> None:
-        """What was under way has ended on all ranks. uneven: but for sums of which some lack a rank's part."""
+        """Reset this model once all that was under way has ended on all ranks. told: by each rank (`told`).
+
+        uneven: some sums lack a rank's part, so gradients are dropped.
+        """
         for what in {what for each in told for what in each["numbers"]}:
             self.numbers[what] = max(each["numbers"].get(what, 0) for each in told)
         self.left, self.signalled = False, max(each["signalled"] for each in told)
@@ -115,7 +118,7 @@ class ProcessGroup(Group):
             self.party.levelled(uneven or differ or any(each["unsettled"] for each in told))
 
     def spread(self) -> None:
-        """What owners updated may not have come to all. They all do this, one model after the other."""
+        """Send owners' updates once more, which may not have reached all. All ranks do it, model after model."""
         if self.party is not None:
             self.party.spread()
 
@@ -146,7 +149,10 @@ class ProcessGroup(Group):
     def _exchange(
         self, what: str, number: int, integers: tuple[int, ...], *, compared: int, facts: Callable[[], str] = str
     ) -> list[list[int]]:
-        """Every rank's row, in rank order; where all rows are equal, the one."""
+        """Return every rank's row, in rank order; one row if all are equal and there are many ranks.
+
+        Raises `PeerError` on all ranks if rows differ in the first `compared` integers.
+        """
         event = self._count_rows()
         at = f"{what} {number}"
         mends = what in (LOADING, TELLING)  # at which ranks need not hold the weights of one step
@@ -170,7 +176,7 @@ class ProcessGroup(Group):
         return rows
 
     def _rows(self, own: list[int], at: str) -> list[list[int]]:
-        """One exchange on each axis of the grid; all rows of all ranks only where two differ."""
+        """Exchange rows along each axis of the grid; gather all rows of all ranks only if two differ."""
         if len(self._axes) == 1:
             return self._gathered(own, self._axes[0], at)
         differ = 0
@@ -231,7 +237,8 @@ class ProcessGroup(Group):
         return self._all_reduce(tensor, "SUM")
 
     def _all_reduce(self, tensor: Tensor, how: str) -> Tensor:
-        """Of a device's tensor in its queue, which alone waits: a loss is found by this rank's next meeting."""
+        """Reduce a tensor over all ranks; a device's in its queue, which alone waits, so that this rank's next meeting
+        finds a loss."""
         queued = self._groups.queued and not tensor.is_cpu
         stream, tensor = (self._groups.broadcasts, tensor) if queued else (self._stream, ask(tensor))
         event = self._count_control(tensor.numel() * tensor.itemsize)
@@ -254,7 +261,7 @@ class ProcessGroup(Group):
         return [rows[rank, :length].numpy().tobytes() for rank, length in enumerate(lengths)]
 
     def _tell(self, trouble: str) -> list[str]:
-        """What each rank says for itself, once they have found that they do different things."""
+        """Return what each rank tells of itself, once they have found that they do different things."""
         texts = self._texts(trouble.encode()[:999], [999] * self.ranks)
         return [text.rstrip(b"\0").decode(errors="replace") for text in texts]
 

@@ -77,7 +77,7 @@ class ProcessTeam(Team):
         ]
 
     def to_owners(self, send: Tensor, receive: Tensor, bucket: Bucket) -> tuple[Any, ...]:
-        """Every rank's contribution to each shard goes to the shard's owner."""
+        """Return the call that sends every rank's contribution to each shard to the shard's owner."""
         bounds, group = bucket.bounds, self._reductions.group
         own = [bounds[self.position + 1] - bounds[self.position]] * self.size
         splits = [high - low for low, high in pairwise(bounds)]
@@ -89,7 +89,7 @@ class ProcessTeam(Team):
         return getattr(group, "all_to_all_single", None) or group.alltoall_base, receive, send, own, splits, options
 
     def scatter(self, send: Tensor, receive: Tensor, bucket: Bucket) -> tuple[Any, ...]:
-        """The backend's sum of all contributions goes to each shard's owner."""
+        """Return the call that sends the backend's sum of all contributions to each shard's owner."""
         group, options = self._reductions.group, c10d.ReduceScatterOptions()
         options.asyncOp = True
         return getattr(group, "reduce_scatter_single", None) or group._reduce_scatter_base, receive, send, options

@@ -1,4 +1,4 @@
-"""What the ranks of a team move where all of them are on one host: nothing is sent, each reads the others' memory.
+"""The transport of a team whose ranks are all on one host: nothing is sent, each rank reads the others' memory.
 
     verb      what is shared                              a notice says    and the others
     gather    a copy of the own shard                     POSTED           copy it into their whole bucket, and say READ
@@ -8,9 +8,9 @@ The operations, operands and order are those of any other transport, so the bits
 used again. It has no name (memfd): whatever ends a rank, kill -9 too, it is gone with the last process that maps it. It
 cannot be shrunk under a reader (seals), and a system without room says so when it is made, not when it is written.
 
-What is launched is counted and can be joined as `streams.py` says: a rank that stands in shares zeros, or its own
-shard. A `Flight` is posted after it was counted, and posted again if an interrupt came between: who has heard of it
-does not heed it twice.
+Launches are counted and can be joined as `streams.py` says: a rank that stands in shares zeros, or its own shard. A
+`Flight` is posted after it was counted, and posted again if an interrupt came between: a rank that has heard of it does
+not heed it twice.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Land = Callable[[dict[int, Notice]], None]
 
 
 def _made(nbytes: int) -> tuple[Tensor, Descriptor]:
-    """Memory without a name, all of it there."""
+    """Make memory without a name, with all of its pages reserved."""
     memory = Descriptor(os.memfd_create("zeroshard", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
     os.posix_fallocate(memory.number, 0, nbytes)
     fcntl.fcntl(memory.number, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
@@ -56,7 +56,7 @@ def _mapped(descriptor: int, nbytes: int, *, shared: bool = True) -> Tensor:
 
 
 def possible() -> None:
-    """Raises `OSError` where memory cannot be shared."""
+    """Raise `OSError` if memory cannot be shared on this system."""
     if not all(hasattr(module, name) for module, name in ((os, "memfd_create"), (fcntl, "F_ADD_SEALS"))):
         raise OSError("this system has no memory without a name (memfd_create)")
     _made(aligned(1))
@@ -73,7 +73,7 @@ class Block:
 
 
 class Host:
-    """What this rank shares on its host, and what others share with it."""
+    """The memory that this rank shares on its host, and the others' memory that they share with it."""
 
     def __init__(self, rank: int, neighbours: Neighbours, limit: float) -> None:
         self.rank = rank
@@ -94,7 +94,7 @@ class Host:
     # --- own memory -------------------------------------------------------------------------------------------------
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """1-D, of whatever was there, for others to read."""
+        """Return 1-D memory with arbitrary content that others can read."""
         nbytes = aligned(numel * dtype.itemsize)
         for stream in self.streams:  # before anything is written where an interrupt has left it
             stream.post()
@@ -124,7 +124,7 @@ class Host:
         return block
 
     def again(self, tensor: Tensor) -> Tensor:
-        """For a new message: the same memory if all have read the last one there, else other."""
+        """Return memory for a new message: the same if all have read the last one there, else other."""
         block = self._blocks.get(tensor.data_ptr())
         if block is None or not block.readers:
             return tensor
@@ -133,7 +133,7 @@ class Host:
         return taken
 
     def free(self, tensor: Tensor) -> None:
-        """This rank does not use it any more; others may still read what was posted from it."""
+        """Take memory back that this rank does not use any more; others may still read what was posted from it."""
         block = self._blocks.get(tensor.data_ptr())
         if block is None or any(block is each for each in self._idle):
             return
@@ -151,7 +151,7 @@ class Host:
         return self._blocks.get(tensor.data_ptr())
 
     def make_whole(self, number: int, nbytes: int, others: Sequence[int]) -> None:
-        """One piece of memory for all, of the collective of this number."""
+        """Make one piece of memory for all ranks, in the collective of this number, and hand it to the others."""
         try:
             window, descriptor = _made(nbytes)
         except OSError as error:
@@ -183,7 +183,7 @@ class Host:
             self._theirs.pop((rank, notice.block), None)
 
     def post(self, flight: Flight, what: int, block: Block | None, nbytes: int) -> None:
-        """Tell all of a stream what this rank shares."""
+        """Tell all ranks of a stream what this rank shares."""
         at = flight.at
         self.flights[at] = flight
         number = 0
@@ -196,7 +196,7 @@ class Host:
         self.neighbours.listen()
 
     def go_on(self) -> None:
-        """Copy what has come of gathers that nobody waits for yet, so that others may use its memory again."""
+        """Copy shards that have come of gathers still to be waited for, so that others may use their memory again."""
         for stream in self.streams:
             stream.post()
         for flight in [*self.flights.values()]:
@@ -206,7 +206,7 @@ class Host:
         return self._posted.get(at, {})
 
     def theirs(self, rank: int, notice: Notice) -> Tensor:
-        """What a rank shares in a message, as bytes."""
+        """Return the memory that a rank shares in a message, as bytes."""
         return self._theirs[rank, notice.block][: notice.nbytes]
 
     def read(self, flight: Flight) -> None:
@@ -222,11 +222,11 @@ class Host:
 class Flight:
     """One collective: through when all others have posted their part, and, of a gather, that was copied.
 
-    As torch's own handles it has `wait` and `is_completed`, so that ranks that are gone or silent are noticed as ever.
+    It has `wait` and `is_completed` as torch's own handles have, so that lost or silent ranks are noticed as ever.
     """
 
     def __init__(self, stream: SharedStream, tensor: Tensor | None, land: Land | None, what: int, number: int) -> None:
-        """tensor: what this rank shares. land: takes what came at once, after which nobody reads it any more."""
+        """tensor: what this rank shares. land: copies what came, after which this rank reads it no more."""
         self.host = stream.host
         self.at = stream.index, number
         self.peers = [rank for rank in stream.members if rank != stream.host.rank]
@@ -250,7 +250,7 @@ class Flight:
         return self.finished or len(self.host.posted(self.at)) == len(self.peers)
 
     def _fails(self) -> bool:
-        """Will it never be completed?"""
+        """Tell if it will never be completed, and keep the reason."""
         posted = self.host.posted(self.at)
         for rank in self.peers:
             notice = posted.get(rank)
@@ -263,7 +263,7 @@ class Flight:
         return bool(self._why)
 
     def is_completed(self) -> bool:
-        """Is there nothing to wait for any more?"""
+        """Tell if there is nothing to wait for any more, because it is through or never will be."""
         if not self._posted:  # an interrupt came between: others still wait for it, whatever they have shared
             return False
         if not self._arrived():
@@ -271,7 +271,10 @@ class Flight:
         return self._arrived() or self._fails()
 
     def wait(self, limit: timedelta | None = None) -> bool:
-        """Wait for the others, so long at most. Is it through? Raises `RuntimeError` where it never will be."""
+        """Wait for the others, at most so long, and tell if it is through.
+
+        Without a limit of its own it raises `RuntimeError` if it never will be.
+        """
         if self.finished:
             return True
         self.post()
@@ -289,13 +292,13 @@ class Flight:
         return self._arrived()
 
     def copy(self) -> None:
-        """Take what has come, if all has."""
+        """Land what the others share, once all of it has come."""
         if self._land is not None and not self.finished and self._arrived() and not self._fails():
             self._land(self.host.posted(self.at))
             self.read()
 
     def read(self) -> None:
-        """What others share was used: they may use its memory again."""
+        """Tell the others that what they share was used, so that they may use its memory again."""
         if not self.finished:
             self.host.read(self)
             self.finished = True  # before what arrived is forgotten: after an interrupt nobody waits for that again
@@ -303,7 +306,7 @@ class Flight:
         self.host.forget(self)
 
     def pieces(self, dtype: torch.dtype) -> dict[int, Tensor]:
-        """What each of the others shares, by rank; until `read`."""
+        """Return what each of the others shares, by rank; valid until `read`."""
         return {rank: self.host.theirs(rank, notice).view(dtype) for rank, notice in self.host.posted(self.at).items()}
 
 
@@ -323,18 +326,18 @@ class SharedStream(Stream):
         return flight
 
     def post(self) -> None:
-        """What was counted, and an interrupt has kept from being posted."""
+        """Post flights that were counted and that an interrupt has kept from being posted."""
         for flight in super().under_way:
             flight.post()
 
     @property
     def under_way(self) -> list[Any]:
-        """Also those of which all was shared, and that this rank has not read."""
+        """The handles under way, with flights of which all was shared and that this rank has not read."""
         mine = [flight for at, flight in self.host.flights.items() if at[0] == self.index]
         return [*mine, *(each for each in super().under_way if not any(each is one for one in mine))]
 
     def let_go(self, engine: int) -> None:
-        """To ask whether one is through would be to listen."""
+        """Do nothing: to ask whether a flight is through would be to listen, which may not happen anywhere."""
 
     def settle(self) -> None:
         for flight in self.under_way:
@@ -344,7 +347,8 @@ class SharedStream(Stream):
 def share(
     store: Any, at: str, rank: int, ranks: int, teams: Sequence[Sequence[int]], limit: float
 ) -> tuple[list[SharedStream], str]:
-    """Streams of gathers and of reductions for each of a rank's teams; or none, and why, in words that all hear."""
+    """Return streams of gathers and of reductions for each of a rank's teams; or none, and the reason, the same on all
+    ranks."""
     peers = sorted({peer for team in teams for peer in team} - {rank})
     neighbours, why = meet(store, at, rank, ranks, peers, possible, limit)
     if neighbours is None:
@@ -375,7 +379,7 @@ class Messages:
 
 
 class Exchange:
-    """How one engine's team moves what it shards."""
+    """The gathers and reductions of one engine's team through shared memory."""
 
     def __init__(self, link: Any, sits: Seat, members: Sequence[int], streams: Sequence[SharedStream]) -> None:
         """streams: of gathers and of reductions. members: in order of their positions."""
@@ -410,7 +414,7 @@ class Exchange:
         return [self._launch(self._reductions, what, send, None)]
 
     def one_copy(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Memory that all ranks of the team read, for whoever is in `shard`; see `Copy`."""
+        """Return memory that all ranks of the team read; all of them call it, in `shard`. See `Copy`."""
         nbytes = aligned(max(numel * dtype.itemsize, 1))
         first, number = self._members[0], self._gathers.count + 1
         if self.host.rank == first:
@@ -423,7 +427,7 @@ class Exchange:
         return copy.own[: numel * dtype.itemsize].view(dtype)
 
     def publish(self, full: Tensor, bucket: Bucket) -> list[Any]:
-        """What this rank owns of the one copy becomes what it has made of it; edits of all else are forgotten."""
+        """Write this rank's shard into the one copy, and once all ranks have, drop private pages and edits in them."""
         copy, raw = self._copies[full.data_ptr()], full.view(torch.uint8)
         first, last = (bound * full.itemsize for bound in bucket.shard(self._sits.position))
         copy.window[first:last].copy_(raw[first:last])
@@ -431,7 +435,7 @@ class Exchange:
         return [self._launch(self._gathers, what, None, lambda posted: copy.forget())]
 
     def join_publishing(self, stream: SharedStream, what: Launch, full: Tensor, own: Tensor, first: int) -> None:
-        """As `publish`, in a levelling."""
+        """Join a `publish` that others have launched, in a levelling."""
         copy = self._copies[full.data_ptr()]
         copy.window[first : first + own.numel()].copy_(own)
         stream.launch(what, Flight, stream, None, lambda posted: copy.forget())
@@ -443,7 +447,7 @@ class Exchange:
         return flight
 
     def contributions(self, send: Tensor, bucket: Bucket, sources: int) -> list[Tensor]:
-        """Each rank's contribution to the own shard, in rank order, once a reduction is through."""
+        """Return each rank's contribution to this rank's shard, in rank order, once a reduction is through."""
         first, last = bucket.shard(self._sits.position)
         block = self.host.block(send)
         pieces = {} if block is None or block.flight is None else block.flight.pieces(send.dtype)
@@ -457,7 +461,7 @@ class Exchange:
 
 
 class Told:
-    """Through when the kernel has taken all notices: a rank that then does other things leaves nobody waiting."""
+    """A handle that is through when the kernel has taken all notices: other ranks do not wait for this one then."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
@@ -477,7 +481,7 @@ class Told:
 
 
 def stand_in(stream: SharedStream, what: Launch, own: Tensor | None) -> None:
-    """Join a collective that others have launched. own: this rank's shard, where they wait for that; else zeros."""
+    """Join a collective that others have launched. own: this rank's shard, if they wait for that; else zeros."""
     nbytes = what[-1]
     lent = stream.host.take(nbytes, torch.uint8)
     lent.zero_()

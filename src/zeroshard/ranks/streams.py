@@ -1,4 +1,4 @@
-"""What this rank has launched, process group by process group: so that ranks can end alike what an interrupt has left.
+"""Streams: this rank's launches in each process group, so that ranks recover alike after an interrupt.
 
 Every rank launches the same collectives in a process group, in the same order: what one rank has launched of them is a
 beginning of what another has. An exception, Ctrl-C or want of memory takes a rank out of that at any point, and others
@@ -9,13 +9,13 @@ then wait for its part. Its next verb calls all ranks to a *levelling*, beside t
     3  each waits for all of that, and for all to be so far: a program that ends now leaves nobody waiting
     4  each forgets what it was in the middle of, and numbers its meetings as the furthest does
 
-No rank that waits comes to anything but that, so nothing that stood in for data is ever used. Afterwards the ranks are
-at one point, and can try again. A levelling that is interrupted itself is gone on with by the next verb.
+A rank that waits then does nothing else, so nothing that stood in for data is ever used. Afterwards the ranks are at
+one point, and can try again. If a levelling is interrupted itself, the next verb goes on with it.
 
-In a device's queue nobody stands in: see `ending.py`.
+In a device's queue no rank stands in: see `ending.py`.
 
 Named hazard, *counted is launched*: Python runs signal handlers between any two of its instructions. So a collective is
-launched and counted by one call of C, and whatever an exception leaves is counted exactly if it was sent.
+launched and counted by one call of C: after an exception it is counted exactly if it was sent.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def prune(streams: Sequence[Stream]) -> None:
 
 
 def let_go(streams: Sequence[Stream], engine: int) -> None:
-    """A model has ended: its memory goes with it. Called anywhere, so no stream is changed: see `ended.py`."""
+    """Let go of an ended model's handles and memory. Called anywhere, so it changes no stream: see `ended.py`."""
     for stream in streams:
         stream.let_go(engine)
 
@@ -62,8 +62,8 @@ class Stream:
         places: Iterator[int] | None = None,
     ) -> None:
         """members: their ranks among the ranks of the model. behind: only a thread behind the training uses it.
-        queued: do its collectives run in a device's queue, which waits for them, and not a thread? places: what numbers
-        the launches of all such streams together."""
+        queued: its collectives run in a device's queue, which waits for them, and not a thread. places: numbers the
+        launches of all such streams together."""
         self.group = group
         self._places = places or count()
         self.queued = queued
@@ -74,12 +74,12 @@ class Stream:
 
     @property
     def count(self) -> int:
-        """How many were launched so far."""
+        """The number of collectives launched so far."""
         last: Sequence[Any] = tuple(self._flights) or self._landed
         return int(last[-1][0]) if last else 0
 
     def launch(self, what: Launch, call: Callable[..., Any], *args: Any) -> Any:
-        """Launch one: `call` is a function of C, so that no signal comes between it and its number."""
+        """Launch a collective by `call`, a function of C, so that no signal comes between it and its number."""
         self.prune()
         handle = map(list, zip(map(call, *([arg] for arg in args)), strict=True))
         flights, mine = tee(zip((self.count + 1,), (what,), handle, self._places, strict=False))
@@ -88,9 +88,9 @@ class Stream:
         return next(mine)[2][0]
 
     def prune(self) -> None:
-        """Let go of the handles of what is through, and of the memory that these hold.
+        """Let go of the handles of collectives that are through, and of the memory that these hold.
 
-        A signal's handler may call it inside itself. At an object's end nobody does.
+        A signal's handler may call it inside itself. It is not called at an object's end.
         """
         for flight in tuple(self._flights):
             if not all(handle.is_completed() for handle in flight[2]):
@@ -106,11 +106,11 @@ class Stream:
                 handle.clear()
 
     def settle(self) -> None:
-        """A levelling is through: nobody will use what has come."""
+        """End a levelling: what has come will not be used."""
 
     @property
     def last(self) -> list[Launch]:
-        """The last ones, the newest at the end."""
+        """The last launches (at most `KEPT`), the newest at the end."""
         numbered = dict([*self._landed, *map(_numbered, tuple(self._flights))])
         return list(numbered.values())[-KEPT:]
 
@@ -119,17 +119,17 @@ class Stream:
         return [each for _, _, handle, _ in tuple(self._flights) for each in handle]
 
     def before(self, number: int) -> list[Any]:
-        """The handles of what is under way up to this one."""
+        """Return the handles of collectives under way, up to this number."""
         return [each for at, _, handle, _ in tuple(self._flights) if at <= number for each in handle]
 
     @property
     def order(self) -> list[tuple[int, int]]:
-        """Of what is under way the number, and its place among the launches of all streams. Asked on any thread."""
+        """(number, place among the launches of all streams) of each collective under way. Read on any thread."""
         flights = tuple(self._flights)
         return [(at, place) for at, _, handle, place in flights if not all(each.is_completed() for each in handle)]
 
     def resume(self, group: Any, most: int) -> None:
-        """What was under way has ended, and `group` goes on after as many as any rank had launched."""
+        """Go on in `group`, since all under way has ended, with numbers after the most that any rank had launched."""
         self._landed.append((most, ()))
         self._flights.clear()
         self.group = group

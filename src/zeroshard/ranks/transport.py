@@ -1,4 +1,4 @@
-"""What the ranks of a team move: one-dimensional tensors, each rank's own part of a bucket.
+"""The verbs by which ranks of a team move data: one-dimensional tensors, each rank's own part of a bucket.
 
     verb       moves                                             over torch.distributed (`process_team.py`)
     gather     every rank's shard into everybody's full bucket   N broadcasts in place (gloo); all_gather_single (NCCL)
@@ -9,8 +9,8 @@
 
 A *team* is the ranks that shard a bucket among themselves. A rank's `position` in it says which shard is its own
 (`stage.Seat`).
-Agreement between all ranks, whatever they shard, is in `agreement.py`. Where all ranks of a team are on one host,
-gathers and reductions may go through memory that they share instead: `shared_memory.py`.
+Agreement between all ranks, whatever they shard, is in `agreement.py`. If all ranks of a team are on one host, gathers
+and reductions may go through memory that they share instead: `shared_memory.py`.
 
 Why not the backend's reduce-scatter: gloo's is an all-reduce inside (twice the bytes), and its order of summation
 depends on where an element lies in the buffer; see docs/decisions/ordered-sum.md.
@@ -69,17 +69,17 @@ class Work:
             self._over()
 
     def used(self) -> None:
-        """What it has brought is not read any more."""
+        """Tell other ranks that what this brought, in their memory, is not read any more."""
         while self._shared:
             self._shared[0].read()
             self._shared.pop(0)
 
     def lends(self, ledger: Ledger, nbytes: int) -> None:
-        """Count the memory that others read from, until this is through, or dropped."""
+        """Count the memory that others read from in the ledger, until this is through, or dropped."""
         self._over = ledger.hold_while(self, LENT, nbytes)
 
     def stood_still(self, since: int) -> None:
-        """The program has done nothing but wait for this, since that time of `perf_counter_ns`."""
+        """Count the time since `since` (`perf_counter_ns`), in which the program did nothing but wait for this."""
         if self._event is not None and not self._event.end:
             self._event.waited += time.perf_counter_ns() - since
 
@@ -95,13 +95,13 @@ _holding: dict[Work, None] = {}  # under way, or through and not waited for; in 
 
 
 class Team:
-    """One rank's end of a team, and what it counts. By itself it sends nothing.
+    """One rank's end of a team, and its counts of bytes. By itself it sends nothing.
 
     With one rank there is nothing to send. With more it is one position of a simulation, whose peers all do the same.
     """
 
     def __init__(self, ledger: Ledger, device: torch.device, seat: Seat = ALONE, *, shares: bool = False) -> None:
-        """shares: do all of its ranks read each other's memory, so that nothing is sent?"""
+        """shares: all of its ranks read each other's memory, so that nothing is sent."""
         self.shares = shares and seat.size > 1
         self.ledger = ledger
         self.device = device
@@ -112,12 +112,12 @@ class Team:
         self.queued = False  # does a device's queue wait for what is moved, and not a thread?
 
     def one_copy(self, bucket: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """Memory for a bucket's parameters that all ranks read; what a rank writes is its own until it is gathered."""
+        """Return memory for a bucket's parameters that all ranks read; a rank's writes are private until a gather."""
         self.once.add(bucket)
         return torch.zeros(numel, dtype=dtype, device=self.device)
 
     def gather(self, full: Tensor, bucket: Bucket, state: str) -> Work:
-        """Each shard of `full`, a whole bucket, becomes that of its owner, on every rank, in place."""
+        """Gather a whole bucket in place: each shard of `full` becomes that of its owner, on every rank."""
         nbytes, own = full.numel() * full.itemsize, bucket.shard_numel(self.position) * full.itemsize
         sent, received = own * (self.size - 1), nbytes - own
         once = bucket.index in self.once and state == "parameters"
@@ -129,25 +129,25 @@ class Team:
         return work
 
     def messages(self, tier: Any) -> Any:
-        """Memory for what is sent: a tier's, or what other ranks can read."""
+        """Return the memory that messages are taken from: the tier's, or memory that other ranks can read."""
         return tier
 
     @property
     def arriving(self) -> int:
-        """How many contributions to the own shard a reduction brings.
+        """The number of contributions to this rank's shard that a reduction brings.
 
-        This rank's own contribution stays where it is, in what is sent, if that is at either end of it: what is sent
-        must be contiguous. Elsewhere it is copied as the others are.
+        This rank's own contribution stays in the tensor that is sent, if it is at either end of that: what is sent must
+        be contiguous. Elsewhere it is copied as the others are.
         """
         return self.size - (self.position in (0, self.size - 1))
 
     @property
     def room(self) -> int:
-        """For how many contributions to the own shard there is room: on all ranks the same, and what a bucket takes."""
+        """The number of contributions to its shard that a rank reserves memory for: the same on all ranks."""
         return 0 if self.shares else room(self.size)
 
     def contributions(self, send: Tensor, receive: Tensor, bucket: Bucket, sources: int = 1) -> list[Tensor]:
-        """Each rank's contribution to the own shard, in rank order, once a reduction is through.
+        """Return each rank's contribution to this rank's shard, in rank order, once a reduction is through.
 
         Of several sources a rank's contributions are those of the ranks at its position in each part's team.
         """
@@ -161,7 +161,7 @@ class Team:
         return [found[rank] for rank in sorted(found)]
 
     def _by_source(self, send: Tensor, receive: Tensor, bucket: Bucket, sources: int) -> list[tuple[Tensor, Tensor]]:
-        """For each source what is sent, and where what arrives goes."""
+        """Return for each source the tensor that is sent, and the memory that contributions arrive in."""
         own = bucket.shard_numel(self.position)
         room, came = receive.numel() // sources, self.arriving * own
         return [
@@ -170,20 +170,21 @@ class Team:
         ]
 
     def reduce(self, send: Tensor, receive: Tensor, bucket: Bucket, sources: int = 1) -> Work:
-        """receive (`room` x own shard, 1-D) gets `arriving` contributions to the own shard, in rank order.
+        """Send every rank's contribution to each shard to the shard's owner.
 
-        Of several sources `send` and `receive` hold as many of them, one after the other.
+        receive (`room` x this rank's shard, 1-D) gets `arriving` contributions to this rank's shard, in rank order. Of
+        several sources `send` and `receive` hold as many of them, one after the other.
         """
         event = self._count_reduce(send, bucket, sources)
         return self._reduction(self._reduce(send, receive, bucket, sources), event, bucket)
 
     def reduce_native(self, send: Tensor, receive: Tensor, bucket: Bucket) -> Work:
-        """receive (own shard) gets the backend's sum of all contributions."""
+        """Reduce by the backend: receive (this rank's shard) gets its sum of all contributions."""
         event = self._count_reduce(send, bucket)
         return self._reduction(self._reduce_native(send, receive, bucket), event, bucket)
 
     def broadcast(self, tensor: Tensor, position: int) -> None:
-        """tensor becomes that of the rank at a position, on every rank of the team."""
+        """Copy the tensor of the rank at a position to every rank of the team."""
         nbytes = tensor.numel() * tensor.itemsize
         sent, received = (nbytes, 0) if self.position == position else (0, nbytes)
         event = count(self.ledger, self.size, "broadcast", nbytes, sent, received)
@@ -191,7 +192,7 @@ class Team:
         Work(handles, event, lambda handle: self._wait("a broadcast", None, handle)).wait()
 
     def relay(self, bucket: Bucket, running: Tensor | None, average: Tensor | None) -> Relay:
-        """The way of the own shard's sum through the replicas. With one replica there is none, and both are None.
+        """Make the relay of this rank's shard through the replicas. With one replica there is none, and both are None.
 
         running: own shard, 1-D, in `numerics.running_dtype`. It gets what the replica before has summed up.
         average: own shard, 1-D, in the accumulator's dtype. It gets what the last replica sends to all.
@@ -208,7 +209,7 @@ class Team:
         return Relay(self, bucket, running, average, event)
 
     def share(self, shard: Tensor, bucket: Bucket, state: str) -> Work:
-        """Each part of the own shard, 1-D, becomes that of the replica that has it, in all replicas, in place."""
+        """Share a shard between replicas in place: each part of it, 1-D, becomes that of the replica that has it."""
         seat, first = self.seat, bucket.shard(self.position)[0]
         cuts = [(bucket.part(seat, number) - first) * shard.itemsize for number in range(seat.replicas + 1)]
         nbytes, own = cuts[-1], cuts[seat.replica + 1] - cuts[seat.replica]
@@ -222,11 +223,11 @@ class Team:
         return []
 
     def _hand_on(self, running: Tensor, source: int) -> list[Any]:
-        """From the rank at this position in the replica `source` to the one in the next replica."""
+        """Send the sum from the rank at this position in replica `source` to the one in the next replica."""
         return []
 
     def _hand_back(self, average: Tensor) -> list[Any]:
-        """From the rank at this position in the last replica to those in all others."""
+        """Send the average from the rank at this position in the last replica to those in all others."""
         return []
 
     def _count_reduce(self, send: Tensor, bucket: Bucket, sources: int = 1) -> Event | None:
@@ -298,7 +299,7 @@ class Relay:
             self._coming = self._average()
 
     def receive(self) -> None:
-        """This replica is ready for what those before it have summed up."""
+        """Launch the receive of what the replicas before this one have summed up."""
         if self._receives:
             self._receives = False
             assert self.running is not None
@@ -313,7 +314,7 @@ class Relay:
         return Work(handles, event, lambda handle: self.team._wait("relay", self.bucket.index, handle))
 
     def hand_on(self) -> None:
-        """This replica's contributions are in `running`; or, on the last one, the average is in `average`."""
+        """Send `running` on, with this replica's contributions in it; or, on the last replica, `average` to all."""
         if self._handed_on:
             return
         self._handed_on = True
@@ -322,7 +323,7 @@ class Relay:
         self.back = self._work([*self._average(), *sent], self._event)
 
     def complete(self) -> None:
-        """Whatever became of this rank's part, the others wait for it."""
+        """Take part in all of the relay, whatever became of this rank's part, because the others wait for it."""
         self.receive()
         self.came.wait()
         self.hand_on()

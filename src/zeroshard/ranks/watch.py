@@ -1,16 +1,16 @@
-"""Who is gone, who is silent, and what every rank is doing: asked when a collective does not complete.
+"""Detection of lost and silent ranks, and of what each rank is doing, when a collective does not complete.
 
 Every rank keeps a thread asleep in `accept`, on a socket of its own. A rank whose collective failed asks all peers, at
 once and beside the collectives, what they are doing:
 
     refused, or cut off    the process has ended
     no answer              it is stopped, or holds the interpreter, or its host cannot be reached
-    an answer              what it waits for, or that it waits for nobody; and the error it had, if it had one
+    an answer              what it waits for, or that it waits for no rank; and the error it had, if it had one
 
-Whoever finds a culprit tells the others, who may be waiting for somebody alive; they look at `alarm` while they wait.
-While nothing is wrong nobody asks, but in a save that takes long; so it costs a sleeping thread. The ranks learn of
-each other's sockets through the store in which they met, before anything else: so whoever ends from then on is named,
-also while they make connections.
+A rank that finds a culprit tells the others, which may be waiting for a rank that is alive; they look at `alarm` while
+they wait. While nothing is wrong no rank asks, but in a save that takes long; so it costs a sleeping thread. The ranks
+learn of each other's sockets through the store in which they met, before anything else: so a rank that ends from then
+on is named, also while they make connections.
 
 A question carries the token that the asked rank gave out when the group was made: what else comes to that port is not
 answered.
@@ -51,7 +51,7 @@ Address = tuple[str, int, str]  # host, port, token
 
 
 class Answer(NamedTuple):
-    """What a peer says of itself. `silence` is "" where it answered."""
+    """A peer's answer about itself. `silence` is "" if it answered, else why it did not."""
 
     silence: str
     doing: str = ""
@@ -61,7 +61,7 @@ class Answer(NamedTuple):
 
 
 class Watch:
-    """This rank's end."""
+    """This rank's end of the watch: it asks peers, and answers them on a thread of its own."""
 
     def __init__(self, rank: int, host: str, about: Callable[[], dict[str, Any]]) -> None:
         """about: what this rank is doing, as the fields of `Answer`; called on the watch's own thread."""
@@ -85,7 +85,7 @@ class Watch:
         _watches.add(self)
 
     def ask(self) -> dict[int, Answer]:
-        """Every peer's answer, by rank."""
+        """Ask every peer, and return the answers by rank."""
         return self._send({})
 
     def tell(self, culprits: dict[int, str]) -> None:
@@ -101,17 +101,20 @@ class Watch:
         return self._named(_ask(others, message))
 
     def _named(self, answers: dict[int, Answer]) -> dict[int, Answer]:
-        """Of who is gone, whether that was its program's normal end."""
+        """Mark those of the ranks that are gone whose programs came to their normal end."""
         gone = {rank for rank, answer in answers.items() if answer.silence == GONE}
         return answers | dict.fromkeys(gone & self.ended, Answer(ENDED))
 
     def call(self, number: int, what: str, ranks: Iterable[int]) -> dict[int, Answer]:
-        """Call these ranks to a levelling; what each of them that is there has posted of `what` it is about."""
+        """Call ranks to a levelling, and return their answers, with what each has posted about `what`."""
         return _ask({rank: self.peers[rank] for rank in ranks}, {"level": number, "what": what})
 
     def all_posted(self, number: int, what: str, ranks: int, limit: float, passed: str = "") -> list[str]:
-        """What every rank has posted for a levelling, once all have. passed: what a rank that is gone by then has;
-        without it that is an error, as when one has not posted within `limit` seconds."""
+        """Return what every rank has posted for a levelling, once all have.
+
+        passed: counts as the posting of a rank that is gone by then; without it that raises `RuntimeError`, as does a
+        rank that has not posted within `limit` seconds.
+        """
         heard, deadline = {self.rank: self.posted[number, what]}, time.monotonic() + limit
         while absent := [rank for rank in range(ranks) if rank not in heard]:
             answers = self.call(number, what, absent)
@@ -127,18 +130,18 @@ class Watch:
         return [heard[rank] for rank in range(ranks)]
 
     def blame(self) -> dict[int, str]:
-        """Which ranks will not come any more, as far as the others can be asked."""
+        """Return the ranks that will not come any more, and why, as far as peers can be asked."""
         found = self.alarm or {rank: answer.silence for rank, answer in self.ask().items() if answer.silence}
-        return self.alarm or found  # who told this rank meanwhile, and ended, is not the one that was lost
+        return self.alarm or found  # a rank that gave the alarm meanwhile, and then ended, is not the one to blame
 
     def lost_ranks(self) -> dict[int, str]:
-        """As `blame`, where ranks only wait for longer than they should. Silent is who was so again and again."""
+        """Return `blame` for ranks that only wait for longer than they should: a silent one after `TRIES` questions."""
         found = self.blame()
         self.unheard = {rank: self.unheard.get(rank, 0) + 1 for rank in found if found[rank] == SILENT}
         return {rank: what for rank, what in found.items() if self.unheard.get(rank, TRIES) >= TRIES}
 
     def hear(self, message: dict[str, Any]) -> dict[str, Any]:
-        """The answer to a peer."""
+        """Take a peer's message, and return the answer to it."""
         if message.get("token") != self.address[2]:
             return {}
         if told := message.get("alarm"):
@@ -156,7 +159,7 @@ _watches: weakref.WeakSet[Watch] = weakref.WeakSet()
 
 
 def _forked() -> None:
-    """A child is no rank: it does not speak for its parent, and a port that it kept open would outlive it."""
+    """Close the watch in a forked child: it does not speak for its parent, and its open port would outlive that."""
     for watch in _watches:
         watch.peers = {}
         watch._server.close()  # its own descriptor; to shut the socket down would end the parent's
@@ -171,7 +174,7 @@ os.register_at_fork(after_in_child=_forked)
 def come_together(
     watch: Watch, store: Any, at: str, ranks: int, cut_off: Callable[[], bool], limit: float, alike: str = ""
 ) -> None:
-    """Learn every rank's address. Raises `PeerError` where one has ended before it came, or cannot go on.
+    """Learn every rank's address. Raises `PeerError` if a rank has ended before it came, or cannot go on.
 
     at: a name in the store that nobody has used yet. alike: what every rank must say alike. cut_off: has a connection
     to any rank ended? One that died before it came has left nothing else to tell by.
@@ -209,7 +212,7 @@ def come_together(
 
 
 def cannot_come(store: Any, at: str, rank: int, why: str) -> None:
-    """Tell those who come together that this rank does not."""
+    """Tell the ranks that come together that this one does not, and why."""
     store.set(f"{at}/trouble", f"rank {rank}: {why}")
 
 
@@ -218,7 +221,7 @@ def attend(watch: Watch, call: Callable[[], Any]) -> Any:
 
 
 class Attended:
-    """A call that waits for the other ranks where nothing else could end it, on a thread that no interrupt ends."""
+    """A call that waits for other ranks and could not be ended, so it runs on a thread that no interrupt ends."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
         self._ended: list[Any] = []
@@ -232,7 +235,7 @@ class Attended:
             self._ended.append((None, error))
 
     def attend(self, watch: Watch) -> Any:
-        """What the call returns: given up, with a `PeerError`, when a rank has ended."""
+        """Wait for the call and return its value. Raises `PeerError`, and gives the call up, if a rank has ended."""
         asked, patience = time.monotonic(), ANSWERS
         while self._thread.is_alive() and not watch.alarm:
             self._thread.join(0.1)
@@ -250,12 +253,12 @@ class Attended:
 
 
 def still_waits() -> bool:
-    """Does a call that was given up still wait? It holds the store and the process group until its time-out."""
+    """Tell if a call that was given up still waits: it holds the store and the process group until its time-out."""
     return any(thread.name == "groups" for thread in threading.enumerate())
 
 
 def lose(watch: Watch, lost: dict[int, str], error: BaseException | None = None) -> NoReturn:
-    """Say to all who came that these will not, and raise."""
+    """Tell all ranks that came that these are lost, and raise `PeerError`."""
     if not watch.alarm:
         watch.tell(lost)
     raise PeerError(
@@ -269,7 +272,7 @@ def lose(watch: Watch, lost: dict[int, str], error: BaseException | None = None)
 
 
 def _ask(addresses: dict[int, Address], message: dict[str, Any]) -> dict[int, Answer]:
-    """All at once, by one thread: the interpreter may be on its way out, where no thread can be started."""
+    """Ask all addresses at once on this thread: an interpreter on its way out cannot start another."""
     answers: dict[int, Answer] = {}
     heard = dict.fromkeys(addresses, b"")
     deadline = time.monotonic() + ANSWERS
@@ -353,7 +356,7 @@ def _close(server: socket.socket) -> None:
 
 
 def host_towards(peer: tuple[str, int] | None) -> str:
-    """This host's address on the way to `peer`, or the loopback where there is none. Sends nothing."""
+    """Return this host's address on the way to `peer`, or the loopback if there is none. Sends nothing."""
     if peer is not None:
         with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect(peer)

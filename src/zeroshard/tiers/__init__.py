@@ -1,1 +1,1 @@
-"""Where a state rests: on the device, in host memory, or in files."""
+"""Tiers, in which states rest: the device, host memory, and files."""

@@ -92,7 +92,7 @@ class NvmeTier:
         return TierError(what, where=f"rank {self.rank}, {where}", got=got, instead=instead)
 
     def fail(self, file: StateFile, error: Exception) -> TierError:
-        """What cannot be moved makes all the rest useless."""
+        """Make the error for a state that could not be moved, and refuse all reads from now on."""
         got = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
         self.failed = self.failed or self.error(
             f"the state {file.state!r} could not be moved between memory and its file", str(self.folder), got,
@@ -102,7 +102,8 @@ class NvmeTier:
 
     @contextlib.contextmanager
     def renewed(self) -> Iterator[None]:
-        """Inside, all that rests here is written anew, also after a failure; which counts again if that fails."""
+        """Allow all that rests here to be written anew inside, also after a failure; which counts again if that
+        fails."""
         failed, self.failed = self.failed, None
         if failed is not None:
             for file in self._files.values():
@@ -115,14 +116,14 @@ class NvmeTier:
 
 
 def _end(process: int, threads: ThreadPoolExecutor) -> None:
-    """Nobody waits for the threads: see *the collector runs anywhere* in `ended.py`. What is under way holds the tier,
-    and an interpreter that ends waits for its threads itself."""
+    """Shut the threads down without a wait: see *the collector runs anywhere* in `ended.py`. Transfers under way hold
+    the tier, and an interpreter that ends waits for its threads itself."""
     if os.getpid() == process:  # and not a fork of it
         threads.shutdown(wait=False, cancel_futures=True)
 
 
 class _Room:
-    """A buffer of a file, and whose bytes it has."""
+    """A buffer of a file, with the `FileRest` whose bytes it has."""
 
     def __init__(self) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -156,7 +157,7 @@ class StateFile:
                 self._give_up_direct(error)
 
     def slot(self, bucket: int, numel: int, dtype: torch.dtype) -> FileRest:
-        """Room on the disk for one bucket, now: a disk that is full says so before a step depends on it."""
+        """Reserve room on the disk for one bucket now: a full disk is an error before a step depends on it."""
         rest = FileRest(self, self.nbytes, bucket, numel, dtype)
         size = aligned(numel * dtype.itemsize)
         self._largest = max(self._largest, size)
@@ -171,7 +172,7 @@ class StateFile:
         return rest
 
     def forget(self) -> None:
-        """What the buffers and the file hold, and what is under way, is of no use any more."""
+        """Drop the contents of the buffers and of the file, and wait for transfers under way."""
         for rest in self._slots:
             concurrent.futures.wait(rest.writing)
             rest.written, rest.writing = False, []
@@ -185,7 +186,7 @@ class StateFile:
     # --- buffers ----------------------------------------------------------------------------------------------------
 
     def fetch(self, rest: FileRest, *, fresh: bool = False) -> None:
-        """Give it a buffer, and start to fill that, unless all of it will be written."""
+        """Give a rest a buffer, and begin to read its bytes into that, unless all of it will be written (`fresh`)."""
         if self.tier.failed is not None:
             raise self.tier.failed
         room = self._room()
@@ -210,7 +211,7 @@ class StateFile:
             return self._rooms[-1]
         if not idle:
             raise AssertionError(f"all {BUFFERS} buffers of {self.state} are in use at once")
-        # First one that nobody holds, then one that need not be written, then the one used longest ago.
+        # First one that is free, then one that need not be written, then the one used longest ago.
         room = min(idle, key=lambda room: (room.holder is not None, room.holder is not None and room.holder.dirty))
         self._rooms.remove(room)
         self._rooms.append(room)
@@ -363,7 +364,7 @@ class FileRest(Rest):
             self.room.holder, self.room = None, None
 
     def same_as(self, tensor: Tensor) -> bool:
-        """By digests where it is away: reading it to compare would double what a step reads."""
+        """Compare bits; by digests if the bytes are in the file: to read them would double what a step reads."""
         if simulated(tensor):
             return True
         concurrent.futures.wait(self.writing)

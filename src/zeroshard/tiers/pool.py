@@ -17,7 +17,7 @@ KEPT = 256 << 20  # bytes at most that nobody uses
 
 
 def zeros(numel: int, dtype: torch.dtype) -> Tensor:
-    """1-D tensor on the CPU that takes memory only where it is written: at stage 1 that is a part of the gradients."""
+    """Return zeros, 1-D on the CPU, that take memory only where written: at stage 1 that is a part of the gradients."""
     nbytes = numel * dtype.itemsize
     if nbytes < SMALLEST:
         return torch.zeros(numel, dtype=dtype, device="cpu")
@@ -39,7 +39,7 @@ class Pool:
         self._idle: list[mmap.mmap] = []  # the longest idle first
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """1-D tensor on the CPU of whatever was there."""
+        """Return a 1-D tensor on the CPU with arbitrary content."""
         nbytes = numel * dtype.itemsize
         if nbytes < SMALLEST:
             return torch.empty(numel, dtype=dtype, device="cpu")
@@ -55,7 +55,7 @@ class Pool:
         return tensor
 
     def give_back(self, tensor: Tensor) -> None:
-        """Nobody uses it any more. Until this is said the memory stays, tensor or not."""
+        """Take back a tensor's memory, which no code uses any more. Until then it stays, tensor or not."""
         block = self._used.pop(tensor.data_ptr(), None)
         if block is not None:
             self._idle.append(block)

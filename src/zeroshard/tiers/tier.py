@@ -1,8 +1,8 @@
-"""Where states rest: on the device, in host memory, or (nvme.py) in files. `Offload` says which, state by state.
+"""Tiers, in which states rest: the device, host memory, or (nvme.py) files. `Offload` says which, state by state.
 
 A tier makes *rests*. A `Rest` is one state of one bucket: in memory it is a tensor and nothing more; in a file it is
-brought to memory for as long as somebody is `here`, and written back. Whoever computes with a state asks for it by
-`with rest.here():`, and so never learns which tier it is in.
+brought to memory for as long as a block `with rest.here():` runs, and written back. Code that computes with a state
+uses such a block, and need not know which tier it is in.
 
 ZeRO-Offload (Ren et al. 2021) and ZeRO-Infinity (Rajbhandari et al. 2021) are rows of this table:
 
@@ -51,7 +51,7 @@ _FIELDS = {
 
 @dataclass(frozen=True)
 class Offload:
-    """In which tier each state rests: "device", "cpu" (host memory) or "nvme" (files).
+    """The tier that each state rests in: "device", "cpu" (host memory) or "nvme" (files).
 
     parameters: the shards at stage 3; at stages 0-2 every rank's copy. Brought to the device unit by unit.
     gradients: the accumulators. optimizer: its states, and masters where there are any; it steps on the CPU.
@@ -103,7 +103,7 @@ class Offload:
 
     @property
     def once(self) -> bool:
-        """Does one copy of the parameters serve all ranks of a host?"""
+        """True if one copy of the parameters serves all ranks of a host."""
         return self.tiers("parameters") == {SHARED: 1.0}
 
     def check_in_backward(self) -> None:
@@ -120,11 +120,11 @@ class Offload:
                 )  # fmt: skip
 
     def tiers(self, state: str) -> dict[str, float]:
-        """{tier: fraction of the state's bytes}; fractions add up to 1."""
+        """Return {tier: fraction of the state's bytes}; fractions add up to 1."""
         return fractions(state, getattr(self, state))
 
     def buckets(self, buckets: Sequence[Bucket]) -> list[dict[str, str]]:
-        """For each bucket the tier of each state."""
+        """Return for each bucket the tier of each state."""
         by_state = {
             state: self._assign(state, [b.numel if b.trainable or state == "parameters" else 0 for b in buckets])
             for state in STATES
@@ -132,7 +132,7 @@ class Offload:
         return [{state: by_state[state][at] for state in STATES} for at in range(len(buckets))]
 
     def _assign(self, state: str, sizes: Sequence[int]) -> list[str]:
-        """Each bucket goes where most is missing, so that tiers alternate."""
+        """Assign each bucket to the tier that lacks most of its fraction, so that tiers alternate."""
         wanted, placed = self.tiers(state), dict.fromkeys(self.tiers(state), 0)
         chosen, seen = [], 0
         for size in sizes:
@@ -144,7 +144,7 @@ class Offload:
 
 
 def fractions(state: str, where: Where) -> dict[str, float]:
-    """What a field of `Offload` says, in one form. Raises `UserError` for what it cannot say."""
+    """Return a field of `Offload` as {tier: fraction}. Raises `UserError` for a value that is no such thing."""
     if isinstance(where, str):
         where = {where: 1.0}
     elif isinstance(where, (int, float)) and not isinstance(where, bool):
@@ -177,12 +177,12 @@ class Rest:
 
     @property
     def in_file(self) -> bool:
-        """Does it take `here()` to make `tensor` what it should be?"""
+        """True if only `here()` makes `tensor` what it should be."""
         return False
 
     @contextlib.contextmanager
     def here(self, *, changed: bool = True, fresh: bool = False) -> Iterator[Tensor]:
-        """Inside, `tensor` is in memory; afterwards what was `changed` in it is kept. May nest.
+        """Bring `tensor` to memory for the block; afterwards what was `changed` in it is kept. May nest.
 
         fresh: all of it will be written, so what rests need not be brought.
         """
@@ -190,21 +190,21 @@ class Rest:
 
     @contextlib.contextmanager
     def some(self, start: int, stop: int, *, changed: bool) -> Iterator[Tensor]:
-        """Elements [start, stop) of it, as inside here()."""
+        """Bring elements [start, stop) to memory for the block, as `here` does."""
         with self.here(changed=changed) as tensor:
             yield tensor[start:stop]
 
     def ahead(self) -> None:
-        """Begin to bring it to memory, for somebody who will soon ask."""
+        """Begin to bring it to memory, because it will soon be used."""
 
     def behind(self) -> None:
-        """Begin to put back what was changed: nobody will ask soon."""
+        """Begin to put back what was changed, because it will not be used soon."""
 
     def forget(self) -> None:
-        """What was done to it in memory is not to be kept: what rests counts."""
+        """Drop changes in memory without keeping them: what rests counts."""
 
     def same_as(self, tensor: Tensor) -> bool:
-        """Are the bits of `tensor` the ones that rest here?"""
+        """Tell if the bits of `tensor` are the ones that rest here."""
         return same_bits(tensor.to(self.tensor.device), self.tensor)
 
 
@@ -222,13 +222,13 @@ class Passing(Rest):
 
     @contextlib.contextmanager
     def here(self, *, changed: bool = True, fresh: bool = False) -> Iterator[Tensor]:
-        """Of whatever is there at first: all that anybody reads is to be written before."""
+        """Reserve memory at the first use, with arbitrary content: every element that is read must be written first."""
         if self.tensor is self._none:
             self.tensor = self._of.reserve(self._state, self._numel, self._none.dtype, zeroed=False)
         yield self.tensor
 
     def forget(self) -> None:
-        """Its memory goes."""
+        """Give its memory back."""
         if self.tensor is not self._none:
             tensor, self.tensor = self.tensor, self._none
             self._of.give_back(self._state, tensor)
@@ -251,11 +251,11 @@ class Part(NamedTuple):
         return self.stop - self.start
 
     def cut(self, start: int, stop: int) -> Part:
-        """Elements [start, stop) of this part, 1-D."""
+        """Return elements [start, stop) of this part, 1-D."""
         return Part(self.rest, self.start + start, self.start + stop, (stop - start,), self.dtype)
 
     def plain(self) -> Tensor | Part:
-        """The tensor itself, where that is always in memory."""
+        """Return the tensor itself if it is always in memory, else this part."""
         return self if self.rest.in_file else self.rest.tensor[self.start : self.stop].view(self.shape)
 
     @contextlib.contextmanager
@@ -266,7 +266,7 @@ class Part(NamedTuple):
 
 @contextlib.contextmanager
 def present(tensor: Tensor | Part, *, changed: bool = False) -> Iterator[Tensor]:
-    """Inside, a tensor, wherever it rests."""
+    """Bring a tensor to memory for the block, wherever it rests."""
     if isinstance(tensor, Part):
         with tensor.here(changed=changed) as found:
             yield found
@@ -282,19 +282,19 @@ class Tier(Protocol):
     ledger: Ledger
 
     def rest(self, state: str, bucket: int, numel: int, dtype: torch.dtype) -> Rest:
-        """Room for one state of one bucket, zeros."""
+        """Reserve room for one state of one bucket, zeros."""
         ...
 
 
 class Messages(Protocol):
-    """Where messages lie: in memory of the device, or in what the ranks of a host share."""
+    """The memory that messages lie in: the device's, or memory that the ranks of a host share."""
 
     def reserve(self, state: str, numel: int, dtype: torch.dtype, *, zeroed: bool = True) -> Tensor: ...
 
     def give_back(self, state: str, tensor: Tensor) -> None: ...
 
     def again(self, tensor: Tensor) -> Tensor:
-        """Memory for another message of this rank's, where one has been: other memory, if somebody still reads it."""
+        """Return memory for another message of this rank's: the last one's, or other if a rank still reads that."""
 
 
 @functools.cache
@@ -328,14 +328,15 @@ class DeviceTier:
         self._pool = Pool() if own else None
 
     def reserve(self, state: str, numel: int, dtype: torch.dtype, *, zeroed: bool = True) -> Tensor:
-        """1-D tensor of `numel` zeros, or of whatever is there, counted under `state`."""
+        """Return a 1-D tensor of zeros, or with arbitrary content if not `zeroed`, counted under `state`."""
         self.ledger.hold(state, numel * dtype.itemsize)
         if zeroed:
             return zeros(numel, dtype) if self._pool else torch.zeros(numel, dtype=dtype, device=self.device)
         return self._pool.take(numel, dtype) if self._pool else torch.empty(numel, dtype=dtype, device=self.device)
 
     def give_back(self, state: str, tensor: Tensor) -> None:
-        """Stop counting. Nobody may use the tensor any more; the memory goes when the caller drops it, or is kept."""
+        """Stop counting a tensor, which may not be used any more. Its memory is kept, or goes when the caller drops
+        it."""
         self.ledger.hold(state, -tensor.numel() * tensor.itemsize)
         if self._pool:
             self._pool.give_back(tensor)
@@ -344,7 +345,7 @@ class DeviceTier:
         return Rest(self.name, self.reserve(state, numel, dtype))
 
     def again(self, tensor: Tensor) -> Tensor:
-        """Memory for another message, where one has been that is through."""
+        """Return memory for another message: that of the last one, which is through."""
         return tensor
 
 
@@ -363,7 +364,7 @@ class PassingTier:
 
 
 class OnceTier:
-    """One copy for all ranks of a host: what reads it computes with it in place, as on the device."""
+    """One copy for all ranks of a host, which compute with it in place, as on the device."""
 
     name = DEVICE
 
@@ -378,7 +379,7 @@ class OnceTier:
 
 
 class HostTier:
-    """Host memory: where the device is a GPU, pinned and exactly as large as asked (torch's own rounds up by half)."""
+    """Host memory: if the device is a GPU, pinned and exactly as large as asked (torch's own rounds up by half)."""
 
     name = HOST
     device = torch.device("cpu")
@@ -395,7 +396,7 @@ class HostTier:
 
 
 class _Pages(mmap.mmap):
-    """Anonymous memory that tells the device when it goes."""
+    """Anonymous memory that unpins itself when it goes."""
 
     unpin: Any = None
 
@@ -405,7 +406,7 @@ class _Pages(mmap.mmap):
 
 
 def pages(nbytes: int, compute: torch.device) -> Tensor:
-    """uint8 tensor of zeros in whole pages of host memory of its own, pinned where the device is a GPU."""
+    """Return a uint8 tensor of zeros in whole pages of host memory of its own, pinned if the device is a GPU."""
     memory = _Pages(-1, max(-(-nbytes // mmap.PAGESIZE), 1) * mmap.PAGESIZE)
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
     memory.unpin = pin(tensor, compute)

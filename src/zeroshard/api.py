@@ -153,7 +153,7 @@ def _meeting(method: Method) -> Method:
 
 
 class Zero:
-    """A sharded model: what `shard` returns, and where everything beside the plain loop is asked for.
+    """A sharded model, as `shard` returns it: the handle for everything beside the plain loop.
 
     Hence its many names: each is one call of the engine's.
     """
@@ -185,7 +185,7 @@ class Zero:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside add up on this rank only; the next backward outside (or the next step) sends the sum.
+        """Add up backwards inside on this rank only; the next backward outside (or the next step) sends the sum.
 
         Saves one pass of the gradients per backward, at every stage. Stages 0 and 1 add up where their gradients rest,
         and hold nothing more for it; 2 and 3 take a full-size buffer in the accumulation dtype (`Precision.grad_dtype`)
@@ -204,15 +204,15 @@ class Zero:
 
         for batch in zero.join(loader): forward, backward, clip, step and schedule as always, on all ranks alike.
 
-        A batch that is given again counts for nothing. What its backward leaves of gradients is dropped, so that this
-        rank's part is zero; gradients are still divided by `world_size`, as by default in DDP's `join`. Its loss is the
-        program's to leave out. Buffers are those of the first rank that still has a batch. At least one batch on every
-        rank. Collective, a small message per batch.
+        A repeated batch counts for nothing: the gradients of its backward are dropped, so that this rank's part is
+        zero; gradients are still divided by `world_size`, as by default in DDP's `join`. The program must leave out its
+        loss. Buffers are those of the first rank that still has a batch. At least one batch on every rank. Collective,
+        a small message per batch.
         """
         return self._engine.join(batches)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
-        """Clip all gradients by their global norm (any order above 0, or inf); returns it, the same on every rank.
+        """Clip all gradients by their global norm (any order above 0, or inf). Returns it, the same on every rank.
 
         Exactly `torch.nn.utils.clip_grad_norm_(model.parameters(), ...)`, which works as well.
         """
@@ -222,18 +222,19 @@ class Zero:
     def gathered(
         self, *what: nn.Module | str, write_from: int | None = None
     ) -> contextlib.AbstractContextManager[None]:
-        """Full parameters inside the `with`, on every rank: of the given modules or names (patterns), else of all.
+        """Gather full parameters for the `with` block, on every rank: of the given modules or names (patterns), else of
+        all.
 
         Edits made inside count, at every stage: make them on all ranks alike, or name the one rank whose edits to
-        take with `write_from`. Any rank may call the model alone inside, without grad, where it needs no other
+        take with `write_from`. Any rank may call the model alone inside, without grad, if it needs no other
         parameters. Collective: every rank enters and leaves.
         """
         return self._engine.gathered(*what, write_from=write_from)
 
     @_meeting
     def average(self, decay: float) -> MovingAverage:
-        """An exponential moving average of the weights, sharded and resting as the optimizer's states: 4 bytes of each
-        of a rank's masters.
+        """Make an exponential moving average of the weights, sharded and resting as the optimizer's states: 4 bytes for
+        each of a rank's masters.
 
         `.update()` after each `optimizer.step()`; the first takes the weights as they are. `with .swapped():` the
         model's weights are the averages, to evaluate or `export`. `save` and `load` hold it: make it before `load`.
@@ -272,7 +273,7 @@ class Zero:
 
         Gradients are not saved. Every rank writes what it owns; nothing is gathered. The folder appears by one rename
         once all of it is on the disk; what was at `path` stays until then. Raises `CheckpointError` on every rank if
-        one cannot write, at `wait` where it is asynchronous. Collective.
+        one cannot write, at `wait` if it is asynchronous. Collective.
         """
         self._engine.meet_for_checkpoint("saving")
         with self._engine.ledger.during("save"):
@@ -334,10 +335,10 @@ class Zero:
 
     @_meeting
     def load(self, path: str | os.PathLike[str], *, strict: bool = True) -> loading.Loaded:
-        """Load what `save` wrote, into whatever ranks, stage, bounds and precision; returns what was in `extra`.
+        """Load what `save` wrote, into any ranks, stage, bounds and precision; `extra` is in the `Loaded` it returns.
 
         Every rank reads and checks everything it needs first; only if all could, anything is changed. `strict=False`
-        passes over what does not fit and says so in `.skipped`. Gradients are cleared. Raises `CheckpointError` on
+        passes over what does not fit and lists it in `.skipped`. Gradients are cleared. Raises `CheckpointError` on
         every rank. Collective.
         """
         with contextlib.ExitStack() as renewed:
@@ -353,7 +354,7 @@ class Zero:
 
     @_meeting
     def state_dict(self) -> dict[str, Any]:
-        """This rank's pieces for `torch.distributed.checkpoint`: `dcp.save({"app": zero}, checkpoint_id=...)`.
+        """Return this rank's pieces for `torch.distributed.checkpoint`: `dcp.save({"app": zero}, checkpoint_id=...)`.
 
         With the keys of torch's `get_state_dict(model, optimizer)`, so that FSDP2 and plain tensors load it. Random
         states and extras are not in it, and DCP's metadata is a pickle: `save` has neither fault. Collective.
@@ -421,10 +422,10 @@ class Zero:
 
     @_meeting
     def latest(self, folder: str | os.PathLike[str]) -> Path | None:
-        """The newest complete checkpoint in `folder`, for `load`; None if there is none.
+        """Find the newest complete checkpoint in `folder`, for `load`; None if there is none.
 
-        Found by reading and checking every byte, never by a pointer that could be stale: damaged ones are passed over
-        with a warning. Collective; every rank checks a share.
+        It reads and checks every byte, and trusts no pointer that could be stale: damaged ones are passed over with a
+        warning. Collective; every rank checks a share.
         """
         self._engine.meet_for_checkpoint("loading")
         return loading.latest(self._engine.group, folder)

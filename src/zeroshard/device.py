@@ -27,7 +27,7 @@ asked: Counter[str] = Counter()  # by module and function, how often the host ha
 
 
 def asynchronous(device: torch.device) -> bool:
-    """Does the host run ahead of it, so that what was called may not have happened yet?"""
+    """Tell if the host runs ahead of a device, so that a call may return before its work is done."""
     return device.type not in ("cpu", "meta")
 
 

@@ -65,14 +65,14 @@ class PeerError(Error, RuntimeError):
 
 
 def visible(text: str) -> str:
-    """Every character that does not print, line ends aside, as an escape: a file's names must not steer a terminal."""
+    """Escape every character that does not print, line ends aside: a file's names must not steer a terminal."""
     if text.isascii() and text.replace("\n", "").isprintable():
         return text
     return "".join(c if c == "\n" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def check_flag(name: str, given: object) -> None:
-    """Refuse what is neither True nor False."""
+    """Refuse a value that is neither True nor False. name: of the argument."""
     if type(given) is not bool:
         raise UserError(f"{name}= must be True or False", got=repr(given), expected="True or False")
 
@@ -91,7 +91,7 @@ def check_local(path: str | os.PathLike[str]) -> None:
 
 
 def nearest(word: object, choices: Iterable[str]) -> str:
-    """`did you mean 'model'? (one of: unit, model, tensor)`, for settings with a closed list of values."""
+    """Return `did you mean 'model'? (one of: unit, model, tensor)`, for settings with a closed list of values."""
     choices = list(choices)
     close = difflib.get_close_matches(str(word), choices, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}? " if close else ""

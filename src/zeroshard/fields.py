@@ -17,7 +17,7 @@ class Field(NamedTuple):
     instead: Callable[[Any], str | None] = lambda given: None
 
     def or_none(self) -> Field:
-        """This field, where None means that nothing was asked."""
+        """Return this field with None allowed too, which means that nothing was asked."""
         return self._replace(takes=lambda given: given is None or self.takes(given))
 
 
@@ -25,7 +25,7 @@ FLAG = Field(lambda given: type(given) is bool, "must be True or False", "True o
 
 
 def one_of(kind: Any, says: str = "has no such value") -> Field:
-    """A field that takes one of the words of a `Literal`."""
+    """Make a field that takes one of the words of a `Literal`."""
     words: tuple[str, ...] = get_args(kind)
     return Field(
         lambda given: isinstance(given, str) and given in words, says, instead=lambda given: nearest(given, words)
@@ -33,13 +33,13 @@ def one_of(kind: Any, says: str = "has no such value") -> Field:
 
 
 def count(least: int, says: str, instead: str, expected: str | None = None) -> Field:
-    """A field that takes whole numbers from `least` on."""
+    """Make a field that takes whole numbers from `least` on."""
     expected = expected or f"{least}, {least + 1}, {least + 2}, ..."
     return Field(lambda given: type(given) is int and given >= least, says, expected, lambda _: instead)
 
 
 def number(above: float, most: float, says: str, instead: str) -> Field:
-    """A field that takes numbers, from one that it must exceed up to another."""
+    """Make a field that takes numbers greater than `above`, up to `most`."""
 
     def takes(given: Any) -> bool:
         return isinstance(given, (int, float)) and not isinstance(given, bool) and above < given <= most

@@ -263,13 +263,16 @@ def launch_once(like: Tensor, sent: torch.dtype, master: torch.dtype, ranks: int
 
 
 def _cast_first(piece: Tensor, total: Tensor) -> bool:
-    """Is what is added cast in a step of its own? A device casts 16 bits inside the addition, which has the same bits;
-    the CPU takes longer for that than for both, and what is wider than the sum would be added in its own dtype."""
+    """Tell if a piece is cast in a step of its own before it is added.
+
+    A device casts 16 bits inside the addition, which gives the same bits; the CPU takes longer for that than for both
+    steps. A piece wider than the sum would be added in its own dtype.
+    """
     return piece.dtype != running_dtype(total.dtype) and (total.is_cpu or piece.dtype not in LOW)
 
 
 def divides_exactly(total: torch.dtype, piece: torch.dtype, ranks: int) -> bool:
-    """Is a sum of such pieces the same again after it was divided by `ranks` and multiplied by it?
+    """Tell if a sum of such pieces is the same again after it was divided by `ranks` and multiplied by it.
 
     Dividing by a power of two only moves the exponent, as long as there is room below: 16-bit numbers and their sums
     are multiples of 2^-133 at least, and fp32 goes down to 2^-149. Their own subnormals would lose bits.
@@ -278,7 +281,7 @@ def divides_exactly(total: torch.dtype, piece: torch.dtype, ranks: int) -> bool:
 
 
 def finite(tensors: Sequence[Tensor]) -> Tensor:
-    """0-d bool, where they are: are all elements of these finite? Of one dtype, and not all of them empty."""
+    """Return a 0-d bool on the tensors' device: are all their elements finite? Of one dtype, not all of them empty."""
     largest = torch._foreach_norm([tensor for tensor in tensors if tensor.numel()], torch.inf)  # NaN counts as larger
     return torch.stack(largest).isfinite().all()
 
@@ -308,7 +311,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def unrepeated(tensor: Tensor, like: Tensor | None = None) -> Tensor:
-    """A view of each element in memory once; of a tensor of the same shape, the elements at those places.
+    """Return a view that has each element in memory once. like: take the elements at the places that these have there.
 
     An expanded tensor shows one element at many places, and torch refuses to write to it as it is.
     """
@@ -317,15 +320,15 @@ def unrepeated(tensor: Tensor, like: Tensor | None = None) -> Tensor:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """1-D uint8: what a dense tensor has in memory, conjugated and negated as it shows."""
+    """Return a dense tensor's bytes, 1-D uint8, conjugated and negated as it shows."""
     flat = unrepeated(tensor).resolve_conj().resolve_neg().contiguous().view(-1)
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)  # a single element may have any stride
 
 
 def write_bytes(tensor: Tensor, content: Tensor) -> None:
-    """Make a dense tensor what `as_bytes` gave of another. Not where it is that already: autograd counts writes.
+    """Write bytes from `as_bytes` of another tensor into a dense one, unless it has them: autograd counts writes.
 
-    On a device, which would be waited for, nobody asks whether it is; then this write is not counted.
+    On a device the comparison would wait, so it is written in any case, and the write is not counted.
     """
     content = content.clone()
     if not tensor.is_cpu or not same_bits(content, as_bytes(tensor)):
@@ -334,7 +337,7 @@ def write_bytes(tensor: Tensor, content: Tensor) -> None:
 
 
 def dense(tensor: Tensor) -> bool:
-    """Is it one run of numbers in memory, and not made of several tensors?"""
+    """Tell if a tensor is one run of numbers in memory, and not made of several tensors."""
     own = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ or simulated(tensor)
     return own and tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
 
@@ -349,7 +352,7 @@ _PARTS = {
 
 
 def parts(tensor: Tensor) -> list[Tensor] | None:
-    """The dense tensors that another kind is made of, as far as torch says; None where it does not."""
+    """Return the dense tensors that a tensor is made of; None if torch does not tell."""
     if dense(tensor):
         return [tensor]
     if hasattr(tensor, "__tensor_flatten__"):

@@ -190,7 +190,7 @@ def foreign(folder: Path) -> list[str]:
 
 
 def _is_ours(manifest: Path) -> bool:
-    """Does a manifest begin as a save writes it?"""
+    """Tell if a manifest begins as a save writes it."""
     try:
         with manifest.open("rb") as file:
             return re.match(rb'\{"digest":"[0-9a-f]{32}","manifest":', file.read(64)) is not None
@@ -275,7 +275,7 @@ def opened(folder: Path) -> Iterator[int]:
 
 
 def replaced(folder: Path, descriptor: int) -> bool:
-    """Has another folder come to this name since?"""
+    """Tell if another folder has come to this name since `descriptor` was opened."""
     try:
         return not os.path.samestat(os.stat(folder), os.fstat(descriptor))
     except OSError:
@@ -433,7 +433,7 @@ class Reader:
         self._check(blocks[len(blocks) * part // parts : len(blocks) * (part + 1) // parts])
 
     def want(self, name: str, offset: int, nbytes: int) -> None:
-        """Have `check_wanted` check the blocks that hold these bytes: many at once are sooner checked."""
+        """Note the blocks that hold these bytes for `check_wanted`: many at once are checked faster."""
         self._wanted.update(_blocks(name, offset, nbytes))
 
     def check_wanted(self) -> None:
@@ -452,7 +452,7 @@ class Reader:
         self._side_by_side(self._read_part, parts)
 
     def unchanged(self) -> None:
-        """Raise `CheckpointError` if anybody wrote to a file since it was opened."""
+        """Raise `CheckpointError` if a file was written to since it was opened."""
         for name, written in self._written.items():
             self._have_open({name})
             seen = os.fstat(self._open[name])

@@ -54,7 +54,7 @@ def _lists(names: Iterable[str]) -> dict[Stem, list[str]]:
 
 
 def _same_experts(here: Sequence[Here], there: Sequence[Parameter]) -> bool:
-    """Are there as many experts of one shape on both sides?"""
+    """Tell if there are as many experts of one shape on both sides."""
     one, other = here[0], there[0]
     alike = all(each == one for each in here) and all(
         (each.shape, each.dtype, each.strips, len(each.names)) == (other.shape, other.dtype, ONE_STRIP, 1)

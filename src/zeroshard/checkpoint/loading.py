@@ -226,7 +226,7 @@ def _matches(running: ModelState, binding: Binding, told: Mapping[str, Any]) -> 
 
 
 def alike(mine: Any, theirs: Any) -> bool:
-    """Can an option that is `mine` become `theirs`? None stands for a bool or a text that was not chosen."""
+    """Tell if an option that is `mine` can become `theirs`. None stands for a bool or a text that was not chosen."""
     if isinstance(mine, list) and isinstance(theirs, list):
         return len(mine) == len(theirs) and all(map(alike, mine, theirs))
     if isinstance(mine, dict) and isinstance(theirs, dict):

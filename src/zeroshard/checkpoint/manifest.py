@@ -359,7 +359,7 @@ class Saved:
     # --- reading, every byte from a block whose digest is right -----------------------------------------------------
 
     def want(self, key: tuple[str, str], start: int, stop: int, strips: Strips = ONE_STRIP) -> None:
-        """Have the reader check, with all else that is wanted, elements [start, stop) of a parameter's state.
+        """Note elements [start, stop) of a parameter's state for the reader to check with all else that is wanted.
 
         strips: as which they are counted, here and below.
         """

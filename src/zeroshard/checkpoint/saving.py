@@ -54,7 +54,7 @@ class Saving:
     """A checkpoint, complete at `path`, or being written there by a thread while training goes on."""
 
     # At most one is under way in a program, whichever model it is of: they share a control group, and the memory.
-    # Here are those of which nobody has heard yet what became of them.
+    # Here are those whose result `wait` has not returned or raised yet.
     _untold: ClassVar[list[Saving]] = []
 
     def __init__(self, path: Path, work: Callable[[], None], *, asynchronous: bool) -> None:
@@ -76,8 +76,11 @@ class Saving:
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> Path:
-        """The path, once the checkpoint is complete. Raises `CheckpointError` on every rank if it could not be saved;
-        if nobody waits, the next `save` or `load` does, of this model or another, or the end of the program tells."""
+        """Wait until the checkpoint is complete, and return its path.
+
+        Raises `CheckpointError` on every rank if it could not be saved. If `wait` is not called, the next `save` or
+        `load` waits, of this model or another; else the end of the program prints the error.
+        """
         if self._thread is not None and self._thread.ident is not None:  # else it could not be started
             self._thread.join()
             release_signals()
@@ -90,7 +93,7 @@ class Saving:
 
     @classmethod
     def untold(cls) -> list[Saving]:
-        """List the saves of this program that nobody has waited for."""
+        """List the saves of this program that were not waited for."""
         here = _here()  # where threads run several programs, each has saves of its own
         return [each for each in cls._untold if each._program in (None, here) or each._program() is None]
 
@@ -109,7 +112,7 @@ class Saving:
 
 def _here() -> weakref.ref[Any] | None:
     common = program()
-    return None if common is None else weakref.ref(common)  # a save nobody asked of must not keep it alive
+    return None if common is None else weakref.ref(common)  # a save that is not waited for must not keep it alive
 
 
 def wait_for_saves() -> None:
@@ -305,11 +308,11 @@ def _write(
         if first:
             discard(beside)
         if isinstance(error, CheckpointError):  # else a peer is gone, and would not answer
-            group.describe(None)  # nobody raises while anything of it is left
+            group.describe(None)  # no rank raises while anything of it is left
         raise
     if keep is not None and first:
         _forget(target, keep)
-    group.describe(None)  # nobody goes on while older ones are still being removed
+    group.describe(None)  # no rank goes on while older ones are still being removed
 
 
 def _together(group: Group, target: Path, act: Callable[[], Any]) -> list[Any]:

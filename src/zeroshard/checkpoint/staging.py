@@ -49,7 +49,7 @@ def _machine() -> str:
         names = os.readlink("/proc/self/ns/pid")  # a container's process numbers are its own
         return xxhash.xxh3_128_hexdigest((boot + names).encode())[:16]
     except OSError:
-        return uuid.uuid4().hex[:16]  # nobody can be asked who lives here: time will tell
+        return uuid.uuid4().hex[:16]  # no owner can be looked up on this system, so leftovers go by their age
 
 
 def _started(process: int) -> int | None:

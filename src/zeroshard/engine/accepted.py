@@ -212,14 +212,14 @@ def check_option(where: str, value: Any) -> None:
 
 
 def _alike(numel: int, block: int | None) -> bool:
-    """Does it make no difference to an optimizer that so many elements follow others?"""
+    """Tell if so many elements are whole blocks of an optimizer; also if its blocks are not known."""
     return block is None or (block != WHOLE and numel % block == 0)
 
 
 def check_parts(optimizer: Any, parted: list[str]) -> None:
-    """Refuse, by name, an optimizer that asks for more of a tensor than the part of it that a rank has.
+    """Refuse, by name, an optimizer that needs more of a tensor than the part of it that a rank has.
 
-    parted: of what it updates, what tensor parallelism has cut.
+    parted: the names of its parameters that tensor parallelism has cut.
     """
     if parted and block_of(optimizer) != 1:
         raise UserError(

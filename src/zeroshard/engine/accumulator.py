@@ -43,7 +43,7 @@ class Accumulator:
         return self.sum.own if self.aside is None else self.aside
 
     def fragment(self, index: int) -> Tensor:
-        """This rank's elements of one slot of the sum, 1-D (possibly empty); inside sum.here()."""
+        """Return this rank's elements of one slot of the sum, 1-D (possibly empty); inside sum.here()."""
         return self.own[self.bucket.slots[index].slice_of(*self.buffer.owned)]
 
     def zero(self, index: int) -> None:

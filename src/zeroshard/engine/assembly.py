@@ -149,7 +149,8 @@ class Assembly:
         return specs
 
     def reserve(self) -> None:
-        """The tiers that some state rests in."""
+        """Make the tiers, and choose one for each state of each bucket. Raises on every rank if one has no disk for
+        files."""
         self.tiers = {DEVICE: self.tier, HOST: HostTier(self.group.device, self.group.ledger)}
         self.tiers[SHARED] = OnceTier(self.group.team, self.group.ledger)
         self.resting = self.offload.buckets(self.partition.buckets)
@@ -179,11 +180,11 @@ class Assembly:
                 raise error or PeerError("another rank cannot use its Offload.path", got="; ".join(told))
 
     def build(self, init: Callable[[nn.Module], None] | None, before: Before) -> None:
-        """Unit by unit, so that a model on meta never takes more than its shards and one unit.
+        """Build the buffers unit by unit, so that a model on meta never takes more than its shards and one unit.
 
-        What is on meta on some ranks only gets its values from the first rank that has them, as all else from rank 0.
+        A tensor on meta on some ranks only gets its values from the first rank that has them, all others from rank 0.
 
-        before: learns what is written to, and what no longer needs to be held.
+        before: is told which tensors are written to, and which old data need no longer be held.
         """
         by_name = {record.name: record for record in self.managed}
         modules = _own_modules(self.units)
@@ -228,7 +229,7 @@ class Assembly:
     def _memory_for_meta(
         self, buckets: list[Bucket], by_name: dict[str, Managed]
     ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        """Flat storage by bucket, and each parameter's part of it by the parameter's id.
+        """Return flat storage by bucket, and each parameter's part of it by the parameter's id.
 
         Parameters on meta come to life where they will lie, so that a unit does not take its memory twice.
         """
@@ -243,7 +244,7 @@ class Assembly:
         return flats, memory
 
     def _place_buffers(self, module: nn.Module, before: Before, given: dict[int, int]) -> None:
-        """given: which rank a buffer is from, by id, where that is not rank 0."""
+        """Move a module's buffers to the device, and send rank 0's to all. given: another source rank, by id."""
         for name, tensor in module._buffers.items():
             if tensor is not None:
                 giver = given.get(id(tensor), 0)
@@ -257,7 +258,7 @@ class Assembly:
 
 
 def check_once(offload: Offload, group: Group) -> None:
-    """Refuse one copy of the parameters for a host where several teams have parts of them, or not on the CPU."""
+    """Refuse one copy of the parameters per host if several teams have parts of them, or off the CPU."""
     if offload.once and (group.along is not group.team or group.device.type != "cpu"):
         parts = "parameters along an axis of the mesh" if group.along is not group.team else f"on {group.device}"
         raise UserError(
@@ -268,7 +269,7 @@ def check_once(offload: Offload, group: Group) -> None:
 
 
 def _own_modules(units: list[Unit]) -> dict[int, list[tuple[str, nn.Module]]]:
-    """Each unit's own modules: those below it and not below a unit inside it. A shared module counts once."""
+    """Return each unit's own modules: those below it and not below a unit inside it. A shared module counts once."""
     inner = {id(unit.module): unit.index for unit in units}
     owned: dict[int, list[tuple[str, nn.Module]]] = {unit.index: [] for unit in units}
     seen: set[int] = set()

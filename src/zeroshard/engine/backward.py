@@ -127,7 +127,7 @@ class Backward:
         if self.begun and (not self._recent or self._recent[-1] is not unit):
             self._recent = [*(other for other in self._recent if other is not unit), unit]
             for done in self._recent[:-2]:
-                done.release()  # except for what somebody holds of it
+                done.release()  # except for buckets to which something still refers
             self._recent = self._recent[-2:]
 
     def _work_on(self, unit: Unit | None) -> None:

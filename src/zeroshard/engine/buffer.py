@@ -71,7 +71,7 @@ class Buffer:
     which elements are whose), in a line each.
     """
 
-    reader: Reader  # set by the schedule, before anybody can read
+    reader: Reader  # set by the schedule, before a parameter can be read
 
     def __init__(
         self,
@@ -377,7 +377,7 @@ class Buffer:
             self.gathered.close()
 
     def release(self) -> bool:
-        """Give the memory back, unless somebody still holds it. Returns whether it is gone."""
+        """Give the memory back, unless something still refers to it. Returns if it is gone."""
         if self.gathered.released:
             return True
         self.land()
@@ -404,7 +404,7 @@ class Buffer:
         If not `asked`, here and below, the host does not wait for a device: edits are copied, but it may return False.
         """
         if self.resident or not (self.ready and self.edits.reachable):
-            return False  # nothing gathered, only a copy that the last step made old, or one that nobody could reach
+            return False  # nothing gathered, only a copy that the last step made old, or one that no code could reach
         with torch.inference_mode(False), torch.no_grad():
             self.rebind()
             if self.casts:
@@ -483,7 +483,7 @@ class Buffer:
         self.generation += 1
         if not self.gathered.released:
             increment_versions(self.params)
-            if not self.resident:  # views of what was gathered, which somebody may hold
+            if not self.resident:  # views of the gathered copy, which the program may hold
                 torch.autograd.graph.increment_version(self.full)
                 self.edits.not_an_edit()
 

@@ -22,7 +22,7 @@ class Edits:
     def __init__(self, *, anywhere: bool = False) -> None:
         """anywhere: take digests of weights in a device's memory too."""
         self._digest = functools.partial(fingerprint, anywhere=anywhere)
-        self.reachable = True  # could anybody have edited the gathered copy since it came?
+        self.reachable = True  # could the program have edited the gathered copy since it came?
         self.unfollowed = False  # do the resting parameters hold an edit that the master has not followed?
         self._version = 0  # of the gathered copy as it came
         self._agreed: bytes | None = None  # digest of the parameters here when they were last the masters' cast

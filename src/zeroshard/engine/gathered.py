@@ -184,7 +184,7 @@ class Gathered:
         self.note_holders()
 
     def note_holders(self) -> None:
-        # Counted while nothing is gathered: whoever holds a parameter now did so before anybody could compute with it.
+        # Counted while nothing is gathered: references that exist now are from before any use of the weights.
         self._uses = torch._C._storage_Use_Count(self.full.untyped_storage()._cdata)
         self._references = _references(self.params)
 

@@ -86,7 +86,7 @@ class Guarded:
 
 
 def _changes_nothing(func: Any, args: Any, kwargs: Any) -> bool:
-    """Is this what `module.to(...)` does to a parameter, and is the parameter such already?"""
+    """Tell if this is a conversion as `module.to(...)` makes it that would leave the parameter as it is."""
     if func == _SET_DATA:
         return args[0] is args[1]
     if func in _CONVERSIONS and len(args) == 1 and not kwargs:
@@ -112,7 +112,7 @@ def _describe(param: Any) -> str:
 
 @functools.cache
 def guarded_class(plain: type) -> type:
-    """The flipped class of a parameter class."""
+    """Return the guarded subclass of a parameter class."""
     return type(f"Guarded{plain.__name__}", (Guarded, plain), {"_plain": plain})
 
 
@@ -171,7 +171,7 @@ _PROXY = torch._C._TorchDispatchModeKey.PROXY
 
 
 def outside(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, run outside of all transforms of `torch.func` that are under way."""
+    """Decorate a function to run outside of all transforms of `torch.func` that are under way."""
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:
@@ -271,7 +271,7 @@ class SavedWeight(NamedTuple):
         self.source.fetch()
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
             # A graph of the backward itself is wanted (create_graph=True): what the running node saves of a weight is
-            # a note too. Autograd gives each node a stack of hooks of its own, so nobody has to pop this one.
+            # a note too. Autograd gives each node a stack of hooks of its own, so this one need not be popped.
             self.keeper.push()
         if self.generation != self.source.generation or self.version != self.source.version_of(self.slot):
             raise StateError(
@@ -419,17 +419,18 @@ class SavedTensors:
 
 
 def _top() -> tuple[Any, Any] | None:
-    """The pair of hooks that runs."""
+    """Return the topmost pair of hooks, which is the one that runs; None if there is none."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def _allowed() -> bool:
-    """May hooks be pushed?"""
+    """Tell if hooks may be pushed."""
     return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]
 
 
 def _without_ours(forbid: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.autograd.graph.disable_saved_tensors_hooks`, which refuses where there are any, without those of ours."""
+    """Wrap `torch.autograd.graph.disable_saved_tensors_hooks`, which refuses if there are any hooks, to pop ours
+    first."""
 
     @functools.wraps(forbid)
     @contextlib.contextmanager
@@ -451,7 +452,7 @@ def _without_ours(forbid: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def weak(method: Callable[..., Any], *args: Any, inside: bool = False) -> Callable[..., Any]:
-    """A hook that calls the method for as long as its object lives, outside of transforms unless it is to be `inside`.
+    """Make a hook that calls a method as long as its object lives; outside of transforms, unless `inside`.
 
     Hooks of tensors live in C++, where the garbage collector sees no cycles: they must not keep the engine alive.
     """

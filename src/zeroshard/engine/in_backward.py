@@ -111,7 +111,7 @@ class InBackward(Updater):
         """Follow groups and clear gradients, once all ranks are at the same backward with the same options."""
         for binding in self.bindings:
             binding.follow_groups()
-        self.gradients.hide(self.gradients.entries)  # cleared on one side, or updated by nobody
+        self.gradients.hide(self.gradients.entries)  # cleared on one side, or of no optimizer's parameters
 
     def landed(self, accumulator: Accumulator, having: set[int]) -> None:
         """Update this rank's part of a bucket whose sum has landed; if all ranks update all of it, gather it first."""
@@ -141,7 +141,7 @@ class InBackward(Updater):
         if bindings:
             buffer.land()
             buffer.rebind()
-            if not buffer.resident and not unit.pinned:  # nobody needs its weights any more in this backward
+            if not buffer.resident and not unit.pinned:  # its weights are not needed any more in this backward
                 buffer.close()
                 buffer.release()
             buffer.follow_edits(asked=False)  # the update itself makes older graphs old
@@ -232,7 +232,7 @@ def _index(buffer: Buffer) -> int:
 
 
 def check_in_backward(optimizers: list[Any], precision: Precision, offload: Offload) -> None:
-    """Refuse what needs all gradients at once, or lets nobody write to weights while others read them."""
+    """Refuse settings that need all gradients at once, or that let a rank read weights while another writes them."""
     if not optimizers:
         raise UserError(
             "optimizer_in_backward=True without an optimizer: nothing is stepped",

@@ -60,7 +60,7 @@ class MovingAverage:
         index = buffer.bucket.index
         if index not in self._means:
             self._means[index] = buffer.reserve("average", buffer.updating.dtype, buffer.placements.optimizer)
-            if self.updates:  # unfrozen since: the average of what did not change is that
+            if self.updates:  # unfrozen since: the average of weights that did not change is these weights
                 with self._means[index].here(fresh=True) as mean, buffer.updating.here(changed=False):
                     mean.copy_(buffer.target)
         return self._means[index]

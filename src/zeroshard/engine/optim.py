@@ -418,7 +418,7 @@ class Binding:
         for buffer in self._updated:
             if not self._by_itself(buffer):
                 self._alone.write_back(buffer)
-        once = any(buffer.team.once for buffer in self._updated)  # nobody may read, where others write, from here on
+        once = any(buffer.team.once for buffer in self._updated)  # from here on ranks write memory that others read
         once |= any(buffer.bucket.fp8 for buffer in self._updated)
         if once or any(tier.name == NVME for buffer in self._updated for tier in buffer.tiers.values()):
             self.group.meet("end of step", self.group.numbers[f"step {self.number}"], self.number)

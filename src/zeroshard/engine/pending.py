@@ -198,6 +198,6 @@ class Scratch:
             self.give_back(tensor)
 
     def trim(self, keep: int = 0) -> None:
-        """Let the memory go that nobody uses, but for so many."""
+        """Give unused memory back to the tier, but for the last `keep` messages."""
         while len(self._kept) > keep:
             self._tier.give_back(self._state, self._kept.pop(0))

@@ -138,7 +138,7 @@ def check_split(precision: Precision, partition: Partition, placements: Placemen
 
 
 def dispatches(tensor: Tensor) -> bool:
-    """Does its class answer torch's operations by itself? Then its numbers are elsewhere, in whatever form."""
+    """Tell if a tensor's class answers torch's operations by itself: then its numbers are elsewhere, in any form."""
     own = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
     return own and not simulated(tensor)
 

@@ -44,7 +44,7 @@ class _Segment:
     @outside
     def begin(self) -> bool | None:
         """Enter the unit if backward runs this again: True. Else put our hooks above torch's, which would keep
-        weights: False; or do nothing, if there is nothing to release: None."""
+        weights: False. None if neither was needed or allowed."""
         schedule, unit = self._schedule(), self._unit
         if schedule is None:
             return None

@@ -403,7 +403,7 @@ class Reduction:
         for pending in self.pending.values():
             pending.send = None
         self._trim()
-        # Buckets that nobody had a gradient for go last next time, so that they do not hold the others back.
+        # Buckets that had a gradient on no rank go last next time, so that they do not hold the others back.
         self.order = sorted(self.pending, key=lambda index: (index not in with_gradient, -index))
         self.gradients.put_back(self._hidden, got)  # autograd.grad(), for one, takes gradients without adding them
         self.gradients.show(entry for entry in self.gradients.entries if got[entry.number])

@@ -75,10 +75,10 @@ class ForwardWatcher(Protocol):
         """Send buckets whose fragments were edited on any rank to every rank. All ranks call it together."""
 
     def optimizers(self) -> Sequence[Step]:
-        """The optimizers, of which each may be in a step."""
+        """Return the optimizers, each of which may be in a step."""
 
     def boundary(self) -> None:
-        """Do what belongs between two steps, where all ranks are alike."""
+        """Run actions that belong between two steps, where all ranks are alike."""
 
 
 class Step(Protocol):

@@ -107,7 +107,7 @@ class Split(Rest):
             yield self._joined[start:stop]
             self._dirty |= changed
             return
-        if start == stop:  # of what this rank has nothing of
+        if start == stop:  # a parameter of which this rank has no elements
             yield torch.empty(0, dtype=torch.float32, device=self._home)
             return
         first, last = start // 8 * 8, min(-(-stop // 8) * 8, self.numel)  # a byte has the bits of eight

@@ -107,7 +107,7 @@ def _all_have_ended() -> bool:
     return bool(answers) and all(answer.silence in (GONE, ENDED) for answer in answers)
 
 
-LONGEST = timedelta(minutes=30)  # of a wait, where nobody says; of one for ranks that write at least
+LONGEST = timedelta(minutes=30)  # a wait, if no time-out is set; at least so long for ranks that write checkpoints
 DESCRIPTORS = 16  # that stay free beside what the groups take
 
 
@@ -583,7 +583,7 @@ class Groups:
 
 
 # The groups of a parent are made once: making them anew for every engine would leak sockets. Those in which a
-# collective was lost serve nobody any more.
+# collective was lost are not used again.
 _made: weakref.WeakKeyDictionary[Any, dict[Any, Groups]] = weakref.WeakKeyDictionary()
 
 

@@ -124,11 +124,11 @@ class Link:
             if self.groups.watch.alarm or self.lost or late:
                 raise self._loss(error) from error
             if self.saves and time.monotonic() > asked + self.groups.limit:
-                if self.groups.watch.lost_ranks():  # whoever writes answers
+                if self.groups.watch.lost_ranks():  # a rank that still writes answers
                     raise self._loss(error) from error
                 asked = asked if self.groups.watch.unheard else time.monotonic()
             # Not at once: of an exception that all ranks raise alike a slower rank comes to its own, since others have
-            # launched all that it waits for until then. A wait that does not end is for what nobody will launch.
+            # launched all that it waits for until then. A wait that does not end is for a launch that never comes.
             if not levelling and (slices >= HEEDS or self.interrupted):
                 self.heed()
 
@@ -327,7 +327,7 @@ class Link:
         """Make the error for a collective that did not complete, naming the ranks to blame as far as they are known."""
         groups, watch = self.groups, self.groups.watch
         if groups.loss is None:
-            groups.loss = ""  # whoever asks from now on hears that this rank has failed
+            groups.loss = ""  # from now on peers that ask hear that this rank has failed
             groups.abort()
             answers = watch.ask()
             culprits = watch.alarm or {rank: answer.silence for rank, answer in answers.items() if answer.silence}

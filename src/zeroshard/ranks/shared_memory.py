@@ -35,7 +35,7 @@ from .neighbours import DROPPED, MEMORY, POSTED, READ, WHOLE, Descriptor, Neighb
 from .one_copy import Copy
 from .streams import Launch, Stream
 
-KEPT = 256 << 20  # bytes at most that nobody uses
+KEPT = 256 << 20  # bytes of unused memory that are kept at most
 Land = Callable[[dict[int, Notice]], None]
 
 
@@ -301,7 +301,7 @@ class Flight:
         """Tell the others that what they share was used, so that they may use its memory again."""
         if not self.finished:
             self.host.read(self)
-            self.finished = True  # before what arrived is forgotten: after an interrupt nobody waits for that again
+            self.finished = True  # before what arrived is forgotten: after an interrupt it is not waited for again
         self._land = None
         self.host.forget(self)
 

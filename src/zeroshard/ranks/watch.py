@@ -68,7 +68,7 @@ class Watch:
         self.rank = rank
         self.alarm: dict[int, str] = {}  # rank -> what it did: none of them will come to any collective
         self.peers: dict[int, Address] = {}  # by rank: those that have come so far
-        self.called = 0  # the last levelling that anybody has called for: see `streams.py`
+        self.called = 0  # the last levelling that a rank has called for: see `streams.py`
         self.posted: dict[tuple[int, str], str] = {}  # by levelling, and what it is about, what this rank says there
         self.alarmed: Callable[[], object] = lambda: None  # called when there is one, on the watch's own thread
         self.summoned: Callable[[int], object] = lambda number: None  # called for each call to a levelling, there too
@@ -93,7 +93,7 @@ class Watch:
         self._send({"alarm": culprits})
 
     def say_ended(self) -> None:
-        """Say to every peer that this rank's program comes to its end, and will answer nobody any more."""
+        """Tell every peer that this rank's program comes to its end, and will not answer any more."""
         self._send({"ended": self.rank})
 
     def _send(self, message: dict[str, Any]) -> dict[int, Answer]:

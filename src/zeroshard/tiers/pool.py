@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 SMALLEST = 1 << 20  # bytes; below, malloc does well
-KEPT = 256 << 20  # bytes at most that nobody uses
+KEPT = 256 << 20  # bytes of unused memory that are kept at most
 
 
 def zeros(numel: int, dtype: torch.dtype) -> Tensor:

@@ -107,7 +107,7 @@ class Offload:
         return self.tiers("parameters") == {SHARED: 1.0}
 
     def check_in_backward(self) -> None:
-        """Refuse what leaves the optimizer in backward no gradients, or lets nobody write to weights alone."""
+        """Refuse offloaded gradients and shared parameters, with which the optimizer cannot step in backward."""
         for state, why in (
             ("gradients", "rest nowhere"),
             ("parameters", "are read by others while a rank updates them"),

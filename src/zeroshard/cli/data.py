@@ -32,7 +32,7 @@ class Corpus:
     sha256: str  # over names, lengths and contents, in order
 
     def micro_batch(self, *, seed: int, step: int, index: int, sequences: int, context: int) -> npt.NDArray[np.int64]:
-        """(sequences, context + 1) bytes: a pure function of its arguments, so any rank can repeat any micro-batch.
+        """Draw (sequences, context + 1) bytes by the arguments alone, so that any rank can repeat any micro-batch.
 
         Philox counts instead of remembering: its stream starts where (step, index) says. `random_raw` because
         numpy promises that those bits never change between releases, which it does not for `integers`.

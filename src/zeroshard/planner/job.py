@@ -9,8 +9,8 @@
             "loss": lambda model, batch: ...,           # -> a scalar to call backward on
         }
 
-What is missing limits what can be asked of it, and the error says so. A function may return a Trainer of Hugging Face's
-or a LightningModule instead: `integrations.jobs` makes these parts of it.
+A missing part limits what can be asked of the job, and the error says so. A function may return a Trainer of Hugging
+Face's or a LightningModule instead: `integrations.jobs` makes these parts of it.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class Job:
     given: frozenset[str]
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The optimizer of the model's parameters, or all of them where the function makes several."""
+        """Make the optimizer of the model's parameters, or all of them where the function makes several."""
         made: Any = self.optimizer(self.model.parameters())
         return list(made) if isinstance(made, (list, tuple)) else [made]
 
     def loss_of(self, batch: Any) -> Tensor:
-        """The loss of a micro-batch, if it is one that backward can start from."""
+        """Compute the loss of a micro-batch. Raises `UserError` unless backward can start from it."""
         loss: Any = self.loss(self.model, batch)
         tensor = getattr(loss, "shape", None) is not None and getattr(loss, "requires_grad", False)
         if not tensor or loss.numel() != 1:
@@ -76,7 +76,7 @@ class Job:
 
 
 def find(name: str) -> Callable[[], Any]:
-    """The function that `module:function` or `path/to/file.py:function` names.
+    """Find the function that `module:function` or `path/to/file.py:function` names.
 
     The current folder counts, as it does for `python -m`, and a file's own folder, as it does for `python file.py`.
     """
@@ -112,7 +112,7 @@ def find(name: str) -> Callable[[], Any]:
 
 
 def _load(path: Path) -> ModuleType:
-    """The file as a module, once per process, under its path as a name: no installed module is shadowed."""
+    """Load a file as a module, once per process, under its path as a name: no installed module is shadowed."""
     name = str(path.resolve())
     if name in sys.modules:
         return sys.modules[name]
@@ -128,7 +128,7 @@ def _load(path: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        del sys.modules[name]  # what failed half-way is not the module
+        del sys.modules[name]  # it failed half-way
         raise
     return module
 
@@ -177,7 +177,7 @@ def build(job: str | Callable[[], Any], *, device: str | None = None) -> Job:
 
 
 def line_of(error: BaseException) -> str:
-    """ ", train.py:12 in get_batch": the innermost line of a user's own code that the error passed, or ""."""
+    """Name the innermost line of a user's own code that the error passed: ", train.py:12 in get_batch", or ""."""
     paths = sysconfig.get_paths()
     others = [paths[each] for each in ("stdlib", "platstdlib", "purelib", "platlib")] + [str(Path(__file__).parents[1])]
     for frame in reversed(traceback.extract_tb(error.__traceback__)):

@@ -6,8 +6,8 @@
     D  "ZeRO-2: A Concrete Walkthrough"                    260 parameters on 2 GPUs, 7B on 8
     E  an overview of the stages, Offload and Infinity     bytes per parameter, 64 GPUs
 
-Where a text differs from arithmetic, its line says so, and a correction says why. What is cited and not computed says
-that too.
+Where a text differs from arithmetic, its line says so, and a correction says why. A figure that is cited and not
+computed says so too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TEXTS = {"A": a.text, "B": b.text, "C": c.text, "D": d.text, "E": e.text}
 
 
 def text(letter: str) -> Text:
-    """One of the five. Raises `UserError` for any other letter."""
+    """Recompute one of the five texts. Raises `UserError` for any other letter."""
     if str(letter).upper() not in TEXTS:
         raise UserError("no such source text", got=repr(letter), instead=nearest(letter, TEXTS))
     return TEXTS[str(letter).upper()]()

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.utils.deterministic
 from torch import Tensor
 
 log = logging.getLogger("zeroshard")
@@ -152,6 +153,27 @@ def finish(device: torch.device) -> None:
     """Wait until a device has run all that was queued on it."""
     if asynchronous(device):
         torch.get_device_module(device).synchronize(device)
+
+
+def blank(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """1-D, of whatever was there: who takes it writes all of it that is read. So deterministic algorithms need not fill
+    it first, as they fill what programs get of `torch.empty`: on a device by a kernel each."""
+    settings: Any = torch.utils.deterministic
+    if not (torch.are_deterministic_algorithms_enabled() and settings.fill_uninitialized_memory):
+        return torch.empty(numel, dtype=dtype, device=device)
+    settings.fill_uninitialized_memory = False
+    try:
+        return torch.empty(numel, dtype=dtype, device=device)
+    finally:
+        settings.fill_uninitialized_memory = True
+
+
+def captured(device: torch.device) -> bool:
+    """Is what this thread launches now recorded, for a graph that runs it again without the host?"""
+    if not asynchronous(device):
+        return False
+    asked = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    return asked is not None and bool(asked())
 
 
 def divisor(number: float, like: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .device import chunk
+from .device import blank, chunk
 from .numerics import simulated
 
 BYTE, FORMAT = torch.uint8, torch.float8_e4m3fn
@@ -162,7 +162,7 @@ def dequantise_(values: Tensor, raw: Tensor, scales: Tensor, tiles: Grid) -> Non
         return
     numbers, numel = _numbers(scales[0], values.dtype), 0 if simulated(raw) else raw.numel()
     step = chunk(raw)
-    places = torch.empty(min(numel, step), dtype=torch.int32, device=raw.device)
+    places = blank(min(numel, step), torch.int32, raw.device)
     for at in range(0, numel, step):
         part = raw[at : at + step]
         found = places[: part.numel()].copy_(part)  # then the bytes may be overwritten

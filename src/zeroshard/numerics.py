@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .device import ask, chunk, divisor, equal
+from .device import ask, blank, chunk, divisor, equal
 from .errors import UserError, nearest
 from .fields import FLAG, Field, check_fields, is_patterns, one_of
 
@@ -223,9 +223,8 @@ def fold(total: Tensor, pieces: Sequence[Tensor], *, start: Tensor | None, times
     in_place = total.dtype == dtype and not any(piece.data_ptr() == total.data_ptr() for piece in pieces)
     first, more = (pieces[0], pieces[1:]) if start is None else (start, pieces)
     casts, step = [_cast_first(piece, total) for piece in more], chunk(total)
-    scratch = torch.empty(
-        2 - in_place - (True not in casts), min(step, total.numel()), dtype=dtype, device=total.device
-    )
+    rows, length = 2 - in_place - (True not in casts), min(step, total.numel())
+    scratch = blank(rows * length, dtype, total.device).view(rows, length)
     for at in range(0, total.numel(), step):
         part = total[at : at + step]
         running = part if in_place else scratch[0, : part.numel()]
@@ -377,13 +376,14 @@ def reseed_(master: Tensor, param: Tensor, *, asked: bool = True) -> bool:
     changed = False
     bits = torch.int16 if param.itemsize == 2 else torch.int32 if param.itemsize == 4 else torch.int64
     step = chunk(param)
-    scratch = torch.empty(min(step, param.numel()), dtype=param.dtype, device=param.device)
+    scratch = blank(min(step, param.numel()), param.dtype, param.device)
     for at in range(0, master.numel(), step):
         own, seen = master[at : at + step], param[at : at + step]
         cast = scratch[: own.numel()].copy_(own)
         if silent or not same_bits(cast, seen):
             changed = not silent
-            torch.where(cast.view(bits) != seen.view(bits), seen.to(own.dtype), own, out=own)
+            wide = blank(own.numel(), own.dtype, own.device).copy_(seen)
+            torch.where(cast.view(bits) != seen.view(bits), wide, own, out=own)
     return changed
 
 
@@ -497,10 +497,11 @@ def block_sums(shard: Tensor, blocks: BlockMap, ranks: int, order: float) -> Ten
     The sum inside a block is a fixed tree of halvings, whatever the number of blocks handled at a time. It is in fp32
     for the orders 1, 2 and inf, in fp64 for others.
     """
-    out = torch.empty(blocks.count, dtype=sums_in(order), device=shard.device)
+    out = blank(blocks.count, sums_in(order), shard.device)
     step = max(chunk(shard) // blocks.size, 1)
     for at in range(0, blocks.count, step):
-        part = shard[at * blocks.size : (at + step) * blocks.size].to(torch.float32, copy=True).view(-1, blocks.size)
+        some = shard[at * blocks.size : (at + step) * blocks.size]
+        part = blank(some.numel(), torch.float32, some.device).copy_(some).view(-1, blocks.size)
         average_(part, ranks)
         first, last = (bisect_left(blocks.ends, end) for end in (at, at + part.shape[0]))
         if first != last:

@@ -14,7 +14,7 @@ from . import sites
 from .counts import total
 from .memory import Block, Memory, Place
 from .races import Detector
-from .streams import Barrier, Item, Machine, Mark, Order, Queue
+from .streams import Barrier, DeviceError, Item, Machine, Mark, Order, Queue
 
 Access = tuple[Place, bool]  # what a kernel reads, or (True) writes
 
@@ -32,6 +32,7 @@ class Device:
         self._limbo: list[tuple[Block, tuple[Mark, ...]]] = []  # freed, and in use on streams that the program told of
         self.rounds_otherwise: set[str] = set()  # kernels whose first result is not quite the CPU's, as a GPU's is not
         self.syncs_every = 0  # allocations, after each of which the host waits for the whole device, as cudaFree does
+        self.capturing: Queue | None = None  # the stream that is being captured
         self._allocations = 0
 
     # --- streams --------------------------------------------------------------------------------------------------------
@@ -93,6 +94,8 @@ class Device:
     def wait_for(self, *marks: Mark, deadline: float | None = None) -> bool:
         """The host waits until these are reached; whatever it launches from then on comes after them."""
         self.settle()
+        if self.capturing is not None:
+            raise DeviceError("operation not permitted when stream is capturing")
         if not self.machine.wait(marks, deadline):
             return False
         self.races.host_waited(marks)

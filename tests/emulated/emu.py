@@ -125,6 +125,22 @@ def stream(stream: Stream | None) -> Iterator[None]:
         made.current = before
 
 
+@contextlib.contextmanager
+def capture() -> Iterator[None]:
+    """As inside `torch.cuda.graph`: this thread's launches count as captured, and the host may wait for nothing. What is
+    launched runs, late as always, and is not kept to be run again."""
+    made = _device()
+    made.capturing = made.current
+    try:
+        yield
+    finally:
+        made.capturing = None
+
+
+def is_current_stream_capturing() -> bool:
+    return _device().capturing is _device().current
+
+
 def synchronize(device: Any = None) -> None:
     drained("synchronize")
     _device().synchronize()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+import torch.utils.deterministic
 from torch import Tensor
 
 from .device import Device
@@ -112,7 +113,22 @@ class Operators:
         return self._empty_strided(size, like.stride(), dtype=dtype)
 
     def _empty_strided(self, size: Any, stride: Any, *, dtype: Any = None, **_: Any) -> Tensor:
-        return self.device.new(size, stride, dtype or torch.get_default_dtype())
+        made = self.device.new(size, stride, dtype or torch.get_default_dtype())
+        if (
+            made.numel()
+            and torch.are_deterministic_algorithms_enabled()
+            and torch.utils.deterministic.fill_uninitialized_memory
+        ):
+            place = self.device.memory.place(made)  # by a kernel, as CUDA's `empty` does
+            fill = (
+                float("nan")
+                if made.is_floating_point()
+                else True
+                if made.dtype is torch.bool
+                else torch.iinfo(made.dtype).max
+            )
+            self.device.launch("fill of empty memory", lambda: place.open().fill_(fill), [(place, True)])
+        return made
 
     def _resize(self, tensor: Tensor, size: Any, **_: Any) -> Tensor:
         stride = torch.empty(size, device="meta").stride()

@@ -98,6 +98,7 @@ class Backward:
         """Begin the backward at its first event, whatever that is."""
         if self.begun and self._callback is not None:
             return
+        self.group.check_stream()
         if self.begun:
             self.group.level(self.trouble)
         self.call = Call(torch.autograd.backward)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..device import ask, asynchronous
+from ..device import ask, asynchronous, blank
 from ..errors import StateError, TierError
 from ..numerics import (
     add_to_bins,
@@ -269,7 +269,7 @@ class Gradients:
     def _full(self, entry: Entry) -> Tensor:
         self.ask()
         accumulator, slot = entry.accumulator, entry.slot
-        whole = torch.empty(accumulator.bucket.numel, dtype=accumulator.sum.dtype, device=self.group.device)
+        whole = blank(accumulator.bucket.numel, accumulator.sum.dtype, self.group.device)
         accumulator.sum.redistribute(whole, owned=True).wait()
         if accumulator.sum.in_file:  # on some rank it may not have come
             self.agree()

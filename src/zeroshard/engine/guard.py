@@ -418,6 +418,14 @@ class SavedTensors:
         return SavedItself(tensor.detach(), tensor._version)
 
 
+def recomputes() -> bool:
+    """Is this the forward of a checkpoint, which keeps nothing and runs it again in backward?"""
+    pack = (_top() or (None,))[0]
+    while isinstance(pack, _Packing):
+        pack = (pack.args[0] or (None,))[0]
+    return getattr(pack, "__module__", "") == "torch.utils.checkpoint"
+
+
 def _top() -> tuple[Any, Any] | None:
     """Return the topmost pair of hooks, which is the one that runs; None if there is none."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)

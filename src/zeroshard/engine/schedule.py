@@ -33,7 +33,7 @@ from ..ranks.comm import Comm
 from .backward import Backward, in_backward
 from .buffer import Buffer
 from .gradient import Gradients
-from .guard import SavedTensors, outside, refuse_inside, weak
+from .guard import SavedTensors, outside, recomputes, refuse_inside, weak
 from .reduction import Reduction
 from .script import Script
 from .unit import Unit, profiled
@@ -239,11 +239,22 @@ class Schedule:
                 needed.close()
                 if not frame.recompute and self.settings.release_after_forward:
                     needed.release()
+            self._drop_casts(frame.unit)
             if frame.unit is unit:
                 break
         if not self._frames:
             self._outermost = self._alone = None
         return frame
+
+    def _drop_casts(self, unit: Unit) -> None:
+        """Autocast keeps the 16-bit copy of each weight that it met, until it ends. So does autograd of most of them,
+        until backward. Where that keeps none, those of all units would be all that a forward holds."""
+        if self._grad_forward:
+            alone = unit.recomputed or not torch.is_grad_enabled() or recomputes()
+        else:  # a graph that waits for its backward may share them with another: that sums gradients in 16 bits
+            alone = bool(unit.released) and not any(each.calls for each in self.units)
+        if alone:
+            torch.clear_autocast_cache()
 
     def _cast(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._cast_to) if tensor.is_floating_point() else tensor
@@ -399,6 +410,7 @@ class Schedule:
     def recover(self) -> None:
         """End what an exception in the last forward, backward or step left under way, with all ranks."""
         self.group.check_process()
+        self.group.check_stream()
         refuse_inside("a call of zeroshard's, or a step,")
         self.watcher.notice(replaced=True)  # before anything is released: that would undo what was written
         if self._frames and (self._outermost is None or not self._outermost.running()):

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ..device import blank
 from ..events import DEVICE, HOST
 from ..headroom import SPLIT_BITS
 from ..numerics import join_, split_
@@ -126,7 +127,7 @@ class Split(Rest):
                 joined = self.device.reserve(JOINED, numel, torch.float32, zeroed=False)
             else:
                 self.device.ledger.hold(JOINED, numel * 4, HOST)
-                joined = torch.empty(numel, dtype=torch.float32, device=self._home)
+                joined = blank(numel, torch.float32, self._home)
             try:
                 if not fresh:
                     join_(joined, self._beside(first, last).to(self._home), *self._planes(first, last))

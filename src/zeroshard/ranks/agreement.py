@@ -33,6 +33,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
+from ..device import captured
 from ..errors import Error, PeerError, StateError, UserError
 from ..events import Event, Ledger, ends
 from ..layout import Bucket
@@ -184,6 +185,17 @@ class Group:
 
     def check_process(self) -> None:
         refuse_forked(self.process, self.rank)
+
+    def check_stream(self) -> None:
+        """What ranks do is not for a graph of the device's."""
+        if captured(self.device):
+            raise StateError(
+                "a sharded model's forward, backward and step cannot be captured as a graph of the device",
+                where=f"rank {self.rank}, inside torch.{self.device.type}.graph(...) or what captures as it does",
+                expected="steps that the host runs: ranks meet on it, it counts gradients and gives memory back, and a "
+                "graph repeats kernels alone",
+                instead="the same loop without a graph; torch.compile of blocks launches fewer kernels",
+            )
 
     @property
     def party(self) -> Party | None:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..device import pin
+from ..device import blank, pin
 from ..errors import UserError, check_local, nearest
 from ..events import DEVICE, HOST, NVME, SHARED, Ledger
 from ..fields import FLAG, Field, check_fields
@@ -332,7 +332,7 @@ class DeviceTier:
         self.ledger.hold(state, numel * dtype.itemsize)
         if zeroed:
             return zeros(numel, dtype) if self._pool else torch.zeros(numel, dtype=dtype, device=self.device)
-        return self._pool.take(numel, dtype) if self._pool else torch.empty(numel, dtype=dtype, device=self.device)
+        return self._pool.take(numel, dtype) if self._pool else blank(numel, dtype, self.device)
 
     def give_back(self, state: str, tensor: Tensor) -> None:
         """Stop counting a tensor, which may not be used any more. Its memory is kept, or goes when the caller drops

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ import emulated
 import ranks
 import reference
 import zeroshard
-from zeroshard import Layout, Precision
+from zeroshard import Comm, Layout, Precision, device
 from zeroshard.errors import StateError
+from zeroshard.ranks.comm import Simulated
 
 WIDTH, BLOCKS, STAGES = 8, 4, (0, 1, 2, 3)
 
@@ -205,3 +207,183 @@ def test_deterministic_algorithms_fill_no_message(stage, dtype):
     """What torch fills of ours is small: in a norm, once for a bucket with padding, and nine times."""
     first, second = emulated.run(2, fills, stage, dtype)
     assert first == [0, BLOCKS + 9] and second == [0, 8]
+
+
+# --- the backend's own sums -----------------------------------------------------------------------------------------------
+
+
+def natively(stage, comm, **precision):
+    """Weights after two steps, and how many bytes were sent for each gradient."""
+    model = Net()
+    adam, zero = shard(model, stage, comm=comm, precision=Precision(param_dtype=torch.bfloat16, **precision))
+    for number in range(2):
+        generator = torch.Generator().manual_seed(2 * number + ranks.rank())
+        step(model, adam, torch.randn(4, WIDTH, generator=generator).bfloat16())
+    numel = sum(bucket.numel for bucket in zero.partition.buckets)
+    sent = zero.ledger().traffic["reduce"].logical / (2 * numel)
+    with zero.gathered():
+        return reference.weights(model), sent
+
+
+def native_and_ordered(stage):
+    ordered, narrow = natively(stage, Comm())
+    native, wide = natively(stage, Comm(reduce="native"))
+    _, asked = natively(stage, Comm(reduce="native"), reduce_dtype=torch.bfloat16)
+    _, sums = natively(stage, Comm(reduce="native"), grad_dtype=torch.bfloat16)
+    return reference.first_difference(native, ordered), narrow, wide, asked, sums
+
+
+@pytest.mark.parametrize("stage", [pytest.param(s, marks=[pytest.mark.full] * (s in (1, 2))) for s in STAGES])
+def test_the_backend_adds_in_the_accumulators_dtype(stage):
+    """Two contributions of 16 bits, whose sum has no order, have the bits of the sum in rank order; it takes 4 bytes for
+    each gradient where that takes 2, unless less is asked for. A simulated rank sends as many."""
+    alone = [natively(stage, Comm(reduce=reduce, group=Simulated(0, 2)))[1] for reduce in ("ordered", "native")]
+    assert ranks.run(2, native_and_ordered, stage) == [("", 2, 4, 2, 2)] * 2 and alone == [2, 4]
+
+
+# --- gradients in 8 bits --------------------------------------------------------------------------------------------------
+
+OURS = ("engine/", "ranks/", "numerics.py", "int8.py", "fp8.py", "digests.py")
+
+
+def ours(counter):
+    return sum(n for (site, _), n in counter.items() if site.startswith(OURS))
+
+
+class Wider(nn.Module):
+    """Of so many elements; its gradients are as many numbers as its weights."""
+
+    def __init__(self, width, blocks=2):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(blocks))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x).tanh()
+        return x
+
+
+def coded(width):
+    """Launches of int8's own in a backward."""
+    model = Wider(width).to("emu")
+    adam, zero = shard(model, 2, comm=Comm(reduce="int8"), precision=Precision(param_dtype=torch.bfloat16))
+    x = torch.randn(2, width).to("emu", torch.bfloat16)
+    for _ in range(2):
+        with emulated.counted() as counts:
+            model(x).float().square().sum().backward()
+        adam.step()
+        adam.zero_grad()
+    found = Counter({site.removeprefix("int8.py:"): n for site, n in counts.by_site(counts.launches).items()})
+    padded = sum(
+        start > end
+        for bucket in zero.partition.buckets
+        for end, start in zip(
+            [0, *(slot.stop for slot in bucket.slots)],
+            [*(slot.start for slot in bucket.slots), bucket.numel],
+            strict=True,
+        )
+    )
+    return len(zero.partition.buckets), padded, [found[name] for name in ("_seeds", "encode_", *CODING, "__getitem__")]
+
+
+CODING = "_encode_", "_mixed"  # of so many elements as are handled at a time; the second also once
+
+
+@pytest.mark.parametrize(
+    ("width", "parts"),
+    [(16, 1), pytest.param(200, 1, marks=pytest.mark.full), pytest.param(2100, 2, marks=pytest.mark.full)],
+)
+def test_8_bit_gradients_are_so_many_launches(width, parts):
+    """Of each bucket: 4 and one for each gap between parameters, 53 for each 4 M elements, and 7 for what each rank sent."""
+    for buckets, padded, found in emulated.run(2, coded, width):
+        assert found == [
+            buckets,
+            padded + buckets * (1 + parts),
+            31 * parts * buckets,
+            (11 + 22 * parts) * buckets,
+            14 * buckets,
+        ]
+
+
+# --- how often the host waits ---------------------------------------------------------------------------------------------
+
+
+def waited(stage, settings, order):
+    """In a step: who asks the device for how much, and how many buckets there are, and of 8 bits."""
+    model = Wider(16).to("emu")
+    adam, zero = shard(model, stage, **settings)
+    for _ in range(3):
+        x = torch.randn(4, 16).to("emu", next(model.parameters()).dtype)
+        before = Counter(device.asked)
+        with emulated.counted() as counts:
+            model(x).float().square().sum().backward()
+            if order is not None:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5, order)
+            adam.step()
+            adam.zero_grad()
+    buckets = zero.partition.buckets
+    asked = +(device.asked - before)
+    copied = sum(n for (_, what), n in counts.drains.items() if what == "copy to the device")
+    assert counts.drains.total() == asked.total() + copied
+    return dict(asked), copied, len(buckets), sum(bucket.fp8 for bucket in buckets)
+
+
+def low(**more):
+    return {"precision": Precision(param_dtype=torch.bfloat16, **more)}
+
+
+NEVER = {
+    "int8": ({"comm": Comm(reduce="int8"), **low()}, 2.0),
+    "native": ({"comm": Comm(reduce="native"), **low()}, 2.0),
+    "norms of order 1": (low(), 1.0),
+    "norms of order inf": (low(), float("inf")),
+    "optimizer_in_backward": ({"optimizer_in_backward": True, **low()}, None),
+}
+
+
+def never_waited(stages):
+    return {(name, stage): waited(stage, *case)[:2] for name, case in NEVER.items() for stage in stages}
+
+
+SOME = pytest.mark.parametrize("stages", [(3,), pytest.param((0, 1, 2), marks=pytest.mark.full)], ids=str)
+
+
+@SOME
+def test_no_wait_for_the_device(stages):
+    """In a step, whatever gradients travel as, of norms that are no roots, and of the optimizer in backward."""
+    for found in emulated.run(2, never_waited, stages, timeout=120):
+        assert set(map(str, found.values())) == {"({}, 0)"}, found
+
+
+def waits(stages):
+    found = {stage: {name: waited(stage, *case) for name, case in ASKING.items()} for stage in stages}
+    for stage in set(stages) - {3}:  # there masters rest alone
+        found[stage]["split"] = waited(stage, low(split_master=True), 2.0)
+    return found
+
+
+ASKING = {
+    "fp8": (low(fp8=True), None),
+    "fp8 in tiles": (low(fp8=True, scaling="1x128"), None),
+    "nonfinite": (low(nonfinite="raise"), 2.0),
+    "norms of order 3": (low(), 3.0),
+}
+
+
+@SOME
+def test_waits_for_the_device_are_so_many(stages):
+    """In a step of one backward: of each bucket of 8 bits one, of each sum of which NaN is looked for one, of all split
+    masters one, and two of a norm that takes a root."""
+    for rank in emulated.run(2, waits, stages, timeout=120):
+        for stage, found in rank.items():
+            for name, (asked, copied, buckets, fp8) in found.items():
+                want = {
+                    "fp8": {"numerics.same_bits": fp8},
+                    "fp8 in tiles": {"numerics.same_bits": fp8},
+                    "nonfinite": {"engine.finite._is_finite": buckets},
+                    "norms of order 3": {"numerics.roots_from_bins": 1},
+                    "split": {"engine.alike.report_lost_edits": 1},
+                }[name]
+                assert (asked, copied) == (want, int(name == "norms of order 3")), (stage, name)
+                assert buckets >= 2 and fp8 == 2 * name.startswith("fp8")

@@ -256,12 +256,12 @@ def test_an_edit_that_split_masters_cannot_follow_is_named_on_every_rank(stage, 
 def test_a_digest_of_a_device_tells_contents_apart():
     """Two sums of words, wherever the tensor lies: each bit of one element, and two elements that change places."""
     tensor = torch.randn(1000).bfloat16()
-    seen = {digests._weighed(tensor)}
+    seen = {digests._weighed(tensor).item()}
     for bit in range(16):
         tensor.view(torch.int16)[777] ^= 1 << bit if bit < 15 else -(1 << 15)
-        seen.add(digests._weighed(tensor))
+        seen.add(digests._weighed(tensor).item())
     tensor[[1, 2]] = tensor[[2, 1]]
-    seen.add(digests._weighed(tensor))
+    seen.add(digests._weighed(tensor).item())
     assert len(seen) == 18
 
 

@@ -156,8 +156,8 @@ def finish(device: torch.device) -> None:
 
 
 def blank(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """1-D, of whatever was there: who takes it writes all of it that is read. So deterministic algorithms need not fill
-    it first, as they fill what programs get of `torch.empty`: on a device by a kernel each."""
+    """Return a 1-D tensor of whatever was in its memory. All of it that is read must be written first: deterministic
+    algorithms do not fill it, as they fill what programs get of `torch.empty`, on a device by a kernel each."""
     settings: Any = torch.utils.deterministic
     if not (torch.are_deterministic_algorithms_enabled() and settings.fill_uninitialized_memory):
         return torch.empty(numel, dtype=dtype, device=device)
@@ -169,7 +169,7 @@ def blank(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def captured(device: torch.device) -> bool:
-    """Is what this thread launches now recorded, for a graph that runs it again without the host?"""
+    """Tell if what this thread launches is being recorded, for a graph that runs it again without the host."""
     if not asynchronous(device):
         return False
     asked = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)

@@ -57,7 +57,7 @@ def _seeds(bucket: Bucket, device: torch.device) -> Tensor:
         name = zlib.crc32(slot.name.encode())
         numbers = torch.arange(last - first, dtype=torch.int32, device="cpu")
         seeds[first:last] = _mixed(_mixed(numbers) ^ (name - (name >> 31 << 32)))
-    return seeds.to(device)
+    return seeds.to(device, non_blocking=True)  # or the host would wait for all that the device has
 
 
 def encode_(message: Tensor, values: Tensor, bucket: Bucket) -> None:
@@ -65,10 +65,11 @@ def encode_(message: Tensor, values: Tensor, bucket: Bucket) -> None:
     if simulated(message):
         return
     end = 0
-    for slot in bucket.slots:
-        values[end : slot.start] = 0
-        end = slot.stop
-    values[end:] = 0
+    for slot in (*bucket.slots, None):
+        start = bucket.numel if slot is None else slot.start
+        if start > end:
+            values[end:start].zero_()  # one kernel, where an assignment takes two
+        end = start if slot is None else slot.stop
     seeds, places = _seeds(bucket, values.device), _mixed(torch.arange(BLOCK, dtype=torch.int32, device=values.device))
     blocks, rows = values.view(-1, BLOCK), message.view(-1, BYTES)
     step = chunk(values) // BLOCK // _TENSORS

@@ -82,7 +82,8 @@ class Precision:
     """The dtype of each state. Parameters keep their own dtype unless asked.
 
     param_dtype: floating parameters are converted to it (None: kept). Masters are seeded before the conversion.
-    reduce_dtype: what gradients are sent as (None: the parameter's dtype, or the accumulator's after `no_sync`).
+    reduce_dtype: what gradients are sent as (None: the parameter's dtype; the accumulator's after `no_sync`, and with
+        `Comm(reduce="native")`).
     grad_dtype: what they are accumulated in (None: float32 for 16-bit parameters, else the parameter's dtype).
         bfloat16 saves two bytes per parameter; then bits are equal over stages, but not over rank counts.
     master_dtype: what the optimizer updates (None: float32 for 16-bit parameters, else the parameter itself).

@@ -126,8 +126,12 @@ def report_lost_edits(buffers: Sequence[Buffer], group: Group) -> None:
     The lower half of a master says nothing of an edited weight, and only the weights from before would tell which
     elements were edited. They are kept inside `gathered()` alone.
     """
-    for buffer in buffers:
-        if buffer.lost_edit():
+    found = [buffer.lost_edit() for buffer in buffers]
+    on_device = [each for each in found if isinstance(each, Tensor)]
+    if not (any(each is True for each in found) or (on_device and ask(torch.stack(on_device).any()))):
+        return
+    for buffer, lost in zip(buffers, found, strict=True):
+        if lost is True or (isinstance(lost, Tensor) and ask(lost)):
             names = [slot.name for slot in buffer.bucket.slots]
             group.report(
                 StateError(

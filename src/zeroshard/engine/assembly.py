@@ -80,6 +80,7 @@ class Assembly:
     saved: SavedTensors = field(default_factory=SavedTensors)
     tensors: TensorParallel = field(default_factory=TensorParallel)
     givers: dict[str, int | None] = field(default_factory=dict)  # see `preflight.givers`
+    native: bool = False  # does the backend add up gradients?
     told: bool = False  # have all ranks been told of what is raised now?
 
     def __post_init__(self) -> None:
@@ -91,6 +92,7 @@ class Assembly:
     def plan(self, optimizers: list[torch.optim.Optimizer], layout: Layout, comm: Comm) -> None:
         """Find units and parameters, lay them out, and make sure that every rank can and will do the same."""
         problem: Exception | None = None
+        self.native = comm.reduce == "native"
         facts: dict[str, Any] = {}
         named: list[tuple[str, nn.Module]] = []
         try:
@@ -211,7 +213,8 @@ class Assembly:
                     tiers["gradients"] = PassingTier(self.tier)
                 align, placed = self.partition.align, self.placements
                 kind = functools.partial(QuantisedBuffer, scaling=self.precision.scaling) if bucket.fp8 else Buffer
-                buffer = kind(bucket, params, align, placed, self.precision, self.group, self.tier, tiers, self.saved)
+                where = self.group, self.tier, tiers, self.saved
+                buffer = kind(bucket, params, align, placed, self.precision, *where, native=self.native)
                 for index, param in enumerate(params):
                     param._zeroshard = Place(buffer, index)  # type: ignore[attr-defined]
                 buffer.adopt(flats.pop(bucket.index, None), [given.get(id(param), 0) for param in params])

@@ -84,10 +84,13 @@ class Buffer:
         tier: DeviceTier,
         tiers: Mapping[str, Tier] | None = None,
         saved: SavedTensors | None = None,
+        *,
+        native: bool = False,
     ) -> None:
         """tiers: where "parameters", "gradients" and "optimizer" (here: the master) rest; else on the device.
 
         saved: where autograd's saved tensors are looked up, so that those in this bucket are kept as notes.
+        native: does the backend add up gradients? It adds in the dtype that is sent.
         """
         self.bucket, self.params, self.align, self.placements = bucket, params, align, placements
         self._group = group
@@ -99,6 +102,8 @@ class Buffer:
         self.dtype = self.format = precision.param(params[0].dtype)  # computed with; and at rest
         of = (precision.grad, precision.reduce, precision.master)
         self.grad_dtype, self.reduce_dtype, self.master_dtype = (dtype(self.dtype) for dtype in of)
+        if native and precision.reduce_dtype is None:
+            self.reduce_dtype = self.grad_dtype
         self.generation = 0  # of the weights: a saved tensor of an older one must not be used
         self.unnoted = False  # may graphs hold parameters themselves, instead of notes?
         self.gathered = Gathered(bucket, params, self.dtype, tier)
@@ -441,13 +446,14 @@ class Buffer:
             self.split.before.copy_(params)
             return True
 
-    def lost_edit(self) -> bool:
-        """Tell if replicated weights were edited while their split master had no copy from before to follow by."""
+    def lost_edit(self) -> bool | Tensor:
+        """Tell if replicated weights were edited while their split master had no copy from before to follow by. On a
+        device the answer stays there."""
         if self.split is None or not self.resident or self.split.before is not None:
             return False
         self.land()
         self.rebind()
-        return not self.edits.agrees(self.parameters.of(*self.updated))
+        return self.edits.differ(self.parameters.of(*self.updated))
 
     def settle(self) -> None:
         """Take note that the resting parameters are the cast of their masters: no edit is left to follow."""

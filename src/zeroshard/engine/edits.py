@@ -12,7 +12,8 @@ import functools
 import torch
 from torch import Tensor
 
-from ..digests import fingerprint
+from ..device import ask
+from ..digests import differ, fingerprint
 from ..numerics import reseed_
 
 
@@ -25,7 +26,8 @@ class Edits:
         self.reachable = True  # could the program have edited the gathered copy since it came?
         self.unfollowed = False  # do the resting parameters hold an edit that the master has not followed?
         self._version = 0  # of the gathered copy as it came
-        self._agreed: bytes | None = None  # digest of the parameters here when they were last the masters' cast
+        # Digest of the parameters here when they were last the masters' cast.
+        self._agreed: bytes | Tensor | None = None
 
     def came(self, full: Tensor, mine: Tensor | None, *, kept: bool) -> None:
         """Take note of a new gathered copy. kept: it is in memory that something still refers to. mine: this rank's
@@ -55,18 +57,25 @@ class Edits:
     def untouched(self, params: Tensor) -> bool:
         """Tell if it is certain that these parameters were not edited."""
         now = self._digest(params)
-        return now is not None and now == self._agreed
+        return now is not None and not _told(differ(now, self._agreed))
 
-    def agrees(self, params: Tensor) -> bool:
-        """Tell if these have the digest of the masters' last known cast; also if neither of the two is known."""
-        return self._digest(params) == self._agreed
+    def differ(self, params: Tensor) -> bool | Tensor:
+        """Tell if these have another digest than the masters' last known cast; not if neither of the two is known. On a
+        device the answer stays there."""
+        return differ(self._digest(params), self._agreed)
 
     def follow(self, master: Tensor, params: Tensor, *, asked: bool) -> bool:
         """Copy to the master the parameters that are not its cast. Returns if anything was edited; see `reseed_`."""
         now = self._digest(params)
-        edited = (now is None or now != self._agreed) and reseed_(master, params.to(master.device), asked=asked)
+        changed = now is None or _told(differ(now, self._agreed))
+        edited = changed and reseed_(master, params.to(master.device), asked=asked)
         self._agreed = now
         return edited
+
+
+def _told(answer: bool | Tensor) -> bool:
+    """Ask a device for what it has found."""
+    return bool(ask(answer)) if isinstance(answer, Tensor) else answer
 
 
 def increment_versions(params: list[torch.nn.Parameter]) -> None:

@@ -419,7 +419,7 @@ class SavedTensors:
 
 
 def recomputes() -> bool:
-    """Is this the forward of a checkpoint, which keeps nothing and runs it again in backward?"""
+    """Tell if this is the forward of a checkpoint, which keeps nothing and runs it again in backward."""
     pack = (_top() or (None,))[0]
     while isinstance(pack, _Packing):
         pack = (pack.args[0] or (None,))[0]

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from .. import fp8
-from ..device import ask
 from ..errors import StateError, TierError, UserError
 from ..events import ends
 from ..layout import Partition
@@ -94,8 +93,8 @@ class Part(NamedTuple):
 class QuantisedBuffer(Buffer):
     """The memory of one bucket on one rank, whose parameters rest as `fp8` says."""
 
-    def __init__(self, *args: Any, scaling: str) -> None:
-        super().__init__(*args)
+    def __init__(self, *args: Any, scaling: str, native: bool) -> None:
+        super().__init__(*args, native=native)
         self.resident = False
         self.format = fp8.BYTE
         self.grids = [fp8.grid(slot.shape, scaling) for slot in self.bucket.slots]
@@ -309,8 +308,8 @@ def requantise(buffers: Sequence[Buffer]) -> None:
     if not found:
         return
     with torch.no_grad():
-        scales = torch.cat([ask(buffer.scales_here()) for buffer in found])
-        found[0]._group.maximum(scales)
+        scales = torch.cat([buffer.scales_here().to(buffer.scales.device) for buffer in found])
+        scales = found[0]._group.maximum(scales)
         for buffer, mine in zip(found, scales.split([len(buffer.scales) for buffer in found]), strict=True):
             buffer.requantise(mine)
 

@@ -247,8 +247,8 @@ class Schedule:
         return frame
 
     def _drop_casts(self, unit: Unit) -> None:
-        """Autocast keeps the 16-bit copy of each weight that it met, until it ends. So does autograd of most of them,
-        until backward. Where that keeps none, those of all units would be all that a forward holds."""
+        """Clear autocast's cache, which keeps a 16-bit copy of each weight until autocast ends, where autograd keeps
+        none of them for backward: the cache would then be all that a forward holds of released weights."""
         if self._grad_forward:
             alone = unit.recomputed or not torch.is_grad_enabled() or recomputes()
         else:  # a graph that waits for its backward may share them with another: that sums gradients in 16 bits

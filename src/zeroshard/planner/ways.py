@@ -111,7 +111,7 @@ class Ways(NamedTuple):
             return ['reduce="native", whose sums have an order of their own, is no faster here']
         return [
             f'reduce="native" is {best.seconds / other.seconds:.2f} times as fast, {other.settings}: '
-            f"{self._figures(other)}; its sums, sent in the accumulator's dtype (`Precision(reduce_dtype=...)`), "
+            f"{self._figures(other)}; its sums, sent in the accumulator's dtype, "
             "have an order of their own: bits depend on stage, buckets and ranks"
         ]
 

@@ -187,7 +187,7 @@ class Group:
         refuse_forked(self.process, self.rank)
 
     def check_stream(self) -> None:
-        """What ranks do is not for a graph of the device's."""
+        """Refuse to be recorded for a graph of the device."""
         if captured(self.device):
             raise StateError(
                 "a sharded model's forward, backward and step cannot be captured as a graph of the device",

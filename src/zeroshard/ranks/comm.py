@@ -41,8 +41,8 @@ class Comm:
         minutes by default; a dead one is an error at once in any case).
     reduce: "ordered" sums gradients in rank order (same bits at every stage and bucket size); "native" uses the
         backend's reduce-scatter, whose order is its own business, and needs equal shards. It adds in the dtype that is
-        sent, so 16 bits are rounded at every rank on the way: `Precision(reduce_dtype=torch.float32)` sends twice the
-        bytes and rounds once. "int8" sends gradients as
+        sent: by default the accumulator's, so gradients of 16 bits travel as 4 bytes, twice those of "ordered".
+        `Precision(reduce_dtype=torch.bfloat16)` sends 2, and rounds at every rank on the way. "int8" sends gradients as
         codes of 8 bits with a scale for each 128, and sums what these stand for in rank order: other bits than without,
         but again the same at every stage, bucket size, tier and overlap.
     overlap: gathers and reductions run behind compute. Off, each is waited for where it is launched (a reduction only

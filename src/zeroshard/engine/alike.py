@@ -127,8 +127,8 @@ def report_lost_edits(buffers: Sequence[Buffer], group: Group) -> None:
     elements were edited. They are kept inside `gathered()` alone.
     """
     found = [buffer.lost_edit() for buffer in buffers]
-    on_device = [each for each in found if isinstance(each, Tensor)]
-    if not (any(each is True for each in found) or (on_device and ask(torch.stack(on_device).any()))):
+    answers = [each for each in found if isinstance(each, Tensor)]
+    if not (any(each is True for each in found) or (answers and ask(torch.stack(answers).any()))):
         return
     for buffer, lost in zip(buffers, found, strict=True):
         if lost is True or (isinstance(lost, Tensor) and ask(lost)):

@@ -418,8 +418,8 @@ class SavedTensors:
         return SavedItself(tensor.detach(), tensor._version)
 
 
-def recomputes() -> bool:
-    """Tell if this is the forward of a checkpoint, which keeps nothing and runs it again in backward."""
+def under_checkpoint() -> bool:
+    """Tell if torch's checkpoint runs this forward: it keeps nothing of it for backward."""
     pack = (_top() or (None,))[0]
     while isinstance(pack, _Packing):
         pack = (pack.args[0] or (None,))[0]

@@ -33,7 +33,7 @@ from ..ranks.comm import Comm
 from .backward import Backward, in_backward
 from .buffer import Buffer
 from .gradient import Gradients
-from .guard import SavedTensors, outside, recomputes, refuse_inside, weak
+from .guard import SavedTensors, outside, refuse_inside, under_checkpoint, weak
 from .reduction import Reduction
 from .script import Script
 from .unit import Unit, profiled
@@ -250,7 +250,7 @@ class Schedule:
         """Clear autocast's cache, which keeps a 16-bit copy of each weight until autocast ends, where autograd keeps
         none of them for backward: the cache would then be all that a forward holds of released weights."""
         if self._grad_forward:
-            alone = unit.recomputed or not torch.is_grad_enabled() or recomputes()
+            alone = not torch.is_grad_enabled() or under_checkpoint()
         else:  # a graph that waits for its backward may share them with another: that sums gradients in 16 bits
             alone = bool(unit.released) and not any(each.calls for each in self.units)
         if alone:

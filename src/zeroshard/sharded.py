@@ -110,7 +110,7 @@ class Engine:
         self.tier, self.tiers, self.resting = parts.tier, parts.tiers, parts.resting
         self._furthest = 0  # steps that some rank had completed when a checkpoint was met for
         self.moving: MovingAverage | None = None
-        self.on_signal: dict[int, Callable[[], object]] = {}  # what is to happen where all ranks have heard of it
+        self.on_signal: dict[int, Callable[[], object]] = {}  # actions once all ranks have heard of a signal
         self._stepped = 0  # steps completed when a forward that trains last began
         self.gradients = Gradients(self.group, self)
         self.finite = Finite(self.group, precision.nonfinite)
@@ -138,7 +138,7 @@ class Engine:
         self.comparing = Alike(model, self.managed, self.group, self.layout)
         self._known = self._traits()
         for unit in self.units:
-            unit.module.__dict__["__reduce_ex__"] = refuse_copy  # what deepcopy, pickle and torch.save ask first
+            unit.module.__dict__["__reduce_ex__"] = refuse_copy  # deepcopy, pickle and torch.save call it first
         keep_fast_paths(model)
         if self.schedule.releases:
             cover_constructors()

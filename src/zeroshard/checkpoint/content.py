@@ -289,7 +289,7 @@ def pieces(running: ModelState) -> Iterator[Piece]:
         if isinstance(value, Part):
             yield Piece(name, key, own.start, own.stop, value.cut(own.start - held, own.stop - held))
         elif grain:
-            first, last = -(-own.start // grain), -(-own.stop // grain)  # a block is whose its first element is
+            first, last = -(-own.start // grain), -(-own.stop // grain)  # the owner of a block's first element saves it
             flat = value.detach().reshape(-1)[first - held // grain : last - held // grain]
             if last > first:
                 yield Piece(name, key, first, last, flat, grain)

@@ -222,7 +222,7 @@ def publish(beside: Path, path: Path, others: Callable[[Path], list[str]] = fore
         _check_ours(path, path, others)
         _exchange(beside, path)
         try:
-            _check_ours(beside, path, others)  # what came in the last moment
+            _check_ours(beside, path, others)  # files may have come in the last moment
         except BaseException:
             _exchange(beside, path)
             raise
@@ -244,7 +244,7 @@ def remove(path: Path) -> list[str]:
         return found
     aside = place_beside(path, owner())
     os.rename(path, aside)
-    if found := foreign(aside):  # what came in the last moment
+    if found := foreign(aside):  # files that came in the last moment
         os.rename(aside, path)
         return found
     discard(temporary(aside))

@@ -18,7 +18,7 @@ from ..errors import CheckpointError
 from ..strips import ONE_STRIP
 from .manifest import AVERAGE, VALUE, Parameter, Saved, Stored, numel
 
-Stem = tuple[str, str]  # what stands before a number in a name, and after it
+Stem = tuple[str, str]  # the text before a number in a name, and after it
 
 
 class Here(NamedTuple):

@@ -34,13 +34,13 @@ from .parts import nearest, rank_of, read_part
 
 FORMAT, VERSION = "zeroshard checkpoint", 2
 UNCUT = 1  # the version that all read which know of no `strips`: of checkpoints in which there are none
-IN_PARTS = 3  # in which each rank says what is in its file: see `parts.py`
+IN_PARTS = 3  # the version in which each rank's part lists what its file holds: see `parts.py`
 READ = UNCUT, VERSION, IN_PARTS
 CHUNK = 1 << 20  # elements converted at a time
 VALUE = "value"  # of a parameter: its master, or itself
 AVERAGE = "average"  # of its values
 APART = re.compile(r"(optimizer:)*(value|average)")  # an optimizer's own states of these names get one prefix more
-INTEGER_BITS = 10_000  # what Python reads as text: 4,300 digits have more
+INTEGER_BITS = 10_000  # Python reads these as text: its limit of 4,300 digits is above
 DIMENSIONS = 64  # more than any tensor has: a shape of millions is an attack
 
 
@@ -71,9 +71,9 @@ class Saved:
     manifest: dict[str, Any]
     alone: bool = True  # is all of it read by one, at once? Else ranks' parts are read as they are wanted
     parameters: dict[str, Parameter] = field(default_factory=dict)
-    states: dict[str, list[str]] = field(default_factory=dict)  # parameter -> what its optimizer keeps
+    states: dict[str, list[str]] = field(default_factory=dict)  # parameter -> names of its optimizer states
     cut: dict[tuple[str, str], list[Stored]] = field(default_factory=dict)  # (parameter, state) -> its intervals so far
-    dtypes: dict[tuple[str, str], torch.dtype] = field(default_factory=dict)  # of what is cut
+    dtypes: dict[tuple[str, str], torch.dtype] = field(default_factory=dict)  # of states that are cut
     holders: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)  # of that the first rank, the last
     files: dict[str, dict[str, Any]] = field(default_factory=dict)  # {name: {"nbytes": int, "digests": [hex, ...]}}
     grains: dict[tuple[str, str], int] = field(default_factory=dict)  # of how many elements such a state has one

@@ -26,7 +26,7 @@ import xxhash
 from ..errors import UserError, check_local
 
 LEFTOVER = re.compile(r"\..+\.saving-([0-9a-f]{16})-([0-9]+)-([0-9]+)-[0-9a-f]{8}")
-ABANDONED = 86400.0  # seconds without a write, after which what another machine has left counts as left
+ABANDONED = 86400.0  # seconds without a write, after which another machine's folder counts as a leftover
 ENDINGS = (signal.SIGTERM, signal.SIGHUP)  # Ctrl-C unwinds by itself, and nothing can be done about SIGKILL
 
 
@@ -107,7 +107,7 @@ def _end(number: int, frame: FrameType | None) -> None:
     abandon()
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
-    os._exit(128 + number)  # the first process of a container ignores what it does not handle
+    os._exit(128 + number)  # the first process of a container ignores signals that it does not handle
 
 
 def _remove(folder: Path) -> None:

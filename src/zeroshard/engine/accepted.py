@@ -23,9 +23,9 @@ from .unit import Managed
 
 ELEMENTWISE = {"SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "NAdam", "RAdam", "Adamax", "ASGD", "Rprop"}
 WHOLE_TENSORS = {"Adafactor", "Muon"}
-BY_TENSOR = ELEMENTWISE | WHOLE_TENSORS  # what happens to a tensor depends on no other
+BY_TENSOR = ELEMENTWISE | WHOLE_TENSORS  # the update of a tensor depends on no other
 # Of other packages: how many elements, counted from a tensor's start, are updated together. torchao quantizes blocks of
-# 256 or 128, but nothing of what has fewer than 4096 elements.
+# 256 or 128, but no tensor of fewer than 4096 elements.
 TOGETHER = {
     "lion_pytorch": {"Lion": 1},
     "schedulefree": {"AdamWScheduleFree": 1, "RAdamScheduleFree": 1, "SGDScheduleFree": 1},

@@ -33,7 +33,7 @@ class Accumulator:
         self.averaged = False  # has the sum been divided by the number of ranks already?
         self.spread = False  # has every rank the whole average? (replicated optimizer state needs it)
         self.rounded = False  # does a sum that rests in a file stand for the average that a step took of it in memory?
-        self.local: Tensor | None = None  # full-size sum of what backward under no_sync left unreduced
+        self.local: Tensor | None = None  # full-size sum of gradients that backward under no_sync left unreduced
         self.aside: Tensor | None = None  # this rank's shard of `sum`, while `local` lies where it was
         self._blocks: BlockMap | None = None
 
@@ -47,7 +47,7 @@ class Accumulator:
         return self.own[self.bucket.slots[index].slice_of(*self.buffer.owned)]
 
     def zero(self, index: int) -> None:
-        if self.filled:  # else there is no sum, and what lies there may be `local`
+        if self.filled:  # else there is no sum, and its memory may hold `local`
             with self.sum.here():
                 self.fragment(index).zero_()
 
@@ -115,8 +115,8 @@ class Entry:
     position: int  # of its slot in the bucket
     slot: Slot
     updater: int | None = None  # the number of the optimizer that updates it, on some rank
-    fragments: list[nn.Parameter] = field(default_factory=list)  # what that optimizer holds of it on this rank
-    displaced: Tensor | None = None  # what `p.grad` was when autograd was about to add to it
+    fragments: list[nn.Parameter] = field(default_factory=list)  # that optimizer's fragments of it on this rank
+    displaced: Tensor | None = None  # `p.grad` when autograd was about to add to it
 
 
 class Updater:

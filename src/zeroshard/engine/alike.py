@@ -40,8 +40,8 @@ class Alike:
         self._layout = layout
         self._sending: dict[str, Tensor] = {}  # buffers, before a forward that trains
         self._content = Contents()  # of buffers that are made of several tensors
-        self._now: dict[str, Any] = {}  # what `digest` has found
-        self._found: dict[str, Any] = {}  # and what of it was alike when this rank last met the others
+        self._now: dict[str, Any] = {}  # the facts that `digest` has found
+        self._found: dict[str, Any] = {}  # those that were alike when this rank last met the others
         self.written()
 
     def digest(self, training: bool) -> tuple[int, Callable[[], str]]:

@@ -21,7 +21,7 @@ class Averages:
     def __init__(self, gradients: Gradients) -> None:
         self._gradients = gradients
         self.entry_of: dict[int, Entry] = {}  # by fragment's id
-        self.given: dict[int, Tensor] = {}  # by fragment's id, what the running step has given it
+        self.given: dict[int, Tensor] = {}  # by fragment's id, the average that the running step has given it
         self._views: dict[int, Tensor] = {}  # by fragment's id, where its averaged gradient always lies
         self._copies: dict[int, tuple[Buffer, Tensor]] = {}  # by bucket, of its averages in the fragments' dtype
 

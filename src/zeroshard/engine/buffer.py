@@ -48,7 +48,7 @@ class Place:
     def __init__(self, buffer: Buffer, position: int) -> None:
         self.buffer = buffer
         self.position = position
-        self.apart: Tensor | None = None  # what `apart` leaves of a gradient, source by source, until it is taken
+        self.apart: Tensor | None = None  # a gradient source by source, from `apart`, until it is taken
 
     @property
     def name(self) -> str:
@@ -319,7 +319,7 @@ class Buffer:
                     self.gathered.take_memory(ahead=ahead)
                     self._saved.watch(self)
                 self.land()
-                # Not a write that autograd should see: who holds a view of weights that are still these may use it.
+                # Not a write that autograd should see: a view of weights that are still the same may be used.
                 landing = self._landing(kept=kept)
                 work = self.parameters.redistribute(alias(landing))
                 self.edits.came(self.full, self._mine if self.casts else None, kept=kept)

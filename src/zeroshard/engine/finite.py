@@ -151,7 +151,7 @@ class Finite:
             return False
         told: list[Any] = self.group.describe(self._spoiled(buffers) or self._seen)
         found = [Finding(*each) for each in told if each is not None]
-        # Of the owners of one element, one in each replica, that one knows whose it was who got it from its own team.
+        # Each replica has an owner of the element. The owner whose own team sent the value knows its rank.
         self.last = min(found, key=lambda finding: (finding.micro_batch, finding.rank < 0))
         if self.action == "raise" or not self.last.micro_batch:
             raise NotFiniteError(

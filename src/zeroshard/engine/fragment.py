@@ -56,7 +56,7 @@ class States:
         self._fragments: dict[int, list[Fragment]] = {}  # by bucket
         self._rests: dict[int, dict[str, Flat]] = {}  # by bucket and name, a place in a file
         self._counters: dict[int, Tensor] = {}  # by bucket, a tensor that has its fragments' version counter
-        self._versions: dict[int, int] = {}  # by bucket, what that counted when it was last known who wrote
+        self._versions: dict[int, int] = {}  # by bucket, its count when all writes were last known
         self._addresses: dict[int, int] = {}  # by fragment's id, where its memory is
         self._counted: dict[tuple[str, str], int] = {}  # bytes in the ledger, by tier and name
         self._stateful = 0  # parameters that had state then

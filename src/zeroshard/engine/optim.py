@@ -90,11 +90,11 @@ class Binding:
         self.fragments: list[Fragment] = []
         self.members: list[Member] = []  # every parameter this optimizer updates, on whichever rank
         self._groups: list[dict[str, Any]] = []  # its groups when they were last looked through
-        self._held: list[nn.Parameter] = []  # and what they held
+        self._held: list[nn.Parameter] = []  # and the parameters in them
         self._entries: list[Entry] = []  # the gradients of its members
         self._averages = Averages(gradients)
         self._options = Options(optimizer, self._check_options)
-        self._marks: int | None = None  # what the running step was about to update, by versions
+        self._marks: int | None = None  # `_versions` when the running step was about to update; -1: it updates already
         self._updated: list[Buffer] = []  # what the running step updates
         self.edited: set[int] = set()  # buckets whose fragments were written to outside a step: the others must hear it
         self._skips = False  # does the running step pass over its update?
@@ -103,7 +103,7 @@ class Binding:
         self._bound_now = False  # has it got its gradients? With a closure it gets them when that was called
         self.states = States(optimizer, number, finite.group)
         self._alone = Alone(optimizer, self.states, self._averages, finite.group.ledger)
-        self.early: Early | None = None  # what has stepped it in backward already
+        self.early: Early | None = None  # steps it in backward
         self.adopt(broadcast_state=True)
         hook_steps(type(optimizer))
         stay_last(optimizer, optimizer.register_step_pre_hook(self._before).id)
@@ -209,7 +209,7 @@ class Binding:
         for buffer in written:
             self.edited.add(buffer.bucket.index)
             if buffer.updating.in_file:
-                buffer.absent(1).fill_(torch.nan)  # torch lets `fill_` through, to what all that is absent shares
+                buffer.absent(1).fill_(torch.nan)  # torch lets `fill_` through, to the place of all absent elements
                 self.group.report(
                     StateError(
                         "an optimizer's part of the parameters was edited while it rests in a file, or in halves",
@@ -402,7 +402,7 @@ class Binding:
         """Step one bucket in backward."""
         given = {which for which, entry in self._averages.entry_of.items() if entry.number in having}
         self._alone.step(accumulator.buffer, accumulator, given)
-        self._averages.begin()  # what it has given is no more
+        self._averages.begin()  # the averages that it has given are used up
         self.states.followed(accumulator.buffer)
         self.states.count(changed=True)
 

@@ -301,7 +301,7 @@ def _check_int8(partition: Partition, precision: Precision) -> None:
             )
 
 
-ABSENT = "on meta"  # of what a rank says: the parameters and buffers of which it has no values
+ABSENT = "on meta"  # among a rank's facts: the parameters and buffers of which it has no values
 
 
 def describe(

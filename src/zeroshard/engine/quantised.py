@@ -101,7 +101,7 @@ class QuantisedBuffer(Buffer):
         ends_at = [*itertools.accumulate((tiles.number for tiles in self.grids), initial=0)]
         self._held = [slice(*pair) for pair in itertools.pairwise(ends_at)]  # of each slot, which scales are its own
         self.scales = self.tier.reserve("scales", ends_at[-1], fp8.BYTE)
-        self._seen: Tensor | None = None  # what the masters ask for that a step has left, and that rest elsewhere now
+        self._seen: Tensor | None = None  # scales that a step's masters ask for, which have left memory since
         self._arriving: Tensor | None = None  # the bytes that a gather brings
         self._apart = False  # are these in memory of their own?
 

@@ -75,7 +75,7 @@ class Reduction:
         self._again: list[Entry] = []
         self.updater = Updater()
         self._got = b""  # how many gradients each parameter got on the rank that got most, once that is known
-        self._hidden: dict[int, Tensor | None] = {}  # by entry number, what makes way in p.grad
+        self._hidden: dict[int, Tensor | None] = {}  # by entry number, the p.grad that makes way
 
     def add(self, accumulator: Accumulator, unit: Unit) -> None:
         index = accumulator.bucket.index

@@ -143,7 +143,7 @@ class Schedule:
         for unit in units:
             for buffer in unit.buffers:
                 buffer.reader = reader
-            # Not to be compiled: what a hook finds differs from call to call, what it opens is what a graph may hold.
+            # Not to be compiled: a hook acts differently from call to call, and opens parameters that graphs may hold.
             enter, leave = (torch.compiler.disable(weak(h, unit), reason=NO_GRAPH) for h in (self.enter, self.leave))
             if precision.cast_inputs:
                 cast = torch.compiler.disable(weak(self.cast_inputs, inside=True), reason=NO_GRAPH)
@@ -280,7 +280,7 @@ class Schedule:
                 "an optimizer's part of the weights was edited on this rank: before a forward without grad every rank "
                 "enters `with zero.gathered():`, where that becomes everybody's weights"
             )
-            # A rank may evaluate alone, but not what others hold.
+            # A rank may evaluate alone, but not with weights of which others hold an edited part.
             self.meet("publishing edits", self.group.numbers["forward"])
         self.ledger.begin("forward")
         try:
@@ -412,7 +412,7 @@ class Schedule:
         self.group.check_process()
         self.group.check_stream()
         refuse_inside("a call of zeroshard's, or a step,")
-        self.watcher.notice(replaced=True)  # before anything is released: that would undo what was written
+        self.watcher.notice(replaced=True)  # before anything is released: that would undo writes
         if self._frames and (self._outermost is None or not self._outermost.running()):
             self._unwind(None)  # an interrupt went past every hook
             self.ledger.end("forward")
@@ -447,7 +447,7 @@ class Schedule:
     def levelled(self, drop: bool) -> None:
         self.script.forget()
         for unit in self.units:
-            for buffer in unit.buffers:  # what came is not used again: some of it may be of a rank that stood in
+            for buffer in unit.buffers:  # gathered weights are not used again: some may be from a rank that stood in
                 buffer.gathered.current &= buffer.resident
         self.reduction.order = sorted(self.reduction.pending, reverse=True)
         if drop:

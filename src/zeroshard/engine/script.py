@@ -18,7 +18,7 @@ from __future__ import annotations
 from ..ranks.agreement import Group
 from .unit import Unit
 
-Kind = tuple[str, int]  # what the segment is, and the unit it entered through
+Kind = tuple[str, int]  # of a segment: forward or backward, and the unit it entered through
 
 _NOBODY = -1
 

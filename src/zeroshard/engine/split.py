@@ -23,7 +23,7 @@ from ..numerics import join_, split_
 from ..tiers.tier import DeviceTier, Rest, Tier
 from .flat import Flat
 
-JOINED = "joined"  # in the ledger: a bucket's masters inside `here()`, and what parameters were inside `gathered()`
+JOINED = "joined"  # in the ledger: a bucket's masters inside `here()`, and `Split.before`
 
 
 def split_nbytes(numel: int) -> int:

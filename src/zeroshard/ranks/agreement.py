@@ -161,17 +161,15 @@ class Group:
         self.ranks = ranks
         self.sources = team.seat.sources  # how many ranks' gradients are added up
         self.progress = Progress()
-        self.failed: Error | None = None  # what the other ranks are to hear at the next agreement
+        self.failed: Error | None = None  # the error that other ranks are to hear of at the next agreement
         self.news = False  # were fragments written to here? The others hear of it at the next meeting
         self.heard = False  # was there such news on any rank at the last meeting?
         self._party: weakref.ref[Party] | None = None  # none while the model is being sharded
         self.numbers: dict[str, int] = defaultdict(int)  # of meetings, by kind
         self._inside: Call | None = None  # of a function with several meetings that belong together
         self.left = False  # did an exception end something between two meetings that belong together?
-        self.torn = ""  # why this rank's weights are of no step
-        self.crossed: tuple[int, str] | None = (
-            None  # the thread that came upon another one here, and what both are told
-        )
+        self.torn = ""  # why this rank's weights do not belong to a completed step
+        self.crossed: tuple[int, str] | None = None  # the thread that found another one in a call, and its name
         self.signal = 0  # that came to this rank, and that all are to hear of
         self.signalled = 0  # that came to any of them
 
@@ -397,7 +395,7 @@ class Group:
         mine, self.failed = self.failed, None
         told = self.problems(None if mine is None else str(mine))
         self.level("")
-        self.failed = None  # what fails while all that was under way ends is no news
+        self.failed = None  # errors in ending all that was under way need not be reported
         if mine is not None:
             raise mine
         raise PeerError("another rank failed", got="; ".join(told), instead="mend that, and load the last checkpoint")

@@ -344,7 +344,7 @@ class Groups:
         self.engines: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by number, its `Group`
         self.call: Call | None = None  # the verb that this rank is in
         self.levellings = 0  # so far
-        self.spreads = False  # is what owners updated still to be sent anew, after one?
+        self.spreads = False  # must owners' updates still be sent anew, after one?
         self._ending: Ending | None = None  # of the last one that this rank was called to
         self._summoned: dict[int, float] = {}  # when it first was, by levelling
         self._lock = threading.Lock()
@@ -549,7 +549,7 @@ class Groups:
         torch keeps those of before to its end: by their number it names the new ones, and their names stay taken in the
         store. These are not split from the group of all, in which the program may have something under way.
         """
-        finish(self.device)  # what was aborted writes nothing any more
+        finish(self.device)  # aborted collectives write nothing any more
         ending.anew = ending.anew or Attended(self._make_anew)
         for place, (at, group) in enumerate(zip(self.queues, ending.anew.attend(self.watch), strict=True)):
             stream = self.streams[at]

@@ -98,7 +98,7 @@ class Link:
             self._wait_for(handle)  # the device's queue waits, not this thread
         else:
             self._wait_in_slices(handle, queued=queued)
-        if queued and self.groups.ends:  # what was aborted counts as completed, and brought anything
+        if queued and self.groups.ends:  # an aborted collective counts as completed, and brought anything
             self.heed()
         self.progress.awaited = None
         if not self.behind:
@@ -203,7 +203,7 @@ class Link:
             self._wait_in_slices(handle, queued=False, levelling=True)
         spreads = any(each["spreads"] for each in states)
         if ending is not None and (cut := self._begin_anew(ending, [each["streams"] for each in states])):
-            # What was to come may be anything now, also where it rests: of gradients, or what they were scaled by.
+            # Data that was to come may be anything now, also at rest: gradients, or numbers that scaled them.
             uneven, spreads = uneven or not cut <= {"parameters", ""}, True
         watch.posted[number, THROUGH] = THROUGH
         self._posted(number, THROUGH)

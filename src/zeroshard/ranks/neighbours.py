@@ -48,7 +48,7 @@ class Notice(NamedTuple):
 
     kind: int
     stream: int = 0  # which of the streams that both are in
-    what: int = 0  # a checksum of what the collective is
+    what: int = 0  # a checksum of the collective's description
     number: int = 0  # of the collective in its stream
     block: int = 0  # of the sender's memory
     nbytes: int = 0
@@ -96,7 +96,7 @@ class Line:
             self.outbox.popleft()
 
     def receive(self) -> None:
-        for _ in range(2):  # what a peer sent before it was reset comes after the news of that
+        for _ in range(2):  # notices that a peer sent before a reset come after the error of the reset
             try:
                 self.inbox.extend(self._coming)
             except BlockingIOError:
@@ -138,7 +138,7 @@ class Neighbours:
         self._listens = Call()
         for line in self.lines.values():
             line.flush()
-        for rank, line in self.lines.items():  # what an interrupt has left
+        for rank, line in self.lines.items():  # notices that an interrupt has left in the inbox
             self._heed(rank, line)
         wait = min(seconds, 0.01) if self.clogged else seconds
         for number, _ in self._poll.poll(1000 * wait):

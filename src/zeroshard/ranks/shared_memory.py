@@ -68,7 +68,7 @@ class Block:
     def __init__(self, number: int, memory: Tensor) -> None:
         self.number = number
         self.memory = memory
-        self.readers: set[int] = set()  # who has not read the last message yet
+        self.readers: set[int] = set()  # ranks that have not read the last message yet
         self.flight: Flight | None = None  # which that was
 
 

@@ -30,7 +30,7 @@ from ..headroom import room
 from ..layout import Bucket
 from ..stage import ALONE, Seat
 
-LENT = "lent"  # a state: what this rank holds for others to read
+LENT = "lent"  # a state in the ledger: memory that this rank holds for others to read
 
 
 class Work:
@@ -109,7 +109,7 @@ class Team:
         self.position = seat.position
         self.size = seat.size
         self.once: set[int] = set()  # buckets of which all ranks have one copy together
-        self.queued = False  # does a device's queue wait for what is moved, and not a thread?
+        self.queued = False  # does a device's queue wait for collectives, and not a thread?
 
     def one_copy(self, bucket: int, numel: int, dtype: torch.dtype) -> Tensor:
         """Return memory for a bucket's parameters that all ranks read; a rank's writes are private until a gather."""

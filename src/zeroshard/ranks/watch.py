@@ -57,7 +57,7 @@ class Answer(NamedTuple):
     doing: str = ""
     waits: bool = False  # for other ranks, in a collective
     failed: bool = False  # one of its collectives did not complete either
-    posted: str = ""  # what it has posted for the levelling that it was asked about
+    posted: str = ""  # its posting for the levelling that it was asked about
 
 
 class Watch:
@@ -66,10 +66,10 @@ class Watch:
     def __init__(self, rank: int, host: str, about: Callable[[], dict[str, Any]]) -> None:
         """about: what this rank is doing, as the fields of `Answer`; called on the watch's own thread."""
         self.rank = rank
-        self.alarm: dict[int, str] = {}  # rank -> what it did: none of them will come to any collective
+        self.alarm: dict[int, str] = {}  # rank -> what became of it: none of these will come to any collective
         self.peers: dict[int, Address] = {}  # by rank: those that have come so far
         self.called = 0  # the last levelling that a rank has called for: see `streams.py`
-        self.posted: dict[tuple[int, str], str] = {}  # by levelling, and what it is about, what this rank says there
+        self.posted: dict[tuple[int, str], str] = {}  # this rank's postings, by levelling and subject
         self.alarmed: Callable[[], object] = lambda: None  # called when there is one, on the watch's own thread
         self.summoned: Callable[[int], object] = lambda number: None  # called for each call to a levelling, there too
         self.ended: frozenset[int] = frozenset()  # ranks whose programs came to their ends

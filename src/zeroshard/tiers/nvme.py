@@ -320,7 +320,7 @@ class FileRest(Rest):
         self.dirty = False
         self.written = False
         self.writing: list[Future[None]] = []  # perhaps still on its way to the file, from a buffer that others have
-        self.digests: dict[int, str] = {}  # by where in the slot, of what was written there last
+        self.digests: dict[int, str] = {}  # by place in the slot, of the bytes last written there
 
     @property
     def tensor(self) -> Tensor:  # type: ignore[override]

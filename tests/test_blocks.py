@@ -70,11 +70,19 @@ def trained(engine, layout, precision=None):
     return model
 
 
-def test_states_of_blocks_equal_plain_torch():
+@pytest.mark.parametrize(
+    ("world", "how"),
+    [
+        *(
+            pytest.param(world, {}, marks=[pytest.mark.full] * (world in (1, 4)), id=f"{world}")
+            for world in (1, 2, 3, 4)
+        ),
+        pytest.param(3, {"bounds": "model", "align": 1}, marks=pytest.mark.full, id="3-bounds-of-the-model"),
+    ],
+)
+def test_states_of_blocks_equal_plain_torch(world, how):
     """At stages 0-3 on 1 to 4 ranks, whatever the bounds: no block is cut, so each has the scale it has anywhere."""
-    for world in (1, 2, 3, 4):
-        check(trained, None, world=world, state=False)
-    check(trained, Layout(bounds="model", align=1), stages=(1, 3), state=False)
+    check(trained, Layout(**how) if how else None, stages=(1, 3) if how else (0, 1, 2, 3), world=world, state=False)
 
 
 # --------------------------------------------------------------------------------------------------------- checkpoints

@@ -76,12 +76,12 @@ def rates(stage: int | None, always: bool):
 
 @pytest.mark.row(15)
 @pytest.mark.parametrize("always", [True, False], ids=["every iteration", "steps that were taken"])
-def test_a_schedule_goes_on_over_skipped_steps_as_the_loop_says(ranks, always):
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_schedule_goes_on_over_skipped_steps_as_the_loop_says(ranks, always, stage):
     """Both conventions: the learning rates and the weights of plain PyTorch."""
     wanted, weights = rates(None, always)
-    for stage in (1, 3):
-        for seen, got in ranks.run(2, rates, stage, always):
-            assert seen == wanted and reference.first_difference(got, weights) == ""
+    for seen, got in ranks.run(2, rates, stage, always):
+        assert seen == wanted and reference.first_difference(got, weights) == ""
 
 
 # --- poison ---------------------------------------------------------------------------------------------------------------
@@ -337,13 +337,13 @@ def in_a_child(what: str, stage: int) -> tuple[str, str]:
 
 @pytest.mark.row(79)
 @pytest.mark.parametrize("what", ["forward", "no_grad", "gathered", "step", "save", "clip"])
-def test_a_forked_child_is_told_at_once_that_it_is_no_rank(ranks, what):
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_forked_child_is_told_at_once_that_it_is_no_rank(ranks, what, world):
     """It would wait for ranks that answer its parent; the parent never notices."""
-    for world in (1, 2):
-        for stage in (1, 3):
-            for told, difference in ranks.run(world, in_a_child, what, stage, group_timeout=100.0, timeout=30.0):
-                assert told.startswith("StateError: a forked child cannot use its parent's sharded model"), told
-                assert difference == ""
+    for stage in (1, 3):
+        for told, difference in ranks.run(world, in_a_child, what, stage, group_timeout=100.0, timeout=30.0):
+            assert told.startswith("StateError: a forked child cannot use its parent's sharded model"), told
+            assert difference == ""
 
 
 def loaded_by_workers(stage: int):

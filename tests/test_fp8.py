@@ -1,6 +1,7 @@
 """Parameters that rest and travel in 8 bits: one rounding, from fp32 masters, and the same bits everywhere."""
 
 import dataclasses
+import functools
 import itertools
 import math
 from functools import partial
@@ -16,6 +17,7 @@ from torch import nn
 import models
 import ranks
 import reference
+import selection
 import test_offload
 import test_tiers_planned
 import zeroshard
@@ -192,6 +194,7 @@ def all_trained(cases):
     return [trained(stage, precision, **settings) for stage, precision, settings in cases]
 
 
+@functools.cache
 def plain(dtype=None, *, world=1, every=4, scaling="tensor"):
     """The same in plain PyTorch: of linear layers the modules compute with what 8 bits keep of fp32 masters."""
     model = models.build("gpt", **GPT)
@@ -203,19 +206,25 @@ def plain(dtype=None, *, world=1, every=4, scaling="tensor"):
     return history.losses, reference.weights(model)
 
 
+LARGE = {"bucket_mib": 1.0, "overlap": False}
+
+
 @pytest.mark.row(104)
+@pytest.mark.parametrize(
+    ("stage", "settings"),
+    [
+        *(pytest.param(stage, {}, marks=[pytest.mark.full] * (stage != 2), id=f"{stage}") for stage in range(4)),
+        pytest.param(1, LARGE, marks=pytest.mark.full, id="1-large-buckets-no-overlap"),
+        pytest.param(3, LARGE, id="3-large-buckets-no-overlap"),
+    ],
+)
 @pytest.mark.parametrize("world", [*(pytest.param(each, marks=pytest.mark.full) for each in (1, 2, 4)), 3])
-def test_8_bits_at_every_stage_have_the_bits_of_plain_pytorch(world):
+def test_8_bits_at_every_stage_have_the_bits_of_plain_pytorch(world, stage, settings):
     """Losses and weights; in buckets of several sizes, with overlap and without. 3 ranks have 3 micro-batches."""
-    cases = [(stage, FP8, {}) for stage in range(4)]
-    cases += [(3, FP8, {"bucket_mib": 1.0, "overlap": False}), (1, FP8, {"bucket_mib": 1.0, "overlap": False})]
-    every = 3 if world == 3 else 4
-    losses, weights = plain(world=world, every=every)
-    found = ranks.run(world, all_trained, cases, timeout=120)
-    for rank, runs in enumerate(found):
-        for case, (mine, got) in zip(cases, runs, strict=True):
-            reference.assert_same(got, weights)
-            assert mine == [each for step in losses for each in step[rank::world]], case
+    losses, weights = plain(world=world, every=3 if world == 3 else 4)
+    for rank, (mine, got) in enumerate(ranks.run(world, trained, stage, FP8, timeout=120, **settings)):
+        reference.assert_same(got, weights)
+        assert mine == [each for step in losses for each in step[rank::world]]
 
 
 @pytest.mark.row(104)
@@ -228,15 +237,15 @@ def test_modules_compute_in_bf16_with_numbers_of_8_bits():
 
 
 @pytest.mark.row(104)
+@pytest.mark.parametrize("stage", selection.STAGES)
 @pytest.mark.parametrize("scaling", ["128x128", "1x128"])
-def test_scales_of_tiles_have_the_same_bits_at_every_stage(scaling):
+def test_scales_of_tiles_have_the_same_bits_at_every_stage(scaling, stage):
     """Tiles that several ranks have parts of too."""
     precision = dataclasses.replace(FP8, scaling=scaling)
     losses, weights = plain(world=2, scaling=scaling)
-    for rank, runs in enumerate(ranks.run(2, all_trained, [(stage, precision, {}) for stage in range(4)], timeout=120)):
-        for mine, got in runs:
-            reference.assert_same(got, weights)
-            assert mine == [each for step in losses for each in step[rank::2]]
+    for rank, (mine, got) in enumerate(ranks.run(2, trained, stage, precision, timeout=120)):
+        reference.assert_same(got, weights)
+        assert mine == [each for step in losses for each in step[rank::2]]
 
 
 OTHERS = {
@@ -591,14 +600,14 @@ def fragments_edited(stage):
         return reference.weights(model)
 
 
-def test_an_edit_of_the_optimizers_parts_is_rounded_on_every_rank():
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_edit_of_the_optimizers_parts_is_rounded_on_every_rank(stage):
     want = {
         name: in_8_bits(tensor.detach() * 2) if linear(name) else tensor.detach() * 2
         for name, tensor in models.build("gpt", **GPT).named_parameters()
     }
-    for stage in (1, 3):
-        for got in ranks.run(2, fragments_edited, stage, timeout=60):
-            reference.assert_same(got, want)
+    for got in ranks.run(2, fragments_edited, stage, timeout=60):
+        reference.assert_same(got, want)
 
 
 def averaged(stage):

@@ -124,12 +124,12 @@ def assert_equal(got, want):
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("look", ["forward", "training forward", "gathered"])
 @pytest.mark.parametrize("how", ["in place", "data replaced"])
-def test_fragments_edited_between_steps_have_plain_pytorchs_bits(ranks, stage, how, look, overlap):
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_fragments_edited_between_steps_have_plain_pytorchs_bits(ranks, stage, how, look, overlap, world):
     """By eval() and train() of an optimizer, at the next forward or gathered() of any kind, at 1, 2 and 3 ranks."""
-    for world in (1, 2, 3):
-        want = looped(world, None, how, look)
-        for got in ranks.run(world, looped, world, stage, how, look, comm=Comm(overlap=overlap)):
-            assert_equal(got, want)
+    want = looped(world, None, how, look)
+    for got in ranks.run(world, looped, world, stage, how, look, comm=Comm(overlap=overlap)):
+        assert_equal(got, want)
 
 
 @pytest.mark.row(66)
@@ -184,16 +184,16 @@ def looped_late(seed, *args, **options):
 @pytest.mark.parametrize("look", ["forward", "training forward", "gathered"])
 @pytest.mark.parametrize("how", ["in place", "data replaced"])
 @pytest.mark.parametrize("sharded", [1, 2, 3])
-def test_fragments_edited_beside_one_copy_are_not_dropped(ranks, sharded, how, look):
+@pytest.mark.parametrize(("world", "dtype"), [(2, None), (3, None), (2, torch.bfloat16)])
+def test_fragments_edited_beside_one_copy_are_not_dropped(ranks, sharded, how, look, world, dtype):
     """Pages that a rank wrote itself go when all owners have written: before anybody can edit, however late a rank is."""
     once = Offload(parameters="shared")
-    for world, dtype in ((2, None), (3, None), (2, torch.bfloat16)):
-        want = looped(world, None, how, look) if dtype is None else None
-        for seed in (1, 2):
-            found = ranks.run(world, looped_late, 10 * seed, world, sharded, how, look, dtype, offload=once)
-            want = want or ranks.run(world, looped, world, 1, how, look, dtype)[0]
-            for got in found:
-                assert_equal(got, want)
+    want = looped(world, None, how, look) if dtype is None else None
+    for seed in (1, 2):
+        found = ranks.run(world, looped_late, 10 * seed, world, sharded, how, look, dtype, offload=once)
+        want = want or ranks.run(world, looped, world, 1, how, look, dtype)[0]
+        for got in found:
+            assert_equal(got, want)
 
 
 def made(stage=1, **options):
@@ -293,16 +293,16 @@ def asked_alone(stage, how):
 
 @pytest.mark.row(66)
 @pytest.mark.parametrize("how", ["state_dict", "published first", "forward"])
-def test_one_rank_that_evaluates_alone_never_mixes_weights(ranks, how):
+@pytest.mark.parametrize("each", [0, 1, 2])
+def test_one_rank_that_evaluates_alone_never_mixes_weights(ranks, how, each):
     """Without agreement it would see its own part edited and the others' not: an error that names both ranks."""
-    for each in (0, 1, 2):
-        outcomes = ranks.run(2, asked_alone, each, how, expect_errors=True)
-        if how == "forward" and each:
-            for outcome in outcomes:
-                assert outcome.type == PeerError.__name__
-                assert "rank 0 is at publishing edits" in outcome.message and "rank 1 is at" in outcome.message
-        else:
-            assert outcomes == [None, None]
+    outcomes = ranks.run(2, asked_alone, each, how, expect_errors=True)
+    if how == "forward" and each:
+        for outcome in outcomes:
+            assert outcome.type == PeerError.__name__
+            assert "rank 0 is at publishing edits" in outcome.message and "rank 1 is at" in outcome.message
+    else:
+        assert outcomes == [None, None]
 
 
 class Reassigning(torch.optim.Optimizer):

@@ -545,11 +545,11 @@ def read_between(want):
 # ----------------------------------------------------------------------------------------------- no_sync has its price
 
 
-def test_no_sync_adds_up_in_the_resident_buffer_or_in_one_of_its_size_and_saves_passes(stage):
+@pytest.mark.parametrize("world", [2, 3])
+def test_no_sync_adds_up_in_the_resident_buffer_or_in_one_of_its_size_and_saves_passes(world, stage):
     """Stages 0 and 1 hold nothing beside their full-size gradients; 2 and 3, which have none, one full-size fp32 sum."""
     assert "full-size" in zeroshard.Zero.no_sync.__doc__
-    for world in (2, 3):
-        ranks.run(world, no_sync_price, stage)
+    ranks.run(world, no_sync_price, stage)
 
 
 def no_sync_price(stage):

@@ -1,5 +1,6 @@
 """Gradients sent in 8 bits: other bits than without, the same ones everywhere, and plain PyTorch's that rounds alike."""
 
+import functools
 import math
 from functools import partial
 
@@ -53,10 +54,15 @@ def trained(stage, every=4, *, no_sync=False, **settings):
         return losses, reference.weights(model)
 
 
+def as_they_are(name, grad):
+    return grad
+
+
 def all_trained(every, cases):
     return [trained(stage, every, **settings) for stage, settings in cases]
 
 
+@functools.cache
 def plain(dtype=None, *, world=1, every=4, sent=in_codes):
     model = models.build("gpt", **GPT)
     history, _ = reference.accumulate_with_masters(
@@ -67,18 +73,23 @@ def plain(dtype=None, *, world=1, every=4, sent=in_codes):
 
 
 @pytest.mark.row(105)
+@pytest.mark.parametrize(
+    ("stage", "settings"),
+    [
+        *(pytest.param(stage, {}, marks=[pytest.mark.full] * (stage != 2), id=f"{stage}") for stage in range(4)),
+        pytest.param(3, {"layout": Layout(bucket_mib=1.0), "overlap": False}, id="3-large-buckets-no-overlap"),
+        pytest.param(1, {"layout": Layout(bounds="model")}, marks=pytest.mark.full, id="1-bounds-of-the-model"),
+    ],
+)
 @pytest.mark.parametrize("world", [*(pytest.param(each, marks=pytest.mark.full) for each in (1, 3, 4)), 2])
-def test_every_stage_has_the_bits_of_plain_pytorch_that_rounds_alike(world):
+def test_every_stage_has_the_bits_of_plain_pytorch_that_rounds_alike(world, stage, settings):
     every = 3 if world == 3 else 4
-    cases = [(stage, {}) for stage in range(4)]
-    cases += [(3, {"layout": Layout(bucket_mib=1.0), "overlap": False}), (1, {"layout": Layout(bounds="model")})]
     losses, weights = plain(world=world, every=every)
-    found = ranks.run(world, all_trained, every, cases, timeout=120)
-    for rank, runs in enumerate(found):
-        for mine, theirs in runs:
-            assert mine == [loss for step in losses for loss in step[rank::world]]
-            reference.assert_same(theirs, weights)
-    assert reference.first_difference(plain(world=world, every=every, sent=lambda name, each: each)[1], weights)
+    found = ranks.run(world, trained, stage, every, timeout=120, **settings)
+    for rank, (mine, theirs) in enumerate(found):
+        assert mine == [loss for step in losses for loss in step[rank::world]]
+        reference.assert_same(theirs, weights)
+    assert reference.first_difference(plain(world=world, every=every, sent=as_they_are)[1], weights)
 
 
 @pytest.mark.row(105)
@@ -259,15 +270,15 @@ def spoiled(stage, value, nonfinite):
 
 @pytest.mark.row(105)
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-def test_a_value_that_is_no_number_is_seen_by_every_rank_where_it_is(value):
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_value_that_is_no_number_is_seen_by_every_rank_where_it_is(value, stage):
     """An infinity arrives as NaN, in its own element and in no other of the block."""
-    for stage in (0, 3):
-        for norms, _, bad in ranks.run(2, spoiled, stage, value, "ignore", timeout=60):
-            assert math.isnan(norms[0]) and math.isfinite(norms[1])
-            assert bad == {"blocks.1.mlp.0.weight": [[777 // 24, 777 % 24]]}
-        for _, said, bad in ranks.run(2, spoiled, stage, value, "raise", timeout=60):
-            assert "element 777 of parameter 'blocks.1.mlp.0.weight' is nan" in said and "rank 1" in said
-            assert not bad
+    for norms, _, bad in ranks.run(2, spoiled, stage, value, "ignore", timeout=60):
+        assert math.isnan(norms[0]) and math.isfinite(norms[1])
+        assert bad == {"blocks.1.mlp.0.weight": [[777 // 24, 777 % 24]]}
+    for _, said, bad in ranks.run(2, spoiled, stage, value, "raise", timeout=60):
+        assert "element 777 of parameter 'blocks.1.mlp.0.weight' is nan" in said and "rank 1" in said
+        assert not bad
 
 
 def scaled(stage):

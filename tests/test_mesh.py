@@ -229,13 +229,13 @@ def flipped(stage, what):
 
 @pytest.mark.row(88)
 @pytest.mark.parametrize("what", ["state", "weight"])
-def test_a_flipped_bit_in_one_replica_is_named(ranks, what):
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_flipped_bit_in_one_replica_is_named(ranks, what, stage):
     """Nobody else holds that element's copy but the rank at the same position: both are named, on every rank."""
-    for stage in (1, 2, 3):
-        for message in ranks.run(4, flipped, stage, what):
-            everywhere = what == "weight" and stage < 3  # a parameter that every rank holds
-            assert ("ranks 0 and 3" if everywhere else "shard 1 of") in message
-            assert everywhere or ("ranks 1 and 3" in message and "element 1 is" in message)
+    for message in ranks.run(4, flipped, stage, what):
+        everywhere = what == "weight" and stage < 3  # a parameter that every rank holds
+        assert ("ranks 0 and 3" if everywhere else "shard 1 of") in message
+        assert everywhere or ("ranks 1 and 3" in message and "element 1 is" in message)
 
 
 def edited(stage):

@@ -70,17 +70,17 @@ def loaded_on_one(stage, ask, folder, precision, offload):
 @pytest.mark.row(68)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("ask", ASKS)
-def test_weights_changed_on_one_rank_are_named_to_the_element(ranks, tmp_path, ask, dtype):
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_weights_changed_on_one_rank_are_named_to_the_element(ranks, tmp_path, ask, dtype, stage):
     """At stages 0-2, on every rank, and nothing is written; rank 0's weights given to all, it goes on."""
-    for stage in (0, 1, 2):
-        folder = tmp_path / str(stage)
-        told = ranks.run(
-            2, loaded_on_one, stage, ask, folder, Precision(param_dtype=dtype, cast_inputs=dtype is not None), Offload()
-        )
-        for message, written in told:
-            assert "parameter '1.weight', ranks 0 and 1" in message
-            assert "element 53 is" in message and "got: element 53 is 0.25 (rank 1)" in message
-            assert written == []
+    folder = tmp_path / str(stage)
+    told = ranks.run(
+        2, loaded_on_one, stage, ask, folder, Precision(param_dtype=dtype, cast_inputs=dtype is not None), Offload()
+    )
+    for message, written in told:
+        assert "parameter '1.weight', ranks 0 and 1" in message
+        assert "element 53 is" in message and "got: element 53 is 0.25 (rank 1)" in message
+        assert written == []
 
 
 @pytest.mark.row(68)

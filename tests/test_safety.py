@@ -479,12 +479,12 @@ def test_edits_count_at_every_stage(ranks, dtype, edit):
 
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
-def test_edits_of_replicated_parameters_need_no_gathered(ranks, dtype, edit):
+@pytest.mark.parametrize("stage", range(3))
+def test_edits_of_replicated_parameters_need_no_gathered(ranks, dtype, edit, stage):
     """At stages 0-2 a plain edit between steps counts as well."""
     want = ranks.run(1, edited, 1, 3, dtype, edit, None, "gathered")[0]
-    for stage in range(3):
-        for got in ranks.run(2, edited, 2, stage, dtype, edit, None, "plain"):
-            reference.assert_same(got, want)
+    for got in ranks.run(2, edited, 2, stage, dtype, edit, None, "plain"):
+        reference.assert_same(got, want)
 
 
 def loaded(stage: int):
@@ -504,12 +504,11 @@ def loaded(stage: int):
 
 
 @pytest.mark.row(28, 29)
-def test_load_state_dict_counts_at_every_stage(ranks):
+def test_load_state_dict_counts_at_every_stage(ranks, stage):
     """Masters follow the loaded weights, so the next step starts from them."""
     want = ranks.run(1, loaded, 0)[0]
-    for stage in range(4):
-        for got in ranks.run(2, loaded, stage):
-            reference.assert_same(got, want)
+    for got in ranks.run(2, loaded, stage):
+        reference.assert_same(got, want)
 
 
 def clamping(world: int, stage: int):

@@ -50,11 +50,10 @@ def over_memory(function, *args):
 
 @pytest.mark.parametrize("precision", test_bits.PRECISIONS)
 @pytest.mark.parametrize("world", [2, 3])
-def test_the_bits_are_those_of_plain_pytorch(world, precision):
+def test_the_bits_are_those_of_plain_pytorch(world, precision, stage):
     """As by messages, at every stage and for every kind of buckets."""
-    stages = test_bits.STAGES
-    grid = [(stage, list(test_bits.BUCKETS)[(stage + world) % 3], None, "foreach") for stage in stages]
-    test_bits.check(world, grid, precision, steps=6, comm=SHARED)
+    configuration = stage, list(test_bits.BUCKETS)[(stage + world) % 3], None, "foreach"
+    test_bits.check(world, [configuration], precision, steps=6, comm=SHARED)
 
 
 @pytest.mark.full
@@ -185,10 +184,11 @@ ONCE = Offload(parameters="shared")
 
 
 @pytest.mark.parametrize("precision", test_bits.PRECISIONS)
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("world", [2, 3])
-def test_one_copy_has_the_bits_of_plain_pytorch(world, precision):
-    grid = [(stage, list(test_bits.BUCKETS)[(stage + world) % 3], None, "foreach") for stage in (1, 2, 3)]
-    test_bits.check(world, grid, precision, steps=6, offload=ONCE)
+def test_one_copy_has_the_bits_of_plain_pytorch(world, stage, precision):
+    configuration = stage, list(test_bits.BUCKETS)[(stage + world) % 3], None, "foreach"
+    test_bits.check(world, [configuration], precision, steps=6, offload=ONCE)
 
 
 def with_one_copy(function, *args):
@@ -411,11 +411,11 @@ def loaded(folder, stage):
 
 
 @pytest.mark.row(103)
-def test_a_load_leaves_one_copy(ranks, tmp_path):
-    for stage in (1, 3):
-        for weights, left in ranks.run(2, with_one_copy, loaded, str(tmp_path / str(stage)), stage):
-            assert reference.first_difference(weights, test_lost_ranks.unbroken(3)) == ""
-            assert left and not any(left)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_load_leaves_one_copy(ranks, tmp_path, stage):
+    for weights, left in ranks.run(2, with_one_copy, loaded, str(tmp_path / str(stage)), stage):
+        assert reference.first_difference(weights, test_lost_ranks.unbroken(3)) == ""
+        assert left and not any(left)
 
 
 def drawn_with_one_copy(*args):

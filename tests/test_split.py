@@ -125,31 +125,33 @@ def trained(stage, fields, folder):
         return losses, masters(zero) | reference.weights(model), dict(zero.ledger().held)
 
 
-def same_bits(cases, folder):
-    for stage, fields in cases:
-        whole = trained(stage, fields, folder)
-        with splitting():
-            split = trained(stage, fields, folder)
-        assert split[0] == whole[0]
-        reference.assert_same(split[1], whole[1])
-        held = whole[2]["master"], split[2]["master"]
-        assert held[0] * 17 == held[1] * 32, (stage, fields, held)
-        assert {**split[2], "master": 0, "joined": 0} == {**whole[2], "master": 0, "joined": 0}
+def same_bits(stage, fields, folder):
+    whole = trained(stage, fields, folder)
+    with splitting():
+        split = trained(stage, fields, folder)
+    assert split[0] == whole[0]
+    reference.assert_same(split[1], whole[1])
+    held = whole[2]["master"], split[2]["master"]
+    assert held[0] * 17 == held[1] * 32, held
+    assert {**split[2], "master": 0, "joined": 0} == {**whole[2], "master": 0, "joined": 0}
 
 
 @pytest.mark.row(102)
 @pytest.mark.parametrize(
-    "cases",
+    ("stage", "fields"),
     [
-        pytest.param([(0, {}), (1, {}), (2, {}), (1, HOST), (2, FILES)], marks=pytest.mark.full),
-        [(1, {}), (3, HOST), (3, FILES)],
+        *(pytest.param(stage, {}, marks=pytest.mark.full, id=f"{stage}-memory") for stage in (0, 2)),
+        pytest.param(1, HOST, marks=pytest.mark.full, id="1-host"),
+        pytest.param(2, FILES, marks=pytest.mark.full, id="2-files"),
+        pytest.param(1, {}, id="1-memory"),
+        pytest.param(3, HOST, id="3-host"),
+        pytest.param(3, FILES, id="3-files"),
     ],
-    ids=["others", "some"],
 )
 @pytest.mark.parametrize("world", [1, 2])
-def test_split_masters_have_the_bits_of_whole_ones(world, cases, tmp_path):
+def test_split_masters_have_the_bits_of_whole_ones(world, stage, fields, tmp_path):
     """Weights, masters and losses at every stage where they rest beside parameters; and nothing else takes room."""
-    ranks.run(world, same_bits, cases, str(tmp_path), timeout=120)
+    ranks.run(world, same_bits, stage, fields, str(tmp_path), timeout=120)
 
 
 def settled(stage, split, replicas, **precision):
@@ -356,7 +358,7 @@ def test_a_byte_of_bits_may_belong_to_two_parameters():
 
 
 REFUSED = {
-    "a word": (lambda: Precision(split_master="yes"), "a yes or a no"),
+    "a word": (lambda: Precision(split_master="yes"), "must be True or False"),
     "fp16": (lambda: Precision(param_dtype=torch.float16, split_master=True), "fp32 masters of bfloat16"),
     "bf16 master": (lambda: Precision(master_dtype=torch.bfloat16, split_master=True), "fp32 masters of bfloat16"),
     "masters alone": (lambda: refused(SPLIT, stage=3), "(?s)masters alone rest.*stage 0, 1 or 2"),

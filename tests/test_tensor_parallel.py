@@ -225,25 +225,22 @@ def test_two_data_ranks_beside_two_tensor_ranks_have_the_bits_of_the_tensor_rank
         assert all(torch.equal(tensor, want[rank % 2][name]) for name, tensor in found.items())
 
 
-def clipped(stages, dtype, sequence):
-    found = []
+def clipped(stage, dtype, sequence):
     precision = None if dtype == torch.float32 else Precision(param_dtype=dtype, cast_inputs=False)
-    for stage in stages:
-        model, optimizer, zero = sharded(4, 2, stage, dtype=dtype, sequence=sequence, precision=precision)
-        found.append((train(model, optimizer, zero, 2), weights(model, zero)))
-    return found
+    model, optimizer, zero = sharded(4, 2, stage, dtype=dtype, sequence=sequence, precision=precision)
+    return train(model, optimizer, zero, 2), weights(model, zero)
 
 
 @pytest.mark.row(98)
 @pytest.mark.parametrize(("dtype", "sequence"), [(torch.float32, True), (torch.bfloat16, False)], ids=["fp32", "bf16"])
-def test_norms_count_every_element_once_and_norm_weights_stay_equal(ranks, dtype, sequence):
+@pytest.mark.parametrize("stage", [1, 3])
+def test_norms_count_every_element_once_and_norm_weights_stay_equal(ranks, stage, dtype, sequence):
     """Clipped by the norm of all parts. With sequence parallelism norm weights are DTensors that every rank has whole,
     with gradients that torch adds up over the tensor axis."""
     want = ranks.run(2, reference, 2, 2, 2, dtype, sequence)
-    for rank, stages in enumerate(ranks.run(4, clipped, (1, 3), dtype, sequence)):
-        for norms, found in stages:
-            assert norms == want[rank % 2][1]
-            assert all(torch.equal(tensor, want[rank % 2][0][name]) for name, tensor in found.items())
+    for rank, (norms, found) in enumerate(ranks.run(4, clipped, stage, dtype, sequence)):
+        assert norms == want[rank % 2][1]
+        assert all(torch.equal(tensor, want[rank % 2][0][name]) for name, tensor in found.items())
 
 
 # ----------------------------------------------------------------------------------------------- who holds and moves what

@@ -60,10 +60,10 @@ def sent(kind, stage):
 
 @pytest.mark.row(69)
 @pytest.mark.parametrize("kind", DENSE)
-def test_dense_buffers_of_any_form_are_rank_0s(ranks, kind):
+@pytest.mark.parametrize("stage", [0, 3])
+def test_dense_buffers_of_any_form_are_rank_0s(ranks, kind, stage):
     """Expanded ones, which torch refuses to write to as they are, conjugated and negated ones among them."""
-    for stage in (0, 3):
-        assert ranks.run(2, sent, kind, stage) == [(True, True)] * 2
+    assert ranks.run(2, sent, kind, stage) == [(True, True)] * 2
 
 
 def saved_and_loaded(kind, folder):
@@ -122,12 +122,12 @@ def of_parts(kind, stage, folder):
 
 @pytest.mark.row(69)
 @pytest.mark.parametrize("kind", PARTS)
-def test_sparse_and_nested_buffers_train_with_plain_pytorchs_bits(ranks, tmp_path, kind):
+@pytest.mark.parametrize("stage", [0, 3])
+def test_sparse_and_nested_buffers_train_with_plain_pytorchs_bits(ranks, tmp_path, kind, stage):
     """As graph networks have them: nobody sends them, since they must be alike on all ranks."""
     want = of_parts(kind, None, None)
-    for stage in (0, 3):
-        for got in ranks.run(2, of_parts, kind, stage, tmp_path / str(stage)):
-            reference.assert_same(got, want)
+    for got in ranks.run(2, of_parts, kind, stage, tmp_path / str(stage)):
+        reference.assert_same(got, want)
 
 
 def of_other_parts(kind, when):
@@ -187,9 +187,9 @@ def edited_gradient(stage, shape):
 
 @pytest.mark.row(69)
 @pytest.mark.parametrize("shape", [(8,), (1, 8), (8, 1), (3, 3), (2, 8, 8), (64,), (0,), (1,), (1, 1)], ids=str)
-def test_a_gradient_edited_by_a_tensor_of_another_shape_is_refused(ranks, shape):
-    for stage in (0, 3):
-        assert ranks.run(2, edited_gradient, stage, shape) == [True, True]
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_gradient_edited_by_a_tensor_of_another_shape_is_refused(ranks, shape, stage):
+    assert ranks.run(2, edited_gradient, stage, shape) == [True, True]
 
 
 def combined(stage):
@@ -209,10 +209,10 @@ def combined(stage):
 
 
 @pytest.mark.row(69)
-def test_gradients_that_are_cut_elsewhere_are_not_combined(ranks):
+@pytest.mark.parametrize("stage", [0, 3])
+def test_gradients_that_are_cut_elsewhere_are_not_combined(ranks, stage):
     """Each rank would add elements of one to others of the other, without an error where their numbers agree."""
-    for stage in (0, 3):
-        assert ranks.run(2, combined, stage) == [(True, True)] * 2
+    assert ranks.run(2, combined, stage) == [(True, True)] * 2
 
 
 def on_another_device(stage, world, folder):
@@ -241,14 +241,14 @@ def on_another_device(stage, world, folder):
 
 
 @pytest.mark.row(69)
-def test_a_default_device_that_is_not_the_models_changes_nothing(ranks, stage, tmp_path):
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_default_device_that_is_not_the_models_changes_nothing(ranks, stage, tmp_path, world):
     """Whatever the engine makes is where the model is, or on the CPU."""
     want = ranks.run(1, on_another_device, stage, 1, tmp_path / "first")[0]
-    for world in (1, 2):
-        for got in ranks.run(world, on_another_device, stage, world, tmp_path / str(world)):
-            assert set(got) == set(want) and all(param.device.type == "cpu" for param in got.values())
-            if world == 1:
-                reference.assert_same(got, want)
+    for got in ranks.run(world, on_another_device, stage, world, tmp_path / str(world)):
+        assert set(got) == set(want) and all(param.device.type == "cpu" for param in got.values())
+        if world == 1:
+            reference.assert_same(got, want)
 
 
 def test_every_tensor_the_engine_makes_says_its_device():

@@ -85,10 +85,12 @@ def trained(engine, kind, layout):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_whole_matrices_equal_plain_torch(kind):
+@pytest.mark.parametrize(
+    "world", [pytest.param(1, marks=pytest.mark.full), 2, 3, pytest.param(4, marks=pytest.mark.full)]
+)
+def test_whole_matrices_equal_plain_torch(kind, world):
     """At stages 0-3 on 1 to 4 ranks, weights and every state have the bits of the plain process."""
-    for world in (1, 2, 3, 4):
-        check(trained, kind, None, world=world)
+    check(trained, kind, None, world=world)
 
 
 @pytest.mark.full
@@ -121,10 +123,10 @@ def in_files(kind, stage, folder):
 
 
 @pytest.mark.parametrize("kind", ["Muon", "Shampoo"])
-def test_whole_matrices_in_files(kind, tmp_path):
+@pytest.mark.parametrize("stage", [1, 3])
+def test_whole_matrices_in_files(kind, tmp_path, stage):
     """Stepped bucket by bucket, with the bits of the device, and held as planned."""
-    for stage in (1, 3):
-        assert ranks.run(2, in_files, kind, stage, str(tmp_path)) == [("", True)] * 2
+    assert ranks.run(2, in_files, kind, stage, str(tmp_path)) == [("", True)] * 2
 
 
 def laid_out(stage, layout, kind):

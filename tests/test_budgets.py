@@ -97,6 +97,7 @@ def nothing_is_asked(stages):
         assert norm.device.type == "emu" and norm.item() > 0
 
 
+@pytest.mark.row(107)
 @pytest.mark.parametrize(
     ("world", "stages"),
     [(2, (0, 3)), pytest.param(2, (1, 2), marks=pytest.mark.full), pytest.param(1, STAGES, marks=pytest.mark.full)],
@@ -128,6 +129,7 @@ def scaled():
     return found, skipped, scaler.get_scale()
 
 
+@pytest.mark.row(107)
 @pytest.mark.full
 def test_a_grad_scaler_asks_for_its_verdict_once():
     assert emulated.run(1, scaled) == [([(1, 1)] * 3, [False, True, False], 1.0)]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -168,6 +170,23 @@ def test_a_step_is_not_captured(world, stages):
     emulated.run(world, captured, stages)
 
 
+def addresses(stage):
+    """Where each block's weight was in the forwards of three steps."""
+    model, found = Net().to("emu"), []
+    for at, block in enumerate(model.blocks):
+        block.register_forward_hook(lambda module, *_, at=at: found.append((at, module.weight.data_ptr())))
+    adam, _ = shard(model, stage, precision=Precision(param_dtype=torch.bfloat16))
+    for _ in range(3):
+        step(model, adam, torch.randn(4, WIDTH).to("emu", torch.bfloat16))
+    return len(found), len(set(found))
+
+
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.full), pytest.param(1, marks=pytest.mark.full), 2])
+def test_replicated_weights_stay_where_they_are(stage):
+    """A graph that a program captures inside a unit may read them where they were."""
+    assert emulated.run(2, addresses, stage) == [(3 * BLOCKS, BLOCKS)] * 2
+
+
 # --- deterministic algorithms -------------------------------------------------------------------------------------------
 
 
@@ -295,7 +314,7 @@ CODING = "_encode_", "_mixed"  # of so many elements as are handled at a time; t
     [(16, 1), pytest.param(200, 1, marks=pytest.mark.full), pytest.param(2100, 2, marks=pytest.mark.full)],
 )
 def test_8_bit_gradients_are_so_many_launches(width, parts):
-    """Of each bucket: 4 and one for each gap between parameters, 53 for each 4 M elements, and 7 for what each rank sent."""
+    """Of each bucket 13, one for each gap between parameters, 54 for each 4 M elements, and 7 for what each rank sent."""
     for buckets, padded, found in emulated.run(2, coded, width):
         assert found == [
             buckets,
@@ -349,6 +368,7 @@ def never_waited(stages):
 SOME = pytest.mark.parametrize("stages", [(3,), pytest.param((0, 1, 2), marks=pytest.mark.full)], ids=str)
 
 
+@pytest.mark.row(107)
 @SOME
 def test_no_wait_for_the_device(stages):
     """In a step, whatever gradients travel as, of norms that are no roots, and of the optimizer in backward."""
@@ -371,6 +391,7 @@ ASKING = {
 }
 
 
+@pytest.mark.row(107)
 @SOME
 def test_waits_for_the_device_are_so_many(stages):
     """In a step of one backward: of each bucket of 8 bits one, of each sum of which NaN is looked for one, of all split
@@ -387,3 +408,19 @@ def test_waits_for_the_device_are_so_many(stages):
                 }[name]
                 assert (asked, copied) == (want, int(name == "norms of order 3")), (stage, name)
                 assert buckets >= 2 and fp8 == 2 * name.startswith("fp8")
+
+
+# --- the page -------------------------------------------------------------------------------------------------------------
+
+HERE = Path(__file__).parent
+
+
+def test_the_page_names_a_test_of_every_mode():
+    table = (HERE.parent / "docs" / "gpus.md").read_text().partition("## Modes")[2].partition("\n## ")[0]
+    rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| ")][2:]
+    assert len(rows) > 10 and {row[1] for row in rows} == {"works", "refused"}
+    for row in rows:
+        named = re.findall(r"`(test_\w+)\.(test_\w+)`", row[-1])
+        assert named, row[0]
+        for file, test in named:
+            assert f"def {test}(" in (HERE / f"{file}.py").read_text()

@@ -26,8 +26,10 @@ import reference
 import zeroshard
 from zeroshard import Comm, Layout, Offload, Precision
 from zeroshard.errors import PeerError, StateError, TierError, UserError
+from zeroshard.events import Ledger
 from zeroshard.tiers import nvme
 from zeroshard.tiers.nvme import BUFFERS, aligned
+from zeroshard.tiers.tier import DeviceTier, HostTier
 
 TIERS = ("device", "cpu", "nvme")
 EVERY = [
@@ -484,6 +486,23 @@ FAULTS = {
     "write-error": (partial(failing, "pwritev"), {}, "Input/output error"),
     "corrupted": (corrupt, {}, "has digest"),
 }
+
+
+def test_what_could_not_be_had_is_not_counted(monkeypatch, tmp_path):
+    """Of memory, and of a file: a state that an exception kept from being there is in no sum."""
+    ledger, device = Ledger(), torch.device("cpu")
+    for tier, wants in ((DeviceTier(device, ledger), "reserve"), (HostTier(device, ledger), "rest")):
+        with pytest.raises((MemoryError, RuntimeError)):
+            getattr(tier, wants)(*["state", 0][: 1 + (wants == "rest")], 1 << 55, torch.float32)
+    files = nvme.NvmeTier(Offload(optimizer="nvme", path=tmp_path), 0, device, ledger, {"optimizer": 64}, 0)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(TierError):
+        files.rest("exp_avg", 0, 16, torch.float32)
+    assert not any(ledger.held.values())
 
 
 @pytest.mark.row(55)

@@ -85,8 +85,9 @@ class NvmeTier:
         if state not in self._files:
             kind = state if state in self._largest else "optimizer"
             self._files[state] = StateFile(self, state, self._largest[kind])
-        self.ledger.hold(state, numel * dtype.itemsize, NVME)
-        return self._files[state].slot(bucket, numel, dtype)
+        rest = self._files[state].slot(bucket, numel, dtype)
+        self.ledger.hold(state, numel * dtype.itemsize, NVME)  # not before there is room
+        return rest
 
     def error(self, what: str, where: str, got: str, instead: str | None = None) -> TierError:
         return TierError(what, where=f"rank {self.rank}, {where}", got=got, instead=instead)

@@ -329,10 +329,12 @@ class DeviceTier:
 
     def reserve(self, state: str, numel: int, dtype: torch.dtype, *, zeroed: bool = True) -> Tensor:
         """Return a 1-D tensor of zeros, or with arbitrary content if not `zeroed`, counted under `state`."""
-        self.ledger.hold(state, numel * dtype.itemsize)
         if zeroed:
-            return zeros(numel, dtype) if self._pool else torch.zeros(numel, dtype=dtype, device=self.device)
-        return self._pool.take(numel, dtype) if self._pool else blank(numel, dtype, self.device)
+            tensor = zeros(numel, dtype) if self._pool else torch.zeros(numel, dtype=dtype, device=self.device)
+        else:
+            tensor = self._pool.take(numel, dtype) if self._pool else blank(numel, dtype, self.device)
+        self.ledger.hold(state, numel * dtype.itemsize)  # not before there is memory
+        return tensor
 
     def give_back(self, state: str, tensor: Tensor) -> None:
         """Stop counting a tensor, which may not be used any more. Its memory is kept, or goes when the caller drops
@@ -374,8 +376,9 @@ class OnceTier:
         self.ledger = ledger
 
     def rest(self, state: str, bucket: int, numel: int, dtype: torch.dtype) -> Rest:
+        rest = Rest(self.name, self._team.one_copy(bucket, numel, dtype))
         self.ledger.hold(state, numel * dtype.itemsize, SHARED)
-        return Rest(self.name, self._team.one_copy(bucket, numel, dtype))
+        return rest
 
 
 class HostTier:
@@ -389,10 +392,13 @@ class HostTier:
         self.ledger = ledger
 
     def rest(self, state: str, bucket: int, numel: int, dtype: torch.dtype) -> Rest:
-        self.ledger.hold(state, numel * dtype.itemsize, HOST)
+        nbytes = numel * dtype.itemsize
         if self.compute.type == "cpu":  # which is host memory already
-            return Rest(self.name, torch.zeros(numel, dtype=dtype, device="cpu"))
-        return Rest(self.name, pages(numel * dtype.itemsize, self.compute)[: numel * dtype.itemsize].view(dtype))
+            tensor = torch.zeros(numel, dtype=dtype, device="cpu")
+        else:
+            tensor = pages(nbytes, self.compute)[:nbytes].view(dtype)
+        self.ledger.hold(state, nbytes, HOST)
+        return Rest(self.name, tensor)
 
 
 class _Pages(mmap.mmap):

@@ -19,6 +19,10 @@ test: install ## every claim at least once, in four minutes; tests/selection.py 
 full: install ## the rest: all combinations, and tests of over a second
 	$(BIN)/pytest -m "full and not slow" -n 3 --dist loadfile --seconds run/ci/full.json
 
+drawn: install ## nightly, an hour: ranks as threads under schedules and faults drawn from fresh seeds; docs/worlds.md. SEEDS=n
+	cd tests && seed=$$(date +%s) && ../$(BIN)/python -m world drawn --seeds $(or $(SEEDS),2000) --first $$seed && \
+	../$(BIN)/pytest -q -m "not slow" --worlds=$$seed test_bits.py test_gradients.py test_checkpoint.py test_split.py
+
 slow: install ## only what is marked slow
 	$(BIN)/pytest -m slow
 

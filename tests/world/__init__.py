@@ -21,13 +21,16 @@ once: the failure says who waits for what.
 `ranks.run` would run in processes; `--worlds=strict` and `--worlds=7` so.
 
     schedule   threads that hand on a baton, the virtual clock, and who waits for what when nobody can go on
+    disk       files: calls that fail or fall short, and what a loss of power leaves
     draws      what a seed decides, and the digest of what it decided
     messages   collectives under way: what each rank put in, and when it lands where
     group      `torch.distributed` between the ranks: a process group, and the store in which they meet
     rank       what a process has one of, and each rank here one of its own
     install    what of torch and zeroshard asks which rank it is, for as long as a world runs
     running    `run`
-    drawn      training under drawn schedules and faults; in tests/, `python -m world` runs seeds, and one seed again
+    training   a small job of many settings, that tries again what an exception ended
+    drawn      that job under drawn schedules and faults; in tests/, `python -m world` runs seeds, and one seed again
+    planted    bugs put into copies of the engine, to see how many schedules find them
     instead    pytest's `--worlds`
 
 What stays with processes: kill -9 and the files it leaves, sockets and networks, signals, fork, bytes that a process

@@ -2,16 +2,21 @@
 
 python -m world drawn --seeds 100 [--first 0]      cases of `drawn.py`; a failing one with the command to run it again
 python -m world replay SEED [--events 40]          that case, and the last steps of its schedule in words
+python -m world planted --seeds 1000 [--bug 3]     the same with each bug of `planted.py` in a copy of the engine
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import gc
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 
 def main() -> None:
@@ -21,11 +26,25 @@ def main() -> None:
     many = verbs.add_parser("drawn")
     many.add_argument("--seeds", type=int, default=100)
     many.add_argument("--first", type=int, default=0)
+    many.add_argument("--until-wrong", action="store_true", help="stop at the first case that fails")
     one = verbs.add_parser("replay")
     one.add_argument("seed", type=int)
     one.add_argument("--events", type=int, default=20)
+    bugs = verbs.add_parser("planted")
+    bugs.add_argument("--seeds", type=int, default=1000)
+    bugs.add_argument("--first", type=int, default=0)
+    bugs.add_argument("--bug", type=int, help="one of them, by its place in the list")
     asked = parser.parse_args()
-    sys.exit(replay(asked.seed, asked.events) if asked.verb == "replay" else several(asked.first, asked.seeds))
+    if asked.verb == "planted":
+        sys.exit(planted(asked.first, asked.seeds, asked.bug))
+    import world.drawn
+
+    assert world.drawn  # all of it is imported, and need not be looked at whenever garbage is collected
+    gc.collect()
+    gc.freeze()
+    if asked.verb == "replay":
+        sys.exit(replay(asked.seed, asked.events))
+    sys.exit(several(asked.first, asked.seeds, until_wrong=asked.until_wrong))
 
 
 def replay(seed: int, events: int) -> int:
@@ -33,18 +52,23 @@ def replay(seed: int, events: int) -> int:
     from world.drawn import find
 
     found = find(seed)
-    print(*found.ran.events[-events:], sep="\n")
+    last = found.ran.before or found.ran.events
+    print(*last[-events:], sep="\n")
+    if found.ran.before:
+        print("... and so on to the end, of which the last was:", *found.ran.events[-3:], sep="\n")
     print(told(found))
     return int(found.wrong)
 
 
-def several(first: int, seeds: int) -> int:
+def several(first: int, seeds: int, *, until_wrong: bool) -> int:
     """Run many cases, and say how they ended."""
     from world.drawn import find
 
     counted: collections.Counter[tuple[str, str]] = collections.Counter()
-    digests, struck, wrong, begun = set(), 0, 0, time.monotonic()
+    digests, struck, wrong, begun, worked = set(), 0, 0, time.monotonic(), time.process_time()
     for seed in range(first, first + seeds):
+        if until_wrong:
+            print(f"begins {seed}", file=sys.stderr, flush=True)  # it may be the last thing that it says
         found = find(seed)
         counted[found.case.faults, found.outcome] += 1
         digests.add(found.ran.digest)
@@ -52,12 +76,49 @@ def several(first: int, seeds: int) -> int:
         if found.wrong:
             wrong += 1
             print(f"{told(found)}\n    again: python -m world replay {seed}    (at {_commit()})", flush=True)
+            if until_wrong:
+                break
+    seeds, worked, begun = sum(counted.values()), time.process_time() - worked, time.monotonic() - begun
     print(
-        f"{seeds} seeds, {len(digests)} schedules, {struck} struck by a fault, {wrong} wrong; {time.monotonic() - begun:.0f} s"
+        f"{seeds} seeds, {len(digests)} schedules, {struck} struck by a fault, {wrong} wrong; {begun:.0f} s, of which "
+        f"{worked:.0f} of the processor: {3600 * seeds / worked:,.0f} an hour"
     )
     for (faults, outcome), times in sorted(counted.items()):
         print(f"{times:6} {faults}: {outcome}")
     return int(wrong > 0)
+
+
+def planted(first: int, seeds: int, only: int | None) -> int:
+    """Put each bug into a copy of the package, and draw until it is found."""
+    import zeroshard
+    from world.planted import BUGS
+
+    found, chosen = 0, [(at, bug) for at, bug in enumerate(BUGS) if only in (None, at)]
+    for at, bug in chosen:
+        with tempfile.TemporaryDirectory() as folder:
+            copy = Path(folder, "zeroshard")
+            shutil.copytree(Path(zeroshard.__file__).parent, copy)
+            text = (copy / bug.file).read_text()
+            if text.count(bug.was) != 1:
+                print(f"{at:3} its place is gone: {bug.name}: look for it in {bug.file}", flush=True)
+                continue
+            (copy / bug.file).write_text(text.replace(bug.was, bug.becomes))
+            done = subprocess.run(
+                [sys.executable, "-m", "world", "drawn", f"--seeds={seeds}", f"--first={first}", "--until-wrong"],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join([folder, *sys.path])}, text=True, capture_output=True,
+                check=False,
+            )  # fmt: skip
+        begun = [line for line in done.stderr.splitlines() if line.startswith("begins ")]
+        found += done.returncode != 0
+        if done.returncode == 0:
+            print(f"{at:3} not found in {seeds}: {bug.name}", flush=True)
+            continue
+        how = "" if done.returncode == 1 else f"the interpreter ends with {done.returncode}, "
+        print(f"{at:3} {how}found after {len(begun)}: {bug.name}", flush=True)
+        print(*(f"      {line.strip()[:200]}" for line in done.stdout.splitlines()[:4]), sep="\n", flush=True)
+        print(*done.stderr.splitlines()[-3:] if done.returncode != 1 or not done.stdout else (), sep="\n", flush=True)
+    print(f"{found} of {len(chosen)} found")
+    return int(found < len(chosen))
 
 
 def told(found) -> str:

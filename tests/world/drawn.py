@@ -1,17 +1,18 @@
-"""Training under a drawn schedule and drawn faults: a seed says all of it, and says it again.
+"""A small job under a drawn schedule and drawn faults: a seed says all of it, and says it again.
 
-A case is the training of `tests/interrupts.py`: each rank tries again what an exception ended, and loads the newest
-checkpoint where it is told to. It ends with the bits of the run that was left alone, and holds as many bytes of each state;
-or, where a fault struck, with a named error on every rank that is left. Never with a hang, another error, or other bits.
+Claims. The job (`training.py`) ends with the bits of the run that was left alone, and holds as many bytes of each state; or,
+where a fault struck, with a named error on every rank that is left. Then what it has saved counts: a new run goes on with it,
+not before the last step that a rank knew to be saved, and ends with the same bits. Never a hang, another error, or a
+checkpoint lost.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import random
 import tempfile
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -21,51 +22,50 @@ from ranks.failures import Raised, RankFailure
 
 from .draws import Odds
 from .running import Ran, run
+from .training import CONFIGS, Settings, faults, train
 
+# By name, of which one is drawn for a case; the odds are for a run of some hundred points and 30,000 lines.
 FAULTS = {
-    "none": Odds(),
-    "collections": Odds(collect=0.003),
-    "time-outs": Odds(rush=0.02),
-    "interrupts": Odds(interrupt=0.00005),
-    "ends": Odds(end=0.0005),
+    "none": [Odds()],
+    "collections": [Odds(collect=0.002, inside=0.005), Odds(inside=0.015), Odds(sweep=0.0001)],
+    "time-outs": [Odds(rush=0.02)],
+    "pauses": [Odds(pause=0.001), Odds(pause=0.005, pauses=(0.5, 5))],
+    "interrupts": [Odds(interrupt=0.00002), Odds(interrupt=0.0002)],
+    "memory": [Odds(memory=0.003), Odds(memory=0.02)],
+    "disk": [Odds(disk=0.03, short=0.1), Odds(short=0.3)],
+    "ends": [Odds(end=0.001)],
+    "power": [Odds(power=0.05)],
 }
 SAME = "the same bits"
+LIMIT = 30.0  # virtual seconds of a collective
 
 
 class Case(NamedTuple):
     """What a seed says."""
 
     seed: int
-    ranks: int
-    stage: int
+    settings: Settings
     faults: str
-    settings: Callable[..., dict[str, Any]]
+    odds: Odds
+    armed: bool  # do faults strike from the first line on, or once the first checkpoint is there?
 
     @staticmethod
     def of(seed: int) -> Case:
         draw = random.Random(seed)
-        ranks, stage, faults = draw.choice((2, 2, 3)), draw.randrange(4), draw.choice([*FAULTS])
-        return Case(seed, ranks, stage, faults, draw.choice((interrupts.plain, interrupts.formats)))
+        settings, kind = Settings.of(draw.randrange(CONFIGS)), draw.choice([*FAULTS])
+        return Case(seed, settings, kind, draw.choice(FAULTS[kind]), draw.random() < 0.1)
 
     def __str__(self) -> str:
-        return f"seed {self.seed}: {self.ranks} ranks, stage {self.stage}, {self.settings.__name__} settings, faults: {self.faults}"
+        return f"seed {self.seed}: faults: {self.faults}; {self.settings}"
 
 
-class _Alone:
-    """Stands for what interrupts training at waits: here the world does."""
-
-    def __init__(self) -> None:
-        self.plan: dict[int, Any] = {}
-        self.seen, self.raised = 0, list[str]()
-        self.handler: Any = None
-
-
-def _train(case: Case, folder: str) -> dict[str, Any]:
+def _train(settings: Settings, folder: str, saved: dict[int, int], *, armed: bool = False, resume: bool = False) -> Any:
     for name in ("zeroshard", "torch"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
+    faults(strike=armed)
     try:
-        return interrupts.train(case.stage, case.seed, _Alone(), folder, case.settings)
-    except KeyboardInterrupt:  # before it trains: the program ends
+        return train(settings, folder, saved, resume=resume)
+    except (KeyboardInterrupt, MemoryError):  # before it trains: the program ends
         os._exit(3)
         raise AssertionError("a rank that has ended goes on") from None
 
@@ -80,46 +80,81 @@ class Found(NamedTuple):
 
     @property
     def wrong(self) -> bool:
-        return not self.outcome.startswith((SAME, "named")) or (
-            self.outcome.startswith("named") and not self.ran.struck
-        )
+        named = self.outcome.startswith("named")
+        return not (self.outcome.startswith(SAME) or named) or (named and not self.ran.struck)
+
+
+@functools.cache
+def alone(number: int) -> list[dict[str, Any]]:
+    """The run that was left alone. Of 96 settings, so that most are there already."""
+    settings = Settings.of(number)
+    with tempfile.TemporaryDirectory() as folder:
+        return run(settings.ranks, _train, settings, folder, {}, group_timeout=LIMIT)
 
 
 def find(seed: int) -> Found:
     """Run a case, after the same one left alone."""
-    case, ran, odds = Case.of(seed), Ran(), FAULTS[Case.of(seed).faults]
+    case, ran = Case.of(seed), Ran()
+    settings, saved = case.settings, dict[int, int]()
     loggers = [logging.getLogger(name) for name in ("zeroshard", "torch")]
     levels = [each.level for each in loggers]
     try:
+        before = alone(settings.number)
         with tempfile.TemporaryDirectory() as folder:
-            alone = run(case.ranks, _train, case, f"{folder}/alone")
             try:
                 outcomes = run(
-                    case.ranks, _train, case, f"{folder}/drawn", seed=seed, odds=odds, ran=ran, expect_errors=True,
-                    group_timeout=30.0,
+                    settings.ranks, _train, settings, folder, saved, armed=case.armed, seed=seed, odds=case.odds, ran=ran,
+                    expect_errors=True, group_timeout=LIMIT,
                 )  # fmt: skip
             except RankFailure as failure:
                 return Found(case, "hung, or changed what was under way", str(failure), ran)
+            outcome, words = _judged(outcomes, before)
+            left = sorted(os.listdir(f"{folder}/saved")) if os.path.isdir(f"{folder}/saved") else []
+            if outcome.startswith((SAME, "named")):
+                if all(isinstance(each, dict) for each in outcomes) and any(".saving-" in name for name in left):
+                    outcome, words = "half a checkpoint stays", f"{left}"
+                elif not outcome.startswith(SAME) or case.faults in ("disk", "power"):
+                    if case.faults == "power":
+                        ran.disk.lose(folder, seed)
+                    outcome, words = _goes_on(case, folder, saved, before, outcome)
     finally:
         for each, level in zip(loggers, levels, strict=True):
             each.setLevel(level)
-    return Found(case, *_judged(outcomes, alone), ran)
+    return Found(case, outcome, words, ran)
+
+
+def _goes_on(case: Case, folder: str, saved: dict[int, int], before: list[Any], outcome: str) -> tuple[str, str]:
+    """A new run takes up what this one has left."""
+    known = max(saved.values(), default=-1)
+    try:
+        later = run(case.settings.ranks, _train, case.settings, folder, {}, resume=True, group_timeout=LIMIT)
+    except RankFailure as failure:
+        return "nothing goes on after it", str(failure)
+    if any("ended" in each for each in later):
+        return "nothing goes on after it", f"{later}"
+    if known >= 0 and later[0]["begun"] < known:
+        return "a checkpoint is lost", f"step {known} was saved, and a new run begins after {later[0]['begun']}"
+    then, words = _judged(later, before)
+    return (outcome, "") if then.startswith(SAME) else (f"after it: {then}", words)
 
 
 def _judged(outcomes: list[Any], alone: list[dict[str, Any]]) -> tuple[str, str]:
     left = [each for each in outcomes if isinstance(each, Raised) and each.type != "Died"]
-    if raised := [each for each in left if not each.isa("Error")]:
-        return "not named", "\n".join(f"{each.type}: {each.message}\n{each.traceback}" for each in raised)
-    cases = [each for each in outcomes if isinstance(each, dict)]
     if left:
-        return "named before the first step", ""
-    if not cases:
-        return "named by nobody: no rank is left", ""
-    for each, before in zip(outcomes, alone, strict=True):
-        if isinstance(each, dict) and "bits" in each:
-            want, got = before["bits"], each.pop("bits")
-            each["differs"] = [name for name in want if not torch.equal(got[name], want[name])]
-            held = each.pop("held")
-            each["leaks"] = [(what, held.get(what), before["held"].get(what)) for what in sorted({*held, *before["held"]})
+        return "not named", "\n".join(f"{each.type}: {each.message}\n{each.traceback}" for each in left)
+    cases = []
+    for outcome, before in zip(outcomes, alone, strict=True):
+        if not isinstance(outcome, dict):
+            continue
+        cases.append(case := dict(outcome))
+        if "bits" in case:
+            want, got = before["bits"], case.pop("bits")
+            case["differs"] = [name for name in want if not torch.equal(got[name], want[name])]
+            held = case.pop("held")
+            # Which units stay gathered follows from the order of gathers, which an exception ends, and a load.
+            states = sorted(
+                {*held, *before["held"]} - ({"gather", "prefetch"} if case["errors"] or case["begun"] else set())
+            )
+            case["leaks"] = [(what, held.get(what), before["held"].get(what)) for what in states
                              if held.get(what) != before["held"].get(what)]  # fmt: skip
-    return interrupts.judged(cases)
+    return interrupts.judged(cases) if cases else ("named by nobody: no rank is left", "")

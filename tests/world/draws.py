@@ -16,12 +16,21 @@ SHOWN = 40  # events that are kept in words
 
 @dataclass(frozen=True)
 class Odds:
-    """How probable is what a seed draws, at each point at which a rank could hand on the baton.
+    """How probable is what a seed draws.
 
-    hand_on: it does so though it need not. late: for how many points a message that could land stays away, one of these
-    for each message; NEVER is until it is waited for or nobody can go on. rush: the clock goes on to the end of the next
-    wait though ranks could go on. collect: garbage is collected. end: the rank ends, as by kill -9.
-    interrupt: `KeyboardInterrupt`; at each line of zeroshard's, not at points. most: interrupts in all.
+    At each point at which a rank could hand on the baton
+        hand_on: it does so though it need not. rush: the clock goes on to the end of the next wait though ranks could go
+        on. collect: garbage is collected. end: the rank ends, as by kill -9. pause: it does nothing for one of `pauses`
+        virtual seconds, and answers nobody, or only its main thread does nothing.
+    At each line of zeroshard's
+        interrupt: `KeyboardInterrupt`. sweep: garbage is collected.
+    inside: garbage is collected inside a copy of a container that `ranks/`, `engine/`, `tiers/` or `checkpoint/` makes.
+    memory: at each allocation of a tensor there, that there is none left.
+    At each call of a file or folder by `checkpoint/` or `tiers/`
+        disk: it fails. short: a write takes fewer bytes. power: all ranks end at once, and with them what is not on disk.
+
+    late: for how many points a message that could land stays away, one of these for each message; NEVER is until it is
+    waited for or nobody can go on. most: faults in all; collections are none.
     """
 
     hand_on: float = 0.1
@@ -29,7 +38,15 @@ class Odds:
     rush: float = 0.0
     collect: float = 0.0
     end: float = 0.0
+    pause: float = 0.0
+    pauses: tuple[float, ...] = (1, 10, 25, 60, 300)
     interrupt: float = 0.0
+    sweep: float = 0.0
+    inside: float = 0.0
+    memory: float = 0.0
+    disk: float = 0.0
+    short: float = 0.0
+    power: float = 0.0
     most: int = 2
 
 
@@ -42,9 +59,10 @@ class Draws:
         self._random = random.Random(seed)
         self._digest = hashlib.sha256()
         self.events: deque[str] = deque(maxlen=SHOWN)
+        self.before: tuple[str, ...] = ()  # the last ones before what may be a failure
         self.struck: list[str] = []  # faults
-        self._interrupted = 0
-        self.lines = self._gap()  # of zeroshard's until the next interrupt
+        self.armed = True  # do faults strike?
+        self._until = {"interrupt": self._gap(odds.interrupt), "sweep": self._gap(odds.sweep)}  # lines of zeroshard's
 
     def chance(self, probability: float) -> bool:
         return self.seed is not None and probability > 0 and self._random.random() < probability
@@ -57,24 +75,45 @@ class Draws:
         """Points for which a message stays away once it could land."""
         return self._lateness if self.seed is None else self._random.choice(self.odds.late)
 
-    def interrupts(self) -> bool:
-        """A line of zeroshard's begins: is it interrupted?"""
-        self.lines -= 1
-        if self.lines > 0:
-            return False
-        self._interrupted += 1
-        self.lines = self._gap() if self._interrupted < self.odds.most else NEVER
-        return True
+    def strikes(self, probability: float) -> bool:
+        """Does a fault strike?"""
+        return self.armed and len(self.struck) < self.odds.most and self.chance(probability)
 
-    def _gap(self) -> float:
-        if self.seed is None or not self.odds.interrupt:
+    @property
+    def collects(self) -> bool:
+        """Is garbage collected?"""
+        return self.seed is not None and self.odds.collect + self.odds.sweep + self.odds.inside > 0
+
+    @property
+    def at_lines(self) -> bool:
+        """Is anything drawn at lines of zeroshard's?"""
+        return self.seed is not None and self.odds.interrupt + self.odds.sweep > 0
+
+    def line(self) -> str:
+        """A line of zeroshard's begins: what happens there, if anything does."""
+        for what in self._until:
+            self._until[what] -= self.armed
+            if self._until[what] <= 0:
+                self._until[what] = self._gap(getattr(self.odds, what))
+                if what == "sweep" or len(self.struck) < self.odds.most:
+                    return what
+        return ""
+
+    def _gap(self, probability: float) -> float:
+        if self.seed is None or not probability:
             return NEVER
-        return 1 + int(math.log(1 - self._random.random()) / math.log(1 - self.odds.interrupt))
+        return 1 + int(math.log(1 - self._random.random()) / math.log(1 - probability))
 
     def note(self, words: str) -> None:
         """An event of the schedule: the same seed makes the same events in the same order."""
         self._digest.update(f"{words}\n".encode())
         self.events.append(words)
+
+    def fails(self, words: str, kind: str) -> None:
+        """What may be a failure, in words that need not be the same from the same seed; its kind is."""
+        self.note(kind)
+        self.events.append(words)
+        self.before = self.before or tuple(self.events)
 
     def strike(self, words: str) -> None:
         self.struck.append(words)

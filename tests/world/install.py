@@ -1,15 +1,18 @@
 """What asks which rank it is, for as long as a world runs; outside of its threads all of it is as before.
 
 torch.distributed   its globals, the making of groups, and how ranks that torchrun started meet: `group.py`
-zeroshard           `time`, `threading` and `select` of each module that waits; and whom `watch.py` asks
+zeroshard           `time`, `threading`, `select`, futures and threads of each module that waits, whom `watch.py` asks, and
+                    where a seed can bring a fault: calls of files, allocations of tensors, copies of containers
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import inspect
 import os
 import select
+import shutil
 import signal
 import sys
 import threading
@@ -17,12 +20,15 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from zeroshard import api as _api  # noqa: F401  (with it all modules of zeroshard that wait)
 from zeroshard.ranks import groups, watch
 
+from . import disk
+from .draws import Draws
 from .group import Group
 from .rank import GONE, SILENT
 from .schedule import Task, here
@@ -86,7 +92,73 @@ class _Thread:
             self._of.schedule.wait(lambda: other.done, timeout, f"waits for its thread {self.name}")
 
 
+class _Future(concurrent.futures.Future[Any]):
+    """What a thread of a rank's pool is to answer."""
+
+    def result(self, timeout: float | None = None) -> Any:
+        self._wait()
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._wait()
+        return super().exception(timeout)
+
+    def _wait(self) -> None:
+        if (task := here()) is not None and not task.schedule.wait(self.done, None, "waits for a thread of its pool"):
+            raise RuntimeError("the world ended before it came")
+
+
+class _Pool:
+    """A pool of threads of a rank: one for each call."""
+
+    def __init__(self, of: Task) -> None:
+        self._of, self._futures = of, list[_Future]()
+
+    def submit(self, call: Callable[..., Any], *args: Any) -> _Future:
+        future = _Future()
+
+        def work() -> None:
+            try:
+                future.set_result(call(*args))
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._futures = [*(each for each in self._futures if not each.done()), future]
+        Task(self._of.schedule, self._of.rank, work, f"a thread of rank {self._of.rank.number}")
+        return future
+
+    def map(self, call: Callable[..., Any], things: Any) -> Iterator[Any]:
+        futures = [self.submit(call, each) for each in things]
+        return (future.result() for future in futures)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        for future in self._futures if wait and here() is not None else ():
+            future.exception()
+
+
+def _pool(*args: Any, **named: Any) -> Any:
+    task = here()
+    return concurrent.futures.ThreadPoolExecutor(*args, **named) if task is None else _Pool(task)
+
+
+class _Futures(_Else):
+    def wait(self, futures: Any) -> None:
+        for future in futures:
+            future.exception()
+
+
+class _Concurrent(_Else):
+    futures = _Futures(concurrent.futures)
+
+
 class _Threading(_Else):
+    def enumerate(self) -> list[Any]:
+        """The threads of this rank, not of the process."""
+        task = here()
+        if task is None:
+            return threading.enumerate()
+        return [each for each in task.schedule.tasks if each.rank is task.rank and not each.done]
+
     def Thread(self, target: Any = None, name: str = "", args: Any = (), daemon: Any = None) -> Any:
         task = here()
         if task is None or name == "watch":  # which waits for questions on a socket, where nobody asks
@@ -217,13 +289,101 @@ def _not_inside(plain: Callable[..., Any]) -> Callable[..., Any]:
     return refused
 
 
-def _places() -> Iterator[tuple[Any, str, Any]]:
-    shims = [(time, _Time(time)), (threading, _Threading(threading)), (select, _Select(select))]
+class _Copied(type):
+    """The class of what stands for `tuple`, `list`, `set` or `dict` where copies are made."""
+
+    plain: Any
+
+    def __call__(cls, *args: Any, **named: Any) -> Any:
+        task = here()
+        if task is None or not args or task.schedule.draws.odds.inside == 0:
+            return cls.plain(*args, **named)
+        return cls.plain(_walked(args[0], f"a {cls.plain.__name__}"), **named)
+
+    def __instancecheck__(cls, thing: Any) -> bool:
+        return isinstance(thing, cls.plain)
+
+    def __subclasscheck__(cls, other: Any) -> bool:
+        return issubclass(other, cls.plain)
+
+    def __getitem__(cls, of: Any) -> Any:
+        return cls.plain[of]
+
+    def __getattr__(cls, name: str) -> Any:
+        return getattr(cls.plain, name)
+
+
+def _walked(things: Any, where: str) -> Any:
+    """As C walks through it: it begins, and then allocates, which is where the collector may run."""
+    task = here()
+    assert task is not None
+    if isinstance(things, dict):  # copied as one
+        task.schedule.collects(where)
+        return things
+    walk = iter(things)
+    task.schedule.collects(where)
+    return walk
+
+
+def _copied(plain: Any) -> Any:
+    return _Copied(plain.__name__, (), {"plain": plain})
+
+
+def _sorted(things: Any, **named: Any) -> list[Any]:
+    if here() is None:
+        return sorted(things, **named)
+    return sorted(_walked(things, "a sorted list"), **named)
+
+
+_COPIES = {**{plain.__name__: _copied(plain) for plain in (tuple, list, set, dict)}, "sorted": _sorted}
+_ALLOCATE = ("empty", "zeros", "empty_like", "zeros_like", "cat", "empty_strided", "full")
+
+
+class _Torch(_Else):
+    """torch where memory may be wanting."""
+
+    def __getattr__(self, name: str) -> Any:
+        plain = getattr(self._plain, name)
+        return _allocates(name, plain) if name in _ALLOCATE else plain
+
+
+def _allocates(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **named: Any) -> Any:
+        task = here()
+        if task is not None and task.main:
+            caller = sys._getframe(1).f_code.co_name
+            if task.schedule.strikes(task.schedule.draws.odds.memory, f"has no memory for torch.{name} in {caller}"):
+                raise MemoryError(f"drawn: torch.{name} in {caller}")
+        return plain(*args, **named)
+
+    return call
+
+
+def _places(draws: Draws) -> Iterator[tuple[Any, str, Any]]:
+    shims = [(time, _Time(time)), (threading, _Threading(threading)), (select, _Select(select)),
+             (concurrent, _Concurrent(concurrent))]  # fmt: skip
     for name, module in list(sys.modules.items()):
-        if name.startswith("zeroshard."):
-            for plain, shim in shims:
-                if vars(module).get(plain.__name__) is plain:
-                    yield module, plain.__name__, shim
+        if not name.startswith("zeroshard."):
+            continue
+        room, held = name.split(".")[1], vars(module)
+        for plain, shim in shims:
+            if held.get(plain.__name__) is plain:
+                yield module, plain.__name__, shim
+        if held.get("ThreadPoolExecutor") is concurrent.futures.ThreadPoolExecutor:
+            yield module, "ThreadPoolExecutor", _pool
+        if room in ("checkpoint", "tiers") and draws.seed is not None:
+            if held.get("os") is os:
+                yield module, "os", disk.Calls()
+            if held.get("shutil") is shutil:
+                yield module, "shutil", disk.Calls()
+            yield module, "open", disk.opens
+        if room in ("ranks", "engine", "tiers", "checkpoint") and draws.seed is not None:
+            if draws.odds.memory and held.get("torch") is torch:
+                yield module, "torch", _Torch(torch)
+            # Not where a type is compared with the class itself.
+            if draws.odds.inside and name not in ("zeroshard.engine.undo", "zeroshard.engine.options"):
+                for copied, shim in _COPIES.items():
+                    yield module, copied, shim
     yield os, "_exit", _ends(os._exit)
     yield os, "kill", _kills(os.kill)
     yield os, "fork", _not_inside(os.fork)
@@ -235,10 +395,20 @@ def _places() -> Iterator[tuple[Any, str, Any]]:
     yield c10d, "rendezvous", _rendezvous(c10d.rendezvous)
 
 
+_NOTHING = object()
+
+
+def _put_back(module: Any, name: str, value: Any) -> None:
+    if value is _NOTHING:
+        delattr(module, name)
+    else:
+        setattr(module, name, value)
+
+
 @contextlib.contextmanager
-def installed() -> Iterator[None]:
+def installed(draws: Draws) -> Iterator[None]:
     with contextlib.ExitStack() as undo:
-        for module, name, value in list(_places()):
-            undo.callback(setattr, module, name, getattr(module, name))
+        for module, name, value in list(_places(draws)):
+            undo.callback(_put_back, module, name, getattr(module, name, _NOTHING))
             setattr(module, name, value)
         yield

@@ -52,6 +52,7 @@ class Rank:
         self.number = number
         self.world: Any = None
         self.away = ""  # GONE or SILENT
+        self.until = 0.0  # when it wakes, where it is SILENT for a while
         self.registers = Registers()
         self.registers.environment = dict(self.registers.environment)
         self.registers.filters = [("default", None, Warning, None, 0)]

@@ -15,13 +15,16 @@ import torch.distributed as dist
 
 from ranks import failures, worker
 from zeroshard.checkpoint.saving import Saving
+from zeroshard.ranks import transport
 
+from .disk import Disk
 from .draws import Draws, Odds
 from .group import Store
 from .install import installed
 from .rank import GONE, Rank, Registers
 from .schedule import Schedule, Task, Unwind, here
 
+BUSY = 20  # times as long as what the processor is needed for a run may take where others need it too
 LEFT = 5.0  # seconds that threads have to end once a run is over
 
 
@@ -32,6 +35,7 @@ class World:
         self.size, self.strict = size, strict
         self.schedule = Schedule(draws)
         self.store = Store(self)
+        self.disk = Disk()
         self.flights: dict[Any, Any] = {}  # collectives to which not all of their ranks have come
         self.complaints: list[str] = []
         self.ranks = [Rank(number) for number in range(size)]
@@ -40,7 +44,7 @@ class World:
 
     def complain(self, what: str) -> None:
         self.complaints.append(what)
-        self.schedule.draws.note(what)
+        self.schedule.draws.fails(what, what)
 
 
 class Ran:
@@ -48,6 +52,8 @@ class Ran:
 
     digest = ""  # of the schedule
     events: tuple[str, ...] = ()  # the last ones
+    before: tuple[str, ...] = ()  # the last ones before what may be a failure, if anything was
+    disk: Disk  # and what is not written there
     struck: tuple[str, ...] = ()  # faults that were drawn
     hand_overs = 0
     clock = 0.0  # virtual seconds
@@ -69,7 +75,7 @@ def run(
 ) -> list[Any]:
     """Call `fn(*args, **kwargs)` on ranks 0..world-1 and return their values in rank order. As `ranks.run`, but for:
 
-    group_timeout: in virtual seconds. timeout: in real ones, of the whole run.
+    group_timeout: in virtual seconds. timeout: in real ones of the processor, of the whole run.
     strict: what has not landed is poisoned, what is under way is checked, and messages land as late as they may.
     seed, odds: what is drawn, and how probable it is. ran: where to note what the run was.
     """
@@ -85,14 +91,17 @@ def run(
         return fn(*args, **kwargs)
 
     late = ""
-    with installed(), _apart():
+    with installed(draws), _apart(collects=draws.collects):
         for rank in made.ranks:
             Task(schedule, rank, lambda rank=rank: process(rank), f"rank {rank.number}", main=True)
         mains = schedule.tasks[:]
         schedule.start()
         try:
-            if not schedule.ended.wait(timeout):
-                late = f"no end within {timeout:g} s: {schedule.words()}"
+            worked, begun = time.process_time(), time.monotonic()
+            while not schedule.ended.wait(0.5):  # the machine may be busy with something else
+                if time.process_time() - worked > timeout or time.monotonic() - begun > BUSY * timeout:
+                    late = f"no end within {timeout:g} s: {schedule.words()}"
+                    break
         finally:
             if not schedule.ended.is_set():
                 _stop(schedule)
@@ -100,6 +109,7 @@ def run(
                 task.thread.join(LEFT)
     if ran is not None:
         ran.digest, ran.events, ran.struck = draws.digest, tuple(draws.events), tuple(draws.struck)
+        ran.before, ran.disk = draws.before, made.disk
         ran.hand_overs, ran.clock = schedule.hand_overs, schedule.clock
     outcomes = [_outcome(task, late, schedule.stuck) for task in mains]
     for task in mains:
@@ -141,17 +151,26 @@ def _open(world: World, rank: Rank, group: bool | str, limit: float) -> None:
 class _apart:
     """This process is as it was after the run, whatever the ranks did to what it has one of."""
 
+    def __init__(self, *, collects: bool) -> None:
+        self._freezes = collects
+
     def __enter__(self) -> None:
         assert here() is None, "a world inside a rank of another one"
         self._registers, self._hook, self._collects = Registers(), sys.excepthook, gc.isenabled()
         self._untold = Saving._untold[:]
+        self._holding = dict(transport._holding)
+        transport._holding.clear()
         gc.collect()
+        if self._freezes:
+            gc.freeze()  # what was there before need not be looked at: that takes 0.2 s each time
         gc.disable()  # when garbage is collected is the seed's to say
 
     def __exit__(self, *_: object) -> None:
         self._registers.load()
         sys.excepthook = self._hook
         Saving._untold[:] = self._untold
+        transport._holding.clear()
+        transport._holding.update(self._holding)
         gc.collect()
         if self._collects:
             gc.enable()

@@ -22,7 +22,7 @@ import torch
 import zeroshard
 
 from .draws import NEVER, Draws
-from .rank import GONE, Rank
+from .rank import GONE, SILENT, Rank
 
 QUIET = 1.0  # virtual seconds in which nothing happens, after which the ranks count as waiting for each other
 LONGEST = 0.003  # virtual seconds that a message which could land stays away while ranks sleep
@@ -55,6 +55,7 @@ class Task:
     ) -> None:
         self.schedule, self.rank, self.name, self.main = schedule, rank, name, main
         self.waits: Wait | None = None
+        self.stands_still = 0.0  # until then
         self.done = False
         self.value: Any = None
         self.error: BaseException | None = None
@@ -62,7 +63,7 @@ class Task:
         self._baton = threading.Lock()
         self._baton.acquire()
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
-        schedule.tasks.append(self)
+        schedule.tasks[:] = [*(each for each in schedule.tasks if each.main or not each.done), self]
         self.thread.start()
 
     def go(self) -> None:
@@ -74,7 +75,7 @@ class Task:
         self._baton.acquire()
 
     def able(self, clock: float) -> bool:
-        if self.done or self.rank.away:
+        if self.done or self.rank.away or self.stands_still > clock:
             return False
         return self.waits is None or clock >= self.waits.until or self.waits.ready()
 
@@ -105,6 +106,9 @@ class Task:
             self.value = self._call()
         except BaseException as error:
             self.error = error
+            if not isinstance(error, Unwind):
+                kind = f"{self.name} raises {type(error).__name__}"
+                self.schedule.draws.fails(f"{kind}: {error}", kind)
         finally:
             sys.settrace(None)
             self._call = None
@@ -186,6 +190,34 @@ class Schedule:
         else:
             self._give(task)
 
+    def tell(self, words: str) -> None:
+        """An event, in words of the running thread's own."""
+        if (me := here()) is not None and me is self.current:
+            self.draws.note(f"{me.name} {words}")
+
+    def collects(self, where: str) -> None:
+        """The running thread copies a container."""
+        me = here()
+        if me is None or self.over or me is not self.current or self._within:
+            return
+        if self.draws.chance(self.draws.odds.inside):
+            self._collect(me, f"inside a copy in {where}")
+
+    def strikes(self, probability: float, what: str) -> bool:
+        """Does a fault strike the running thread here?"""
+        me = here()
+        if me is None or self.over or me is not self.current or self._within or not self.draws.strikes(probability):
+            return False
+        self.draws.strike(f"{me.name} {what}")
+        return True
+
+    def lose_power(self) -> None:
+        """All ranks end."""
+        for task in self.tasks:
+            task.rank.away = GONE
+        if (me := here()) is not None:
+            self._hand_on(me)
+
     def leave(self, rank: Rank, away: str) -> None:
         """A rank is gone or silent from now on: nobody hears of it any more."""
         rank.away = away
@@ -222,18 +254,20 @@ class Schedule:
             task.rank.registers.load()
         self.holder, self.current = task.rank, task
         self.hand_overs += 1
-        self.draws.note(f"{self.clock:.4f} s: {task.name} goes on")
+        why = f", which {task.waits.why}" if task.waits else ""
+        self.draws.note(f"{self.clock:.4f} s: {task.name} goes on{why}")
         task.go()
 
     def _next(self) -> Task | None:
         """Who goes on; None where nobody is left, or nobody ever could."""
         while True:
+            self._wake()
             self._deliver()
             if self.draws.chance(self.draws.odds.rush) and (then := self._soonest(messages=False)) < NEVER:
                 self.clock = then
             if able := [task for task in self._in_turn() if task.able(self.clock)]:
                 return self.draws.one_of(able)
-            if not any(not (task.done or task.rank.away) for task in self.tasks):
+            if all(task.done or (task.rank.away and not task.rank.until) for task in self.tasks):
                 return None
             then = self._soonest()
             due = [each for each in self.flying if each.landable() and (each.wanted or then > each.since + LONGEST)]
@@ -245,13 +279,23 @@ class Schedule:
             else:
                 self._pass_time(then)
 
+    def _wake(self) -> None:
+        for task in self.tasks:
+            rank = task.rank
+            if rank.until and rank.until <= self.clock:
+                rank.until, rank.away = 0.0, "" if rank.away == SILENT else rank.away
+                self.moves()
+                self.draws.note(f"{self.clock:.4f} s: rank {rank.number} is awake again")
+
     def _in_turn(self) -> list[Task]:
         at = self.tasks.index(self.current) + 1 if self.current in self.tasks else 0
         return self.tasks[at:] + self.tasks[:at]
 
     def _soonest(self, *, messages: bool = True) -> float:
         """When the next wait ends by itself."""
-        waits = [task.waits.until for task in self.tasks if task.waits and not (task.done or task.rank.away)]
+        here = [task for task in self.tasks if not task.done]
+        waits = [task.waits.until for task in here if task.waits and not task.rank.away]
+        waits += [max(task.rank.until, task.stands_still) for task in here]
         dies = [each.dies for each in self.flying] if messages else []
         return min((each for each in waits + dies if each > self.clock), default=NEVER)
 
@@ -291,27 +335,48 @@ class Schedule:
         if me.main and sys.gettrace() is None:
             self.trace_lines()  # the interpreter drops what has raised
         if draws.chance(odds.collect):
-            draws.note(f"{me.name} collects garbage")
-            self._within = True
-            try:
-                gc.collect()
-            finally:
-                self._within = False
-        if me.main and not any(task.rank.away for task in self.tasks) and draws.chance(odds.end):
+            self._collect(me, f"where it {where}")
+        if not me.main or any(task.rank.away for task in self.tasks):
+            return
+        if draws.strikes(odds.end):
             draws.strike(f"rank {me.rank.number} ends where it {where}")
             self.leave(me.rank, GONE)
+        if draws.strikes(odds.pause):
+            seconds, silent = draws.one_of(odds.pauses), draws.one_of((True, False))
+            what = "is stopped" if silent else "stands still"
+            draws.strike(f"rank {me.rank.number} {what} for {seconds:g} virtual seconds where it {where}")
+            if silent:
+                me.rank.until = self.clock + seconds
+                self.leave(me.rank, SILENT)
+            else:
+                me.stands_still = self.clock + seconds
+                self._hand_on(me)
+
+    def _collect(self, me: Task, where: str) -> None:
+        self.draws.note(f"{me.name} collects garbage {where}")
+        self._within = True
+        try:
+            gc.collect()
+        finally:
+            self._within = False
 
     def trace_lines(self) -> None:
-        """Interrupt this thread at drawn lines of zeroshard's."""
-        if not self.draws.odds.interrupt or self.draws.seed is None:
+        """Interrupt this thread, or collect garbage, at drawn lines of zeroshard's."""
+        if not self.draws.at_lines:
             return
         me = here()
 
         def line(frame: Any, event: str, _: Any) -> Any:
-            if event == "line" and me is self.current and not (self.over or self._within) and self.draws.interrupts():
-                place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
-                self.draws.strike(f"rank {me.rank.number} is interrupted at {place}")
-                raise KeyboardInterrupt
+            if event == "line" and me is self.current and not (self.over or self._within):
+                what = self.draws.line()
+                place = (
+                    f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}" if what else ""
+                )
+                if what == "sweep":
+                    self._collect(me, f"at {place}")
+                elif what:
+                    self.draws.strike(f"rank {me.rank.number} is interrupted at {place}")
+                    raise KeyboardInterrupt
             return line
 
         def call(frame: Any, event: str, _: Any) -> Any:

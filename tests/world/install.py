@@ -377,13 +377,14 @@ def _places(draws: Draws) -> Iterator[tuple[Any, str, Any]]:
             if held.get("shutil") is shutil:
                 yield module, "shutil", disk.Calls()
             yield module, "open", disk.opens
-        if room in ("ranks", "engine", "tiers", "checkpoint") and draws.seed is not None:
-            if draws.odds.memory and held.get("torch") is torch:
-                yield module, "torch", _Torch(torch)
-            # Not where a type is compared with the class itself.
-            if draws.odds.inside and name not in ("zeroshard.engine.undo", "zeroshard.engine.options"):
-                for copied, shim in _COPIES.items():
-                    yield module, copied, shim
+        rooms = ("ranks", "engine", "tiers", "checkpoint")
+        if draws.odds.memory and room in (*rooms, "device") and held.get("torch") is torch:
+            yield module, "torch", _Torch(torch)
+        # Not where a type is compared with the class itself.
+        compared = name in ("zeroshard.engine.undo", "zeroshard.engine.options")
+        if room in rooms and draws.seed is not None and draws.odds.inside and not compared:
+            for copied, shim in _COPIES.items():
+                yield module, copied, shim
     yield os, "_exit", _ends(os._exit)
     yield os, "kill", _kills(os.kill)
     yield os, "fork", _not_inside(os.fork)

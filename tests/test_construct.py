@@ -452,10 +452,10 @@ def test_rank_0s_weights_and_buffers_count():
 # ---------------------------------------------------------------------------------------------------------- process groups
 
 
-def in_group(make, want):
+def in_group(make, want, stages=STAGES):
     """Train inside what `make` gives; the ranks outside are refused. Returns what differs."""
     comm, members = make()
-    for stage in STAGES:
+    for stage in stages:
         model = mlp()
         optimizer = adamw(model)
         if ranks.rank() not in members:
@@ -495,11 +495,11 @@ GROUPS = {"default": default_group, "world": world_group, "subgroup": subgroup, 
 
 @pytest.mark.row(62)
 @pytest.mark.parametrize("name", GROUPS)
-def test_groups(name):
+def test_groups(name, stage):
     """The default group, a group or a 1-D DeviceMesh passed in, a subgroup of the ranks, a group of one: the weights of
     plain PyTorch at that many ranks; ranks outside are refused."""
     want = plain({"subgroup": 2, "alone": 1}.get(name, 3))
-    ranks.run(3, in_group, GROUPS[name], want)
+    ranks.run(3, in_group, GROUPS[name], want, stages=(stage,))
 
 
 def of_a_mesh(want):

@@ -192,10 +192,10 @@ CASES = [
 ]
 
 
-def trained(build, setting, want, warm=0, steps=3):
+def trained(build, setting, want, warm=0, steps=3, stages=STAGES):
     """{(stage, layout): difference}, of those that differ, after `steps` steps."""
     found = {}
-    for stage in STAGES:
+    for stage in stages:
         for layout in (Layout(), Layout(bucket_mib=0.0005)):
             model = BUILD[build]()
             optimizer = OPTIMIZERS["adamw"](model.parameters())
@@ -224,7 +224,7 @@ def models_gradients(model, apart, step):
 
 @pytest.mark.row(20)
 @pytest.mark.parametrize(("build", "setting"), CASES, ids=lambda each: each)
-def test_every_state_has_the_dtype_it_was_given(build, setting):
+def test_every_state_has_the_dtype_it_was_given(build, setting, stage):
     """Weights and masters after 3 steps on 3 ranks, at every stage and in one or many buckets, are those of the
     definition with the same parameter, reduction, gradient and master dtypes."""
     apart = Plain(BUILD[build](), OPTIMIZERS["adamw"], 3, SETTINGS[setting])
@@ -233,7 +233,7 @@ def test_every_state_has_the_dtype_it_was_given(build, setting):
         apart.average()
         apart.optimizer.step()
         apart.write_back()
-    assert ranks.run(3, trained, build, setting, apart.found()) == [{}] * 3
+    assert ranks.run(3, trained, build, setting, apart.found(), stages=(stage,)) == [{}] * 3
 
 
 @pytest.mark.full
@@ -521,9 +521,9 @@ def scaled_plain(world, kind, how):
     return apart.found() | {"scales": scales, "steps": steps}
 
 
-def scaled(kind, how, want):
+def scaled(kind, how, want, stages=STAGES):
     found = {}
-    for stage in STAGES:
+    for stage in stages:
         model = BUILD["fp16"]()
         optimizer = OPTIMIZERS[kind](model.parameters())
         zero = zeroshard.shard(model, optimizer, stage=stage)
@@ -561,14 +561,14 @@ def scaled(kind, how, want):
     ids=lambda each: each,
 )
 @pytest.mark.parametrize("world", [1, 2, 3], ids=lambda world: f"ranks{world}")
-def test_grad_scaler_unmodified(world, kind, how):
+def test_grad_scaler_unmodified(world, kind, how, stage):
     """torch.amp.GradScaler with and without `unscale_`, with clipping after it, and with the fused step that unscales
     itself: overflows on one rank skip the step on all; scales, steps taken, weights and masters are plain PyTorch's."""
     want = scaled_plain(world, kind, how)
     assert len(set(want["scales"])) > 2  # the script both grows and backs off
     if kind != "fused":
         assert want["steps"] == [0, 2, 3, 6, 7]
-    assert ranks.run(world, scaled, kind, how, want) == [{}] * world
+    assert ranks.run(world, scaled, kind, how, want, stages=(stage,)) == [{}] * world
 
 
 def two_optimizers(model_or_masters):
@@ -703,8 +703,8 @@ def test_grad_scaler_where_ranks_hold_different_things(name):
 # ------------------------------------------------------------------------------------------- integers, bools and buffers
 
 
-def integers(want):
-    for stage in STAGES:
+def integers(want, stages=STAGES):
+    for stage in stages:
         for precision in (Precision(), Precision(param_dtype=torch.bfloat16)):
             model = models.build("integers")
             before = {
@@ -727,7 +727,7 @@ def integers(want):
 
 
 @pytest.mark.row(20)
-def test_integers_and_bools_are_untouched():
+def test_integers_and_bools_are_untouched(stage):
     """int and bool parameters and buffers keep dtype and value at every stage, also where floats become bf16."""
     apart = Plain(models.build("integers"), OPTIMIZERS["adamw"], 3)
     for step in range(3):
@@ -735,7 +735,7 @@ def test_integers_and_bools_are_untouched():
         apart.average()
         apart.optimizer.step()
         apart.write_back()
-    ranks.run(3, integers, apart.found()["weights"])
+    ranks.run(3, integers, apart.found()["weights"], stages=(stage,))
 
 
 # -------------------------------------------------------------------------------------------------------------- autocast
@@ -746,9 +746,9 @@ def under_autocast(name, model, batch):
         return models.loss(name, model, batch)
 
 
-def autocast(checkpoint, want):
+def autocast(checkpoint, want, stages=STAGES):
     found = {}
-    for stage in STAGES:
+    for stage in stages:
         model = models.build("gpt", hidden=12, layers=2, checkpoint=checkpoint)
         optimizer = OPTIMIZERS["adamw"](model.parameters())
         zero = zeroshard.shard(model, optimizer, stage=stage)
@@ -765,7 +765,7 @@ def autocast(checkpoint, want):
 
 
 @pytest.mark.parametrize("checkpoint", [None, "nonreentrant", "reentrant"])
-def test_autocast_composes(checkpoint):
+def test_autocast_composes(checkpoint, stage):
     """fp32 weights under `torch.autocast(bfloat16)`, recomputed or not, two micro-batches per step and clipping: plain
     PyTorch's bits."""
     model = models.build("gpt", hidden=12, layers=2)
@@ -774,7 +774,7 @@ def test_autocast_composes(checkpoint):
         2, 2, steps=3, clip=0.5, norm=norms.total,
     )  # fmt: skip
     want = reference.weights(model) | {"norms": torch.stack(history.norms)}
-    assert ranks.run(2, autocast, checkpoint, want) == [{}] * 2
+    assert ranks.run(2, autocast, checkpoint, want, stages=(stage,)) == [{}] * 2
 
 
 # ------------------------------------------------------------------------------------------------------------ cast_inputs

@@ -1,13 +1,15 @@
-"""Write the lists of files in architecture.md and CONTRIBUTING.md from the modules' docstrings. `make docs` runs it."""
+"""Write lists into documents: files from their docstrings, settings that do not go together. `make docs` runs it."""
 
 from __future__ import annotations
 
 import ast
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "zeroshard"
 ARCHITECTURE, CONTRIBUTING = ROOT / "docs" / "architecture.md", ROOT / "CONTRIBUTING.md"
+GUIDE = ROOT / "docs" / "guide.md"
 
 # The core, in the order in which to read it: a file imports only what stands above it.
 ORDER = (
@@ -19,6 +21,7 @@ ORDER = (
     "ranks/shared_memory.py", "ranks/groups.py", "ranks/link.py",
     "ranks/process_team.py", "ranks/process_group.py", "ranks/mesh.py",
     "tiers/pool.py", "tiers/tier.py", "tiers/nvme.py",
+    "engine/refused.py",
     "engine/flat.py", "engine/split.py", "engine/guard.py", "engine/gathered.py", "engine/edits.py", "engine/buffer.py",
     "engine/apart.py", "engine/unit.py", "engine/quantised.py",
     "engine/accumulator.py", "engine/sharded_grad.py", "engine/gradient.py", "engine/finite.py",
@@ -85,6 +88,14 @@ def written(page: Path, content: str) -> str:
     return f"{before}{begin}{content}{end}{after}"
 
 
+def every_refusal() -> str:
+    """The settings that do not go together, from the engine's own table."""
+    sys.path.insert(0, str(PACKAGE.parent))
+    from zeroshard.engine.refused import table
+
+    return table()
+
+
 if __name__ == "__main__":
-    for page, content in ((ARCHITECTURE, every_file()), (CONTRIBUTING, every_room())):
+    for page, content in ((ARCHITECTURE, every_file()), (CONTRIBUTING, every_room()), (GUIDE, every_refusal())):
         page.write_text(written(page, content))

@@ -93,12 +93,13 @@ def test_the_reading_order_names_every_file_of_the_core():
     assert sorted(str(path.relative_to(PACKAGE)) for path in files) == sorted(ORDER)
 
 
-@pytest.mark.parametrize("page", ["architecture", "CONTRIBUTING"])
-def test_lists_of_files_are_what_the_files_say(page):
-    """`make docs` writes them from the modules' docstrings."""
+@pytest.mark.parametrize("page", ["architecture", "CONTRIBUTING", "guide"])
+def test_lists_in_documents_are_what_the_code_says(page):
+    """`make docs` writes them: files from the modules' docstrings, settings that do not go together from their table."""
     path, content = {
         "architecture": (TREE.ARCHITECTURE, TREE.every_file()),
         "CONTRIBUTING": (TREE.CONTRIBUTING, TREE.every_room()),
+        "guide": (TREE.GUIDE, TREE.every_refusal()),
     }[page]
     assert path.read_text() == TREE.written(path, content)
 
@@ -323,7 +324,7 @@ def test_importing_does_not_load_torch(module):
 
 def test_a_stage_is_data():
     """No name of that kind outside the table, the public call and what prints it."""
-    speakers = {"stage.py", "api.py", "sharded.py", "engine/assembly.py", "engine/preflight.py"}
+    speakers = {"stage.py", "api.py", "sharded.py", "engine/refused.py", "engine/assembly.py", "engine/preflight.py"}
     for name in {name for name in ORDER if not name.startswith("checkpoint/")} - speakers:
         nodes = ast.walk(ast.parse((PACKAGE / name).read_text()))
         names = {getattr(node, field, None) for node in nodes for field in ("id", "attr", "arg")}

@@ -34,6 +34,7 @@ from .engine.preflight import Structure, check_trained, refuse_wrapper
 from .engine.quantised import follow_edits, spread
 from .engine.recompute import recompute
 from .engine.reduction import Reduction
+from .engine.refused import refuse, settings
 from .engine.schedule import Schedule, Step
 from .engine.tensor_parallel import mesh_of
 from .engine.undo import Before
@@ -69,7 +70,10 @@ class Engine:
         init: Callable[[nn.Module], None] | None,
         in_backward: bool,
     ) -> None:
-        _, comm = placements(stage, once=offload.once), comm.sharing(once=offload.once)
+        placements(stage)  # refuses what is no stage
+        asked = settings(stage, precision, layout, comm, offload, replicas=comm.replicas or 1, in_backward=in_backward)
+        refuse(asked)
+        comm = comm.sharing(once=offload.once)
         if any(hasattr(tensor, "_zeroshard") for tensor in model.parameters()):
             once = "shard it once, as a whole; zero.unshard() makes model and optimizer plain again, in a notebook say"
             raise UserError("this model, or a part of it, is sharded already", instead=once)
@@ -79,6 +83,7 @@ class Engine:
         self.ledger.begin("init")
         self.group = connect(comm, self.ledger, device, layout.axis, mesh := mesh_of(model, comm))
         self.replicas = self.group.team.seat.replicas
+        refuse(asked._replace(replicas=self.replicas))  # a mesh says how many
         parts = Assembly(model, stage, precision, offload, self.group, mesh, comm.optimizer, in_backward)
         before: Before | None = None if mesh is None else Before(model, optimizers)
         try:

@@ -164,19 +164,7 @@ def placements(stage: int, *, spread: bool = False, once: bool = False, in_backw
     if type(stage) is not int or stage not in STAGES:
         raise UserError("no such ZeRO stage", expected="0, 1, 2 or 3", got=repr(stage), instead="shard(..., stage=3)")
     row = STAGES[stage]
-    if spread and not row.optimizer:
-        raise UserError(
-            "every rank holds the whole optimizer state at stage 0, so it cannot be spread over all of them",
-            got='stage=0, Comm(optimizer="all")',
-            instead="stage=1, 2 or 3",
-        )
-    if once and (spread or not row.optimizer):
-        raise UserError(
-            "one copy of the parameters for all ranks of a host needs one owner on it for each element",
-            expected="stage 1, 2 or 3, whose optimizer states are sharded among the ranks of a replica",
-            got=f"stage={stage}, Offload(parameters='shared')" + ", Comm(optimizer='all')" * spread,
-            instead=f"Offload() with Comm(optimizer='all'), at stage={stage}" if spread else "stage=1, or Offload()",
-        )
+    assert row.optimizer or not (spread or once), "engine/refused.py has refused it"
     row = row._replace(parameters=Degree.RANK) if once else row
     row = row._replace(gradients=row.optimizer) if in_backward else row
     return row._replace(optimizer=Degree.ALL) if spread else row

@@ -117,7 +117,7 @@ class Assembly:
             check_once(self.offload, self.group)
             check_fp8(self.partition, self.offload)
             if self.in_backward:
-                check_in_backward(optimizers, self.precision, self.offload)
+                check_in_backward(optimizers)
             names, policies = [name for name, _ in named], (self.precision, layout, comm, self.offload)
             facts = describe(self.model, self.managed, names, optimizers, policies, self.group.device)
             facts |= {"stage": self.stage, "optimizer_in_backward": self.in_backward}

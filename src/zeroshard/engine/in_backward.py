@@ -17,9 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ..errors import StateError, TierError, UserError
-from ..numerics import Precision
 from ..ranks.transport import Work
-from ..tiers.tier import Offload
 from .accepted import BY_TENSOR, by_bucket
 from .accumulator import Accumulator, Updater
 from .buffer import Buffer
@@ -231,8 +229,8 @@ def _index(buffer: Buffer) -> int:
     return buffer.bucket.index
 
 
-def check_in_backward(optimizers: list[Any], precision: Precision, offload: Offload) -> None:
-    """Refuse settings that need all gradients at once, or that let a rank read weights while another writes them."""
+def check_in_backward(optimizers: list[Any]) -> None:
+    """Refuse optimizers that need all gradients at once, and a call without an optimizer."""
     if not optimizers:
         raise UserError(
             "optimizer_in_backward=True without an optimizer: nothing is stepped",
@@ -247,13 +245,6 @@ def check_in_backward(optimizers: list[Any], precision: Precision, offload: Offl
                 instead="leave optimizer_in_backward=True out, or set elementwise = True if each element is updated by "
                 "itself",
             )
-    if precision.nonfinite != "ignore":
-        raise UserError(
-            "Precision.nonfinite looks at all gradients before a step, and in backward they are used one by one",
-            got=f"nonfinite={precision.nonfinite!r}, optimizer_in_backward=True",
-            instead="one of the two",
-        )
-    offload.check_in_backward()
 
 
 def cover_scalers() -> None:

@@ -21,7 +21,7 @@ from ..layout import Layout, Partition
 from ..numerics import BLOCK, COMPUTED, Precision, as_bytes, dense, parts, simulated
 from ..ranks.agreement import Group
 from ..ranks.comm import Comm
-from ..stage import Degree, Placements
+from ..stage import Placements
 from ..tiers.tier import Offload
 from .options import words
 from .unit import Managed
@@ -122,18 +122,6 @@ def check_split(precision: Precision, partition: Partition, placements: Placemen
             instead='stage 0, 1 or 2, or Offload(optimizer="cpu")'
             if found
             else "Precision(param_dtype=torch.bfloat16, split_master=True)",
-        )
-    if precision.split_master and placements.optimizer is Degree.ALL:
-        raise UserError(
-            "split masters lie beside the parameters that they are halves of, and other ranks have some of these",
-            got='Precision(split_master=True), Comm(optimizer="all")',
-            instead='Comm(optimizer="team"), or whole masters',
-        )
-    if precision.split_master and offload.once:
-        raise UserError(
-            "split masters lie beside parameters of this rank's own, and all ranks of a host have one copy of these",
-            got='Precision(split_master=True), Offload(parameters="shared")',
-            instead="Precision(), with whole masters",
         )
 
 
@@ -241,12 +229,6 @@ def _share(a: Tensor, b: Tensor) -> bool:
 
 def check_settings(partition: Partition, layout: Layout, comm: Comm, precision: Precision) -> None:
     """Refuse settings that contradict each other."""
-    if comm.optimizer == "all" and layout.bounds == "tensor":
-        raise UserError(
-            "what an optimizer updates of a shard is cut between the replicas, and no tensor is to be cut",
-            got='Comm(optimizer="all"), Layout(bounds="tensor")',
-            instead='Comm(optimizer="team"), or Layout(whole=[...]) for what must not be cut',
-        )
     for bucket in (bucket for bucket in partition.buckets if bucket.trainable and not bucket.whole):
         own = getattr(torch, bucket.dtype.removeprefix("torch."))
         updated = precision.of(kept=bucket.kept, fp8=bucket.fp8).master(own)
@@ -259,13 +241,7 @@ def check_settings(partition: Partition, layout: Layout, comm: Comm, precision: 
                 instead="the default align, or Precision() without master_dtype",
             )
     if comm.reduce == "int8":
-        _check_int8(partition, precision)
-    if comm.reduce == "native" and layout.apart:
-        raise UserError(
-            "the backend's reduce-scatter adds up gradients in an order of its own, whatever comes apart",
-            got='Comm(reduce="native"), Layout(apart=True)',
-            instead='Comm(reduce="ordered")',
-        )
+        _check_int8(partition)
     if comm.reduce == "native" and not partition.even:
         raise UserError(
             "the backend's reduce-scatter needs shards of one size",
@@ -275,14 +251,8 @@ def check_settings(partition: Partition, layout: Layout, comm: Comm, precision: 
         )
 
 
-def _check_int8(partition: Partition, precision: Precision) -> None:
+def _check_int8(partition: Partition) -> None:
     """Refuse, by name, what gradients of 8 bits do not go with."""
-    if precision.reduce_dtype is not None:
-        raise UserError(
-            "Precision.reduce_dtype and Comm.reduce both say what gradients are sent as",
-            got=f'Precision(reduce_dtype={precision.reduce_dtype}), Comm(reduce="int8")',
-            instead="one of them",
-        )
     trained = [bucket for bucket in partition.buckets if bucket.trainable]
     if partition.align % BLOCK or any(bound % BLOCK for bucket in trained for bound in bucket.bounds):
         raise UserError(

@@ -15,12 +15,13 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from ..engine.refused import Settings, refuse
 from ..errors import UserError, nearest
 from ..events import NVME
 from ..headroom import PREFETCH
 from ..layout import Bounds, Layout
 from ..ranks.comm import Comm, Over, Reduce, Transport
-from ..stage import STAGES, placements, seat
+from ..stage import STAGES, seat
 from . import from_number, from_shapes, machines, quantities, recipes, states, ways
 from .answer import Plan
 from .asked import Asked, check_in_backward
@@ -136,8 +137,18 @@ def plan(
             got=repr(optimizer_over),
             instead=nearest(optimizer_over, get_args(Over)),
         )
-    if once or spread:
-        placements(1 if stage is None else stage, spread=spread, once=once)  # says which can
+    refuse(
+        Settings(
+            stage=3 if stage is None else stage,
+            replicas=replicas or 1,
+            bounds=str(bounds),
+            reduce=reduce,
+            transport=transport,
+            over=optimizer_over,
+            split_master=precision == "bf16-split",
+            once=once,
+        )
+    )
     over = None if optimizer_over == "team" else optimizer_over
     others = {"replicas": replicas, "optimizer_over": over, "experts": experts}
     sums = None if reduce == "ordered" else reduce
@@ -186,12 +197,6 @@ def plan(
     along = {experts: "edp"} if experts else None
     patterns = None if whole is None else tuple(whole.split(","))
     layout = _given(along=along, align=align, bounds=bounds, bucket_mib=bucket_mib, whole=patterns)
-    if optimizer_over == "all" and bounds == "tensor":
-        raise UserError(
-            "what an optimizer updates of a shard is cut between the replicas, and no tensor is to be cut",
-            got="optimizer_over='all', bounds='tensor'",
-            instead="optimizer_over='team', or whole= for what must not be cut",
-        )
     made = _layout(layout)
     made = made if cluster is None else made.on(accelerator=True)
     if job is not None:

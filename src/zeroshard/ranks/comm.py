@@ -98,12 +98,6 @@ class Comm:
 
     def sharing(self, *, once: bool) -> Comm:
         """Return these settings with shared memory, if there is to be one copy of the parameters per host (`once`)."""
-        if once and self.transport == "gloo":
-            raise UserError(
-                "one copy of the parameters for all ranks of a host lies in memory that they share",
-                got='Offload(parameters="shared"), Comm(transport="gloo")',
-                instead='Comm(transport="shared"), or Offload()',
-            )
         return replace(self, transport="shared") if once else self
 
 

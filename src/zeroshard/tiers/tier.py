@@ -106,19 +106,6 @@ class Offload:
         """True if one copy of the parameters serves all ranks of a host."""
         return self.tiers("parameters") == {SHARED: 1.0}
 
-    def check_in_backward(self) -> None:
-        """Refuse offloaded gradients and shared parameters, with which the optimizer cannot step in backward."""
-        for state, why in (
-            ("gradients", "rest nowhere"),
-            ("parameters", "are read by others while a rank updates them"),
-        ):
-            if (state == "gradients" and self.tiers(state) != {DEVICE: 1.0}) or (state == "parameters" and self.once):
-                raise UserError(
-                    f"with the optimizer in backward {state} {why}",
-                    got=f"Offload({state}={getattr(self, state)!r}), optimizer_in_backward=True",
-                    instead="one of the two",
-                )  # fmt: skip
-
     def tiers(self, state: str) -> dict[str, float]:
         """Return {tier: fraction of the state's bytes}; fractions add up to 1."""
         return fractions(state, getattr(self, state))

@@ -1,0 +1,180 @@
+"""The settings that do not go together: one table, read by `shard`, the planner and the guide. Imports no torch."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..errors import UserError
+from ..events import DEVICE
+from ..layout import BLOCK
+
+if TYPE_CHECKING:
+    from ..layout import Layout
+    from ..numerics import Precision
+    from ..ranks.comm import Comm
+    from ..tiers.tier import Offload
+
+
+class Settings(NamedTuple):
+    """The settings that some other does not go with; each default goes with everything."""
+
+    stage: int = 3
+    replicas: int = 1
+    in_backward: bool = False
+    bounds: str = "unit"
+    align: int = BLOCK
+    apart: bool = False
+    reduce: str = "ordered"
+    transport: str = "auto"
+    over: str = "team"  # Comm.optimizer
+    reduce_dtype: Any = None
+    nonfinite: str = "ignore"
+    split_master: bool = False
+    once: bool = False  # Offload(parameters="shared")
+    gradients: Any = "device"  # Offload.gradients
+
+    @property
+    def spread(self) -> bool:
+        """Tell whether the optimizer's states are cut between several replicas."""
+        return self.over == "all" and self.replicas > 1
+
+
+def settings(stage: int, precision: Precision, layout: Layout, comm: Comm, offload: Offload, **others: Any) -> Settings:
+    """Take from the four policies what may not go together. others: fields of `Settings` that no policy has."""
+    return Settings(
+        stage=stage,
+        bounds=layout.bounds,
+        align=layout.base,
+        apart=layout.apart,
+        reduce=comm.reduce,
+        transport=comm.transport,
+        over=comm.optimizer,
+        reduce_dtype=precision.reduce_dtype,
+        nonfinite=precision.nonfinite,
+        split_master=precision.split_master,
+        once=offload.once,
+        gradients="device" if offload.tiers("gradients") == {DEVICE: 1.0} else offload.gradients,
+        **others,
+    )
+
+
+class Refusal(NamedTuple):
+    """Two settings that do not go together."""
+
+    sides: tuple[str, str]  # as a user writes them; {name} stands for a field of `Settings`
+    when: Callable[[Settings], object]
+    what: str
+    instead: str
+    expected: str | None = None
+
+
+REFUSALS = (
+    Refusal(
+        ("stage=0", 'Comm(optimizer="all")'),
+        lambda s: s.spread and s.stage == 0,
+        "every rank holds the whole optimizer state at stage 0, so it cannot be spread over all of them",
+        "stage=1, 2 or 3",
+    ),
+    Refusal(
+        ("stage=0", 'Offload(parameters="shared")'),
+        lambda s: s.once and s.stage == 0,
+        "one copy of the parameters for all ranks of a host needs one owner on it for each element",
+        "stage=1, or Offload()",
+        "stage 1, 2 or 3, whose optimizer states are sharded among the ranks of a replica",
+    ),
+    Refusal(
+        ('Comm(optimizer="all")', 'Offload(parameters="shared")'),
+        lambda s: s.once and s.spread,
+        "one copy of the parameters for all ranks of a host needs one owner on it for each element",
+        'Comm(optimizer="team"), or Offload()',
+        "optimizer states that are sharded among the ranks of a replica",
+    ),
+    Refusal(
+        ('Comm(transport="gloo")', 'Offload(parameters="shared")'),
+        lambda s: s.once and s.transport == "gloo",
+        "one copy of the parameters for all ranks of a host lies in memory that they share",
+        'Comm(transport="shared"), or Offload()',
+    ),
+    Refusal(
+        ('Comm(optimizer="all")', 'Layout(bounds="tensor")'),
+        lambda s: s.over == "all" and s.bounds == "tensor",
+        "what an optimizer updates of a shard is cut between the replicas, and no tensor is to be cut",
+        'Comm(optimizer="team"), or Layout(whole=[...]) for what must not be cut',
+    ),
+    Refusal(
+        ('Comm(optimizer="all")', "Precision(split_master=True)"),
+        lambda s: s.spread and s.split_master,
+        "split masters lie beside the parameters that they are halves of, and other ranks have some of these",
+        'Comm(optimizer="team"), or whole masters',
+    ),
+    Refusal(
+        ("Precision(split_master=True)", 'Offload(parameters="shared")'),
+        lambda s: s.split_master and s.once,
+        "split masters lie beside parameters of this rank's own, and all ranks of a host have one copy of these",
+        "Precision(), with whole masters",
+    ),
+    Refusal(
+        ('Comm(reduce="native")', "Layout(apart=True)"),
+        lambda s: s.reduce == "native" and s.apart,
+        "the backend's reduce-scatter adds up gradients in an order of its own, whatever comes apart",
+        'Comm(reduce="ordered")',
+    ),
+    Refusal(
+        ('Comm(reduce="int8")', "Precision(reduce_dtype={reduce_dtype})"),
+        lambda s: s.reduce == "int8" and s.reduce_dtype is not None,
+        "Precision.reduce_dtype and Comm.reduce both say what gradients are sent as",
+        "one of them",
+    ),
+    Refusal(
+        ('Comm(reduce="int8")', "Layout(align={align})"),
+        lambda s: s.reduce == "int8" and s.align % BLOCK,
+        f"gradients of 8 bits have a scale for each {BLOCK} elements of a parameter, and no cut may fall inside",
+        f"Layout(align={BLOCK}), the default",
+    ),
+    Refusal(
+        ("optimizer_in_backward=True", "Precision(nonfinite={nonfinite!r})"),
+        lambda s: s.in_backward and s.nonfinite != "ignore",
+        "Precision.nonfinite looks at all gradients before a step, and in backward they are used one by one",
+        "one of the two",
+    ),
+    Refusal(
+        ("optimizer_in_backward=True", "Offload(gradients={gradients!r})"),
+        lambda s: s.in_backward and s.gradients != "device",
+        "with the optimizer in backward gradients rest nowhere",
+        "one of the two",
+    ),
+    Refusal(
+        ("optimizer_in_backward=True", 'Offload(parameters="shared")'),
+        lambda s: s.in_backward and s.once,
+        "with the optimizer in backward parameters are read by others while a rank updates them",
+        "one of the two",
+    ),
+)
+
+
+def refuse(given: Settings) -> None:
+    """Raise `UserError` for the first two of these settings that do not go together."""
+    for row in REFUSALS:
+        if row.when(given):
+            got = ", ".join(row.sides).format(**given._asdict())
+            raise UserError(row.what, expected=row.expected, got=got, instead=row.instead)
+
+
+def table() -> str:
+    """Write the refusals as a table for the guide."""
+    unknown: dict[str, _Any] = defaultdict(_Any)
+    rows = [(*(f"`{side.format_map(unknown)}`" for side in row.sides), row.what, row.instead) for row in REFUSALS]
+    head = ("this", "does not go with", "because", "write instead")
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ("---",) * 4, *rows)) + "\n"
+
+
+class _Any:
+    """A value that a table leaves open."""
+
+    def __format__(self, spec: str) -> str:
+        return "..."
+
+    def __repr__(self) -> str:
+        return "..."

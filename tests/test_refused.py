@@ -1,0 +1,85 @@
+"""Each row of the table of settings that do not go together: refused by name, and only where both are asked for."""
+
+import pytest
+import torch
+
+import zeroshard
+from zeroshard import Comm, Layout, Offload, Precision
+from zeroshard.engine.refused import REFUSALS, Settings, refuse, settings
+from zeroshard.errors import UserError
+
+ALL, ONCE = {"comm": Comm(optimizer="all"), "replicas": 2}, {"offload": Offload(parameters="shared")}
+# for each row what a user asks for: both sides together, and then each of them by itself
+CASES = {
+    ("stage=0", 'Comm(optimizer="all")'): ({"stage": 0}, ALL),
+    ("stage=0", 'Offload(parameters="shared")'): ({"stage": 0}, ONCE),
+    ('Comm(optimizer="all")', 'Offload(parameters="shared")'): (ALL, ONCE),
+    ('Comm(transport="gloo")', 'Offload(parameters="shared")'): ({"comm": Comm(transport="gloo")}, ONCE),
+    ('Comm(optimizer="all")', 'Layout(bounds="tensor")'): (ALL, {"layout": Layout(bounds="tensor")}),
+    ('Comm(optimizer="all")', "Precision(split_master=True)"): (ALL, {"precision": Precision(split_master=True)}),
+    ("Precision(split_master=True)", 'Offload(parameters="shared")'): (
+        {"precision": Precision(split_master=True)},
+        ONCE,
+    ),
+    ('Comm(reduce="native")', "Layout(apart=True)"): (
+        {"comm": Comm(reduce="native")},
+        {"layout": Layout(along={"*.experts.*": "edp"}, apart=True)},
+    ),
+    ('Comm(reduce="int8")', "Precision(reduce_dtype={reduce_dtype})"): (
+        {"comm": Comm(reduce="int8")},
+        {"precision": Precision(reduce_dtype=torch.float32)},
+    ),
+    ('Comm(reduce="int8")', "Layout(align={align})"): ({"comm": Comm(reduce="int8")}, {"layout": Layout(align=64)}),
+    ("optimizer_in_backward=True", "Precision(nonfinite={nonfinite!r})"): (
+        {"in_backward": True},
+        {"precision": Precision(nonfinite="skip")},
+    ),
+    ("optimizer_in_backward=True", "Offload(gradients={gradients!r})"): (
+        {"in_backward": True},
+        {"offload": Offload(gradients={"cpu": 0.5})},
+    ),
+    ("optimizer_in_backward=True", 'Offload(parameters="shared")'): ({"in_backward": True}, ONCE),
+}
+
+
+def asked(options):
+    policies = {"precision": Precision(), "layout": Layout(), "comm": Comm(), "offload": Offload()}
+    return settings(**{"stage": 3, **policies, **options})
+
+
+def test_every_row_has_its_case():
+    assert [row.sides for row in REFUSALS] == [*CASES]
+
+
+@pytest.mark.parametrize("row", REFUSALS, ids=lambda row: " and ".join(row.sides))
+def test_what_does_not_go_together_is_refused_by_name(row):
+    one, other = CASES[row.sides]
+    with pytest.raises(UserError) as refused:
+        refuse(asked({**one, **other}))
+    first, *facts = str(refused.value).splitlines()
+    got = ", ".join(row.sides).format(**asked({**one, **other})._asdict())
+    assert first == row.what
+    assert f"  got: {got}" in facts and f"  instead: {row.instead}" in facts
+    refuse(asked(one))  # each by itself is fine
+    refuse(asked(other))
+
+
+def test_defaults_go_with_everything():
+    assert asked({}) == Settings()
+
+
+@pytest.mark.parametrize(
+    ("options", "row"),
+    [
+        ({"stage": 0, "replicas": 2, "optimizer_over": "all"}, 0),
+        ({"stage": 0, "offload": Offload(parameters="shared")}, 1),
+        ({"replicas": 2, "optimizer_over": "all", "offload": Offload(parameters="shared")}, 2),
+        ({"transport": "gloo", "offload": Offload(parameters="shared")}, 3),
+        ({"optimizer_in_backward": True, "offload": Offload(gradients="cpu")}, 11),
+        ({"optimizer_in_backward": True, "offload": Offload(parameters="shared")}, 12),
+    ],
+)
+def test_a_plan_refuses_the_same(options, row):
+    with pytest.raises(UserError) as refused:
+        zeroshard.plan(params=1000, ranks=4, **options)
+    assert str(refused.value).splitlines()[0] == REFUSALS[row].what

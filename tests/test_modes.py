@@ -410,6 +410,37 @@ def test_waits_for_the_device_are_so_many(stages):
                 assert buckets >= 2 and fp8 == 2 * name.startswith("fp8")
 
 
+# --- their bits -----------------------------------------------------------------------------------------------------------
+
+
+def trained(where, stage, settings):
+    model = Wider(16).to(where)
+    adam, zero = shard(model, stage, **settings)
+    for number in range(3):
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(2 * number + ranks.rank()))
+        model(x.to(where, next(model.parameters()).dtype)).float().square().sum().backward()
+        adam.step()
+        adam.zero_grad()
+    with zero.gathered():
+        return reference.weights(model)
+
+
+BITS = {name: settings for name, (settings, _) in {**NEVER, **ASKING}.items()} | {"split": low(split_master=True)}
+
+
+def compared(stages):
+    for name, stage in ((name, stage) for name in BITS for stage in stages if (name, stage) != ("split", 3)):
+        reference.assert_same(trained("emu", stage, BITS[name]), trained("cpu", stage, BITS[name]))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stages", [(2,), (3,), (0, 1)], ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_every_mode_has_the_bits_that_it_has_on_the_cpu(stages, seed):
+    """In drawn orders of late kernels: what is no longer waited for is not read too early either."""
+    emulated.run(2, compared, stages, seed=seed, timeout=200)
+
+
 # --- the page -------------------------------------------------------------------------------------------------------------
 
 HERE = Path(__file__).parent

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import random
 import sys
 import time
+import weakref
 from datetime import timedelta
 from functools import partial
 
@@ -24,6 +26,7 @@ from zeroshard import Comm, Layout, Offload
 from zeroshard.errors import PeerError
 from zeroshard.ranks import ending, groups, link, streams, watch
 from zeroshard.ranks.link import Link
+from zeroshard.ranks.process_group import ProcessGroup
 
 WIDTH, BLOCKS = 8, 5
 
@@ -515,6 +518,45 @@ def test_a_rank_whose_host_waits_for_its_device_hears_of_an_interrupt(world, sta
     told = found[0][0][0][0]
     assert told.startswith("PeerError: a rank was interrupted: what was under way has ended on all ranks alike"), told
     assert "rank 1: an exception ended" in told, told
+
+
+def one_has_forgotten_a_model(stage):
+    """Python collects a model that was dropped on all ranks, on one of them in the middle of a levelling."""
+    gc.disable()
+    old = sharded(stage)
+    step(*old[:2], 0)
+    model, optimizer, zero = sharded(stage)
+    step(model, optimizer, 0)
+    gone = weakref.ref(old[0])
+    del old
+    assert gone() is not None
+    strikes, levelled = Strikes(), ProcessGroup.levelled
+    strikes.at = 3 * ranks.rank()
+
+    def collecting(group, *args):
+        if ranks.rank() == 1:
+            gc.collect()
+        levelled(group, *args)
+
+    ProcessGroup.levelled = collecting
+    told = []
+    while len(told) < 5:
+        try:
+            step(model, optimizer, 1)
+            break
+        except (KeyboardInterrupt, PeerError) as error:
+            told.append(type(error).__name__)
+        torch.emu.synchronize()  # what was launched has ended
+    assert_plain(model, zero)
+    gc.collect()
+    assert gone() is None
+    return told
+
+
+def test_a_model_that_one_rank_has_forgotten_is_sent_by_none():
+    """After an interrupt all send anew what owners have updated: of models that live on all ranks, to the end of that."""
+    found = emulated.run(2, one_has_forgotten_a_model, 2, patience=8.0)
+    assert found == [["PeerError"], ["KeyboardInterrupt"]]
 
 
 @pytest.mark.row(89)

@@ -342,6 +342,8 @@ class Groups:
         self.streams: list[Stream] = []
         self._engines = 0
         self.engines: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by number, its `Group`
+        # Models at a levelling, held to its end: all ranks then know of the same ones whether they live.
+        self.alive: dict[int, tuple[Any, Any]] = {}
         self.call: Call | None = None  # the verb that this rank is in
         self.levellings = 0  # so far
         self.spreads = False  # must owners' updates still be sent anew, after one?

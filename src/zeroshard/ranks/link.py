@@ -176,15 +176,17 @@ class Link:
     def level(self, why: str) -> list[str]:
         """End what is under way on all ranks alike. Returns the reasons of the ranks that had to end something."""
         groups, watch = self.groups, self.groups.watch
-        number, engines = groups.levellings + 1, dict(sorted(groups.engines.items()))
+        number = groups.levellings + 1
         ending = groups.end(number) if groups.queued else None
         if ending is not None:
             ending.wait()
         if (number, STATE) not in watch.posted:  # else an interrupt ended this before it was through
             streams = [[each.count, each.last, [*each.members]] for each in groups.levelling]
-            told = {"why": why, "streams": streams, "engines": {each: group.told() for each, group in engines.items()}}
+            groups.alive = {each: (group, group.party) for each, group in sorted(groups.engines.items())}
+            models = {each: group.told() for each, (group, _) in groups.alive.items()}
+            told = {"why": why, "streams": streams, "engines": models}
             watch.posted[number, STATE] = packed(told | {"spreads": groups.spreads})
-        states = [unpacked(posted) for posted in self._posted(number, STATE)]
+        states, engines = [unpacked(posted) for posted in self._posted(number, STATE)], groups.alive
         at_place = [[each["streams"][at] for each in states] for at in groups.sums]
         # Of any sums, also of those that this rank has no part in: all drop gradients, or none does.
         uneven = any(there[rank][0] != own[0] for there in at_place for own in there for rank in own[2])
@@ -209,16 +211,16 @@ class Link:
         self._posted(number, THROUGH)
         for stream in ours:
             stream.settle()
-        for engine, group in engines.items():
+        for engine, (group, _) in engines.items():
             group.levelled([each["engines"][str(engine)] for each in states if str(engine) in each["engines"]], uneven)
         for heard in [each for each in watch.posted if each[0] < number]:  # by all: they were here
             watch.posted.pop(heard, None)
         groups.spreads = spreads
         groups.call, self.progress.awaited, groups.levellings = Call(), None, number
-        for engine, group in engines.items() if spreads else ():
-            if all(str(engine) in each["engines"] for each in states):
+        for engine, (group, _) in engines.items() if spreads else ():
+            if all(each["engines"].get(str(engine), {}).get("alive") for each in states):
                 group.spread()
-        groups.call, groups.spreads = None, False
+        groups.call, groups.spreads, groups.alive = None, False, {}
         return [f"rank {rank}: {each['why']}" for rank, each in enumerate(states) if each["why"]]
 
     def _begin_anew(self, ending: Ending, states: list[list[list[Any]]]) -> set[str]:

@@ -103,7 +103,8 @@ class ProcessGroup(Group):
     def told(self) -> dict[str, Any]:
         """Return what this rank tells the others of this model at a levelling."""
         unsettled, edits = (self.party.unsettled(), self.party.edits()) if self.party is not None else (False, "")
-        return {"numbers": self.numbers, "unsettled": unsettled, "edits": edits, "signalled": self.signalled}
+        told = {"numbers": self.numbers, "unsettled": unsettled, "edits": edits, "signalled": self.signalled}
+        return told | {"alive": self.party is not None}
 
     def levelled(self, told: list[dict[str, Any]], uneven: bool) -> None:
         """Reset this model once all that was under way has ended on all ranks. told: by each rank (`told`).

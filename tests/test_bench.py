@@ -77,6 +77,17 @@ def test_every_backend_that_is_installed_trains_the_same(tmp_path):
 
 
 @pytest.mark.slow
+def test_one_round_of_two_trees(tmp_path):
+    """Of this one and itself."""
+    case = [ROOT, "--size", "tiny", "--stages", 3, "--rounds", 1, "--steps", 1]
+    result, text, _ = bench("trees", *case, out=tmp_path)
+    assert [row["tree"] for row in result["rows"]] == ["old", "new", "new again"]
+    assert {row["losses"] for row in result["rows"]} == {"same bits"}
+    assert result["old"] == result["new"]
+    assert text.count("\n| tiny | fp32 | 2 | 3 |") == 3
+
+
+@pytest.mark.slow
 def test_one_round_of_tensors(tmp_path):
     result, _, _ = bench("tensors", "--counts", 100, 200, "--rounds", 1, out=tmp_path)
     assert [row["tensors"] for row in result["rows"]] == [100, 200]

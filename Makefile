@@ -13,7 +13,7 @@ install: .venv/installed
 demo: install ## train at stage 3, at stage 0, and resumed on other ranks, and compare every bit
 	$(BIN)/zeroshard demo
 
-test: install ## every claim at least once, in four minutes; tests/selection.py says how
+test: install ## every claim at least once: some 360 processor seconds; tests/selection.py says how
 	$(BIN)/pytest -m "not full and not slow" -n 3 --dist loadfile --seconds run/ci/test.json
 
 full: install ## the rest: all combinations, and tests of over a second

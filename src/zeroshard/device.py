@@ -203,21 +203,175 @@ def _count(frame: Any) -> None:
     asked[f"{frame.f_globals['__name__'].removeprefix('zeroshard.')}.{frame.f_code.co_name}"] += 1
 
 
+# --- streams and events -----------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def streams(device: torch.device) -> bool:
+    """Tell if it has streams. The CPU has none, nor have all accelerators: there one call follows another."""
+    return asynchronous(device) and hasattr(torch.get_device_module(device), "current_stream")
+
+
+class Event:
+    """A point in a stream. Without streams all that was called has happened: there is one event, and it is reached."""
+
+    def wait(self) -> None:
+        """Let what the current stream is given from now on come after it."""
+
+    def finish(self) -> None:
+        """Let the host wait for it, and for nothing behind it."""
+
+    def is_completed(self) -> bool:
+        """Tell if it is reached."""
+        return True
+
+
+class _Recorded(Event):
+    """At the end of the stream that was current when it was made."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._module, self._device = torch.get_device_module(device), device
+        self._event = self._module.Event()
+        self._event.record(self._module.current_stream(device))
+
+    def wait(self) -> None:
+        self._module.current_stream(self._device).wait_event(self._event)
+
+    def finish(self) -> None:
+        if not self.is_completed():
+            waited[self._device.type] += 1
+            self._event.synchronize()
+
+    def is_completed(self) -> bool:
+        return bool(self._event.query())
+
+
+waited: Counter[str] = Counter()  # by the type of device, how often the host has waited for an event
+_NOW = Event()
+
+
+def event(device: torch.device) -> Event:
+    """Return the point behind all that the current stream was given so far."""
+    return _Recorded(device) if streams(device) else _NOW
+
+
+@functools.cache
+def _stream(name: str, device: torch.device) -> Any:
+    return torch.get_device_module(device).Stream(device=device)
+
+
+@contextlib.contextmanager
+def behind(name: str, device: torch.device) -> Iterator[None]:
+    """Launch what is inside on a stream of that name: behind the program, but after all that it has launched so far.
+
+    Without streams it happens where it is called.
+    """
+    if not streams(device):
+        yield
+        return
+    before, side = event(device), _stream(name, device)
+    with torch.get_device_module(device).stream(side):
+        before.wait()
+        yield
+
+
+TO_THE_DEVICE, TO_THE_HOST = "to the device", "to the host"  # streams of copies: a bus carries both ways at once
+
+
+def sent(to: Tensor, values: Tensor) -> Event:
+    """Copy between pinned memory of the host and the device, behind the program. Says when it is through: until then
+    nobody writes to either, or reads what is written."""
+    device = values.device if to.is_cpu else to.device
+    with behind(TO_THE_HOST if to.is_cpu else TO_THE_DEVICE, device):
+        to.copy_(values, non_blocking=streams(device))
+        return event(device)
+
+
+def given(values: Tensor, name: str) -> None:
+    """Let memory that nobody else has serve others once the stream of that name is through with it."""
+    if streams(values.device):
+        values.record_stream(_stream(name, values.device))
+
+
+class Users:
+    """The streams that use one piece of memory, if its device has any: each comes after what has been written there,
+    and what serves others next comes after all of them."""
+
+    def begin(self, *, fresh: bool) -> None:
+        """Let the current stream write after all that used it. fresh: to memory that it has just taken."""
+
+    def filled(self) -> None:
+        """Note that the current stream was told to write."""
+
+    def join(self) -> None:
+        """Let the current stream use it, after what was written."""
+
+    @contextlib.contextmanager
+    def end(self) -> Iterator[None]:
+        """Give the memory back inside, and write what all such memory shares: always in one stream."""
+        yield
+
+
+class _Streams(Users):
+    def __init__(self, device: torch.device) -> None:
+        self._module, self._device = torch.get_device_module(device), device
+        self._first = self._home = self._current()  # at construction; and where the memory was taken
+        self._used = {self._first}
+        self._filled, self._after = event(device), {self._first}  # and the streams that come after that
+
+    def _current(self) -> Any:
+        return self._module.current_stream(self._device)
+
+    def begin(self, *, fresh: bool) -> None:
+        current = self._current()
+        if fresh:
+            self._home, self._used = current, set()
+        self._follow(current)
+
+    def _follow(self, stream: Any) -> None:
+        for other in self._used - {stream}:
+            stream.wait_stream(other)
+
+    def filled(self) -> None:
+        current = self._current()
+        self._filled, self._after = event(self._device), {current}
+        self._used.add(current)
+
+    def join(self) -> None:
+        current = self._current()
+        if current not in self._after:
+            self._filled.wait()
+            self._after.add(current)
+            self._used.add(current)
+
+    @contextlib.contextmanager
+    def end(self) -> Iterator[None]:
+        self._follow(self._home)
+        with self._module.stream(self._first):
+            yield
+
+
+def users(device: torch.device) -> Users:
+    """Begin with memory that the current stream has written."""
+    return _Streams(device) if streams(device) else Users()
+
+
 # --- host memory ------------------------------------------------------------------------------------------------------
 
 
 def pin(memory: Tensor, device: torch.device) -> Callable[[], Any] | None:
     """Pin pages of host memory, so that a device copies from and to them by itself.
 
-    Returns a function that unpins them; None if the device has no need of it.
+    Returns a function that unpins them; None if the device has no need of it, or its kind knows no such thing.
     """
-    if device.type != "cuda":
+    cudart = getattr(torch.get_device_module(device), "cudart", None) if asynchronous(device) else None
+    if cudart is None:
         return None
-    cudart: Any = torch.cuda.cudart()
+    library: Any = cudart()
     address, nbytes = memory.data_ptr(), memory.numel() * memory.itemsize
-    if failed := int(cudart.cudaHostRegister(address, nbytes, 0)):
-        raise MemoryError(f"{nbytes:,} bytes of host memory could not be pinned: CUDA error {failed}")
-    return lambda: cudart.cudaHostUnregister(address)
+    if failed := int(library.cudaHostRegister(address, nbytes, 0)):
+        raise MemoryError(f"{nbytes:,} bytes of host memory could not be pinned: error {failed}")
+    return lambda: library.cudaHostUnregister(address)
 
 
 # --- random numbers ---------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ class Counts:
     launches: Counter[tuple[str, str]] = field(default_factory=Counter)  # kernels and collectives, by their name
     drains: Counter[tuple[str, str]] = field(default_factory=Counter)  # waits of the host for the device, by what asks
     allocations: Counter[tuple[str, str]] = field(default_factory=Counter)
-    nbytes: Counter[tuple[str, str]] = field(default_factory=Counter)  # allocated, and sent by collectives
+    nbytes: Counter[tuple[str, str]] = field(default_factory=Counter)  # allocated, copied, and sent by collectives
 
     def copy(self) -> Counts:
         return Counts(*(Counter(each) for each in self._all()))

@@ -29,6 +29,7 @@ class Device:
         self.generator = torch.Generator("cpu")
         self._local = threading.local()
         self._pinned: list[tuple[int, int]] = []
+        self.reads_of_the_host: list[tuple[Mark, int, int]] = []  # by copies from pinned memory, from ... to
         self._limbo: list[tuple[Block, tuple[Mark, ...]]] = []  # freed, and in use on streams that the program told of
         self.rounds_otherwise: set[str] = set()  # kernels whose first result is not quite the CPU's, as a GPU's is not
         self.syncs_every = 0  # allocations, after each of which the host waits for the whole device, as cudaFree does
@@ -126,8 +127,19 @@ class Device:
         self._pinned = [(first, last) for first, last in self._pinned if first != address]
 
     def is_pinned(self, tensor: Tensor) -> bool:
-        low = tensor.data_ptr()
-        return any(first <= low and low + tensor.numel() * tensor.itemsize <= last for first, last in self._pinned)
+        low, high = reach(tensor)
+        return any(first <= low and high <= last for first, last in self._pinned)
+
+    def will_read(self, tensor: Tensor) -> bool:
+        """Does a copy that has not run yet read this memory of the host?"""
+        self.reads_of_the_host = [each for each in self.reads_of_the_host if not each[0].reached]
+        low, high = reach(tensor)
+        return any(first < high and low < last for _, first, last in self.reads_of_the_host)
+
+
+def reach(tensor: Tensor) -> tuple[int, int]:
+    """Where a tensor of the host begins, and ends, if its elements follow each other."""
+    return tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.itemsize
 
 
 _installed: dict[int, Device] = {}

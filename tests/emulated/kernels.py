@@ -13,7 +13,9 @@ import torch
 import torch.utils.deterministic
 from torch import Tensor
 
-from .device import Device
+from . import sites
+from .counts import total
+from .device import Device, reach
 from .memory import Place
 from .streams import drained
 
@@ -151,14 +153,19 @@ class Operators:
         elif not (non_blocking and device.is_pinned(source)):
             reads = source.detach().clone()
         writes: Any = device.memory.place(target) if on_device else target.detach()
-        if not on_device and non_blocking and device.is_pinned(target):
+        if not on_device and non_blocking and device.is_pinned(target) and not device.will_read(target):
             target.detach().fill_(-1 if not target.is_floating_point() else float("nan"))  # nobody may read it yet
 
         def run() -> None:
             _opened(writes).copy_(_opened(reads))
 
+        if source.device.type != target.device.type:
+            moved = "to the device" if on_device else "to the host"
+            total.nbytes[sites.site(), moved] += target.numel() * target.itemsize
         accesses = [(reads, False)] * isinstance(reads, Place) + [(writes, True)] * on_device
-        device.launch("copy", run, accesses)
+        mark = device.launch("copy", run, accesses)
+        if reads is source:
+            device.reads_of_the_host.append((mark, *reach(source)))
         if source.device.type != "emu" and not non_blocking:
             drained("copy to the device")
             device.wait_for_current()

@@ -72,7 +72,9 @@ class Accumulator:
         if self.buffer.placements.optimizer or self.spread:
             return Work()
         self.spread = True
-        return self.sum.redistribute(kept=kept)
+        work = self.sum.redistribute(kept=kept)
+        with self.sum.here(changed=False):  # whoever steps is inside already, from before it came
+            return work
 
     @property
     def for_step(self) -> Tensor:

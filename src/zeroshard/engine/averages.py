@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import torch
 from torch import Tensor
 
 from ..errors import StateError
@@ -83,25 +82,37 @@ class Averages:
         param, accumulator = fragment.param, entry.accumulator
         own, part = accumulator.for_step, fragment.slot.slice_of(*fragment.buffer.updated)
         passing = accumulator.sum.passing
-        if own.device != param.device or (accumulator.sum.in_file and not passing):
-            return own[part].to(param.device, param.dtype).view(param.shape)
+        if own.device != param.device:
+            return self._copied(fragment.buffer, own, param)[part].view(param.shape)
+        if accumulator.sum.in_file and not passing:
+            return own[part].to(param.dtype).view(param.shape)
         if own.dtype != param.dtype:
-            return self._copied(fragment.buffer, own, param.dtype)[part].view(param.shape)
+            return self._copied(fragment.buffer, own, param)[part].view(param.shape)
         average = own[part].view(param.shape)
         return average if passing else self._views.setdefault(id(param), average)
 
-    def _copied(self, buffer: Buffer, own: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return a copy of a bucket's averages in another dtype, kept until the step is over.
+    def _copied(self, buffer: Buffer, own: Tensor, like: Tensor) -> Tensor:
+        """Return a copy of a bucket's averages in another dtype, or where the optimizer is, until the step is over.
 
         It is not from malloc: the optimizer's first step would put its states above it, and freeing it would leave a
         hole as large, for good.
         """
         if buffer.bucket.index not in self._copies:
-            copy = buffer.tier.reserve("upcast", own.numel(), dtype, zeroed=False)
-            self._copies[buffer.bucket.index] = buffer, copy.copy_(own)
+            self._copies[buffer.bucket.index] = buffer, self._copy(buffer, own, like)
         return self._copies[buffer.bucket.index][1]
+
+    def _copy(self, buffer: Buffer, own: Tensor, like: Tensor) -> Tensor:
+        tier = buffer.tier
+        if like.device != tier.device:
+            return tier.fetch(own, like.dtype)
+        copy = tier.reserve("upcast", own.numel(), like.dtype, zeroed=False)
+        if own.device == like.device:
+            return copy.copy_(own)
+        tier.send(copy, own)
+        return copy
 
     def drop_copies(self) -> None:
         while self._copies:
             buffer, copy = self._copies.popitem()[1]
-            buffer.tier.give_back("upcast", copy)
+            if copy.device == buffer.tier.device:
+                buffer.tier.give_back("upcast", copy)

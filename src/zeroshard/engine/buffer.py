@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from ..device import asynchronous
+from ..device import TO_THE_HOST, asynchronous, given, users
 from ..errors import StateError, TierError
 from ..events import DEVICE, ends
 from ..layout import Bucket, Slot, slot_at
@@ -117,6 +117,7 @@ class Buffer:
         self.edits = Edits(anywhere=self.splits)
         self.gradients: Flat | None = None
         self._work: list[Work] = []
+        self.users = users(tier.device)  # of the gathered copy
         self._starts = [slot.start for slot in bucket.slots]
 
     # --- construction -----------------------------------------------------------------------------------------------
@@ -318,6 +319,7 @@ class Buffer:
                 if not kept:
                     self.gathered.take_memory(ahead=ahead)
                     self._saved.watch(self)
+                self.users.begin(fresh=not kept)
                 self.land()
                 # Not a write that autograd should see: a view of weights that are still the same may be used.
                 landing = self._landing(kept=kept)
@@ -325,7 +327,9 @@ class Buffer:
                 self.edits.came(self.full, self._mine if self.casts else None, kept=kept)
                 work.hold(landing)  # the alias does not
             else:
+                self.users.begin(fresh=False)
                 work = self.parameters.redistribute()
+            self.users.filled()
             self.gathered.arriving()
         self._work.append(work)
         return work
@@ -363,10 +367,14 @@ class Buffer:
                 self.open()
 
     def land(self) -> None:
-        """Wait for whatever is arriving."""
+        """Wait for whatever is arriving, in each stream that asks."""
+        arrives = bool(self._work)
         while self._work:
             self._work[0].wait()
             self._work.pop(0)
+        self.users.join()
+        if arrives:
+            self.users.filled()
         self.gathered.landed()
 
     def open(self) -> None:
@@ -392,7 +400,8 @@ class Buffer:
         if self.gathered.held() or (self.unnoted and self.gathered.in_graphs()):
             return False
         self._saved.forget(self)
-        self.gathered.give_back_memory()
+        with self.users.end():
+            self.gathered.give_back_memory()
         nbytes = self.gathered.nbytes
         ends(self.tier.ledger.note("release", state="parameters", bucket=self.bucket.index, logical=nbytes))
         return True
@@ -415,13 +424,17 @@ class Buffer:
             if self.casts:
                 return self._reseed(self._mine, asked=asked)
             try:
-                silent = not asked and self._silent and self.parameters.on_device
+                silent = not asked and self._silent and not self.parameters.in_file
                 if not silent and self.parameters.rest.same_as(self._mine):
                     return False
                 if self.split is not None:  # beside what it is the lower half of
                     self._reseed(self.full[slice(*self.updated)])
-                with self.parameters.here(fresh=True) as resting:
-                    resting.copy_(self._mine)
+                if silent and self.parameters.pinned:
+                    self.parameters.rest.take(0, mine := self._mine.clone(), fresh=True)
+                    given(mine, TO_THE_HOST)
+                else:
+                    with self.parameters.here(fresh=True) as resting:
+                        resting.copy_(self._mine)
             except TierError as error:
                 self._group.report(error)
             self.edits.unfollowed = self.split is None
@@ -464,16 +477,34 @@ class Buffer:
     def _reseed(self, params: Tensor, *, asked: bool = True) -> bool:
         assert self.master is not None
         with self.master.here(changed=False) as master:
-            edited = self.edits.follow(master, params, asked=asked or not self._silent)
+            edited = self.edits.follow(master, params, self._brought, asked=asked or not self._silent)
             with self.master.here(changed=edited):
                 return edited
+
+    def _brought(self, params: Tensor, master: Tensor) -> Tensor:
+        """Return the parameters that the masters may have to follow where these are."""
+        if params.device == master.device:
+            return params
+        if master.is_cpu:
+            return self.tier.fetch(params, params.dtype)
+        brought = torch.empty_like(params, device=master.device)  # of those that rest
+        self.parameters.rest.give(self.updated[0] - self.parameters.first, brought)
+        return brought
 
     def write_back(self) -> None:
         """Cast the masters to the parameters that rest beside them; inside here()."""
         assert self.master is not None
         stored, master = self.parameters.of(*self.updated), self.master.tensor
-        # Cast where the master is: then the fewer bytes travel.
-        stored.copy_(master.to(self.dtype) if self._updated_apart else master)
+        if not self._updated_apart:
+            stored.copy_(master)
+        elif stored.is_cpu:
+            cast = master.to(self.dtype)
+            self.parameters.rest.take(self.updated[0] - self.parameters.first, cast, fresh=False)
+            given(cast, TO_THE_HOST)
+        elif master.dtype == self.dtype:
+            self.master.rest.give(0, stored)
+        else:
+            self.tier.send(stored, master)
         self.edits.agree(stored if self.resident else None)
         if self.split is not None and self.split.before is not None:
             self.split.before.copy_(stored)

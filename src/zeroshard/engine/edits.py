@@ -8,6 +8,7 @@ On a device a step does not ask at all, since it would wait for the answer: it c
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -64,11 +65,14 @@ class Edits:
         device the answer stays there."""
         return differ(self._digest(params), self._agreed)
 
-    def follow(self, master: Tensor, params: Tensor, *, asked: bool) -> bool:
-        """Copy to the master the parameters that are not its cast. Returns if anything was edited; see `reseed_`."""
+    def follow(self, master: Tensor, params: Tensor, bring: Callable[[Tensor, Tensor], Tensor], *, asked: bool) -> bool:
+        """Copy to the master the parameters that are not its cast. Returns if anything was edited; see `reseed_`.
+
+        bring: returns parameters where the master is.
+        """
         now = self._digest(params)
         changed = now is None or _told(differ(now, self._agreed))
-        edited = changed and reseed_(master, params.to(master.device), asked=asked)
+        edited = changed and reseed_(master, bring(params, master), asked=asked)
         self._agreed = now
         return edited
 

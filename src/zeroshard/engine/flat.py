@@ -25,13 +25,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ..device import TO_THE_DEVICE, Event, asynchronous, behind, event, streams
 from ..errors import TierError
 from ..events import DEVICE, ends
 from ..layout import Bucket
 from ..ranks.agreement import Group
 from ..ranks.transport import Work
 from ..stage import Degree
-from ..tiers.tier import Part, Passing, Rest, Tier
+from ..tiers.tier import Part, Passing, Pinned, Rest, Tier
 
 
 class Flat:
@@ -89,6 +90,11 @@ class Flat:
         return self.rest.tier == DEVICE and not self.passing
 
     @property
+    def pinned(self) -> bool:
+        """Tell if the device copies from and to its memory behind the program."""
+        return isinstance(self.rest, Pinned)
+
+    @property
     def passing(self) -> bool:
         """True if it rests nowhere, and is there only while it is used."""
         return isinstance(self.rest, Passing)
@@ -125,10 +131,21 @@ class Flat:
         if to is not None:
             here = self.degree is Degree.RANK and not owned
             first, last = (0, self.bucket.numel) if here else self.bucket.shard(self.team.position)
-            self.copy(first, to[first:last])
-            return Work() if here else self.team.gather(to, self.bucket, self.state)
+            if self.on_device or not streams(to.device):
+                self.copy(first, to[first:last])
+                return Work() if here else self.team.gather(to, self.bucket, self.state)
+            with behind(TO_THE_DEVICE, to.device):  # what computes meanwhile does not wait for it
+                self.copy(first, to[first:last])
+                work = Work() if here else self.team.gather(to, self.bucket, self.state)
+                return work.after(event(to.device))
         if self.on_device:
             return self.team.gather(self.tensor, self.bucket, self.state)
+        if streams(self.team.device) and not self.in_file:
+            moved = torch.empty(self.bucket.numel, dtype=self.dtype, device=self.team.device)
+            self.give(moved[slice(*self.bucket.shard(self.team.position))])
+            self.team.gather(moved, self.bucket, self.state).wait()
+            self.rest.take(0, moved, fresh=True).wait()
+            return Work()
         with self.here(changed=kept) as whole:
             moved = whole.to(self.team.device)  # itself, where host and device are one
             self.team.gather(moved, self.bucket, self.state).wait()
@@ -161,17 +178,36 @@ class Flat:
         if self.bucket.index in self.team.once:
             self.redistribute().wait()
 
+    def take(self, values: Tensor, *, fresh: bool) -> Event:
+        """Replace the own shard by values of the device, which must stay what they are until the event that it returns.
+
+        fresh: of what rests here only the shard counts.
+        """
+        first, _ = self.bucket.shard(self.team.position)
+        with self._copied(values) if asynchronous(values.device) else contextlib.nullcontext():
+            return self.rest.take(first - self.first, values, fresh=fresh)
+
+    def give(self, to: Tensor) -> None:
+        """Fill `to`, of the device, with the own shard, in the order of the current stream."""
+        with self._copied(to):
+            self.rest.give(self.bucket.shard(self.team.position)[0] - self.first, to)
+
+    @contextlib.contextmanager
+    def _copied(self, values: Tensor) -> Iterator[None]:
+        nbytes = values.numel() * values.itemsize
+        copied = self.team.ledger.note("copy", state=self.state, bucket=self.bucket.index, logical=nbytes)
+        yield
+        ends(copied)
+
     def copy(self, first: int, to: Tensor) -> None:
         """Copy elements from bucket element `first` on to `to`, in its dtype and on its device.
 
         On a `TierError` it is reported, and `to` is filled with NaN.
         """
         try:
-            with self.here(changed=False):
-                nbytes = to.numel() * to.itemsize
-                copied = self.team.ledger.note("copy", state=self.state, bucket=self.bucket.index, logical=nbytes)
-                to.copy_(self.of(first, first + to.numel()))
-                ends(copied)
+            # Where a device reads by itself nobody waits for what it has written there: it does.
+            with contextlib.nullcontext() if self.pinned else self.here(changed=False), self._copied(to):
+                self.rest.give(first - self.first, to)
         except TierError as error:
             self.group.report(error)
             to.view(torch.uint8).fill_(0xFF)  # NaN in any format

@@ -9,7 +9,6 @@ import contextlib
 import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -219,27 +218,39 @@ class Gradients:
     def _norms(self, order: float) -> Tensor:
         self.ask()
         device = self.entries[0].param.device
-        bins = empty_bins(len(self.entries), device, sums_in(order))
-        maxima = torch.zeros(len(self.entries), dtype=torch.int32, device=device)
-        add = partial(add_to_maxima, maxima) if order == math.inf else partial(add_to_bins, bins)
+        add = add_to_maxima if order == math.inf else add_to_bins
         together = _TOGETHER if asynchronous(device) else 0
-        found: list[tuple[Tensor, Tensor]] = []  # owners and sums of buckets that are added up in one go
+        tallies = {device: self._tally(order, device)}  # also of sums that rest in host memory, there
+        found: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}  # owners and sums, added up in one go
         for accumulator in self._filled():
+            at = device
             with self.reporting(), accumulator.sum.here(changed=False):
                 blocks = accumulator.blocks()
                 sums = block_sums(accumulator.sum.own, blocks, 1 if accumulator.averaged else self.group.sources, order)
-                found.append((blocks.owner.to(device), sums.to(device)))
-            if sum(len(owner) for owner, _ in found) > together:
-                add(*_joined(found))
-        if found:
-            add(*_joined(found))
+                at = sums.device
+                if at not in tallies:
+                    tallies[at] = self._tally(order, at)
+                found.setdefault(at, []).append((blocks.owner, sums))
+            if sum(len(owner) for owner, _ in found.get(at, ())) > together:
+                add(tallies[at], *_joined(found.pop(at)))
+        for at, left in found.items():
+            add(tallies[at], *_joined(left))
+        tally = tallies.pop(device)
+        for other in tallies.values():
+            tally = torch.maximum(tally, other.to(device)) if order == math.inf else tally.add_(other.to(device))
         if order == math.inf:
-            return self.group.maximum(maxima).view(torch.float32).to(device)
-        agreed = self.group.total(bins)
+            return self.group.maximum(tally).view(torch.float32).to(device)
+        agreed = self.group.total(tally)
         if sums_in(order) is torch.float64:
             return roots_from_bins(agreed, order).to(torch.float32).to(device)
         sums = sums_from_bins(agreed)
         return (sums.sqrt() if order == 2.0 else sums).to(torch.float32).to(device)
+
+    def _tally(self, order: float, device: torch.device) -> Tensor:
+        """Make what the sums of all blocks are added to, exactly, parameter by parameter; or compared with."""
+        if order == math.inf:
+            return torch.zeros(len(self.entries), dtype=torch.int32, device=device)
+        return empty_bins(len(self.entries), device, sums_in(order))
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:

@@ -200,6 +200,7 @@ class QuantisedBuffer(Buffer):
         try:
             with torch.inference_mode(False), torch.no_grad():
                 self._dequantise(alias(self.full), raw)
+                self.users.filled()
         finally:
             if self._apart:
                 self.tier.give_back("gather", raw)

@@ -24,9 +24,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..device import asynchronous
+from ..device import Event, asynchronous
 from ..errors import TierError
-from ..headroom import IN_FLIGHT
+from ..headroom import IN_FLIGHT, LEAVING
 from ..numerics import divides_exactly, fold, launch_once, running_dtype, simulated
 from ..ranks.agreement import Group
 from ..ranks.comm import Comm
@@ -63,6 +63,7 @@ class Reduction:
         self._next = 0
         self._under_way: list[Sent] = []  # until this rank has added its part
         self._relayed: list[Sent] = []  # and from then on until it has the average
+        self._leaving: list[tuple[Event, Tensor]] = []  # averages on their way from the device to where they rest
         self.scratch = Scratch(tier, "reduce")
         # What is sent lies where other ranks can read it, if they do.
         self.sends = Scratch(group.team.messages(tier), "reduce") if group.team.shares else self.scratch
@@ -283,14 +284,18 @@ class Reduction:
         sent.relay.receive()
         sent.relay.came.wait()
         accumulator, relay, receive = sent.accumulator, sent.relay, sent.receive
+        own = accumulator.bucket.shard_numel(accumulator.buffer.team.position)
+        if own and relay.running is None and self._sums_apart(accumulator):
+            relay.average = self.scratch.take(own, accumulator.buffer.grad_dtype)
         # Where nothing is lost by it the sum is divided as it lands, which saves a step a pass of its own.
         early = divides_exactly(accumulator.buffer.grad_dtype, receive.dtype, self.group.sources)
         if relay.first and not (early and accumulator.averaged):
             accumulator.undo_average()
-        if accumulator.bucket.shard_numel(accumulator.buffer.team.position):
+        if own:
             try:
                 begun = accumulator.sum.here(changed=relay.last, fresh=not accumulator.filled)
                 adds = relay.first and (accumulator.filled or relay.average is None)  # to what rests, or into it
+                adds = adds and not self._sums_apart(accumulator)
                 with begun if adds else contextlib.nullcontext():
                     if not simulated(receive):
                         self._fold(sent, early=early)
@@ -313,13 +318,27 @@ class Reduction:
         accumulator, relay = sent.accumulator, sent.relay
         into = relay.running if not relay.last else relay.average
         total = accumulator.own if into is None or (relay.last and accumulator.aside is not None) else into
-        start = relay.running if not relay.first else accumulator.own.to(total.device) if accumulator.filled else None
+        start = relay.running if not relay.first else self._start(accumulator, total)
         times = self.group.sources if relay.first and accumulator.averaged else 1
         pieces = [piece.to(total.device) for piece in sent.pieces(native=self.settings.reduce == "native")]
         fold(total, pieces, start=start, times=times, over=self.group.sources if relay.last and early else 1)
         self.finite.look_at_gradient(accumulator, pieces, total)
         if total is accumulator.aside:
             accumulator.sum.own.copy_(total)
+
+    @staticmethod
+    def _sums_apart(accumulator: Accumulator) -> bool:
+        """Tell if sums are made on an accelerator, in rank order as anywhere, and then brought to where they rest."""
+        return not accumulator.sum.on_device and asynchronous(accumulator.buffer.team.device)
+
+    def _start(self, accumulator: Accumulator, total: Tensor) -> Tensor | None:
+        """Return the sum that there is already, where `total` will be made."""
+        if not accumulator.filled:
+            return None
+        if self._sums_apart(accumulator):
+            accumulator.sum.give(total)
+            return total
+        return accumulator.own.to(total.device)
 
     def _settle_first(self) -> None:
         self._relayed[0].relay.back.wait()  # an interrupt may come here: then it is still under way
@@ -332,19 +351,26 @@ class Reduction:
         self.scratch.give_back(relay.running)
         with self.gradients.reporting():
             if relay.average is not None and not accumulator.sum.on_device:
-                with accumulator.sum.here(fresh=True):
-                    accumulator.sum.own.copy_(relay.average)
-                self.scratch.give_back(relay.average)
+                self._leaving.append((accumulator.sum.take(relay.average, fresh=True), relay.average))
+                self._leave(LEAVING * self._sums_apart(accumulator))
             accumulator.sum.behind()
         came, got = sent.pending.received, self._got
         having = {e.number for e in accumulator.entries if (got[e.number] if got else e.position in came)}
         self.updater.landed(accumulator, having)
+
+    def _leave(self, allowed: int) -> None:
+        """Let the memory of averages that leave the device serve others, but for so many."""
+        while len(self._leaving) > allowed:
+            through, average = self._leaving.pop(0)
+            through.wait()
+            self.scratch.give_back(average)
 
     def _land_all(self) -> None:
         while self._under_way or self._relayed:
             (self._land_first if self._under_way else self._settle_first)()
             self.updater.catch_up(1)
         self.updater.catch_up(0)
+        self._leave(0)
 
     def _drop(self, pending: Pending) -> None:
         """Give back the memory of this rank's contribution, sent or not."""
@@ -439,6 +465,7 @@ class Reduction:
         Nothing is on its way any more: all ranks have ended what they had launched.
         """
         self._relayed, self._under_way, self._settling = [], [], False
+        self._leave(0)
         self.updater.abort()
         for pending in self.pending.values():
             self._drop(pending)

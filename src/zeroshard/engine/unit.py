@@ -82,6 +82,7 @@ class Unit:
                 work = buffer.gather(ahead=ahead)
                 if wait:
                     work.wait()
+                    buffer.users.filled()
 
     def claim(self) -> None:
         """Count prefetched memory as gathered from now on, because it is used."""

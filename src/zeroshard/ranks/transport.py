@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..device import Event as DeviceEvent
 from ..events import Event, Ledger, ends
 from ..headroom import room
 from ..layout import Bucket
@@ -51,9 +52,17 @@ class Work:
         self._held: Tensor | None = None
         self._shared = list(handles) if shares else []
         self._over: Callable[[], None] | None = None
+        self._after: DeviceEvent | None = None
+
+    def after(self, through: DeviceEvent) -> Work:
+        """Let it be through no earlier than that event. Returns itself."""
+        self._after = through
+        return self
 
     def done(self) -> bool:
-        return all(handle.is_completed() for handle in self._handles)
+        return (self._after is None or self._after.is_completed()) and all(
+            handle.is_completed() for handle in self._handles
+        )
 
     def wait(self) -> None:
         since = time.perf_counter_ns()
@@ -61,6 +70,8 @@ class Work:
             assert self._wait is not None
             self._wait(self._handles[0])
             self._handles.pop(0)
+        if self._after is not None:
+            self._after.wait()
         self.stood_still(since)
         ends(self._event)
         self._held = None

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..device import ask
+from ..device import Event, ask, sent
 from ..digests import digest, raw
 from ..ended import at_end_of
 from ..errors import TierError
@@ -358,6 +358,20 @@ class FileRest(Rest):
     def behind(self) -> None:
         if self.room is not None and not self.depth:
             self.file.write(self)
+
+    def take(self, start: int, values: Tensor, *, fresh: bool) -> Event:
+        with self.here(fresh=fresh) as tensor:
+            return self._until(sent(tensor[start : start + values.numel()], values))
+
+    def give(self, start: int, to: Tensor) -> None:
+        with self.here(changed=False) as tensor:
+            self._until(sent(to, tensor[start : start + to.numel()])).wait()
+
+    def _until(self, through: Event) -> Event:
+        """The device copies from or to the buffer until then: whoever wants it waits, as for a read."""
+        if self.room is not None and self.file.tier.threads is not None:
+            self.room.work.append(self.file.tier.threads.submit(through.finish))
+        return through
 
     def forget(self) -> None:
         assert not (self.depth or self.dirty)

@@ -24,10 +24,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..device import blank, pin
+from ..device import Event, asynchronous, blank, event, pin, sent
 from ..errors import UserError, check_local, nearest
 from ..events import DEVICE, HOST, NVME, SHARED, Ledger
 from ..fields import FLAG, Field, check_fields
+from ..headroom import PIECES
 from ..layout import Bucket
 from ..numerics import same_bits, simulated
 from ..ranks.transport import Team
@@ -187,12 +188,51 @@ class Rest:
     def behind(self) -> None:
         """Begin to put back what was changed, because it will not be used soon."""
 
+    def take(self, start: int, values: Tensor, *, fresh: bool) -> Event:
+        """Replace elements from `start` on by values of the device, which must stay what they are until that event.
+
+        fresh: these are all that counts of it.
+        """
+        with self.here(fresh=fresh) as tensor:
+            tensor[start : start + values.numel()].copy_(values)
+        return event(values.device)
+
+    def give(self, start: int, to: Tensor) -> None:
+        """Fill `to`, of the device, with elements from `start` on, in the order of the current stream."""
+        with self.here(changed=False) as tensor:
+            to.copy_(tensor[start : start + to.numel()])
+
     def forget(self) -> None:
         """Drop changes in memory without keeping them: what rests counts."""
 
     def same_as(self, tensor: Tensor) -> bool:
         """Tell if the bits of `tensor` are the ones that rest here."""
         return same_bits(tensor.to(self.tensor.device), self.tensor)
+
+
+class Pinned(Rest):
+    """In host memory that a device copies to and from behind the program: `here` waits until that is through."""
+
+    def __init__(self, tier: str, tensor: Tensor) -> None:
+        super().__init__(tier, tensor)
+        self._written = self._read = Event()  # until when the device writes here, and reads
+
+    @contextlib.contextmanager
+    def here(self, *, changed: bool = True, fresh: bool = False) -> Iterator[Tensor]:
+        self._written.finish()
+        if changed:
+            self._read.finish()
+        yield self.tensor
+
+    def take(self, start: int, values: Tensor, *, fresh: bool) -> Event:
+        self._read.wait()  # what was taken before comes in the same stream
+        self._written = sent(self.tensor[start : start + values.numel()], values)
+        return self._written
+
+    def give(self, start: int, to: Tensor) -> None:
+        self._written.wait()
+        self._read = sent(to, self.tensor[start : start + to.numel()])
+        self._read.wait()
 
 
 class Passing(Rest):
@@ -243,7 +283,8 @@ class Part(NamedTuple):
 
     def plain(self) -> Tensor | Part:
         """Return the tensor itself if it is always in memory, else this part."""
-        return self if self.rest.in_file else self.rest.tensor[self.start : self.stop].view(self.shape)
+        moves = self.rest.in_file or isinstance(self.rest, Pinned)
+        return self if moves else self.rest.tensor[self.start : self.stop].view(self.shape)
 
     @contextlib.contextmanager
     def here(self, *, changed: bool = False) -> Iterator[Tensor]:
@@ -313,6 +354,7 @@ class DeviceTier:
             torch.empty(0, device="cpu")
         )  # elsewhere torch's own allocator keeps memory
         self._pool = Pool() if own else None
+        self._pieces: list[tuple[Tensor, Event]] = []  # pinned memory of the host, and until when it is read
 
     def reserve(self, state: str, numel: int, dtype: torch.dtype, *, zeroed: bool = True) -> Tensor:
         """Return a 1-D tensor of zeros, or with arbitrary content if not `zeroed`, counted under `state`."""
@@ -336,6 +378,32 @@ class DeviceTier:
     def again(self, tensor: Tensor) -> Tensor:
         """Return memory for another message: that of the last one, which is through."""
         return tensor
+
+    def send(self, to: Tensor, values: Tensor) -> None:
+        """Fill `to`, of the device, with values of the host, in the order of the current stream. They are cast on the
+        host: then the fewer bytes travel."""
+        through = sent(to, self._piece(to.numel(), to.dtype).copy_(values))
+        through.wait()
+        self._pieces[-1] = self._pieces[-1][0], through
+
+    def fetch(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+        """Wait for values of the device. They stay on the host until the next but one is fetched."""
+        piece = self._piece(values.numel(), dtype)
+        sent(piece, values.to(dtype)).finish()
+        return piece
+
+    def _piece(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return the pinned piece that was used longest ago, once the device has read it."""
+        if len(self._pieces) < PIECES:
+            self._pieces.insert(0, (torch.empty(0, dtype=torch.uint8, device="cpu"), Event()))
+        memory, through = self._pieces[0]
+        through.finish()
+        if memory.numel() < (nbytes := numel * dtype.itemsize):
+            grown = pages(nbytes, self.device)
+            self.ledger.hold("staging", grown.numel() - memory.numel(), HOST)
+            memory = grown
+        self._pieces[:] = [*self._pieces[1:], (memory, Event())]
+        return memory[:nbytes].view(dtype)
 
 
 class PassingTier:
@@ -380,12 +448,12 @@ class HostTier:
 
     def rest(self, state: str, bucket: int, numel: int, dtype: torch.dtype) -> Rest:
         nbytes = numel * dtype.itemsize
-        if self.compute.type == "cpu":  # which is host memory already
-            tensor = torch.zeros(numel, dtype=dtype, device="cpu")
+        if not asynchronous(self.compute):  # which is host memory already
+            rest = Rest(self.name, torch.zeros(numel, dtype=dtype, device="cpu"))
         else:
-            tensor = pages(nbytes, self.compute)[:nbytes].view(dtype)
+            rest = Pinned(self.name, pages(nbytes, self.compute)[:nbytes].view(dtype))
         self.ledger.hold(state, nbytes, HOST)
-        return Rest(self.name, tensor)
+        return rest
 
 
 class _Pages(mmap.mmap):

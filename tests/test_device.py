@@ -505,16 +505,15 @@ def connects(replicas):
 
 
 def test_groups_in_a_devices_queue_are_connected_in_one_order_before_they_are_used():
-    """By what each of them will carry, small and large; then all ranks meet."""
+    """By what each of them will carry, small and large; then all ranks meet. Not a group of one rank, such as a team of one."""
     large, end = 4 << 20, ("control", "all_reduce", 4)
     gathers = [("gather", verb) for verb in ("all_gather_single", "broadcast")]
     sums = [("reduce", "all_to_all_single", n) for n in (2, large)]
     both = [(*each, n) for n in (2, large) for each in (*gathers, ("gather", "all_reduce"))] + sums
-    alone = [(use, verb, 1 if n == 2 else n) for use, verb, n in both if verb != "all_reduce"]
     pair = [(use, "broadcast", n) for use in ("pair", "copies") for n in (2, large)]
     everyone = [("broadcast", verb, n) for n in (2, large) for verb in ("broadcast", "all_reduce")]
     assert ranks.run(2, connects, 1) == [[*both, end]] * 2
-    assert ranks.run(2, connects, 2) == [[*alone, *pair, *everyone, end]] * 2
+    assert ranks.run(2, connects, 2) == [[*pair, *everyone, end]] * 2
 
 
 def bound_where_groups_are_made(part):
@@ -533,11 +532,24 @@ def bound_where_groups_are_made(part):
     return found, bound
 
 
+def bound_by_backend():
+    """The device that torch would split a new group by, for a backend and whether other ranks make no group."""
+    found, own = {}, torch.device("cuda", 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist.group.WORLD, "bound_device_id", own)
+        for backend, alone in (("gloo", False), ("nccl", False), ("nccl", True)):
+            patch.setattr(dist, "new_group", lambda **options: dist.group.WORLD.bound_device_id)
+            found[backend, alone] = groups._new_group(backend=backend, alone=alone)
+            assert dist.group.WORLD.bound_device_id == own
+    return found
+
+
 def test_ranks_that_shard_among_themselves_split_nothing_from_all():
-    """Which all would have to take part in: those that do not shard never come."""
+    """Which all would have to take part in: those that do not shard never come. Nor is a group of gloo ever split."""
     own = torch.device("cuda", 0)
     assert ranks.run(3, bound_where_groups_are_made, True) == [([None] * 3, own)] * 2 + [([], own)]
-    assert ranks.run(2, bound_where_groups_are_made, False) == [([own] * 3, own)] * 2
+    assert ranks.run(2, bound_where_groups_are_made, False) == [([None] * 3, own)] * 2
+    assert ranks.run(1, bound_by_backend) == [{("gloo", False): None, ("nccl", False): own, ("nccl", True): None}]
 
 
 def test_a_program_that_starts_here_tells_torch_of_its_device(monkeypatch):

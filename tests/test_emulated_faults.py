@@ -498,6 +498,22 @@ def check_struck(world, stage, cases, asks=True, **options):
     return found
 
 
+def without_an_abort():
+    """A rank is taken out of a forward, and no group of data is aborted."""
+    groups.Groups._abort = lambda self: None
+    try:
+        return struck(3, [(1, 3, "Ctrl-C", False, 0)], True)
+    except RuntimeError as error:
+        os._exit(7 if "nothing has run for 3 s" in str(error) else 8)  # the other one waits for this rank
+
+
+@pytest.mark.full
+def test_without_an_abort_a_host_and_its_device_wait_for_ever():
+    """The next test would find it: a deadlock of a host that waits for its device."""
+    waits, _ = emulated.run(2, without_an_abort, patience=3.0, expect_errors=True)
+    assert waits.type == "Died" and "exit code 7 " in waits.message, waits
+
+
 @pytest.mark.row(59)
 @pytest.mark.row(89)
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def clipped(of: Facts) -> Overhead:
     return Overhead(15 + of.slots) + (NONE if of.early else averaged(of))
 
 
-CLIP = Overhead(45)  # once for all buckets: bins are made, added up over the ranks, and made one number
+CLIP = Overhead(44)  # once for all buckets: bins are made, added up over the ranks, and made one number
 
 
 def step(of: Facts, *, gathers: int, reductions: int, forwards: int) -> Overhead:

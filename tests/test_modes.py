@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import weakref
 from collections import Counter
@@ -77,23 +78,60 @@ def casts_alive(stage, *, train=True, recompute=False, reentrant=None, cache=Tru
     return alive
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"train": False}, {"recompute": True}, {"reentrant": False}, {"reentrant": True}],
-    ids=["no_grad", "Layout.recompute", "checkpoint", "reentrant"],
-)
-def test_autocast_keeps_no_16_bit_copies_of_released_weights(settings):
-    """Its cache would keep all of them, where autograd keeps none: without grad, and where backward recomputes."""
-    assert casts_alive(3, **settings) <= 1
+def test_autocast_keeps_no_16_bit_copies_of_released_weights_without_grad():
+    """Its cache would keep all of them, where autograd keeps none."""
+    assert casts_alive(3, train=False) <= 1
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_autocast_leaves_autograds_16_bit_copies(stage):
-    """Autograd keeps what backward multiplies by, of all blocks but the first, with autocast's cache and without; where
-    nothing is released, the cache serves a loop without grad."""
+    """Autograd keeps what backward multiplies by, of all blocks but the first, with autocast's cache and without, and
+    the cache keeps it of all where backward recomputes; where nothing is released, it serves a loop without grad."""
     assert casts_alive(stage) == BLOCKS
     assert casts_alive(stage, cache=False) == BLOCKS - 1
     assert casts_alive(stage, train=False) == (BLOCKS if stage < 3 else 0)
+    assert casts_alive(stage, recompute=True) == BLOCKS
+
+
+class Shared(nn.Module):
+    """One block that a forward calls four times, as ALBERT does."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH)])
+
+    def forward(self, x, call=lambda block, x: block(x)):
+        for _ in range(4):
+            x = call(self.blocks[0], x).tanh()
+        return x
+
+
+def checkpointed(block, x):
+    return checkpoint(block, x, use_reentrant=False)
+
+
+def called_often(stage, ours):
+    """Weights after a step under autocast, of one block that backward recomputes four times."""
+    model = Shared()
+    adam = torch.optim.AdamW(model.parameters(), lr=0.5, fused=True)
+    if stage is not None:
+        zero = zeroshard.shard(model, adam, stage=stage, layout=Layout(recompute=ours, units=["blocks.*"]))
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(3))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = (model(x) if ours else model(x, checkpointed)).sum()
+    loss.backward()
+    adam.step()
+    with contextlib.nullcontext() if stage is None else zero.gathered():
+        return reference.weights(model)
+
+
+@pytest.mark.parametrize("ours", [False, True], ids=["checkpoint", "Layout.recompute"])
+def test_a_block_that_a_checkpointed_forward_calls_often_has_plain_torchs_bits(ours):
+    """Autograd adds up the gradients of its one 16-bit copy in 16 bits, whoever recomputes."""
+    want = called_often(None, False)
+    for stage in STAGES:
+        reference.assert_same(called_often(stage, ours), want)
 
 
 def shared_in_a_graph(stage):

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import zeroshard
 from zeroshard import Comm, Layout, Offload, Precision
 from zeroshard.engine.refused import REFUSALS, Settings, refuse, settings
-from zeroshard.errors import UserError
+from zeroshard.errors import Error, UserError
 
 ALL, ONCE = {"comm": Comm(optimizer="all"), "replicas": 2}, {"offload": Offload(parameters="shared")}
 # for each row what a user asks for: both sides together, and then each of them by itself
@@ -83,3 +84,18 @@ def test_a_plan_refuses_the_same(options, row):
     with pytest.raises(UserError) as refused:
         zeroshard.plan(params=1000, ranks=4, **options)
     assert str(refused.value).splitlines()[0] == REFUSALS[row].what
+
+
+def one_rank_contradicts_itself():
+    model = torch.nn.Linear(4, 4)
+    precision = Precision(reduce_dtype=None if dist.get_rank() else torch.float32)
+    try:
+        zeroshard.shard(model, None, precision=precision, comm=Comm(reduce="int8"))
+    except Error as error:
+        return type(error).__name__, str(error)
+
+
+def test_a_rank_whose_settings_do_not_go_together_tells_the_others(ranks):
+    (one, said), (other, heard) = ranks.run(2, one_rank_contradicts_itself)
+    assert (one, other) == ("UserError", "PeerError")
+    assert "both say what gradients are sent as" in said and "both say what gradients are sent as" in heard

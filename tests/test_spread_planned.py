@@ -189,3 +189,9 @@ def test_commands_name_it_alike(capsys):
         told = json.loads(capsys.readouterr().out)
         found = told["stages"][0] if command[0] == "plan" else told["simulated"][0]
         assert found["traffic"]["share"]["sent"] > 0
+
+
+def test_a_check_refuses_stage_0_as_a_plan_does():
+    command = ["plan", f"{__file__}:job", "--check", "--stage", "0", "--ranks", "4", "--replicas", "2"]
+    with pytest.raises(UserError, match="every rank holds the whole optimizer state at stage 0"):
+        app([*command, "--optimizer-over", "all"])

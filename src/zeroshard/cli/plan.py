@@ -12,6 +12,7 @@ from zeroshard.cli import screen
 from zeroshard.cli.config import STATES, InputError, in_options, one_line, places, planned_offload
 from zeroshard.cli.screen import Amount
 from zeroshard.cli.sent import replicas, show, traffic, ways
+from zeroshard.engine.refused import Settings, refuse
 from zeroshard.errors import UserError
 from zeroshard.events import HOST, NVME, SHARED
 from zeroshard.planner.answer import Plan, StagePlan
@@ -20,7 +21,7 @@ from zeroshard.planner.plan import plan
 from zeroshard.planner.quantities import number
 from zeroshard.planner.recipes import PADDING
 from zeroshard.planner.texts import Line, text
-from zeroshard.stage import STAGES, placements, seat
+from zeroshard.stage import STAGES, seat
 
 BAR = 24  # characters of the longest bar
 PASSING = "passing at the peak"
@@ -139,8 +140,8 @@ def check_plan(*, as_json: bool, text: str | None, **settings: Any) -> int:
     given = {name: settings[name] for name in names if settings[name] is not None}
     once = offload.get("parameters") == "shared"
     spread = settings["optimizer_over"] == "all" and (settings["replicas"] or 1) > 1
-    if spread:
-        placements(1 if stage is None else stage, spread=spread, once=once)  # says which can
+    replicas, over = settings["replicas"] or 1, settings["optimizer_over"]
+    refuse(Settings(stage=3 if stage is None else stage, replicas=replicas, over=over, once=once))
     stages = tuple(each for each in STAGES if each or not (once or spread)) if stage is None else (stage,)
     return check(Check(job=job, stages=stages, offload=offload, **given), as_json=as_json)
 

@@ -41,6 +41,7 @@ from .preflight import (
     givers,
 )
 from .quantised import QuantisedBuffer, check_fp8, chosen
+from .refused import Settings, refuse
 from .split import split_nbytes
 from .tensor_parallel import TensorParallel, check_tensors, stand_in
 from .undo import Before
@@ -89,13 +90,14 @@ class Assembly:
         self.placements = placements(self.stage, spread=spread, once=once, in_backward=early)
         self.tier = DeviceTier(self.group.device, self.group.ledger)
 
-    def plan(self, optimizers: list[torch.optim.Optimizer], layout: Layout, comm: Comm) -> None:
+    def plan(self, optimizers: list[torch.optim.Optimizer], layout: Layout, comm: Comm, asked: Settings) -> None:
         """Find units and parameters, lay them out, and make sure that every rank can and will do the same."""
         problem: Exception | None = None
         self.native = comm.reduce == "native"
         facts: dict[str, Any] = {}
         named: list[tuple[str, nn.Module]] = []
         try:
+            refuse(asked)
             check_model(self.model)
             check_tensors(self.model, self.mesh, layout, comm)
             if self.mesh is not None:

@@ -418,14 +418,6 @@ class SavedTensors:
         return SavedItself(tensor.detach(), tensor._version)
 
 
-def under_checkpoint() -> bool:
-    """Tell if torch's checkpoint runs this forward: it keeps nothing of it for backward."""
-    pack = (_top() or (None,))[0]
-    while isinstance(pack, _Packing):
-        pack = (pack.args[0] or (None,))[0]
-    return getattr(pack, "__module__", "") == "torch.utils.checkpoint"
-
-
 def _top() -> tuple[Any, Any] | None:
     """Return the topmost pair of hooks, which is the one that runs; None if there is none."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)

@@ -28,10 +28,7 @@ def recompute(unit: Unit, schedule: Schedule) -> None:
     def again(*args: Any, **kwargs: Any) -> Any:
         if transformed():  # torch's checkpoint and torch.func do not go together: this call keeps its activations
             return forward(*args, **kwargs)
-        out = checkpoint(run, *args, use_reentrant=False, **kwargs)
-        if torch.is_grad_enabled():
-            torch.clear_autocast_cache()  # see `Schedule._drop_casts`
-        return out
+        return checkpoint(run, *args, use_reentrant=False, **kwargs)
 
     unit.forward, unit.module.forward = forward, torch.compiler.disable(again)
 

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ..device import Event, asynchronous
 from ..errors import TierError
+from ..events import DEVICE
 from ..headroom import IN_FLIGHT, LEAVING
 from ..numerics import divides_exactly, fold, launch_once, running_dtype, simulated
 from ..ranks.agreement import Group
@@ -329,7 +330,7 @@ class Reduction:
     @staticmethod
     def _sums_apart(accumulator: Accumulator) -> bool:
         """Tell if sums are made on an accelerator, in rank order as anywhere, and then brought to where they rest."""
-        return not accumulator.sum.on_device and asynchronous(accumulator.buffer.team.device)
+        return accumulator.sum.rest.tier != DEVICE and asynchronous(accumulator.buffer.team.device)
 
     def _start(self, accumulator: Accumulator, total: Tensor) -> Tensor | None:
         """Return the sum that there is already, where `total` will be made."""

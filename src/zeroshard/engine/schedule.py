@@ -33,7 +33,7 @@ from ..ranks.comm import Comm
 from .backward import Backward, in_backward
 from .buffer import Buffer
 from .gradient import Gradients
-from .guard import SavedTensors, outside, refuse_inside, under_checkpoint, weak
+from .guard import SavedTensors, outside, refuse_inside, weak
 from .reduction import Reduction
 from .script import Script
 from .unit import Unit, profiled
@@ -239,7 +239,8 @@ class Schedule:
                 needed.close()
                 if not frame.recompute and self.settings.release_after_forward:
                     needed.release()
-            self._drop_casts(frame.unit)
+            if not self._grad_forward:
+                self._drop_casts(frame.unit)
             if frame.unit is unit:
                 break
         if not self._frames:
@@ -247,13 +248,13 @@ class Schedule:
         return frame
 
     def _drop_casts(self, unit: Unit) -> None:
-        """Clear autocast's cache, which keeps a 16-bit copy of each weight until autocast ends, where autograd keeps
-        none of them for backward: the cache would then be all that a forward holds of released weights."""
-        if self._grad_forward:
-            alone = not torch.is_grad_enabled() or under_checkpoint()
-        else:  # a graph that waits for its backward may share them with another: that sums gradients in 16 bits
-            alone = bool(unit.released) and not any(each.calls for each in self.units)
-        if alone:
+        """Clear autocast's cache, which keeps a 16-bit copy of each weight until autocast ends, after a forward without
+        grad: the cache is then all that it holds of released weights.
+
+        Never in a forward with grad, checkpointed ones included: autograd adds up a weight's gradients in 16 bits at
+        its one copy, so each further copy gives other bits. A graph that waits for its backward may share them, too.
+        """
+        if unit.released and not any(each.calls for each in self.units):
             torch.clear_autocast_cache()
 
     def _cast(self, tensor: Tensor) -> Tensor:

@@ -176,7 +176,8 @@ def _last_words(groups: weakref.ref[Groups]) -> None:
     if own is not None:
         if own.loss is None and os.getpid() == own.process:
             if error is None:
-                own.get_through()
+                with contextlib.suppress(RuntimeError):  # of the device: an error that the program has caught
+                    own.get_through()
             else:
                 own.watch.tell({own.watch.rank: f"ended by {type(error).__name__}: {error}"[:2000]})
                 own.abort()

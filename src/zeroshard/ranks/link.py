@@ -329,7 +329,7 @@ class Link:
         """Make the error for a collective that did not complete, naming the ranks to blame as far as they are known."""
         groups, watch = self.groups, self.groups.watch
         if groups.loss is None:
-            groups.loss = ""  # from now on peers that ask hear that this rank has failed
+            groups.loss, groups.alive = "", {}  # from now on peers that ask hear that this rank has failed
             groups.abort()
             answers = watch.ask()
             culprits = watch.alarm or {rank: answer.silence for rank, answer in answers.items() if answer.silence}

@@ -369,7 +369,7 @@ class FileRest(Rest):
 
     def _until(self, through: Event) -> Event:
         """The device copies from or to the buffer until then: whoever wants it waits, as for a read."""
-        if self.room is not None and self.file.tier.threads is not None:
+        if self.room is not None and self.file.tier.threads is not None and not through.is_completed():
             self.room.work.append(self.file.tier.threads.submit(through.finish))
         return through
 

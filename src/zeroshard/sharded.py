@@ -34,7 +34,7 @@ from .engine.preflight import Structure, check_trained, refuse_wrapper
 from .engine.quantised import follow_edits, spread
 from .engine.recompute import recompute
 from .engine.reduction import Reduction
-from .engine.refused import Settings, refuse, settings
+from .engine.refused import refuse, settings
 from .engine.schedule import Schedule, Step
 from .engine.tensor_parallel import mesh_of
 from .engine.undo import Before
@@ -72,7 +72,7 @@ class Engine:
     ) -> None:
         placements(stage)  # refuses what is no stage
         asked = settings(stage, precision, layout, comm, offload, in_backward=in_backward)
-        refuse(Settings(stage=stage, transport=comm.transport, once=offload.once))
+        refuse(asked.placing)
         comm = comm.sharing(once=offload.once)
         if any(hasattr(tensor, "_zeroshard") for tensor in model.parameters()):
             once = "shard it once, as a whole; zero.unshard() makes model and optimizer plain again, in a notebook say"
@@ -84,7 +84,7 @@ class Engine:
         self.group = connect(comm, self.ledger, device, layout.axis, mesh := mesh_of(model, comm))
         self.replicas = self.group.team.seat.replicas
         asked = asked._replace(replicas=self.replicas)  # a mesh says how many
-        refuse(Settings(stage=stage, over=comm.optimizer, replicas=self.replicas, once=offload.once))
+        refuse(asked.placing)
         parts = Assembly(model, stage, precision, offload, self.group, mesh, comm.optimizer, in_backward)
         before: Before | None = None if mesh is None else Before(model, optimizers)
         try:

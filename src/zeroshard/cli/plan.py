@@ -139,10 +139,9 @@ def check_plan(*, as_json: bool, text: str | None, **settings: Any) -> int:
         settings["align"] = _blocks(settings["align"])
     given = {name: settings[name] for name in names if settings[name] is not None}
     once = offload.get("parameters") == "shared"
-    spread = settings["optimizer_over"] == "all" and (settings["replicas"] or 1) > 1
-    replicas, over = settings["replicas"] or 1, settings["optimizer_over"]
-    refuse(Settings(stage=3 if stage is None else stage, replicas=replicas, over=over, once=once))
-    stages = tuple(each for each in STAGES if each or not (once or spread)) if stage is None else (stage,)
+    copies, over = settings["replicas"] or 1, settings["optimizer_over"]
+    refuse(asked := Settings(3 if stage is None else stage, copies, over=over, once=once))
+    stages = tuple(each for each in STAGES if each or not (once or asked.spread)) if stage is None else (stage,)
     return check(Check(job=job, stages=stages, offload=offload, **given), as_json=as_json)
 
 

@@ -40,6 +40,11 @@ class Settings(NamedTuple):
         """Tell whether the optimizer's states are cut between several replicas."""
         return self.over == "all" and self.replicas > 1
 
+    @property
+    def placing(self) -> Settings:
+        """The settings that say where states are placed: with two that do not go together nothing can be built."""
+        return Settings(self.stage, self.replicas, transport=self.transport, over=self.over, once=self.once)
+
 
 def settings(stage: int, precision: Precision, layout: Layout, comm: Comm, offload: Offload, **others: Any) -> Settings:
     """Take from the four policies what may not go together. others: fields of `Settings` that no policy has."""

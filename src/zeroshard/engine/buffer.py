@@ -499,8 +499,11 @@ class Buffer:
             stored.copy_(master)
         elif stored.is_cpu:
             cast = master.to(self.dtype)
-            self.parameters.rest.take(self.updated[0] - self.parameters.first, cast, fresh=False)
-            given(cast, TO_THE_HOST)
+            through = self.parameters.rest.take(self.updated[0] - self.parameters.first, cast, fresh=False)
+            if cast is master:
+                through.wait()  # the next update writes to it
+            else:
+                given(cast, TO_THE_HOST)
         elif master.dtype == self.dtype:
             self.master.rest.give(0, stored)
         else:

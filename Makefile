@@ -14,10 +14,10 @@ demo: install ## train at stage 3, at stage 0, and resumed on other ranks, and c
 	$(BIN)/zeroshard demo
 
 test: install ## every claim at least once: some 360 processor seconds; tests/selection.py says how
-	$(BIN)/pytest -m "not full and not slow" -n 3 --dist loadfile --seconds run/ci/test.json
+	$(BIN)/pytest -m "not full and not slow" -n 3 --dist loadfile --seconds=run/ci/test.json
 
 full: install ## the rest: all combinations, and tests of over a second
-	$(BIN)/pytest -m "full and not slow" -n 3 --dist loadfile --seconds run/ci/full.json
+	$(BIN)/pytest -m "full and not slow" -n 3 --dist loadfile --seconds=run/ci/full.json
 
 drawn: install ## nightly, an hour: ranks as threads under schedules and faults drawn from fresh seeds; docs/worlds.md. SEEDS=n
 	cd tests && seed=$$(date +%s) && ../$(BIN)/python -m world drawn --seeds $(or $(SEEDS),2000) --first $$seed && \

@@ -1,6 +1,6 @@
 """The processor seconds of each test file and test function: `--seconds FILE` writes them, largest first, as JSON.
 
-    pytest -n 3 --dist loadfile --seconds run/ci/seconds.json
+    pytest -n 3 --dist loadfile --seconds=run/ci/seconds.json
 
 Counted is user and system time of pytest and of all its descendants: rank processes, commands, browsers. A process that is
 killed after its parent is not counted, and what starts once for a session (the imports of the ranks' nursery) counts as the

@@ -14,7 +14,6 @@ import reference
 import zeroshard
 from emulated.device import device
 from zeroshard import Layout, Offload, Precision
-from zeroshard.device import TO_THE_HOST, given, pin, sent
 from zeroshard.engine.reduction import Reduction
 
 WIDTH, BLOCKS, BATCH = 16, 4, 4
@@ -181,22 +180,3 @@ def test_states_in_files_move_as_many_bytes(tmp_path):
     for (_, _, host, _), (_, _, files, waits) in emulated.run(2, steps, cases, str(tmp_path), seed=1):
         assert files == host
         assert waits["tiers/nvme.py:same_as", "copy to the host"] == BLOCKS
-
-
-# --- pages that go --------------------------------------------------------------------------------------------------------
-
-
-def unpinned():
-    """How often the host waits to unpin pages that the device still copies to, and whether that copy is through."""
-    memory = torch.zeros(4096, dtype=torch.uint8)
-    unpin = pin(memory, torch.device("emu", 0))
-    there = torch.ones(1024, device="emu")
-    through = sent(memory.view(torch.float32), there)
-    given(there, TO_THE_HOST)
-    with emulated.counted() as counts:
-        unpin()
-    return counts.drains.total(), through.is_completed()
-
-
-def test_pages_are_unpinned_after_the_copies_to_them():
-    assert emulated.run(1, unpinned) == [(1, True)]

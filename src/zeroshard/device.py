@@ -362,23 +362,16 @@ def users(device: torch.device) -> Users:
 def pin(memory: Tensor, device: torch.device) -> Callable[[], Any] | None:
     """Pin pages of host memory, so that a device copies from and to them by itself.
 
-    Returns a function that unpins them, after all copies under way; None if the device has no need of it, or its kind
-    knows no such thing.
+    Returns a function that unpins them; None if the device has no need of it, or its kind knows no such thing.
     """
-    module: Any = torch.get_device_module(device) if asynchronous(device) else None
-    if not hasattr(module, "cudart"):
+    cudart = getattr(torch.get_device_module(device), "cudart", None) if asynchronous(device) else None
+    if cudart is None:
         return None
-    library: Any = module.cudart()
+    library: Any = cudart()
     address, nbytes = memory.data_ptr(), memory.numel() * memory.itemsize
     if failed := int(library.cudaHostRegister(address, nbytes, 0)):
         raise MemoryError(f"{nbytes:,} bytes of host memory could not be pinned: error {failed}")
-
-    def unpin() -> None:
-        with contextlib.suppress(RuntimeError):  # after an error of the device nothing is under way
-            module.synchronize(device)
-        library.cudaHostUnregister(address)
-
-    return unpin
+    return lambda: library.cudaHostUnregister(address)
 
 
 # --- random numbers ---------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import tarfile
-import tokenize
 import venv
 import zipfile
 from pathlib import Path
@@ -75,16 +74,7 @@ def module_file(name):
 @functools.cache
 def code(path):
     """The numbers of a file's lines that hold code, without comments, blank lines and docstrings; and its syntax tree."""
-    prose = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
-    with path.open("rb") as file:
-        tokens = [token for token in tokenize.tokenize(file.readline) if token.type not in prose | {tokenize.ENCODING}]
-    lines = {line for token in tokens for line in range(token.start[0], token.end[0] + 1)}
-    tree = ast.parse(path.read_text())
-    for node in ast.walk(tree):
-        documented = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
-        if documented and ast.get_docstring(node) is not None:
-            lines -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
-    return lines, tree
+    return {*FEATURES.code(path)}, ast.parse(path.read_text())
 
 
 def test_the_reading_order_names_every_file_of_the_core():

@@ -27,8 +27,9 @@ from .engine.accepted import unwrapped
 from .engine.finite import Finding
 from .engine.guard import refuse_copy, refuse_inside, weak
 from .engine.moving import MovingAverage
-from .errors import StateError, UserError, check_flag, nearest
+from .errors import StateError, UserError, nearest
 from .events import Event, Ledger, Record
+from .fields import check_flag
 from .layout import Bucket, Layout, Slot
 from .numerics import Precision
 from .ranks.comm import Comm, Simulated

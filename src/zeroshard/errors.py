@@ -71,12 +71,6 @@ def visible(text: str) -> str:
     return "".join(c if c == "\n" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def check_flag(name: str, given: object) -> None:
-    """Refuse a value that is neither True nor False. name: of the argument."""
-    if type(given) is not bool:
-        raise UserError(f"{name}= must be True or False", got=repr(given), expected="True or False")
-
-
 def check_local(path: str | os.PathLike[str]) -> None:
     """Refuse an address where a file or folder of this machine is meant: it would become a folder called `s3:`."""
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", os.fspath(path)):

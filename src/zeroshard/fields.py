@@ -16,6 +16,12 @@ class Field(NamedTuple):
     expected: str | None = None
     instead: Callable[[Any], str | None] = lambda given: None
 
+    def check(self, name: str, given: Any) -> None:
+        """Raise `UserError` for a value that the field of this name does not take."""
+        if not self.takes(given):
+            what = f"{name} {self.says}"
+            raise UserError(what, expected=self.expected, got=repr(given), instead=self.instead(given))
+
     def or_none(self) -> Field:
         """Return this field with None allowed too, which means that nothing was asked."""
         return self._replace(takes=lambda given: given is None or self.takes(given))
@@ -54,9 +60,10 @@ def is_patterns(given: Any) -> bool:
 
 def check_fields(settings: object, fields: Mapping[str, Field]) -> None:
     """Raise `UserError` for the first field of some settings whose value it does not take."""
-    kind = type(settings).__name__
     for name, field in fields.items():
-        given = getattr(settings, name)
-        if not field.takes(given):
-            what = f"{kind}.{name} {field.says}"
-            raise UserError(what, expected=field.expected, got=repr(given), instead=field.instead(given))
+        field.check(f"{type(settings).__name__}.{name}", getattr(settings, name))
+
+
+def check_flag(name: str, given: object) -> None:
+    """Raise `UserError` for an argument that is neither True nor False."""
+    FLAG.check(f"{name}=", given)

@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 
 from ..device import describe
-from ..errors import CheckpointError, Error, UserError, check_flag
+from ..errors import CheckpointError, Error, UserError
 from ..events import HOST, Ledger
+from ..fields import check_flag
 from ..ranks.agreement import Group
 from ..ranks.mesh import program
 from ..tiers.tier import Part, present

@@ -131,13 +131,11 @@ class Flat:
         if to is not None:
             here = self.degree is Degree.RANK and not owned
             first, last = (0, self.bucket.numel) if here else self.bucket.shard(self.team.position)
-            if self.on_device or not streams(to.device):
-                self.copy(first, to[first:last])
-                return Work() if here else self.team.gather(to, self.bucket, self.state)
-            with behind(TO_THE_DEVICE, to.device):  # what computes meanwhile does not wait for it
+            aside = streams(to.device) and not self.on_device  # what computes meanwhile does not wait for it
+            with behind(TO_THE_DEVICE, to.device) if aside else contextlib.nullcontext():
                 self.copy(first, to[first:last])
                 work = Work() if here else self.team.gather(to, self.bucket, self.state)
-                return work.after(event(to.device))
+                return work.after(event(to.device)) if aside else work
         if self.on_device:
             return self.team.gather(self.tensor, self.bucket, self.state)
         if streams(self.team.device) and not self.in_file:

@@ -60,9 +60,14 @@ def settings(stage: int, precision: Precision, layout: Layout, comm: Comm, offlo
         nonfinite=precision.nonfinite,
         split_master=precision.split_master,
         once=offload.once,
-        gradients="device" if offload.tiers("gradients") == {DEVICE: 1.0} else offload.gradients,
+        gradients=gradients_of(offload),
         **others,
     )
+
+
+def gradients_of(offload: Offload) -> Any:
+    """Return where gradients rest as the user says it; "device", however it is said, if all of them rest there."""
+    return DEVICE if offload.tiers("gradients") == {DEVICE: 1.0} else offload.gradients
 
 
 class Refusal(NamedTuple):
@@ -177,9 +182,6 @@ def table() -> str:
 
 class _Any:
     """A value that a table leaves open."""
-
-    def __format__(self, spec: str) -> str:
-        return "..."
 
     def __repr__(self) -> str:
         return "..."

@@ -31,7 +31,8 @@ from ..checkpoint.manifest import VALUE, Saved, numel
 from ..checkpoint.staging import clean, discard, owner, place_beside, temporary
 from ..digests import raw
 from ..engine.buffer import Buffer
-from ..errors import CheckpointError, Error, UserError, check_flag
+from ..errors import CheckpointError, Error, UserError
+from ..fields import check_flag
 from ..ranks.agreement import Group
 from ..stage import Degree
 from ..strips import ONE_STRIP, Strips

@@ -24,8 +24,9 @@ from ..checkpoint.manifest import Saved
 from ..checkpoint.saving import wait_for_saves
 from ..engine.tensor_parallel import mesh_of
 from ..engine.unit import Initialiser
-from ..errors import CheckpointError, Error, UserError, check_flag
+from ..errors import CheckpointError, Error, UserError
 from ..events import Ledger
+from ..fields import check_flag
 from ..layout import Layout
 from ..numerics import Precision
 from ..ranks.comm import Comm

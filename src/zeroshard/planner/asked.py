@@ -5,7 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from ..engine.refused import Settings, refuse
+from ..engine.refused import Settings, gradients_of, refuse
 from ..errors import UserError
 from ..events import DEVICE
 from ..layout import Partition
@@ -94,6 +94,4 @@ def check_in_backward(accumulate: int, offload: Offload | None, *, no_sync: bool
             instead="accumulate=1, or without optimizer_in_backward",
         )
     if offload is not None:
-        elsewhere = offload.tiers("gradients") != {DEVICE: 1.0}
-        gradients = offload.gradients if elsewhere else DEVICE
-        refuse(Settings(in_backward=True, once=offload.once, gradients=gradients))
+        refuse(Settings(in_backward=True, once=offload.once, gradients=gradients_of(offload)))

@@ -130,25 +130,23 @@ def plan(
     _check_stage(stage)
     _check_files(offload, disk, step_time, tokens)
     once = offload is not None and offload.once
-    spread = optimizer_over == "all" and (replicas or 1) > 1
     if optimizer_over not in get_args(Over):
         raise UserError(
             "optimizer_over says over which ranks its states are sharded",
             got=repr(optimizer_over),
             instead=nearest(optimizer_over, get_args(Over)),
         )
-    refuse(
-        Settings(
-            stage=3 if stage is None else stage,
-            replicas=replicas or 1,
-            bounds=str(bounds),
-            reduce=reduce,
-            transport=transport,
-            over=optimizer_over,
-            split_master=precision == "bf16-split",
-            once=once,
-        )
+    together = Settings(
+        stage=3 if stage is None else stage,
+        replicas=replicas or 1,
+        bounds=str(bounds),
+        reduce=reduce,
+        transport=transport,
+        over=optimizer_over,
+        split_master=precision == "bf16-split",
+        once=once,
     )
+    refuse(together)
     over = None if optimizer_over == "team" else optimizer_over
     others = {"replicas": replicas, "optimizer_over": over, "experts": experts}
     sums = None if reduce == "ordered" else reduce
@@ -165,7 +163,7 @@ def plan(
     check_in_backward(accumulate, offload, no_sync=bool(no_sync), asked=bool(optimizer_in_backward))
     asked = Asked(
         ranks=ranks,
-        stages=tuple(each for each in STAGES if each or not (once or spread)) if stage is None else (stage,),
+        stages=tuple(each for each in STAGES if each or not (once or together.spread)) if stage is None else (stage,),
         recipe=dataclasses.replace(
             recipes.recipe(
                 preset or ("paper" if params is not None else "zeroshard"), optimizer=optimizer, custom=bytes

@@ -178,12 +178,12 @@ def _last_words(groups: weakref.ref[Groups]) -> None:
             if error is None:
                 with contextlib.suppress(RuntimeError):  # of the device: an error that the program has caught
                     own.get_through()
+                if not own.aborted:
+                    with contextlib.suppress(OSError):
+                        own.watch.say_ended()
             else:
                 own.watch.tell({own.watch.rank: f"ended by {type(error).__name__}: {error}"[:2000]})
                 own.abort()
-            if error is None and not own.aborted:
-                with contextlib.suppress(OSError):
-                    own.watch.say_ended()
         own.watch.close()
 
 

@@ -11,6 +11,7 @@ import zeroshard
 from test_mesh_planned import STEPS, job
 from zeroshard import Comm, Layout, shard
 from zeroshard.cli import check
+from zeroshard.cli.config import InputError
 from zeroshard.cli.main import app
 from zeroshard.errors import UserError
 from zeroshard.layout import Spec, partition
@@ -195,3 +196,18 @@ def test_a_check_refuses_stage_0_as_a_plan_does():
     command = ["plan", f"{__file__}:job", "--check", "--stage", "0", "--ranks", "4", "--replicas", "2"]
     with pytest.raises(UserError, match="every rank holds the whole optimizer state at stage 0"):
         app([*command, "--optimizer-over", "all"])
+
+
+@pytest.mark.parametrize(
+    ("options", "got"),
+    [
+        (["--stage", "0"], "got: --stage 0, --optimizer-over all; instead: --stage 1, 2 or 3"),
+        (["--bounds", "tensor"], "got: --optimizer-over all, --bounds tensor; instead: --optimizer-over team"),
+    ],
+    ids=["stage 0", "tensors"],
+)
+def test_a_command_says_it_in_its_own_options(options, got):
+    command = ["plan", "--params", "1e6", "--ranks", "4", "--replicas", "2", "--optimizer-over", "all"]
+    with pytest.raises(InputError) as refused:
+        app([*command, *options])
+    assert got in str(refused.value)

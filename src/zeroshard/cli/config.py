@@ -43,7 +43,8 @@ def in_options(error: object, names: Iterable[str]) -> str:
         return f"--{match[1].replace('_', '-')}" + (f" {value}" if value else "")
 
     text = re.sub(rf"\b(?:Layout|Comm|Offload|Precision)\.(?=(?:{named})\b)", "", one_line(error))
-    text = re.sub(rf"\bLayout\(((?:{named})=[^()]*)\)", r"\1", text)
+    text = text.replace("Comm(optimizer=", "Comm(optimizer_over=")  # `optimizer` is another option
+    text = re.sub(rf"\b(?:Layout|Comm)\(((?:{named})=[^()]*)\)", r"\1", text)
     beginning = re.match(rf"(?:(?:{named})(?:, | and )?)+(?=[\s:;]|$)", text)
     end = beginning.end() if beginning else 0
     head = re.sub(rf"\b(?:{named})\b", option, text[:end])

@@ -14,6 +14,7 @@ import emulated
 import ranks
 import reference
 from test_emulated import DTYPES, STAGES, plain, sharded
+from zeroshard.ranks.at_once import at_once, prepare
 
 
 def each_verb(device):
@@ -210,6 +211,35 @@ def aborted():
 
 def test_an_abort_ends_what_is_under_way():
     emulated.run(2, connected, aborted)
+
+
+def aborted_with_another(at_the_same_time):
+    """Two groups, in which one rank alone has launched something."""
+    groups = [dist.group.WORLD, dist.new_group([0, 1])]
+    tensors = [torch.ones(2, device="emu") for _ in groups]
+    for group, tensor in zip(groups, tensors, strict=True):
+        dist.all_reduce(tensor, group=group)
+    torch.emu.synchronize()
+    if dist.get_rank() == 0:
+        return
+    for group, tensor in zip(groups, tensors, strict=True):
+        dist.all_reduce(tensor, group=group, async_op=True)
+    prepare(2)
+    if at_the_same_time:
+        at_once([group.abort for group in groups])
+    else:
+        groups[0].abort()  # waits for the other one's kernel
+    torch.emu.synchronize()
+
+
+def test_communicators_are_aborted_at_once():
+    emulated.run(2, aborted_with_another, True)
+
+
+def test_an_abort_waits_for_all_that_the_device_runs():
+    """As ncclCommAbort does where it frees memory: of two communicators that are aborted in turn neither ends."""
+    _, hangs = emulated.run(2, aborted_with_another, False, patience=2.0, expect_errors=True)
+    assert hangs.type == "Deadlock" and hangs.message.startswith("nothing has run for 2 s"), hangs
 
 
 def freed_as_by_cuda():

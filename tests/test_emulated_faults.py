@@ -498,13 +498,27 @@ def check_struck(world, stage, cases, asks=True, **options):
     return found
 
 
-def without_an_abort():
+def without_an_abort(kept=False):
     """A rank is taken out of a forward, and no group of data is aborted."""
-    groups.Groups._abort = lambda self: None
+    if not kept:
+        groups.Groups._abort = lambda self: None
     try:
         return struck(3, [(1, 3, "Ctrl-C", False, 0)], True)
     except RuntimeError as error:
         os._exit(7 if "nothing has run for 3 s" in str(error) else 8)  # the other one waits for this rank
+
+
+def aborting_one_after_the_other():
+    """A rank is taken out of a forward, and each group is aborted when the one before is."""
+    groups.at_once = lambda calls: [call() for call in reversed(calls)]
+    return without_an_abort(kept=True)
+
+
+@pytest.mark.full
+def test_aborts_one_after_the_other_wait_for_ever():
+    """Each for the kernels of the next communicator, as on the first GPU that this ran on."""
+    waits, _ = emulated.run(2, aborting_one_after_the_other, patience=3.0, expect_errors=True)
+    assert waits.type == "Died" and "exit code 7 " in waits.message, waits
 
 
 @pytest.mark.full

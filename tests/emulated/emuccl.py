@@ -6,6 +6,7 @@
     Work.is_completed()             a query of an event
     the first collective            connects, and blocks the host until all members have come to theirs
     tensors of the CPU              are refused, unless the group has a backend for them ("cpu:gloo,emu:emuccl")
+    abort()                         ends what is under way, then waits until the whole device is idle
     destroy_process_group()         flushes: the host waits until all that was launched is through, or aborted
     init_process_group(device_id=)  later groups are split from the world's communicator, by all of its ranks
 
@@ -32,7 +33,7 @@ from . import sites
 from .counts import total
 from .device import Device
 from .memory import POISON, Place
-from .streams import Item, Mark
+from .streams import Deadlock, Item, Mark
 from .wire import Wire
 
 _KEPT = 64  # headers of collectives that are through, with which late ones are compared
@@ -289,10 +290,22 @@ class Emuccl(dist.ProcessGroup):
             ) from error
 
     def abort(self) -> None:
-        """End all that is under way, of this rank."""
+        """End all that is under way, of this rank, and free the communicators' memory: until the whole device is idle.
+
+        Nothing comes after that wait: a program that counts on it would have a race where memory is kept.
+        """
         self._ended = "it was aborted"
         for each in self._communicators.values():
             each.abort("the program aborted the group")
+        if self._communicators:
+            self._device.settle()
+            machine = self._device.machine
+            try:
+                machine.wait([queue.end() for queue in machine.queues])
+            except Deadlock as error:
+                with machine.lock:
+                    machine.fail(f"an abort waits for the device, and {error}")
+                raise
 
     def shutdown(self) -> None:
         """It flushes: the host waits for all that was launched."""

@@ -19,6 +19,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -29,6 +30,7 @@ from ..device import asynchronous, current, finish
 from ..errors import Error, PeerError, UserError
 from ..stage import Seat
 from .agreement import lines
+from .at_once import at_once, prepare
 from .calls import Call
 from .comm import Comm, Transport
 from .ending import BY_ITSELF, Ending
@@ -308,6 +310,11 @@ class Speaker(Protocol):
         """Return the fields of `watch.Answer`."""
 
 
+def _end_one(group: Any) -> None:
+    with contextlib.suppress(RuntimeError):  # it has failed already
+        group.abort()
+
+
 class Groups:
     """The process groups, streams and watch that all engines over one process group share."""
 
@@ -382,6 +389,7 @@ class Groups:
             self.streams.append(Stream(group, each.members, queued=at in self.queues, places=places))
         self._name(self._wanted)
         if self.queued:
+            prepare(len(self.queues))
             self._connecting = torch.zeros(2 * CONNECTING, dtype=torch.uint8, device=self.device)
             attend(self.watch, lambda: self._connect([made[at] for at in self.queues]))
 
@@ -511,16 +519,13 @@ class Groups:
             self._abort()
 
     def _abort(self) -> None:
-        queued = [stream.group for stream in self.streams if stream.queued]
-        with contextlib.ExitStack() as together:
-            # Only NCCL's has this: without it aborts of two groups may wait for each other.
-            with contextlib.suppress(RuntimeError, AttributeError):
-                first = queued[0]._get_backend(self.device)
-                first._group_start()
-                together.callback(first._group_end)
-            for group in reversed(queued):
-                with contextlib.suppress(RuntimeError):  # it has failed already
-                    group.abort()
+        """End what is under way in all of them at once.
+
+        One after the other never ends: to free a communicator's memory CUDA waits for all that runs on the device, and
+        so for the next communicator's kernels, which only their own abort ends. torch aborts in a thread of its own,
+        which NCCL's group calls do not reach.
+        """
+        at_once([partial(_end_one, stream.group) for stream in self.streams if stream.queued])
 
     # --- a levelling ------------------------------------------------------------------------------------------------
 

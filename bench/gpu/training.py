@@ -62,14 +62,10 @@ def batches(kind: str) -> Callable[[int, int], Tensor]:
     return batch
 
 
-def _norm(gradients: list[Tensor], order: float) -> Tensor:
-    return reference.total_norm([each.cpu() for each in gradients], order).to(gradients[0].device)
-
-
 def plain(kind: str, dtype: str, world: int = 1, backwards: int = 1, steps: int = STEPS) -> Run:
     """One process that takes all ranks' micro-batches one after the other."""
     model = build(kind)
-    settings: Any = {"world": world, "backwards": backwards, "steps": steps, "clip": CLIP, "norm": _norm}
+    settings: Any = {"world": world, "backwards": backwards, "steps": steps, "clip": CLIP, "norm": reference.total_norm}
     if DTYPES[dtype] is None:
         history = reference.accumulate(model, adam(model.parameters()), batches(kind), loss_of, **settings)
     else:

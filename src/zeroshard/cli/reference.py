@@ -328,9 +328,14 @@ def _rounded(number: float) -> float:
 
 
 def total_norm(gradients: Iterable[Tensor], order: float = 2.0, block: int = BLOCK) -> Tensor:
-    """Compute the global norm, as a `norm` for `accumulate`."""
-    norms = [norm_of_tensor(gradient, order, block) for gradient in gradients]
-    return torch.as_tensor(torch.linalg.vector_norm(torch.stack(norms), order))
+    """Compute the global norm, as a `norm` for `accumulate`.
+
+    Each gradient's own is one number wherever it is taken. The norm of these is taken where the first gradient is, as
+    torch's clipping does: a GPU adds them up in another order than the CPU.
+    """
+    gradients = [*gradients]
+    norms = torch.stack([norm_of_tensor(gradient, order, block) for gradient in gradients])
+    return torch.as_tensor(torch.linalg.vector_norm(norms.to(gradients[0].device), order))
 
 
 def _count(backwards: Any, step: int) -> int:

@@ -1,4 +1,4 @@
-"""Run the steps, or one: python -m bench.gpu [--device cuda|emu|cpu] [--step N ...] [--out FOLDER]"""
+"""Run the steps, or one: python -m bench.gpu [--device cuda|emu|cpu] [--step N ...] [--ranks N] [--out FOLDER]"""
 
 from __future__ import annotations
 
@@ -24,13 +24,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="What a machine with GPUs is asked in its first hour.")
     parser.add_argument("--device", choices=GROUPS, default="cuda", help="emu and cpu rehearse it with small models")
     parser.add_argument("--step", type=int, nargs="+", choices=range(len(STEPS)), help="only these")
+    parser.add_argument(
+        "--ranks", type=int, default=0, metavar="N", help="N ranks share fewer GPUs, where several meet"
+    )
     parser.add_argument("--out", type=Path, help="default: gpu-results, and of a rehearsal gpu-results/emu")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)  # this process is the step's own
     options = parser.parse_args()
     place = Place.of(options.device)
     out = options.out or Path("gpu-results", *([] if place.full else [place.kind]))
+    shared = Place.of(options.device, options.ranks)
     if options.inside:
-        return inside(STEPS[options.step[0]], place, out)
+        step = STEPS[options.step[0]]
+        return inside(step, place if step.least == 1 else shared, out)
     if not place.count:
         parser.exit(2, "torch sees no CUDA device here: make gpu DEVICE=emu rehearses the steps\n")
     out.mkdir(parents=True, exist_ok=True)
@@ -38,7 +43,7 @@ def main() -> int:
         for path in out.glob("[0-9][0-9]-*"):  # of an earlier run, whose tar stays
             path.unlink()
     for step in STEPS if options.step is None else [STEPS[number] for number in options.step]:
-        told = one(step, place, out)
+        told = one(step, place if step.least == 1 else shared, out)
         print(f"{step.number:>2} {step.name:<12} {told['verdict']}, {told['seconds']} s", flush=True)
     print(bundle.write(out))
     return int(any(each["verdict"] not in (PASSED, SKIPPED) for each in bundle.results(out)))
@@ -63,6 +68,7 @@ def one(step: Step, place: Place, out: Path) -> dict[str, Any]:
     limit, begun = 2 * 60 * step.minutes, time.monotonic()
     log = out / f"{step.file.removesuffix('.json')}.log"
     words = ["-W", "ignore", "-m", "bench.gpu", "--inside", "--device", place.kind, "--step", str(step.number)]
+    words += ["--ranks", str(place.count)] if place.share else []
     with log.open("w") as output:
         process = subprocess.Popen(
             [sys.executable, *words, "--out", str(out.absolute())],

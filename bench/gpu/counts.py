@@ -19,8 +19,9 @@ import torch
 from zeroshard import device
 from zeroshard.stage import STAGES
 
+from ..backends import fsdp2, plain
 from . import training
-from .place import ROOT, synchronize
+from .place import ROOT, ranks, synchronize
 from .record import Record, Wrong
 
 WAITS = ("Synchronize", "cudaMemcpy")  # of the runtime's calls, those for which a host waits
@@ -37,24 +38,28 @@ def run(record: Record) -> None:
         record.skip("CSAN, torch's sanitizer of streams", "it knows CUDA's; the emulated device has one, always on")
 
 
-def _trained(kind: str, stage: int) -> Any:
-    """A step that can be taken again, after two."""
-    model, optimizer, _ = training.shard(kind, "bf16", stage)
+def _trained(kind: str, stage: int | None) -> Any:
+    """A step that can be taken again, after two. stage: None for FSDP2."""
+    if stage is None:
+        model = training.build(kind)
+        trainer = fsdp2.build(model, low=True, reshard=True, wide=True)
+    else:
+        model, optimizer, _ = training.shard(kind, "bf16", stage)
+        trainer = plain(model, optimizer)
     batch = training.batches(kind)
     tokens = [batch(number, 0) for number in range(6)]
 
     def step(number: int) -> None:
-        training.loss_of(model, tokens[number]).backward()
+        trainer.backward(tokens[number])
         torch.nn.utils.clip_grad_norm_(model.parameters(), training.CLIP)
-        optimizer.step()
-        optimizer.zero_grad()
+        trainer.update()
 
     step(0), step(1)
     synchronize(kind)
     return step
 
 
-def counted(kind: str, stage: int, folder: str) -> dict[str, Any]:
+def counted(kind: str, stage: int | None, folder: str) -> dict[str, Any]:
     step = _trained(kind, stage)
     before = Counter(device.asked)
     if kind == "emu":
@@ -68,11 +73,13 @@ def counted(kind: str, stage: int, folder: str) -> dict[str, Any]:
     with torch.profiler.profile(activities=activities[: 1 + (kind == "cuda")]) as profile:
         step(2)
         synchronize(kind)
-    profile.export_chrome_trace(f"{folder}/trace-stage-{stage}.json")
+    if ranks.world() == 1:
+        profile.export_chrome_trace(f"{folder}/trace-stage-{stage}.json")
     events = Counter({event.key: event.count for event in profile.key_averages()})
     waits = {name: count for name, count in events.items() if name.startswith("cuda") and any(w in name for w in WAITS)}
     launches = sum(count for name, count in events.items() if "LaunchKernel" in name)
-    return {"launches": launches, "waits": waits, "asked": device.asked - before}
+    copies = sum(count for name, count in events.items() if name.startswith("Memcpy"))
+    return {"launches": launches, "copies": copies, "waits": waits, "asked": device.asked - before}
 
 
 def quiet(kind: str, stage: int) -> dict[str, int]:

@@ -8,6 +8,7 @@ bits.
 from __future__ import annotations
 
 import os
+import random
 import signal
 import tempfile
 import time
@@ -25,6 +26,7 @@ from .record import Record, Wrong
 
 AGAIN = 5  # times that a step is tried
 LIMIT = 20.0  # seconds of Comm(timeout=...)
+DRAWN = 12  # interrupts, one in each step
 LOST = {"kill -9": signal.SIGKILL, "SIGTERM": signal.SIGTERM}
 
 
@@ -33,6 +35,8 @@ def run(record: Record) -> None:
         record.case(f"{name} between forward and backward", _lost, record, int(number))
     record.case("out of memory in a forward, and the step again", _survived, record, "memory")
     record.case("Ctrl-C in a backward, and the step again", _survived, record, "interrupt")
+    for stage in (3, 1):
+        record.case(f"Ctrl-C in {DRAWN} drawn places at stage {stage}", _interrupted, record, stage)
 
 
 def _lost(record: Record, number: int) -> dict[str, Any]:
@@ -120,6 +124,48 @@ def tries_again(kind: str, what: str) -> dict[str, Any]:
     if different := training.reference.first_difference(got, want.weights):
         raise Wrong(f"after it was tried again: {different}")
     return {"raised": raised, "seconds": round(seconds, 2)}
+
+
+def _interrupted(record: Record, stage: int) -> dict[str, Any]:
+    found = record.place.run(2, in_drawn_places, stage, timeout=240.0)
+    return {f"rank {rank}": each for rank, each in enumerate(found)}
+
+
+def in_drawn_places(kind: str, stage: int) -> list[str]:
+    """One rank is interrupted behind a module's forward, or where its gradient comes, in every step; then it is tried
+    again until it is through. Returns what was raised on this rank, step by step."""
+    model, optimizer, zero = training.shard(kind, "bf16", stage, comm=Comm(timeout=LIMIT))
+    draw, raised, armed = random.Random(stage), [], [False]
+    modules = [module for module in model.modules() if not [*module.children()]]
+
+    def fail() -> None:
+        if armed[0]:
+            armed[0] = False
+            raise KeyboardInterrupt
+
+    for step in range(DRAWN):
+        module, behind_forward, struck = draw.choice(modules), draw.random() < 0.4, draw.randrange(ranks.world())
+
+        def trip(_: Any, __: Any, output: torch.Tensor, behind_forward: bool = behind_forward) -> None:
+            fail() if behind_forward else output.register_hook(lambda _: fail())
+
+        hook, armed[0] = module.register_forward_hook(trip), ranks.rank() == struck
+        for attempt in range(AGAIN):
+            try:
+                optimizer.zero_grad()
+                _step(kind, model, optimizer, step)
+                break
+            except (KeyboardInterrupt, PeerError) as error:
+                raised.append(f"{step}: {type(error).__name__}")
+                if attempt == AGAIN - 1:
+                    raise Wrong(f"step {step} was tried {AGAIN} times: {raised}") from error
+        hook.remove()
+    want = training.plain(kind, "bf16", ranks.world(), steps=DRAWN)
+    with zero.gathered():
+        got = {name: each.cpu() for name, each in training.reference.weights(model).items()}
+    if different := training.reference.first_difference(got, want.weights):
+        raise Wrong(f"after {raised}: {different}")
+    return raised
 
 
 def _step(kind: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:

@@ -15,13 +15,14 @@ Case = tuple[int, int, int]  # stage, replicas, backwards
 
 def run(record: Record) -> None:
     for world in record.place.worlds:
+        full = record.place.kind == "cuda"
         for dtype in training.DTYPES:
-            if record.place.full or (dtype == "bf16") == (world == 2):
-                record.ranks(f"{world} ranks, {dtype}", world, trained, dtype, cases(world, record.place.full))
+            if full or (dtype == "bf16") == (world == 2):
+                record.ranks(f"{world} ranks, {dtype}", world, trained, dtype, cases(world, full))
 
 
 def cases(world: int, full: bool) -> list[Case]:
-    """All; a rehearsal takes every stage on two ranks, and the last ones with what only more ranks have."""
+    """All; or every stage on two ranks, and of more ranks the last stage with what only they have."""
     copies = [count for count in (1, 2, 4) if world % count == 0]
     if full:
         return [(stage, count, backwards) for stage in STAGES for count in copies for backwards in (1, 3)]

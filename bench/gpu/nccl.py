@@ -20,16 +20,17 @@ from torch import Tensor
 
 import zeroshard
 from zeroshard import Comm, Layout, Offload
+from zeroshard.stage import STAGES
 
-from . import training
-from .place import GROUPS, ranks, synchronize
+from . import counts, training
+from .place import GROUPS, Place, ranks, synchronize
 from .record import Record, Wrong, each
 
 SIZES = (5, 1 << 18)
 
 
 def run(record: Record) -> None:
-    place, late = record.place, 1.0 if record.place.full else 0.3
+    place, late = record.place, 1.0 if record.place.kind == "cuda" else 0.3
     for world in (2, 3):
         if world <= place.count:
             record.ranks(f"{world} ranks, each verb", world, verbs)
@@ -37,6 +38,10 @@ def run(record: Record) -> None:
         record.ranks(
             f"2 ranks, a group of {'two backends' if group == 'both' else 'one'}", 2, engine, late, group=group
         )
+    beside = str(record.path.parent.absolute())
+    for stage in (*STAGES, *[None] * (place.kind == "cuda")):
+        name = "FSDP2" if stage is None else f"stage {stage}"
+        record.measure(f"2 ranks, {name}, one step", lambda stage=stage: place.run(2, counts.counted, stage, beside)[0])
     for device_id in (False, True):
         with tempfile.TemporaryDirectory() as folder:
             store = os.path.join(folder, "store")
@@ -44,7 +49,7 @@ def run(record: Record) -> None:
             if place.count < 3:
                 record.skip(name, "it takes 3 devices")
             else:
-                record.ranks(name, 3, of_a_subgroup, store, device_id, group=None)
+                record.ranks(name, 3, of_a_subgroup, place, store, device_id, group=None)
 
 
 # --- verbs ----------------------------------------------------------------------------------------------------------
@@ -138,6 +143,7 @@ def engine(kind: str, late: float) -> dict[str, str]:
             "a model on meta": partial(_on_meta, kind),
             "an optimizer in host memory, after a step": partial(_stepped_before, kind),
             "native sums": partial(_native, kind),
+            **{f"stage {stage}, the engine asks nothing": partial(counts.quiet, kind, stage) for stage in STAGES},
         }
     )
 
@@ -204,9 +210,9 @@ def _native(kind: str) -> None:
 # --- a subgroup -----------------------------------------------------------------------------------------------------
 
 
-def of_a_subgroup(kind: str, store: str, device_id: bool) -> dict[str, str]:
+def of_a_subgroup(kind: str, place: Place, store: str, device_id: bool) -> dict[str, str]:
     rank, world = ranks.rank(), ranks.world()
-    own = torch.device(kind, 0 if kind == "emu" else rank) if device_id and kind != "cpu" else None
+    own = place.own(rank) if device_id and kind != "cpu" else None
     dist.init_process_group(
         GROUPS[kind], store=dist.FileStore(store, world), rank=rank, world_size=world,
         timeout=timedelta(seconds=60), device_id=own,

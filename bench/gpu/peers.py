@@ -55,6 +55,9 @@ BACKENDS: dict[str, Callable[..., Trainer]] = {
 def run(record: Record) -> None:
     place = record.place
     world = place.worlds[-1] if place.full else 2
+    if place.share:
+        record.skip("all", "times of ranks that share a device are of no worth")
+        return
     for size in ("1B", "7B") if place.full else ("tiny",):
         for name in BACKENDS:
             here = Place("cpu", place.count) if place.kind == "emu" and not name.startswith("zeroshard") else place

@@ -31,18 +31,32 @@ ENVIRONMENT = {  # of every process: no network, one thread, and what cuBLAS nee
 
 @dataclass(frozen=True)
 class Place:
-    """kind: of the devices. count: how many. full: are sizes and repeats those of the real hour?"""
+    """kind: of the devices. count: how many ranks at most, each with a device of its own unless they share.
+
+    share: do ranks take turns on the devices? NCCL refuses two ranks of one host on one device, so each rank says that
+    it is a host of its own, and what they send goes through sockets. It proves bits, order and recovery; its times are
+    of no worth.
+    """
 
     kind: str
     count: int
+    share: bool = False
 
     @classmethod
-    def of(cls, kind: str) -> Place:
-        return cls(kind, torch.cuda.device_count() if kind == "cuda" else REHEARSED)
+    def of(cls, kind: str, shared_by: int = 0) -> Place:
+        if kind != "cuda":
+            return cls(kind, REHEARSED)
+        devices = torch.cuda.device_count()
+        return cls(kind, devices and max(devices, shared_by), share=0 < devices < shared_by)
 
     @property
     def full(self) -> bool:
-        return self.kind == "cuda"
+        """Are sizes and repeats those of the real hour?"""
+        return self.kind == "cuda" and not self.share
+
+    def own(self, rank: int) -> torch.device:
+        """Return a rank's device."""
+        return torch.device(self.kind, rank % torch.get_device_module(self.kind).device_count())
 
     @property
     def worlds(self) -> list[int]:
@@ -75,19 +89,21 @@ class Place:
         with tempfile.TemporaryDirectory(prefix="bench-gpu-") as folder:
             meeting = (backend, os.path.join(folder, "store"))
             return ranks.run(
-                world, _on_rank, self.kind, body, args, meeting, deterministic,
+                world, _on_rank, self, body, args, meeting, deterministic,
                 group=False, timeout=timeout, expect_errors=expect_errors, spent=True,
             )  # fmt: skip
 
 
 def _on_rank(
-    kind: str, body: Callable[..., Any], args: tuple[Any, ...], meeting: tuple[str | None, str], deterministic: bool
+    place: Place, body: Callable[..., Any], args: tuple[Any, ...], meeting: tuple[str | None, str], deterministic: bool
 ) -> Any:
     import torch.distributed as dist
 
-    rank, world, (backend, path) = ranks.rank(), ranks.world(), meeting
+    kind, rank, world, (backend, path) = place.kind, ranks.rank(), ranks.world(), meeting
     if kind == "cuda":
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(place.own(rank))
+        if place.share:
+            os.environ["NCCL_HOSTID"] = f"rank {rank}"
         torch.use_deterministic_algorithms(deterministic)
         torch.utils.deterministic.fill_uninitialized_memory = False  # a kernel for each gather, and no bit of ours
     if backend is not None and world > 1:

@@ -12,7 +12,7 @@ from typing import Any
 from .place import Place
 
 PASSED, FAILED, SKIPPED, MEASURED, UNDER_WAY = "passed", "failed", "skipped", "measured", "under way"
-SHOWN = 4000  # characters of what an error says: the end is what matters
+SHOWN = 20_000  # characters of what an error says: the end is what matters
 
 
 class Wrong(AssertionError):

@@ -19,16 +19,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import zeroshard
 from zeroshard import Offload, Precision
 
 from .. import report
-from ..backends import plain
+from ..backends import fsdp2, plain
 from ..backends.masters import MasterAdamW
 from ..model import GPT, LEARNING_RATE, SIZES, Size, batch
 from .links import best
-from .place import synchronize
+from .place import GROUPS, synchronize
 from .record import Record
 
 SIZES_HERE = {**SIZES, "1B": Size(20, 2048, 16, 32768, sequences=8, tokens=1024)}
@@ -38,6 +39,8 @@ ROWS: dict[str, dict[str, Any]] = {
     **{f"stage {stage}": {"stage": stage} for stage in range(4)},
     "plain, clipped": {"clip": 1.0},
     "stage 3, clipped": {"stage": 3, "clip": 1.0},
+    "FSDP2": {"fsdp2": True},
+    "FSDP2, clipped": {"fsdp2": True, "clip": 1.0},
     "stage 3, compiled": {"stage": 3, "compiled": True},
     "stage 2, optimizer in host memory": {"stage": 2, "offload": HOST},
     "stage 3, all in host memory": {"stage": 3, "offload": {**HOST, "parameters": "cpu"}},
@@ -55,6 +58,11 @@ class Row:
         self.model = model = GPT(size).to(device)
         self.numel = sum(param.numel() for param in model.parameters())
         self.zero = None
+        if "fsdp2" in options:
+            if not dist.is_initialized():
+                dist.init_process_group(GROUPS[device.type], store=dist.HashStore(), rank=0, world_size=1)
+            self.trainer = fsdp2.build(model, low=True, reshard=True, wide=True)
+            return
         if "stage" not in options:
             model.to(torch.bfloat16)
             self.trainer = plain(model, MasterAdamW(model.parameters(), lr=LEARNING_RATE))
@@ -143,6 +151,9 @@ def run(record: Record) -> None:
         for name in ROWS:
             if ROWS[name].get("compiled") and not place.full:
                 record.skip(name, f"nothing is compiled for {place.kind}")
+                continue
+            if ROWS[name].get("fsdp2") and place.kind == "emu":
+                record.skip(name, "FSDP2 knows no emulated device")
                 continue
             body = (measure, name, size, folder, rounds, steps)
             record.measure(name, lambda body=body: place.run(1, *body, timeout=600, deterministic=False)[0])

@@ -49,7 +49,8 @@ class Held:
 
     def tensors(self) -> dict[str, Tensor]:
         """Exactly what zeroshard writes on this rank, under names of the rank's own."""
-        return {f"{self.zero.rank}/{piece.key}": piece.tensor for piece in pieces(self.zero._engine.model_state())}
+        found = pieces(self.zero._engine.model_state())
+        return {f"{self.zero.rank}/{each.parameter}/{each.state}/{each.start}": each.tensor for each in found}
 
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors().values())

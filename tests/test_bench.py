@@ -62,7 +62,7 @@ def test_one_round_of_checkpoints(tmp_path):
     assert cases == [(n, move, way) for n in (1, 2) for move in moves for way in ways]
     assert result["nbytes"] == 2 * 12 * (2048**2 + 2048) + 4 * 4  # a step count for each parameter
     assert not list(tmp_path.glob("bench-*"))
-    assert text.count("\n| 2 | save |") == 3
+    assert text.count("\n| 2 | save |") == len(ways)
 
 
 @pytest.mark.slow

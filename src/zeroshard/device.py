@@ -21,7 +21,7 @@ import torch.utils.deterministic
 from torch import Tensor
 
 log = logging.getLogger("zeroshard")
-CHUNK = 1 << 18  # elements handled at a time on the CPU: 1 MiB of scratch stays in the cache, and calls are few
+CHUNK = 1 << 18  # elements for each thread of the CPU at a time: 1 MiB of scratch stays in its cache, and calls are few
 _AT_ONCE = 1 << 24  # and on a device, where a launch costs more than memory: 64 MiB of scratch, no more for any bucket
 
 asked: Counter[str] = Counter()  # by module and function, how often the host has waited for a device's numbers
@@ -34,7 +34,7 @@ def asynchronous(device: torch.device) -> bool:
 
 def chunk(tensor: Tensor) -> int:
     """Return how many of a tensor's elements to handle at a time, by where it rests."""
-    return CHUNK if tensor.is_cpu else _AT_ONCE
+    return CHUNK * torch.get_num_threads() if tensor.is_cpu else _AT_ONCE
 
 
 def current(device: torch.device) -> torch.device:
@@ -193,9 +193,15 @@ def ask(tensor: Tensor) -> Tensor:
 
 
 def equal(a: Tensor, b: Tensor) -> bool:
-    """Compare as `torch.equal` does, for which the host waits unless both are on the CPU."""
+    """Compare as `torch.equal` does, for which the host waits unless both are on the CPU.
+
+    There all threads compare flat words of 64 bits, where torch uses one.
+    """
     if not a.is_cpu:
         _count(sys._getframe(1))
+    elif a.dtype == b.dtype == torch.int64 and a.dim() == 1 and a.shape == b.shape and b.is_cpu:
+        step = chunk(a) // 4
+        return not any(torch.count_nonzero(x ^ y) for x, y in zip(a.split(step), b.split(step), strict=True))
     return torch.equal(a, b)
 
 

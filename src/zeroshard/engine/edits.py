@@ -68,9 +68,10 @@ class Edits:
     def follow(self, master: Tensor, params: Tensor, bring: Callable[[Tensor, Tensor], Tensor], *, asked: bool) -> bool:
         """Copy to the master the parameters that are not its cast. Returns if anything was edited; see `reseed_`.
 
-        bring: returns parameters where the master is.
+        bring: returns parameters where the master is. Where no digest is known, none is taken: the next step of masters
+        off the device would drop it.
         """
-        now = self._digest(params)
+        now = None if self._agreed is None else self._digest(params)
         changed = now is None or _told(differ(now, self._agreed))
         edited = changed and reseed_(master, bring(params, master), asked=asked)
         self._agreed = now

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import threading
 from collections import Counter
 from datetime import timedelta
 from functools import partial
@@ -33,6 +34,7 @@ from zeroshard.events import Ledger
 from zeroshard.layout import Layout, Spec, partition
 from zeroshard.ranks import groups
 from zeroshard.ranks.agreement import Group, Progress
+from zeroshard.ranks.at_once import at_once, prepare
 from zeroshard.ranks.groups import backend_for
 from zeroshard.ranks.link import SLICE, Link
 from zeroshard.ranks.transport import Team
@@ -289,18 +291,37 @@ def hears_of_a_loss():
     if ranks.rank() == 1:
         own.watch.tell({1: "is lost"})
         return own.aborted
+    together = threading.Barrier(2)
+
+    def abort(name):
+        together.wait(10)  # as CUDA's waits for the other communicator's kernels
+        ended.append(name)
+
     for name, stream in (("gathers", own.gathers), ("reductions", own.reductions)):
-        backend = SimpleNamespace(_group_start=partial(ended.append, "["), _group_end=partial(ended.append, "]"))
-        group = SimpleNamespace(abort=partial(ended.append, name), _get_backend=lambda device, backend=backend: backend)
-        stream.queued, stream.group = True, group
+        stream.queued, stream.group = True, SimpleNamespace(abort=partial(abort, name))
+    prepare(2)
     own.queues = [own.streams.index(stream) for stream in (own.gathers, own.reductions)]
     zero._engine.group._link.groups.watch.hear({"token": own.watch.address[2], "alarm": {1: "is lost"}})
-    return ended
+    return sorted(ended)
 
 
 def test_a_rank_that_hears_of_a_loss_ends_what_its_device_waits_for():
-    """All groups of data together, from the thread that hears: the program's may be inside a wait for the device."""
-    assert ranks.run(2, hears_of_a_loss) == [["[", "reductions", "gathers", "]"], False]
+    """All groups of data at once, though the program's thread may be inside a wait for the device."""
+    assert ranks.run(2, hears_of_a_loss) == [["gathers", "reductions"], False]
+
+
+def at_a_programs_end():
+    """As in Python 3.12, which starts no thread behind the program's last line."""
+    prepare(2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", lambda self: 1 / 0)
+        together, through = threading.Barrier(2), []
+        at_once([lambda: through.append(together.wait(10))] * 2)
+    return sorted(through)
+
+
+def test_aborts_at_a_programs_end_start_no_thread():
+    assert ranks.run(1, at_a_programs_end) == [[0, 1]]
 
 
 @pytest.mark.parametrize(

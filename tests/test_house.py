@@ -246,6 +246,7 @@ def test_who_is_called_by_itself():
         ("checkpoint/saving.py", "Thread"),
         ("ranks/watch.py", "Thread"),
         ("ranks/ending.py", "Thread"),
+        ("ranks/at_once.py", "Thread"),
         ("cli/launch.py", "Thread"),
         ("ranks/groups.py", "Timer"),  # logs
         ("ranks/watch.py", "register_at_fork"),

@@ -36,8 +36,8 @@ docs: install ## the walkthrough, pictures and lists in docs/, the snippets and 
 bench: install ## zeroshard beside its peers: training steps, checkpoints; an hour. BENCH=--quick: training only, a minute
 	$(BIN)/python -m bench $(BENCH)
 
-gpu: install ## the first hour on GPUs, step by step, into gpu-results/; STEP=n: one of them; DEVICE=emu: rehearses it
-	$(BIN)/python -m bench.gpu $(if $(DEVICE),--device $(DEVICE)) $(if $(STEP),--step $(STEP))
+gpu: install ## the first hour on GPUs, step by step, into gpu-results/; STEP=n: one; RANKS=n share them; DEVICE=emu: rehearses
+	$(BIN)/python -m bench.gpu $(if $(DEVICE),--device $(DEVICE)) $(if $(STEP),--step $(STEP)) $(if $(RANKS),--ranks $(RANKS))
 
 trainers: .venv-trainers/installed ## Accelerate, Hugging Face's Trainer and Lightning, from a virtual environment of their own; four minutes
 	.venv-trainers/bin/pytest -m "not slow" -n 2 --dist loadfile tests/test_accelerate.py tests/test_trainer.py tests/test_lightning.py tests/test_kubernetes.py tests/test_docs.py tests/test_optimizer.py -k "trainer or lightning or accelerate or packages or torchao or kubernetes"

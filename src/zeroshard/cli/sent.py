@@ -113,7 +113,7 @@ def ways(found: Plan, compared: Ways, amount: Amount) -> None:
     screen.say(
         f"  [dim]{len(compared.ways)} ways compared; shown: those that no other beats in memory and time, and one "
         "replica. Time of a step: messages one after the other, none behind compute, and what the host launches and "
-        "agrees on. Latencies and the host's times are assumed, and no GPU has run any of it. Activations come on top "
+        "agrees on. Latencies and the host's times are assumed. Activations come on top "
         "of memory[/dim]"
     )
     screen.say("  recommended: " + (f"[bold]{escape(best.settings)}[/bold]" if best else "none"))

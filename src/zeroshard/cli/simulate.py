@@ -312,7 +312,7 @@ def _show_clock(found: dict[str, Any]) -> None:
     screen.say(
         f"  [dim]the engine's part: {host['launches']:,} launches, {host['drains']:,} waits for the whole device, "
         f"{host['meetings']:,} meetings; a norm with clipping adds {host['launches_of_a_clip']:,} launches and a "
-        "meeting. How long each takes is assumed, and no GPU has run any of it[/dim]"
+        "meeting. How long each takes is assumed[/dim]"
     )
     if found["native"] is not None:
         times = clock["step"] / found["native"]

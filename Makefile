@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PYTHONDONTWRITEBYTECODE := # tests and zeroshard are compiled once, not in each process that a test starts
 
-.PHONY: install demo test full slow check docs bench gpu trainers ray web
+.PHONY: install demo test tools full slow check docs bench gpu trainers ray web
 
 install: .venv/installed
 
@@ -13,8 +13,11 @@ install: .venv/installed
 demo: install ## train at stage 3, at stage 0, and resumed on other ranks, and compare every bit
 	$(BIN)/zeroshard demo
 
-test: install ## every claim at least once: some 360 processor seconds; tests/selection.py says how
-	$(BIN)/pytest -m "not full and not slow" -n 3 --dist loadfile --seconds=run/ci/test.json
+test: install ## every claim of the engine at least once; tests/selection.py says how
+	$(BIN)/pytest -m "not full and not slow" -n 3 --dist loadfile --ignore=tests/tools --seconds=run/ci/test.json
+
+tools: install ## the same of commands, planner, page, texts, trainers and the formats of others
+	$(BIN)/pytest -m "not full and not slow" -n 3 --dist loadfile --seconds=run/ci/tools.json tests/tools
 
 full: install ## the rest: all combinations, and tests of over a second
 	$(BIN)/pytest -m "full and not slow" -n 3 --dist loadfile --seconds=run/ci/full.json
@@ -31,7 +34,7 @@ check: install ## format, lint, types, layers, what features cost, public names
 
 docs: install ## the walkthrough, pictures and lists in docs/, the snippets and links of all pages, and the site in site/
 	ZEROSHARD_DOCS=./ $(BIN)/zeroshard explain --out docs/zero.html && $(BIN)/python docs/tree.py && $(BIN)/python docs/pictures.py
-	$(BIN)/pytest -q tests/test_docs.py && $(BIN)/python docs/site.py
+	$(BIN)/pytest -q tests/tools/test_docs.py && $(BIN)/python docs/site.py
 
 bench: install ## zeroshard beside its peers: training steps, checkpoints; an hour. BENCH=--quick: training only, a minute
 	$(BIN)/python -m bench $(BENCH)
@@ -40,10 +43,10 @@ gpu: install ## the first hour on GPUs, step by step, into gpu-results/; STEP=n:
 	$(BIN)/python -m bench.gpu $(if $(DEVICE),--device $(DEVICE)) $(if $(STEP),--step $(STEP)) $(if $(RANKS),--ranks $(RANKS))
 
 trainers: .venv-trainers/installed ## Accelerate, Hugging Face's Trainer and Lightning, from a virtual environment of their own; four minutes
-	.venv-trainers/bin/pytest -m "not slow" -n 2 --dist loadfile tests/test_accelerate.py tests/test_trainer.py tests/test_lightning.py tests/test_kubernetes.py tests/test_docs.py tests/test_optimizer.py -k "trainer or lightning or accelerate or packages or torchao or kubernetes"
+	.venv-trainers/bin/pytest -m "not slow" -n 2 --dist loadfile tests/tools/test_accelerate.py tests/tools/test_trainer.py tests/tools/test_lightning.py tests/tools/test_kubernetes.py tests/tools/test_docs.py tests/test_optimizer.py -k "trainer or lightning or accelerate or packages or torchao or kubernetes"
 
 ray: .venv-trainers/installed ## Ray Train on a local cluster of three nodes, and torchao's states of 8 bits, from the same environment
-	.venv-trainers/bin/pytest tests/test_ray.py tests/test_optimizer.py -k "test_ray or torchao"
+	.venv-trainers/bin/pytest tests/tools/test_ray.py tests/test_optimizer.py -k "test_ray or torchao"
 
 .venv-trainers/installed: pyproject.toml constraints-trainers.txt
 	$(PYTHON) -m venv --clear .venv-trainers && .venv-trainers/bin/pip install -q -c constraints-trainers.txt -e '.[trainers]' && touch $@

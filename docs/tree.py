@@ -40,7 +40,7 @@ AROUND = ("planner", "explain", "integrations", "cli")  # rooms that use the cor
 OUTSIDE = {
     "web": "The page's source, in Svelte; `make web` builds it into the package.",
     "examples": "Programs to copy.",
-    "tests": "Claims, each with its test.",
+    "tests": "Claims of the engine, each with its test; in tools/ those of all that stands around it.",
     "bench": "What is measured and compared, with its results.",
     "docs": "These documents; `docs/decisions/` says why it is the way it is.",
 }

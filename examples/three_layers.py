@@ -14,9 +14,9 @@ One step, on each of N ranks:
 
     torchrun --standalone --nproc-per-node 2 examples/three_layers.py
 
-It is for reading: zeroshard does the same at stage 1, and tests/test_three_layers.py holds it against this file, bit by
-bit and byte by byte, on two ranks. What it leaves out, and zeroshard has: sums that are alike at any number of ranks,
-stages 2 and 3, clipping, checkpoints, edits, and errors that name a rank.
+It is for reading: zeroshard does the same at stage 1, and tests/tools/test_three_layers.py holds it against this file,
+bit by bit and byte by byte, on two ranks. What it leaves out, and zeroshard has: sums that are alike at any number of
+ranks, stages 2 and 3, clipping, checkpoints, edits, and errors that name a rank.
 """
 
 from __future__ import annotations

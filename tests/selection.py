@@ -1,9 +1,10 @@
 """Which tests run when. Every test is in one set; plain `pytest`, and a test named on the command line, know no sets.
 
-    make test   every test function: with every value of its parameters where it stays in pytest's own process, which costs
-                milliseconds; once where it starts ranks or a command. At which stage and on how many ranks differs: a file's
+    make test   every test function of the engine: with every value of its parameters where it stays in pytest's own
+                process, which costs milliseconds; once where it starts ranks or a command. At which stage and on how many ranks differs: a file's
                 functions share them out, so that each file still runs at every stage and every number of ranks that it has
                 What takes seconds at each stage (`STAGES`) runs at 1 and 3
+    make tools  the same of tools/: commands, planner, page, texts, trainers, formats of others
     make full   all other values of the parameters, and what is marked `full` by hand: tests of over a second
     make slow   what is marked `slow` by hand
 

@@ -162,7 +162,7 @@ describe('the closed form', () => {
   );
 });
 
-/** As tests/test_planner.py has it: the first that fits while the next does not. */
+/** As tests/tools/test_planner.py has it: the first that fits while the next does not. */
 describe('the largest model', () => {
   const recipes = tables.recipes as unknown as planner.Recipe[];
   const fits = (numel: number, ranks: number, place: planner.Placements, recipe: planner.Recipe, limit: number) =>

@@ -1,7 +1,7 @@
 """Costs of a step on a device and its host beside bytes: kernels that are launched, and waits for them. No torch.
 
 Counts and no times: `machines` says what each takes. They follow what the engine does today, verb by verb, and
-tests/test_overheads.py holds them equal to what an emulated accelerator counts: a change that lowers the engine's
+tests/tools/test_overheads.py holds them equal to what an emulated accelerator counts: a change that lowers the engine's
 launches lowers these. Meetings of all ranks are not counted here: the engine records each as an event.
 """
 

@@ -36,7 +36,7 @@ from zeroshard.errors import UserError
 TEXT = pydoc_data.topics.__file__
 STEPS = 12
 SHORT = ["--data", TEXT, "--batch", "2", "--steps", str(STEPS)]
-README = (Path(__file__).parents[1] / "README.md").read_text()
+README = (Path(__file__).parents[2] / "README.md").read_text()
 LIMIT = 240  # seconds a command may take before it counts as hung
 
 

@@ -17,7 +17,7 @@ from zeroshard.integrations.config_keys import ACCELERATE, DEEPSPEED, markdown
 from zeroshard.integrations.settings import Settings, sections, settings
 from zeroshard.layout import BUCKET_MIB
 
-PAGE = Path(__file__).parents[1] / "docs" / "configs.md"
+PAGE = Path(__file__).parents[2] / "docs" / "configs.md"
 BF16, FP16 = torch.bfloat16, torch.float16
 
 # What users have: HuggingFace's own example for ZeRO-3 with offload, every "auto" of it.
@@ -298,7 +298,7 @@ def test_the_settings_shard_a_model():
 
 @pytest.mark.parametrize(("title", "table"), [("DeepSpeed", DEEPSPEED), ("Accelerate", ACCELERATE)])
 def test_the_page_has_the_table_of_the_code(title, table):
-    """Written by `python tests/test_settings.py`."""
+    """Written by `python tests/tools/test_settings.py`."""
     assert f"<!-- {title} -->\n{markdown(table)}<!-- end of {title} -->" in PAGE.read_text()
 
 
@@ -439,7 +439,7 @@ def test_export_and_its_complaints(tmp_path, command):
     (tmp_path / "ds.json").write_text(out)
     code, out, said = command("plan", "--config", tmp_path / "ds.json", "--export", "accelerate")
     assert code == 0 and 'distributed_type: "DEEPSPEED"' in out and "zero_stage: 1" in out
-    job = f"{Path(__file__).parents[1] / 'examples' / 'job.py'}:job"
+    job = f"{Path(__file__).parents[2] / 'examples' / 'job.py'}:job"
     code, out, said = command("plan", job, "--ranks", 2, "--reduce", "int8", "--export", "deepspeed")
     assert code == 0 and "zeroshard: Comm(reduce='int8'): DeepSpeed has no word for it\n" in said
     code, out, said = command("plan", "--params", "7B", "--stage", 7, "--export", "deepspeed")

@@ -14,7 +14,7 @@ import pytest
 ray = pytest.importorskip("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.filterwarnings("default")]
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "ray_train.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_train.py"
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 yaml = pytest.importorskip("yaml")
-MANIFEST = Path(__file__).parents[1] / "examples" / "jobset.yaml"
+MANIFEST = Path(__file__).parents[2] / "examples" / "jobset.yaml"
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ import torch
 import zeroshard
 from zeroshard.explain.document import Page, built_in, document, template
 
-WEB = Path(__file__).parents[1] / "web"
+WEB = Path(__file__).parents[2] / "web"
 CHROMIUM = shutil.which("chromium")
 AXE = WEB / "node_modules" / "axe-core" / "axe.min.js"
 FLAGS = [

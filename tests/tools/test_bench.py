@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def bench(module, *arguments, out):

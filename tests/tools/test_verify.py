@@ -20,7 +20,7 @@ from zeroshard.cli.verify import Cell, notes
 from zeroshard.errors import UserError
 from zeroshard.planner import job
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 EXAMPLE, JOBS, PAGE = ROOT / "examples" / "job.py", ROOT / "tests" / "jobs.py", ROOT / "docs" / "verify.md"
 LIMIT = 240  # seconds a command may take before it counts as hung
 ONE = ("--ranks", "2", "--bucket-mib", "24")  # two configurations, with and without overlap, at two ranks

@@ -15,7 +15,7 @@ import ranks
 import zeroshard
 from zeroshard import Layout, Precision
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "three_layers.py"
 ACCUMULATE, STEPS = 2, 3
 SMALL, LARGE = 600, 1400  # elements of a bucket: each matrix has more than the first

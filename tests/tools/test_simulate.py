@@ -25,7 +25,7 @@ from zeroshard.planner.machines import MACHINES, machine
 from zeroshard.planner.simulate import PASSING, facts, moments, simulate
 from zeroshard.planner.timeline import replay
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 _spec = importlib.util.spec_from_file_location("published", ROOT / "bench" / "published.py")
 published = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(published)

@@ -28,7 +28,7 @@ from zeroshard.integrations.importing import import_checkpoint
 from zeroshard.integrations.pickles import read_metadata, read_torch
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-ARCHIVE = Path(__file__).parent / "fixtures" / "deepspeed.tar.xz"  # by fixtures/deepspeed_checkpoints.py
+ARCHIVE = Path(__file__).parents[1] / "fixtures" / "deepspeed.tar.xz"  # by fixtures/deepspeed_checkpoints.py
 CASES = ["zero0", "zero1", "zero2", "zero2-bf16", "zero3", "zero3-bf16", "zero2-universal", "zero3-universal"]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 LIMIT = 180  # seconds a program may take before it counts as hung

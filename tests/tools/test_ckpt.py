@@ -285,7 +285,7 @@ def test_bad_options_are_one_line_and_exit_code_2(command):
 @pytest.mark.filterwarnings("ignore:torch.distributed")  # of its section on DCP
 def test_the_page_shows_what_the_commands_print(tmp_path, monkeypatch, capsys, command):
     """docs/checkpoints.md, its snippets and then its blocks; `…` stands for what differs from run to run."""
-    page = (Path(__file__).parents[1] / "docs" / "checkpoints.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
     monkeypatch.chdir(tmp_path)
     scope = {"__name__": "__main__"}
     for snippet in re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL):

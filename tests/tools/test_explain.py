@@ -28,7 +28,7 @@ from zeroshard.explain.transformer260 import TENSORS
 from zeroshard.planner import predict_states
 from zeroshard.stage import STAGES
 
-WEB = Path(__file__).parents[1] / "web"
+WEB = Path(__file__).parents[2] / "web"
 PLACEHOLDER = f"<!doctype html><title>t</title>{document.PLACE}<script>start()</script>"
 
 

@@ -1145,12 +1145,12 @@ def test_a_text_is_shown_beside_its_recomputation(letter):
 @pytest.mark.full
 def test_the_page_shows_what_the_commands_print():
     """docs/planning.md and its neighbours, block by block."""
-    pages = (Path(__file__).parents[1] / "docs" / name for name in ("planning.md", "texts.md", "offload.md"))
+    pages = (Path(__file__).parents[2] / "docs" / name for name in ("planning.md", "texts.md", "offload.md"))
     page = "".join(path.read_text() for path in pages)
     blocks = re.findall(r"^```console\n\$ zeroshard plan (.*)\n((?:.|\n)*?)^```$", page, re.MULTILINE)
     assert len(blocks) >= 3
     for words, shown in blocks:
-        done = run(*words.split(), cwd=Path(__file__).parents[1] / "docs")
+        done = run(*words.split(), cwd=Path(__file__).parents[2] / "docs")
         printed = [line.rstrip() for line in done.stdout.strip("\n").splitlines()]
         assert printed == shown.splitlines(), words
 
@@ -1194,7 +1194,7 @@ def test_a_bare_number_of_bytes_is_answered_in_gib():
 
 def test_the_readme_quotes_the_paper():
     """The README's row of the 7 B model is what the closed form says, in GB and GiB."""
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
     totals = [stage.total for stage in zeroshard.plan(params=7e9, ranks=8).stages]
     cells = [f"{total / 1e9:g} GB ({total / 2**30:.1f} GiB)" for total in totals]
     assert f"| bytes per rank at rest | {' | '.join(cells)} |" in readme

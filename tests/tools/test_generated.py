@@ -12,7 +12,7 @@ from bench import links, pages, report, tensors
 import ranks
 from zeroshard.explain.document import document
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FIXTURES = ROOT / "web" / "fixtures"
 TIMED = ("step", "waited", "peak", "most", "phases")  # of a rank: times, and what was on the way at one
 TABLES = sorted(path.stem for path in report.RESULTS.glob("*.md"))

@@ -174,7 +174,6 @@ def test_every_combination_has_the_bits_of_plain_torch_on_the_device(
 
 # --- the size of buckets ----------------------------------------------------------------------------------------------
 
-BY_UNIT = (3, 1), "bf16", True  # of `make test`
 SIZES = {None: BLOCKS + 1, 1e-6: 2 * BLOCKS + 3}  # MiB, and buckets: one for each unit, or for each parameter
 
 
@@ -193,13 +192,10 @@ def in_buckets(dtype, replicas, recompute):
         assert_same(trained(model, optimizer, zero), want, (stage, size))
 
 
+@pytest.mark.full
 @pytest.mark.row(34)
 @pytest.mark.parametrize(
-    ("world_size", "dtype", "recompute"),
-    [
-        pytest.param(*each, id="-".join(map(str, (*each[0], *each[1:]))), marks=[pytest.mark.full] * (each != BY_UNIT))
-        for each in product([(2, 1), (3, 1), (4, 2)], DTYPES, (False, True))
-    ],
+    ("world_size", "dtype", "recompute"), [*product([(2, 1), (3, 1), (4, 2)], DTYPES, (False, True))], ids=str
 )
 def test_buckets_by_unit_have_the_bits_of_small_ones_and_of_plain_torch(world_size, dtype, recompute):
     """An accelerator's buckets, which are all of a unit, and those of a given size, as on CPUs; at every stage."""

@@ -34,7 +34,7 @@ def test_that_ends_it():
 
 @pytest.mark.parametrize(
     "workers",
-    [pytest.param((), marks=pytest.mark.full, id="alone"), pytest.param(("-n", "2", "--dist", "loadfile"), id="xdist")],
+    [pytest.param((), id="alone"), pytest.param(("-n", "2", "--dist", "loadfile"), marks=pytest.mark.full, id="xdist")],
 )
 def test_a_files_processor_seconds_are_those_of_all_its_processes(tmp_path, workers):
     for name in ("test_a.py", "test_b.py"):

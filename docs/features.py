@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "zeroshard"
 METERS = ROOT / "docs" / "decisions" / "meters.md"
 AROUND = ("planner", "explain", "integrations", "cli")  # every other file of the package is the core's
+BELOW = "worlds"  # stands under torch.distributed, and knows no feature: its words mean other things
 TABLE = "engine/refused.py"  # where each feature says what it does not go with: nothing in it counts
 
 
@@ -265,7 +266,7 @@ def naming(feature: Feature, files: dict[str, dict[int, str]]) -> dict[str, list
             if named.search(line) and not unless.search(line) and not line.lstrip().startswith(("from ", "import "))
         ]
         for name, lines in files.items()
-        if name not in {TABLE, *feature.own, *feature.homonyms}
+        if name not in {TABLE, *feature.own, *feature.homonyms} and not name.startswith(f"{BELOW}/")
     }
     return {name: lines for name, lines in found.items() if lines}
 

@@ -36,7 +36,7 @@ ORDER = (
     "checkpoint/content.py", "checkpoint/replicas.py", "checkpoint/saving.py", "checkpoint/loading.py",
     "sharded.py", "api.py",
 )  # fmt: skip
-AROUND = ("planner", "explain", "integrations", "cli")  # rooms that use the core; nothing in it uses them
+AROUND = ("planner", "explain", "integrations", "cli", "worlds")  # rooms that use the core; nothing in it uses them
 OUTSIDE = {
     "web": "The page's source, in Svelte; `make web` builds it into the package.",
     "examples": "Programs to copy.",

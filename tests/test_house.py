@@ -21,7 +21,20 @@ pytestmark = pytest.mark.full  # `make check` runs them all
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "zeroshard"
-PUBLIC = ["Comm", "Error", "Layout", "Offload", "Precision", "Zero", "apart", "load", "plan", "settings", "shard"]
+PUBLIC = [
+    "Comm",
+    "Error",
+    "Layout",
+    "Offload",
+    "Precision",
+    "Zero",
+    "apart",
+    "load",
+    "plan",
+    "settings",
+    "shard",
+    "world",
+]
 NOT_LAYERS = {"__init__.py", "__main__.py"}
 OUTSIDE = {"integrations", "explain"}  # what the methods of Zero that need them import
 
@@ -258,6 +271,10 @@ def test_who_is_called_by_itself():
         ("cli/main.py", "signal"),
         ("cli/iobench.py", "ThreadPoolExecutor"),
         ("checkpoint/staging.py", "register_at_fork"),
+        ("worlds/schedule.py", "Thread"),  # a rank
+        ("worlds/install.py", "Thread"),  # threads of zeroshard's own in a world
+        ("worlds/install.py", "ThreadPoolExecutor"),
+        ("worlds/messages.py", "ThreadPoolExecutor"),
     }
 
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from .planner.plan import plan as plan
     from .ranks.comm import Comm as Comm
     from .tiers.tier import Offload as Offload
+    from .worlds.world import world as world
 
 _HOME = {
     "Comm": "ranks.comm",
@@ -49,9 +50,23 @@ _HOME = {
     "plan": "planner.plan",
     "settings": "integrations.settings",
     "shard": "api",
+    "world": "worlds.world",
 }
 
-__all__ = ["Comm", "Error", "Layout", "Offload", "Precision", "Zero", "apart", "load", "plan", "settings", "shard"]
+__all__ = [
+    "Comm",
+    "Error",
+    "Layout",
+    "Offload",
+    "Precision",
+    "Zero",
+    "apart",
+    "load",
+    "plan",
+    "settings",
+    "shard",
+    "world",
+]
 __version__ = "0.1.0"
 
 

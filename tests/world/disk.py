@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .rank import GONE
-from .schedule import Schedule, Unwind, here
+from zeroshard.worlds.rank import GONE
+from zeroshard.worlds.schedule import Schedule, Unwind, here
 
 SECTOR = 512  # bytes: of a write past the page cache what is written is whole ones
 ERRORS = (errno.ENOSPC, errno.EIO)

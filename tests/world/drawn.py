@@ -20,8 +20,8 @@ import torch
 
 import interrupts
 from ranks.failures import Raised, RankFailure
+from zeroshard.worlds.draws import Odds
 
-from .draws import Odds
 from .running import Ran, run
 from .training import CONFIGS, Settings, faults, train
 

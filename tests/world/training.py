@@ -18,8 +18,7 @@ import ranks
 import zeroshard
 from interrupts import BF16, FORMATS
 from zeroshard import Comm, Layout, Offload, Precision
-
-from .schedule import here
+from zeroshard.worlds.schedule import here
 
 STEPS = 2
 TRIES = 12  # of one thing, before the program gives up

@@ -1,5 +1,8 @@
 """`torch.distributed` between the ranks of a world: a process group, and the store in which they meet."""
 
+# What torch declares of these classes names overloads; c10d calls them as here.
+# mypy: disable-error-code="override, assignment, misc, call-arg, name-defined, arg-type"
+
 from __future__ import annotations
 
 import itertools
@@ -15,7 +18,7 @@ from torch import Tensor
 from .messages import Flight, Part, Work, put, reduced
 
 if TYPE_CHECKING:
-    from .running import World
+    from .world import World
 
 Parts = dict[int, list[Part]]  # by rank
 
@@ -23,7 +26,7 @@ Parts = dict[int, list[Part]]  # by rank
 class Group(dist.ProcessGroup):
     """A process group whose messages are copies in memory."""
 
-    bound_device_id = None  # type: ignore[assignment]
+    bound_device_id = None
 
     def __init__(self, world: World, name: str, members: Sequence[int], own: int, limit: float) -> None:
         """members: their ranks in the world. limit: of each message, in virtual seconds."""
@@ -34,13 +37,13 @@ class Group(dist.ProcessGroup):
         made[key] = made.get(key, 0) + 1
         self._key = (*key, made[key])
         self._launched = itertools.count(1)
-        self._sent: dict[tuple[int, int, int], int] = {}
+        self._sent: dict[tuple[int, ...], int] = {}
         self.options = types.SimpleNamespace(_timeout=timedelta(seconds=limit))
         self._everyone = range(len(members))
 
-    group_name = property(lambda self: self._name)  # type: ignore[assignment]
-    group_desc = property(lambda self: "world")  # type: ignore[assignment]
-    _device_types = property(lambda self: [torch.device("cpu")])  # type: ignore[assignment]
+    group_name = property(lambda self: self._name)
+    group_desc = property(lambda self: "world")
+    _device_types = property(lambda self: [torch.device("cpu")])
 
     def name(self) -> str:
         return "gloo"
@@ -177,7 +180,7 @@ class Group(dist.ProcessGroup):
         return self._fly("message", [source], [], into, lambda parts: _each(into, parts[source]), message)
 
     def _message(self, *way: int) -> tuple[int, ...]:
-        number = self._sent[way] = self._sent.get(way, 0) + 1  # type: ignore[index]
+        number = self._sent[way] = self._sent.get(way, 0) + 1
         return (*way, number)
 
 
@@ -199,7 +202,7 @@ def _in_turn(into: Tensor, parts: Sequence[Part]) -> None:
 
 
 class Store(dist.Store):
-    """Where the ranks of a world meet."""
+    """The store in which the ranks of a world meet."""
 
     def __init__(self, world: World) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Threads that hand on a baton: who runs, when virtual time passes, and who waits for what when nobody can go on.
 
-Exactly one thread of a world runs, the one that has the baton, so nothing here needs a lock. It hands the baton on where
-it waits (`wait`), where it ends, and, as a seed draws it, where it could (`point`).
+Exactly one thread of a world runs, the one that has the baton, so nothing here needs a lock. It hands the baton on
+where it waits (`wait`), where it ends, and, as a seed draws it, where it could (`point`).
 
 Time passes only when nobody can go on: to the end of the next wait. zeroshard waits in slices, so where nothing has
 happened for a while time goes in longer and longer steps, but never past a message's own time-out.
@@ -19,14 +19,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-import zeroshard
-
 from .draws import NEVER, Draws
 from .rank import GONE, SILENT, Rank
 
 QUIET = 1.0  # virtual seconds in which nothing happens, after which the ranks count as waiting for each other
 LONGEST = 0.003  # virtual seconds that a message which could land stays away while ranks sleep
-_ZEROSHARD = str(Path(zeroshard.__file__).parent)
+_HERE = str(Path(__file__).parent)
+_ZEROSHARD = str(Path(__file__).parents[1])
 _own = threading.local()
 
 
@@ -40,7 +39,7 @@ class Unwind(BaseException):
 
 
 class Wait(NamedTuple):
-    """What a thread waits for."""
+    """A condition that a thread waits for."""
 
     ready: Callable[[], bool]
     until: float
@@ -87,7 +86,7 @@ class Task:
             return f"{self.name} {self.rank.away}"
         what = "runs" if self.waits is None else self.waits.why
         frame = sys._current_frames().get(self.thread.ident or 0)
-        ours = ("/torch/", "/threading.py", f"{Path(__file__).parent}/")
+        ours = ("/torch/", "/threading.py", f"{_HERE}/")
         stack = [each for each in traceback.extract_stack(frame) if not any(part in each.filename for part in ours)]
         places = [f"{Path(each.filename).name}:{each.lineno} in {each.name}" for each in stack[-3:]]
         return f"{self.name} {what}" + (f" ({', '.join(reversed(places))})" if places else "")
@@ -95,7 +94,9 @@ class Task:
     def _run(self) -> None:
         _own.task = self
         torch.set_num_threads(1)
-        torch._C._distributed_c10d._set_thread_isolation_mode(True)  # its table of groups is each thread's own then
+        torch._C._distributed_c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]  # its table of groups is each thread's own then
+        for group, name in self.rank.distributed.pg_names.items():
+            torch._C._distributed_c10d._register_process_group(name, group)
         self.stop()
         try:
             if self.schedule.over:
@@ -107,6 +108,8 @@ class Task:
         except BaseException as error:
             self.error = error
             if not isinstance(error, Unwind):
+                if self.main:
+                    self.schedule.raised.append(self)
                 kind = f"{self.name} raises {type(error).__name__}"
                 self.schedule.draws.fails(f"{kind}: {error}", kind)
         finally:
@@ -117,20 +120,25 @@ class Task:
 
 
 class Schedule:
-    """Of the threads of one run."""
+    """Decide which thread of a world runs, message by message and wait by wait."""
 
     def __init__(self, draws: Draws) -> None:
         self.draws = draws
-        self.tasks: list[Task] = []
-        self.current: Task | None = None
-        self.holder: Rank | None = None  # whose registers the process has
         self.flying: list[Any] = []  # messages that have not landed
         self.clock = 0.0
         self.moved = 0.0  # when something last happened that could let somebody go on
+        self.hand_overs = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget the threads of the run before."""
+        self.tasks: list[Task] = []
+        self.raised: list[Task] = []  # main threads that ended by an exception, in the order in which they did
+        self.current: Task | None = None
+        self.holder: Rank | None = None  # whose registers the process has
         self.over = False
         self.ended = threading.Event()
         self.stuck = ""  # who waits for what, since nothing happens any more
-        self.hand_overs = 0
         self._within = False  # a draw, or what it brought about
 
     def start(self) -> None:
@@ -259,14 +267,15 @@ class Schedule:
         task.go()
 
     def _next(self) -> Task | None:
-        """Who goes on; None where nobody is left, or nobody ever could."""
+        """Choose who goes on; None where nobody is left, or nobody ever could."""
         while True:
             self._wake()
             self._deliver()
             if self.draws.chance(self.draws.odds.rush) and (then := self._soonest(messages=False)) < NEVER:
                 self.clock = then
             if able := [task for task in self._in_turn() if task.able(self.clock)]:
-                return self.draws.one_of(able)
+                chosen: Task = self.draws.one_of(able)
+                return chosen
             if all(task.done or (task.rank.away and not task.rank.until) for task in self.tasks):
                 return None
             then = self._soonest()
@@ -292,7 +301,7 @@ class Schedule:
         return self.tasks[at:] + self.tasks[:at]
 
     def _soonest(self, *, messages: bool = True) -> float:
-        """When the next wait ends by itself."""
+        """Return the time at which the next wait ends by itself."""
         here = [task for task in self.tasks if not task.done]
         waits = [task.waits.until for task in here if task.waits and not task.rank.away]
         waits += [max(task.rank.until, task.stands_still) for task in here]
@@ -365,6 +374,7 @@ class Schedule:
         if not self.draws.at_lines:
             return
         me = here()
+        assert me is not None
 
         def line(frame: Any, event: str, _: Any) -> Any:
             if event == "line" and me is self.current and not (self.over or self._within):
@@ -381,6 +391,7 @@ class Schedule:
 
         def call(frame: Any, event: str, _: Any) -> Any:
             code = frame.f_code
-            return line if code.co_filename.startswith(_ZEROSHARD) and code.co_name != "<module>" else None
+            ours = code.co_filename.startswith(_ZEROSHARD) and not code.co_filename.startswith(_HERE)
+            return line if ours and code.co_name != "<module>" else None
 
         sys.settrace(call)

@@ -1,4 +1,4 @@
-"""What a seed decides, and a digest of what came of it. Without a seed nothing is drawn."""
+"""Choices of a seed, and a digest of what came of them. Without a seed nothing is drawn."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ SHOWN = 40  # events that are kept in words
 
 @dataclass(frozen=True)
 class Odds:
-    """How probable is what a seed draws.
+    """Probabilities of what a seed draws.
 
     At each point at which a rank could hand on the baton
-        hand_on: it does so though it need not. rush: the clock goes on to the end of the next wait though ranks could go
-        on. collect: garbage is collected. end: the rank ends, as by kill -9. pause: it does nothing for one of `pauses`
-        virtual seconds, and answers nobody, or only its main thread does nothing.
+        hand_on: it does so though it need not. rush: the clock goes on to the end of the next wait though ranks could
+        go on. collect: garbage is collected. end: the rank ends, as by kill -9. pause: it does nothing for one of
+        `pauses` virtual seconds, and answers nobody, or only its main thread does nothing.
     At each line of zeroshard's
         interrupt: `KeyboardInterrupt`. sweep: garbage is collected.
-    inside: garbage is collected inside a copy of a container that `ranks/`, `engine/`, `tiers/` or `checkpoint/` makes.
+    inside: garbage is collected inside a copy of a container that `ranks/`, `engine/`, `tiers/` or `checkpoint/`
+        makes.
     memory: at each allocation of a tensor there, that there is none left.
     At each call of a file or folder by `checkpoint/` or `tiers/`
-        disk: it fails. short: a write takes fewer bytes. power: all ranks end at once, and with them what is not on disk.
+        disk: it fails. short: a write takes fewer bytes. power: all ranks end at once, and with them what is not on
+        disk.
 
     late: for how many points a message that could land stays away, one of these for each message; NEVER is until it is
     waited for or nobody can go on. most: faults in all; collections are none.
@@ -110,7 +112,7 @@ class Draws:
         self.events.append(words)
 
     def fails(self, words: str, kind: str) -> None:
-        """What may be a failure, in words that need not be the same from the same seed; its kind is."""
+        """Note a possible failure, in words that need not be the same from the same seed; its kind is."""
         self.note(kind)
         self.events.append(words)
         self.before = self.before or tuple(self.events)

@@ -1,7 +1,7 @@
 """Collectives under way: what each rank has put in, and what lands where.
 
-A message is read when it lands, as gloo reads it: who changes it before has sent the change. It is moved as bytes, by no
-operation of torch's: that would depend on the modes of whichever thread has the baton, and count as an edit.
+A message is read when it lands, as gloo reads it: who changes it before has sent the change. It is moved as bytes, by
+no operation of torch's: that would depend on the modes of whichever thread has the baton, and count as an edit.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..errors import UserError
 from .rank import GONE
 
 if TYPE_CHECKING:
@@ -29,6 +30,11 @@ class Part:
     """Memory that a rank has put in."""
 
     def __init__(self, tensor: Tensor) -> None:
+        if tensor.device.type != "cpu":
+            raise UserError(
+                f"a message on {tensor.device}: ranks of zeroshard.world(...) send through host memory; keep the model "
+                "on the CPU, or run the program with torchrun"
+            )
         self._keep: Any = tensor if tensor.is_contiguous() else tensor.detach().contiguous()
         self.dtype, self.nbytes, self.address = tensor.dtype, tensor.numel() * tensor.itemsize, self._keep.data_ptr()
 
@@ -79,7 +85,8 @@ def reduced(parts: Sequence[Part], op: Any) -> Part:
             total = _ADD[name](total, part.tensor())
         return Part(total / len(parts) if name == "AVG" else total)
 
-    return aside(reduce)
+    total: Part = aside(reduce)
+    return total
 
 
 class Flight:

@@ -1,8 +1,8 @@
-"""What asks which rank it is, for as long as a world runs; outside of its threads all of it is as before.
+"""Names that answer for the rank that asks, for as long as a world runs; outside of its threads all is as before.
 
 torch.distributed   its globals, the making of groups, and how ranks that torchrun started meet: `group.py`
-zeroshard           `time`, `threading`, `select`, futures and threads of each module that waits, whom `watch.py` asks, and
-                    where a seed can bring a fault: calls of files, allocations of tensors, copies of containers
+zeroshard           `time`, `threading`, `select`, futures and threads of each module that waits; whom `watch.py` asks
+Python              threads that a rank starts, forks and signals: what only a process has is refused by name
 """
 
 from __future__ import annotations
@@ -10,31 +10,31 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import inspect
+import json
 import os
+import re
 import select
-import shutil
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from zeroshard import api as _api  # noqa: F401  (with it all modules of zeroshard that wait)
-from zeroshard.ranks import groups, watch
-
-from . import disk
-from .draws import Draws
+from .. import api as _api  # noqa: F401  (with it all modules of zeroshard that wait)
+from ..errors import StateError, UserError
+from ..ranks import groups, watch
 from .group import Group
 from .rank import GONE, SILENT
 from .schedule import Task, here
 
 
-class _Else:
+class Else:
     """A module, or an object, of which some names are another thing in a world."""
 
     def __init__(self, plain: Any) -> None:
@@ -44,19 +44,28 @@ class _Else:
         return getattr(self._plain, name)
 
 
-class _Distributed(_Else):
+class _Distributed(Else):
     """torch's `_World`: of the rank that asks."""
 
-    def __getattr__(self, name: str) -> Any:
+    def _of(self) -> Any:
         task = here()
-        return getattr(self._plain if task is None else task.rank.distributed, name)
+        if task is not None:
+            return task.rank.distributed
+        if rank := getattr(threading.current_thread(), "_of_rank", None):
+            raise StateError(
+                f"a thread that {rank} has started calls torch.distributed: in zeroshard.world(...) only the thread of "
+                "the rank itself may; call it there, or run the program with torchrun"
+            )
+        return self._plain
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._of(), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        task = here()
-        setattr(self._plain if task is None else task.rank.distributed, name, value)
+        setattr(self._of(), name, value)
 
 
-class _Time(_Else):
+class _Time(Else):
     def monotonic(self) -> float:
         task = here()
         return time.monotonic() if task is None else task.schedule.clock
@@ -75,7 +84,7 @@ class _Thread:
     def __init__(self, task: Task, target: Callable[..., Any], args: tuple[Any, ...], name: str) -> None:
         self._of, self._target, self.name = task, lambda: target(*args), name
         self._task: Task | None = None
-        self.ident = None
+        self.ident: int | None = None
 
     def start(self) -> None:
         of = self._of
@@ -93,7 +102,7 @@ class _Thread:
 
 
 class _Future(concurrent.futures.Future[Any]):
-    """What a thread of a rank's pool is to answer."""
+    """The answer of a thread of a rank's pool."""
 
     def result(self, timeout: float | None = None) -> Any:
         self._wait()
@@ -141,17 +150,17 @@ def _pool(*args: Any, **named: Any) -> Any:
     return concurrent.futures.ThreadPoolExecutor(*args, **named) if task is None else _Pool(task)
 
 
-class _Futures(_Else):
+class _Futures(Else):
     def wait(self, futures: Any) -> None:
         for future in futures:
             future.exception()
 
 
-class _Concurrent(_Else):
+class _Concurrent(Else):
     futures = _Futures(concurrent.futures)
 
 
-class _Threading(_Else):
+class _Threading(Else):
     def enumerate(self) -> list[Any]:
         """The threads of this rank, not of the process."""
         task = here()
@@ -166,7 +175,7 @@ class _Threading(_Else):
         return _Thread(task, target, args, name)
 
 
-class _Poll(_Else):
+class _Poll(Else):
     def poll(self, milliseconds: float) -> Any:
         task = here()
         if task is not None and milliseconds:
@@ -175,7 +184,7 @@ class _Poll(_Else):
         return self._plain.poll(milliseconds if task is None else 0)
 
 
-class _Select(_Else):
+class _Select(Else):
     def poll(self) -> Any:
         return select.poll() if here() is None else _Poll(select.poll())
 
@@ -195,8 +204,9 @@ def _ask(plain: Callable[..., Any]) -> Callable[..., Any]:
     def ask(addresses: dict[int, Any], message: dict[str, Any]) -> dict[int, Any]:
         task = here()
         if task is None:
-            return plain(addresses, message)
-        known = {each.address: each for each in watch._watches}
+            asked: dict[int, Any] = plain(addresses, message)
+            return asked
+        known: dict[Any, Any] = {each.address: each for each in watch._watches}
         answers = {}
         for rank, address in addresses.items():
             other = known.get(tuple(address))
@@ -204,8 +214,8 @@ def _ask(plain: Callable[..., Any]) -> Callable[..., Any]:
                 silent = other is not None and other.of is not None and other.of.away == SILENT
                 answers[rank] = watch.Answer(watch.SILENT if silent else watch.GONE)
             else:
-                said = watch.json.dumps({**message, "token": address[2]})
-                answers[rank] = watch._understood(watch._answer(watch.weakref.ref(other), watch.json.loads(said)))
+                said = json.dumps({**message, "token": address[2]})
+                answers[rank] = watch._understood(watch._answer(weakref.ref(other), json.loads(said)) or b"")
         if message:
             task.schedule.moves()
         task.schedule.point("asks the others")
@@ -223,12 +233,18 @@ def _new_group(plain: Callable[..., Any]) -> Callable[..., Any]:
             return plain(*args, **named)
         given.apply_defaults()
         ask = given.arguments
+        backend = str(ask["backend"])
+        if not {"gloo", "undefined", "none"} & set(re.split(r"[^a-z]+", backend.lower())):
+            raise UserError(
+                f"a process group with backend {backend!r} on {task.rank}: ranks of zeroshard.world(...) send through "
+                'host memory, as "gloo" does; keep the model on the CPU, or run the program with torchrun'
+            )
         name, tag, members = ask["group_name"], ask["pg_tag"], list(ask["global_ranks_in_group"])
         if members and task.rank.number not in members:
             return dist.GroupMember.NON_GROUP_MEMBER, None
         if tag and (existing := c10d._find_pg_by_ranks_and_tag(tag, members)):
             return existing, c10d._world.pg_map[existing][1]
-        world, store = task.rank.world, dist.PrefixStore(f"{name}/", ask["store"])
+        world, store = task.rank.world, c10d.PrefixStore(f"{name}/", ask["store"])
         members = members or list(range(ask["group_size"]))
         group = Group(world, name, members, ask["group_rank"], ask["timeout"].total_seconds())
         config = str(c10d.BackendConfig(c10d.Backend(ask["backend"])))
@@ -275,7 +291,7 @@ def _kills(plain: Callable[..., Any]) -> Callable[..., Any]:
         elif number in (signal.SIGKILL, signal.SIGSTOP):
             task.schedule.leave(task.rank, GONE if number == signal.SIGKILL else SILENT)
         else:
-            raise RuntimeError(f"{signal.Signals(number).name} would come to the process of all ranks of a world")
+            raise _needs_processes(f"os.kill(..., {signal.Signals(number).name})", "would come to all ranks at once")
 
     return kill
 
@@ -283,108 +299,44 @@ def _kills(plain: Callable[..., Any]) -> Callable[..., Any]:
 def _not_inside(plain: Callable[..., Any]) -> Callable[..., Any]:
     def refused(*args: Any) -> Any:
         if here() is not None:
-            raise RuntimeError(f"{plain.__name__} is for the process of all ranks of a world")
+            raise _needs_processes(f"{plain.__module__}.{plain.__name__}", "would do so for all ranks at once")
         return plain(*args)
 
     return refused
 
 
-class _Copied(type):
-    """The class of what stands for `tuple`, `list`, `set` or `dict` where copies are made."""
-
-    plain: Any
-
-    def __call__(cls, *args: Any, **named: Any) -> Any:
-        task = here()
-        if task is None or not args or task.schedule.draws.odds.inside == 0:
-            return cls.plain(*args, **named)
-        return cls.plain(_walked(args[0], f"a {cls.plain.__name__}"), **named)
-
-    def __instancecheck__(cls, thing: Any) -> bool:
-        return isinstance(thing, cls.plain)
-
-    def __subclasscheck__(cls, other: Any) -> bool:
-        return issubclass(other, cls.plain)
-
-    def __getitem__(cls, of: Any) -> Any:
-        return cls.plain[of]
-
-    def __getattr__(cls, name: str) -> Any:
-        return getattr(cls.plain, name)
-
-
-def _walked(things: Any, where: str) -> Any:
-    """As C walks through it: it begins, and then allocates, which is where the collector may run."""
+def _needs_processes(what: str, why: str) -> StateError:
     task = here()
     assert task is not None
-    if isinstance(things, dict):  # copied as one
-        task.schedule.collects(where)
-        return things
-    walk = iter(things)
-    task.schedule.collects(where)
-    return walk
+    return StateError(
+        f"{what} on {task.rank}: ranks of zeroshard.world(...) are threads of one process, and it {why}. Instead: "
+        "DataLoader(num_workers=0), no signals; or run the program with torchrun, where each rank is a process"
+    )
 
 
-def _copied(plain: Any) -> Any:
-    return _Copied(plain.__name__, (), {"plain": plain})
+def _starts(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Threads that a rank's program starts run beside all ranks: they have no rank of their own."""
 
-
-def _sorted(things: Any, **named: Any) -> list[Any]:
-    if here() is None:
-        return sorted(things, **named)
-    return sorted(_walked(things, "a sorted list"), **named)
-
-
-_COPIES = {**{plain.__name__: _copied(plain) for plain in (tuple, list, set, dict)}, "sorted": _sorted}
-_ALLOCATE = ("empty", "zeros", "empty_like", "zeros_like", "cat", "empty_strided", "full")
-
-
-class _Torch(_Else):
-    """torch where memory may be wanting."""
-
-    def __getattr__(self, name: str) -> Any:
-        plain = getattr(self._plain, name)
-        return _allocates(name, plain) if name in _ALLOCATE else plain
-
-
-def _allocates(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **named: Any) -> Any:
+    def start(thread: threading.Thread) -> None:
         task = here()
-        if task is not None and task.main:
-            caller = sys._getframe(1).f_code.co_name
-            if task.schedule.strikes(task.schedule.draws.odds.memory, f"has no memory for torch.{name} in {caller}"):
-                raise MemoryError(f"drawn: torch.{name} in {caller}")
-        return plain(*args, **named)
+        if task is not None:
+            thread._of_rank = str(task.rank)  # type: ignore[attr-defined]
+        plain(thread)
 
-    return call
+    return start
 
 
-def _places(draws: Draws) -> Iterator[tuple[Any, str, Any]]:
+def _places() -> Iterator[tuple[Any, str, Any]]:
     shims = [(time, _Time(time)), (threading, _Threading(threading)), (select, _Select(select)),
              (concurrent, _Concurrent(concurrent))]  # fmt: skip
-    for name, module in list(sys.modules.items()):
-        if not name.startswith("zeroshard."):
-            continue
-        room, held = name.split(".")[1], vars(module)
+    for _, module in modules():
+        held = vars(module)
         for plain, shim in shims:
             if held.get(plain.__name__) is plain:
                 yield module, plain.__name__, shim
         if held.get("ThreadPoolExecutor") is concurrent.futures.ThreadPoolExecutor:
             yield module, "ThreadPoolExecutor", _pool
-        if room in ("checkpoint", "tiers") and draws.seed is not None:
-            if held.get("os") is os:
-                yield module, "os", disk.Calls()
-            if held.get("shutil") is shutil:
-                yield module, "shutil", disk.Calls()
-            yield module, "open", disk.opens
-        rooms = ("ranks", "engine", "tiers", "checkpoint")
-        if draws.odds.memory and room in (*rooms, "device") and held.get("torch") is torch:
-            yield module, "torch", _Torch(torch)
-        # Not where a type is compared with the class itself.
-        compared = name in ("zeroshard.engine.undo", "zeroshard.engine.options")
-        if room in rooms and draws.seed is not None and draws.odds.inside and not compared:
-            for copied, shim in _COPIES.items():
-                yield module, copied, shim
+    yield threading.Thread, "start", _starts(threading.Thread.start)
     yield os, "_exit", _ends(os._exit)
     yield os, "kill", _kills(os.kill)
     yield os, "fork", _not_inside(os.fork)
@@ -393,7 +345,13 @@ def _places(draws: Draws) -> Iterator[tuple[Any, str, Any]]:
     yield groups, "Watch", _Watch
     yield c10d, "_world", _Distributed(c10d._world)
     yield c10d, "_new_process_group_helper", _new_group(c10d._new_process_group_helper)
-    yield c10d, "rendezvous", _rendezvous(c10d.rendezvous)
+    yield c10d, "rendezvous", _rendezvous(c10d.rendezvous)  # type: ignore[attr-defined]
+
+
+def modules() -> list[tuple[str, Any]]:
+    """zeroshard's modules but those of worlds, by name."""
+    ours = [(name, module) for name, module in sys.modules.items() if name.startswith("zeroshard.")]
+    return [(name, module) for name, module in ours if not name.startswith(__package__)]
 
 
 _NOTHING = object()
@@ -406,10 +364,16 @@ def _put_back(module: Any, name: str, value: Any) -> None:
         setattr(module, name, value)
 
 
+def installed() -> AbstractContextManager[None]:
+    """Let torch, Python and zeroshard answer for the rank that asks, within this context."""
+    return replaced(_places())
+
+
 @contextlib.contextmanager
-def installed(draws: Draws) -> Iterator[None]:
+def replaced(places: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Give names of modules other values, and theirs back."""
     with contextlib.ExitStack() as undo:
-        for module, name, value in list(_places(draws)):
+        for module, name, value in list(places):
             undo.callback(_put_back, module, name, getattr(module, name, _NOTHING))
             setattr(module, name, value)
         yield

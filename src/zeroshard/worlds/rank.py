@@ -1,4 +1,4 @@
-"""What a process has one of, and each rank of a world one of its own."""
+"""A rank in place of a process: its random numbers, warnings, environment and process groups."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 import numpy
 import torch
 
-# Python's and NumPy's generators are Mersenne twisters: 624 words and a place. Moved as they lie, since the baton changes
-# hands hundreds of times a run, and their own functions take 26 and 150 us where these take 1.
+# Python's and NumPy's generators are Mersenne twisters: 624 words and a place. Moved as they lie, since the baton
+# changes hands hundreds of times a run, and their own functions take 26 and 150 us where these take 1.
 _TWISTER = 2500
-_PYTHON = id(random._inst) + object.__basicsize__  # type: ignore[attr-defined]
-_NUMPY = numpy.random.mtrand._rand._bit_generator.ctypes.state_address  # type: ignore[attr-defined]
+_PYTHON = id(random._inst) + object.__basicsize__
+_NUMPY = numpy.random.mtrand._rand._bit_generator.ctypes.state_address
 
 
 GONE, SILENT = "is gone", "is silent"  # of ranks: as after kill -9 and kill -STOP
@@ -46,7 +46,7 @@ class Registers:
 
 
 class Rank:
-    """What stands for a process."""
+    """One rank of a world, in place of a process."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -62,3 +62,16 @@ class Rank:
             default_pg=None, pg_map={}, pg_names={}, pg_group_ranks={}, pg_backend_config={}, group_count=0,
             tags_to_pg={}, pg_to_tag={}, pg_coalesce_state={}, comms=[],
         )  # fmt: skip
+
+    def __str__(self) -> str:
+        return f"rank {self.number} of {self.world.size}"
+
+    def launched(self) -> None:
+        """Find in the environment what torchrun says of a rank."""
+        ranks, own = str(self.world.size), str(self.number)
+        said = {
+            "RANK": own, "LOCAL_RANK": own, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "GROUP_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "world",
+            "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
+        }  # fmt: skip
+        self.registers.environment.update((name.encode(), value.encode()) for name, value in said.items())

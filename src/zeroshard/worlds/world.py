@@ -1,0 +1,210 @@
+"""`zeroshard.world`: ranks as threads of this process, and functions called on all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+from ..checkpoint.saving import Saving
+from ..errors import PeerError, StateError, UserError
+from ..ranks import transport
+from .draws import Draws, Odds
+from .group import Store
+from .install import installed
+from .output import by_rank
+from .rank import Rank, Registers
+from .schedule import Schedule, Task, Unwind, here
+
+BUSY = 20  # times as long as what the processor is needed for a run may take where others need it too
+LEFT = 5.0  # seconds that threads have to end once a run is over
+
+
+def world(ranks: int, *, seed: int | None = None) -> World:
+    """Make ranks 0 to `ranks - 1`, each a thread of this process, that find themselves launched as by torchrun.
+
+        with zeroshard.world(4) as world:
+            losses = world.run(train, 3)        # train(3) on each rank; what each returned, in rank order
+
+    seed: draws which rank goes on and when each message lands; the same seed draws the same again. None: a rank goes on
+        until it must wait for another one.
+
+    Raises `zeroshard.Error`, of the kind `ValueError`, for a number of ranks or a seed that is none.
+    """
+    for name, value, least in (("ranks", ranks, 1), ("seed", seed, 0)):
+        if value is None and name == "seed":
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise UserError(
+                f"world({name}={value!r}): expected an integer of at least {least}, such as zeroshard.world(4, seed=7)"
+            )
+    made = World(ranks, seed=seed)
+    for rank in made.ranks:
+        rank.launched()
+    return made
+
+
+class World:
+    """Ranks of one process. `zeroshard.world` makes one.
+
+    Between two calls of `run` the ranks keep their process groups, environment and random numbers, so that a model
+    sharded by one call can be trained by the next.
+    """
+
+    def __init__(self, ranks: int, *, seed: int | None = None, odds: Odds | None = None, strict: bool = False) -> None:
+        """odds, strict: for tests; see `draws.Odds` and `messages.Work`."""
+        self.size, self.strict = ranks, strict
+        self.schedule = Schedule(Draws(seed, odds or Odds(), strict=strict))
+        self.store = Store(self)
+        self.flights: dict[Any, Any] = {}  # collectives to which not all of their ranks have come
+        self.complaints: list[str] = []  # about memory of messages under way
+        self.ranks = [Rank(number) for number in range(ranks)]
+        for rank in self.ranks:
+            rank.world = self
+        self.ended = ""  # why, where it is over
+        self._holding: dict[Any, None] = {}
+        self._untold: list[Saving] = []
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"zeroshard.world({self.size})" + (f": {self.ended}" if self.ended else "")
+
+    def run(self, function: Callable[..., Any], *args: Any, **named: Any) -> list[Any]:
+        """Call `function(*args, **named)` on each rank. Returns what each returned, in rank order.
+
+        All ranks get the same objects, not copies of them. What they print begins with their rank. Raises what the
+        first rank that failed has raised, with a note of which rank that was; `PeerError` where ranks wait for each
+        other and none can go on, with where each waits. The world has ended then.
+        """
+        if here() is not None:
+            raise StateError("world.run() inside a rank: call it outside of the function that ranks run")
+        if self.ended:
+            raise StateError(
+                f"world.run() after the world ended ({self.ended}): make another one by zeroshard.world(...)"
+            )
+        with by_rank():
+            try:
+                tasks = self.perform(lambda rank: function(*args, **named))
+            except BaseException as error:
+                self.close(f"{type(error).__name__} in the process that runs it")
+                raise
+        raised = self.schedule.raised
+        if raised or any(isinstance(task.error, Unwind) for task in tasks):
+            self._fail(raised, tasks)
+        return [task.value for task in tasks]
+
+    def close(self, why: str = "closed") -> None:
+        """End the ranks: their process groups go, and this world runs nothing any more."""
+        self.ended = self.ended or why
+        self.flights.clear()
+        self.ranks = []
+
+    def _fail(self, raised: list[Task], tasks: list[Task]) -> None:
+        stuck, seed = self.schedule.stuck, self.schedule.draws.seed
+        again = "" if seed is None else f"; zeroshard.world({self.size}, seed={seed}) draws this schedule again"
+        where = f"nobody could go on: {stuck}" if stuck else ""
+        if not raised:
+            self.close(where)
+            raise PeerError(where + again)
+        first, *others = raised
+        error = first.error
+        assert error is not None
+        words = f"{type(error).__name__} on {first.name} of {self.size}"
+        self.close(words)
+        notes = [f"raised on {first.name} of {self.size}{again}", *([where] if where else [])]
+        for task in others:
+            said = str(task.error).splitlines() or [""]
+            notes.append(f"then on {task.name}: {type(task.error).__name__}: {said[0]}")
+        for note in notes if hasattr(error, "add_note") else ():  # from Python 3.11 on
+            error.add_note(note)
+        for task in tasks:
+            task.error = None  # with its traceback, and all that the frames in it held
+        raise error
+
+    def perform(
+        self,
+        call: Callable[[Rank], Any],
+        *,
+        timeout: float = math.inf,
+        also: Callable[[Draws], AbstractContextManager[None]] = lambda draws: contextlib.nullcontext(),
+    ) -> list[Task]:
+        """Call it on each rank until all have ended, or none can go on. Returns each rank's main thread.
+
+        timeout: seconds of the processor, after which `late` says why the run was ended. also: what else is installed.
+        """
+        schedule, self.late = self.schedule, ""
+        schedule.begin()
+        with installed(), also(schedule.draws), self._apart():
+            for rank in self.ranks:
+                Task(schedule, rank, lambda rank=rank: call(rank), f"rank {rank.number}", main=True)  # type: ignore[misc]
+            mains = schedule.tasks[:]
+            schedule.start()
+            try:
+                worked, begun = time.process_time(), time.monotonic()
+                while not schedule.ended.wait(0.5):  # the machine may be busy with something else
+                    if time.process_time() - worked > timeout or time.monotonic() - begun > BUSY * timeout:
+                        self.late = f"no end within {timeout:g} s: {schedule.words()}"
+                        break
+            finally:
+                if not schedule.ended.is_set():
+                    _stop(schedule)
+                for task in schedule.tasks:
+                    task.thread.join(LEFT)
+        return mains
+
+    def complain(self, what: str) -> None:
+        """Note what is wrong with a message's memory."""
+        self.complaints.append(what)
+        self.schedule.draws.fails(what, what)
+
+    @contextlib.contextmanager
+    def _apart(self) -> Iterator[None]:
+        """Keep what this process has one of as it was, whatever the ranks do to it, and theirs until the next run."""
+        outside, hook, collects = Registers(), sys.excepthook, gc.isenabled()
+        untold, holding = Saving._untold[:], dict(transport._holding)
+        Saving._untold[:] = self._untold
+        transport._holding.clear()
+        transport._holding.update(self._holding)
+        drawn = self.schedule.draws.seed is not None
+        if drawn:
+            gc.collect()
+            if self.schedule.draws.collects:
+                gc.freeze()  # what was there before need not be looked at: that takes 0.2 s each time
+            gc.disable()  # when garbage is collected is the seed's to say
+        try:
+            yield
+        finally:
+            if self.schedule.holder is not None:
+                self.schedule.holder.registers.save()
+            outside.load()
+            sys.excepthook = hook
+            self._untold, self._holding = Saving._untold[:], dict(transport._holding)
+            Saving._untold[:] = untold
+            transport._holding.clear()
+            transport._holding.update(holding)
+            if drawn:
+                gc.collect()
+                if collects:
+                    gc.enable()
+
+
+def _stop(schedule: Schedule) -> None:
+    """End a run from outside: whoever runs at its next instruction, and the others after it."""
+    schedule.over = True
+    deadline = time.monotonic() + LEFT
+    while not schedule.ended.is_set() and time.monotonic() < deadline:
+        task = schedule.current
+        if task is not None and not task.done and task.thread.ident:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(task.thread.ident), ctypes.py_object(Unwind))
+        schedule.ended.wait(0.2)

@@ -130,6 +130,7 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
     for cell in cells:
         assert cell["outputs"] == []
         exec(compile("".join(cell["source"]), "notebook.ipynb", "exec"), scope)
+    assert scope["world"].run(scope["equal"]) == [True, True]
     assert scope["its"].stage == 1 and len(cells) == 7
 
 
@@ -141,7 +142,7 @@ def masked(text):
 def test_the_tutorial_prints_what_it_shows(tmp_path):
     """Two ranks, one rank that goes on, and two that never stopped: the page's lines, and the last two's bits equal."""
     page = (ROOT / "docs" / "tutorial.md").read_text()
-    program = next(code for code in fenced(page, "python") if "zeroshard.shard" in code)
+    program = next(code for code in fenced(page, "python") if "zero.latest(" in code)
     said = []
     for shown, folder in zip(fenced(page, "console"), ("a", "a", "b"), strict=True):
         command, _, wanted = shown.partition("\n")
@@ -156,6 +157,22 @@ def test_the_tutorial_prints_what_it_shows(tmp_path):
         assert masked(done.stdout) == masked(wanted)
         said.append(done.stdout.splitlines()[-1])
     assert said[1] == said[2] != said[0]
+
+
+@pytest.mark.parametrize("page", ["tutorial", "one-process"])
+def test_ranks_in_one_process_print_what_the_page_shows(page, tmp_path, monkeypatch, capsys):
+    """Each block of text is what the snippet before it has printed."""
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"^```(python|text)\n(.*?)^```$", (ROOT / "docs" / f"{page}.md").read_text(), re.M | re.DOTALL)
+    scope, shown = {"__name__": "__main__"}, 0
+    for language, block in blocks:
+        if language == "text":
+            assert capsys.readouterr().out == block
+            shown += 1
+        elif shown < sum(each == "text" for each, _ in blocks):
+            capsys.readouterr()
+            exec(compile(block, f"{page}.md", "exec"), scope)
+    assert shown > 0
 
 
 @pytest.mark.full

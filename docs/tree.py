@@ -16,7 +16,7 @@ ORDER = (
     "errors.py", "fields.py", "ended.py", "events.py", "stage.py", "strips.py", "layout.py", "headroom.py", "device.py",
     "numerics.py", "fp8.py", "int8.py", "digests.py",
     "ranks/launcher.py", "ranks/watch.py", "ranks/at_once.py", "ranks/calls.py", "ranks/comm.py", "ranks/transport.py",
-    "ranks/agreement.py",
+    "ranks/agreement.py", "ranks/together.py",
     "ranks/streams.py", "ranks/ending.py", "ranks/neighbours.py", "ranks/one_copy.py",
     "ranks/shared_memory.py", "ranks/groups.py", "ranks/link.py",
     "ranks/process_team.py", "ranks/process_group.py", "ranks/mesh.py",

@@ -33,6 +33,7 @@ from .fields import check_flag
 from .layout import Bucket, Layout, Slot
 from .numerics import Precision
 from .ranks.comm import Comm, Simulated
+from .ranks.together import first_writes
 from .sharded import COMPARING, Engine
 from .stage import Placements
 from .tiers.nvme import NvmeTier
@@ -545,7 +546,7 @@ class Zero:
             raise StateError(
                 "nothing was recorded", where=f"ranks {silent}", instead="zero.record() on every rank, before the steps"
             )
-        self._engine.group.first_writes(path, lambda: chrome_trace.write(path, ranks))
+        first_writes(self._engine.group, path, lambda: chrome_trace.write(path, ranks))
 
     @_meeting
     def explain(

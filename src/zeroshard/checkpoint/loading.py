@@ -22,6 +22,7 @@ from ..fields import check_flag
 from ..layout import Slot
 from ..numerics import unrepeated
 from ..ranks.agreement import Group
+from ..ranks.together import Together, problem_of
 from ..strips import ONE_STRIP, Strips
 from ..tiers.tier import Part, present
 from .content import ModelState, Rng, options, parsed_rng, persistent, restore_rng
@@ -93,7 +94,7 @@ def _load(running: ModelState, folder: Path, opened: contextlib.ExitStack, *, st
         if not (differences and strict):
             staged = _stage(running, saved)
     except Exception as error:  # the other ranks must hear of it, whatever it is
-        problem = f"{error}" if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        problem = problem_of(error)
     seen = None if saved is None else digest(canonical(saved.manifest))
     mine = {"at": str(folder), "problem": problem, "differences": differences, "manifest": seen}
     everyone = group.describe(mine)
@@ -117,19 +118,18 @@ def _load(running: ModelState, folder: Path, opened: contextlib.ExitStack, *, st
             )
     assert saved is not None
     group.torn = "a load did not get to its end: the model holds only some of it"
-    try:
+
+    def wrong(told: list[str]) -> CheckpointError:
+        return CheckpointError(
+            "the checkpoint was right and then changed, or failed, while it was read: the model holds only some of it",
+            where=str(folder), got=told[0], instead="load again, this one or another, before going on",
+        )  # fmt: skip
+
+    with Together(group, wrong):
         commit(running, staged)
         saved.reader.finish()
         renew(running)
         saved.reader.unchanged()
-    except Exception as error:  # the other ranks must hear of this too
-        problem = f"{error}" if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-    told = group.problems(problem)
-    if told:
-        raise CheckpointError(
-            "the checkpoint was right and then changed, or failed, while it was read: the model holds only some of it",
-            where=str(folder), got=told[0], instead="load again, this one or another, before going on",
-        )  # fmt: skip
     running.seed, running.no_sync = saved.manifest["seed"], saved.manifest.get("no_sync", 0)
     if running.moving and saved.manifest.get("average"):
         running.moving.updates = saved.manifest["average"]["updates"]

@@ -25,11 +25,12 @@ import torch
 from torch import Tensor
 
 from ..device import describe
-from ..errors import CheckpointError, Error, UserError
+from ..errors import CheckpointError, UserError
 from ..events import HOST, Ledger
 from ..fields import check_flag
 from ..ranks.agreement import Group
 from ..ranks.mesh import program
+from ..ranks.together import Together, problem_of
 from ..tiers.tier import Part, present
 from . import parts
 from .content import (
@@ -124,16 +125,9 @@ def wait_for_saves() -> None:
 
 def settle(group: Group) -> None:
     """Wait, on all ranks, for saves behind the training, and raise on all of them if one was lost."""
-    lost = None
-    try:
+    lost = "a checkpoint that other ranks were saving was lost"
+    with Together(group, lambda told: CheckpointError(lost, got="; ".join(told)), own=True):
         wait_for_saves()
-    except Exception as error:
-        lost = error
-    told = group.problems(None if lost is None else f"{lost}")
-    if lost is not None:
-        raise lost
-    if told:
-        raise CheckpointError("a checkpoint that other ranks were saving was lost", got="; ".join(told))
 
 
 def save(
@@ -149,21 +143,15 @@ def save(
     group = running.group
     group.same("zero.save(...)", lambda: asked(path, extra, asynchronous=asynchronous, keep=keep))
     target, apart = absolute(path), group.apart(behind=asynchronous)
-    snapshot, problem, digests, kinds = None, None, {}, []
-    try:
-        kinds = told_kinds(running)
-    except Exception as error:  # the other ranks must hear of it
-        problem = f"{error}" if isinstance(error, Error) else f"{type(error).__name__}: {error}"
-    told = group.describe({"kinds": kinds, "problem": problem})
-    _raise(target, [each["problem"] for each in told])
-    running.kinds = agreed_kinds([each["kinds"] for each in told])
-    try:
-        snapshot = _snapshot(running, extra, copied=asynchronous)
-        digests = ignored_digests(running)
-    except Exception as error:  # the other ranks must hear of it, also of what `extra` raises
-        problem = f"{error}" if isinstance(error, Error) else f"{type(error).__name__}: {error}"
-    told = group.describe({"owner": owner(), "at": str(target), "problem": problem, "ignored": digests})
-    _raise(target, [each["problem"] for each in told])
+    running.kinds = agreed_kinds(_together(group, target, lambda: told_kinds(running)))
+    snapshots: list[Snapshot] = []
+
+    def shown() -> dict[str, Any]:
+        snapshots.append(_snapshot(running, extra, copied=asynchronous))
+        return {"owner": owner(), "at": str(target), "ignored": ignored_digests(running)}
+
+    told = _together(group, target, shown)
+    (snapshot,) = snapshots
     ignored = [each["ignored"] for each in told]
     if differing := [name for name in ignored[0] | ignored[-1] if len({each.get(name) for each in ignored}) > 1]:
         raise CheckpointError(
@@ -171,7 +159,6 @@ def save(
             where=differing[0], expected="the same bits on all ranks", got="other ones",
             instead="average its gradients over the ranks before each step, or do not ignore it",
         )  # fmt: skip
-    assert snapshot is not None
     nbytes = sum(tensor.numel() * tensor.itemsize for tensor in snapshot.tensors.values())
     beside, places = place_beside(target, told[0]["owner"]), [each["at"] for each in told]
 
@@ -318,27 +305,21 @@ def _write(
 
 def _together(group: Group, target: Path, act: Callable[[], Any]) -> list[Any]:
     """Call `act`, and return every rank's answer; if it failed on one, raise on all."""
-    told: dict[str, Any] = {"problem": None, "answer": None}
-    try:
-        told["answer"] = act()
-    except OSError as error:
-        told["problem"] = f"{error.strerror or error}: {error.filename or target}"
-    except CheckpointError as error:
-        told["problem"] = f"{error}"
-    except Exception as error:  # a peer must hear of it, whatever it is
-        told["problem"] = f"{type(error).__name__}: {error}"
-    everyone = group.describe(told)
-    _raise(target, [each["problem"] for each in everyone])
-    return [each["answer"] for each in everyone]
 
-
-def _raise(target: Path, problems: Sequence[str | None]) -> None:
-    told = [f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem]
-    if told:
-        raise CheckpointError(
+    def wrong(told: list[str]) -> CheckpointError:
+        return CheckpointError(
             "the checkpoint was not saved; the one before it and the training are as they were",
             where=str(target), got="; ".join(told), instead="mend that, or name another folder, and save again",
         )  # fmt: skip
+
+    def said(error: Exception) -> str:
+        if isinstance(error, OSError):
+            return f"{error.strerror or error}: {error.filename or target}"
+        return problem_of(error)
+
+    with Together(group, wrong, said=said) as block:
+        block.answer = act()
+    return block.answers
 
 
 def _check_seen(group: Group, beside: Path, places: Sequence[str]) -> None:

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import Error, PeerError, TierError, UserError
+from ..errors import PeerError, UserError
 from ..events import DEVICE, HOST, NVME, SHARED
 from ..fp8 import BYTE
 from ..layout import Bucket, Layout, Partition, Spec, partition
 from ..numerics import Precision, as_bytes, dense, same_bits, write_bytes
 from ..ranks.agreement import Group
 from ..ranks.comm import Comm, Over
+from ..ranks.together import Together
 from ..stage import placements
 from ..tiers.nvme import NvmeTier
 from ..tiers.tier import STATES, DeviceTier, HostTier, Offload, OnceTier, PassingTier, Tier
@@ -172,16 +173,15 @@ class Assembly:
                 split = state == "optimizer" and precision.splits(own)
                 nbytes += split_nbytes(last - first) if split else (last - first) * dtypes[state].itemsize
         if any(NVME in resting.values() for resting in self.resting):
-            error: Error | None = None
+            what = "another rank cannot use its Offload.path"
+            block = Together(self.group, lambda told: PeerError(what, got="; ".join(told)), own=True)
             try:
-                self.tiers[NVME] = NvmeTier(
-                    self.offload, self.group.rank, self.group.device, self.group.ledger, largest, nbytes
-                )
-            except TierError as failed:
-                error = failed
-            if told := self.group.problems(None if error is None else str(error)):
-                self.told = True
-                raise error or PeerError("another rank cannot use its Offload.path", got="; ".join(told))
+                with block:
+                    self.tiers[NVME] = NvmeTier(
+                        self.offload, self.group.rank, self.group.device, self.group.ledger, largest, nbytes
+                    )
+            finally:
+                self.told = block.told
 
     def build(self, init: Callable[[nn.Module], None] | None, before: Before) -> None:
         """Build the buffers unit by unit, so that a model on meta never takes more than its shards and one unit.

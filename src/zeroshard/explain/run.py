@@ -18,6 +18,7 @@ from ..errors import StateError, UserError
 from ..layout import Bucket
 from ..planner import predict_states
 from ..planner.states import owned
+from ..ranks.together import first_writes
 from ..stage import Degree, Seat
 from .document import Page, built_in, document
 from .recording import E4M3, Clock, Told, began_before, last_step, layout_json, one_step, shorten, together, traffic_of
@@ -43,7 +44,7 @@ def explain(
     run["curves"] = None if metrics is None else curves(metrics)
     page = Page(document(walkthroughs=built_in(), run=run))
     if path is not None:
-        zero._engine.group.first_writes(path, lambda: page.write(path))
+        first_writes(zero._engine.group, path, lambda: page.write(path))
     return page
 
 

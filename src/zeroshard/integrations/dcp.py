@@ -34,6 +34,7 @@ from ..engine.optim import Binding
 from ..errors import CheckpointError, UserError
 from ..layout import Slot
 from ..planner.optimizers import Shown, asked_with, probe
+from ..ranks.together import Together
 from .boxes import Box, boxes
 
 
@@ -215,16 +216,16 @@ def _state(fragment: Fragment, key: str, value: Any, fixed: Shapes) -> Any:
 @torch.inference_mode(False)
 def load_state_dict(running: ModelState, state: Mapping[str, Any]) -> None:
     """Take what DCP has put into a `state_dict()`, on all ranks or none."""
-    staged, problem = Staged(), None
-    try:
+    staged = Staged()
+    wrong = "this state cannot be loaded; nothing was changed"
+    with Together(
+        running.group,
+        lambda told: CheckpointError(wrong, got="; ".join(told)),
+        said=lambda error: f"{type(error).__name__}: {error}",
+    ):
         if not isinstance(state, Mapping):
             raise UserError("a state is a dict", got=type(state).__name__, instead="zero.state_dict()")
         _stage(running, state, staged)
-    except (UserError, CheckpointError, KeyError, TypeError, ValueError, RuntimeError) as error:
-        problem = f"{type(error).__name__}: {error}"
-    told = running.group.problems(problem)
-    if told:
-        raise CheckpointError("this state cannot be loaded; nothing was changed", got="; ".join(told))
     commit(running, staged)
     renew(running)
 

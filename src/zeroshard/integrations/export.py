@@ -31,9 +31,10 @@ from ..checkpoint.manifest import VALUE, Saved, numel
 from ..checkpoint.staging import clean, discard, owner, place_beside, temporary
 from ..digests import raw
 from ..engine.buffer import Buffer
-from ..errors import CheckpointError, Error, UserError
+from ..errors import CheckpointError, UserError
 from ..fields import check_flag
 from ..ranks.agreement import Group
+from ..ranks.together import Together
 from ..stage import Degree
 from ..strips import ONE_STRIP, Strips
 from . import adapters
@@ -288,14 +289,14 @@ def export(running: ModelState, path: str | os.PathLike[str], **asked: Any) -> N
     group.same("zero.export(...)", lambda: {"folder": absolute(path).name, **asdict(Wanted(**asked))})
     target, wanted = absolute(path), Wanted(**asked)
     folder, weights = Folder(target, group.describe(owner())[0]), None
-    problems: list[str] = []
+    lost = "the weights were not exported; what was there before is as it was"
+    together = Together(group, lambda told: CheckpointError(lost, where=str(target), got="; ".join(told)))
     whole, adapted = _whole(running), adapters.is_adapted(running.model)
     try:
-        with _noting(problems):
-            chosen = adapters.names(running.model) if adapted and group.rank == 0 else {}
-        _agree(group, target, problems)
-        chosen = group.describe(chosen)[0]
-        with _noting(problems):
+        with together:
+            together.answer = adapters.names(running.model) if adapted and group.rank == 0 else {}
+        chosen, together.answer = together.answers[0], None
+        with together:
             tensors = {r.name: Kind(running.shape(r), wanted.of(r.param.dtype), r.names) for r in running.managed}
             tensors |= {name: Kind(tuple(each.shape), wanted.of(each.dtype), [name]) for name, each in whole.items()}
             if adapted:  # each under the first of its names in the adapter's file
@@ -303,31 +304,28 @@ def export(running: ModelState, path: str | os.PathLike[str], **asked: Any) -> N
             if group.rank == 0:
                 config = adapted or _config_writer(running.model) is not None
                 weights = folder.begin(wanted, tensors, config=config, adapter=adapted)
-        _agree(group, target, problems)
         for buffer in running.buffers:
             slots = [slot for slot in buffer.bucket.slots if not adapted or slot.name in chosen]
             if not slots:
                 continue
-            with _gathered(buffer, wanted, problems) as own:
+            with _gathered(buffer, wanted, together) as own:
                 for part, flat in _parts(buffer, own, group):
-                    with _noting(problems):
-                        if weights is not None and not problems:
+                    with together.noting():
+                        if weights is not None and not together.failed:
                             for slot in slots:
                                 name, values = chosen.get(slot.name, [slot.name])[0], flat[slot.start : slot.stop].cpu()
                                 _write_strips(weights, name, part * slot.numel, values, buffer.strips(slot))
-        with _noting(problems):
-            if weights is not None and not problems:
+        with together:
+            if weights is not None and not together.failed:
                 for name, tensor in whole.items():
                     if not adapted or name in chosen:
                         values = wanted.cast(name, tensor.detach().cpu().contiguous(), tensor.dtype)
                         weights.write(chosen.get(name, [name])[0], 0, values)
                 write = adapters.write_config if adapted else _write_config
                 write(running.model, folder.beside)
-        _agree(group, target, problems)
-        with _noting(problems):
+        with together:
             if group.rank == 0:
                 folder.publish()
-        _agree(group, target, problems)
     except BaseException as error:  # Ctrl-C too
         if group.rank == 0:
             folder.drop()
@@ -346,13 +344,13 @@ def _whole(running: ModelState) -> dict[str, Tensor]:
 
 
 @contextlib.contextmanager
-def _gathered(buffer: Buffer, wanted: Wanted, problems: list[str]) -> Iterator[Tensor]:
+def _gathered(buffer: Buffer, wanted: Wanted, together: Together) -> Iterator[Tensor]:
     """Gather a bucket on every rank as it is written: each casts what it owns, or the part of it that it updates."""
     flat = buffer.tier.reserve("gather", buffer.bucket.numel, wanted.of(buffer.dtype))
     low, high = buffer.owned
     first, last = max(low, buffer.updating.first), min(high, buffer.updating.last)
     try:
-        with _noting(problems):
+        with together.noting():
             where = f"a parameter from {buffer.bucket.slots[0].name!r} on"
             with buffer.updating.part(first, last).here() as own:
                 flat[first:last] = wanted.cast(where, own, buffer.dtype)
@@ -377,23 +375,6 @@ def _parts(buffer: Buffer, own: Tensor, group: Group) -> Iterator[tuple[int, Ten
             yield part, theirs
     finally:
         buffer.tier.give_back("gather", theirs)
-
-
-@contextlib.contextmanager
-def _noting(problems: list[str]) -> Iterator[None]:
-    """Note an exception as a problem instead of raising it: this rank must still join the other ranks' gathers."""
-    try:
-        yield
-    except Exception as error:
-        problems.append(f"{error}" if isinstance(error, Error) else f"{type(error).__name__}: {error}")
-
-
-def _agree(group: Group, target: Path, problems: list[str]) -> None:
-    told = group.problems(problems[0] if problems else None)
-    if told:
-        raise CheckpointError(
-            "the weights were not exported; what was there before is as it was", where=str(target), got="; ".join(told)
-        )
 
 
 def _config_writer(model: nn.Module) -> Callable[[Path], Any] | None:

@@ -6,11 +6,9 @@ it, anything is changed. So a rank holds the whole model and its states beside i
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import signal
 import threading
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -24,6 +22,7 @@ from ..engine.guard import unflip
 from ..engine.tensor_parallel import stand_in
 from ..errors import StateError, UserError
 from ..numerics import as_bytes
+from ..ranks.together import Together
 from ..tiers.tier import Part, present
 
 if TYPE_CHECKING:
@@ -80,53 +79,51 @@ def _unshard(zero: Zero) -> None:
 
 def _check(running: ModelState) -> None:
     """Refuse, alike on every rank, states and modules that would not become plain ones again."""
-    problems: list[str] = []
-    for binding in running.bindings:
-        states = binding.optimizer.state.values()
-        for key in dict.fromkeys(key for state in states for key, value in state.items() if made_of(value)):
-            name = type(binding.optimizer).__name__
-            problems.append(f"{name} keeps {key!r} as a tensor that is made of others: {_INSTEAD}")
-    for module in running.model.modules():
-        forward = getattr(module.__dict__.get("forward"), "func", None)
-        if getattr(forward, "__module__", "") == stand_in.__module__:
-            problems.append(f"{type(module).__name__} has parameters that tensor parallelism has cut: {_INSTEAD}")
-    _agree(running, problems)
+    with _together(running):
+        for binding in running.bindings:
+            states = binding.optimizer.state.values()
+            for key in dict.fromkeys(key for state in states for key, value in state.items() if made_of(value)):
+                name = type(binding.optimizer).__name__
+                raise UserError(f"{name} keeps {key!r} as a tensor that is made of others: {_INSTEAD}")
+        for module in running.model.modules():
+            forward = getattr(module.__dict__.get("forward"), "func", None)
+            if getattr(forward, "__module__", "") == stand_in.__module__:
+                raise UserError(f"{type(module).__name__} has parameters that tensor parallelism has cut: {_INSTEAD}")
 
 
 _INSTEAD = "zero.save(path), then build both anew and zeroshard.shard(...).load(path)"
 
 
-def _agree(running: ModelState, problems: list[str]) -> None:
-    if told := running.group.problems(problems[0] if problems else None):
-        raise UserError("the model was not unsharded, and is as it was", got="; ".join(told))
+def _together(running: ModelState) -> Together:
+    what = "the model was not unsharded, and is as it was"
+    return Together(running.group, lambda told: UserError(what, got="; ".join(told)))
 
 
 def _collect(running: ModelState) -> Found:
     """Send every piece of every rank to all ranks, and return the whole tensors of this rank's model."""
-    group, problems = running.group, list[str]()
-    mine: list[Piece] = []
-    numbers: list[list[Any]] = []
-    with _noting(problems):
-        told = told_kinds(running)
-    _agree(running, problems)
-    with _noting(problems):
-        running.kinds = agreed_kinds(group.describe(told))
+    together = _together(running)
+    with together:
+        together.answer = told_kinds(running)
+    told, together.answer = together.answers, None
+    with together:
+        running.kinds = agreed_kinds(told)
         managed = {record.name for record in running.managed}
         mine = [piece for piece in pieces(running) if piece.parameter in managed and piece.state != AVERAGE]
         numbers = [[name, own_name(state), number] for name, state, number in values(running) if name in managed]
-    _agree(running, problems)
+        together.answer = [[_label(piece) for piece in mine], numbers]
+    everyone, together.answer = together.answers, None
     found: Found = {}
-    with _noting(problems):
+    with together:
         for record in running.managed:
             shape = running.places[record.name][1].shape
-            found[record.name] = {VALUE: torch.zeros(shape, dtype=record.dtype, device=group.device)}
-    _agree(running, problems)
-    for rank, (labels, plain) in enumerate(group.describe([[_label(piece) for piece in mine], numbers])):
+            found[record.name] = {VALUE: torch.zeros(shape, dtype=record.dtype, device=running.group.device)}
+    for rank, (labels, plain) in enumerate(everyone):
         for at, label in enumerate(labels):
-            _send(running, found, rank, label, mine[at] if rank == group.rank else None, problems)
+            _send(running, found, rank, label, mine[at] if rank == running.group.rank else None, together)
         for name, key, number in plain:
             found[name][key] = number
-    _agree(running, problems)
+    with together:
+        pass
     return found
 
 
@@ -140,13 +137,13 @@ def _label(piece: Piece) -> list[Any]:
 
 
 def _send(
-    running: ModelState, found: Found, source: int, label: list[Any], piece: Piece | None, problems: list[str]
+    running: ModelState, found: Found, source: int, label: list[Any], piece: Piece | None, together: Together
 ) -> None:
     """Broadcast one piece of one rank; every rank keeps the elements of its own part of the parameter."""
     name, state, start, shape, dtype, grain, on_cpu = label
     sent = torch.empty(shape, dtype=getattr(torch, dtype), device=running.group.device)
     if piece is not None:
-        with _noting(problems), present(piece.tensor) as tensor:
+        with together.noting(), present(piece.tensor) as tensor:
             sent.copy_(tensor.reshape(shape))
     content = as_bytes(sent)
     running.group.broadcast(content, source)
@@ -165,15 +162,6 @@ def _send(
     low, high = max(start, first), min(start + sent.numel(), first + numel)
     if high > low:
         found[name][key].view(-1)[low - first : high - first] = sent[low - start : high - start]
-
-
-@contextlib.contextmanager
-def _noting(problems: list[str]) -> Iterator[None]:
-    """Note an exception as a problem instead of raising it: this rank must still join the other ranks' messages."""
-    try:
-        yield
-    except Exception as error:
-        problems.append(f"{type(error).__name__}: {error}")
 
 
 # --- plain again ----------------------------------------------------------------------------------------------------

@@ -24,13 +24,14 @@ from ..checkpoint.manifest import Saved
 from ..checkpoint.saving import wait_for_saves
 from ..engine.tensor_parallel import mesh_of
 from ..engine.unit import Initialiser
-from ..errors import CheckpointError, Error, UserError
+from ..errors import CheckpointError, UserError
 from ..events import Ledger
 from ..fields import check_flag
 from ..layout import Layout
 from ..numerics import Precision
 from ..ranks.comm import Comm
 from ..ranks.mesh import connect
+from ..ranks.together import Together
 from ..tiers.tier import Offload
 from .boxes import boxes
 
@@ -73,30 +74,22 @@ def load(
     # Before anything is built, all ranks hear whether each of them can: one that raised alone would keep them waiting.
     group = connect(comm or Comm(), Ledger(), torch.device("cpu"), tensor=mesh_of(model, comm or Comm()))
     group.same("zeroshard.load(...)", lambda: _asked(folder, strict))
-    path, problem, tensors = absolute(folder), None, {}
-    try:
+    path, tensors = absolute(folder), {}
+    with Together(group, lambda told: CheckpointError("the model was not loaded", where=str(path), got=told[0])):
         wait_for_saves()
         tensors = _shapes(path)
-        problem = "".join(f"\n    {each}" for each in _differences(model, tensors)) if strict else None
+        if strict and (differences := _differences(model, tensors)):
+            raise CheckpointError("".join(f"\n    {each}" for each in differences))
         _check_initialisers(model, tensors, Initialiser(model, init))
-    except Exception as error:  # the other ranks must hear of it, whatever it is
-        problem = f"{error}" if isinstance(error, Error) else f"{type(error).__name__}: {error}"
-    told = group.problems(problem)
-    if told:
-        raise CheckpointError("the model was not loaded", where=str(path), got=told[0])
     settings: dict[str, Any] = {"precision": precision, "offload": offload, "layout": layout, "comm": comm}
     settings |= {"stage": stage, "device": device, "optimizer_in_backward": optimizer_in_backward}
     zero = shard(model, optimizer, init=_fill(model, tensors, Initialiser(model, init)), **settings)
     if (path / MANIFEST).exists():
         zero.load(path, strict=strict)
         return zero
-    try:
+    lost = "the model was not loaded, and holds nothing of use"
+    with Together(group, lambda told: CheckpointError(lost, where=str(path), got=told[0])):
         _read(zero, Weights(path), tensors)
-    except Exception as error:  # as above
-        problem = f"{error}" if isinstance(error, Error) else f"{type(error).__name__}: {error}"
-    told = group.problems(problem)
-    if told:
-        raise CheckpointError("the model was not loaded, and holds nothing of use", where=str(path), got=told[0])
     return zero
 
 

@@ -375,17 +375,6 @@ class Group:
                     got="; ".join(got),
                 )
 
-    def first_writes(self, path: object, write: Callable[[], None]) -> None:
-        """Write a file on rank 0, and raise on every rank if that fails."""
-        problem = None
-        try:
-            if self.rank == 0:
-                write()
-        except (Error, OSError) as error:
-            problem = f"{error}"
-        if told := self.problems(problem):
-            raise UserError("the file was not written", where=f"{path}", got=told[0])
-
     def report(self, error: Error) -> None:
         """Keep an error to raise on every rank at the next agreement, because peers go on to wait for this rank."""
         self.failed = self.failed or error

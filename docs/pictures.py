@@ -1,7 +1,7 @@
 """Draw the README's pictures, in light and dark, from numbers that programs wrote. `make docs` runs it.
 
 python docs/pictures.py             docs/pictures/*.svg from step.json and from bench/results/train.json
-python docs/pictures.py --measure   step.json first: one recorded step of `zeroshard train` at every stage, two ranks
+python docs/pictures.py --measure   step.json first: one recorded step of `zeroshard train` at every stage, four ranks
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def curve_of(run: dict[str, Any]) -> Curve:
 def memory(measured: dict[str, Any], theme: str) -> str:
     """The four stages on one axis, their peaks named."""
     colours, look = STAGES[theme], THEMES[theme]
-    left, right, top, bottom, height = 56, 190, 58, 44, 330
+    left, right, top, bottom, height = 64, 206, 58, 44, 330
     most = max(nbytes for curve in measured["curves"].values() for _, nbytes in curve)
     wide, tall = WIDTH - left - right, height - top - bottom
 
@@ -78,7 +78,7 @@ def memory(measured: dict[str, Any], theme: str) -> str:
         text(left, 26, "One training step, bytes that rank 0 holds at each stage", look["ink"], 16, font_weight="600"),
         text(left, 44, measured["what"], look["soft"]),
     ]
-    for mib in range(0, int(most / 1e6) + 1, 4):
+    for mib in range(0, int(most / 1e6) + 1, 40):
         shapes.append(f"<path d='M{left} {y(mib * 1e6):.1f}H{left + wide}' stroke='{look['line']}' stroke-width='1'/>")
         shapes.append(text(left - 8, y(mib * 1e6) + 4, f"{mib} MB", look["soft"], 12, text_anchor="end"))
     for number, phase in enumerate(PHASES):
@@ -143,12 +143,13 @@ def measure() -> None:
     curves, rest = {}, {}
     with tempfile.TemporaryDirectory() as folder:
         for stage in range(4):
-            words = ["train", "--ranks", "2", "--steps", "4", "--stage", str(stage), "--out", f"{folder}/{stage}"]
+            words = ["train", "--ranks", "4", "--size", "small", "--steps", "4", "--stage", f"{stage}"]
+            words += ["--out", f"{folder}/{stage}"]
             subprocess.run([sys.executable, "-m", "zeroshard", *words], check=True)
             run = json.loads(Path(folder, str(stage), "explain.json").read_text())["run"]
             curves[str(stage)] = curve_of(run)
             rest[str(stage)] = sum(run["summary"][0]["predicted"].values())
-    what = f"a GPT of {run['numel']:,} fp32 parameters, AdamW, 2 ranks (zeroshard train)"
+    what = f"a GPT of {run['numel']:,} fp32 parameters, AdamW, 4 ranks (zeroshard train --size small)"
     MEASURED.write_text(json.dumps({"what": what, "rest": rest, "curves": curves}, separators=(",", ":")) + "\n")
 
 

@@ -156,8 +156,9 @@ class Assembly:
     def reserve(self) -> None:
         """Make the tiers, and choose one for each state of each bucket. Raises on every rank if one has no disk for
         files."""
-        self.tiers = {DEVICE: self.tier, HOST: HostTier(self.group.device, self.group.ledger)}
-        self.tiers[SHARED] = OnceTier(self.group.team, self.group.ledger)
+        group = self.group
+        self.tiers = {DEVICE: self.tier, HOST: HostTier(group.device, group.ledger)}
+        self.tiers[SHARED] = OnceTier(group.team, group.ledger)
         self.resting = self.offload.buckets(self.partition.buckets)
         largest, nbytes = dict.fromkeys(STATES, 0), 0
         for bucket, resting in zip(self.partition.buckets, self.resting, strict=True):
@@ -167,19 +168,17 @@ class Assembly:
             dtypes = {"parameters": BYTE if bucket.fp8 else own, "gradients": grad, "optimizer": master}
             kept = STATES if bucket.trainable else STATES[:1]  # frozen parameters have nothing else
             for state in (state for state in kept if resting[state] == NVME):
-                seat = self.group.team_of(bucket).seat
+                seat = group.team_of(bucket).seat
                 first, last = bucket.held(seat, getattr(self.placements, state))
                 largest[state] = max(largest[state], (last - first) * dtypes[state].itemsize)
                 split = state == "optimizer" and precision.splits(own)
                 nbytes += split_nbytes(last - first) if split else (last - first) * dtypes[state].itemsize
         if any(NVME in resting.values() for resting in self.resting):
             what = "another rank cannot use its Offload.path"
-            block = Together(self.group, lambda told: PeerError(what, got="; ".join(told)), own=True)
+            block = Together(group, lambda told: PeerError(what, got="; ".join(told)), own=True)
             try:
                 with block:
-                    self.tiers[NVME] = NvmeTier(
-                        self.offload, self.group.rank, self.group.device, self.group.ledger, largest, nbytes
-                    )
+                    self.tiers[NVME] = NvmeTier(self.offload, group.rank, group.device, group.ledger, largest, nbytes)
             finally:
                 self.told = block.told
 

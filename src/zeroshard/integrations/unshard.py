@@ -79,7 +79,7 @@ def _unshard(zero: Zero) -> None:
 
 def _check(running: ModelState) -> None:
     """Refuse, alike on every rank, states and modules that would not become plain ones again."""
-    with _together(running):
+    with _everywhere(running):
         for binding in running.bindings:
             states = binding.optimizer.state.values()
             for key in dict.fromkeys(key for state in states for key, value in state.items() if made_of(value)):
@@ -94,35 +94,35 @@ def _check(running: ModelState) -> None:
 _INSTEAD = "zero.save(path), then build both anew and zeroshard.shard(...).load(path)"
 
 
-def _together(running: ModelState) -> Together:
+def _everywhere(running: ModelState) -> Together:
     what = "the model was not unsharded, and is as it was"
     return Together(running.group, lambda told: UserError(what, got="; ".join(told)))
 
 
 def _collect(running: ModelState) -> Found:
     """Send every piece of every rank to all ranks, and return the whole tensors of this rank's model."""
-    together = _together(running)
-    with together:
-        together.answer = told_kinds(running)
-    told, together.answer = together.answers, None
-    with together:
+    block = _everywhere(running)
+    with block:
+        block.answer = told_kinds(running)
+    told, block.answer = block.answers, None
+    with block:
         running.kinds = agreed_kinds(told)
         managed = {record.name for record in running.managed}
         mine = [piece for piece in pieces(running) if piece.parameter in managed and piece.state != AVERAGE]
         numbers = [[name, own_name(state), number] for name, state, number in values(running) if name in managed]
-        together.answer = [[_label(piece) for piece in mine], numbers]
-    everyone, together.answer = together.answers, None
+        block.answer = [[_label(piece) for piece in mine], numbers]
+    everyone, block.answer = block.answers, None
     found: Found = {}
-    with together:
+    with block:
         for record in running.managed:
             shape = running.places[record.name][1].shape
             found[record.name] = {VALUE: torch.zeros(shape, dtype=record.dtype, device=running.group.device)}
     for rank, (labels, plain) in enumerate(everyone):
         for at, label in enumerate(labels):
-            _send(running, found, rank, label, mine[at] if rank == running.group.rank else None, together)
+            _send(running, found, rank, label, mine[at] if rank == running.group.rank else None, block)
         for name, key, number in plain:
             found[name][key] = number
-    with together:
+    with block:
         pass
     return found
 
@@ -137,13 +137,13 @@ def _label(piece: Piece) -> list[Any]:
 
 
 def _send(
-    running: ModelState, found: Found, source: int, label: list[Any], piece: Piece | None, together: Together
+    running: ModelState, found: Found, source: int, label: list[Any], piece: Piece | None, block: Together
 ) -> None:
     """Broadcast one piece of one rank; every rank keeps the elements of its own part of the parameter."""
     name, state, start, shape, dtype, grain, on_cpu = label
     sent = torch.empty(shape, dtype=getattr(torch, dtype), device=running.group.device)
     if piece is not None:
-        with together.noting(), present(piece.tensor) as tensor:
+        with block.noting(), present(piece.tensor) as tensor:
             sent.copy_(tensor.reshape(shape))
     content = as_bytes(sent)
     running.group.broadcast(content, source)

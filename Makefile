@@ -7,10 +7,13 @@ export PYTHONDONTWRITEBYTECODE := # tests and zeroshard are compiled once, not i
 
 install: .venv/installed
 
-.venv/installed: pyproject.toml constraints.txt
-	$(PYTHON) -m venv --clear .venv && $(BIN)/pip install -q -c constraints.txt -e '.[dev]' && touch $@
+.venv/package: pyproject.toml constraints.txt
+	$(PYTHON) -m venv --clear .venv && $(BIN)/pip install -c constraints.txt -e . && touch $@
 
-demo: install ## train at stage 3, at stage 0, and resumed on other ranks, and compare every bit
+.venv/installed: .venv/package ## what the tests and tools need beside the package
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev]' && touch $@
+
+demo: .venv/package ## train at stage 3, at stage 0, and resumed on other ranks, and compare every bit
 	$(BIN)/zeroshard demo
 
 test: install ## every claim of the engine at least once; tests/selection.py says how

@@ -32,6 +32,8 @@ from zeroshard.cli.data import Corpus, standard_library
 from zeroshard.cli.model import GPT, complete_line
 from zeroshard.cli.train import train, warmup_then_cosine
 from zeroshard.errors import UserError
+from zeroshard.planner.simulate import STEPS as SIMULATED
+from zeroshard.planner.simulate import simulate
 
 TEXT = pydoc_data.topics.__file__
 STEPS = 12
@@ -173,7 +175,7 @@ def test_the_options_are_these():
         "train": "accumulate batch data device grad-dtype help keep lr no-recompute no-report offload offload-gradients offload-optimizer "
         "offload-parameters offload-path optimizer-over out precision ranks recompute reduce replicas report resume save-every seed size stage steps timeout "
         "transport",
-        "demo": "help out ranks seed steps",
+        "demo": "help out ranks seed steps verbose",
         "plan": "accumulate align bounds bucket-mib bytes check config disk ep exact experts export gpu-mem gpus-per-node grad-dtype help "
         "host-mem json machine no-sync offload offload-gradients offload-optimizer offload-parameters optimizer "
         "optimizer-in-backward optimizer-over params precision "
@@ -580,23 +582,46 @@ def test_demo(tmp_path):
     done = zeroshard("demo", "--steps", STEPS, "--out", tmp_path)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     digest, losses, norms = bits(tmp_path / "stage3")
-    assert bits(tmp_path / "stage0") == (digest, losses, norms)
-    assert (
-        f"The bits are equal: {STEPS} losses, {STEPS} gradient norms, all weights (sha256 {digest[:16]})" in done.stdout
-    )
-    assert bits(tmp_path / "resumed") == (digest, losses, norms)
-    assert "From the checkpoint of step 11, saved on 2 ranks at stage 3, resumed on 1 rank at stage 1" in done.stdout
-    assert f"The bits are equal: 1 losses, 1 gradient norms, all weights (sha256 {digest[:16]})" in done.stdout
-    assert "What the model writes" in done.stdout
-    assert f"Both runs compared, and ZeRO number by number: {tmp_path / 'stage3' / 'zero.html'}\n" in done.stdout
+    assert bits(tmp_path / "stage0") == bits(tmp_path / "resumed") == (digest, losses, norms)
     assert (tmp_path / "stage3" / "zero.html").stat().st_size < 550_000
-    for stage in (3, 0):  # the README's table is of this model on two ranks
+    memory, equal, resumed, planned, writes, page = done.stdout.strip().splitlines()[-6:]
+    held = []
+    for stage in (3, 0):
         rank_0 = json.loads((tmp_path / f"stage{stage}" / "ledger.json").read_text())["ranks"][0]
-        nbytes = {state: rank_0["held"][state] for state in rank_0["predicted"]}
-        sent = sum(rank_0["traffic"][verb]["sent"] for verb in ("gather", "reduce")) // STEPS
-        peak = max(phase["total"] for phase in rank_0["phases"].values())
-        row = f"| {stage} | {sum(rank_0['predicted'].values()):,}( bytes)? | {sum(nbytes.values()):,} | {peak:,} | {sent:,} |"
-        assert re.search(row.replace("|", r"\|"), README)
+        held.append(sum(rank_0["held"][state] for state in rank_0["predicted"]))
+    assert memory.split() == (
+        f"memory rank 0 holds {held[0]:,} bytes of model state at stage 3, {held[1]:,} at stage 0: 2.00 times".split()
+    )
+    weights = f"all weights equal (sha256 {digest[:16]})"
+    assert equal.split() == f"bits stages 3 and 0: {STEPS} losses, {STEPS} gradient norms, {weights}".split()
+    where = "from step 11, saved on 2 ranks at stage 3, on 1 rank at stage 1"
+    assert resumed.split() == f"resumed {where}: 1 loss, 1 gradient norm, {weights}".split()
+    assert re.fullmatch(r"  planned \d+ predictions, at rest and at every peak of 4 stages: held to the byte", planned)
+    assert writes.startswith("  writes  def ") and page == f"  page    {tmp_path / 'stage3' / 'zero.html'}"
+
+
+SMALL = SIZES["small"]
+
+
+def small():
+    def batch(step, index):
+        return torch.zeros(1, SMALL.context + 1, dtype=torch.int64)
+
+    return {
+        "model": GPT(SMALL), "optimizer": lambda params: torch.optim.AdamW(params, lr=SMALL.lr), "batch": batch,
+        "loss": lambda model, x: model(x[:, :-1], x[:, 1:]),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_the_readmes_table_is_of_the_small_model_on_four_ranks(stage):
+    """Rank 0's bytes, simulated; at the peak the run also held 8 bytes for each 128 elements, for the norm that clips."""
+    run = simulate(small, ranks=4, rank=0, stage=stage)
+    rest, sent = sum(run.ledger.held.values()), sum(run.ledger.traffic[verb].sent for verb in ("gather", "reduce"))
+    sharded = simulate(small, ranks=4, rank=0, stage=3).ledger.held["parameters"] // 4
+    peak = max(phase.total for phase in run.ledger.phases.values()) + sharded // 128 * 8
+    row = f"| {stage} | {rest:,}( bytes)? | {rest:,} | {peak:,} | {sent // SIMULATED:,} |"
+    assert re.search(row.replace("|", r"\|"), README)
 
 
 def changed_by_one_bit(run, folder, what):
@@ -651,10 +676,15 @@ def test_one_stage_in_the_terminal():
 
 @pytest.mark.full
 @pytest.mark.parametrize("changed", ["weights", "loss"])
-def test_demo_fails_when_one_bit_differs(run, tmp_path, capsys, changed):
-    assert demo.compare(run[0], shutil.copytree(run[0], tmp_path / "same")) == 0
-    assert demo.compare(run[0], changed_by_one_bit(run[0], tmp_path / "other", changed)) == 1
-    assert {"weights": "weights different", "loss": "at step 4"}[changed] in capsys.readouterr().out
+def test_demo_says_where_one_bit_differs(run, tmp_path, changed):
+    assert demo.same_bits(run[0], shutil.copytree(run[0], tmp_path / "same"), "both").equal
+    equal, words = demo.same_bits(run[0], changed_by_one_bit(run[0], tmp_path / "other", changed), "both")
+    assert not equal and {"weights": "weights different", "loss": "at step 4"}[changed] in words
+
+
+def test_demo_names_the_first_prediction_that_differs():
+    rows = [{"stage": 2, "rank": 1, "what": "at rest", "difference": each} for each in (0, 8)]
+    assert demo._planned(rows) == (False, "1 of 2 predictions differ, the first at stage 2, rank 1, at rest: +8 bytes")
 
 
 # -------------------------------------------------------------------------------------------------------------- its end

@@ -6,9 +6,12 @@ import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.markup import escape
 
 from zeroshard.cli import explain, launch, screen
-from zeroshard.cli.check import Check, check
+from zeroshard.cli.check import MEASURED, Check, compare, show
 from zeroshard.cli.compared import journal
 from zeroshard.cli.config import SIZES, InputError, Launch, RunConfig
 from zeroshard.cli.resume import CHECKPOINTS
@@ -20,7 +23,7 @@ PROMPTS = ("def ", "class ", "import ", "from ", "if ", "for ", "return ", "rais
 LINE_NBYTES = 76
 
 
-def demo(*, steps: int, ranks: int, seed: int, out: str) -> int:
+def demo(*, steps: int, ranks: int, seed: int, out: str, verbose: bool) -> int:
     if Launch.from_environment():
         raise InputError("demo starts its own ranks; run it without torchrun")
     runs = {stage: Path(out) / f"stage{stage}" for stage in (3, 0)}
@@ -56,48 +59,68 @@ def demo(*, steps: int, ranks: int, seed: int, out: str) -> int:
     for config in configs:
         if code := run_beside(config):
             return code
-    screen.console.print()
-    code = compare(runs[3], runs[0])
+    verdict = {"memory": _memory(runs[3], runs[0]), "bits": same_bits(runs[3], runs[0], "stages 3 and 0")}
     if stopped:
-        screen.say(
-            f"\nFrom the checkpoint of step {stopped}, saved on {screen.ranks_text(ranks)} at stage 3, resumed on "
-            f"{screen.ranks_text(fewer)} at stage 1, beside the run that went straight on:"
-        )
-        code = same_bits(runs[3], Path(again.out), stopped) or code
-    screen.say("\n[bold]What the planner says of this model, beside a run at every stage[/bold]")
-    planned = check(Check(job="zeroshard.cli.model:demo_job", ranks=ranks, stages=tuple(STAGES)))
-    if planned not in (0, launch.FAILED):
-        return planned
-    code = code or planned
-    screen.say("\n[bold]What the model writes, a line after each beginning[/bold]\n")
-    for line in _sample(runs[3], seed):
-        screen.console.print(f"  {line}", markup=False, style="cyan", soft_wrap=True)
-    screen.say(f"\nBoth runs compared, and ZeRO number by number: {explain.write((runs[3], runs[0]))}\n")
-    return code
+        one, other = screen.ranks_text(ranks), screen.ranks_text(fewer)
+        where = f"from step {stopped}, saved on {one} at stage 3, on {other} at stage 1"
+        verdict["resumed"] = same_bits(runs[3], Path(again.out), where, stopped)
+    rows = compare(Check(job="zeroshard.cli.model:demo_job", ranks=ranks, stages=tuple(STAGES)))
+    if isinstance(rows, int):
+        return rows
+    verdict["planned"] = _planned(rows)
+    lines = _sample(runs[3], seed)
+    if verbose:
+        screen.say("\n[bold]What the planner says of this model, beside a run at every stage[/bold]")
+        show(rows)
+        screen.say("\n[bold]What the model writes, a line after each beginning[/bold]\n")
+        for line in lines:
+            screen.console.print(f"  {line}", markup=False, style="cyan", soft_wrap=True)
+    verdict["writes"] = Verdict(equal=True, words=lines[0])
+    verdict["page"] = Verdict(equal=True, words=str(explain.write((runs[3], runs[0]))))
+    screen.say("")
+    for name, (equal, words) in verdict.items():
+        colour = "green" if equal else "bold red"
+        screen.say(f"  [{colour}]{name:<7}[/{colour}] {escape(words)}")
+    screen.say("")
+    return 0 if all(equal for equal, _ in verdict.values()) else launch.FAILED
 
 
-def compare(sharded: Path, plain: Path) -> int:
-    """Return exit code 0 where both runs have the same weights, losses and gradient norms, bit for bit, else 1."""
+class Verdict(NamedTuple):
+    """One line at the end of the demo."""
+
+    equal: bool
+    words: str
+
+
+def _memory(sharded: Path, plain: Path) -> Verdict:
     held = [_held_by_rank_0(run) for run in (sharded, plain)]
-    times = held[1] / held[0]
-    screen.say(f"Rank 0 holds {held[1]:,} bytes of model state at stage 0, {times:.2f} times as many as at stage 3.")
-    return same_bits(sharded, plain)
+    words = f"rank 0 holds {held[0]:,} bytes of model state at stage 3, {held[1]:,} at stage 0"
+    return Verdict(equal=True, words=f"{words}: {held[1] / held[0]:.2f} times")
 
 
-def same_bits(one: Path, other: Path, start: int = 0) -> int:
-    """Return exit code 0 where the weights are the same, and losses and norms after step `start`, else 1."""
+def _planned(rows: list[dict[str, Any]]) -> Verdict:
+    counted = [row for row in rows if row["what"] not in MEASURED]
+    off = [row for row in counted if row["difference"]]
+    if not off:
+        return Verdict(
+            equal=True, words=f"{len(counted)} predictions, at rest and at every peak of 4 stages: held to the byte"
+        )
+    first = f"stage {off[0]['stage']}, rank {off[0]['rank']}, {off[0]['what']}: {off[0]['difference']:+,} bytes"
+    return Verdict(equal=False, words=f"{len(off)} of {len(counted)} predictions differ, the first at {first}")
+
+
+def same_bits(one: Path, other: Path, which: str, start: int = 0) -> Verdict:
+    """Compare two runs, told of as `which`: the weights, and losses and gradient norms after step `start`."""
     journals = [journal(run)[start:] for run in (one, other)]
     digests = [hashlib.sha256((run / "model.safetensors").read_bytes()).hexdigest() for run in (one, other)]
     first = next((at for at, (a, b) in enumerate(zip(*journals, strict=True)) if a != b), None)
     count = len(journals[0])
     if first is None and digests[0] == digests[1]:
-        equal = f"{count} losses, {count} gradient norms, all weights (sha256 {digests[0][:16]})"
-        screen.say(f"[bold green]The bits are equal:[/bold green] {equal}.")
-        return 0
+        equal = f"{screen.many(count, 'loss', 'es')}, {screen.many(count, 'gradient norm')}, all weights equal"
+        return Verdict(equal=True, words=f"{which}: {equal} (sha256 {digests[0][:16]})")
     weights = "equal" if digests[0] == digests[1] else "different"
     losses = "equal" if first is None else f"at step {start + first + 1} {journals[0][first]} and {journals[1][first]}"
-    screen.say(f"[bold red]The bits differ:[/bold red] weights {weights}; losses and norms {losses}.")
-    return 1
+    return Verdict(equal=False, words=f"{which}: weights {weights}; losses and norms {losses}")
 
 
 def _held_by_rank_0(run: Path) -> int:

@@ -72,6 +72,7 @@ def test_public_names_are_locked():
         "plan",
         "settings",
         "shard",
+        "world",
     ]
     assert sorted(zeroshard.__all__) == dir(zeroshard)
     fields = {

@@ -130,7 +130,7 @@ def test_no_other_systems_config_has_it():
 
 
 def test_the_guide_says_what_plan_says():
-    guide = (Path(__file__).parents[1] / "docs" / "guide.md").read_text()
+    guide = (Path(__file__).parents[1] / "docs" / "memory.md").read_text()
     plan = partial(zeroshard.plan, params=7e9, ranks=8, preset="zeroshard", units=32)
     for stage in (1, 3):
         ordinary, early = (plan(stage=stage, optimizer_in_backward=each).stages[0].peak for each in (False, True))

@@ -74,8 +74,8 @@ BUGS = (
     ),
     Bug(
         "a save behind the training reads states that go on changing", "checkpoint/saving.py",
-        "snapshot = _snapshot(running, extra, copied=asynchronous)",
-        "snapshot = _snapshot(running, extra, copied=False)",
+        "snapshots.append(_snapshot(running, extra, copied=asynchronous))",
+        "snapshots.append(_snapshot(running, extra, copied=False))",
     ),
     Bug(
         "a checkpoint is published whose files are not on the disk", "checkpoint/files.py",
@@ -88,9 +88,9 @@ BUGS = (
         "                pages, at = pages[max(done, pages.nbytes) :], at + done\n",
     ),
     Bug(
-        "what failed on the disk of one rank is not told to the others", "checkpoint/saving.py",
-        '    except OSError as error:\n        told["problem"] = f"{error.strerror or error}: {error.filename or target}"\n',
-        "    except OSError:\n        raise\n",
+        "what failed on the disk of one rank is not told to the others", "ranks/together.py",
+        "        if error is not None and not isinstance(error, Exception):\n",
+        "        if isinstance(error, OSError) or (error is not None and not isinstance(error, Exception)):\n",
     ),
     Bug(
         "older checkpoints are removed before the new one is published", "checkpoint/saving.py",

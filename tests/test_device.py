@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import threading
+import time
 from collections import Counter
 from datetime import timedelta
 from functools import partial
@@ -318,6 +320,32 @@ def at_a_programs_end():
         together, through = threading.Barrier(2), []
         at_once([lambda: through.append(together.wait(10))] * 2)
     return sorted(through)
+
+
+def test_an_interrupt_or_an_exception_leaves_no_call_out(caplog):
+    """Half of the aborts of communicators would wait for the other half for ever."""
+    through = []
+
+    def slow():
+        time.sleep(0.3)
+        through.append("through")
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    prepare(2)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(KeyboardInterrupt):
+            at_once([slow, slow])
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert through == ["through"] * 2
+    assert at_once([lambda: 1 / 0, slow]) and "ZeroDivisionError" in caplog.text
+    assert not at_once([slow, slow], 0.1)
+    assert at_once([slow, slow])  # both threads are still there
 
 
 def test_aborts_at_a_programs_end_start_no_thread():

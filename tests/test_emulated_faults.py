@@ -273,6 +273,34 @@ def test_what_waits_for_a_lost_rank_on_the_device_is_ended():
     assert gone.type == "Died"
 
 
+def lost_beside_the_programs_own(models):
+    """A loss is summed up in the program's own group, and then a rank is gone. models: over groups of their own."""
+    groups.ABORTING = 1.0
+    made = [sharded(3, comm=Comm(timeout=5 + each)) for each in range(models)]
+    for model, optimizer, _ in made:
+        step(model, optimizer, 0)
+    total = torch.ones(1, device="emu")
+    dist.all_reduce(total)  # connects the ranks
+    torch.emu.synchronize()
+    if ranks.rank() == 1:
+        os._exit(3)
+    dist.all_reduce(total, async_op=True)
+    for model, optimizer, zero in made:
+        with pytest.raises(PeerError, match="rank 1"):
+            step(model, optimizer, 1)
+            zero.clip_grad_norm_(1.0)
+    torch.emu.synchronize()
+    return "named"
+
+
+@pytest.mark.parametrize("models", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_a_collective_of_the_programs_own_keeps_nobody_from_naming_a_lost_rank(models):
+    """An abort waits for all that the device runs, and so for the program's sum too, which only its own abort ends."""
+    left, gone = emulated.run(2, lost_beside_the_programs_own, models, patience=15.0, expect_errors=True)
+    assert left == "named", left.message + left.traceback
+    assert gone.type == "Died"
+
+
 class Tripped(Exception):
     pass
 
@@ -510,7 +538,7 @@ def without_an_abort(kept=False):
 
 def aborting_one_after_the_other():
     """A rank is taken out of a forward, and each group is aborted when the one before is."""
-    groups.at_once = lambda calls: [call() for call in reversed(calls)]
+    groups.at_once = lambda calls, limit: [call() for call in reversed(calls)]
     return without_an_abort(kept=True)
 
 

@@ -43,6 +43,7 @@ log = logging.getLogger("zeroshard")
 LATER = timedelta(minutes=1)  # than ours are time-outs of collectives in a device's queue
 CONNECTING = 4 << 20  # bytes of a collective for which backends connect ranks as for large ones
 LEAVING = 10.0  # seconds that a rank whose program ends waits for the others
+ABORTING = 10.0  # seconds in which aborts return, unless the device waits for something else
 
 
 def start(settings: Comm, device: torch.device) -> None:
@@ -72,8 +73,10 @@ def start(settings: Comm, device: torch.device) -> None:
             if dist.get_backend() == "gloo" and not lost and not hasattr(sys, "last_value"):
                 with contextlib.suppress(RuntimeError, OSError):  # a peer is gone already; its own error says more
                     _leave_together()
-            if any(groups.aborted for made in _made.values() for groups in made.values()):
-                dist.distributed_c10d._abort_process_group()  # what is queued for a rank that is gone never ends
+            gone = [groups for made in _made.values() for groups in made.values() if groups.aborted]
+            if gone:
+                _end_queues(gone[0].device)  # what is queued for a rank that is gone never ends
+                dist.distributed_c10d._abort_process_group()
             else:
                 dist.destroy_process_group()
 
@@ -315,6 +318,18 @@ def _end_one(group: Any) -> None:
         group.abort()
 
 
+def _end_queues(device: torch.device) -> None:
+    """End what is under way in a device's queue, the program's own collectives included."""
+    ends = []
+    for group in tuple(dist.distributed_c10d._world.pg_map):
+        told = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+        if told.get(device.type, "gloo") != "gloo":
+            ends.append(partial(_end_one, group if len(told) == 1 else group._get_backend(device)))
+    with contextlib.suppress(RuntimeError):  # at a program's end Python starts no threads: then some abort in turn
+        prepare(len(ends))
+    at_once(ends, ABORTING)
+
+
 class Groups:
     """The process groups, streams and watch that all engines over one process group share."""
 
@@ -357,7 +372,7 @@ class Groups:
         self.spreads = False  # must owners' updates still be sent anew, after one?
         self._ending: Ending | None = None  # of the last one that this rank was called to
         self._summoned: dict[int, float] = {}  # when it first was, by levelling
-        self._lock = threading.Lock()
+        self._lock, self._aborting = threading.Lock(), threading.Lock()
         self.limit = (limit or LONGEST).total_seconds()
         self.speaker: Callable[[], Speaker | None] | None = None  # the engine that waited last
         self.loss: str | None = None  # why a collective did not complete
@@ -515,17 +530,25 @@ class Groups:
     def abort(self) -> None:
         """End the collectives in devices' queues, because a rank is gone that they wait for."""
         if self.queues and not self.aborted:
-            self.aborted = True
             self._abort()
+            self.aborted = True
 
     def _abort(self) -> None:
         """End what is under way in all of them at once.
 
         One after the other never ends: to free a communicator's memory CUDA waits for all that runs on the device, and
         so for the next communicator's kernels, which only their own abort ends. torch aborts in a thread of its own,
-        which NCCL's group calls do not reach.
+        which NCCL's group calls do not reach. If the device waits for a collective of the program's own, or of other
+        models, that one is ended as well: nobody could go on otherwise.
         """
-        at_once([partial(_end_one, stream.group) for stream in self.streams if stream.queued])
+        with self._aborting:  # two that abort in turns would each wait for the other's communicators
+            if at_once([partial(_end_one, stream.group) for stream in self.streams if stream.queued], ABORTING):
+                return
+            log.warning(
+                "zeroshard: rank %s has aborted its collectives, and after %g s its device still waits for others: all "
+                "process groups of this device are aborted, the program's own too", self.watch.rank, ABORTING,
+            )  # fmt: skip
+            _end_queues(self.device)
 
     # --- a levelling ------------------------------------------------------------------------------------------------
 

@@ -312,8 +312,8 @@ class Link:
         if not self.lost:
             why = f"gave up: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             self.groups.loss = f"rank {self.rank} {why}"
+            self.groups.watch.tell({self.rank: why})  # before peers see connections end
             self.groups.abort()
-            self.groups.watch.tell({self.rank: why})
 
     def doing(self) -> str:
         return self.progress.words(self.ledger.phase)
@@ -330,11 +330,11 @@ class Link:
         groups, watch = self.groups, self.groups.watch
         if groups.loss is None:
             groups.loss, groups.alive = "", {}  # from now on peers that ask hear that this rank has failed
-            groups.abort()
             answers = watch.ask()
             culprits = watch.alarm or {rank: answer.silence for rank, answer in answers.items() if answer.silence}
             if not watch.alarm and culprits:
                 watch.tell(culprits)
+            groups.abort()
             blamed = culprits or {
                 rank: "did not come" for rank, answer in answers.items() if not (answer.waits or answer.failed)
             }

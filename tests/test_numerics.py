@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import norms
-from zeroshard import Error, Precision
+from zeroshard import Error, Precision, device, fp8
 from zeroshard.device import CHUNK
 from zeroshard.digests import fingerprint
 from zeroshard.numerics import (
@@ -25,10 +25,12 @@ from zeroshard.numerics import (
     divides_exactly,
     empty_bins,
     fold,
+    join_,
     reseed_,
     roots_from_bins,
     running_dtype,
     same_bits,
+    split_,
     sums_from_bins,
     sums_in,
 )
@@ -439,3 +441,60 @@ def test_same_bits_from_any_offset(dtype):
             wrong = b.clone()
             wrong.view(torch.uint8)[at] ^= 1
             assert not same_bits(a, wrong) and not same_bits(wrong, a)
+
+
+# --------------------------------------------------------------------------------------------------- threads of a CPU
+
+
+@pytest.fixture
+def threads(monkeypatch):
+    """Set torch's number of threads, which chunks of a CPU's tensors grow with."""
+    monkeypatch.setattr(device, "CHUNK", 1 << 13)
+    yield torch.set_num_threads
+    torch.set_num_threads(1)
+
+
+def everything(masters):
+    """Results of all arithmetic that goes chunk by chunk."""
+    numel = masters.numel()
+    total = random(numel, 5)
+    fold(total, [random(numel, seed) for seed in range(3)], start=total, over=3)
+    found = [total, block_sums(masters, BlockMap(numel, 128, [(0, 0, numel)], CPU), 3, 2.0)]
+    lower, ties = torch.zeros(numel, dtype=torch.int16), torch.zeros(-(-numel // 8), dtype=torch.uint8)
+    cast, joined = masters.bfloat16(), torch.zeros_like(masters)
+    split_(masters.clone(), lower, ties)
+    join_(joined, cast, lower, ties)
+    assert same_bits(joined, masters)
+    tiles = fp8.grid((numel // 1024, 1024), "tensor")
+    raw, scales = torch.zeros(numel, dtype=torch.uint8), fp8.scales_of(masters, tiles)
+    fp8.quantise_(raw, masters, scales, tiles)
+    values = torch.zeros(numel)
+    fp8.dequantise_(values, raw, scales, tiles)
+    return [*found, lower, ties, raw, scales, values]
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_any_number_of_threads_has_the_same_bits(threads, count):
+    masters = random(77 * 1024, 7, spread=3)
+    threads(1)
+    want = everything(masters)
+    threads(count)
+    assert device.chunk(masters) == count << 13
+    assert all(same_bits(got, wanted) for got, wanted in zip(everything(masters), want, strict=True))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("numel", [0, 1, 2**12, 2**14 + 3])
+def test_any_number_of_threads_compares_every_word(threads, count, numel):
+    threads(count)
+    a = torch.arange(numel)
+    assert device.equal(a, a.clone())
+    for at in {0, numel // 2, numel - 1} & set(range(numel)):
+        other = a.clone()
+        other[at] ^= 1 << 62
+        assert not device.equal(a, other)
+
+
+def test_scratch_of_a_cpu_with_many_threads_is_no_more_than_a_devices(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 256)
+    assert device.chunk(torch.zeros(1)) == 1 << 24

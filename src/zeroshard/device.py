@@ -34,7 +34,7 @@ def asynchronous(device: torch.device) -> bool:
 
 def chunk(tensor: Tensor) -> int:
     """Return how many of a tensor's elements to handle at a time, by where it rests."""
-    return CHUNK * torch.get_num_threads() if tensor.is_cpu else _AT_ONCE
+    return min(CHUNK * torch.get_num_threads(), _AT_ONCE) if tensor.is_cpu else _AT_ONCE
 
 
 def current(device: torch.device) -> torch.device:
@@ -195,12 +195,18 @@ def ask(tensor: Tensor) -> Tensor:
 def equal(a: Tensor, b: Tensor) -> bool:
     """Compare as `torch.equal` does, for which the host waits unless both are on the CPU.
 
-    There all threads compare flat words of 64 bits, where torch uses one.
+    There all threads compare many flat words of 64 bits, where torch uses one.
     """
     if not a.is_cpu:
         _count(sys._getframe(1))
-    elif a.dtype == b.dtype == torch.int64 and a.dim() == 1 and a.shape == b.shape and b.is_cpu:
-        step = chunk(a) // 4
+    elif (
+        torch.get_num_threads() > 1
+        and a.dtype == b.dtype == torch.int64
+        and a.dim() == 1
+        and a.shape == b.shape
+        and b.is_cpu
+        and a.numel() > (step := chunk(a) // 4)
+    ):
         return not any(torch.count_nonzero(x ^ y) for x, y in zip(a.split(step), b.split(step), strict=True))
     return torch.equal(a, b)
 

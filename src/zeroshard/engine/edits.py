@@ -68,8 +68,7 @@ class Edits:
     def follow(self, master: Tensor, params: Tensor, bring: Callable[[Tensor, Tensor], Tensor], *, asked: bool) -> bool:
         """Copy to the master the parameters that are not its cast. Returns if anything was edited; see `reseed_`.
 
-        bring: returns parameters where the master is. Where no digest is known, none is taken: the next step of masters
-        off the device would drop it.
+        bring: returns parameters where the master is. A digest is only kept up, never begun, here.
         """
         now = None if self._agreed is None else self._digest(params)
         changed = now is None or _told(differ(now, self._agreed))

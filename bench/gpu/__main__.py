@@ -81,7 +81,13 @@ def one(step: Step, place: Place, out: Path) -> dict[str, Any]:
             ended = f"ended after {limit} s"
         finally:
             _end(process)
-    told = _read(path) or {**_facts(step), "device": place.kind, "devices": place.count, "rows": []}
+    told = _read(path) or {
+        **_facts(step),
+        "device": place.kind,
+        "devices": place.devices,
+        "ranks": place.count,
+        "rows": [],
+    }
     if told.get("verdict", UNDER_WAY) == UNDER_WAY:  # it was killed, or an exception left it
         told |= {"verdict": FAILED, "seconds": round(time.monotonic() - begun, 1)}
         told |= {"ended": ended, "output": log.read_text(errors="replace")[-TAIL:]}

@@ -50,6 +50,11 @@ class Place:
         return cls(kind, devices and max(devices, shared_by), share=0 < devices < shared_by)
 
     @property
+    def devices(self) -> int:
+        """How many devices these ranks have: fewer than ranks, where they share them."""
+        return torch.get_device_module(self.kind).device_count() if self.share else self.count
+
+    @property
     def full(self) -> bool:
         """Are sizes and repeats those of the real hour?"""
         return self.kind == "cuda" and not self.share

@@ -85,7 +85,8 @@ class Record:
         told = {
             **self.facts,
             "device": self.place.kind,
-            "devices": self.place.count,
+            "devices": self.place.devices,
+            "ranks": self.place.count,
             "verdict": verdict or self.verdict,
             "seconds": round(time.time() - self.begun, 1),
             **more,

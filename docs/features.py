@@ -1,7 +1,8 @@
 """Count what each feature costs outside its own files, the lines of ring A, and docstrings to rewrite, for the meters.
 
 `python docs/features.py` lowers the numbers of docs/decisions/meters.md to what the code has, and never raises one.
-`--lines "experts"` prints each line that counts for a feature, `--docstrings` those that begin with a word of VAGUE.
+`--lines "experts"` prints each line that counts for a feature, `--docstrings` those that begin with a word of VAGUE,
+`--phrases` lines with a phrase of PHRASES.
 A new feature begins with its row in FEATURES, and with the numbers that `--new` writes.
 """
 
@@ -233,6 +234,10 @@ RING_A = (
 VAGUE = ("What", "Of", "Where", "Which", "Who", "Whose", "As", "By", "Why", "How", "Whether", "If", "Beside", "When")
 
 
+# Phrases that a reader stumbles over, in documents and docstrings: equal, the same, no rank, the program, ... say it.
+PHRASES = re.compile(r"\balike\b|\bother bits\b|\bwhat of\b|\b(nobody|somebody|whoever)\b|\bare of no\b", re.IGNORECASE)
+
+
 def code(path: Path) -> dict[int, str]:
     """The lines of a file that hold code: number to text, without comments, docstrings and blank lines."""
     text = path.read_text()
@@ -284,6 +289,20 @@ def vague() -> list[str]:
     return found
 
 
+def riddles() -> list[str]:
+    """The lines of documents and docstrings that have a phrase of PHRASES: file, line, text."""
+    lines = []
+    for path in (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))):
+        lines += [(path.relative_to(ROOT), *line) for line in enumerate(path.read_text().splitlines(), 1)]
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                text = ast.get_docstring(node, clean=False) or ""
+                first = node.body[0].lineno if text else 0
+                lines += [(path.relative_to(ROOT), first + at, line) for at, line in enumerate(text.splitlines())]
+    return [f"{path}:{number}: {line.strip()}" for path, number, line in lines if PHRASES.search(line)]
+
+
 class Row(NamedTuple):
     """What one feature costs: files and lines of the core, and of the rooms around it."""
 
@@ -301,13 +320,15 @@ def measured() -> tuple[dict[str, Row], dict[str, int]]:
         around = {path: lines for path, lines in found.items() if path.split("/")[0] in AROUND}
         core = {path: lines for path, lines in found.items() if path not in around}
         rows[name] = Row(len(core), sum(map(len, core.values())), len(around), sum(map(len, around.values())))
-    return rows, {"ring A": sum(len(files[name]) for name in RING_A), "docstrings": len(vague())}
+    lines = sum(len(files[name]) for name in RING_A)
+    return rows, {"ring A": lines, "docstrings": len(vague()), "phrases": len(riddles())}
 
 
 _ROW = re.compile(r"^\| (?P<name>[^|]+?) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|$", re.MULTILINE)
 _METERS = {
     "ring A": re.compile(r"(?<=Ring A has )[\d,]+(?= lines of code)"),
     "docstrings": re.compile(r"(?<=In the package )[\d,]+(?= docstrings)"),
+    "phrases": re.compile(r"(?<=In documents and docstrings )[\d,]+(?= lines)"),
 }
 
 
@@ -355,6 +376,8 @@ if __name__ == "__main__":
         every = package()
         for place, numbers in naming(FEATURES[sys.argv[sys.argv.index("--lines") + 1]], every).items():
             print(*(f"{place}:{number}: {every[place][number].strip()}" for number in numbers), sep="\n")
+    elif "--phrases" in sys.argv:
+        print(*riddles(), sep="\n")
     elif "--docstrings" in sys.argv:
         print(*vague(), sep="\n")
     else:

@@ -1,4 +1,4 @@
-"""A comparison of what several ranks hold alike: it is never sent, so nothing else would show that copies differ.
+"""A comparison of copies that several ranks hold: they are never sent, so nothing else would show that copies differ.
 
     held by every rank      at stages    differs if one rank alone
     parameters              0, 1, 2      loads or edits weights

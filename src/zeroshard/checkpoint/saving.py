@@ -1,4 +1,4 @@
-"""Saving: every rank writes what it owns, beside; rank 0 adds the manifest and publishes all of it, or nobody saves.
+"""Saving: every rank writes what it owns, beside; rank 0 adds the manifest and publishes all of it, or no rank saves.
 
 While the training stands still a rank takes a snapshot: views of what it owns, or, where the save is to run behind the
 training, copies in host memory. Everything after that works on the snapshot, through a control group of its own.

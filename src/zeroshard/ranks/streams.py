@@ -1,4 +1,4 @@
-"""Streams: this rank's launches in each process group, so that ranks recover alike after an interrupt.
+"""Streams: this rank's launches in each process group, so that all ranks recover in the same way after an interrupt.
 
 Every rank launches the same collectives in a process group, in the same order: what one rank has launched of them is a
 beginning of what another has. An exception, Ctrl-C or want of memory takes a rank out of that at any point, and others

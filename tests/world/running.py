@@ -76,6 +76,7 @@ def run(
     outcomes = [_outcome(task, late, schedule.stuck) for task in mains]
     for task in mains:
         task.error = None  # with its traceback, and all that the frames in it held
+    made.close()
     failed = [rank for rank, each in enumerate(outcomes) if isinstance(each, failures.Raised)]
     what = late or "; ".join(made.complaints) or (failed and schedule.stuck and f"nobody could go on: {schedule.stuck}")
     hung = late or any(outcomes[rank].type == "Deadlock" for rank in failed)

@@ -118,6 +118,7 @@ def faults(*, strike: bool) -> None:
     """Faults are drawn from here on, or not any more."""
     if (task := here()) is not None:
         task.schedule.draws.armed = strike
+        task.schedule.trace_lines()
 
 
 def tell(words: str) -> None:

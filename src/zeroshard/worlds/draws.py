@@ -65,6 +65,8 @@ class Draws:
         self.struck: list[str] = []  # faults
         self.armed = True  # do faults strike?
         self._until = {"interrupt": self._gap(odds.interrupt), "sweep": self._gap(odds.sweep)}  # lines of zeroshard's
+        self.lines = min(self._until.values())  # until the next of them
+        self.traces = self.lines < NEVER
 
     def chance(self, probability: float) -> bool:
         return self.seed is not None and probability > 0 and self._random.random() < probability
@@ -88,18 +90,18 @@ class Draws:
 
     @property
     def at_lines(self) -> bool:
-        """Is anything drawn at lines of zeroshard's?"""
-        return self.seed is not None and self.odds.interrupt + self.odds.sweep > 0
+        """Can anything happen at a line of zeroshard's from here on?"""
+        return self.armed and self.traces and (self.odds.sweep > 0 or len(self.struck) < self.odds.most)
 
     def line(self) -> str:
-        """A line of zeroshard's begins: what happens there, if anything does."""
-        for what in self._until:
-            self._until[what] -= self.armed
-            if self._until[what] <= 0:
-                self._until[what] = self._gap(getattr(self.odds, what))
-                if what == "sweep" or len(self.struck) < self.odds.most:
-                    return what
-        return ""
+        """`lines` lines of zeroshard's have begun: what happens there, if anything does."""
+        passed, due = min(self._until.values()), ""
+        for what, until in self._until.items():
+            self._until[what] = until - passed
+            if until == passed and not due:
+                self._until[what], due = self._gap(getattr(self.odds, what)), what
+        self.lines = min(self._until.values())
+        return due if due == "sweep" or len(self.struck) < self.odds.most else ""
 
     def _gap(self, probability: float) -> float:
         if self.seed is None or not probability:

@@ -23,6 +23,7 @@ from .rank import GONE
 if TYPE_CHECKING:
     from .group import Group
 
+ENDED = "the world ended before it came"
 POISON = 0xFF  # bytes of which every floating-point number is NaN
 
 
@@ -96,6 +97,18 @@ class Flight:
         self.size = size
         self.works: dict[int, Work] = {}
 
+    def comes(self, work: Work) -> list[Work]:
+        """A rank has come to it. Returns the works that can land since then."""
+        self.works[work.rank] = work
+        work.missing.difference_update(self.works)
+        can = [] if work.missing else [work]
+        for each in self.works.values():
+            if work.rank in each.missing:
+                each.missing.discard(work.rank)
+                if not each.missing and not each.failed:
+                    can.append(each)
+        return can
+
 
 class Work(dist.Work):
     """One rank's part of a collective: the handle that it waits with."""
@@ -114,6 +127,7 @@ class Work(dist.Work):
         super().__init__()
         self.group, self.name, self.flight, self.rank = group, name, flight, group.rank()
         self.needs, self._write = set(needs) - {self.rank}, write
+        self.missing = set(self.needs)  # of these, who has not come
         self.gives = [Part(each) for each in gives]
         self._lies = [(each, each.data_ptr()) for each in (*gives, *takes) if each.numel()]
         self.schedule = group.world.schedule
@@ -139,12 +153,8 @@ class Work(dist.Work):
         self._sums = [zlib.crc32(each) for each in sent]
 
     def launched(self) -> Work:
-        self.flight.works[self.rank] = self
-        self.schedule.launch(self)
+        self.schedule.launch(self, self.flight.comes(self))
         return self
-
-    def landable(self) -> bool:
-        return not (self.landed or self.failed) and all(rank in self.flight.works for rank in self.needs)
 
     def land(self) -> None:
         complain = self.group.world.complain
@@ -157,17 +167,21 @@ class Work(dist.Work):
         if any(zlib.crc32(part.bytes()) != held for part, held in zip(self.gives, self._sums, strict=False)):
             complain(f"memory of {self} was changed while it was under way")
         others = [each for rank, each in self.flight.works.items() if rank != self.rank]
-        if len(others) + 1 < self.flight.size or not all(each.landed for each in others):
-            for part in self.gives:  # sent, and the sender's again
-                part.detach()
+        last = len(others) + 1 == self.flight.size and all(each.landed for each in others)
+        for part in () if last else self.gives:  # sent, and the sender's again
+            part.detach()
         self._write({rank: self.flight.works[rank].gives for rank in self.needs | {self.rank}})
         self._lies = []
+        if last:  # else only the collector could free it: it refers to itself
+            self.flight.works.clear()
 
     def _ended(self) -> bool:
         """Has it landed, or failed?"""
         if not (self.landed or self.failed):
-            ranks, missing = self.group.world.ranks, [each for each in self.needs if each not in self.flight.works]
-            if any(ranks[self.group.members[each]].away == GONE for each in missing):
+            ranks = self.group.world.ranks
+            if not ranks:
+                self.failed = ENDED
+            elif self.missing and any(ranks[self.group.members[each]].away == GONE for each in self.missing):
                 self.failed = "Connection closed by peer"
             elif self.schedule.clock >= self.dies:
                 self.failed = f"Timed out waiting {1000 * self.group.limit:.0f}ms for recv operation to complete"
@@ -184,14 +198,14 @@ class Work(dist.Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         limit, self.wanted = timeout.total_seconds() if timeout else None, True
-        if self.landable() and self.schedule.draws.seed is None:
+        if self.schedule.draws.seed is None and not (self.missing or self.landed or self.failed):
             self.schedule._land(self)
-        absent = [self.group.members[each] for each in sorted(self.needs) if each not in self.flight.works]
+        absent = [self.group.members[each] for each in sorted(self.missing)]
         self.schedule.wait(
             self._ended, limit, f"waits for {self.name}" + (f", to which ranks {absent} have not come" * bool(absent))
         )
         if not self.landed and limit is None:
-            raise RuntimeError(self.failed or "the world ended before it came")
+            raise RuntimeError(self.failed or ENDED)
         return (
             self.landed
         )  # False, not an exception: `link._wait_in_slices` takes one with a Python frame for a signal's

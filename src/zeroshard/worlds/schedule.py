@@ -125,6 +125,8 @@ class Schedule:
     def __init__(self, draws: Draws) -> None:
         self.draws = draws
         self.flying: list[Any] = []  # messages that have not landed
+        self.landing: list[Any] = []  # of these, what could
+        self.asleep = False  # is a rank SILENT for a while?
         self.clock = 0.0
         self.moved = 0.0  # when something last happened that could let somebody go on
         self.hand_overs = 0
@@ -154,11 +156,11 @@ class Schedule:
 
     def point(self, where: str) -> None:
         """The running thread could hand on the baton here."""
+        if self.draws.seed is None:
+            return
         me = here()
         if me is None or self.over or me is not self.current or self._within:
             return  # nothing is drawn where the collector ends objects: in which order is not the seed's
-        if self.draws.seed is None:
-            return
         self._draw(me, where)
         if self.draws.chance(self.draws.odds.hand_on):
             self._hand_on(me)
@@ -233,11 +235,12 @@ class Schedule:
         if (me := here()) is not None and me.rank is rank:
             self._hand_on(me)
 
-    def launch(self, work: Any) -> None:
-        """A message begins its way."""
+    def launch(self, work: Any, can: list[Any]) -> None:
+        """A message begins its way. can: those that can land from now on."""
         self.moves()
         self.flying.append(work)
-        for each in [each for each in work.flight.works.values() if each.landable()]:
+        self.landing += can
+        for each in can:
             if each.patience <= 0 or (each.wanted and self.draws.seed is None):
                 self._land(each)
 
@@ -269,17 +272,20 @@ class Schedule:
     def _next(self) -> Task | None:
         """Choose who goes on; None where nobody is left, or nobody ever could."""
         while True:
-            self._wake()
-            self._deliver()
+            if self.asleep:
+                self._wake()
+            if self.landing:
+                self._deliver()
             if self.draws.chance(self.draws.odds.rush) and (then := self._soonest(messages=False)) < NEVER:
                 self.clock = then
-            if able := [task for task in self._in_turn() if task.able(self.clock)]:
+            clock = self.clock
+            if able := [task for task in self._in_turn() if not task.done and task.able(clock)]:
                 chosen: Task = self.draws.one_of(able)
                 return chosen
             if all(task.done or (task.rank.away and not task.rank.until) for task in self.tasks):
                 return None
             then = self._soonest()
-            due = [each for each in self.flying if each.landable() and (each.wanted or then > each.since + LONGEST)]
+            due = [each for each in self.landing if each.wanted or then > each.since + LONGEST]
             if due:
                 self._land(self.draws.one_of(due))
             elif then == NEVER:
@@ -311,7 +317,8 @@ class Schedule:
     def _pass_time(self, then: float) -> None:
         idle, dies = self.clock - self.moved, [each.dies for each in self.flying if each.dies > self.clock]
         if idle > QUIET:
-            then = max(then, min([self.clock + idle, *dies]))
+            pauses = [max(task.rank.until, task.stands_still) for task in self.tasks if not task.done]
+            then = max(then, min([self.clock + idle, *dies, *(each for each in pauses if each > self.clock)]))
         if idle > QUIET or then in dies:
             self.stuck = self.stuck or self.words()
         self.clock = then
@@ -321,13 +328,14 @@ class Schedule:
     def _deliver(self) -> None:
         """Messages come a point nearer."""
         if self.draws.seed is not None:
-            for each in [each for each in self.flying if each.landable()]:
+            for each in self.landing[:]:
                 each.patience -= 1
                 if each.patience < 0 or (each.wanted and self.draws.chance(0.5)):
                     self._land(each)
 
     def _land(self, work: Any) -> None:
         self.flying.remove(work)
+        self.landing.remove(work)
         self.moves()
         self.stuck = ""
         work.land()
@@ -337,15 +345,17 @@ class Schedule:
         """A message has failed."""
         if work in self.flying:
             self.flying.remove(work)
+            if work in self.landing:
+                self.landing.remove(work)
             self.moves()
 
     def _draw(self, me: Task, where: str) -> None:
         odds, draws = self.draws.odds, self.draws
-        if me.main and sys.gettrace() is None:
-            self.trace_lines()  # the interpreter drops what has raised
+        if draws.traces and me.main and draws.at_lines is (sys.gettrace() is None):
+            self.trace_lines()  # or not any more; and the interpreter drops what has raised
         if draws.chance(odds.collect):
             self._collect(me, f"where it {where}")
-        if not me.main or any(task.rank.away for task in self.tasks):
+        if not (odds.end or odds.pause) or not me.main or any(task.rank.away for task in self.tasks):
             return
         if draws.strikes(odds.end):
             draws.strike(f"rank {me.rank.number} ends where it {where}")
@@ -355,7 +365,7 @@ class Schedule:
             what = "is stopped" if silent else "stands still"
             draws.strike(f"rank {me.rank.number} {what} for {seconds:g} virtual seconds where it {where}")
             if silent:
-                me.rank.until = self.clock + seconds
+                me.rank.until, self.asleep = self.clock + seconds, True
                 self.leave(me.rank, SILENT)
             else:
                 me.stands_still = self.clock + seconds
@@ -363,30 +373,28 @@ class Schedule:
 
     def _collect(self, me: Task, where: str) -> None:
         self.draws.note(f"{me.name} collects garbage {where}")
-        self._within = True
+        self._within, traced = True, sys.gettrace()
+        sys.settrace(None)  # in which order objects end is not the seed's
         try:
             gc.collect()
         finally:
             self._within = False
+            sys.settrace(traced)
 
     def trace_lines(self) -> None:
-        """Interrupt this thread, or collect garbage, at drawn lines of zeroshard's."""
-        if not self.draws.at_lines:
+        """Interrupt this thread, or collect garbage, at drawn lines of zeroshard's: from here on, or not any more."""
+        draws, me = self.draws, here()
+        if not draws.at_lines:
+            if draws.traces:
+                sys.settrace(None)
             return
-        me = here()
         assert me is not None
 
         def line(frame: Any, event: str, _: Any) -> Any:
-            if event == "line" and me is self.current and not (self.over or self._within):
-                what = self.draws.line()
-                place = (
-                    f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}" if what else ""
-                )
-                if what == "sweep":
-                    self._collect(me, f"at {place}")
-                elif what:
-                    self.draws.strike(f"rank {me.rank.number} is interrupted at {place}")
-                    raise KeyboardInterrupt
+            if event == "line":
+                draws.lines -= 1
+                if draws.lines <= 0:
+                    self._at_line(me, frame)
             return line
 
         def call(frame: Any, event: str, _: Any) -> Any:
@@ -395,3 +403,15 @@ class Schedule:
             return line if ours and code.co_name != "<module>" else None
 
         sys.settrace(call)
+
+    def _at_line(self, me: Task, frame: Any) -> None:
+        if self.over or self._within or not self.draws.armed:
+            self.draws.lines = 1  # at the next one
+            return
+        what = self.draws.line()
+        place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
+        if what == "sweep":
+            self._collect(me, f"at {place}")
+        elif what:
+            self.draws.strike(f"rank {me.rank.number} is interrupted at {place}")
+            raise KeyboardInterrupt

@@ -14,9 +14,9 @@ from typing import Any
 
 from ..checkpoint.saving import Saving
 from ..errors import PeerError, StateError, UserError
-from ..ranks import transport
+from ..ranks import groups, transport
 from .draws import Draws, Odds
-from .group import Store
+from .group import Group, Store
 from .install import installed
 from .output import by_rank
 from .rank import Rank, Registers
@@ -109,6 +109,10 @@ class World:
         self.ended = self.ended or why
         self.flights.clear()
         self.ranks = []
+        for parent in [each for each in groups._made if isinstance(each, Group) and each.world is self]:
+            del groups._made[parent]  # which a process keeps until its end
+        if self.schedule.draws.seed is not None:
+            gc.collect()
 
     def _fail(self, raised: list[Task], tasks: list[Task]) -> None:
         stuck, seed = self.schedule.stuck, self.schedule.draws.seed
@@ -193,10 +197,8 @@ class World:
             Saving._untold[:] = untold
             transport._holding.clear()
             transport._holding.update(holding)
-            if drawn:
-                gc.collect()
-                if collects:
-                    gc.enable()
+            if collects:
+                gc.enable()
 
 
 def _stop(schedule: Schedule) -> None:

@@ -25,7 +25,7 @@ from zeroshard.worlds.draws import Odds
 from .running import Ran, run
 from .training import CONFIGS, Settings, faults, train
 
-# By name, of which one is drawn for a case; the odds are for a run of some hundred points and 30,000 lines.
+# By name, of which one is drawn for a case; the odds are for a run of some hundred points and calls, and 30,000 lines.
 FAULTS = {
     "none": [Odds()],
     "collections": [Odds(collect=0.002, inside=0.005), Odds(inside=0.015), Odds(sweep=0.0001)],
@@ -33,9 +33,9 @@ FAULTS = {
     "pauses": [Odds(pause=0.001), Odds(pause=0.005, pauses=(0.5, 5))],
     "interrupts": [Odds(interrupt=0.00002), Odds(interrupt=0.0002)],
     "memory": [Odds(memory=0.003), Odds(memory=0.02)],
-    "disk": [Odds(disk=0.03, short=0.1), Odds(short=0.3)],
+    "disk": [Odds(disk=0.03, short=0.1), Odds(disk=0.005), Odds(short=0.3)],
     "ends": [Odds(end=0.001)],
-    "power": [Odds(power=0.05)],
+    "power": [Odds(power=0.05), Odds(power=0.02), Odds(power=0.005)],
 }
 SAME = "the same bits"
 # An interrupt between two lines of these leaves a count beside what it counts.

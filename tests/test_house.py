@@ -4,6 +4,7 @@ import ast
 import functools
 import graphlib
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -400,12 +401,15 @@ model(torch.ones(2, 4)).sum().backward()
 optimizer.step()
 print(zeroshard.__file__)
 """
+    alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        [python, "-c", program], cwd=tmp_path, timeout=120, check=True, capture_output=True, text=True
+        [python, "-c", program], cwd=tmp_path, env=alone, timeout=120, check=True, capture_output=True, text=True
     )
     assert Path(done.stdout.strip()).is_relative_to(environment)
     command = [environment / "bin" / "zeroshard", "--version"]
-    said = subprocess.run(command, cwd=tmp_path, timeout=60, check=True, capture_output=True, text=True).stdout
+    said = subprocess.run(
+        command, cwd=tmp_path, env=alone, timeout=60, check=True, capture_output=True, text=True
+    ).stdout
     assert said == f"zeroshard {zeroshard.__version__}\n"
 
 

@@ -102,7 +102,10 @@ def find(seed: int) -> Found:
     loggers = [logging.getLogger(name) for name in ("zeroshard", "torch")]
     levels = [each.level for each in loggers]
     try:
-        before = alone(settings.number)
+        try:
+            before = alone(settings.number)
+        except RankFailure as failure:
+            return Found(case, "fails when it is left alone", str(failure), ran)
         with tempfile.TemporaryDirectory() as folder:
             try:
                 outcomes = run(

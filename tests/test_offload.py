@@ -285,6 +285,29 @@ def test_a_step_that_raised_can_be_repeated(world, tmp_path):
     ranks.run(world, repeated_like_the_device, str(tmp_path), (0, 1, 3), timeout=120)
 
 
+@pytest.mark.parametrize("at", range(4))
+def test_a_step_can_be_repeated_that_an_interrupt_ended_in_a_buffer_for_files(at, tmp_path, monkeypatch):
+    """A buffer was kept that had memory and no view of it: its next use was a TypeError."""
+    want = trained(1, offload(tmp_path, **ON_DISK))
+    model, optimizer, zero = start(1, offload(tmp_path, **ON_DISK))
+    made, raw = itertools.count(), nvme.raw
+
+    def interrupted(memory):
+        if next(made) == at:
+            raise KeyboardInterrupt
+        return raw(memory)
+
+    monkeypatch.setattr(nvme, "raw", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        step(model, optimizer, zero, 0)
+    optimizer.zero_grad()
+    losses = [step(model, optimizer, zero, number) for number in range(2)]
+    with zero.gathered():
+        same((losses, reference.weights(model)), want)
+    held = {state: n for state, n in zero.ledger().tiers["host"].items() if n}
+    assert held == want[2]["host"]
+
+
 def test_whole_tensor_optimizers_step_bucket_by_bucket(tmp_path):
     def run(settings):
         torch.manual_seed(0)

@@ -207,9 +207,10 @@ class StateFile:
     def _room(self) -> _Room:
         idle = [room for room in self._rooms if room.holder is None or not room.holder.depth]
         if len(self._rooms) < BUFFERS and all(room.holder is not None for room in idle):
-            self._rooms.append(_Room())
-            self._make(self._rooms[-1])
-            return self._rooms[-1]
+            room = _Room()
+            self._make(room)
+            self._rooms.append(room)
+            return room
         if not idle:
             raise AssertionError(f"all {BUFFERS} buffers of {self.state} are in use at once")
         # First one that is free, then one that need not be written, then the one used longest ago.
@@ -220,11 +221,10 @@ class StateFile:
 
     def _make(self, room: _Room) -> None:
         size, simulation = self._largest, self._descriptor < 0
+        memory = torch.empty(size, dtype=torch.uint8, device="cpu") if simulation else pages(size, self.tier.compute)
+        view = None if simulation else raw(memory)
         self.tier.ledger.hold("staging", size - room.memory.numel(), HOST)
-        room.memory = (
-            torch.empty(size, dtype=torch.uint8, device="cpu") if simulation else pages(size, self.tier.compute)
-        )
-        room.view = None if simulation else raw(room.memory)
+        room.view, room.memory = view, memory  # both or, where an interrupt came, neither
 
     def write(self, rest: FileRest) -> None:
         if rest.dirty:

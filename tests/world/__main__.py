@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import ctypes
 import gc
 import os
 import shutil
@@ -42,9 +43,6 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.verb == "planted":
         sys.exit(planted(asked.first, asked.seeds, asked.bug, rate=asked.rate))
-    cores = sorted(os.sched_getaffinity(0))
-    # One thread runs at a time, and handing on to another core is a fifth of all work.
-    os.sched_setaffinity(0, {cores[os.getpid() % len(cores)]})
     if os.access(MEMORY, os.W_OK):
         tempfile.tempdir = MEMORY  # a disk would take most of the time, by `fsync`, and show nothing more
     from ranks import RankFailure
@@ -78,7 +76,9 @@ def several(first: int, seeds: int, *, until_wrong: bool, begins: bool) -> int:
 
     counted: collections.Counter[tuple[str, str]] = collections.Counter()
     digests, struck, wrong, begun, worked = set(), 0, 0, time.monotonic(), time.process_time()
+    cores = os.sched_getaffinity(0)
     for seed in range(first, first + seeds):
+        _stay_on_one(cores)
         if begins:
             print(f"begins {seed}", file=sys.stderr, flush=True)
         found = find(seed)
@@ -153,6 +153,14 @@ def told(found) -> str:
     return "\n".join(
         [*lines, f"    schedule {ran.digest}: {ran.hand_overs} hand-overs, {ran.clock:.3f} virtual seconds"]
     )
+
+
+def _stay_on_one(cores: set[int]) -> None:
+    """Have all threads stay on one core, of these: one runs at a time, and handing on to another core is a fifth of all
+    work. The system chooses it, by what else is running."""
+    os.sched_setaffinity(0, cores)
+    time.sleep(0.001)  # on awakening
+    os.sched_setaffinity(0, {ctypes.CDLL(None).sched_getcpu()})
 
 
 def _commit() -> str:

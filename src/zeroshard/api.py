@@ -204,7 +204,7 @@ class Zero:
     def join(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yield this rank's batches, then the last of them until no rank has one left: for loaders of uneven length.
 
-        for batch in zero.join(loader): forward, backward, clip, step and schedule as always, on all ranks alike.
+        for batch in zero.join(loader): forward, backward, clip, step and schedule as always, on every rank.
 
         A repeated batch counts for nothing: the gradients of its backward are dropped, so that this rank's part is
         zero; gradients are still divided by `world_size`, as by default in DDP's `join`. The program must leave out its
@@ -227,7 +227,7 @@ class Zero:
         """Gather full parameters for the `with` block, on every rank: of the given modules or names (patterns), else of
         all.
 
-        Edits made inside count, at every stage: make them on all ranks alike, or name the one rank whose edits to
+        Edits made inside count, at every stage: make the same ones on all ranks, or name the one rank whose edits to
         take with `write_from`. Any rank may call the model alone inside, without grad, if it needs no other
         parameters. Collective: every rank enters and leaves.
         """
@@ -271,7 +271,7 @@ class Zero:
             model, and the program's end. At most one is under way in a program.
         keep: once this one is complete, remove the oldest checkpoints in the same folder until so many are left.
 
-        All but `extra` alike on every rank, which is compared before anything is done.
+        All but `extra` must be the same on every rank, which is compared before anything is done.
 
         Gradients are not saved. Every rank writes what it owns; nothing is gathered. The folder appears by one rename
         once all of it is on the disk; what was at `path` stays until then. Raises `CheckpointError` on every rank if

@@ -31,7 +31,7 @@ def raw(tensor: Tensor) -> memoryview:
 def fingerprint(tensor: Tensor, *, anywhere: bool = False) -> bytes | Tensor | None:
     """Return 16 bytes that tell a contiguous tensor's content from any other; None if it is not in the CPU's memory.
 
-    It is the cheapest way to notice that somebody wrote to a tensor behind torch's version counters.
+    It is the cheapest way to notice that the program wrote to a tensor behind torch's version counters.
 
     anywhere: on a device too, where it is a sum of 16-bit words by odd weights, modulo 2^64. One word that differs
     always shows in it; of differences in several words all but one in 2^64 do. The sum stays there.

@@ -431,7 +431,7 @@ def _block(spec: Spec, layout: Layout) -> int:
 
 
 def _runs(specs: Iterable[Spec], layout: Layout) -> list[tuple[_Key, list[Spec]]]:
-    """Group parameters that share a bucket: those alike in all of `_Key`, in order, up to the size limit."""
+    """Group parameters that share a bucket: those equal in all of `_Key`, in order, up to the size limit."""
     limit = (layout.bucket_mib or BUCKET_MIB) * 2**20
     open_runs: dict[_Key, tuple[list[Spec], float]] = {}
     runs: list[tuple[_Key, list[Spec]]] = []

@@ -525,8 +525,8 @@ def sums_in(order: float) -> torch.dtype:
 def _power(x: Tensor, order: float) -> Tensor:
     """Return x^order of non-negative numbers in fp64; for the orders that `sums_in` takes in fp32, x itself.
 
-    By products and square roots alone, which processors round correctly: `pow` gives other bits at the end of a vector
-    than inside it, and where that is depends on cuts. Any float is a sum of powers of two, so these suffice.
+    By products and square roots alone, which processors round correctly: `pow` gives different bits at the end of a
+    vector than inside it, and where that is depends on cuts. Any float is a sum of powers of two, so these suffice.
     """
     if sums_in(order) is torch.float32:
         return x

@@ -195,7 +195,7 @@ class Engine:
             self.comparing.send_buffers()
 
     def alike(self, training: bool) -> tuple[int, Callable[[], str]]:
-        """Digest what every rank must have alike in a forward; and a text of what changed since they last agreed."""
+        """Digest what must be equal on every rank in a forward; and a text of what changed since they last agreed."""
         return self.comparing.digest(training)
 
     def before_step(self) -> None:

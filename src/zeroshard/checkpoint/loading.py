@@ -139,7 +139,7 @@ def _load(running: ModelState, folder: Path, opened: contextlib.ExitStack, *, st
 
 
 def warn_of_order(saved: ModelState, path: object) -> None:
-    """Say on rank 0 that the run whose checkpoint was loaded would go on with other bits."""
+    """Say on rank 0 that the run whose checkpoint was loaded would go on with different bits."""
     group, before = saved.group, saved.no_sync
     if group.rank == 0 and before not in (0, group.sources):
         warnings.warn(

@@ -4,7 +4,7 @@ A saved tensor is a flat interval of a parameter, and reading intersects interva
 
     rows                 "strips" of a parameter that tensor parallelism cut on a later dimension than the first: [rows,
     |--part 0--|--part 1--|   run, parts]. Its intervals count part by part, as ranks hold them: all of part 0, row by
-    |--part 0--|--part 1--|   row, then all of part 1. Whoever reads may ask in any strips, as may have been cut since.
+    |--part 0--|--part 1--|   row, then all of part 1. A reader may ask in any strips, as may have been cut since.
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ def save(
 
 
 def asked(path: object, extra: object, *, asynchronous: object, keep: object) -> dict[str, Any]:
-    """Return the arguments of `save` that must be alike on all ranks. Raises `UserError` for values it cannot take."""
+    """Return the arguments of `save` that must be equal on all ranks. Raises `UserError` for values it cannot take."""
     check_flag("asynchronous", asynchronous)
     if extra is not None and not isinstance(extra, Mapping):
         raise UserError("extra= is saved by its keys", expected="a dict", got=repr(extra)[:100], instead="extra={...}")

@@ -1,4 +1,4 @@
-"""Everything that a run shows: opening lines, live progress, tables of bytes, on a terminal or in a log alike."""
+"""Everything that a run shows: opening lines, live progress, tables of bytes, on a terminal or in a log."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The running sum of one bucket's gradients, and an entry for each parameter that adds to it.
 
-After backward every rank holds its shard of each bucket's running sum (`Accumulator.sum`), at every stage alike.
+After backward every rank holds its shard of each bucket's running sum (`Accumulator.sum`), at every stage.
 
 The sum is divided by the number of ranks late, because (a / 3) * 3 is not a: reading divides a copy, only editing or
 stepping divides in place. Where nothing is lost by it (`divides_exactly`) it is divided whenever something has landed.
@@ -127,7 +127,7 @@ class Updater:
     early = False
 
     def words(self, *, local: bool) -> str:
-        """Describe, as a backward begins (`local`: under no_sync), what ranks must have alike for this policy."""
+        """Describe, as a backward begins (`local`: under no_sync), what must be equal on all ranks for this policy."""
         return ""
 
     def prepare(self) -> None:

@@ -1,7 +1,7 @@
 """The optimizer in backward: each bucket is stepped as its reduction lands, and its gradients' memory is given back.
 
 A gradient then exists from the moment its sum begins until its bucket is updated: of all gradients a rank holds one
-bucket's. The price: nobody can ask or change gradients before they are used, so clipping, scaling, adding up several
+bucket's. The price: no code can ask or change gradients before they are used, so clipping, scaling, adding up several
 backwards and skipping a step are refused. `optimizer.step()` ends the step that backward has made.
 """
 

@@ -5,7 +5,7 @@ parameter they hold this rank's *fragment* of it: a parameter that is a view of 
 parameter where none is needed. Everything elementwise just works, and its state is sharded because the fragments are.
 
 Roads not taken: an optimizer of our own (the user's class, options and kernels would be lost); one flat tensor per
-shard (per-group options would be lost, and fused kernels give other bits than on whole tensors); subclassing the
+shard (per-group options would be lost, and fused kernels give different bits on whole tensors); subclassing the
 user's class (schedulers and scalers hold the object they were given).
 """
 

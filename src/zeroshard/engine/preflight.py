@@ -186,7 +186,7 @@ def check_buffers(model: nn.Module) -> None:
 
 
 class Contents:
-    """Digests of buffers made of several tensors (sparse ones, say): these are never sent, so ranks' must be alike."""
+    """Digests of buffers made of several tensors (sparse ones, say): never sent, so all ranks' must be equal."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[Tensor], list[int], str]] = {}  # by id
@@ -282,7 +282,7 @@ def describe(
     policies: tuple[Precision, Layout, Comm, Offload],
     device: torch.device,
 ) -> dict[str, Any]:
-    """Describe everything that must be alike on all ranks, in words and numbers, in the order of registration."""
+    """Describe everything that must be equal on all ranks, in words and numbers, in the order of registration."""
     precision, layout, comm, offload = policies
     names = {id(record.param): record.name for record in managed}
     facts: dict[str, Any] = {

@@ -11,7 +11,7 @@ in one backward (three segments that share a weight, say). Such a bucket waits f
 Named hazard, *never wait before the end*: a rank that waits for a reduction, while a peer waits for it to take part
 in a gather, waits for ever. So until backward ends, waiting here is bounded, and given up for the rest of the backward
 once it did not help. If the ranks differed in that backward it is an eighth until they do not, since they will differ
-again. If they did not, somebody was only slow, and the next backward waits as long as the first did.
+again. If they did not, a rank was only slow, and the next backward waits as long as the first did.
 """
 
 from __future__ import annotations

@@ -62,10 +62,10 @@ class ForwardWatcher(Protocol):
     sends_always: bool  # are buffers sent before forwards that do not train, too?
 
     def before_forward(self, training: bool, *, compared: bool) -> None:
-        """Prepare a forward that begins: on all ranks if they have `compared` what must be alike, else on this one."""
+        """Prepare a forward that begins: on all ranks if they have `compared` what must be equal, else on this one."""
 
     def alike(self, training: bool) -> tuple[int, Callable[[], str]]:
-        """Digest what every rank must have alike in a forward; and a text of what changed since they last agreed."""
+        """Digest what must be equal on every rank in a forward; and a text of what changed since they last agreed."""
 
     def notice(self, *, replaced: bool = False) -> bool:
         """Notice writes to optimizers' fragments outside a step, and tell if there are any. replaced: look also for
@@ -78,7 +78,7 @@ class ForwardWatcher(Protocol):
         """Return the optimizers, each of which may be in a step."""
 
     def boundary(self) -> None:
-        """Run actions that belong between two steps, where all ranks are alike."""
+        """Run actions that belong between two steps, where all ranks are at the same place."""
 
 
 class Step(Protocol):
@@ -252,7 +252,7 @@ class Schedule:
         grad: the cache is then all that it holds of released weights.
 
         Never in a forward with grad, checkpointed ones included: autograd adds up a weight's gradients in 16 bits at
-        its one copy, so each further copy gives other bits. A graph that waits for its backward may share them, too.
+        its one copy, so each further copy changes the bits. A graph that waits for its backward may share them, too.
         """
         if unit.released and not any(each.calls for each in self.units):
             torch.clear_autocast_cache()

@@ -330,7 +330,7 @@ def _pieces(entry: Entry) -> list[Any]:
 
 
 def _edit(func: Any, grad: ShardedGrad, others: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Apply an elementwise op in place to this rank's elements; tensors of the gradient's shape are cut alike."""
+    """Apply an elementwise op in place to this rank's elements, and cut tensors of the gradient's shape to them."""
     entry = grad._entry
     part = entry.slot.within(*entry.accumulator.buffer.owned)
 

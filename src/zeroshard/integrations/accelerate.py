@@ -135,7 +135,7 @@ class ZeroAccelerator(Accelerator):
             yield
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Run backward; refuse gradients of a model whose optimizer was not prepared, which nobody would average."""
+        """Run backward; refuse gradients of a model whose optimizer was not prepared, which no rank would average."""
         super().backward(loss, **kwargs)
         for model in self._models:
             if self.zero_of(model) is None and any(param.grad is not None for param in model.parameters()):

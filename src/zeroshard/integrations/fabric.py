@@ -70,7 +70,7 @@ class ZeroFabricStrategy(DDPStrategy):
         raise UserError("an optimizer is set up with its module", got=type(optimizer).__name__, instead=_TOGETHER)
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        """Run backward; refuse gradients of a module that was set up alone, which nobody would average."""
+        """Run backward; refuse gradients of a module that was set up alone, which no rank would average."""
         super().backward(tensor, module, *args, **kwargs)
         for each in self._whole:
             if any(param.grad is not None for param in each.parameters()):

@@ -78,7 +78,7 @@ def _unshard(zero: Zero) -> None:
 
 
 def _check(running: ModelState) -> None:
-    """Refuse, alike on every rank, states and modules that would not become plain ones again."""
+    """Refuse, on every rank, states and modules that would not become plain ones again."""
     with _everywhere(running):
         for binding in running.bindings:
             states = binding.optimizer.state.values()

@@ -8,7 +8,7 @@
 
 What is still in one of a file's buffers is not read again, so a model of few buckets reads less than its bytes say.
 For a model that uses its units one after the other, all of them in forward and backward, with one optimizer, and
-gradients that nobody looks at: clipping reads them twice more and writes them once more.
+gradients that the program never looks at: clipping reads them twice more and writes them once more.
 A step averages gradients in memory and leaves the sum in the file.
 """
 

@@ -1,7 +1,7 @@
 """A simulated step on a clock: when each collective would begin and end, and how long compute would wait for it.
 
 Compute runs on one stream, collectives on another, in the order the engine launched them. A collective begins when it
-is launched and the link is free; whoever waits for it waits until it ends. The host has a clock of its own and runs
+is launched and the link is free; a rank that waits for it waits until it ends. The host has a clock of its own and runs
 ahead of the device: each launch, each wait for the device and each meeting of all ranks takes it on, and the device
 stands still where it has caught up with the host. Nothing is measured here: the times are those of `machines`, so a
 timeline is as good as its machine's numbers.

@@ -219,7 +219,7 @@ class Group:
         return 0, 0
 
     def level(self, why: str) -> None:
-        """End all that is under way, on all ranks alike, because an exception ended it on this one."""
+        """End all that is under way, on all ranks, because an exception ended it on this one."""
         self.left = False
         if self.party is not None:
             self.party.levelled(self.party.unsettled())

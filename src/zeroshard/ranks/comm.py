@@ -43,8 +43,8 @@ class Comm:
         backend's reduce-scatter, whose order is its own business, and needs equal shards. It adds in the dtype that is
         sent: by default the accumulator's, so gradients of 16 bits travel as 4 bytes, twice those of "ordered".
         `Precision(reduce_dtype=torch.bfloat16)` sends 2, and rounds at every rank on the way. "int8" sends gradients as
-        codes of 8 bits with a scale for each 128, and sums what these stand for in rank order: other bits than without,
-        but again the same at every stage, bucket size, tier and overlap.
+        codes of 8 bits with a scale for each 128, and sums what these stand for in rank order: the bits differ from
+        those without it, and are again the same at every stage, bucket size, tier and overlap.
     overlap: gathers and reductions run behind compute. Off, each is waited for where it is launched (a reduction only
         for a moment, so that ranks that drop different layers do not wait for each other): same bits.
     prefetch: how many units ahead of use are gathered.

@@ -483,7 +483,7 @@ class Groups:
     ) -> Watch:
         """Wait until every rank is here and knows where to ask the others: making groups, none could be asked.
 
-        alike: what of the groups all ranks must have alike. needed: file descriptors that the groups take.
+        alike: what must be equal in the groups of all ranks. needed: file descriptors that the groups take.
         """
         rank, ranks, name = dist.get_rank(parent), dist.get_world_size(parent), str(parent.group_name)
         store = dist.distributed_c10d._get_default_store()
@@ -539,7 +539,7 @@ class Groups:
         One after the other never ends: to free a communicator's memory CUDA waits for all that runs on the device, and
         so for the next communicator's kernels, which only their own abort ends. torch aborts in a thread of its own,
         which NCCL's group calls do not reach. If the device waits for a collective of the program's own, or of other
-        models, that one is ended as well: nobody could go on otherwise.
+        models, that one is ended as well: no rank could go on otherwise.
         """
         with self._aborting:  # two that abort in turns would each wait for the other's communicators
             if at_once([partial(_end_one, stream.group) for stream in self.streams if stream.queued], ABORTING):

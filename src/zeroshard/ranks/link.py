@@ -174,7 +174,7 @@ class Link:
         )
 
     def level(self, why: str) -> list[str]:
-        """End what is under way on all ranks alike. Returns the reasons of the ranks that had to end something."""
+        """End what is under way on all ranks. Returns the reasons of the ranks that had to end something."""
         groups, watch = self.groups, self.groups.watch
         number = groups.levellings + 1
         ending = groups.end(number) if groups.queued else None
@@ -374,7 +374,7 @@ def _completes(handle: Any) -> bool:
 
 
 def packed(told: dict[str, Any]) -> str:
-    """Pack a posting into text: one of thousands of collectives that are nearly alike must fit into an answer."""
+    """Pack a posting into text: one of thousands of collectives that hardly differ must fit into an answer."""
     return base64.b85encode(zlib.compress(json.dumps(told).encode())).decode()
 
 

@@ -2,7 +2,7 @@
 
 They meet through abstract local sockets, of which each rank tells the others the name and a token through the store in
 which all ranks met. A rank with another boot id, user or network namespace cannot reach that socket, and counts as on
-another host. All ranks hear of it, so that all of them choose alike.
+another host. All ranks hear of it, so that all of them choose the same.
 
 A notice is one message of 32 bytes. It may carry a descriptor of memory, which is how memory without a name is handed
 over. The kernel delivers notices in order, wakes a sleeping receiver, and tells at once when a peer's process has
@@ -186,7 +186,7 @@ def _integers(*numbers: int) -> bytes:
 def meet(
     store: Any, at: str, rank: int, ranks: int, peers: Sequence[int], memory: Callable[[], None], limit: float
 ) -> tuple[Neighbours | None, str]:
-    """Connect to `peers`; or return None and the reason why not, which all ranks hear alike: then none connects.
+    """Connect to `peers`; or return None and the reason why not, which all ranks hear: then none connects.
 
     at: a name in the store that nobody has used yet. memory: tries whether there can be memory to share, and raises
     `OSError` where not. Waits for all ranks, `limit` seconds at most.

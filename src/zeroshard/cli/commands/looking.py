@@ -132,7 +132,7 @@ def verify(
     number of ranks.
 
     Without a job it runs the tests of a text on ZeRO-1 in three layers: its own MLP in bf16, on micro-batches that are
-    alike on all ranks. It runs them on 2 ranks, on more, and with parameters that the ranks do not divide, at every
+    the same on all ranks. It runs them on 2 ranks, on more, and with parameters that the ranks do not divide, at every
     stage.
 
     Exit code 0: all equal. 1: something differs. 2: the input cannot be used.

@@ -142,7 +142,7 @@ class Work(dist.Work):
         return f"{self.name} on rank {self.rank}"
 
     def _guard(self, takes: Sequence[Tensor]) -> None:
-        """Nobody may read what is to come, nor change what is sent."""
+        """Guard memory under way: what is to come may not be read, what is sent may not be changed."""
         sent = [part.bytes() for part in self.gives]
         for each in takes:
             if each.is_contiguous() and each.numel():

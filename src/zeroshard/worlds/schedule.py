@@ -1,9 +1,9 @@
-"""Threads that hand on a baton: who runs, when virtual time passes, and who waits for what when nobody can go on.
+"""Threads that hand on a baton: who runs, when virtual time passes, and who waits for what when no rank can go on.
 
 Exactly one thread of a world runs, the one that has the baton, so nothing here needs a lock. It hands the baton on
 where it waits (`wait`), where it ends, and, as a seed draws it, where it could (`point`).
 
-Time passes only when nobody can go on: to the end of the next wait. zeroshard waits in slices, so where nothing has
+Time passes only when no rank can go on: to the end of the next wait. zeroshard waits in slices, so where nothing has
 happened for a while time goes in longer and longer steps, but never past a message's own time-out.
 """
 
@@ -229,7 +229,7 @@ class Schedule:
             self._hand_on(me)
 
     def leave(self, rank: Rank, away: str) -> None:
-        """A rank is gone or silent from now on: nobody hears of it any more."""
+        """A rank is gone or silent from now on: no rank hears of it any more."""
         rank.away = away
         self.moves()
         if (me := here()) is not None and me.rank is rank:
@@ -270,7 +270,7 @@ class Schedule:
         task.go()
 
     def _next(self) -> Task | None:
-        """Choose who goes on; None where nobody is left, or nobody ever could."""
+        """Choose who goes on; None where no rank is left, or none ever could."""
         while True:
             if self.asleep:
                 self._wake()

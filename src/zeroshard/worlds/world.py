@@ -202,7 +202,7 @@ class World:
 
 
 def _stop(schedule: Schedule) -> None:
-    """End a run from outside: whoever runs at its next instruction, and the others after it."""
+    """End a run from outside: the rank that runs at its next instruction, and the others after it."""
     schedule.over = True
     deadline = time.monotonic() + LEFT
     while not schedule.ended.is_set() and time.monotonic() < deadline:

@@ -263,6 +263,22 @@ def test_a_seed_is_run_again_by_a_command(kind):
     assert f"schedule {found.ran.digest}: {found.ran.hand_overs} hand-overs" in told
 
 
+def asks_for_another_thing(folder):
+    model = nn.Linear(4, 4)
+    zero = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=1)
+    with pytest.raises(zeroshard.errors.PeerError) as found:
+        zero.latest(folder) if dist.get_rank() else zero.load(f"{folder}/1")
+    return str(found.value), zero.latest(folder)
+
+
+def test_ranks_that_load_and_look_for_a_checkpoint_at_once_are_told_so(tmp_path):
+    """It was a KeyError, as a drawn schedule showed in which a program tried again after two interrupts."""
+    for words, latest in run_in_world(2, asks_for_another_thing, str(tmp_path)):
+        assert "the ranks are not doing the same thing" in words and latest is None
+        assert "rank 0 is at telling the others of zero.load(...)" in words
+        assert "rank 1 is at telling the others of zero.latest(...)" in words
+
+
 def models_end():
     for _ in range(3):
         earlier()

@@ -355,7 +355,7 @@ class Group:
             mine = {name: repr(value) for name, value in ask().items()}
         except Exception as error:  # the other ranks must hear of it
             wrong = error
-        told = self.describe([mine, None if wrong is None else f"{wrong}"])
+        told = self.describe([mine, None if wrong is None else f"{wrong}"], f"{TELLING} of {verb}")
         if wrong is not None:
             raise wrong
         if said := [f"rank {rank}: {problem}" for rank, (_, problem) in enumerate(told) if problem]:

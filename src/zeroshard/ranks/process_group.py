@@ -156,7 +156,7 @@ class ProcessGroup(Group):
         """
         event = self._count_rows()
         at = f"{what} {number}"
-        mends = what in (LOADING, TELLING)  # at which ranks need not hold the weights of one step
+        mends = what.startswith((LOADING, TELLING))  # at which ranks need not hold the weights of one step
         own = [self._link.engine, _number(what), number, 0 if mends else self.progress.steps, *integers]
         own += [0] * (_OWN - len(own))
         flags = _FAILED * (self.failed is not None) + _NEWS * self.news + _TORN * bool(self.torn)

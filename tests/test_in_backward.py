@@ -102,8 +102,6 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_bits_of_the_ordinary_step(way, world, stage):
     name, options, make, settings = WAYS[way]
-    if way == "split masters" and stage == 3:
-        pytest.skip("masters alone rest of sharded parameters")
     early, ordinary = (
         ranks.run(world, trained, each, name, options, make, settings | {"stage": stage}) for each in (True, False)
     )

@@ -361,7 +361,6 @@ REFUSED = {
     "a word": (lambda: Precision(split_master="yes"), "must be True or False"),
     "fp16": (lambda: Precision(param_dtype=torch.float16, split_master=True), "fp32 masters of bfloat16"),
     "bf16 master": (lambda: Precision(master_dtype=torch.bfloat16, split_master=True), "fp32 masters of bfloat16"),
-    "masters alone": (lambda: refused(SPLIT, stage=3), "(?s)masters alone rest.*stage 0, 1 or 2"),
     "nothing to split": (lambda: refused(Precision(split_master=True), stage=2), "no masters to split"),
     "all at once": (lambda: refused(SPLIT, stage=0, optimizer=torch.optim.LBFGS), "(?s)bucket by bucket.*LBFGS"),
     "DCP": (lambda: refused(SPLIT, stage=2).state_dict(), "in halves"),
@@ -373,6 +372,20 @@ def test_what_cannot_be_split_is_refused(name):
     make, says = REFUSED[name]
     with pytest.raises(UserError, match=says):
         make()
+
+
+def test_where_masters_rest_alone_splitting_is_noted_and_changes_nothing(caplog):
+    """Stage 3 on the device, with an optimizer, too, that split masters would not go with."""
+    caplog.set_level("INFO", logger="zeroshard")
+    held = []
+    for split in (True, False):
+        zero = refused(
+            Precision(param_dtype=torch.bfloat16, split_master=split), stage=3, optimizer=torch.optim.Adagrad
+        )
+        held.append(zero.ledger().held)
+        assert not any(buffer.splits for buffer in zero._engine.buffers)
+        assert caplog.text.count("split_master=True splits nothing") == 1
+    assert held[0] == held[1]
 
 
 def test_some_masters_are_split_where_others_rest_alone():

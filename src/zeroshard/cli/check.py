@@ -56,16 +56,14 @@ class Check:
     def settings(self, folder: str, stage: int) -> dict[str, Any]:
         """Make the policies for `shard` and `simulate`; files go to `folder`."""
         from zeroshard.layout import Layout
-        from zeroshard.planner.from_job import masters_alone, precision
+        from zeroshard.planner.from_job import precision
         from zeroshard.ranks.comm import Comm
 
         offload = offload_of(self.offload, folder if "nvme" in self.offload.values() else "")
         layout = Layout(bounds=self.bounds, align=self.align, bucket_mib=self.bucket_mib, recompute=self.checkpoint)
         return {
             "layout": layout,
-            "precision": precision(
-                self.precision, self.grad_dtype, alone=masters_alone(stage, offload, spread=self.spread)
-            ),
+            "precision": precision(self.precision, self.grad_dtype),
             "comm": Comm(
                 prefetch=self.prefetch,
                 replicas=self.replicas,

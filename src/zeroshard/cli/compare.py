@@ -94,7 +94,7 @@ def _run_plain(
 ) -> tuple[tuple[str, ...], bool]:
     seeded = Seeded(question)
     model = seeded.model
-    precision = _precision(question, alone=True)
+    precision = _precision(question)
     before = {name: tensor.clone() for name, tensor in model.named_buffers()}
     weights = reference.weights(model)
     if precision.cast_inputs:
@@ -186,9 +186,8 @@ def _cast_inputs(dtype: torch.dtype | None, module: nn.Module, args: Any, kwargs
     )
 
 
-def _precision(question: Question, *, alone: bool) -> zeroshard.Precision:
-    """Make the question's precision. alone: are masters all that rests, so that nothing is split?"""
-    return from_job.precision(question.precision, alone=alone) or zeroshard.Precision()
+def _precision(question: Question) -> zeroshard.Precision:
+    return from_job.precision(question.precision) or zeroshard.Precision()
 
 
 # --- with zeroshard -------------------------------------------------------------------------------------------------
@@ -237,7 +236,7 @@ def _run(
     """Run the user's loop on this rank, sharded as the configuration says."""
     seeded = Seeded(question)
     model = seeded.model
-    precision = _precision(question, alone=question.masters_alone(configuration))
+    precision = _precision(question)
     try:
         optimizer = seeded.job.optimizer(model.parameters())
         zero = zeroshard.shard(

@@ -64,8 +64,6 @@ def show_simulation(
     if trace is not None and not Path(trace).absolute().parent.is_dir():
         raise UserError("there is no folder for the trace", got=repr(trace))
     check_experts(experts, ep, ranks, replicas=None if replicas == 1 else replicas)
-    spread = optimizer_over == "all" and replicas > 1
-    alone = from_job.masters_alone(stage, offload, spread=spread)
     comm = Comm(
         prefetch=prefetch, reduce=reduce, replicas=replicas, transport=transport, optimizer=optimizer_over,  # type: ignore[arg-type]
     )  # fmt: skip
@@ -78,7 +76,7 @@ def show_simulation(
             rank=one,
             stage=stage,
             accumulate=accumulate,
-            precision=from_job.precision(precision, grad_dtype, alone=alone),
+            precision=from_job.precision(precision, grad_dtype),
             layout=Layout(bucket_mib=bucket_mib, along={experts: "edp"} if experts else {}).on(accelerator=True),
             mesh={"edp": ranks // ep, "ep": ep} if ep else None,
             comm=comm,
@@ -93,7 +91,7 @@ def show_simulation(
         asked = {"job": job, "ranks": ranks, "replicas": replicas, "optimizer_over": optimizer_over, "stage": stage}
         print(json.dumps(asked | {"machine": on, "simulated": found}, indent=2))
         return
-    over = ", the optimizer over all of them" if spread else ""
+    over = ", the optimizer over all of them" if optimizer_over == "all" and replicas > 1 else ""
     _open(job, f"{ranks:,} at stage {stage}{_copies(ranks, replicas)}{over}", cluster)
     for each in found:
         _show(each)

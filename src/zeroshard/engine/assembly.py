@@ -36,9 +36,9 @@ from .preflight import (
     check_model,
     check_parameters,
     check_settings,
-    check_split,
     check_trained,
     describe,
+    divides_masters,
     givers,
 )
 from .quantised import QuantisedBuffer, check_fp8, chosen
@@ -115,8 +115,8 @@ class Assembly:
             parts = along.seat.parts
             over = self.placements.optimizer
             check_optimizers(self.model, self.managed, optimizers, self.partition, block, parts, over)
-            check_offload(optimizers, self.offload, split=self.precision.split_master)
-            check_split(self.precision, self.partition, self.placements, self.offload)
+            halves = divides_masters(self.precision, self.partition, self.placements, self.offload)
+            check_offload(optimizers, self.offload, split=halves)
             check_once(self.offload, self.group)
             check_fp8(self.partition, self.offload)
             if self.in_backward:

@@ -6,6 +6,7 @@ A rank that must refuse tells the others first, so that all of them raise instea
 from __future__ import annotations
 
 import dataclasses
+import logging
 import weakref
 from typing import Any, NamedTuple, NoReturn
 
@@ -25,6 +26,8 @@ from ..stage import Placements
 from ..tiers.tier import Offload
 from .options import words
 from .unit import Managed
+
+log = logging.getLogger("zeroshard")
 
 
 def check_model(model: nn.Module) -> None:
@@ -104,25 +107,26 @@ def check_trained(name: str, dtype: torch.dtype) -> None:
         )
 
 
-def check_split(precision: Precision, partition: Partition, placements: Placements, offload: Offload) -> None:
-    """Refuse to split masters where there are none, or where that would save nothing."""
+def divides_masters(precision: Precision, partition: Partition, placements: Placements, offload: Offload) -> bool:
+    """Tell if masters are split: not where they alone rest, which is noted. Raises where there are none to split."""
+    if not precision.split_master:
+        return False
     dtypes = [getattr(torch, bucket.dtype.removeprefix("torch.")) for bucket in partition.buckets]
     found = [
         {resting["parameters"], resting["optimizer"]} == {DEVICE} and placements.together and precision.casts(dtype)
         for bucket, resting, dtype in zip(partition.buckets, offload.buckets(partition.buckets), dtypes, strict=True)
         if bucket.trainable and precision.of(kept=bucket.kept).splits(dtype)
     ]
-    if precision.split_master and all(found):
+    if not found:
         raise UserError(
-            "the masters alone rest of sharded parameters on the device, so that to split them would save nothing"
-            if found
-            else "there are no masters to split: no bfloat16 parameter is trained",
+            "there are no masters to split: no bfloat16 parameter is trained",
             expected="a bfloat16 parameter that rests beside its fp32 master",
             got="Precision(split_master=True)",
-            instead='stage 0, 1 or 2, or Offload(optimizer="cpu")'
-            if found
-            else "Precision(param_dtype=torch.bfloat16, split_master=True)",
+            instead="Precision(param_dtype=torch.bfloat16, split_master=True)",
         )
+    if all(found):
+        log.info("split_master=True splits nothing: masters alone rest of sharded parameters on the device")
+    return not all(found)
 
 
 def dispatches(tensor: Tensor) -> bool:

@@ -30,16 +30,13 @@ RANKS_TRIED = 1 << 10  # by advice
 def plan_job(job: str | Callable[[], dict[str, Any]], asked: Asked, layout: Layout) -> Plan:
     """Simulate the job at every stage asked for, as the rank that holds most there."""
 
-    def alone(stage: int) -> bool:
-        return masters_alone(stage, asked.offload, spread=asked.spread(stage))
-
     def run(stage: int, rank: int | None, **changes: Any) -> Simulation:
         settings: dict[str, Any] = {
             "ranks": asked.ranks,
             "accumulate": asked.accumulate,
             "no_sync": asked.no_sync,
             "layout": layout,
-            "precision": precision(asked.precision, asked.grad_dtype, alone=alone(stage)),
+            "precision": precision(asked.precision, asked.grad_dtype),
             "checkpoint": asked.checkpoint,
             "comm": Comm(
                 prefetch=asked.prefetch,
@@ -67,7 +64,9 @@ def plan_job(job: str | Callable[[], dict[str, Any]], asked: Asked, layout: Layo
         f"{recomputed.activations:,} with every unit recomputed",
         "what operators take while they run, and the optimizer inside its step, comes on top: measured, not planned",
     ]
-    if asked.precision == "bf16-split" and any(alone(stage) for stage in asked.stages):
+    if asked.precision == "bf16-split" and any(
+        masters_alone(stage, asked.offload, spread=asked.spread(stage)) for stage in asked.stages
+    ):
         notes.append("stage 3: masters alone rest of sharded parameters on the device, and nothing is split there")
     if asked.offload is not None and one.zero._engine.device.type == "cpu":
         notes.append(
@@ -92,11 +91,11 @@ def masters_alone(stage: int, offload: Offload | None, *, spread: bool = False) 
     return placements(stage, spread=spread).together and tiers == {DEVICE}
 
 
-def precision(name: str, grad_dtype: str | None = None, *, alone: bool = False) -> Precision | None:
+def precision(name: str, grad_dtype: str | None = None) -> Precision | None:
     """Translate a plan's word for a precision into a `Precision`; None: the model's own dtypes.
 
     "fp32": the model's own dtypes; "bf16": bfloat16 parameters with fp32 masters, floating inputs cast; "bf16-split":
-    the same with split masters, unless masters rest alone (`alone`). "fp32-fp8" and "bf16-fp8": with the weights of
+    the same with split masters. "fp32-fp8" and "bf16-fp8": with the weights of
     linear layers in 8 bits.
 
     grad_dtype: what gradients are added up in, "fp32" or "bf16" (None: as `Precision` says).
@@ -104,8 +103,7 @@ def precision(name: str, grad_dtype: str | None = None, *, alone: bool = False) 
     sums = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16}[grad_dtype]
     computed, _, rest = name.partition("-")
     if computed == "bf16":
-        split = rest == "split" and not alone
-        low = Precision(param_dtype=torch.bfloat16, grad_dtype=sums, cast_inputs=True, split_master=split)
+        low = Precision(param_dtype=torch.bfloat16, grad_dtype=sums, cast_inputs=True, split_master=rest == "split")
         return replace(low, fp8=rest == "fp8")
     return None if sums is None and not rest else Precision(grad_dtype=sums, fp8=rest == "fp8")
 
@@ -249,8 +247,7 @@ def _advice(run: Callable[..., Simulation], asked: Asked, layout: Layout, limit:
         if attempt("and recompute activations in backward", stage, **changes):
             return tried
     if asked.precision.startswith("bf16") and asked.grad_dtype != "bf16":
-        alone = masters_alone(stage, asked.offload, spread=asked.spread(stage))
-        changes["precision"] = precision(asked.precision, "bf16", alone=alone)
+        changes["precision"] = precision(asked.precision, "bf16")
         if attempt("and Precision(grad_dtype=torch.bfloat16)", stage, **changes):
             return tried
     elif asked.precision == "fp32":

@@ -308,6 +308,30 @@ def test_a_step_can_be_repeated_that_an_interrupt_ended_in_a_buffer_for_files(at
     assert held == want[2]["host"]
 
 
+def test_the_last_checkpoint_is_found_after_a_disk_failed_under_edited_weights(tmp_path, monkeypatch):
+    """`latest` followed the edits into the master on that disk, and raised what told to load the last checkpoint."""
+    model, optimizer, zero = start(1, offload(tmp_path, optimizer="nvme"))
+    step(model, optimizer, zero, 0)
+    zero.save(tmp_path / "saved" / "1")
+    want = reference.weights(model)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(2)
+
+    def full(*_):
+        raise OSError(errno.EIO, "drawn")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(nvme.os, "preadv", full)
+        for _ in range(2):
+            with pytest.raises(TierError, match="load the last checkpoint"):
+                zero.save(tmp_path / "saved" / "2")
+    found = zero.latest(tmp_path / "saved")
+    assert found == tmp_path / "saved" / "1"
+    zero.load(found)
+    reference.assert_same(reference.weights(model), want)
+
+
 def test_whole_tensor_optimizers_step_bucket_by_bucket(tmp_path):
     def run(settings):
         torch.manual_seed(0)

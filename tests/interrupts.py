@@ -255,7 +255,9 @@ def judged(cases: list[dict]) -> tuple[str, str]:
         return "other bytes held", words
     if any("ended" in case for case in cases):
         errors = [case["ended"][-1] for case in cases if "ended" in case]
-        named = all(error.split(":")[0] in ("PeerError", "StateError", "CheckpointError") for error in errors)
+        named = all(
+            error.split(":")[0] in ("PeerError", "StateError", "CheckpointError", "TierError") for error in errors
+        )
         if len(errors) < len(cases):  # the others had all they wanted, and are gone
             return "named, after the others' end" if named else "not named", words
         return "named on every rank" if named else "not named", words

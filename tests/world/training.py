@@ -219,7 +219,7 @@ def train(settings: Settings, folder: str, saved: dict[int, int], *, resume: boo
             tries += 1
             if tries == TRIES or "a collective did not complete" in errors[-1]:
                 return {"ended": errors, "raised": []}
-            if act is again or tries % 4 == 0 or "zero.load(" in errors[-1]:
+            if act is again or tries % 4 == 0 or "zero.load" in errors[-1]:
                 todo = [again]
             continue
         if act is other:

@@ -25,7 +25,8 @@ import ranks
 import reference
 import zeroshard
 from zeroshard import Comm, Layout, Offload, Precision
-from zeroshard.errors import PeerError, StateError, TierError, UserError
+from zeroshard.engine import split
+from zeroshard.errors import CheckpointError, PeerError, StateError, TierError, UserError
 from zeroshard.events import Ledger
 from zeroshard.tiers import nvme
 from zeroshard.tiers.nvme import BUFFERS, aligned
@@ -330,6 +331,23 @@ def test_the_last_checkpoint_is_found_after_a_disk_failed_under_edited_weights(t
     assert found == tmp_path / "saved" / "1"
     zero.load(found)
     reference.assert_same(reference.weights(model), want)
+
+
+def test_memory_that_could_not_be_had_to_join_a_master_is_not_counted(tmp_path, monkeypatch):
+    model = torch.nn.Linear(8, 8)
+    precision = Precision(param_dtype=torch.bfloat16, split_master=True)
+    settings = offload(tmp_path, optimizer="nvme")
+    zero = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), stage=1, precision=precision, offload=settings)
+    held = {state: n for state, n in zero.ledger().held.items() if n}
+
+    def none(*_):
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(split, "blank", none)
+        with pytest.raises(CheckpointError):
+            zero.save(tmp_path / "saved")
+    assert {state: n for state, n in zero.ledger().held.items() if n} == held
 
 
 def test_whole_tensor_optimizers_step_bucket_by_bucket(tmp_path):

@@ -429,7 +429,7 @@ class Zero:
         It reads and checks every byte, and trusts no pointer that could be stale: damaged ones are passed over with a
         warning. Collective; every rank checks a share.
         """
-        self._engine.meet_for_checkpoint("loading", edits=False)  # a tier whose disk failed could not follow them
+        self._engine.meet_for_checkpoint("loading", weights=False)  # the disk where masters rest may have failed
         return loading.latest(self._engine.group, folder)
 
     def micro_batch_rng(self, step: int, index: int) -> contextlib.AbstractContextManager[None]:

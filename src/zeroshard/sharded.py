@@ -382,7 +382,7 @@ class Engine:
         sources = self.group.sources if self.schedule.backward.was_local else 0
         return ModelState(self.model, *parts, moving=self.moving, no_sync=sources)
 
-    def meet_for_checkpoint(self, what: str, *, edits: bool = True) -> None:
+    def meet_for_checkpoint(self, what: str, *, weights: bool = True) -> None:
         self.schedule.recover()
         if in_backward() or self.schedule.script.active or any(unit.pinned for unit in self.units):
             instead = "after step; in place of a signal's handler, zero.save_on(signal.SIGUSR1, path=...)"
@@ -401,7 +401,7 @@ class Engine:
         for buffer in self.buffers:
             buffer.land()
             buffer.rebind()
-            if edits and (buffer.resident or buffer.ready):
+            if weights and (buffer.resident or buffer.ready):
                 buffer.follow_edits()
         if what != "loading":
             self._compare(self.buffers)

@@ -126,8 +126,8 @@ class Split(Rest):
             if on_device:
                 joined = self.device.reserve(JOINED, numel, torch.float32, zeroed=False)
             else:
-                self.device.ledger.hold(JOINED, numel * 4, HOST)
                 joined = blank(numel, torch.float32, self._home)
+                self.device.ledger.hold(JOINED, numel * 4, HOST)  # not before there is memory
             try:
                 if not fresh:
                     join_(joined, self._beside(first, last).to(self._home), *self._planes(first, last))

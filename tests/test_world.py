@@ -23,6 +23,7 @@ from world.planted import BUGS
 from world.training import earlier
 from zeroshard.ranks import process_group, streams
 from zeroshard.ranks.process_team import ProcessTeam
+from zeroshard.tiers import tier
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -261,6 +262,26 @@ def test_a_seed_is_run_again_by_a_command(kind):
     found = drawn_jobs.find(seed)
     assert found.ran.struck and all(words in told for words in found.ran.struck)
     assert f"schedule {found.ran.digest}: {found.ran.hand_overs} hand-overs" in told
+
+
+def test_weights_are_gathered_again_whose_release_an_interrupt_ended(monkeypatch):
+    """Parameters pointed at the placeholder while their bucket had its memory still: no step and no load went on."""
+    model = nn.Linear(4, 4)
+    zero = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3)
+    bucket = zero._engine.buffers[0].gathered
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    bucket.take_memory(ahead=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(tier.DeviceTier, "give_back", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            bucket.give_back_memory()
+    bucket.take_memory(ahead=False)
+    with torch._C.DisableTorchFunctionSubclass():
+        assert [each.data_ptr() for each in bucket.params] == [view.data_ptr() for view in bucket.views]
+        assert bucket.params[0].data_ptr() == bucket.full.data_ptr()
 
 
 def asks_for_another_thing(folder):

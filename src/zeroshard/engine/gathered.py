@@ -238,8 +238,8 @@ class Gathered:
         self._move(State.RELEASED)
         self._point(self._absent)
         self._placeholder.fill_(0xFF)  # torch lets `fill_` through where every element is the same one
-        self.tier.give_back(self._counted, self.full)
-        self.full, self.views = self._placeholder.view(self.dtype)[:1], self._shapes
+        full, self.full, self.views = self.full, self._placeholder.view(self.dtype)[:1], self._shapes
+        self.tier.give_back(self._counted, full)  # last: whoever has it next must not share it with these
 
     # --- replaced by the user ---------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ import norms
 from zeroshard import Error, Precision, device, fp8
 from zeroshard.device import CHUNK
 from zeroshard.digests import fingerprint
+from zeroshard.engine.edits import Edits
 from zeroshard.numerics import (
     BlockMap,
     add_to_bins,
@@ -450,6 +451,7 @@ def test_same_bits_from_any_offset(dtype):
 def threads(monkeypatch):
     """Set torch's number of threads, which chunks of a CPU's tensors grow with."""
     monkeypatch.setattr(device, "CHUNK", 1 << 13)
+    monkeypatch.setattr(device, "_ALONE", 1 << 10)
     yield torch.set_num_threads
     torch.set_num_threads(1)
 
@@ -493,6 +495,37 @@ def test_any_number_of_threads_compares_every_word(threads, count, numel):
         other = a.clone()
         other[at] ^= 1 << 62
         assert not device.equal(a, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_all_threads_compare_weights_with_masters(threads, monkeypatch, dtype):
+    """Also of 16 bits, of which a chunk is a quarter as many words."""
+    threads(2)
+    masters = random(2 * device.chunk(torch.zeros(1)), 7)
+    weights = masters.to(dtype)
+    monkeypatch.setattr(torch, "equal", lambda a, b: 1 / 0)  # one thread
+    assert not reseed_(masters, weights)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("known", [True, False])
+def test_any_number_of_threads_misses_no_edit(threads, count, known):
+    """With a digest of the parameters as they were, or without one."""
+    threads(count)
+    numel = 40 * 1024 + 3
+    for at in (0, numel // 2, numel - 1):
+        master = random(numel, 7)
+        params = master.bfloat16()
+        edits = Edits()
+        if known:
+            edits.agree(params)
+        for edited in (False, True):
+            if edited:
+                params.view(torch.int16)[at] ^= 1
+            before = master.clone()
+            assert edits.follow(master, params, lambda values, like: values, asked=True) == edited
+            assert same_bits(master.bfloat16(), params)
+            assert [*(master != before).nonzero().flatten()] == [at] * edited
 
 
 def test_scratch_of_a_cpu_with_many_threads_is_no_more_than_a_devices(monkeypatch):

@@ -23,6 +23,7 @@ from torch import Tensor
 log = logging.getLogger("zeroshard")
 CHUNK = 1 << 18  # elements for each thread of the CPU at a time: 1 MiB of scratch stays in its cache, and calls are few
 _AT_ONCE = 1 << 24  # and on a device, where a launch costs more than memory: 64 MiB of scratch, no more for any bucket
+_ALONE = 1 << 16  # words of 64 bits that one thread compares as fast as two
 
 asked: Counter[str] = Counter()  # by module and function, how often the host has waited for a device's numbers
 
@@ -201,12 +202,13 @@ def equal(a: Tensor, b: Tensor) -> bool:
         _count(sys._getframe(1))
     elif (
         torch.get_num_threads() > 1
+        and a.numel() > _ALONE
         and a.dtype == b.dtype == torch.int64
         and a.dim() == 1
         and a.shape == b.shape
         and b.is_cpu
-        and a.numel() > (step := chunk(a) // 4)
     ):
+        step = chunk(a) // 4
         return not any(torch.count_nonzero(x ^ y) for x, y in zip(a.split(step), b.split(step), strict=True))
     return torch.equal(a, b)
 

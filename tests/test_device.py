@@ -36,7 +36,7 @@ from zeroshard.events import Ledger
 from zeroshard.layout import Layout, Spec, partition
 from zeroshard.ranks import groups
 from zeroshard.ranks.agreement import Group, Progress
-from zeroshard.ranks.at_once import at_once, prepare
+from zeroshard.ranks.at_once import AtOnce, prepare
 from zeroshard.ranks.groups import backend_for
 from zeroshard.ranks.link import SLICE, Link
 from zeroshard.ranks.transport import Team
@@ -318,7 +318,7 @@ def at_a_programs_end():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(threading.Thread, "start", lambda self: 1 / 0)
         together, through = threading.Barrier(2), []
-        at_once([lambda: through.append(together.wait(10))] * 2)
+        AtOnce(dict.fromkeys(range(2), lambda: through.append(together.wait(10)))).wait(60)
     return sorted(through)
 
 
@@ -338,14 +338,35 @@ def test_an_interrupt_or_an_exception_leaves_no_call_out(caplog):
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.05)
         with pytest.raises(KeyboardInterrupt):
-            at_once([slow, slow])
+            AtOnce({1: slow, 2: slow}).wait(60)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert through == ["through"] * 2
-    assert at_once([lambda: 1 / 0, slow]) and "ZeroDivisionError" in caplog.text
-    assert not at_once([slow, slow], 0.1)
-    assert at_once([slow, slow])  # both threads are still there
+    failed = AtOnce({1: lambda: 1 / 0, 2: slow})
+    failed.wait(60)
+    assert not failed.late and "ZeroDivisionError" in caplog.text
+    slowly = AtOnce({1: slow, 2: slow})
+    slowly.wait(0.1)
+    assert slowly.late == [1, 2]
+    slowly.wait(60)  # both threads are still there
+    assert not slowly.late
+
+
+def test_two_that_make_the_same_call_wait_for_one():
+    """Else the second one's would take threads that the first one's other calls need."""
+    prepare(2)
+    waits, made = threading.Event(), []
+
+    def call():
+        made.append(waits.wait(10))
+
+    first = AtOnce({1: call})
+    second = AtOnce({1: call, 2: waits.set})
+    for each in (first, second):
+        each.wait(10)
+        assert not each.late
+    assert made == [True]
 
 
 def test_aborts_at_a_programs_end_start_no_thread():

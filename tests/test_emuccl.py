@@ -14,7 +14,7 @@ import emulated
 import ranks
 import reference
 from test_emulated import DTYPES, STAGES, plain, sharded
-from zeroshard.ranks.at_once import at_once, prepare
+from zeroshard.ranks.at_once import AtOnce, prepare
 
 
 def each_verb(device):
@@ -226,7 +226,7 @@ def aborted_with_another(at_the_same_time):
         dist.all_reduce(tensor, group=group, async_op=True)
     prepare(2)
     if at_the_same_time:
-        at_once([group.abort for group in groups])
+        AtOnce({id(group): group.abort for group in groups}).wait(60)
     else:
         groups[0].abort()  # waits for the other one's kernel
     torch.emu.synchronize()

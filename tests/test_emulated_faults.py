@@ -6,11 +6,14 @@ import atexit
 import gc
 import os
 import random
+import signal
 import sys
+import threading
 import time
 import weakref
 from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -301,6 +304,29 @@ def test_a_collective_of_the_programs_own_keeps_nobody_from_naming_a_lost_rank(m
     assert gone.type == "Died"
 
 
+def interrupted_while_it_aborts():
+    """The program's own collective keeps the device busy: Ctrl-C comes while this rank's aborts wait for that."""
+    groups.ABORTING = 1.0
+    model, optimizer, zero = sharded(3)
+    step(model, optimizer, 0)
+    total = torch.ones(1, device="emu")
+    dist.all_reduce(total)  # connects the ranks
+    torch.emu.synchronize()
+    if ranks.rank() == 0:
+        dist.all_reduce(total, async_op=True)
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(KeyboardInterrupt):
+            zero._engine.group._groups.abort()
+        torch.emu.synchronize()
+    dist.broadcast(torch.zeros(1), 0)  # by gloo
+
+
+def test_an_interrupt_of_aborts_leaves_nothing_on_the_device():
+    """Not even the collectives that are aborted only after a while."""
+    emulated.run(2, interrupted_while_it_aborts, patience=5.0)
+
+
 class Tripped(Exception):
     pass
 
@@ -374,6 +400,42 @@ def test_no_exit_flushes_what_a_lost_rank_leaves(how, tmp_path):
     found = emulated.run(2, left, how, str(tmp_path / "store"), group=None, patience=8.0, expect_errors=True)
     assert found[0] == 0, getattr(found[0], "traceback", found[0])
     assert found[1] == 0 if how.startswith("raises") else found[1].type == "Died", found[1]
+
+
+def left_beside_the_programs_own(store):
+    """An exception ends both, while the device of one waits in three groups of the program's own. Behind a program's last
+    line Python 3.12 starts no threads."""
+    groups.ABORTING = 1.0
+    at_end = started(store)
+    dist.init_process_group("cpu:gloo,emu:emuccl", timeout=timedelta(seconds=20))
+    own = [dist.group.WORLD, *(dist.new_group(backend="emuccl") for _ in range(2))]
+    model, optimizer, _ = sharded(3, comm=Comm(timeout=20))
+    step(model, optimizer, 0)
+    sums = [torch.ones(1, device="emu") for _ in own]
+    for total, group in zip(sums, own, strict=True):
+        dist.all_reduce(total, group=group)
+    torch.emu.synchronize()
+    if ranks.rank() == 0:
+        for total, group in zip(sums, own, strict=True):
+            dist.all_reduce(total, group=group, async_op=True)
+    dist.broadcast(torch.zeros(1), 0)  # by gloo
+
+    def start(thread):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    threading.Thread.start = start
+    sys.last_value = Tripped()
+    for call in reversed(at_end):
+        call()
+    torch.emu.synchronize()
+    return "through"
+
+
+def test_an_exit_by_an_exception_ends_the_programs_own_collectives_too(tmp_path):
+    """A thread for each of them was started before."""
+    arguments = str(tmp_path / "store")
+    found = emulated.run(2, left_beside_the_programs_own, arguments, group=None, patience=15.0)
+    assert found == ["through"] * 2
 
 
 def stays(store):
@@ -458,6 +520,44 @@ class Strikes:
         self.level = level.__code__
 
 
+def beside_another_model():
+    """A rank is taken out of a forward, when the other one's device has come to what another model gathers."""
+    groups.ABORTING = 1.0
+    strikes, errors = Strikes(), []
+    model, optimizer, zero = sharded(3)
+    other, stepper, kept = sharded(3, comm=Comm(timeout=20))
+    for each in ((model, optimizer), (other, stepper)):
+        step(*each, 0)
+    total = torch.ones(1, device="emu")
+    torch.emu.synchronize()
+    if ranks.rank() == 0:
+        dist.all_reduce(total, group=kept._engine.group._groups.gathers.group, async_op=True)
+    strikes.seen, strikes.at = 0, 3 * ranks.rank()
+    while True:
+        try:
+            optimizer.zero_grad()
+            value = loss(model, batch(1, ranks.rank()))
+            value.item()
+            value.backward()
+            optimizer.step()
+            break
+        except (KeyboardInterrupt, PeerError) as error:
+            errors.append(type(error).__name__)
+    assert_plain(model, zero)
+    with pytest.raises(PeerError) as caught:
+        stepper.step()
+    return errors, str(caught.value)
+
+
+@pytest.mark.row(89)
+def test_a_model_whose_collectives_end_with_anothers_is_lost_on_all_ranks():
+    """What it gathers may be anything then: it steps and saves no more."""
+    (ahead, first), (struck, second) = emulated.run(2, beside_another_model, patience=8.0)
+    assert (ahead, struck) == (["PeerError"], ["KeyboardInterrupt"])
+    for told in (first, second):
+        assert "rank 0 aborted them with those of other groups on its device" in told, told
+
+
 class Again:
     """Ctrl-C at one line of the levelling that follows, of these files."""
 
@@ -538,7 +638,13 @@ def without_an_abort(kept=False):
 
 def aborting_one_after_the_other():
     """A rank is taken out of a forward, and each group is aborted when the one before is."""
-    groups.at_once = lambda calls, limit: [call() for call in reversed(calls)]
+
+    def in_turn(calls):
+        for call in reversed(calls.values()):
+            call()
+        return SimpleNamespace(wait=lambda limit: None, late=[])
+
+    groups.AtOnce = in_turn
     return without_an_abort(kept=True)
 
 

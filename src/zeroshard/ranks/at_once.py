@@ -8,51 +8,74 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 
 log = logging.getLogger("zeroshard")
 _process = 0  # that has the threads: a fork has none
 _threads = 0
-_calls: queue.SimpleQueue[tuple[Callable[[], None], threading.Event]]
+_calls: queue.SimpleQueue[tuple[int, Callable[[], None], threading.Event]]
 
 
 def prepare(count: int) -> None:
-    """Start threads for so many calls more: each user's calls may wait for another's."""
+    """Start threads until so many calls can be made at once."""
     global _process, _threads, _calls
     if _process != os.getpid():
         _process, _threads, _calls = os.getpid(), 0, queue.SimpleQueue()
-    for _ in range(count):
+    while _threads < count:
         threading.Thread(target=_serve, args=(_calls,), name="at once", daemon=True).start()
         _threads += 1
 
 
-def at_once(calls: Sequence[Callable[[], None]], limit: float = 60.0) -> bool:
-    """Make calls at once, and wait until all have returned; they must raise nothing.
+class AtOnce:
+    """Calls that are made at once. They must raise nothing.
 
-    Returns False if one has not returned after `limit` seconds; it goes on. An interrupt is raised once all have.
+    A call under way of the same key is joined, and not made twice: so two that make the same calls take no thread from
+    each other.
     """
-    if _process != os.getpid():
-        raise RuntimeError("the threads for calls at once are those of the process that forked this one")
-    done = [threading.Event() for _ in calls]
-    deque(map(_calls.put, zip(calls, done, strict=True)), maxlen=0)  # one call of C: an interrupt leaves none out
-    deadline, interrupt = time.monotonic() + limit, None
-    while (late := [each for each in done if not each.is_set()]) and time.monotonic() < deadline:
-        try:
-            late[0].wait(0.05)
-        except BaseException as error:
-            interrupt = error
-    if interrupt is not None:
-        raise interrupt
-    return not late
+
+    def __init__(self, calls: Mapping[int, Callable[[], None]]) -> None:
+        if _process != os.getpid():
+            raise RuntimeError("the threads for calls at once are those of the process that forked this one")
+        self._done = {key: threading.Event() for key in calls}
+        # One call of C: an interrupt leaves none out.
+        deque(map(_calls.put, zip(calls, calls.values(), self._done.values(), strict=True)), maxlen=0)
+
+    @property
+    def late(self) -> list[int]:
+        """The keys of calls that have not returned."""
+        return [key for key, done in self._done.items() if not done.is_set()]
+
+    def wait(self, limit: float) -> None:
+        """Wait until all have returned, `limit` seconds at most. An interrupt is raised only then."""
+        deadline, interrupt = time.monotonic() + limit, None
+        while True:
+            try:
+                while (late := self.late) and time.monotonic() < deadline:
+                    self._done[late[0]].wait(0.05)
+                break
+            except BaseException as error:
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
 
 
-def _serve(calls: queue.SimpleQueue[tuple[Callable[[], None], threading.Event]]) -> None:
+_under_way: dict[int, list[threading.Event]] = {}  # by key, what is set when the call has returned
+_lock = threading.Lock()  # of these, which the threads below alone take: no signal comes there
+
+
+def _serve(calls: queue.SimpleQueue[tuple[int, Callable[[], None], threading.Event]]) -> None:
     while True:
-        call, done = calls.get()
-        try:
-            call()
-        except Exception:
-            log.exception("zeroshard: a call that must raise nothing has raised")
-        finally:
-            done.set()
-            del call, done  # an idle thread keeps nothing alive
+        key, call, done = calls.get()
+        with _lock:
+            joined = key in _under_way
+            _under_way.setdefault(key, []).append(done)
+        if not joined:
+            try:
+                call()
+            except Exception:
+                log.exception("zeroshard: a call that must raise nothing has raised")
+            with _lock:
+                ended = _under_way.pop(key)
+            for each in ended:
+                each.set()
+        del call, done  # an idle thread keeps nothing alive

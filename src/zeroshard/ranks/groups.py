@@ -30,7 +30,7 @@ from ..device import asynchronous, current, finish
 from ..errors import Error, PeerError, UserError
 from ..stage import Seat
 from .agreement import lines
-from .at_once import at_once, prepare
+from .at_once import AtOnce, prepare
 from .calls import Call
 from .comm import Comm, Transport
 from .ending import BY_ITSELF, Ending
@@ -74,10 +74,9 @@ def start(settings: Comm, device: torch.device) -> None:
                 with contextlib.suppress(RuntimeError, OSError):  # a peer is gone already; its own error says more
                     _leave_together()
             gone = [groups for made in _made.values() for groups in made.values() if groups.aborted]
-            if gone:
-                _end_queues(gone[0].device)  # what is queued for a rank that is gone never ends
+            if gone and _end_queues():  # what is queued for a rank that is gone never ends
                 dist.distributed_c10d._abort_process_group()
-            else:
+            elif not gone:
                 dist.destroy_process_group()
 
     atexit.register(finish)
@@ -318,16 +317,29 @@ def _end_one(group: Any) -> None:
         group.abort()
 
 
-def _end_queues(device: torch.device) -> None:
-    """End what is under way in a device's queue, the program's own collectives included."""
-    ends = []
+def _in_queues() -> dict[int, Callable[[], None]]:
+    """Return what ends each process group in a device's queue, the program's own included."""
+    ends: dict[int, Callable[[], None]] = {}
     for group in tuple(dist.distributed_c10d._world.pg_map):
         told = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
-        if told.get(device.type, "gloo") != "gloo":
-            ends.append(partial(_end_one, group if len(told) == 1 else group._get_backend(device)))
-    with contextlib.suppress(RuntimeError):  # at a program's end Python starts no threads: then some abort in turn
+        for kind in [kind for kind, backend in told.items() if kind != "cpu" and backend != "gloo"]:
+            ends[id(group)] = partial(_end_one, group if len(told) == 1 else group._get_backend(torch.device(kind)))
+    return ends
+
+
+def _end_queues() -> bool:
+    """End what is under way in devices' queues, the program's own collectives included. Returns False if some hang."""
+    ends = _in_queues()
+    with contextlib.suppress(RuntimeError):  # a program at its end starts no threads, and has those of its last shard()
         prepare(len(ends))
-    at_once(ends, ABORTING)
+    aborts = AtOnce(ends)
+    try:
+        aborts.wait(ABORTING)
+    finally:
+        if aborts.late:
+            found = [name for group, name in dist.distributed_c10d._world.pg_names.items() if id(group) in aborts.late]
+            log.error("zeroshard: %g s after their aborts these process groups still hang: %s", ABORTING, found)
+    return not aborts.late
 
 
 class Groups:
@@ -358,12 +370,10 @@ class Groups:
         # Of the streams, those of a device's queue.
         self.queues = [at for at, each in enumerate(wanted) if self.queued and each.use not in CONTROL]
         self._parent = weakref.ref(parent)
-        self.process = os.getpid()
-        self.seat = sits
+        self.process, self.seat, self._engines = os.getpid(), sits, 0
         self._for_saves = {**options, "timeout": max(LONGEST, options.get("timeout", LONGEST))}
         self._apart: dict[bool, Attended] = {}
         self.streams: list[Stream] = []
-        self._engines = 0
         self.engines: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by number, its `Group`
         # Models at a levelling, held to its end: all ranks then know of the same ones whether they live.
         self.alive: dict[int, tuple[Any, Any]] = {}
@@ -372,7 +382,7 @@ class Groups:
         self.spreads = False  # must owners' updates still be sent anew, after one?
         self._ending: Ending | None = None  # of the last one that this rank was called to
         self._summoned: dict[int, float] = {}  # when it first was, by levelling
-        self._lock, self._aborting = threading.Lock(), threading.Lock()
+        self._lock = threading.Lock()
         self.limit = (limit or LONGEST).total_seconds()
         self.speaker: Callable[[], Speaker | None] | None = None  # the engine that waited last
         self.loss: str | None = None  # why a collective did not complete
@@ -384,6 +394,8 @@ class Groups:
         alike += f" and {along.parts} teams of {along.size} along an axis" if along else ""
         alike += "" if transport == "gloo" else f" and transport={transport!r}"
         needed = sum(each.sockets for each in wanted) + sits.size * (transport != "gloo")
+        if self.queued:
+            prepare(len(_in_queues()) + len(self.queues))
         try:
             self.watch = self._come_together(parent, alike, needed, self.limit, lambda: (about() or _nothing)())
             self.watch.alarmed = lambda: (abort() or _nothing)()
@@ -404,7 +416,6 @@ class Groups:
             self.streams.append(Stream(group, each.members, queued=at in self.queues, places=places))
         self._name(self._wanted)
         if self.queued:
-            prepare(len(self.queues))
             self._connecting = torch.zeros(2 * CONNECTING, dtype=torch.uint8, device=self.device)
             attend(self.watch, lambda: self._connect([made[at] for at in self.queues]))
 
@@ -541,14 +552,27 @@ class Groups:
         which NCCL's group calls do not reach. If the device waits for a collective of the program's own, or of other
         models, that one is ended as well: no rank could go on otherwise.
         """
-        with self._aborting:  # two that abort in turns would each wait for the other's communicators
-            if at_once([partial(_end_one, stream.group) for stream in self.streams if stream.queued], ABORTING):
-                return
-            log.warning(
-                "zeroshard: rank %s has aborted its collectives, and after %g s its device still waits for others: all "
-                "process groups of this device are aborted, the program's own too", self.watch.rank, ABORTING,
-            )  # fmt: skip
-            _end_queues(self.device)
+        aborts = AtOnce({id(each.group): partial(_end_one, each.group) for each in self.streams if each.queued})
+        try:
+            aborts.wait(ABORTING)
+        finally:
+            if aborts.late:
+                log.warning(
+                    "zeroshard: rank %s has aborted its collectives, and after %g s its device still waits for others: "
+                    "all process groups in devices' queues are aborted, the program's own too",
+                    self.watch.rank, ABORTING,
+                )  # fmt: skip
+                for other in [other for made in _made.values() for other in made.values() if other is not self]:
+                    other.cut_off()
+                _end_queues()
+
+    def cut_off(self) -> None:
+        """Tell all ranks that collectives of these groups end with those of others: what they bring may be anything."""
+        if self.queues and self.loss is None:
+            mine = {self.watch.rank: "aborted them with those of other groups on its device"}
+            lost = self.watch.blame() or mine
+            self.loss, self.aborted = "; ".join(f"rank {rank} {what}" for rank, what in sorted(lost.items())), True
+            self.watch.tell(lost)
 
     # --- a levelling ------------------------------------------------------------------------------------------------
 
@@ -629,4 +653,6 @@ def groups_of(
     made, key = _made.setdefault(parent, {}), (device, timeout, sits, along, transport)
     if key not in made or made[key].loss is not None:
         made[key] = Groups(parent, device, timeout, sits, along, transport)
+    elif made[key].queued:
+        prepare(len(_in_queues()))  # the program may have made more
     return made[key]

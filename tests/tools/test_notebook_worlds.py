@@ -1,9 +1,11 @@
 """`zeroshard.world`: many ranks in one process, for notebooks and debuggers; and what only processes can do, refused."""
 
+import gc
 import os
 import subprocess
 import sys
 import threading
+import weakref
 
 import pytest
 import torch
@@ -260,6 +262,34 @@ def test_numbers_that_are_none_are_refused(call, says):
     with pytest.raises(UserError) as found:
         call()
     assert says in str(found.value)
+
+
+def test_two_runs_at_once_are_refused():
+    with zeroshard.world(1) as world:
+        told = []
+
+        def other():
+            try:
+                zeroshard.world(1).run(place)
+            except StateError as error:
+                told.append(str(error))
+
+        def waits():
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+
+        world.run(waits)
+    assert told == ["another world runs in this process: one zeroshard.world runs at a time"]
+
+
+def test_what_ranks_return_is_the_programs_alone():
+    with zeroshard.world(2) as world:
+        models = world.run(made)
+        kept = [weakref.ref(zero) for _, _, zero in models]
+    del models
+    gc.collect()
+    assert [each() for each in kept] == [None, None]
 
 
 PROGRAM = """

@@ -261,10 +261,12 @@ class Schedule:
             raise Unwind
 
     def _give(self, task: Task) -> None:
-        if task.rank is not self.holder and self.holder is not None:
-            self.holder.registers.save()
-            task.rank.registers.load()
-        self.holder, self.current = task.rank, task
+        if self.holder is not None:  # else the run is over, and a thread that is left ends
+            if task.rank is not self.holder:
+                self.holder.registers.save()
+                task.rank.registers.load()
+            self.holder = task.rank
+        self.current = task
         self.hand_overs += 1
         why = f", which {task.waits.why}" if task.waits else ""
         self.draws.note(f"{self.clock:.4f} s: {task.name} goes on{why}")

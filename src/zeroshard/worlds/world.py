@@ -7,6 +7,7 @@ import ctypes
 import gc
 import math
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -23,6 +24,7 @@ from .rank import Rank, Registers
 from .schedule import Schedule, Task, Unwind, here
 
 BUSY = 20  # times as long as what the processor is needed for a run may take where others need it too
+_running = threading.Lock()  # the process has one environment and one set of random numbers
 LEFT = 5.0  # seconds that threads have to end once a run is over
 
 
@@ -93,7 +95,10 @@ class World:
             raise StateError(
                 f"world.run() after the world ended ({self.ended}): make another one by zeroshard.world(...)"
             )
-        with by_rank():
+        if not _running.acquire(blocking=False):
+            raise StateError("another world runs in this process: one zeroshard.world runs at a time")
+        with contextlib.ExitStack() as after, by_rank():
+            after.callback(_running.release)
             try:
                 tasks = self.perform(lambda rank: function(*args, **named))
             except BaseException as error:
@@ -102,13 +107,18 @@ class World:
         raised = self.schedule.raised
         if raised or any(isinstance(task.error, Unwind) for task in tasks):
             self._fail(raised, tasks)
-        return [task.value for task in tasks]
+        values = [task.value for task in tasks]
+        for task in tasks:
+            task.value = None  # the program's, and not kept here
+        return values
 
     def close(self, why: str = "closed") -> None:
         """End the ranks: their process groups go, and this world runs nothing any more."""
         self.ended = self.ended or why
         self.flights.clear()
         self.ranks = []
+        for task in self.schedule.tasks:
+            task.value = None
         for parent in [each for each in groups._made if isinstance(each, Group) and each.world is self]:
             del groups._made[parent]  # which a process keeps until its end
         if self.schedule.draws.seed is not None:
@@ -191,6 +201,7 @@ class World:
         finally:
             if self.schedule.holder is not None:
                 self.schedule.holder.registers.save()
+                self.schedule.holder = None
             outside.load()
             sys.excepthook = hook
             self._untold, self._holding = Saving._untold[:], dict(transport._holding)

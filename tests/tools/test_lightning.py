@@ -316,7 +316,7 @@ def test_the_example_is_short_and_runs(tmp_path):
 
 JOB = """
 import sys
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {tests!r}
 import torch
 from test_lightning import Module
 
@@ -328,7 +328,7 @@ def job():
 
 def test_verify_takes_a_lightning_module(tmp_path):
     """Its own step, optimizer and loader, at every stage: equal bits, dropout too."""
-    (tmp_path / "train.py").write_text(JOB.format(tests=str(Path(__file__).parents[1])))
+    (tmp_path / "train.py").write_text(JOB.format(tests=[str(each) for each in Path(__file__).parents[:2]]))
     words = ["verify", f"{tmp_path}/train.py:job", "--ranks", 2, "--stage", "0,3", "--bucket-mib", 24, "--steps", 2]
     done = ranks.command(*words, "--json", timeout=LIMIT)
     told = json.loads(done.stdout.splitlines()[-1])

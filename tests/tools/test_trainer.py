@@ -295,7 +295,7 @@ def test_the_example_is_short_and_runs(tmp_path):
 
 JOB = """
 import sys
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {tests!r}
 from test_trainer import trainer
 
 def job():
@@ -306,7 +306,9 @@ def job():
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_verify_takes_a_trainer(precision, tmp_path):
     """Its own model, groups, loss and collation, at every stage: equal bits."""
-    (tmp_path / "train.py").write_text(JOB.format(tests=str(Path(__file__).parents[1]), folder=str(tmp_path)))
+    (tmp_path / "train.py").write_text(
+        JOB.format(tests=[str(each) for each in Path(__file__).parents[:2]], folder=str(tmp_path))
+    )
     words = ["verify", f"{tmp_path}/train.py:job", "--ranks", 2, "--stage", "0,3", "--bucket-mib", 24, "--steps", 2]
     done = ranks.command(*words, "--precision", precision, "--json", timeout=LIMIT)
     told = json.loads(done.stdout.splitlines()[-1])

@@ -315,7 +315,7 @@ ACCELERATE: Mapping[str, Key] = {
         f"parallelism_config.parallelism_config_sp_{name}": ignored("sequences are not split here")
         for name in ("backend", "seq_length", "seq_length_is_variable", "attn_implementation")
     },
-    "fsdp_config.fsdp_version": ignored("1 and 2 are read alike"),
+    "fsdp_config.fsdp_version": ignored("1 and 2 are read in the same way"),
     "fsdp_config.fsdp_sharding_strategy": fact(
         "strategy", _strategy, "FULL_SHARD: `stage=3`; SHARD_GRAD_OP: `stage=3` and `Comm(release_after_forward=False)`; NO_SHARD: `stage=0`; "
         "HYBRID_SHARD, HYBRID_SHARD_ZERO2: as the first two, with `Comm(replicas=machines)`", auto=False,

@@ -1,0 +1,179 @@
+"""The table of settings: for each what there is to choose from, and what a user writes for it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zeroshard import Comm, Layout, Offload, Precision
+from zeroshard.engine.refused import refuse, settings
+from zeroshard.errors import UserError
+
+from . import pairwise
+
+POLICIES = {"comm": Comm, "layout": Layout, "offload": Offload, "precision": Precision}
+BF16 = {"param_dtype": torch.bfloat16}
+FILES = {"parameters": "nvme", "gradients": "nvme", "optimizer": "nvme"}
+PARTS = {"parameters": 0.4, "gradients": {"nvme": 0.5, "cpu": 0.3}, "optimizer": {"nvme": 0.6}}
+SMALL = {"bucket_mib": 0.005}
+
+# Setting -> choice -> arguments of `shard`, those of a policy by its name. The first choice goes with all others.
+SETTINGS: dict[str, dict[Any, dict[str, Any]]] = {
+    "ranks": {2: {}, 1: {}, 3: {}, 4: {}},
+    "stage": {at: {"stage": at} for at in (2, 0, 1, 3)},
+    "format": {  # of parameters
+        "fp32": {},
+        "bf16": {"precision": BF16},
+        "halves": {"precision": {**BF16, "split_master": True}},
+        "8bits": {"precision": {"fp8": True}},
+        "8bits-of-bf16": {"precision": {**BF16, "fp8": True}},
+        "8bits-in-tiles": {"precision": {"fp8": True, "scaling": "1x128"}},
+    },
+    "sent": {"whole": {}, "int8": {"comm": {"reduce": "int8"}}},
+    "copies": {
+        "one": {},
+        "replicas": {"comm": {"replicas": 2}},
+        "spread": {"comm": {"replicas": 2, "optimizer": "all"}},
+    },
+    "rests": {
+        "device": {},
+        "host": {"offload": dict.fromkeys(FILES, "cpu")},
+        "states-in-host": {"offload": {"optimizer": "cpu"}},
+        "files": {"offload": FILES},
+        "states-in-files": {"offload": {"optimizer": "nvme"}},
+        "parts": {"offload": PARTS},
+        "one-copy": {"offload": {"parameters": "shared"}},
+    },
+    "transport": {"messages": {}, "memory": {"comm": {"transport": "shared"}}},
+    "cut": {
+        "small": {"layout": SMALL},
+        "units": {},
+        "one-unit": {"layout": {"units": ()}},
+        "one-vector": {"layout": {**SMALL, "bounds": "model"}},
+        "no-tensor": {"layout": {**SMALL, "bounds": "tensor"}},
+        "no-matrix": {"layout": {**SMALL, "whole": ["*.weight"]}},
+    },
+    "gathers": {
+        "one-ahead": {},
+        "three-ahead": {"comm": {"prefetch": 3}},
+        "in-step": {"comm": {"overlap": False}},
+        "kept": {"comm": {"release_after_forward": False}},
+    },
+    "micro": {1: {}, 2: {}},  # micro-batches of a rank in a step
+    "steps": {"after": {}, "in-backward": {"optimizer_in_backward": True}},
+    "recomputes": {"nothing": {}, "blocks": {}, "blocks-reentrant": {}, "units": {"layout": {"recompute": True}}},
+    "kernel": {"loop": {}, "foreach": {}, "fused": {}},  # of AdamW
+    "model": {"gpt": {}, "tied": {}, "frozen": {}},
+}
+MODELS: dict[str, dict[str, Any]] = {"gpt": {}, "tied": {"tied": True}, "frozen": {"frozen": ("embed", "blocks.0")}}
+CHECKPOINTS = {"blocks": "nonreentrant", "blocks-reentrant": "reentrant"}
+LINEAR = ("qkv.weight", "proj.weight", "mlp.0.weight", "mlp.2.weight", "head.weight")  # what may rest in 8 bits
+
+
+@dataclass(frozen=True)
+class Case:
+    """A choice of each setting."""
+
+    ranks: int
+    stage: int
+    format: str
+    sent: str
+    copies: str
+    rests: str
+    transport: str
+    cut: str
+    gathers: str
+    micro: int
+    steps: str
+    recomputes: str
+    kernel: str
+    model: str
+
+    def __str__(self) -> str:
+        """What differs from each setting's first choice, so that a failure is read in one line."""
+        chosen = [f"{self.ranks}ranks", f"stage{self.stage}"]
+        for name, choices in list(SETTINGS.items())[2:]:
+            if (choice := getattr(self, name)) != next(iter(choices)):
+                chosen.append(f"{choice}micro" if name == "micro" else choice)
+        return "-".join(chosen)
+
+    @functools.cached_property
+    def arguments(self) -> dict[str, dict[str, Any]]:
+        """Arguments of `shard`, a policy's still by name."""
+        found: dict[str, Any] = {}
+        for name, choices in SETTINGS.items():
+            for key, value in choices[getattr(self, name)].items():
+                found[key] = found.get(key, {}) | value if key in POLICIES else value
+        return found
+
+    def settings(self, folder: Any = "/tmp") -> dict[str, Any]:
+        """Arguments of `shard` and `simulate`; files go to `folder`."""
+        made = dict(self.arguments)
+        on_disk = {"path": str(folder)} if "nvme" in str(made.get("offload")) else {}
+        made["offload"] = made.get("offload", {}) | on_disk
+        made["comm"] = {"timeout": 60} | made.get("comm", {})
+        return made | {name: _policy(name, repr(made.get(name, {}))) for name in POLICIES}
+
+    @property
+    def early(self) -> bool:
+        """Does the optimizer step in backward?"""
+        return self.steps == "in-backward"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of the model."""
+        return {"hidden": 12, "layers": 2, "checkpoint": CHECKPOINTS.get(self.recomputes)} | MODELS[self.model]
+
+
+@functools.cache
+def _policy(name: str, arguments: str) -> Any:
+    """Make a policy once: to draw the cases asks for thousands of them."""
+    return POLICIES[name](**eval(arguments, {"torch": torch}))
+
+
+def legal(case: Case) -> bool:
+    """Do these settings go together, by `engine/refused.py` and by what is said beside it?"""
+    if case.copies != "one" and case.ranks % 2:
+        return False  # replicas divide the ranks
+    if case.early and case.micro > 1:
+        return False  # nothing is added up
+    if case.format == "halves" and case.stage == 3 and case.rests in ("device", "parts"):
+        return False  # masters alone rest: there is nothing beside them to split them from
+    if "8bits" in case.format and case.rests == "one-copy":
+        return False  # bytes rest on each rank
+    if case.recomputes == "units" and case.cut == "one-unit":
+        return False  # all but the root
+    try:
+        made = case.settings()
+        comm = made["comm"].sharing(once=made["offload"].once)
+        policies = (made["precision"], made["layout"], comm, made["offload"])
+        replicas = comm.replicas or 1
+        refuse(settings(case.stage, *policies, replicas=replicas, in_backward=case.early))
+    except UserError:
+        return False
+    return True
+
+
+@functools.cache
+def drawn(seed: int) -> tuple[list[Case], list[dict[str, Any]]]:
+    """Cases, and pairs of choices that do not go together."""
+    names, choices = [*SETTINGS], [[*each] for each in SETTINGS.values()]
+
+    def case_of(case: pairwise.Case) -> Case:
+        return Case(*(choices[at][choice] for at, choice in enumerate(case)))
+
+    cases, impossible = pairwise.draw([len(each) for each in choices], lambda case: legal(case_of(case)), seed)
+    return [*map(case_of, cases)], [
+        {names[at]: choices[at][choice] for at, choice in sorted(pair)} for pair in impossible
+    ]
+
+
+def linear(name: str) -> bool:
+    return name.endswith(LINEAR)
+
+
+__all__ = ["SETTINGS", "Case", "Mapping", "drawn", "legal", "linear"]

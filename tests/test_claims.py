@@ -1,0 +1,128 @@
+"""Each claim on every case of a pairwise array of settings: see `claims`."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+import ranks
+import reference
+from claims import features, plain, scenario
+from zeroshard.checkpoint.manifest import Saved
+from zeroshard.planner import predict_tiers
+from zeroshard.planner.simulate import simulate
+
+NIGHTLY = (1, 2)  # seeds of the arrays of `make slow`
+CASES, APART = features.drawn(0)
+MORE = [case for seed in NIGHTLY for case in features.drawn(seed)[0]]
+every = pytest.mark.parametrize(
+    "case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in dict.fromkeys(MORE) if case not in CASES)],
+    ids=str,
+)  # fmt: skip
+pytestmark = pytest.mark.full  # beside the tests of each feature, until these need not say the same
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("claims")
+
+
+@functools.cache
+def outcome(case, folder):
+    """What each rank saw, once for all claims. It loads what the first case of its model saved."""
+    source = next(each for each in CASES if each.model == case.model)
+    if source != case:
+        outcome(source, folder)
+    return ranks.run(
+        case.ranks, scenario.run, case, folder / str(case), folder / str(source) / "saved", timeout=120
+    ), plain.numbers(source)  # fmt: skip
+
+
+@functools.cache
+def wanted(how):
+    """The same in plain PyTorch: after the first steps, after the one that is repeated, and after an edit and another."""
+    trained = plain.go_on(None, how, scenario.STEPS, 0, clips=False)
+    repeated = plain.go_on(trained, how, 1, scenario.STEPS, clips=how.clips)
+    edited = plain.edited(repeated, how, scenario.edit)
+    return trained, repeated, plain.go_on(edited, how, 1, scenario.STEPS + 1, clips=how.clips)
+
+
+@every
+def test_bits_are_those_of_plain_pytorch(case, folder):
+    """Losses of each rank and weights, `==`."""
+    trained, *_ = wanted(plain.numbers(case))
+    for rank, found in enumerate(outcome(case, folder)[0]):
+        reference.assert_same(found.trained, trained.weights)
+        assert found.losses == [loss for step in trained.losses for loss in step[rank :: case.ranks]]
+
+
+@every
+def test_a_step_that_one_rank_left_is_repeated_with_the_same_bits(case, folder):
+    """The last rank raises in backward, the others are told; then all take the step, and its norm is the definition's."""
+    _, repeated, _ = wanted(plain.numbers(case))
+    for rank, found in enumerate(outcome(case, folder)[0]):
+        assert found.errors == ([] if case.early else ["ArithmeticError" if rank == case.ranks - 1 else "PeerError"])
+        assert [found.norm] == list(repeated.norms or [0.0])
+        reference.assert_same(found.repeated, repeated.weights)
+
+
+@every
+def test_an_edit_becomes_the_masters(case, folder):
+    """Inside gathered(), of one matrix; the next step begins from it, and from all other masters as they were."""
+    *_, edited = wanted(plain.numbers(case))
+    for found in outcome(case, folder)[0]:
+        reference.assert_same(found.edited, edited.weights)
+
+
+@every
+def test_a_checkpoint_holds_the_masters_and_moments_of_plain_pytorch(case, folder):
+    """Of every element, whoever wrote it: in fp32, whatever rests or is computed with."""
+    outcome(case, folder)
+    trained, *_ = wanted(plain.numbers(case))
+    with Saved.open(folder / str(case) / "saved") as saved:
+        found = {key: saved.interval(key, 0, parts[-1].stop) for key, parts in saved.cut.items()}
+    reference.assert_same(
+        {f"{state} of {name}": tensor.float() for (name, state), tensor in found.items()}, plain.content(trained)
+    )
+
+
+@every
+def test_a_checkpoint_loads_into_any_other_case(case, folder):
+    """Written by other ranks, at another stage, in other tiers, formats and cuts. Training goes on with the bits of plain
+    PyTorch, in this case's format."""
+    found, source = outcome(case, folder)
+    trained, how = wanted(source)[0], plain.numbers(case)
+    want = [plain.go_on(trained, how, steps, scenario.STEPS, clips=how.clips).weights for steps in (0, 1)]
+    for each in found:
+        for mine, theirs in zip(each.loaded, want, strict=True):
+            reference.assert_same(mine, theirs)
+
+
+@every
+def test_what_rests_in_each_tier_is_predicted_to_the_byte(case, folder):
+    for found in outcome(case, folder)[0]:
+        assert at_rest(case, found.ledger.held, found.predicted)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_simulated_rank_is_the_real_one_to_the_byte(case, folder):
+    """At rest, at each peak and by each verb."""
+    rank = len(str(case)) % case.ranks
+    found = outcome(case, folder)[0][rank].ledger
+    told = simulate(
+        lambda: scenario.job(case), ranks=case.ranks, rank=rank, accumulate=case.micro, **case.settings(folder)
+    )
+    simulated = scenario.told(told.zero, predict_tiers(told.zero))
+    assert at_rest(case, found.held, simulated.held)
+    assert (found.peaks, found.moved) == (simulated.peaks, simulated.moved)
+
+
+def at_rest(case, held, planned):
+    """Is what is held what is planned? Of sums in files a rank that updates a bucket less needs a buffer less, which
+    the plan counts: at stages 0 and 1, where shards are unequal and some buckets rest in files."""
+    if case.rests == "parts" and case.stage < 2 and case.cut in ("one-vector", "no-tensor", "no-matrix"):
+        held, planned = ({**each, "host": dict(each["host"])} for each in (held, planned))
+        assert held["host"].pop("staging") <= planned["host"].pop("staging")
+    assert held == planned
+    return True

@@ -125,7 +125,7 @@ ZERO = {
     ),
     "zero_quantized_nontrainable_weights": refused("Frozen weights are sent as they are", "Leave it out", False),
     "zero_quantized_gradients": refused(
-        "Other bits than DeepSpeed's: it rounds otherwise", "`Comm(reduce=\"int8\")` sends a byte an element, by name", False
+        "Its bits are not DeepSpeed's, which rounds otherwise", "`Comm(reduce=\"int8\")` sends a byte an element, by name", False
     ),
     "zeropp_loco_param": refused(REMOVED, "Leave it out"),
     "mics_shard_size": refused(REMOVED, "`Comm(replicas=...)`: ranks divided by this size", -1),

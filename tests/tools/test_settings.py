@@ -186,7 +186,7 @@ def test_precisions_of_deepspeeds():
         ({"zero_optimization": [3]}, "a section is a map"),
         ({"zero_optimization": {"offload_param": {"device": "gpu"}}}, "none or cpu or nvme"),
         ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "no folder is named"),
-        ({"zero_optimization": {"zero_quantized_gradients": True}}, 'it rounds otherwise.*reduce="int8"'),
+        ({"zero_optimization": {"zero_quantized_gradients": True}}, 'which rounds otherwise.*reduce="int8"'),
         ({"zero_optimization": {"zero_hpz_partition_size": 8}}, "Comm.replicas"),
         ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, "ZenFlow"),
         ({"tensor_parallel": {"autotp_size": 2}}, "Tensors are not split here.*parallelize_module"),

@@ -41,9 +41,6 @@ class _Stream:
 @contextlib.contextmanager
 def by_rank() -> Iterator[None]:
     """Name the rank before each line of standard output and standard error."""
-    plain = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = _Stream(plain[0]), _Stream(plain[1])
-    try:
+    out, error = _Stream(sys.stdout), _Stream(sys.stderr)
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
         yield
-    finally:
-        sys.stdout, sys.stderr = plain

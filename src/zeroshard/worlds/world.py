@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 from ..checkpoint.saving import Saving
@@ -24,8 +25,8 @@ from .rank import Rank, Registers
 from .schedule import Schedule, Task, Unwind, here
 
 BUSY = 20  # times as long as what the processor is needed for a run may take where others need it too
-_running = threading.Lock()  # the process has one environment and one set of random numbers
 LEFT = 5.0  # seconds that threads have to end once a run is over
+_running = threading.Lock()  # the process has one environment and one set of random numbers
 
 
 def world(ranks: int, *, seed: int | None = None) -> World:
@@ -97,13 +98,14 @@ class World:
             )
         if not _running.acquire(blocking=False):
             raise StateError("another world runs in this process: one zeroshard.world runs at a time")
-        with contextlib.ExitStack() as after, by_rank():
-            after.callback(_running.release)
-            try:
+        try:
+            with by_rank():
                 tasks = self.perform(lambda rank: function(*args, **named))
-            except BaseException as error:
-                self.close(f"{type(error).__name__} in the process that runs it")
-                raise
+        except BaseException as error:
+            self.close(f"{type(error).__name__} in the process that runs it")
+            raise
+        finally:
+            _running.release()
         raised = self.schedule.raised
         if raised or any(isinstance(task.error, Unwind) for task in tasks):
             self._fail(raised, tasks)
@@ -161,7 +163,7 @@ class World:
         schedule.begin()
         with installed(), also(schedule.draws), self._apart():
             for rank in self.ranks:
-                Task(schedule, rank, lambda rank=rank: call(rank), f"rank {rank.number}", main=True)  # type: ignore[misc]
+                Task(schedule, rank, partial(call, rank), f"rank {rank.number}", main=True)
             mains = schedule.tasks[:]
             schedule.start()
             try:

@@ -144,14 +144,10 @@ def save(
     group.same("zero.save(...)", lambda: asked(path, extra, asynchronous=asynchronous, keep=keep))
     target, apart = absolute(path), group.apart(behind=asynchronous)
     running.kinds = agreed_kinds(_together(group, target, lambda: told_kinds(running)))
-    snapshots: list[Snapshot] = []
-
-    def shown() -> dict[str, Any]:
-        snapshots.append(_snapshot(running, extra, copied=asynchronous))
-        return {"owner": owner(), "at": str(target), "ignored": ignored_digests(running)}
-
-    told = _together(group, target, shown)
-    (snapshot,) = snapshots
+    with _attempt(group, target) as attempt:
+        snapshot = _snapshot(running, extra, copied=asynchronous)
+        attempt.answer = {"owner": owner(), "at": str(target), "ignored": ignored_digests(running)}
+    told = attempt.answers
     ignored = [each["ignored"] for each in told]
     if differing := [name for name in ignored[0] | ignored[-1] if len({each.get(name) for each in ignored}) > 1]:
         raise CheckpointError(
@@ -305,7 +301,12 @@ def _write(
 
 def _together(group: Group, target: Path, act: Callable[[], Any]) -> list[Any]:
     """Call `act`, and return every rank's answer; if it failed on one, raise on all."""
+    with _attempt(group, target) as attempt:
+        attempt.answer = act()
+    return attempt.answers
 
+
+def _attempt(group: Group, target: Path) -> Together:
     def wrong(told: list[str]) -> CheckpointError:
         return CheckpointError(
             "the checkpoint was not saved; the one before it and the training are as they were",
@@ -317,9 +318,7 @@ def _together(group: Group, target: Path, act: Callable[[], Any]) -> list[Any]:
             return f"{error.strerror or error}: {error.filename or target}"
         return problem_of(error)
 
-    with Together(group, wrong, said=said) as block:
-        block.answer = act()
-    return block.answers
+    return Together(group, wrong, said=said)
 
 
 def _check_seen(group: Group, beside: Path, places: Sequence[str]) -> None:

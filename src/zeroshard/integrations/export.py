@@ -295,7 +295,7 @@ def export(running: ModelState, path: str | os.PathLike[str], **asked: Any) -> N
     try:
         with together:
             together.answer = adapters.names(running.model) if adapted and group.rank == 0 else {}
-        chosen, together.answer = together.answers[0], None
+        chosen = together.answers[0]
         with together:
             tensors = {r.name: Kind(running.shape(r), wanted.of(r.param.dtype), r.names) for r in running.managed}
             tensors |= {name: Kind(tuple(each.shape), wanted.of(each.dtype), [name]) for name, each in whole.items()}

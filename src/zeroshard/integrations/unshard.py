@@ -104,14 +104,14 @@ def _collect(running: ModelState) -> Found:
     block = _everywhere(running)
     with block:
         block.answer = told_kinds(running)
-    told, block.answer = block.answers, None
+    told = block.answers
     with block:
         running.kinds = agreed_kinds(told)
         managed = {record.name for record in running.managed}
         mine = [piece for piece in pieces(running) if piece.parameter in managed and piece.state != AVERAGE]
         numbers = [[name, own_name(state), number] for name, state, number in values(running) if name in managed]
         block.answer = [[_label(piece) for piece in mine], numbers]
-    everyone, block.answer = block.answers, None
+    everyone = block.answers
     found: Found = {}
     with block:
         for record in running.managed:

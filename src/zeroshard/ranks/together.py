@@ -38,7 +38,7 @@ class Together:
         """wrong: the error to raise, of ["rank 1: ...", ...]. own: raise this rank's own error as it is."""
         self.group, self.wrong, self.said, self.own = group, wrong, said, own
         self.failed: Exception | None = None  # on this rank, the first
-        self.answer: Any = None  # JSON-able
+        self.answer: Any = None  # JSON-able, of the block that is under way
         self.answers: list[Any] = []
         self.told = False  # have all ranks heard that it failed on one?
 
@@ -49,7 +49,8 @@ class Together:
         if error is not None and not isinstance(error, Exception):
             return False
         self.failed = self.failed or error
-        everyone = self.group.describe([None if self.failed is None else self.said(self.failed), self.answer])
+        answer, self.answer = self.answer, None  # which the next block need not send again
+        everyone = self.group.describe([None if self.failed is None else self.said(self.failed), answer])
         self.answers = [answer for _, answer in everyone]
         told = [f"rank {rank}: {problem}" for rank, (problem, _) in enumerate(everyone) if problem]
         self.told = bool(told)

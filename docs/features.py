@@ -13,6 +13,7 @@ import io
 import re
 import sys
 import tokenize
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -276,31 +277,34 @@ def naming(feature: Feature, files: dict[str, dict[int, str]]) -> dict[str, list
     return {name: lines for name, lines in found.items() if lines}
 
 
-def vague() -> list[str]:
-    """The docstrings that begin with a word of VAGUE: file, line and first words."""
-    found = []
+def docstrings() -> Iterator[tuple[Path, int, str]]:
+    """Every docstring of the package: file, first line, text as it stands."""
     for path in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-                text = ast.get_docstring(node) or ""
-                if text.split(" ")[0].rstrip(",:") in VAGUE:
-                    place = f"{path.relative_to(PACKAGE)}:{node.body[0].lineno}"
-                    found.append(f"{place}: {text.splitlines()[0]}")
-    return found
+            documented = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+            if documented and (text := ast.get_docstring(node, clean=False)):
+                yield path, node.body[0].lineno, text
+
+
+def vague() -> list[str]:
+    """The docstrings that begin with a word of VAGUE: file, line and first words."""
+    return [
+        f"{path.relative_to(PACKAGE)}:{number}: {text.splitlines()[0]}"
+        for path, number, text in docstrings()
+        if text.split(" ")[0].rstrip(",:") in VAGUE
+    ]
 
 
 def riddles() -> list[str]:
     """The lines of documents and docstrings that have a phrase of PHRASES: file, line, text."""
-    lines = []
-    for path in (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))):
-        lines += [(path.relative_to(ROOT), *line) for line in enumerate(path.read_text().splitlines(), 1)]
-    for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-                text = ast.get_docstring(node, clean=False) or ""
-                first = node.body[0].lineno if text else 0
-                lines += [(path.relative_to(ROOT), first + at, line) for at, line in enumerate(text.splitlines())]
-    return [f"{path}:{number}: {line.strip()}" for path, number, line in lines if PHRASES.search(line)]
+    pages = (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")))
+    texts = [*((path, 1, path.read_text()) for path in pages), *docstrings()]
+    return [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path, first, text in texts
+        for number, line in enumerate(text.splitlines(), first)
+        if PHRASES.search(line)
+    ]
 
 
 class Row(NamedTuple):

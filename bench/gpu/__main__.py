@@ -83,9 +83,7 @@ def one(step: Step, place: Place, out: Path) -> dict[str, Any]:
             _end(process)
     told = _read(path) or {
         **_facts(step),
-        "device": place.kind,
-        "devices": place.devices,
-        "ranks": place.count,
+        **place.facts,
         "rows": [],
     }
     if told.get("verdict", UNDER_WAY) == UNDER_WAY:  # it was killed, or an exception left it

@@ -50,9 +50,10 @@ class Place:
         return cls(kind, devices and max(devices, shared_by), share=0 < devices < shared_by)
 
     @property
-    def devices(self) -> int:
-        """How many devices these ranks have: fewer than ranks, where they share them."""
-        return torch.get_device_module(self.kind).device_count() if self.share else self.count
+    def facts(self) -> dict[str, Any]:
+        """What a record says of it: fewer devices than ranks, where they share them."""
+        devices = torch.get_device_module(self.kind).device_count() if self.share else self.count
+        return {"device": self.kind, "devices": devices, "ranks": self.count}
 
     @property
     def full(self) -> bool:

@@ -84,9 +84,7 @@ class Record:
     def write(self, verdict: str = "", **more: Any) -> None:
         told = {
             **self.facts,
-            "device": self.place.kind,
-            "devices": self.place.devices,
-            "ranks": self.place.count,
+            **self.place.facts,
             "verdict": verdict or self.verdict,
             "seconds": round(time.time() - self.begun, 1),
             **more,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -68,7 +69,7 @@ def demo(*, steps: int, ranks: int, seed: int, out: str, verbose: bool) -> int:
     if isinstance(rows, int):
         return rows
     verdict["planned"] = _planned(rows)
-    lines = _sample(runs[3], seed)
+    lines = _sample(runs[3], seed, PROMPTS if verbose else PROMPTS[:1])
     if verbose:
         screen.say("\n[bold]What the planner says of this model, beside a run at every stage[/bold]")
         show(rows)
@@ -128,7 +129,7 @@ def _held_by_rank_0(run: Path) -> int:
     return sum(rank_0["held"][state] for state in rank_0["predicted"])
 
 
-def _sample(run: Path, seed: int) -> list[str]:
+def _sample(run: Path, seed: int, prompts: Sequence[str]) -> list[str]:
     """Sample text from the saved weights in the plain model, without zeroshard: the file is all that it takes."""
     import torch
     from safetensors.torch import load_file
@@ -138,4 +139,4 @@ def _sample(run: Path, seed: int) -> list[str]:
     model = GPT(SIZES["tiny"])
     model.load_state_dict(load_file(run / "model.safetensors"))
     generator = torch.Generator().manual_seed(seed)
-    return [complete_line(model, prompt, most=LINE_NBYTES, temperature=0.6, generator=generator) for prompt in PROMPTS]
+    return [complete_line(model, prompt, most=LINE_NBYTES, temperature=0.6, generator=generator) for prompt in prompts]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,7 +115,7 @@ class Case:
         on_disk = {"path": str(folder)} if "nvme" in str(made.get("offload")) else {}
         made["offload"] = made.get("offload", {}) | on_disk
         made["comm"] = {"timeout": 60} | made.get("comm", {})
-        return made | {name: _policy(name, repr(made.get(name, {}))) for name in POLICIES}
+        return made | {name: policy(**made.get(name, {})) for name, policy in POLICIES.items()}
 
     @property
     def early(self) -> bool:
@@ -129,20 +128,12 @@ class Case:
         return {"hidden": 12, "layers": 2, "checkpoint": CHECKPOINTS.get(self.recomputes)} | MODELS[self.model]
 
 
-@functools.cache
-def _policy(name: str, arguments: str) -> Any:
-    """Make a policy once: to draw the cases asks for thousands of them."""
-    return POLICIES[name](**eval(arguments, {"torch": torch}))
-
-
 def legal(case: Case) -> bool:
     """Do these settings go together, by `engine/refused.py` and by what is said beside it?"""
     if case.copies != "one" and case.ranks % 2:
         return False  # replicas divide the ranks
     if case.early and case.micro > 1:
         return False  # nothing is added up
-    if case.format == "halves" and case.stage == 3 and case.rests in ("device", "parts"):
-        return False  # masters alone rest: there is nothing beside them to split them from
     if "8bits" in case.format and case.rests == "one-copy":
         return False  # bytes rest on each rank
     if case.recomputes == "units" and case.cut == "one-unit":
@@ -159,21 +150,15 @@ def legal(case: Case) -> bool:
 
 
 @functools.cache
-def drawn(seed: int) -> tuple[list[Case], list[dict[str, Any]]]:
-    """Cases, and pairs of choices that do not go together."""
-    names, choices = [*SETTINGS], [[*each] for each in SETTINGS.values()]
+def drawn(seed: int) -> list[Case]:
+    """Draw cases in which every two choices meet that go together."""
+    choices = [[*each] for each in SETTINGS.values()]
 
     def case_of(case: pairwise.Case) -> Case:
         return Case(*(choices[at][choice] for at, choice in enumerate(case)))
 
-    cases, impossible = pairwise.draw([len(each) for each in choices], lambda case: legal(case_of(case)), seed)
-    return [*map(case_of, cases)], [
-        {names[at]: choices[at][choice] for at, choice in sorted(pair)} for pair in impossible
-    ]
+    return [*map(case_of, pairwise.draw([len(each) for each in choices], lambda case: legal(case_of(case)), seed))]
 
 
 def linear(name: str) -> bool:
     return name.endswith(LINEAR)
-
-
-__all__ = ["SETTINGS", "Case", "Mapping", "drawn", "legal", "linear"]

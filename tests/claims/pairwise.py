@@ -14,8 +14,8 @@ def pairs(case: Case) -> set[Pair]:
     return set(map(frozenset, itertools.combinations(enumerate(case), 2)))
 
 
-def draw(sizes: Sequence[int], legal: Callable[[Case], bool], seed: int = 0) -> tuple[list[Case], set[Pair]]:
-    """Return cases, and the pairs that are in no legal case. The same ones for the same seed.
+def draw(sizes: Sequence[int], legal: Callable[[Case], bool], seed: int = 0) -> list[Case]:
+    """Return cases for all pairs but those that are in no legal case. The same ones for the same seed.
 
     sizes: how many choices each setting has. A case begins with a pair that is missing and choices that go with all;
     then each other setting, in a drawn order, takes the choice that adds most pairs.
@@ -29,12 +29,10 @@ def draw(sizes: Sequence[int], legal: Callable[[Case], bool], seed: int = 0) -> 
     missing: set[Pair] = set(map(frozenset, order))
     rng.shuffle(order)
     cases: list[Case] = []
-    impossible: set[Pair] = set()
     for pair in order:
         if frozenset(pair) not in missing:
             continue
         if (case := _begun(sizes, legal, dict(pair))) is None:
-            impossible.add(frozenset(pair))
             continue
         for at in rng.sample(range(len(sizes)), len(sizes)):
             if at not in dict(pair):
@@ -43,7 +41,7 @@ def draw(sizes: Sequence[int], legal: Callable[[Case], bool], seed: int = 0) -> 
                 case = next(each for each in others if legal(each))
         cases.append(case)
         missing -= pairs(case)
-    return cases, impossible
+    return cases
 
 
 def _begun(sizes: Sequence[int], legal: Callable[[Case], bool], fixed: dict[int, int]) -> Case | None:

@@ -13,7 +13,7 @@ import norms
 import reference
 from zeroshard.cli.reference import in_8_bits, in_codes
 
-from .features import Case, linear
+from .features import MODELS, Case, linear
 
 LR, CLIP = 1e-2, 0.05  # every step is clipped to that, or the test of the norms would be one of no scale
 BATCHES, LOSS = partial(models.batch, "gpt"), partial(models.loss, "gpt")
@@ -57,7 +57,7 @@ def numbers(case: Case) -> Numbers:
     ranks, micro = (case.ranks * case.micro, 1) if case.ranks != 3 else (3, case.micro)
     formats = {"halves": "bf16"}  # halves have the bits of whole masters
     return Numbers(
-        formats.get(case.format, case.format), case.sent, case.kernel, case.model, case.recomputes if case.model else "",
+        formats.get(case.format, case.format), case.sent, case.kernel, case.model, case.recomputes,
         ranks, micro, not case.early,
     )  # fmt: skip
 
@@ -73,7 +73,7 @@ def rounded(form: str, name: str, master: Tensor) -> Tensor:
 
 def go_on(state: State | None, how: Numbers, steps: int, first: int, *, clips: bool) -> State:
     """Train on from a state, of whatever format it was: masters and moments are all there is."""
-    model = models.build("gpt", hidden=12, layers=2, **_options(how))
+    model = models.build("gpt", hidden=12, layers=2, **MODELS[how.model])
     if state:
         for name, parameter in model.named_parameters():
             parameter.data.copy_(state.masters[name])
@@ -125,9 +125,3 @@ def content(state: State) -> dict[str, Tensor]:
 def _copied(moments: dict[str, Any]) -> dict[str, Any]:
     states = {at: {key: value.clone() for key, value in each.items()} for at, each in moments["state"].items()}
     return {"state": states, "param_groups": moments["param_groups"]}
-
-
-def _options(how: Numbers) -> dict[str, Any]:
-    from .features import MODELS
-
-    return MODELS[how.model]

@@ -14,9 +14,9 @@ from typing import Any
 import zeroshard
 from zeroshard import Layout, Offload, headroom
 from zeroshard.layout import BUCKET_MIB
-from zeroshard.planner import quantities, recipes, states
+from zeroshard.planner import quantities, recipes
 from zeroshard.planner.machines import MACHINES
-from zeroshard.stage import STAGES
+from zeroshard.stage import STAGES, STATES
 
 TARGET = Path(__file__).parents[1] / "web" / "fixtures"
 SEED, CASES, OFFLOADED = 8, 300, 120
@@ -69,7 +69,7 @@ def _offloaded(draw: random.Random) -> dict[str, Any]:
         if draw.random() < 0.5:
             question["optimizer"] = draw.choice(list(recipes.OPTIMIZERS))
     if draw.random() < 0.8:
-        question["offload"] = {kind: _resting(draw) for kind in states.KINDS}
+        question["offload"] = {kind: _resting(draw) for kind in STATES}
     if "offload" not in question or draw.random() < 0.6:
         question["units"] = draw.choice([1, 2, 3, 7, 12])
         question["params"] = min(question["params"], 10**9 + 1)

@@ -22,7 +22,7 @@ PACKAGE = ROOT / "src" / "zeroshard"
 METERS = ROOT / "docs" / "decisions" / "meters.md"
 AROUND = ("planner", "explain", "integrations", "cli")  # every other file of the package is the core's
 BELOW = "worlds"  # stands under torch.distributed, and knows no feature: its words mean other things
-TABLE = "engine/refused.py"  # where each feature says what it does not go with: nothing in it counts
+TABLES = "engine/refused.py", "resting.py"  # of what goes together, and of what rests where: nothing in them counts
 
 
 class Feature(NamedTuple):
@@ -79,7 +79,7 @@ FEATURES = {
     ),
     "parameters in 8 bits": Feature(
         r"fp8|[Qq]uantis|requantise|\bscaling\b|Scaling\b|\blook\(buffer|import look|import spread|follow_edits\(units"
-        r"|import follow_edits|\bCOMPUTED\b|self\.format\b|_landing\(|def _fill|_wants_master",
+        r"|import follow_edits|\bCOMPUTED\b|_landing\(|def _fill",
         ("engine/quantised.py", "fp8.py"),
         r"accepted|_filled",
     ),
@@ -90,7 +90,7 @@ FEATURES = {
         ("ranks/transport.py", "ranks/shared_memory.py", "checkpoint/files.py"),
     ),
     "split masters": Feature(
-        r"\.split\b(?!\()|split_master|\bsplits\b|\bSplit\b|split_nbytes|lost_edit|editable\(units|import.*editable"
+        r"\.split\b(?!\()|split_master|Master\.SPLIT|\bsplits\b|\bSplit\b|split_nbytes|lost_edit|editable\(units|import.*editable"
         r"|\bjoin_\b|\bsplit_\(|split=|SPLIT_BITS|report_lost|check_split|forget_kept|\bkeep\(\)|by_itself",
         ("engine/split.py",),
         r"ranks\.split|splits =|own, splits|receive, send, own, splits|\[self\.position\] = splits",
@@ -155,8 +155,7 @@ FEATURES = {
         homonyms=("int8.py", "engine/tensor_parallel.py"),
     ),
     "tiers": Feature(
-        r"\.here\(|in_file|by_itself|\.ahead\(|\.behind\(|\bNVME\b|rests_away|TierError|on_device|\.reporting\(|\.present\("
-        r"|_updated_apart",
+        r"\.here\(|in_file|by_itself|\.ahead\(|\.behind\(|\bNVME\b|rests_away|TierError|on_device|\.reporting\(|\.present\(",
         ("tiers/tier.py", "tiers/nvme.py"),
         r"unit\.ahead",
         ("ranks/groups.py", "ranks/link.py"),
@@ -272,7 +271,7 @@ def naming(feature: Feature, files: dict[str, dict[int, str]]) -> dict[str, list
             if named.search(line) and not unless.search(line) and not line.lstrip().startswith(("from ", "import "))
         ]
         for name, lines in files.items()
-        if name not in {TABLE, *feature.own, *feature.homonyms} and not name.startswith(f"{BELOW}/")
+        if name not in {*TABLES, *feature.own, *feature.homonyms} and not name.startswith(f"{BELOW}/")
     }
     return {name: lines for name, lines in found.items() if lines}
 

@@ -22,6 +22,7 @@ from zeroshard.cli.config import InputError
 from zeroshard.device import CHUNK
 from zeroshard.errors import PeerError, StateError, UserError
 from zeroshard.numerics import join_, split_
+from zeroshard.resting import Master
 
 SPLIT = Precision(param_dtype=torch.bfloat16, cast_inputs=True, split_master=True)
 WHOLE = Precision(param_dtype=torch.bfloat16, cast_inputs=True)
@@ -383,7 +384,7 @@ def test_where_masters_rest_alone_splitting_is_noted_and_changes_nothing(caplog)
             Precision(param_dtype=torch.bfloat16, split_master=split), stage=3, optimizer=torch.optim.Adagrad
         )
         held.append(zero.ledger().held)
-        assert not any(buffer.splits for buffer in zero._engine.buffers)
+        assert not any(buffer.masters is Master.SPLIT for buffer in zero._engine.buffers)
         assert caplog.text.count("split_master=True splits nothing") == 1
     assert held[0] == held[1]
 
@@ -392,7 +393,7 @@ def test_some_masters_are_split_where_others_rest_alone():
     """Of half of the buckets at stage 3 the states rest in host memory: their masters alone are beside parameters."""
     zero = refused(SPLIT, stage=3, offload=Offload(optimizer=0.5), layout=Layout(bucket_mib=0.005))
     rests = [resting["optimizer"] for resting in zero._engine.resting]
-    assert {(buffer.splits, rest) for buffer, rest in zip(zero._engine.buffers, rests, strict=True)} == {
+    assert {(buffer.masters is Master.SPLIT, rest) for buffer, rest in zip(zero._engine.buffers, rests, strict=True)} == {
         (True, "host"), (False, "device"),
     }  # fmt: skip
     assert zeroshard.planner.predict_states(zero)["master"] == zero.ledger().held["master"]

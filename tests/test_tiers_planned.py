@@ -17,9 +17,10 @@ import zeroshard
 from zeroshard import Offload, Precision
 from zeroshard.cli import iobench
 from zeroshard.cli.config import InputError, offload_of, places
-from zeroshard.planner import disk, files, predict_tiers, states
+from zeroshard.planner import disk, files, predict_tiers
 from zeroshard.planner.files import closed_moves, predict_moves
 from zeroshard.planner.simulate import simulate
+from zeroshard.stage import STATES
 from zeroshard.tiers import nvme
 
 WIDTH, LAYERS, STEPS = 20, 5, 3
@@ -159,7 +160,7 @@ def planned(where, path, **settings):
 def test_a_plan_of_tiers_is_the_plan_shared_out(where, tmp_path):
     """No byte is lost between tiers; peaks and savings are the device's; buffers and copies come on top."""
     plain, found = zeroshard.plan(params=1e9, ranks=4), planned(where, tmp_path)
-    parts = {kind: found.offload.tiers(kind) for kind in states.KINDS}
+    parts = {kind: found.offload.tiers(kind) for kind in STATES}
     for before, stage in zip(plain.stages, found.stages, strict=True):
         assert {state: n for state, n in stage.states.items() if state != "staging"} == before.states
         for kind, state in (("parameters", "parameters"), ("gradients", "gradients"), ("optimizer", "v")):
@@ -307,7 +308,7 @@ def test_a_resumed_run_keeps_its_tiers(tmp_path):
     kept = {"offload_optimizer": "nvme", "offload_path": str(tmp_path / "files")}
     assert resumed("--steps", 2) == kept
     assert resumed("--steps", 3, "--offload-gradients", "cpu") == {**kept, "offload_gradients": "cpu"}
-    assert resumed("--steps", 4, "--offload", "cpu") == {f"offload_{kind}": "cpu" for kind in states.KINDS}
+    assert resumed("--steps", 4, "--offload", "cpu") == {f"offload_{kind}": "cpu" for kind in STATES}
 
 
 @pytest.mark.full

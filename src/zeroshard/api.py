@@ -443,8 +443,8 @@ class Zero:
 
     def dtypes(self, bucket: Bucket) -> Dtypes:
         """Return the dtypes that a bucket's parameters, gradients, and masters are held in."""
-        buffer = self._engine.buffers[bucket.index]
-        return Dtypes(buffer.dtype, buffer.grad_dtype, buffer.master_dtype, buffer.format)
+        formats = self._engine.buffers[bucket.index].formats
+        return Dtypes(formats.computed, formats.gradients, formats.master, formats.parameters)
 
     def optimizer_members(self) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any], list[tuple[Bucket, Slot]]]]:
         """Yield (optimizer, group, the parameters it updates on whichever rank) of every group of every optimizer."""

@@ -27,6 +27,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from .device import ask, blank, chunk, divisor, equal
 from .errors import UserError, nearest
 from .fields import FLAG, Field, check_fields, is_patterns, one_of
+from .layout import Bucket
+from .resting import Formats
 
 Nonfinite = Literal["ignore", "raise", "skip"]
 Scaling = Literal["tensor", "1x128", "128x128"]
@@ -177,6 +179,13 @@ class Precision:
         if fp8:
             return replace(self, store_params=True)
         return Precision(store_params=self.store_params) if kept else self
+
+    def formats(self, bucket: Bucket) -> Formats[torch.dtype]:
+        """Return the formats of a bucket's states."""
+        own = self.of(kept=bucket.kept, fp8=bucket.fp8)
+        param: torch.dtype = getattr(torch, bucket.dtype.removeprefix("torch."))
+        rest = torch.uint8 if bucket.fp8 else param
+        return Formats(param, rest, own.grad(param), own.master(param), own.casts(param), own.splits(param))
 
     def param(self, own: torch.dtype) -> torch.dtype:
         return self.param_dtype if self.param_dtype is not None and own.is_floating_point else own

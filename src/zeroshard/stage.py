@@ -54,6 +54,7 @@ class Placements(NamedTuple):
         return {state: bool(degree) for state, degree in self._asdict().items()}
 
 
+STATES = Placements._fields  # the model states
 STAGES = {
     0: Placements(parameters=Degree.RANK, gradients=Degree.RANK, optimizer=Degree.RANK),
     1: Placements(parameters=Degree.RANK, gradients=Degree.RANK, optimizer=Degree.TEAM),

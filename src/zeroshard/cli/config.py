@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from zeroshard.errors import UserError
 from zeroshard.ranks.launcher import ranks_to_join
+from zeroshard.stage import STATES
 
 
 class InputError(UserError):
@@ -54,7 +55,7 @@ def in_options(error: object, names: Iterable[str]) -> str:
 
 Precision = Literal["fp32", "bf16", "bf16-split", "fp32-fp8", "bf16-fp8"]
 GradDtype = Literal["fp32", "bf16"]
-STATES = ("parameters", "gradients", "optimizer")
+
 FloatingPoint = Literal["fp64", "fp32", "bf16", "fp16"]
 Size = Literal["tiny", "small", "medium"]
 Device = Literal["auto", "cpu", "cuda"]

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
-from zeroshard.cli.config import STATES, planned_offload
+from zeroshard.cli.config import planned_offload
 from zeroshard.integrations.config_export import SYSTEMS, export
 from zeroshard.integrations.settings import Settings, settings
 from zeroshard.layout import Layout
 from zeroshard.numerics import Precision
 from zeroshard.planner.recipes import recipe
 from zeroshard.ranks.comm import Comm
+from zeroshard.stage import STATES
 
 WORDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "bf16"}  # fp16 has as many bytes as bf16
 PARAM_DTYPES = {"fp32": None, "bf16": torch.bfloat16}

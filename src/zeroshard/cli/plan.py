@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.text import Text as Styled
 
 from zeroshard.cli import screen
-from zeroshard.cli.config import STATES, InputError, in_options, one_line, places, planned_offload
+from zeroshard.cli.config import InputError, in_options, one_line, places, planned_offload
 from zeroshard.cli.screen import Amount
 from zeroshard.cli.sent import replicas, show, traffic, ways
 from zeroshard.engine.refused import Settings, refuse
@@ -21,7 +21,7 @@ from zeroshard.planner.plan import plan
 from zeroshard.planner.quantities import number
 from zeroshard.planner.recipes import PADDING
 from zeroshard.planner.texts import Line, text
-from zeroshard.stage import STAGES, seat
+from zeroshard.stage import STAGES, STATES, seat
 
 BAR = 24  # characters of the longest bar
 PASSING = "passing at the peak"

@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zeroshard.cli.config import STATES, InputError
+from zeroshard.cli.config import InputError
+from zeroshard.stage import STATES
 
 CHECKPOINTS = "checkpoints"  # in a run's folder
 MANIFEST = "manifest.json"

@@ -6,7 +6,8 @@ import os
 from typing import TYPE_CHECKING
 
 from zeroshard.cli import launch
-from zeroshard.cli.config import STATES, Launch, RunConfig
+from zeroshard.cli.config import Launch, RunConfig
+from zeroshard.stage import STATES
 
 if TYPE_CHECKING:
     from zeroshard.cli.data import Corpus

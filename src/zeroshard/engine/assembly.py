@@ -15,15 +15,15 @@ from torch import Tensor, nn
 
 from ..errors import PeerError, UserError
 from ..events import DEVICE, HOST, NVME, SHARED
-from ..fp8 import BYTE
 from ..layout import Bucket, Layout, Partition, Spec, partition
 from ..numerics import Precision, as_bytes, dense, same_bits, write_bytes
 from ..ranks.agreement import Group
 from ..ranks.comm import Comm, Over
 from ..ranks.together import Together
-from ..stage import placements
+from ..resting import resting
+from ..stage import STATES, placements
 from ..tiers.nvme import NvmeTier
-from ..tiers.tier import STATES, DeviceTier, HostTier, Offload, OnceTier, PassingTier, Tier
+from ..tiers.tier import DeviceTier, HostTier, Offload, OnceTier, PassingTier, Tier
 from .accepted import blocks, check_offload, check_optimizers
 from .buffer import Buffer, Place
 from .guard import SavedTensors
@@ -43,7 +43,6 @@ from .preflight import (
 )
 from .quantised import QuantisedBuffer, check_fp8, chosen
 from .refused import Settings, refuse
-from .split import split_nbytes
 from .tensor_parallel import TensorParallel, check_tensors, stand_in
 from .undo import Before
 from .unit import (
@@ -161,18 +160,16 @@ class Assembly:
         self.tiers[SHARED] = OnceTier(group.team, group.ledger)
         self.resting = self.offload.buckets(self.partition.buckets)
         largest, nbytes = dict.fromkeys(STATES, 0), 0
-        for bucket, resting in zip(self.partition.buckets, self.resting, strict=True):
-            own: torch.dtype = getattr(torch, bucket.dtype.removeprefix("torch."))
-            precision = self.precision.of(kept=bucket.kept, fp8=bucket.fp8)
-            grad, master = precision.grad(own), precision.master(own)
-            dtypes = {"parameters": BYTE if bucket.fp8 else own, "gradients": grad, "optimizer": master}
-            kept = STATES if bucket.trainable else STATES[:1]  # frozen parameters have nothing else
-            for state in (state for state in kept if resting[state] == NVME):
-                seat = group.team_of(bucket).seat
-                first, last = bucket.held(seat, getattr(self.placements, state))
-                largest[state] = max(largest[state], (last - first) * dtypes[state].itemsize)
-                split = state == "optimizer" and precision.splits(own)
-                nbytes += split_nbytes(last - first) if split else (last - first) * dtypes[state].itemsize
+        for bucket, at in zip(self.partition.buckets, self.resting, strict=True):
+            formats, seat = self.precision.formats(bucket), group.team_of(bucket).seat
+            for kind in STATES if bucket.trainable else STATES[:1]:  # frozen parameters have nothing else
+                if at[kind] == NVME:
+                    first, last = bucket.held(seat, getattr(self.placements, kind))
+                    largest[kind] = max(largest[kind], (last - first) * formats.of(kind).itemsize)
+            for row in resting(bucket, formats, self.placements, at, one_memory=group.device.type == "cpu").rows:
+                if row.tier == NVME:
+                    first, last = bucket.held(seat, row.degree)
+                    nbytes += row.nbytes(last - first)
         if any(NVME in resting.values() for resting in self.resting):
             what = "another rank cannot use its Offload.path"
             block = Together(group, lambda told: PeerError(what, got="; ".join(told)), own=True)

@@ -22,9 +22,10 @@ from ..layout import Bucket, Slot, slot_at
 from ..numerics import Precision
 from ..ranks.agreement import Group
 from ..ranks.transport import Work
-from ..stage import SAVED, Degree, Placements
+from ..resting import Master, master_of
+from ..stage import SAVED, STATES, Degree, Placements
 from ..strips import Strips
-from ..tiers.tier import STATES, DeviceTier, Tier
+from ..tiers.tier import DeviceTier, Tier
 from .edits import Edits, increment_versions
 from .flat import Flat
 from .gathered import Gathered, State, alias, home
@@ -98,23 +99,20 @@ class Buffer:
         self.tiers: Mapping[str, Tier] = tiers or dict.fromkeys(STATES, tier)
         self._saved = saved or SavedTensors()
         self.resident = not placements.parameters and self.tiers["parameters"].name == DEVICE
+        self.formats = precision.formats(bucket)
+        self.dtype, self.grad_dtype = self.formats.computed, self.formats.gradients
         precision = precision.of(kept=bucket.kept, fp8=bucket.fp8)
-        self.dtype = self.format = precision.param(params[0].dtype)  # computed with; and at rest
-        of = (precision.grad, precision.reduce, precision.master)
-        self.grad_dtype, self.reduce_dtype, self.master_dtype = (dtype(self.dtype) for dtype in of)
-        if native and precision.reduce_dtype is None:
-            self.reduce_dtype = self.grad_dtype
+        adds_sent = native and precision.reduce_dtype is None
+        self.reduce_dtype = self.grad_dtype if adds_sent else precision.reduce(self.dtype)
         self.generation = 0  # of the weights: a saved tensor of an older one must not be used
         self.unnoted = False  # may graphs hold parameters themselves, instead of notes?
         self.gathered = Gathered(bucket, params, self.dtype, tier)
-        # Off the device a copy stays beside the masters: fewer bytes to bring for every gather count more than room.
-        on_device = all(self.tiers[state].name == DEVICE for state in ("parameters", "optimizer"))
-        self._masters_suffice = placements.together and on_device and precision.casts(self.dtype)
+        at = {state: resting.name for state, resting in self.tiers.items()}
+        self.masters = master_of(self.formats, placements, at, one_memory=tier.device.type == "cpu")  # once trained
         self.parameters: Flat  # at rest; the masters where these are all that rests, see `casts`
         self.master: Flat | None = None
         self.split: Split | None = None  # how the master rests, where it does so in halves
-        self.splits = precision.splits(self.dtype) and not self._masters_suffice
-        self.edits = Edits(anywhere=self.splits)
+        self.edits = Edits(anywhere=self.masters is Master.SPLIT)
         self.gradients: Flat | None = None
         self._work: list[Work] = []
         self.users = users(tier.device)  # of the gathered copy
@@ -129,8 +127,8 @@ class Buffer:
         the parameters are views of already, in their own dtype. givers: the rank whose values count, slot by slot.
         """
         bucket = self.bucket
-        needs_master = bucket.trainable and self._wants_master
-        source_dtype = self.master_dtype if needs_master else self.dtype
+        needs_master = bucket.trainable and self.masters is not Master.NONE
+        source_dtype = self.formats.master if needs_master else self.dtype
         if flat is not None and flat.dtype == source_dtype:
             source = flat
         else:
@@ -146,8 +144,8 @@ class Buffer:
             for slot, giver in zip(bucket.slots, givers, strict=True):
                 self._group.broadcast(source[slot.start : slot.stop], giver)
         if not self.resident:
-            if not (needs_master and self._masters_suffice):
-                self.parameters = self.reserve("parameters", self.format, self.placements.parameters)
+            if not (needs_master and self.masters is Master.ALONE):
+                self.parameters = self.reserve("parameters", self.formats.parameters, self.placements.parameters)
                 with self.parameters.here(fresh=True) as resting:
                     self._fill(resting, source)
                 self.parameters.behind()
@@ -182,18 +180,18 @@ class Buffer:
 
     def _make_master(self, values: Tensor) -> None:
         degree = self.placements.optimizer
-        if self.splits:
+        if self.masters is Master.SPLIT:
             self.split = Split(self.parameters, *self.updated, self.tiers["optimizer"], self.tier)
-            self.master = Flat(self.bucket, self._group, self.split, self.master_dtype, degree, "master")
+            self.master = Flat(self.bucket, self._group, self.split, self.formats.master, degree, "master")
             self.split.seed(values)
             self.split.behind()
             self.settle()
             return
-        self.master = self.reserve("master", self.master_dtype, degree)
+        self.master = self.reserve("master", self.formats.master, degree)
         with self.master.here(fresh=True) as master:
             master.copy_(values)
         self.master.behind()
-        if self._masters_suffice:
+        if self.masters is Master.ALONE:
             self.parameters = self.master
 
     def reserve_gradients(self) -> None:
@@ -203,7 +201,7 @@ class Buffer:
 
     def reserve_master(self) -> None:
         """Make masters for a bucket that was frozen at construction, seeded from the parameters themselves."""
-        if self.master is None and self._wants_master:
+        if self.master is None and self.masters is not Master.NONE:
             resting = self.parameters
             with resting.here(changed=False):
                 self._make_master(resting.of(*self.updated))
@@ -211,11 +209,6 @@ class Buffer:
                 self.tier.give_back("parameters", resting.tensor)
 
     # --- what kind of bucket this is --------------------------------------------------------------------------------
-
-    @property
-    def _wants_master(self) -> bool:
-        """True if the optimizer updates another dtype than the parameters', or in another device's memory."""
-        return self.master_dtype != self.dtype or self._updated_apart
 
     @property
     def casts(self) -> bool:
@@ -226,10 +219,6 @@ class Buffer:
     def beside(self) -> bool:
         """True if parameters rest beside their masters, so that a step has to cast these back."""
         return self.master is not None and not self.casts
-
-    @property
-    def _updated_apart(self) -> bool:
-        return self.tiers["optimizer"].device != self.tiers["parameters"].device
 
     @property
     def by_itself(self) -> bool:
@@ -495,7 +484,7 @@ class Buffer:
         """Cast the masters to the parameters that rest beside them; inside here()."""
         assert self.master is not None
         stored, master = self.parameters.of(*self.updated), self.master.tensor
-        if not self._updated_apart:
+        if stored.device == master.device:
             stored.copy_(master)
         elif stored.is_cpu:
             cast = master.to(self.dtype)

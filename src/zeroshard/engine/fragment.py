@@ -20,7 +20,8 @@ from ..events import DEVICE, HOST, NVME
 from ..layout import Slot
 from ..numerics import simulated
 from ..ranks.agreement import Group
-from ..tiers.tier import STATES, Part
+from ..stage import STATES
+from ..tiers.tier import Part
 from .buffer import Buffer, Place
 from .flat import Flat
 

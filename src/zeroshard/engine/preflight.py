@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from ..device import ask
 from ..device import describe as device_facts
 from ..errors import PeerError, UserError
-from ..events import DEVICE
 from ..layout import Layout, Partition
 from ..numerics import BLOCK, COMPUTED, Precision, as_bytes, dense, parts, simulated
 from ..ranks.agreement import Group
 from ..ranks.comm import Comm
+from ..resting import Master, master_of
 from ..stage import Placements
 from ..tiers.tier import Offload
 from .options import words
@@ -111,12 +111,11 @@ def divides_masters(precision: Precision, partition: Partition, placements: Plac
     """Tell if masters are split: not where they alone rest, which is noted. Raises where there are none to split."""
     if not precision.split_master:
         return False
-    dtypes = [getattr(torch, bucket.dtype.removeprefix("torch.")) for bucket in partition.buckets]
-    found = [
-        {resting["parameters"], resting["optimizer"]} == {DEVICE} and placements.together and precision.casts(dtype)
-        for bucket, resting, dtype in zip(partition.buckets, offload.buckets(partition.buckets), dtypes, strict=True)
-        if bucket.trainable and precision.of(kept=bucket.kept).splits(dtype)
-    ]
+    found = {
+        master_of(formats, placements, at, one_memory=True)
+        for bucket, at in zip(partition.buckets, offload.buckets(partition.buckets), strict=True)
+        if bucket.trainable and (formats := precision.formats(bucket)).splits
+    }
     if not found:
         raise UserError(
             "there are no masters to split: no bfloat16 parameter is trained",
@@ -124,9 +123,9 @@ def divides_masters(precision: Precision, partition: Partition, placements: Plac
             got="Precision(split_master=True)",
             instead="Precision(param_dtype=torch.bfloat16, split_master=True)",
         )
-    if all(found):
+    if found == {Master.ALONE}:
         log.info("split_master=True splits nothing: masters alone rest of sharded parameters on the device")
-    return not all(found)
+    return Master.SPLIT in found
 
 
 def dispatches(tensor: Tensor) -> bool:

@@ -96,7 +96,6 @@ class QuantisedBuffer(Buffer):
     def __init__(self, *args: Any, scaling: str, native: bool) -> None:
         super().__init__(*args, native=native)
         self.resident = False
-        self.format = fp8.BYTE
         self.grids = [fp8.grid(slot.shape, scaling) for slot in self.bucket.slots]
         ends_at = [*itertools.accumulate((tiles.number for tiles in self.grids), initial=0)]
         self._held = [slice(*pair) for pair in itertools.pairwise(ends_at)]  # of each slot, which scales are its own
@@ -104,10 +103,6 @@ class QuantisedBuffer(Buffer):
         self._seen: Tensor | None = None  # scales that a step's masters ask for, which have left memory since
         self._arriving: Tensor | None = None  # the bytes that a gather brings
         self._apart = False  # are these in memory of their own?
-
-    @property
-    def _wants_master(self) -> bool:
-        return True
 
     @property
     def beside(self) -> bool:

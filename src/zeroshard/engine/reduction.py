@@ -91,7 +91,7 @@ class Reduction:
         if not asynchronous(self.group.device):
             return
         buffers = [pending.buffer for pending in self.pending.values()]
-        for sums, sent, master in sorted({(b.grad_dtype, b.reduce_dtype, b.master_dtype) for b in buffers}, key=str):
+        for sums, sent, master in sorted({(b.grad_dtype, b.reduce_dtype, b.formats.master) for b in buffers}, key=str):
             like = torch.empty(0, dtype=sums, device=self.group.device)
             if not simulated(like):
                 launch_once(like, sent, master, self.group.sources)

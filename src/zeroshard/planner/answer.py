@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..events import DEVICE, HOST, NVME
 from ..layout import Layout
-from ..stage import STAGES
+from ..stage import STAGES, STATES
 from . import closed, disk, instants, recipes, states, traffic
 from .advice import Change
 from .asked import Asked
@@ -178,7 +178,7 @@ class Plan:
             "notes": list(self.notes),
             **({"whole": self.whole._asdict()} if self.whole else {}),
             **({"ways": self.ways.json()} if self.ways else {}),
-            "offload": self.offload and {kind: self.offload.tiers(kind) for kind in states.KINDS},
+            "offload": self.offload and {kind: self.offload.tiers(kind) for kind in STATES},
             "host_mem": self.host_mem,
             "disk": self.disk and self.disk.json(),
             "files": [
@@ -271,7 +271,7 @@ def _of_one_copy(asked: Asked) -> list[str]:
 
 
 def _of_files(asked: Asked) -> list[str]:
-    if asked.offload is None or not any(NVME in asked.offload.tiers(kind) for kind in states.KINDS):
+    if asked.offload is None or not any(NVME in asked.offload.tiers(kind) for kind in STATES):
         return []
     said = []
     if NVME in asked.offload.tiers("gradients"):

@@ -10,7 +10,7 @@ from ..errors import UserError
 from ..events import DEVICE
 from ..layout import Partition
 from ..ranks.comm import Over, Reduce
-from ..stage import ALONE, STAGES, Placements, Seat, placements, seat_along
+from ..stage import ALONE, STAGES, STATES, Placements, Seat, placements, seat_along
 from . import states
 from .disk import Disk
 from .recipes import Recipe
@@ -71,15 +71,15 @@ class Asked(NamedTuple):
     def copies(self) -> int:
         return self.replicas or 1
 
-    def resting(self, cut: Partition) -> states.Resting | None:
+    def resting(self, cut: Partition) -> states.At | None:
         """Return the tier of each state for each bucket; None where all rest on the device."""
         return None if self.offload is None else self.offload.buckets(cut.buckets)
 
     def shares(self, tier: str) -> dict[str, Fraction]:
         """Return {state: fraction of its bytes in a tier}."""
         if self.offload is None:
-            return dict.fromkeys(states.KINDS, Fraction(tier == DEVICE))
-        parts = {kind: self.offload.tiers(kind).get(tier, 0.0) for kind in states.KINDS}
+            return dict.fromkeys(STATES, Fraction(tier == DEVICE))
+        parts = {kind: self.offload.tiers(kind).get(tier, 0.0) for kind in STATES}
         return {kind: Fraction(part).limit_denominator(10**6) for kind, part in parts.items()}
 
 

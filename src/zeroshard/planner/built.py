@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..events import NVME
 from ..layout import Bucket, Slot
+from ..resting import Resting, resting
 from .optimizers import Shown, asked_with, probe
-from .states import Holding, Kept, Stored, Tiers, updated_apart
+from .states import Holding, Kept, Tiers
 
 if TYPE_CHECKING:
     from ..api import Zero
@@ -28,16 +29,15 @@ def holding(zero: Zero) -> Holding:
     from ..engine.fragment import file_name
     from ..fp8 import grid
 
-    def stored(bucket: Bucket) -> Stored:
-        dtypes, precision = zero.dtypes(bucket), zero._engine.precision.of(kept=bucket.kept, fp8=bucket.fp8)
-        copied = zero._engine.device.type != "cpu" and updated_apart(zero._engine.resting[bucket.index])
-        master = dtypes.master.itemsize if dtypes.master != dtypes.rest or copied else 0
-        split = zero._engine.buffers[bucket.index].splits
-        averaged = (dtypes.master if master else dtypes.param).itemsize * (zero._engine.moving is not None)
-        cast = precision.casts(dtypes.param)
-        gradients = dtypes.grad.itemsize * (zero._engine.in_backward is None)  # else they rest nowhere
+    precision = zero._engine.precision
+
+    def rests(bucket: Bucket) -> Resting:
         scales = sum(grid(slot.shape, precision.scaling).number for slot in bucket.slots) if bucket.fp8 else 0
-        return Stored(dtypes.rest.itemsize, gradients, master, cast, split, averaged, scales)
+        return resting(
+            bucket, precision.formats(bucket), zero.placements, zero._engine.resting[bucket.index],
+            one_memory=zero._engine.device.type == "cpu", accumulated=zero._engine.in_backward is None,
+            averaged=zero._engine.moving is not None, scales=scales,
+        )  # fmt: skip
 
     members: dict[tuple[int, str], int] = {}
     groups: list[tuple[Any, dict[str, Any]]] = []
@@ -63,4 +63,4 @@ def holding(zero: Zero) -> Holding:
         return found
 
     sits, along = zero._engine.group.team.seat, zero._engine.group.along.seat
-    return Holding(zero.partition, zero.placements, sits, stored, kept, zero._engine.resting, along)
+    return Holding(zero.partition, zero.placements, sits, rests, kept, zero._engine.resting, along)

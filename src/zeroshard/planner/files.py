@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..events import DEVICE
 from ..headroom import BUFFERS
-from ..layout import Bucket, Partition
+from ..layout import Partition
+from ..resting import Master
 from ..stage import ALONE, Placements, Seat
 from .built import holding
 from .recipes import Recipe
-from .states import File, Resting, of_recipe, updated_apart
+from .states import At, File, Holding, of_recipe
 
 if TYPE_CHECKING:
     from ..api import Zero
@@ -74,7 +75,7 @@ class _Buffers:
 def moves(
     partition: Partition,
     placements: Placements,
-    resting: Resting,
+    resting: At,
     files: Mapping[str, File],
     mastered: Sequence[bool],
     *,
@@ -140,7 +141,7 @@ def recipe_moves(
     placements: Placements,
     rank: int,
     recipe: Recipe,
-    resting: Resting,
+    resting: At,
     *,
     accumulate: int = 1,
     no_sync: bool = False,
@@ -149,11 +150,7 @@ def recipe_moves(
 ) -> Moves:
     """Count `moves` with the bytes of a recipe."""
     holding = of_recipe(partition, placements, rank, recipe, resting, replicas=replicas, along=along)
-    mastered = ["master" in recipe.optimizer or updated_apart(at) for at in resting]
-    first = holding.sits.replica == 0
-    return moves(
-        partition, placements, resting, holding.files(), mastered, accumulate=accumulate, no_sync=no_sync, first=first
-    )
+    return _moves(holding, resting, accumulate=accumulate, no_sync=no_sync)
 
 
 def closed_moves(
@@ -178,18 +175,14 @@ def closed_moves(
 
 def predict_moves(zero: Zero, *, accumulate: int = 1, no_sync: bool = False) -> Moves:
     """Predict the bytes that this rank moves in a step, as `zero.ledger().traffic` counts "read" and "write"."""
+    return _moves(holding(zero), zero._engine.resting, accumulate=accumulate, no_sync=no_sync)
 
-    def mastered(bucket: Bucket) -> bool:
-        dtypes, copied = (
-            zero.dtypes(bucket),
-            zero._engine.device.type != "cpu" and updated_apart(zero._engine.resting[bucket.index]),
-        )
-        # A split master is joined with its parameters, so a step reads and writes both, as without masters.
-        return (dtypes.master != dtypes.rest or copied) and not zero._engine.buffers[bucket.index].splits
 
-    found = holding(zero)
+def _moves(found: Holding, resting: At, *, accumulate: int, no_sync: bool) -> Moves:
+    # A split master is joined with its parameters, so a step reads and writes both, as without masters.
+    masters = [found.resting(bucket).master for bucket in found.partition.buckets]
     return moves(
-        zero.partition, zero.placements, zero._engine.resting, found.files(),
-        [mastered(bucket) for bucket in zero.partition.buckets], accumulate=accumulate, no_sync=no_sync,
+        found.partition, found.placements, resting, found.files(),
+        [master not in (Master.NONE, Master.SPLIT) for master in masters], accumulate=accumulate, no_sync=no_sync,
         first=found.sits.replica == 0,
     )  # fmt: skip

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from ..events import DEVICE
-from ..headroom import SPLIT_BITS
 from ..layout import BUCKET_MIB, Layout
 from ..numerics import Precision
 from ..ranks.comm import Comm
@@ -131,21 +130,18 @@ def _recipe(run: Simulation) -> recipes.Recipe:
     def add(state: str, nbytes: Fraction | int) -> None:
         sums[state] = sums.get(state, Fraction()) + nbytes
 
-    for bucket in buckets:
-        dtypes = zero.dtypes(bucket)
-        add("parameters", numel[bucket.index] * dtypes.rest.itemsize)
+    cast = 0
+    resting = built.holding(zero).resting
+    for bucket, at in zip(buckets, zero._engine.resting, strict=True):
+        formats, _, rows = resting(bucket)
+        each = {row.state: row.itemsize for row in rows}
+        add("parameters", numel[bucket.index] * formats.parameters.itemsize)
         if bucket.trainable:
-            add("gradients", numel[bucket.index] * dtypes.grad.itemsize)
-            if dtypes.master != dtypes.rest:
-                split = zero._engine.buffers[bucket.index].splits
-                add("master", numel[bucket.index] * (Fraction(SPLIT_BITS, 8) if split else dtypes.master.itemsize))
-    cast = sum(
-        numel[b.index] * zero.dtypes(b).param.itemsize
-        for b, at in zip(buckets, zero._engine.resting, strict=True)
-        if b.trainable
-        and zero._engine.precision.of(kept=b.kept, fp8=b.fp8).casts(zero.dtypes(b).param)
-        and at["parameters"] == at["optimizer"] == DEVICE
-    )
+            add("gradients", numel[bucket.index] * formats.gradients.itemsize)
+            if formats.master != formats.parameters:
+                add("master", numel[bucket.index] * each["master"])
+            if formats.casts and at["parameters"] == at["optimizer"] == DEVICE:
+                cast += numel[bucket.index] * formats.computed.itemsize
     per_tensor: dict[str, int] = {}
     for optimizer, group, places in zero.optimizer_members():
         for bucket, slot in places:

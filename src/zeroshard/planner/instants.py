@@ -27,7 +27,7 @@ from ..headroom import IN_FLIGHT, POOLED, PREFETCH, room
 from ..layout import Bucket, Partition
 from ..stage import ALONE, Placements, Seat, seat
 from .recipes import Recipe
-from .states import Resting
+from .states import At
 
 GATHER, REDUCE, UPCAST, BUILD, LENT, GRADIENTS = "gather", "reduce", "upcast", "build", "lent", "gradients"
 
@@ -77,7 +77,7 @@ def instants(
     accumulate: int = 1,
     no_sync: bool = False,
     names: Sequence[str] = (),
-    resting: Resting | None = None,
+    resting: At | None = None,
     replicas: int = 1,
     along: Seat = ALONE,
     shares: bool = False,
@@ -138,11 +138,11 @@ def instants(
     return found
 
 
-def _on_device(resting: Resting | None, bucket: Bucket, kind: str) -> bool:
+def _on_device(resting: At | None, bucket: Bucket, kind: str) -> bool:
     return resting is None or resting[bucket.index][kind] in (DEVICE, SHARED)
 
 
-def _once(resting: Resting | None) -> bool:
+def _once(resting: At | None) -> bool:
     """Tell whether one copy of the parameters serves all ranks, so that none lends or brings any."""
     return any(at["parameters"] == SHARED for at in resting or ())
 
@@ -169,7 +169,7 @@ def _init(units: Mapping[int, list[Bucket]], whole: Mapping[int, int], sizes: It
 
 
 def _step(
-    partition: Partition, placements: Placements, sizes: ItemSizes, sits: Seat, along: Seat, resting: Resting | None
+    partition: Partition, placements: Placements, sizes: ItemSizes, sits: Seat, along: Seat, resting: At | None
 ) -> dict[str, int]:
     """Return the most that a bucket's gradients take once they are in the dtype of what the optimizer updates."""
     trained = [bucket for bucket in partition.buckets if bucket.trainable]
@@ -178,7 +178,7 @@ def _step(
     }
 
 
-def _upcast(bucket: Bucket, placements: Placements, sizes: ItemSizes, sits: Seat, resting: Resting | None) -> int:
+def _upcast(bucket: Bucket, placements: Placements, sizes: ItemSizes, sits: Seat, resting: At | None) -> int:
     """Return a bucket's bytes of gradients in the dtype of what is updated; 0 if they have it, or off the device."""
     if sizes.gradients == sizes.updated or not _on_device(resting, bucket, "optimizer"):
         return 0
@@ -198,7 +198,7 @@ class _Updates:
 
     def __init__(
         self, buckets: Sequence[Bucket], placements: Placements, sizes: ItemSizes, seat: Callable[[Bucket], Seat],
-        resting: Resting | None, allowed: int,
+        resting: At | None, allowed: int,
     ) -> None:  # fmt: skip
         """Begin with nothing landed. buckets: in the order in which they land."""
         self._asked = placements, sizes, seat, resting
@@ -269,7 +269,7 @@ def _reductions(
     *,
     fresh: bool,
     no_sync: bool,
-    resting: Resting | None,
+    resting: At | None,
     shares: bool = False,
 ) -> dict[int, dict[str, int]]:
     """Return {bucket: {state: bytes} of reductions once the bucket has been sent}, last bucket first.

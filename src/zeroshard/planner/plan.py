@@ -21,8 +21,8 @@ from ..events import NVME
 from ..headroom import PREFETCH
 from ..layout import Bounds, Layout
 from ..ranks.comm import Comm, Over, Reduce, Transport
-from ..stage import STAGES, seat
-from . import from_number, from_shapes, machines, quantities, recipes, states, ways
+from ..stage import STAGES, STATES, seat
+from . import from_number, from_shapes, machines, quantities, recipes, ways
 from .answer import Plan
 from .asked import Asked, check_in_backward
 from .disk import load
@@ -315,7 +315,7 @@ def _check_files(offload: Offload | None, disk: object, step_time: object, token
         raise UserError("step_time counts seconds", got=repr(step_time), instead="step_time=2.5")
     if offload is not None and not hasattr(offload, "tiers"):
         raise UserError("offload= is an Offload", got=repr(offload), instead='offload=Offload(optimizer="cpu")')
-    on_disk = offload is not None and any(NVME in offload.tiers(kind) for kind in states.KINDS)
+    on_disk = offload is not None and any(NVME in offload.tiers(kind) for kind in STATES)
     for name, value in {"disk": disk, "step_time": step_time, "tokens": tokens}.items():
         if value is not None and not on_disk:
             raise UserError(f"{name} is about files, and nothing rests in any", instead='offload="nvme"')

@@ -8,44 +8,28 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from ..events import DEVICE, HOST, NVME, SHARED
-from ..headroom import BUFFERS, SPLIT_BITS, aligned
+from ..headroom import BUFFERS, aligned
 from ..layout import Bucket, Partition, Slot
-from ..stage import ALONE, SAVED, Degree, Placements, Seat, seat
+from ..resting import Formats, Resting, Row, resting
+from ..stage import ALONE, SAVED, STATES, Degree, Placements, Seat, seat
 from .recipes import PADDING, Recipe
 from .traffic import NOTHING, Moved, Traffic, moved, passes, relayed, running, shared, split, widths
 
 
-class Stored(NamedTuple):
-    """Bytes per element of what a bucket itself stores. `master` is 0 where the parameters are what is updated.
+class Width(NamedTuple):
+    """The format of a state of which only its bytes per element are known."""
 
-    cast: may masters on the device stand for sharded parameters, which are then not stored?
-    split: do masters rest as just the bits that the parameters beside them lack? `master` counts whole ones.
-    average: of a moving average.
-    scales: bytes of all scales of the bucket's tensors, on every rank; not per element.
-    """
-
-    parameters: Fraction | int
-    gradients: Fraction | int
-    master: Fraction | int
-    cast: bool = False
-    split: bool = False
-    average: Fraction | int = 0
-    scales: int = 0
-
-    @property
-    def kept(self) -> Fraction | int:
-        """Bytes of an element of the master at rest."""
-        return Fraction(SPLIT_BITS, 8) if self.split else self.master
+    state: str
+    itemsize: Fraction | int
 
 
 # An optimizer's states of one slot: {state: (bytes, elements that they are for; 0: the whole tensor)}
 Kept = Mapping[str, tuple[Fraction | int, int]]
-Resting = Sequence[Mapping[str, str]]  # for each bucket the tier of "parameters", "gradients" and "optimizer"
+At = Sequence[Mapping[str, str]]  # for each bucket the tier of "parameters", "gradients" and "optimizer"
 Tiers = dict[str, dict[str, int]]  # {tier: {state: bytes}}
 
-KINDS = ("parameters", "gradients", "optimizer")
 STAGING = "staging"
-DEVICE_ALONE = dict.fromkeys(KINDS, DEVICE)
+DEVICE_ALONE = dict.fromkeys(STATES, DEVICE)
 
 
 class Reserved(NamedTuple):
@@ -67,31 +51,27 @@ def reserved(
     bucket: Bucket,
     placements: Placements,
     sits: Seat,
-    sizes: Stored,
+    rows: Sequence[Row],
     kept: Callable[[Bucket, Slot], Kept],
-    at: Mapping[str, str] = DEVICE_ALONE,
+    tier: str = DEVICE,
 ) -> Iterator[Reserved]:
-    """Yield what is reserved for each state of a bucket.
+    """Yield what is reserved for each state of a bucket. tier: of the optimizer's states.
 
     A bucket stores its padding with each state. An optimizer sees fragments, which have none. But in a file a state per
     element has room for the whole bucket, and the optimizer's other states then rest in host memory.
     """
 
-    def store(kind: str, state: str, itemsize: Fraction | int) -> Reserved:
-        first, last = bucket.held(sits, getattr(placements, kind))
+    def store(row: Row) -> Reserved:
+        if row.numel is not None:
+            return Reserved(row.tier, row.kind, row.state, row.numel, 0, row.itemsize)
+        first, last = bucket.held(sits, row.degree)
         filled = sum(slot.within(first, last).numel for slot in bucket.slots)
-        return Reserved(at[kind], kind, state, last - first, last - first - filled, itemsize)
+        return Reserved(row.tier, row.kind, row.state, last - first, last - first - filled, row.itemsize)
 
-    if not (sizes.cast and bucket.trainable and placements.together and at["parameters"] == at["optimizer"] == DEVICE):
-        yield store("parameters", "parameters", sizes.parameters)
-    yield Reserved(DEVICE, "parameters", "scales", sizes.scales, 0, 1)
+    yield from map(store, rows)
     if not bucket.trainable:
         return
-    yield store("gradients", "gradients", sizes.gradients)
-    yield store("optimizer", "master", sizes.kept)
-    yield store("optimizer", "average", sizes.average)
     filed: dict[str, Fraction | int] = {}
-    tier = at["optimizer"]
     updated = bucket.held(sits, placements.optimizer)
     for slot in bucket.slots:
         numel = slot.within(*updated).numel
@@ -103,7 +83,7 @@ def reserved(
                     beside = HOST if tier == NVME else tier
                     yield Reserved(beside, "optimizer", state, -(-numel // grows) if grows else 1, 0, itemsize)
     for state, itemsize in filed.items():
-        yield store("optimizer", state, itemsize)
+        yield store(Row(state, "optimizer", itemsize, placements.optimizer, tier))
 
 
 def together(tiers: Tiers) -> dict[str, int]:
@@ -135,28 +115,29 @@ class File(NamedTuple):
 class Holding(NamedTuple):
     """One rank of a layout and the bytes of what it holds: by a recipe (`of_recipe`), or in a built engine (`built`).
 
-    The bytes of a layout are added up here, and nowhere else. stored: bytes per element of a bucket; kept: those of an
-    optimizer's states of a slot. resting: None where everything is on the device.
+    The bytes of a layout are added up here, and nowhere else. kept: bytes per element of an optimizer's states of a
+    slot. at: None where everything is on the device.
     """
 
     partition: Partition
     placements: Placements
     sits: Seat
-    stored: Callable[[Bucket], Stored]
+    resting: Callable[[Bucket], Resting]
     kept: Callable[[Bucket, Slot], Kept]
-    resting: Resting | None = None
+    at: At | None = None
     along: Seat = ALONE  # among the ranks of the axis that some buckets are sharded along
 
     def seat(self, bucket: Bucket) -> Seat:
         """Return the rank's seat among those that share a bucket."""
         return self.along if bucket.along else self.sits
 
-    def at(self, bucket: Bucket) -> Mapping[str, str]:
+    def tier(self, bucket: Bucket) -> Mapping[str, str]:
         """Return the tier of each kind of a bucket's states."""
-        return self.resting[bucket.index] if self.resting else DEVICE_ALONE
+        return self.at[bucket.index] if self.at else DEVICE_ALONE
 
     def reserved(self, bucket: Bucket) -> Iterator[Reserved]:
-        return reserved(bucket, self.placements, self.seat(bucket), self.stored(bucket), self.kept, self.at(bucket))
+        rows, tier = self.resting(bucket).rows, self.tier(bucket)["optimizer"]
+        return reserved(bucket, self.placements, self.seat(bucket), rows, self.kept, tier)
 
     def tiers(self, *, apart: bool = False) -> Tiers:
         """Count {tier: {state: bytes}} at rest.
@@ -187,14 +168,13 @@ class Holding(NamedTuple):
     def files(self) -> dict[str, File]:
         """Return {state: its file}; a file's buffers hold the largest bucket that has the state from the start."""
         slots: dict[str, tuple[str, dict[int, int]]] = {}
-        largest = dict.fromkeys(KINDS, 0)
-        for bucket in self.partition.buckets if self.resting else ():
-            at, sizes = self.at(bucket), self.stored(bucket)
-            itemsizes = sizes.parameters, sizes.gradients, sizes.master or sizes.parameters
-            for kind, itemsize in zip(KINDS, itemsizes, strict=True):
-                if at[kind] == NVME and (bucket.trainable or kind == "parameters"):
+        largest = dict.fromkeys(STATES, 0)
+        for bucket in self.partition.buckets if self.at else ():
+            at, formats = self.tier(bucket), self.resting(bucket).formats
+            for kind in STATES if bucket.trainable else STATES[:1]:
+                if at[kind] == NVME:
                     first, last = bucket.held(self.seat(bucket), getattr(self.placements, kind))
-                    largest[kind] = max(largest[kind], math.ceil((last - first) * itemsize))
+                    largest[kind] = max(largest[kind], math.ceil((last - first) * formats.of(kind).itemsize))
             for each in self.reserved(bucket):
                 if each.tier == NVME and each.nbytes:
                     slots.setdefault(each.state, (each.kind, {}))[1][bucket.index] = each.nbytes
@@ -219,8 +199,7 @@ class Holding(NamedTuple):
         """
         total: Fraction | int = 0
         for bucket in self.partition.buckets:
-            sizes = self.stored(bucket)
-            value = sizes.master if bucket.trainable and sizes.master else sizes.parameters
+            value = self.resting(bucket).formats.of("optimizer" if bucket.trainable else "parameters").itemsize
             for slot in bucket.slots:
                 part = slot.within(*bucket.held(self.seat(bucket), SAVED))
                 total += value * part.numel
@@ -237,29 +216,26 @@ def of_recipe(
     placements: Placements,
     rank: int,
     recipe: Recipe,
-    resting: Resting | None = None,
+    at: At | None = None,
     *,
     replicas: int = 1,
     along: Seat = ALONE,
 ) -> Holding:
     """Return a rank's `Holding` by a recipe, on a GPU. As in the engine, only trainable buckets have gradients."""
-    master = recipe.optimizer.get("master", Fraction())
+    parameters = Width("parameters", recipe.parameters)
+    master = Width("master", recipe.optimizer["master"]) if recipe.optimizer.get("master") else parameters
+    formats = Formats(parameters, parameters, Width("gradients", recipe.gradients), master, bool(recipe.cast))
     kept: dict[str, tuple[Fraction | int, int]] = {
         **{state: (nbytes, 1) for state, nbytes in recipe.optimizer.items() if state != "master"},
         **{state: (nbytes, 0) for state, nbytes in recipe.per_tensor.items()},
     }
 
-    def stored(bucket: Bucket) -> Stored:
-        copied = resting is not None and updated_apart(resting[bucket.index])
-        return Stored(recipe.parameters, recipe.kept_gradients, master or recipe.parameters * copied, bool(recipe.cast))
+    def rests(bucket: Bucket) -> Resting:
+        where, accumulated = at[bucket.index] if at else DEVICE_ALONE, not recipe.in_backward
+        return resting(bucket, formats, placements, where, one_memory=False, accumulated=accumulated)
 
     sits = seat(rank, partition.ranks * replicas, replicas)
-    return Holding(partition, placements, sits, stored, lambda bucket, slot: kept, resting, along)
-
-
-def updated_apart(at: Mapping[str, str]) -> bool:
-    """Tell whether a bucket's parameters or its optimizer alone is on the device: then it has a master in any dtype."""
-    return (at["parameters"] in (DEVICE, SHARED)) != (at["optimizer"] == DEVICE)
+    return Holding(partition, placements, sits, rests, lambda bucket, slot: kept, at, along)
 
 
 class Owned(NamedTuple):

@@ -32,10 +32,10 @@ from ..headroom import PIECES
 from ..layout import Bucket
 from ..numerics import same_bits, simulated
 from ..ranks.transport import Team
+from ..stage import STATES
 from .pool import Pool, zeros
 
 NAMES = {"device": DEVICE, "cpu": HOST, "nvme": NVME, "shared": SHARED}  # as users write them
-STATES = ("parameters", "gradients", "optimizer")
 
 Where = str | float | Mapping[str, float]
 

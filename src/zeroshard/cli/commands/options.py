@@ -71,7 +71,8 @@ class Tiers:
 
 def tiers_of(options: dict[str, Any]) -> dict[str, str]:
     """Take the options of `Tiers` out of `options`; return {state: where it rests}."""
-    from zeroshard.cli.config import STATES, places
+    from zeroshard.cli.config import places
+    from zeroshard.stage import STATES
 
     return places(options.pop("offload"), **{state: options.pop(f"offload_{state}") for state in STATES})
 

@@ -1,0 +1,138 @@
+"""The states of a bucket that rest: how its master does, and a row for each, with its tier and bytes.
+
+The engine builds by these rows and the planner counts by them. Imports neither torch nor anything distributed.
+
+    parameters   of every bucket, unless gathers cast them from masters
+    gradients    of a trained one
+    master       of a trained one whose optimizer updates another format than rests, or in another memory
+    average      of what the optimizer updates, if one is kept
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+from .events import DEVICE, SHARED
+from .headroom import SPLIT_BITS
+from .layout import Bucket
+from .stage import Degree, Placements
+
+
+class Format(Protocol):
+    """A dtype, or what else knows the bytes of an element."""
+
+    @property
+    def itemsize(self) -> Fraction | int: ...
+
+
+F = TypeVar("F", bound=Format)
+
+
+@dataclass(frozen=True)
+class Formats(Generic[F]):
+    """The formats of one bucket's states.
+
+    computed: by modules. parameters: at rest and on their way. master: updated by the optimizer.
+    casts: can masters alone stand for sharded parameters?
+    splits: can the bits that a parameter lacks stand for its master?
+    """
+
+    computed: F
+    parameters: F
+    gradients: F
+    master: F
+    casts: bool = False
+    splits: bool = False
+
+    def of(self, kind: str) -> F:
+        """Return the widest format of a kind of states, but for what an optimizer keeps."""
+        return {"parameters": self.parameters, "gradients": self.gradients, "optimizer": self.master}[kind]
+
+
+class Master(enum.Enum):
+    """The way in which the master of a bucket rests."""
+
+    NONE = "the optimizer updates the parameters as they rest"
+    ALONE = "gathers cast it, and no parameters rest"
+    BESIDE = "a step casts it to the parameters that rest as well"
+    SPLIT = "the bits that the parameters lack rest beside them"
+
+
+class Row(NamedTuple):
+    """One state of a bucket. numel: of a state that has another number of elements than the bucket."""
+
+    state: str
+    kind: str
+    itemsize: Fraction | int
+    degree: Degree
+    tier: str
+    numel: int | None = None
+
+    def nbytes(self, numel: int) -> int:
+        """Return the bytes of so many elements."""
+        return math.ceil(numel * self.itemsize)
+
+
+class Resting(NamedTuple):
+    """The states of a bucket that rest, but for those that an optimizer keeps."""
+
+    formats: Formats[Any]
+    master: Master
+    rows: list[Row]
+
+
+def master_of(formats: Formats[F], placements: Placements, at: Mapping[str, str], *, one_memory: bool) -> Master:
+    """Tell how the master of a trained bucket rests.
+
+    at: the tier of each kind of states. one_memory: is the device's memory the host's, as on a CPU? Else what is
+    updated in another memory than it rests in has a master, in whatever format.
+    """
+    apart = (at["parameters"] in (DEVICE, SHARED)) != (at["optimizer"] == DEVICE) and not one_memory
+    if formats.master == formats.parameters and not apart:
+        return Master.NONE
+    # Off the device a copy stays beside the masters: fewer bytes to bring for every gather count more than room.
+    if formats.casts and placements.together and at["parameters"] == at["optimizer"] == DEVICE:
+        return Master.ALONE
+    return Master.SPLIT if formats.splits else Master.BESIDE
+
+
+def resting(
+    bucket: Bucket,
+    formats: Formats[F],
+    placements: Placements,
+    at: Mapping[str, str],
+    *,
+    one_memory: bool,
+    accumulated: bool = True,
+    averaged: bool = False,
+    scales: int = 0,
+) -> Resting:
+    """Return what rests of a bucket. at, one_memory: as in `master_of`.
+
+    accumulated: do gradients rest, or only pass? averaged: is a moving average kept? scales: bytes of those of all
+    tensors of the bucket, which every rank has.
+    """
+    trained = bucket.trainable
+    master = master_of(formats, placements, at, one_memory=one_memory) if trained else Master.NONE
+    rows: list[Row] = []
+
+    def rests(kind: str, state: str, itemsize: Fraction | int) -> None:
+        rows.append(Row(state, kind, itemsize, getattr(placements, kind), at[kind]))
+
+    if master is not Master.ALONE:
+        rests("parameters", "parameters", formats.parameters.itemsize)
+    if scales:
+        rows.append(Row("scales", "parameters", 1, Degree.RANK, DEVICE, scales))
+    if trained and accumulated:
+        rests("gradients", "gradients", formats.gradients.itemsize)
+    if master is not Master.NONE:
+        split = master is Master.SPLIT
+        rests("optimizer", "master", Fraction(SPLIT_BITS, 8) if split else formats.master.itemsize)
+    if trained and averaged:
+        rests("optimizer", "average", formats.master.itemsize)
+    return Resting(formats, master, rows)

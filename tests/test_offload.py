@@ -309,6 +309,31 @@ def test_a_step_can_be_repeated_that_an_interrupt_ended_in_a_buffer_for_files(at
     assert held == want[2]["host"]
 
 
+def sums_that_no_file_takes(folder):
+    """Bytes of sums on their way, before and after a step in which the last rank's disk takes no gradient."""
+    model = models.build("gpt", **GPT)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    where = offload(Path(folder), gradients="nvme", optimizer="nvme")
+    zero = zeroshard.shard(model, optimizer, stage=0, offload=where, comm=Comm(replicas=2, timeout=60))
+    step(model, optimizer, zero, 0)
+    before = zero.ledger().held["reduce"]
+
+    def full(*_, **__):
+        raise TierError("drawn")
+
+    if zero.rank == 1:
+        for buffer in zero._engine.buffers:
+            buffer.gradients.rest.take = full
+    with pytest.raises((TierError, PeerError), match="drawn"):
+        step(model, optimizer, zero, 1)
+    return before, zero.ledger().held["reduce"]
+
+
+def test_no_sum_is_kept_that_its_file_does_not_take(tmp_path):
+    """Replicas received averages beside the file, and one that could not be written was kept until the end."""
+    assert ranks.run(2, sums_that_no_file_takes, str(tmp_path)) == [(0, 0)] * 2
+
+
 def test_the_last_checkpoint_is_found_after_a_disk_failed_under_edited_weights(tmp_path, monkeypatch):
     """`latest` followed the edits into the master on that disk, and raised what told to load the last checkpoint."""
     model, optimizer, zero = start(1, offload(tmp_path, optimizer="nvme"))
@@ -626,6 +651,7 @@ def too_large(folder, checkpoint):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+@pytest.mark.processes
 @pytest.mark.row(55)
 def test_no_space_left_names_the_bytes_on_every_rank(tmp_path):
     for text in ranks.run(2, too_large, str(tmp_path), None):
@@ -644,6 +670,7 @@ def no_room(folder):
         os.statvfs = real
 
 
+@pytest.mark.processes
 @pytest.mark.row(55)
 def test_a_disk_too_small_is_refused_before_anything_is_sharded(tmp_path):
     for text in ranks.run(2, no_room, str(tmp_path)):

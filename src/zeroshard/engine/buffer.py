@@ -102,8 +102,7 @@ class Buffer:
         self.formats = precision.formats(bucket)
         self.dtype, self.grad_dtype = self.formats.computed, self.formats.gradients
         precision = precision.of(kept=bucket.kept, fp8=bucket.fp8)
-        adds_sent = native and precision.reduce_dtype is None
-        self.reduce_dtype = self.grad_dtype if adds_sent else precision.reduce(self.dtype)
+        self.reduce_dtype = self.grad_dtype if native and not precision.reduce_dtype else precision.reduce(self.dtype)
         self.generation = 0  # of the weights: a saved tensor of an older one must not be used
         self.unnoted = False  # may graphs hold parameters themselves, instead of notes?
         self.gathered = Gathered(bucket, params, self.dtype, tier)
@@ -127,8 +126,7 @@ class Buffer:
         the parameters are views of already, in their own dtype. givers: the rank whose values count, slot by slot.
         """
         bucket = self.bucket
-        needs_master = bucket.trainable and self.masters is not Master.NONE
-        source_dtype = self.formats.master if needs_master else self.dtype
+        source_dtype = self.formats.master if bucket.trainable else self.dtype
         if flat is not None and flat.dtype == source_dtype:
             source = flat
         else:
@@ -144,7 +142,7 @@ class Buffer:
             for slot, giver in zip(bucket.slots, givers, strict=True):
                 self._group.broadcast(source[slot.start : slot.stop], giver)
         if not self.resident:
-            if not (needs_master and self.masters is Master.ALONE):
+            if not (bucket.trainable and self.masters is Master.ALONE):
                 self.parameters = self.reserve("parameters", self.formats.parameters, self.placements.parameters)
                 with self.parameters.here(fresh=True) as resting:
                     self._fill(resting, source)
@@ -158,7 +156,7 @@ class Buffer:
         else:
             self.parameters = self.reserve("parameters", self.dtype, self.placements.parameters)
             full = self.parameters.tensor.copy_(source)
-        if needs_master:
+        if bucket.trainable and self.masters is not Master.NONE:
             self._make_master(source[slice(*self.updated)])
         del source
         ledger.hold("staging", -staged)

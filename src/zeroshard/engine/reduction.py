@@ -285,8 +285,8 @@ class Reduction:
         sent.relay.receive()
         sent.relay.came.wait()
         accumulator, relay, receive = sent.accumulator, sent.relay, sent.receive
-        own = accumulator.bucket.shard_numel(accumulator.buffer.team.position)
-        if own and relay.running is None and self._sums_apart(accumulator):
+        own, apart = accumulator.bucket.shard_numel(accumulator.buffer.team.position), self._sums_apart(accumulator)
+        if own and relay.running is None and apart:
             relay.average = self.scratch.take(own, accumulator.buffer.grad_dtype)
         # Where nothing is lost by it the sum is divided as it lands, which saves a step a pass of its own.
         early = divides_exactly(accumulator.buffer.grad_dtype, receive.dtype, self.group.sources)
@@ -295,8 +295,8 @@ class Reduction:
         if own:
             try:
                 begun = accumulator.sum.here(changed=relay.last, fresh=not accumulator.filled)
-                adds = relay.first and (accumulator.filled or relay.average is None)  # to what rests, or into it
-                adds = adds and not self._sums_apart(accumulator)
+                # Is added to what rests, or into it?
+                adds = relay.first and (accumulator.filled or relay.average is None) and not apart
                 with begun if adds else contextlib.nullcontext():
                     if not simulated(receive):
                         self._fold(sent, early=early)
@@ -350,11 +350,14 @@ class Reduction:
         accumulator, relay = sent.accumulator, sent.relay
         relay.back.wait()
         self.scratch.give_back(relay.running)
+        average = relay.average
         with self.gradients.reporting():
-            if relay.average is not None and not accumulator.sum.on_device:
-                self._leaving.append((accumulator.sum.take(relay.average, fresh=True), relay.average))
+            if average is not None and not accumulator.sum.on_device:
+                self._leaving.append((accumulator.sum.take(average, fresh=True), average))
+                average = None
                 self._leave(LEAVING * self._sums_apart(accumulator))
             accumulator.sum.behind()
+        self.scratch.give_back(average)  # one that could not be put where it rests
         came, got = sent.pending.received, self._got
         having = {e.number for e in accumulator.entries if (got[e.number] if got else e.position in came)}
         self.updater.landed(accumulator, having)

@@ -17,13 +17,13 @@ demo: .venv/package ## train at stage 3, at stage 0, and resumed on other ranks,
 	$(BIN)/zeroshard demo
 
 test: install ## every claim of the engine at least once; tests/selection.py says how
-	$(BIN)/pytest -m "not full and not slow" -n 3 --dist loadfile --ignore=tests/tools --seconds=run/ci/test.json
+	$(BIN)/pytest -m "not full and not slow" -n 3 --dist loadfile --worlds --ignore=tests/tools --seconds=run/ci/test.json
 
 tools: install ## the same of commands, planner, page, texts, trainers and the formats of others
 	$(BIN)/pytest -m "not full and not slow" -n 3 --dist loadfile --seconds=run/ci/tools.json tests/tools
 
-full: install ## the rest: all combinations, and tests of over a second
-	$(BIN)/pytest -m "full and not slow" -n 3 --dist loadfile --seconds=run/ci/full.json
+full: install ## the rest: all combinations, tests of over a second, and in processes what make test runs as threads
+	$(BIN)/pytest -m "(full or worlds) and not slow" -n 3 --dist loadfile --seconds=run/ci/full.json
 
 drawn: install ## nightly, an hour: ranks as threads under schedules and faults drawn from fresh seeds; docs/worlds.md. SEEDS=n
 	cd tests && seed=$$(date +%s) && ../$(BIN)/python -m world drawn --seeds $(or $(SEEDS),2000) --first $$seed && \

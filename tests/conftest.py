@@ -21,6 +21,7 @@ import ranks as rank_processes
 import selection
 
 pytest_plugins = ["seconds"]
+INSTEAD = pytest.StashKey()  # what runs ranks in place of processes, with --worlds
 TEST_TIMEOUT = 300  # seconds; a run on ranks has its own, shorter one
 LONGEST = {  # the longest files start first, or one of xdist's workers ends alone with one of them
     "test_bits", "test_checkpoint", "test_cli", "test_clipping", "test_emuccl", "test_emulated_faults",
@@ -32,6 +33,8 @@ LONGEST = {  # the longest files start first, or one of xdist's workers ends alo
 MARKERS = {
     "dist": "runs on several rank processes (set by itself on tests that use the `ranks` or `world` fixture)",
     "full": "left to `make full`: set by itself on what `make test` need not run (selection.py), or by hand: over a second",
+    "processes": "runs its ranks in processes, with --worlds too",
+    "worlds": "has its ranks in worlds in `make test`, so that `make full` runs it again (set by itself)",
     "gpu": "needs a CUDA device, skipped without one",
     "row": "proves these rows of docs/trust.md, as a name with rowN in it does",
     "slow": "left to `make slow` by hand: minutes in all; skipped with --fast",
@@ -44,7 +47,7 @@ hypothesis.settings.load_profile("zeroshard")
 def pytest_addoption(parser):
     parser.addoption("--fast", action="store_true", help="skip tests marked slow: make test and make full together")
     parser.addoption("--worlds", nargs="?", const="plain", metavar="HOW",
-                     help="run ranks as threads of pytest's process; strict, or a seed that draws the schedule")  # fmt: skip
+                     help="run ranks as threads of pytest's process where they need not be processes; strict, or a seed that draws the schedule")  # fmt: skip
     parser.addoption("--order", type=int, default=None, metavar="SEED", help="seed of the test order; 0: as written")
 
 
@@ -58,13 +61,20 @@ def pytest_configure(config):
     if config.getoption("--worlds"):
         from world.instead import instead_of_processes
 
-        rank_processes.pool.instead = instead_of_processes(config.getoption("--worlds"))
+        config.stash[INSTEAD] = instead_of_processes(config.getoption("--worlds"))
     config.option.loadscopereorder = False  # xdist's own order is by the number of a file's tests
 
 
 def pytest_configure_node(node):
     """All of xdist's workers must see one order."""
     node.workerinput["order"] = node.config.option.order
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """Each test's ranks, from its first fixture on, are what --worlds makes of them."""
+    rank_processes.pool.instead = None if selection.needs_processes(item) else item.config.stash.get(INSTEAD, None)
+    return (yield)
 
 
 def pytest_report_header(config):

@@ -5,10 +5,14 @@
                 functions share them out, so that each file still runs at every stage and every number of ranks that it has
                 What takes seconds at each stage (`STAGES`) runs at 1 and 3
     make tools  the same of tools/: commands, planner, page, texts, trainers, formats of others
-    make full   all other values of the parameters, and what is marked `full` by hand: tests of over a second
+    make full   all other values of the parameters, and what is marked `full` by hand: tests of over a second; and, once
+                more, what `make test` runs in worlds
     make slow   what is marked `slow` by hand
 
 What a function runs with never differs between runs.
+
+`make test` runs ranks as threads of pytest's process (`--worlds`), for half of the processor's time, but those whose claim
+is about processes: files of `PROCESSES`, and tests marked `processes`. `make full` runs all of them in processes.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from functools import partial
+from pathlib import PurePosixPath
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -30,6 +35,14 @@ STAGES = [
     pytest.param(stage, marks=[pytest.mark.full] * (stage in (0, 2))) for stage in range(4)
 ]  # of what takes seconds
 FEW = 2  # ranks: fewer share nothing, more cost more
+PROCESSES = {  # files whose ranks have to be processes: with memory, sockets, signals or a device of their own
+    "test_budgets", "test_checkpoint_faults", "test_compile", "test_delays", "test_device",
+    "test_emuccl", "test_emulated", "test_emulated_faults", "test_emulated_grid", "test_emulated_launches",
+    "test_emulated_offload", "test_emulated_streams", "test_ended", "test_faults", "test_harness",
+    "test_hosts", "test_interrupts", "test_late", "test_launcher", "test_lost_ranks", "test_memory",
+    "test_modes", "test_network", "test_other_device", "test_races", "test_seconds",
+    "test_selection", "test_shared_memory", "test_signals", "test_watching", "test_world",
+}  # fmt: skip
 
 
 def cover(tests: Sequence[set[Any]], order: Sequence[int]) -> list[int]:
@@ -54,6 +67,12 @@ def parameters(item: Any) -> dict[str, str]:
 
 def by_hand(item: Any) -> bool:
     return any(item.get_closest_marker(mark) for mark in ("full", "slow", "gpu"))
+
+
+def needs_processes(item: Any) -> bool:
+    """Whether its ranks have to be processes; those of tools/ are, which have commands of their own."""
+    file = PurePosixPath(item.nodeid.partition("::")[0])
+    return file.stem in PROCESSES or "tools" in file.parts or item.get_closest_marker("processes") is not None
 
 
 def starts_ranks(item: Any) -> bool:
@@ -106,6 +125,8 @@ def mark(items: Sequence[Any]) -> None:
         for at, item in enumerate(found):
             if at not in kept:
                 item.add_marker(pytest.mark.full)
+            elif starts_ranks(item) and not needs_processes(item):
+                item.add_marker(pytest.mark.worlds)
 
 
 def _many_ranks(item: Any) -> int:

@@ -425,6 +425,7 @@ def in_folders_of_their_own(folder, asynchronous):
     return str(error.value), str(missing.value), sorted(str(each) for each in own.rglob("*"))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_ranks_that_save_to_a_relative_path_in_different_folders(ranks, tmp_path, asynchronous):
     """Both places are named on both ranks, and nothing stays in either."""

@@ -402,6 +402,7 @@ def refuses_plainly(zero, path):
     raise RuntimeError(f"{path} was loaded")
 
 
+@pytest.mark.processes
 @pytest.mark.row(51)
 def test_no_pickle_runs_wherever_it_lies(ranks, tmp_path):
     assert ranks.run(1, loads_payloads, tmp_path, str(tmp_path / "marker"), group=False) == [0]

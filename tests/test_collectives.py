@@ -146,6 +146,7 @@ def test_keeping_weights_for_backward_saves_a_pass(ranks):
         assert moved["gather"][0] == BLOCKS and moved["reduce"][0] == BLOCKS
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("world", [2, 3])
 def test_bytes_on_the_wire(ranks, world, stage):
     """What the kernel counted on all ranks' TCP sockets is what the ledgers say was sent, within 2 %.
@@ -246,6 +247,7 @@ def policies():
     return users, [after[thread] for thread in after.keys() - before.keys()], unchanged, os.sched_getscheduler(0)
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="a policy of Linux")
 def test_gloos_loops_are_batch_work_and_nothing_else_is(ranks):
     """Those of the engine's three process groups; the loop of a group of the user's stays as it was."""
@@ -283,6 +285,7 @@ def crossed():
     return [nbytes // shard_nbytes for nbytes in found]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("world", [4, pytest.param(6, marks=pytest.mark.full), pytest.param(8, marks=pytest.mark.full)])
 def test_gathers_over_gloo_are_the_trees_that_are_planned(ranks, world):
     """Whole shards that the kernel has sent from each rank to each other: for any size of node what the planner says."""

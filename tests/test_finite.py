@@ -220,6 +220,7 @@ def overflowing(stage: int):
         logging.getLogger("zeroshard").removeHandler(handler)
 
 
+@pytest.mark.processes
 @pytest.mark.row(13)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_overflow_at_every_step_is_reported_each_time(ranks, stage):

@@ -529,6 +529,7 @@ def edit_beside_a_fault(stage, path):
             undo()
 
 
+@pytest.mark.processes
 @pytest.mark.row(104)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_an_edit_that_one_rank_cannot_follow_is_an_error_on_every_rank(stage, tmp_path):

@@ -595,6 +595,7 @@ def test_what_could_not_be_had_is_not_counted(monkeypatch, tmp_path):
     assert not any(ledger.held.values())
 
 
+@pytest.mark.processes
 @pytest.mark.row(55)
 @pytest.mark.parametrize("name", FAULTS)
 @pytest.mark.parametrize("world", [1, 2])

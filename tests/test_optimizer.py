@@ -1023,6 +1023,7 @@ def hooked(engine, precision=None):
     return model
 
 
+@pytest.mark.processes
 def test_step_hooks_run_once_and_see_the_right_weights(stage):
     """Pre hooks see the old weights and post hooks the new ones, once per step and in plain PyTorch's order."""
     check(hooked, stages=(stage,))

@@ -112,6 +112,7 @@ def in_context(stage):
     return weights(model, zero)
 
 
+@pytest.mark.processes
 @pytest.mark.row(100)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_an_axis_of_the_context_counts_as_one_of_the_data(ranks, stage):

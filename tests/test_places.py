@@ -226,6 +226,7 @@ def saved_where_one_rank_cannot(folder):
     return str(caught.value)
 
 
+@pytest.mark.processes
 @pytest.mark.row(74)
 def test_a_path_that_only_one_rank_cannot_take_is_an_error_on_all(tmp_path):
     """The others must not wait for a rank that never comes to the first save's group."""

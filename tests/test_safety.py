@@ -137,6 +137,7 @@ def behind_the_guard(name: str):
     return zero.ledger().held["gather"]
 
 
+@pytest.mark.processes
 @pytest.mark.row(22)
 @pytest.mark.parametrize("name", DOORS)
 def test_what_no_guard_can_see_reads_nan_and_harms_nothing(ranks, name):

@@ -18,12 +18,12 @@ import ranks
 import selection
 
 MAKEFILE = (Path(__file__).parents[1] / "Makefile").read_text()
-SETS = {name: re.search(rf'^{name}:.*\n.*pytest -m "?([\w ]+?)"?(?: -|$)', MAKEFILE, re.MULTILINE)[1] for name in ("test", "full", "slow")}  # fmt: skip
+SETS = {name: re.search(rf'^{name}:.*\n.*pytest -m "?([\w ()]+?)"?(?: -|$)', MAKEFILE, re.MULTILINE)[1] for name in ("test", "full", "slow")}  # fmt: skip
 
 
 def sets(item):
     """The targets that run it, by the marks that its own target's `-m` asks for."""
-    marks = {name: item.get_closest_marker(name) is not None for name in ("full", "slow")}
+    marks = {name: item.get_closest_marker(name) is not None for name in ("full", "slow", "worlds")}
     return [name for name, asked in SETS.items() if eval(asked, {}, marks)]
 
 
@@ -34,7 +34,11 @@ def collected(request):
 
 
 def test_every_test_is_in_exactly_one_set(collected):
-    assert {item.nodeid: sets(item) for item in collected if len(sets(item)) != 1} == {}
+    """But what `make test` runs in worlds is also in `make full`, which runs it in processes."""
+    worlds = {item.nodeid: item.get_closest_marker("worlds") is not None for item in collected}
+    found = {item.nodeid: sets(item) for item in collected}
+    assert {test: of for test, of in found.items() if of != ["test", "full"] * worlds[test] and len(of) != 1} == {}
+    assert not any(worlds[item.nodeid] and selection.needs_processes(item) for item in collected)
 
 
 def test_make_test_runs_every_function(collected):
@@ -54,14 +58,14 @@ def test_make_test_runs_every_value_and_in_each_file_every_stage_and_number_of_r
         for each in selection.has(item):
             if not selection.by_hand(item):
                 has[file, each].append(item)
-            if sets(item) == ["test"]:
+            if "test" in sets(item):
                 quick.add((file, each))
     assert [each for each in has if each not in quick] == []
 
 
 def test_make_test_is_a_part(collected):
     """A choice that chose everything would pass the tests above."""
-    assert sum(sets(item) == ["test"] for item in collected) < len(collected) / 2 or len(collected) < 1000
+    assert sum("test" in sets(item) for item in collected) < len(collected) / 2 or len(collected) < 1000
 
 
 def in_process():
@@ -110,7 +114,7 @@ def grid(test, file="a.py", **parameters):
 
 def kept(items):
     selection.mark(items)
-    return [item.callspec.params for item in items if not item.marks]
+    return [item.callspec.params for item in items if not item.marks & {"full", "slow"}]
 
 
 def test_functions_on_ranks_share_out_the_stages_and_ranks_of_their_file():

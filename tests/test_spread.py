@@ -209,6 +209,7 @@ def edits_under_way():
     return under_way
 
 
+@pytest.mark.processes
 def test_edits_are_compared_when_they_have_arrived(ranks):
     """What is still on its way to a rank is no edit of the other ranks alone."""
     assert ranks.run(4, edits_under_way) == [[0, 0]] * 4

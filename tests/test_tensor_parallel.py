@@ -231,6 +231,7 @@ def clipped(stage, dtype, sequence):
     return train(model, optimizer, zero, 2), weights(model, zero)
 
 
+@pytest.mark.processes
 @pytest.mark.row(98)
 @pytest.mark.parametrize(("dtype", "sequence"), [(torch.float32, True), (torch.bfloat16, False)], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [1, 3])

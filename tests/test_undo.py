@@ -244,6 +244,7 @@ def on_all_ranks(kind: str):
         return reference.weights(model)
 
 
+@pytest.mark.processes
 @pytest.mark.row(78)
 @pytest.mark.parametrize("world", [2, 3], ids=lambda world: f"ranks{world}")
 @pytest.mark.parametrize(

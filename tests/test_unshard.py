@@ -205,6 +205,7 @@ def with_what_is_the_programs(folder):
     return seen, left, forwards, state, signal.getsignal(signal.SIGUSR1) == handler, len(frozen)
 
 
+@pytest.mark.processes
 def test_what_is_the_programs_stays(tmp_path):
     for seen, *rest in ranks.run(2, with_what_is_the_programs, str(tmp_path)):
         assert seen == ["forward", "gradient", "before", "after"]

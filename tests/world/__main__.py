@@ -81,7 +81,10 @@ def several(first: int, seeds: int, *, until_wrong: bool, begins: bool) -> int:
         _stay_on_one(cores)
         if begins:
             print(f"begins {seed}", file=sys.stderr, flush=True)
-        found = find(seed)
+        try:
+            found = find(seed)
+        except KeyboardInterrupt:  # of who runs this: say what was drawn so far
+            break
         counted[found.case.faults, found.outcome] += 1
         digests.add(found.ran.digest)
         struck += bool(found.ran.struck)

@@ -79,6 +79,9 @@ class Line:
         receive = partial(connection.recvmsg, _PACKED.size, socket.CMSG_SPACE(4), flags)
         self._coming = takewhile(operator.itemgetter(0), iter(receive, None))  # to the end of the connection
 
+    def __del__(self) -> None:
+        self.connection.close()
+
     def flush(self) -> None:
         while self.outbox:
             notice, memory = self.outbox[0]

@@ -493,7 +493,9 @@ def orders(folder: Path, *, say: bool) -> list[tuple[int, int, str]]:
     versions have none, which counts as 0; between equal numbers the time decides. say: warn of damaged manifests.
     """
     found = []
-    for entry in os.scandir(folder):
+    with os.scandir(folder) as listed:
+        entries = [*listed]
+    for entry in entries:
         path = Path(entry.path)
         if entry.name.startswith(".") or not entry.is_dir(follow_symlinks=False) or not (path / MANIFEST).exists():
             continue

@@ -229,6 +229,10 @@ def meet(
             if peer in missing:
                 connections[peer] = connection
         return Neighbours(connections), ""
+    except BaseException:
+        for connection in connections.values():
+            connection.close()
+        raise
     finally:
         if server is not None:
             server.close()

@@ -399,6 +399,28 @@ def test_some_masters_are_split_where_others_rest_alone():
     assert zeroshard.planner.predict_states(zero)["master"] == zero.ledger().held["master"]
 
 
+def planned_job():
+    return {
+        "model": models.build("mlp", sizes=[32, 16, 8]),
+        "optimizer": torch.optim.AdamW,
+        "batch": lambda step, index: torch.ones(2, 32),
+        "loss": lambda model, batch: model(batch).float().sum(),
+    }
+
+
+@pytest.mark.parametrize(
+    ("stage", "fields", "said"),
+    [(3, {}, True), (2, {}, False), (3, {"optimizer": "cpu"}, False), (3, {"optimizer": 0.5}, True)],
+)
+def test_a_plan_notes_where_masters_rest_alone(stage, fields, said):
+    """With half of the optimizer's states in host memory some masters do."""
+    offload = Offload(**fields) if fields else None
+    notes = zeroshard.plan(
+        planned_job, ranks=2, stage=stage, precision="bf16-split", offload=offload, bucket_mib=0.001
+    ).notes
+    assert any("nothing is split there" in note for note in notes) == said
+
+
 def test_a_run_goes_on_with_split_masters(monkeypatch):
     """Its bits stay the same: of all that decides the losses this alone may be said anew."""
     before = dict.fromkeys((*resume.FIXED, *resume.KEPT), 1) | {

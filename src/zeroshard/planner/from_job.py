@@ -13,8 +13,8 @@ from ..events import DEVICE
 from ..layout import BUCKET_MIB, Layout
 from ..numerics import Precision
 from ..ranks.comm import Comm
-from ..stage import STAGES, Degree, placements
-from ..tiers.tier import Offload
+from ..resting import Master
+from ..stage import STAGES, Degree
 from . import advice, built, optimizers, recipes, states, traffic
 from .answer import Plan, StagePlan, finish
 from .asked import Asked
@@ -63,9 +63,8 @@ def plan_job(job: str | Callable[[], dict[str, Any]], asked: Asked, layout: Layo
         f"{recomputed.activations:,} with every unit recomputed",
         "what operators take while they run, and the optimizer inside its step, comes on top: measured, not planned",
     ]
-    if asked.precision == "bf16-split" and any(
-        masters_alone(stage, asked.offload, spread=asked.spread(stage)) for stage in asked.stages
-    ):
+    masters = {buffer.masters for stage in asked.stages for buffer in runs[stage].zero._engine.buffers}
+    if asked.precision == "bf16-split" and Master.ALONE in masters:
         notes.append("stage 3: masters alone rest of sharded parameters on the device, and nothing is split there")
     if asked.offload is not None and one.zero._engine.device.type == "cpu":
         notes.append(
@@ -81,13 +80,6 @@ def plan_job(job: str | Callable[[], dict[str, Any]], asked: Asked, layout: Layo
         notes,
         balance=balance(runs[max(asked.stages)].zero.partition, asked.copies),
     )
-
-
-def masters_alone(stage: int, offload: Offload | None, *, spread: bool = False) -> bool:
-    """Tell whether masters may be all that rests of parameters. spread: is the optimizer sharded over all replicas?"""
-    where = offload or Offload()
-    tiers = set(where.tiers("parameters")) | set(where.tiers("optimizer"))
-    return placements(stage, spread=spread).together and tiers == {DEVICE}
 
 
 def precision(name: str, grad_dtype: str | None = None) -> Precision | None:

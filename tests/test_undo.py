@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import linecache
 import sys
@@ -121,11 +122,13 @@ class Tripwire:
         return self
 
     def __enter__(self):
+        gc.disable()  # what is raised in a finaliser of others' garbage is lost
         sys.settrace(self)
         return self
 
     def __exit__(self, *_):
         sys.settrace(None)
+        gc.enable()
 
 
 def armed(model, optimizer, wire, **options):

@@ -482,7 +482,7 @@ def test_a_replica_takes_a_sum_when_it_is_ready_for_it(queued):
     assert sent.here() and sent.here() and team.launched == (["on from 0"] if queued else ["on from 0", "back"])
     relay.hand_on()
     assert team.launched == (["on from 0", "on from 1", "back"] if queued else ["on from 0", "back", "on from 1"])
-    relay.complete()
+    relay.hand_on()
     assert len(team.launched) == 3
 
 

@@ -181,8 +181,6 @@ class Zero:
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         refuse_copy(protocol)
 
-    # --- before each forward and step -------------------------------------------------------------------------------
-
     # --- what users call --------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager

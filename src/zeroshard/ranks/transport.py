@@ -333,13 +333,6 @@ class Relay:
         sent = self.team._hand_back(self.average) if self.last else self.team._hand_on(self.running, self.replica)
         self.back = self._work([*self._average(), *sent], self._event)
 
-    def complete(self) -> None:
-        """Take part in all of the relay, whatever became of this rank's part, because the others wait for it."""
-        self.receive()
-        self.came.wait()
-        self.hand_on()
-        self.back.wait()
-
 
 def count(
     ledger: Ledger,

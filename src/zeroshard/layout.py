@@ -205,20 +205,13 @@ class Slot(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """A flat run of one unit's parameters that share a dtype and were trainable, or not, at construction.
+class BucketKey:
+    """The facts in which all parameters of a bucket are equal. `unit` indexes the list of units."""
 
-    bounds has one more entry than a team has ranks: position r's shard is elements [bounds[r], bounds[r + 1]).
-    """
-
-    index: int
     unit: int
     dtype: str
     itemsize: int
-    trainable: bool
-    slots: tuple[Slot, ...]
-    numel: int
-    bounds: tuple[int, ...]
+    trainable: bool  # at construction
     along: str = ""  # the axis whose ranks are its team
     kept: bool = False  # of exceptions of `Precision.keep`
     block: int = 1  # elements of a slot that no cut parts; or `WHOLE`
@@ -228,6 +221,19 @@ class Bucket:
     def whole(self) -> bool:
         """True if no slot of it is ever cut."""
         return self.block == WHOLE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bucket(BucketKey):
+    """A flat run of parameters with one key.
+
+    bounds has one more entry than a team has ranks: position r's shard is elements [bounds[r], bounds[r + 1]).
+    """
+
+    index: int
+    slots: tuple[Slot, ...]
+    numel: int
+    bounds: tuple[int, ...]
 
     @property
     def size(self) -> int:
@@ -382,7 +388,10 @@ def partition(specs: Iterable[Spec], layout: Layout, ranks: int, along: int = 1)
     return Partition(
         ranks,
         layout.base,
-        tuple(Bucket(at, *p.key[:4], p.slots, bounds[at][-1], bounds[at], *p.key[4:]) for at, p in enumerate(packed)),
+        tuple(
+            Bucket(**vars(p.key), index=at, slots=p.slots, numel=bounds[at][-1], bounds=bounds[at])
+            for at, p in enumerate(packed)
+        ),
     )
 
 
@@ -404,19 +413,8 @@ def work(shape: tuple[int, ...]) -> int:
     return numel * min(shape[0], numel // shape[0]) if len(shape) > 1 and numel else numel
 
 
-class _Key(NamedTuple):
-    unit: int
-    dtype: str
-    itemsize: int
-    trainable: bool
-    along: str
-    kept: bool
-    block: int
-    fp8: bool
-
-
 class _Packed(NamedTuple):
-    key: _Key
+    key: BucketKey
     slots: tuple[Slot, ...]
     owners: tuple[int, ...]  # of slots that are never cut
     numel: int
@@ -430,14 +428,14 @@ def _block(spec: Spec, layout: Layout) -> int:
     return WHOLE if spec.block > 1 and block >= spec.numel else block
 
 
-def _runs(specs: Iterable[Spec], layout: Layout) -> list[tuple[_Key, list[Spec]]]:
-    """Group parameters that share a bucket: those equal in all of `_Key`, in order, up to the size limit."""
+def _runs(specs: Iterable[Spec], layout: Layout) -> list[tuple[BucketKey, list[Spec]]]:
+    """Group parameters that share a bucket: those of one `BucketKey`, in order, up to the size limit."""
     limit = (layout.bucket_mib or BUCKET_MIB) * 2**20
-    open_runs: dict[_Key, tuple[list[Spec], float]] = {}
-    runs: list[tuple[_Key, list[Spec]]] = []
+    open_runs: dict[BucketKey, tuple[list[Spec], float]] = {}
+    runs: list[tuple[BucketKey, list[Spec]]] = []
     for spec in specs:
         block = _block(spec, layout)
-        key = _Key(spec.unit, spec.dtype, spec.itemsize, spec.trainable, spec.along, spec.kept, block, spec.fp8)
+        key = BucketKey(spec.unit, spec.dtype, spec.itemsize, spec.trainable, spec.along, spec.kept, block, spec.fp8)
         nbytes = spec.numel * spec.itemsize
         run, filled = open_runs.get(key, ([], math.inf))
         if filled + nbytes > limit:
@@ -448,10 +446,10 @@ def _runs(specs: Iterable[Spec], layout: Layout) -> list[tuple[_Key, list[Spec]]
     return sorted(runs, key=lambda pair: pair[0].unit)
 
 
-def _pack(key: _Key, run: list[Spec], align: int, owner: Mapping[str, int]) -> _Packed:
+def _pack(key: BucketKey, run: list[Spec], align: int, owner: Mapping[str, int]) -> _Packed:
     slots: list[Slot] = []
     end = 0
-    if key.block == WHOLE:  # by owner, so that shards are contiguous
+    if key.whole:  # by owner, so that shards are contiguous
         run = sorted(run, key=lambda spec: owner[spec.name])
     for spec in run:
         slots.append(Slot(spec.name, spec.shape, end, spec.numel, spec.cut))

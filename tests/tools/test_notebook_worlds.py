@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ import ranks
 import reference
 import zeroshard
 from zeroshard.errors import PeerError, StateError, UserError
+from zeroshard.ranks import groups
 
 STEPS = 3
 
@@ -212,6 +214,17 @@ def workers():
     return [*torch.utils.data.DataLoader([1, 2], num_workers=1)]
 
 
+def alarms():
+    signal.setitimer(signal.ITIMER_REAL, 60)
+
+
+def on_an_accelerator():
+    """What `shard` does for a model on a GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "get_default_backend_for_device", lambda device: "nccl")
+        groups.start(zeroshard.Comm(), torch.device("cpu"))
+
+
 def on_meta():
     dist.init_process_group("gloo")
     dist.all_reduce(torch.ones(1, device="meta"))
@@ -226,7 +239,13 @@ def by_nccl():
 @pytest.mark.parametrize(
     ("program", "kind", "says"),
     [
-        (forks, StateError, "fork on rank 0 of 2: ranks of zeroshard.world(...) are threads of one process"),
+        (
+            forks,
+            StateError,
+            "os.fork on rank 0 of 2: ranks of zeroshard.world(...) are threads of one process, and a fork",
+        ),
+        (alarms, StateError, "signal.setitimer on rank 0 of 2"),
+        (on_an_accelerator, UserError, "a process group with backend 'nccl' on rank 0 of 2"),
         (workers, StateError, "DataLoader(num_workers=0)"),
         (on_meta, UserError, "a message on meta: ranks of zeroshard.world(...) send through host memory"),
         (by_nccl, UserError, "a process group with backend 'nccl' on rank 0 of 2"),
@@ -262,6 +281,39 @@ def test_numbers_that_are_none_are_refused(call, says):
     with pytest.raises(UserError) as found:
         call()
     assert says in str(found.value)
+
+
+async def coroutine():
+    raise AssertionError("it ran")
+
+
+def generator():
+    yield 1
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        (None, "world.run(None): expected a function"),
+        (coroutine, "world.run(coroutine): a call of it runs nothing yet"),
+        (generator, "world.run(generator): a call of it runs nothing yet"),
+    ],
+)
+def test_what_a_call_does_not_run_is_refused(function, says):
+    with zeroshard.world(2) as world:
+        with pytest.raises(UserError) as found:
+            world.run(function)
+        assert says in str(found.value)
+        assert world.run(lambda function: function, function=1) == [1, 1]
+
+
+def test_a_ranks_number_of_threads_ends_with_the_run():
+    before = torch.get_num_threads()
+    try:
+        zeroshard.world(2).run(torch.set_num_threads, before + 1)
+        assert torch.get_num_threads() == before
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_two_runs_at_once_are_refused():

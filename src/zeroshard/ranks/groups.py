@@ -57,6 +57,8 @@ def start(settings: Comm, device: torch.device) -> None:
         backend, own = dist.get_default_backend_for_device(device), current(device) if asynchronous(device) else None
         dist.init_process_group(backend, timeout=timeout, device_id=own)
     except (RuntimeError, ValueError, OSError) as error:
+        if isinstance(error, Error):  # a world's, which says what it cannot
+            raise
         raise could_not_meet(os.environ, error) from error
     finally:
         saying.cancel()

@@ -33,6 +33,8 @@ from .group import Group
 from .rank import GONE, SILENT
 from .schedule import Task, here
 
+SIGNALS = "a signal comes to all of them"
+
 
 class Else:
     """A module, or an object, of which some names are another thing in a world."""
@@ -298,15 +300,17 @@ def _kills(plain: Callable[..., Any]) -> Callable[..., Any]:
         elif number in (signal.SIGKILL, signal.SIGSTOP):
             task.schedule.leave(task.rank, GONE if number == signal.SIGKILL else SILENT)
         else:
-            raise _needs_processes(f"os.kill(..., {signal.Signals(number).name})", "would come to all ranks at once")
+            raise _needs_processes(f"os.kill(..., {signal.Signals(number).name})", SIGNALS)
 
     return kill
 
 
-def _not_inside(plain: Callable[..., Any]) -> Callable[..., Any]:
+def _not_inside(module: Any, name: str, why: str) -> Callable[..., Any]:
+    plain = getattr(module, name)
+
     def refused(*args: Any) -> Any:
         if here() is not None:
-            raise _needs_processes(f"{plain.__module__}.{plain.__name__}", "would do so for all ranks at once")
+            raise _needs_processes(f"{module.__name__}.{name}", why)
         return plain(*args)
 
     return refused
@@ -316,7 +320,7 @@ def _needs_processes(what: str, why: str) -> StateError:
     task = here()
     assert task is not None
     return StateError(
-        f"{what} on {task.rank}: ranks of zeroshard.world(...) are threads of one process, and it {why}. Instead: "
+        f"{what} on {task.rank}: ranks of zeroshard.world(...) are threads of one process, and {why}. Instead: "
         "DataLoader(num_workers=0), no signals; or run the program with torchrun, where each rank is a process"
     )
 
@@ -346,8 +350,9 @@ def _places() -> Iterator[tuple[Any, str, Any]]:
     yield threading.Thread, "start", _starts(threading.Thread.start)
     yield os, "_exit", _ends(os._exit)
     yield os, "kill", _kills(os.kill)
-    yield os, "fork", _not_inside(os.fork)
-    yield signal, "raise_signal", _not_inside(signal.raise_signal)
+    yield os, "fork", _not_inside(os, "fork", "a fork would copy all of them, and run one")
+    for name in ("raise_signal", "alarm", "setitimer"):  # a handler cannot be set off the main thread anyway
+        yield signal, name, _not_inside(signal, name, SIGNALS)
     yield watch, "_ask", _ask(watch._ask)
     yield groups, "Watch", _Watch
     yield groups, "_loops", set[int]  # gloo's threads: no rank here has one, and looking through all takes 0.1 s a run

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import inspect
 import math
 import sys
 import threading
@@ -13,6 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
+
+import torch
 
 from ..checkpoint.saving import Saving
 from ..errors import PeerError, StateError, UserError
@@ -83,7 +86,7 @@ class World:
     def __repr__(self) -> str:
         return f"zeroshard.world({self.size})" + (f": {self.ended}" if self.ended else "")
 
-    def run(self, function: Callable[..., Any], *args: Any, **named: Any) -> list[Any]:
+    def run(self, function: Callable[..., Any], /, *args: Any, **named: Any) -> list[Any]:
         """Call `function(*args, **named)` on each rank. Returns what each returned, in rank order.
 
         All ranks get the same objects, not copies of them. What they print begins with their rank. Raises what the
@@ -96,6 +99,7 @@ class World:
             raise StateError(
                 f"world.run() after the world ended ({self.ended}): make another one by zeroshard.world(...)"
             )
+        _check_function(function)
         if not _running.acquire(blocking=False):
             raise StateError("another world runs in this process: one zeroshard.world runs at a time")
         try:
@@ -175,8 +179,9 @@ class World:
             finally:
                 if not schedule.ended.is_set():
                     _stop(schedule)
+                deadline = time.monotonic() + LEFT
                 for task in schedule.tasks:
-                    task.thread.join(LEFT)
+                    task.thread.join(max(deadline - time.monotonic(), 0))
         return mains
 
     def complain(self, what: str) -> None:
@@ -187,7 +192,7 @@ class World:
     @contextlib.contextmanager
     def _apart(self) -> Iterator[None]:
         """Keep what this process has one of as it was, whatever the ranks do to it, and theirs until the next run."""
-        outside, hook, collects = Registers(), sys.excepthook, gc.isenabled()
+        outside, hook, collects, threads = Registers(), sys.excepthook, gc.isenabled(), torch.get_num_threads()
         untold, holding = Saving._untold[:], dict(transport._holding)
         Saving._untold[:] = self._untold
         transport._holding.clear()
@@ -206,12 +211,26 @@ class World:
                 self.schedule.holder = None
             outside.load()
             sys.excepthook = hook
+            if torch.get_num_threads() != threads:  # to set them, though they are as many, ends OpenMP's
+                torch.set_num_threads(threads)
             self._untold, self._holding = Saving._untold[:], dict(transport._holding)
             Saving._untold[:] = untold
             transport._holding.clear()
             transport._holding.update(holding)
             if collects:
                 gc.enable()
+
+
+def _check_function(function: Any) -> None:
+    """Refuse what a call does not run to its end."""
+    if not callable(function):
+        raise UserError(f"world.run({function!r}): expected a function, such as world.run(train, 3)")
+    kinds = inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction
+    if any(is_kind(function) for is_kind in kinds):
+        raise UserError(
+            f"world.run({getattr(function, '__name__', function)}): a call of it runs nothing yet: it is a generator "
+            "or a coroutine. Give a function that runs it, such as lambda: asyncio.run(train())"
+        )
 
 
 def _stop(schedule: Schedule) -> None:

@@ -439,13 +439,18 @@ def killed_with_one_copy(*args):
     return with_one_copy(test_lost_ranks.loses_a_rank, *args)
 
 
+def named_memory():
+    """Names of what is shared on this host, but temporary files of other programs."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("tmp")}
+
+
 @pytest.mark.row(103)
 @pytest.mark.parametrize("where", ["forward", "step"])
 def test_a_rank_killed_beside_one_copy_is_named(ranks, tmp_path, where):
-    before = set(os.listdir("/dev/shm"))
+    before = named_memory()
     outcomes = ranks.run(2, killed_with_one_copy, where, 1, signal.SIGKILL, str(tmp_path), **test_lost_ranks.PATIENT)
     test_lost_ranks.check_named(outcomes, where, "is gone: its process has ended")
-    assert set(os.listdir("/dev/shm")) <= before
+    assert named_memory() <= before
 
 
 SPLIT = zeroshard.Precision(param_dtype=torch.bfloat16, split_master=True)
@@ -751,12 +756,12 @@ def survives(where: str, stage: int, folder: str):
 @pytest.mark.parametrize("where", ["forward", "backward", "reduce", "step"])
 def test_a_killed_rank_is_named_and_leaves_nothing(ranks, tmp_path, where, stage):
     """kill -9 in the middle of a step: at once by name; the memory had none, and no descriptor of it stays."""
-    before = set(os.listdir("/dev/shm"))
+    before = named_memory()
     outcomes = ranks.run(2, survives, where, stage, str(tmp_path), **test_lost_ranks.PATIENT)
     assert outcomes[-1].type == "Died" and "SIGKILL" in outcomes[-1].message
     test_lost_ranks.check_named(outcomes, where, "is gone: its process has ended")
     assert outcomes[0].message.endswith("open: []")
-    assert set(os.listdir("/dev/shm")) <= before
+    assert named_memory() <= before
     (after,) = ranks.run(1, test_lost_ranks.continued, stage, str(tmp_path / "ckpt"), group=False)
     assert reference.first_difference(after, test_lost_ranks.unbroken(test_lost_ranks.DYING)) == ""
 

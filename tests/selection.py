@@ -11,7 +11,7 @@
 
 What a function runs with never differs between runs.
 
-`make test` runs ranks as threads of pytest's process (`--worlds`), for half of the processor's time, but those whose claim
+`make test` runs ranks as threads of pytest's process (`--worlds`), for less of the processor's time, but those whose claim
 is about processes: files of `PROCESSES`, and tests marked `processes`. `make full` runs all of them in processes.
 """
 

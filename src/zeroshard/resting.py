@@ -20,7 +20,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from .events import DEVICE, SHARED
 from .headroom import SPLIT_BITS
 from .layout import Bucket
-from .stage import Degree, Placements
+from .stage import STATES, Degree, Placements, Seat
 
 
 class Format(Protocol):
@@ -31,6 +31,7 @@ class Format(Protocol):
 
 
 F = TypeVar("F", bound=Format)
+Sizes = dict[str, int]  # bytes of each kind of states
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,16 @@ class Resting(NamedTuple):
     formats: Formats[Any]
     master: Master
     rows: list[Row]
+
+    def largest(self, bucket: Bucket, seat: Seat, placements: Placements, at: Mapping[str, str], tier: str) -> Sizes:
+        """Return {kind: bytes} of the largest state that a rank can have of the bucket in a tier, kind by kind, but for
+        what an optimizer keeps."""
+        found = {}
+        for kind in STATES if bucket.trainable else STATES[:1]:  # frozen parameters have nothing else
+            if at[kind] == tier:
+                first, last = bucket.held(seat, getattr(placements, kind))
+                found[kind] = math.ceil((last - first) * self.formats.of(kind).itemsize)
+        return found
 
 
 def master_of(formats: Formats[F], placements: Placements, at: Mapping[str, str], *, one_memory: bool) -> Master:

@@ -55,7 +55,6 @@ def in_options(error: object, names: Iterable[str]) -> str:
 
 Precision = Literal["fp32", "bf16", "bf16-split", "fp32-fp8", "bf16-fp8"]
 GradDtype = Literal["fp32", "bf16"]
-
 FloatingPoint = Literal["fp64", "fp32", "bf16", "fp16"]
 Size = Literal["tiny", "small", "medium"]
 Device = Literal["auto", "cpu", "cuda"]

@@ -162,15 +162,14 @@ class Assembly:
         largest, nbytes = dict.fromkeys(STATES, 0), 0
         for bucket, at in zip(self.partition.buckets, self.resting, strict=True):
             formats, seat = self.precision.formats(bucket), group.team_of(bucket).seat
-            for kind in STATES if bucket.trainable else STATES[:1]:  # frozen parameters have nothing else
-                if at[kind] == NVME:
-                    first, last = bucket.held(seat, getattr(self.placements, kind))
-                    largest[kind] = max(largest[kind], (last - first) * formats.of(kind).itemsize)
-            for row in resting(bucket, formats, self.placements, at, one_memory=group.device.type == "cpu").rows:
+            rests = resting(bucket, formats, self.placements, at, one_memory=group.device.type == "cpu")
+            for kind, size in rests.largest(bucket, seat, self.placements, at, NVME).items():
+                largest[kind] = max(largest[kind], size)
+            for row in rests.rows:
                 if row.tier == NVME:
                     first, last = bucket.held(seat, row.degree)
                     nbytes += row.nbytes(last - first)
-        if any(NVME in resting.values() for resting in self.resting):
+        if any(NVME in at.values() for at in self.resting):
             what = "another rank cannot use its Offload.path"
             block = Together(group, lambda told: PeerError(what, got="; ".join(told)), own=True)
             try:

@@ -150,7 +150,7 @@ def recipe_moves(
 ) -> Moves:
     """Count `moves` with the bytes of a recipe."""
     holding = of_recipe(partition, placements, rank, recipe, resting, replicas=replicas, along=along)
-    return _moves(holding, resting, accumulate=accumulate, no_sync=no_sync)
+    return _moves(holding, accumulate=accumulate, no_sync=no_sync)
 
 
 def closed_moves(
@@ -175,14 +175,14 @@ def closed_moves(
 
 def predict_moves(zero: Zero, *, accumulate: int = 1, no_sync: bool = False) -> Moves:
     """Predict the bytes that this rank moves in a step, as `zero.ledger().traffic` counts "read" and "write"."""
-    return _moves(holding(zero), zero._engine.resting, accumulate=accumulate, no_sync=no_sync)
+    return _moves(holding(zero), accumulate=accumulate, no_sync=no_sync)
 
 
-def _moves(found: Holding, resting: At, *, accumulate: int, no_sync: bool) -> Moves:
+def _moves(found: Holding, *, accumulate: int, no_sync: bool) -> Moves:
     # A split master is joined with its parameters, so a step reads and writes both, as without masters.
     masters = [found.resting(bucket).master for bucket in found.partition.buckets]
     return moves(
-        found.partition, found.placements, resting, found.files(),
+        found.partition, found.placements, [*map(found.tier, found.partition.buckets)], found.files(),
         [master not in (Master.NONE, Master.SPLIT) for master in masters], accumulate=accumulate, no_sync=no_sync,
         first=found.sits.replica == 0,
     )  # fmt: skip

@@ -13,7 +13,7 @@ from ..events import DEVICE
 from ..layout import BUCKET_MIB, Layout
 from ..numerics import Precision
 from ..ranks.comm import Comm
-from ..resting import Master
+from ..resting import Master, master_of
 from ..stage import STAGES, Degree
 from . import advice, built, optimizers, recipes, states, traffic
 from .answer import Plan, StagePlan, finish
@@ -122,8 +122,8 @@ def _recipe(run: Simulation) -> recipes.Recipe:
     def add(state: str, nbytes: Fraction | int) -> None:
         sums[state] = sums.get(state, Fraction()) + nbytes
 
-    cast = 0
-    resting = built.holding(zero).resting
+    cast, alone = 0, STAGES[max(STAGES)]  # where masters rest alone, if anywhere
+    resting, one_memory = built.holding(zero).resting, zero._engine.device.type == "cpu"
     for bucket, at in zip(buckets, zero._engine.resting, strict=True):
         formats, _, rows = resting(bucket)
         each = {row.state: row.itemsize for row in rows}
@@ -132,7 +132,7 @@ def _recipe(run: Simulation) -> recipes.Recipe:
             add("gradients", numel[bucket.index] * formats.gradients.itemsize)
             if formats.master != formats.parameters:
                 add("master", numel[bucket.index] * each["master"])
-            if formats.casts and at["parameters"] == at["optimizer"] == DEVICE:
+            if master_of(formats, alone, at, one_memory=one_memory) is Master.ALONE:
                 cast += numel[bucket.index] * formats.computed.itemsize
     per_tensor: dict[str, int] = {}
     for optimizer, group, places in zero.optimizer_members():

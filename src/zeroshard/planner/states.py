@@ -170,11 +170,9 @@ class Holding(NamedTuple):
         slots: dict[str, tuple[str, dict[int, int]]] = {}
         largest = dict.fromkeys(STATES, 0)
         for bucket in self.partition.buckets if self.at else ():
-            at, formats = self.tier(bucket), self.resting(bucket).formats
-            for kind in STATES if bucket.trainable else STATES[:1]:
-                if at[kind] == NVME:
-                    first, last = bucket.held(self.seat(bucket), getattr(self.placements, kind))
-                    largest[kind] = max(largest[kind], math.ceil((last - first) * formats.of(kind).itemsize))
+            rests, at = self.resting(bucket), self.tier(bucket)
+            for kind, size in rests.largest(bucket, self.seat(bucket), self.placements, at, NVME).items():
+                largest[kind] = max(largest[kind], size)
             for each in self.reserved(bucket):
                 if each.tier == NVME and each.nbytes:
                     slots.setdefault(each.state, (each.kind, {}))[1][bucket.index] = each.nbytes

@@ -56,9 +56,9 @@ def start(settings: Comm, device: torch.device) -> None:
         # Told of the device it makes communicators at once, and groups are split from them, which takes less memory.
         backend, own = dist.get_default_backend_for_device(device), current(device) if asynchronous(device) else None
         dist.init_process_group(backend, timeout=timeout, device_id=own)
+    except Error:  # a world's, which says what it cannot
+        raise
     except (RuntimeError, ValueError, OSError) as error:
-        if isinstance(error, Error):  # a world's, which says what it cannot
-            raise
         raise could_not_meet(os.environ, error) from error
     finally:
         saying.cancel()

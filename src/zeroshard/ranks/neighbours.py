@@ -206,6 +206,7 @@ def meet(
         why = f"rank {rank} cannot share memory: {error}"
     told = _exchange(store, f"{at}/place", rank, ranks, (*own, why), deadline)
     connections: dict[int, socket.socket] = {}
+    found: Neighbours | None = None
     try:
         why = why or _elsewhere(own, told, peers)
         for peer in [peer for peer in peers if peer < rank and not why]:
@@ -216,8 +217,6 @@ def meet(
                 why += "network namespace, or container"
         whys = [each for each in _exchange(store, f"{at}/reached", rank, ranks, why, deadline) if each]
         if whys:
-            for connection in connections.values():
-                connection.close()
             return None, whys[0]
         assert server is not None
         while missing := [peer for peer in peers if peer > rank and peer not in connections]:
@@ -228,12 +227,11 @@ def meet(
                 raise OSError(errno.ETIMEDOUT, f"ranks {missing} did not come to share memory") from None
             if peer in missing:
                 connections[peer] = connection
-        return Neighbours(connections), ""
-    except BaseException:
-        for connection in connections.values():
-            connection.close()
-        raise
+        found = Neighbours(connections)
+        return found, ""
     finally:
+        for connection in connections.values() if found is None else ():
+            connection.close()
         if server is not None:
             server.close()
 

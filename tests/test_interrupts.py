@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import resource
 import signal
@@ -22,6 +23,7 @@ import zeroshard
 from zeroshard import Comm, Layout, Precision
 from zeroshard.digests import digest
 from zeroshard.engine.buffer import Buffer
+from zeroshard.engine.gathered import Gathered
 from zeroshard.errors import CheckpointError, PeerError, StateError, UserError
 from zeroshard.ranks import watch
 from zeroshard.ranks.link import Link, packed, unpacked
@@ -560,6 +562,44 @@ def test_memory_that_an_interrupted_gather_took_serves_the_next(ranks):
     for weights, held in ranks.run(2, half_launched, **LIMITS):
         assert reference.first_difference(weights, test_lost_ranks.plain_steps(4)) == ""
         assert held[1] == held[2] == held[3]
+
+
+def half_pointed(at: int, folder: str):
+    """An interrupt ends rank 1's call number `at` of a step that makes parameters point somewhere, after the first of
+    them, and all try again: weights after four steps, and how many calls there were."""
+    rank, (model, optimizer, zero) = rank_processes.rank(), test_lost_ranks.three(3, optimizer=torch.optim.SGD)
+    point, calls = Gathered._point, itertools.count()
+
+    def interrupted(gathered, tensors):
+        if next(calls) == at:
+            with torch._C.DisableTorchFunctionSubclass():
+                gathered.params[0].data = tensors[0]
+            raise KeyboardInterrupt
+        point(gathered, tensors)
+
+    for index in range(4):
+        if (index, rank) == (2, 1):
+            Gathered._point = interrupted
+        while True:
+            try:
+                test_lost_ranks.step(model, optimizer, index)
+                zero.save(folder)  # which asks where the parameters' data are
+                break
+            except (KeyboardInterrupt, PeerError):
+                continue
+    Gathered._point = point
+    with zero.gathered():
+        return reference.weights(model), next(calls)
+
+
+@pytest.mark.row(59)
+@pytest.mark.parametrize("at", range(6))
+def test_parameters_point_into_their_memory_again_after_an_interrupt(ranks, at, tmp_path):
+    """Where some did and others did not, the others' data were refused as the user's. As a gather and a release begin."""
+    told = ranks.run(2, half_pointed, at, str(tmp_path), **LIMITS)
+    assert told[1][1] > at
+    for weights, _ in told:
+        assert reference.first_difference(weights, test_lost_ranks.plain_steps(4)) == ""
 
 
 @pytest.mark.row(59)

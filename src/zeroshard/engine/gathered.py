@@ -179,7 +179,8 @@ class Gathered:
         before, self._counted = self._counted, "prefetch" if ahead else "gather"
         if self.views is self._shapes:
             self._lie_in(self.tier.reserve(self._counted, self.bucket.numel, self.dtype, zeroed=False))
-        elif before != self._counted:  # an exception ended a gather after it took this
+        else:  # an exception ended a gather after it took this, or a release: some parameters may lie elsewhere
+            self._point(self.views)
             self.tier.ledger.rename(before, self._counted, self.nbytes)
         self.note_holders()
 

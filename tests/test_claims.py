@@ -105,6 +105,13 @@ def test_what_rests_in_each_tier_is_predicted_to_the_byte(case, folder):
         assert_at_rest(case, found.ledger.held, found.predicted)
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if "files" in case.rests or case.rests == "parts"], ids=str)
+def test_what_files_move_in_a_step_is_predicted_to_the_byte(case, folder):
+    for found in outcome(case, folder)[0]:
+        predicted, counted = found.files
+        assert predicted == counted
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_simulated_rank_is_the_real_one_to_the_byte(case, folder):
     """At rest, at each peak and by each verb."""

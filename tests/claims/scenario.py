@@ -14,6 +14,7 @@ import zeroshard
 from zeroshard.engine.reduction import PAUSE, UNHURRIED
 from zeroshard.errors import PeerError
 from zeroshard.planner import predict_tiers
+from zeroshard.planner.files import Moves, predict_moves
 
 from .features import Case
 from .plain import BATCHES, CLIP, LOSS, adamw
@@ -37,6 +38,7 @@ class Outcome(NamedTuple):
     trained: dict[str, Tensor]
     ledger: Ledger
     predicted: dict[str, dict[str, int]]  # at rest, by tier and state
+    files: tuple[Moves, Moves]  # what a step reads and writes, as predicted, and what the last of `STEPS` did
     errors: list[str]
     norm: float
     repeated: dict[str, Tensor]
@@ -103,10 +105,14 @@ def told(zero: Any, tiers: dict[str, dict[str, int]]) -> Ledger:
 def run(case: Case, folder: Path, source: Path) -> Outcome:
     """The scenario. source: a checkpoint that a case of the same model wrote after `STEPS` steps."""
     this = Run(case, folder / "files")
-    losses = []
+    losses, moved = [], [Moves(0, 0)]
     for number in range(STEPS):
         losses += this.step(number)[0]
+        traffic = this.zero.ledger().traffic
+        moved.append(Moves(*(traffic[verb].logical if verb in traffic else 0 for verb in ("read", "write"))))
     predicted = predict_tiers(this.zero)
+    last = Moves(*(after - before for before, after in zip(*moved[-2:], strict=True)))
+    files = predict_moves(this.zero, accumulate=case.micro), last
     ledger = this.ledger()
     trained = this.weights()
     this.zero.save(folder / "saved")
@@ -120,7 +126,7 @@ def run(case: Case, folder: Path, source: Path) -> Outcome:
     this.zero.load(source)
     loaded = this.weights()
     this.step(STEPS, clips=True)
-    return Outcome(losses, trained, ledger, predicted, errors, norm, repeated, edited, (loaded, this.weights()))
+    return Outcome(losses, trained, ledger, predicted, files, errors, norm, repeated, edited, (loaded, this.weights()))
 
 
 def _repeated(this: Run, number: int) -> tuple[list[str], float]:

@@ -4,27 +4,27 @@
     backward   a reduction is written; added to an earlier one, that is read before
     step       gradients, masters and optimizer states are read; masters, states and parameters written
     8 bits     masters are read again, for what rests of their parameters, which is written
-    publish    parameters that every rank has a copy of, updated by their owners: read and written once more
+    publish    parameters of which a rank holds more than it updates: read and written once more
 
 What is still in one of a file's buffers is not read again, so a model of few buckets reads less than its bytes say.
 For a model that uses its units one after the other, all of them in forward and backward, with one optimizer, and
 gradients that the program never looks at: clipping reads them twice more and writes them once more.
-A step averages gradients in memory and leaves the sum in the file.
+A step averages gradients in memory and leaves the sum in the file. Where none rest it takes the last bucket first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..events import DEVICE
 from ..headroom import BUFFERS
-from ..layout import Partition
+from ..layout import Bucket, Partition
 from ..resting import Master
 from ..stage import ALONE, Placements, Seat
 from .built import holding
 from .recipes import Recipe
-from .states import At, File, Holding, of_recipe
+from .states import At, Holding, of_recipe
 
 if TYPE_CHECKING:
     from ..api import Zero
@@ -72,68 +72,100 @@ class _Buffers:
             self.written += self.slots[bucket]
 
 
-def moves(
-    partition: Partition,
-    placements: Placements,
-    resting: At,
-    files: Mapping[str, File],
-    mastered: Sequence[bool],
-    *,
-    accumulate: int = 1,
-    no_sync: bool = False,
-    first: bool = True,
-) -> Moves:
+class _Step:
+    """A step's parts, by what they do to the buffers of a rank's files. Buckets are by number."""
+
+    def __init__(self, found: Holding) -> None:
+        rests = {bucket.index: found.resting(bucket) for bucket in found.partition.buckets}
+        trained = [bucket for bucket in found.partition.buckets if bucket.trainable]
+        self.placements = found.placements
+        self.files = {state: _Buffers(file.slots) for state, file in found.files().items()}
+        self.parameters, self.gradients, self.masters = map(self._of, ("parameters", "gradients", "master"))
+        self.kept = [self.files[state] for state, file in found.files().items() if file.kind == "optimizer"]
+        self.elsewhere = [bucket.index for bucket in trained if set(found.tier(bucket).values()) != {DEVICE}]
+        self.bytewise = [bucket.index for bucket in trained if bucket.fp8 and bucket.index in self.elsewhere]
+        # A split master is joined with its parameters, so a step reads and writes both, as without masters.
+        self.mastered = {at for at, each in rests.items() if each.master not in (Master.NONE, Master.SPLIT)}
+        # A rank without a shard of a bucket adds up no gradients of it. Of replicas the first adds to the gradients
+        # that it has; the others replace theirs by the sum that arrives.
+        self.adds = {b.index: found.seat(b).replica == 0 for b in trained if b.shard_numel(found.seat(b).position)}
+        made = [bucket.index for bucket in trained if bucket.index in self.masters.slots][-BUFFERS:]
+        self.masters.rooms = dict.fromkeys(made, False)  # they were made from the parameters
+
+    def _of(self, state: str) -> _Buffers:
+        return self.files.get(state, _Buffers({}))
+
+    @property
+    def total(self) -> Moves:
+        """Bytes so far."""
+        return Moves(*(sum(getattr(file, each) for file in self.files.values()) for each in Moves._fields))
+
+    def gather(self, buckets: Iterable[Bucket]) -> None:
+        for bucket in buckets:
+            self.parameters.use(bucket.index, changed=False)
+
+    def add(self, *, fresh: bool) -> None:
+        """Add sums to the gradients of all buckets, or begin them; backward sums the last bucket first."""
+        for bucket, first in reversed(self.adds.items()):
+            self.gradients.use(bucket, fresh=fresh or not first)
+            self.gradients.behind(bucket)
+
+    def optimize(self, *, ahead: int) -> None:
+        """Step buckets in order while the next `ahead` are read; one after the other from the last where that is 0."""
+        for at, bucket in enumerate(self.elsewhere if ahead else reversed(self.elsewhere)):
+            for coming in self.elsewhere[at : at + 1 + ahead] if ahead else ():
+                for file in (*self._updated(coming), self.gradients):
+                    file.ahead(coming, fresh=file is self.gradients and coming not in self.adds)
+            for file in self._updated(bucket):
+                file.use(bucket)
+            self.gradients.use(bucket, changed=False, fresh=bucket not in self.adds)
+            if bucket in self.mastered and bucket not in self.bytewise:
+                self.parameters.use(bucket, fresh=self.placements.together)
+            for file in (self.parameters, *self.kept):
+                file.behind(bucket)
+            self.gradients.forget(bucket)
+
+    def _updated(self, bucket: int) -> Sequence[_Buffers]:
+        return self.kept if bucket in self.mastered else (self.parameters, *self.kept)
+
+    def encode(self) -> None:
+        """Make 8 bits of masters."""
+        for bucket in self.bytewise:
+            self.masters.use(bucket, changed=False)
+            self.parameters.use(bucket, fresh=self.placements.together)
+            for file in (self.masters, self.parameters):
+                file.behind(bucket)
+
+    def distribute(self) -> None:
+        """Send parameters from who updated them to who has more of them."""
+        if self.placements.optimizer and not self.placements.together:
+            for bucket in self.elsewhere:
+                self.parameters.use(bucket)
+                if not self.placements.parameters:  # what replicas share stays in a buffer
+                    self.parameters.behind(bucket)
+
+
+def moves(found: Holding, *, accumulate: int = 1, no_sync: bool = False, releases: bool = True) -> Moves:
     """Count the bytes of a step of `accumulate` backwards: of the third, when everything was written before.
 
-    mastered: has each bucket masters? first: is the rank of the first replica, which adds to the gradients that it
-    has? The other replicas replace theirs by the sum that arrives.
+    releases: is a unit released after its forward, so that backward gathers it again?
     """
-    found = {state: _Buffers(file.slots) for state, file in files.items()}
-    parameters, gradients = found.get("parameters", _Buffers({})), found.get("gradients", _Buffers({}))
-    kept = [found[state] for state, file in files.items() if file.kind == "optimizer"]
-    forward = sorted(partition.buckets, key=lambda bucket: bucket.unit)
+    step, buckets = _Step(found), found.partition.buckets
+    at_once = not any(row.kind == "gradients" for bucket in buckets for row in found.resting(bucket).rows)
+    forward = sorted(buckets, key=lambda bucket: bucket.unit)
     backward = sorted(forward, key=lambda bucket: -bucket.unit if bucket.unit else -len(forward))  # the root leads
-    trained = [bucket for bucket in partition.buckets if bucket.trainable]
-    alone = [bucket.index for bucket in trained if set(resting[bucket.index].values()) != {DEVICE}]
-    bytewise, masters = [b.index for b in trained if b.fp8 and b.index in alone], found.get("master", _Buffers({}))
-    updating = {True: kept, False: [parameters, *kept]}
     before = STILL
     for _ in range(3):  # in the third everything has been written before
-        before = _total(found)
+        before = step.total
         for turn in range(accumulate):
-            for bucket in (*forward, *backward):
-                parameters.use(bucket.index, changed=False)
+            step.gather(forward)
+            step.gather(backward if releases else ())
             if not no_sync or turn == accumulate - 1:
-                for bucket in reversed(trained):
-                    gradients.use(bucket.index, fresh=no_sync or turn == 0 or not first)
-                    gradients.behind(bucket.index)
-        for at, number in enumerate(alone):
-            for coming in alone[at : at + 2]:
-                for file in (*updating[mastered[coming]], gradients):
-                    file.ahead(coming)
-            for file in updating[mastered[number]]:
-                file.use(number)
-            gradients.use(number, changed=False)
-            if mastered[number] and number not in bytewise:
-                parameters.use(number, fresh=placements.together)
-            for file in (parameters, *kept):
-                file.behind(number)
-            gradients.forget(number)
-        for number in bytewise:
-            masters.use(number, changed=False)
-            parameters.use(number, fresh=placements.together)
-            for file in (masters, parameters):
-                file.behind(number)
-        if placements.optimizer and not placements.parameters:
-            for number in alone:
-                parameters.use(number)
-                parameters.behind(number)
-    after = _total(found)
-    return Moves(after.read - before.read, after.written - before.written)
-
-
-def _total(found: Mapping[str, _Buffers]) -> Moves:
-    return Moves(sum(file.read for file in found.values()), sum(file.written for file in found.values()))
+                step.add(fresh=no_sync or turn == 0)
+        step.optimize(ahead=0 if at_once else 1)
+        step.encode()
+        step.distribute()
+    return Moves(*(after - was for after, was in zip(step.total, before, strict=True)))
 
 
 def recipe_moves(
@@ -150,7 +182,7 @@ def recipe_moves(
 ) -> Moves:
     """Count `moves` with the bytes of a recipe."""
     holding = of_recipe(partition, placements, rank, recipe, resting, replicas=replicas, along=along)
-    return _moves(holding, accumulate=accumulate, no_sync=no_sync)
+    return moves(holding, accumulate=accumulate, no_sync=no_sync)
 
 
 def closed_moves(
@@ -167,22 +199,13 @@ def closed_moves(
     kept = sum(held.values()) - whole - added
     backwards = 1 if no_sync else accumulate
     # A shard cast from masters is only written; a full copy, and what is updated in place, is read before.
-    published = placements.optimizer and not placements.parameters
-    read = whole * (2 * accumulate + (not (mastered and placements.parameters)) + published)
+    published = bool(placements.optimizer) and not placements.together
+    read = whole * (2 * accumulate + (not (mastered and placements.together)) + published)
     written = whole * (1 + published)
     return Moves(read + kept + added * (backwards if first else 1), written + kept + added * backwards)
 
 
 def predict_moves(zero: Zero, *, accumulate: int = 1, no_sync: bool = False) -> Moves:
     """Predict the bytes that this rank moves in a step, as `zero.ledger().traffic` counts "read" and "write"."""
-    return _moves(holding(zero), accumulate=accumulate, no_sync=no_sync)
-
-
-def _moves(found: Holding, *, accumulate: int, no_sync: bool) -> Moves:
-    # A split master is joined with its parameters, so a step reads and writes both, as without masters.
-    masters = [found.resting(bucket).master for bucket in found.partition.buckets]
-    return moves(
-        found.partition, found.placements, [*map(found.tier, found.partition.buckets)], found.files(),
-        [master not in (Master.NONE, Master.SPLIT) for master in masters], accumulate=accumulate, no_sync=no_sync,
-        first=found.sits.replica == 0,
-    )  # fmt: skip
+    releases = zero._engine.schedule.settings.release_after_forward
+    return moves(holding(zero), accumulate=accumulate, no_sync=no_sync, releases=releases)

@@ -17,6 +17,7 @@ is about processes: files of `PROCESSES`, and tests marked `processes`. `make fu
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -34,6 +35,7 @@ SHARED = ("stage", *RANKS)  # parameters whose values the functions of a file sh
 STAGES = [
     pytest.param(stage, marks=[pytest.mark.full] * (stage in (0, 2))) for stage in range(4)
 ]  # of what takes seconds
+BY_HAND = {"test_claims"}  # files that say themselves which of their tests are `full`
 FEW = 2  # ranks: fewer share nothing, more cost more
 PROCESSES = {  # files whose ranks have to be processes: with memory, sockets, signals or a device of their own
     "test_budgets", "test_checkpoint_faults", "test_compile", "test_delays", "test_device",
@@ -87,7 +89,7 @@ def starts_ranks(item: Any) -> bool:
         names = set(_names(todo.pop().__code__)) - seen
         seen |= names
         for name in names & here.keys():
-            value = here[name].func if isinstance(here[name], partial) else here[name]
+            value = here[name].func if isinstance(here[name], partial) else inspect.unwrap(here[name])
             if value is ranks or getattr(value, "__module__", None) == ranks.run.__module__:
                 return True
             if isinstance(value, FunctionType):
@@ -121,7 +123,8 @@ def mark(items: Sequence[Any]) -> None:
         order = list(range(len(found)))
         random.Random(name).shuffle(order)
         order.sort(key=lambda at: _many_ranks(found[at]))
-        kept = set(cover([has(item) for item in found], order))
+        whole = PurePosixPath(name).stem in BY_HAND
+        kept = {*order} if whole else set(cover([has(item) for item in found], order))
         for at, item in enumerate(found):
             if at not in kept:
                 item.add_marker(pytest.mark.full)

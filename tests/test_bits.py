@@ -190,33 +190,6 @@ def _as_dict(value):
 
 # ---------------------------------------------------------------------------------------- whatever else may vary
 
-RECOMPUTE = (None, "nonreentrant", None, "reentrant")
-COMMS = {
-    "no-overlap": Comm(overlap=False),
-    "no-prefetch": Comm(prefetch=0),
-    "prefetch-3": Comm(prefetch=3),
-    "keep-after-forward": Comm(release_after_forward=False),
-    "no-overlap-keep": Comm(overlap=False, release_after_forward=False),
-}
-
-
-@pytest.mark.row(31)
-@pytest.mark.parametrize("comm", COMMS)
-@pytest.mark.parametrize(("stage", "checkpoint"), list(zip(STAGES, RECOMPUTE, strict=True)))
-def test_overlap_and_prefetch_change_no_bit(stage, checkpoint, comm):
-    """Whether gathers and reductions run ahead, behind or in step with compute: the same bits, two backwards a step."""
-    check(3, [(stage, "many", checkpoint, "loop")], "fp32", backwards=2, steps=3, comm=COMMS[comm])
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("bounds", ["model", "tensor"])
-def test_where_tensors_are_cut_changes_no_bit(bounds, kernel, precision):
-    """The whole model as one flat vector, or no tensor cut at all: what `unit` bounds give, at 3 ranks."""
-    configurations = [(stage, None, None, kernel) for stage in STAGES]
-    check(3, configurations, precision, steps=3, layout=Layout(bounds=bounds))
-
 
 @pytest.mark.full
 @pytest.mark.parametrize("bounds", ["unit", "model"])

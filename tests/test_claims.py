@@ -16,11 +16,16 @@ from zeroshard.planner.simulate import simulate
 NIGHTLY = (1, 2)  # seeds of the arrays of `make slow`
 CASES = features.drawn(0)
 MORE = [case for seed in NIGHTLY for case in features.drawn(seed)]
-every = pytest.mark.parametrize(
-    "case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in dict.fromkeys(MORE) if case not in CASES)],
-    ids=str,
-)  # fmt: skip
-pytestmark = pytest.mark.full  # beside the tests of each feature, until these need not say the same
+FEW = features.covering(CASES)  # those of `make test`: each choice of each setting once
+
+
+def params(cases):
+    """Cases as parameters: `make full` has those that `make test` leaves out."""
+    found = [pytest.param(case, marks=[pytest.mark.full] * (case not in FEW)) for case in CASES if case in cases]
+    return found + [pytest.param(case, marks=pytest.mark.slow) for case in dict.fromkeys(cases) if case not in CASES]
+
+
+every = pytest.mark.parametrize("case", params([*CASES, *MORE]), ids=str)
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +53,7 @@ def wanted(how):
     return trained, repeated, plain.go_on(edited, how, 1, scenario.STEPS + 1, clips=how.clips)
 
 
+@pytest.mark.row(31, 32, 34, 85, 102, 103, 104, 105, 106)
 @every
 def test_bits_are_those_of_plain_pytorch(case, folder):
     """Losses of each rank and weights, `==`."""
@@ -67,6 +73,7 @@ def test_a_step_that_one_rank_left_is_repeated_with_the_same_bits(case, folder):
         reference.assert_same(found.repeated, repeated.weights)
 
 
+@pytest.mark.row(85, 103, 104)
 @every
 def test_an_edit_becomes_the_masters(case, folder):
     """Inside gathered(), of one matrix; the next step begins from it, and from all other masters as they were."""
@@ -75,6 +82,7 @@ def test_an_edit_becomes_the_masters(case, folder):
         reference.assert_same(found.edited, edited.weights)
 
 
+@pytest.mark.row(87, 102, 104)
 @every
 def test_a_checkpoint_holds_the_masters_and_moments_of_plain_pytorch(case, folder):
     """Of every element, whoever wrote it: in fp32, whatever rests or is computed with."""
@@ -87,6 +95,7 @@ def test_a_checkpoint_holds_the_masters_and_moments_of_plain_pytorch(case, folde
     )
 
 
+@pytest.mark.row(87, 102, 104, 105)
 @every
 def test_a_checkpoint_loads_into_any_other_case(case, folder):
     """Written by other ranks, at another stage, in other tiers, formats and cuts. Training goes on with the bits of plain
@@ -99,20 +108,23 @@ def test_a_checkpoint_loads_into_any_other_case(case, folder):
             reference.assert_same(mine, theirs)
 
 
+@pytest.mark.row(86, 102, 104, 106)
 @every
 def test_what_rests_in_each_tier_is_predicted_to_the_byte(case, folder):
     for found in outcome(case, folder)[0]:
         assert_at_rest(case, found.ledger.held, found.predicted)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if "files" in case.rests or case.rests == "parts"], ids=str)
+@pytest.mark.row(102, 104)
+@pytest.mark.parametrize("case", params([case for case in CASES if case.on_disk]), ids=str)
 def test_what_files_move_in_a_step_is_predicted_to_the_byte(case, folder):
     for found in outcome(case, folder)[0]:
         predicted, counted = found.files
         assert predicted == counted
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.row(86, 104, 105)
+@pytest.mark.parametrize("case", params(CASES), ids=str)
 def test_a_simulated_rank_is_the_real_one_to_the_byte(case, folder):
     """At rest, at each peak and by each verb."""
     rank = len(str(case)) % case.ranks

@@ -103,45 +103,7 @@ def same(got, want):
 # --- the same bits --------------------------------------------------------------------------------------------------
 
 
-def every_tier_like_the_device(folder, stages, dtype, cases):
-    for stage in stages:
-        want = trained(stage, None, dtype=dtype)
-        for fields in cases:
-            got = trained(stage, offload(folder, **fields), dtype=dtype, overlap=len(fields) > 1)
-            same(got, want)
-
-
 FP32, BF16 = torch.float32, torch.bfloat16
-BITS = {
-    "1-fp32": (1, (0, 2, 3), FP32, SOME[5:]),
-    "1-bf16": (1, (1, 3), BF16, SOME[5:]),
-    "2-fp32": (2, (1, 3), FP32, SOME[1::2]),
-    "2-bf16": (2, (0, 1, 2, 3), BF16, SOME),
-    "3-bf16": (3, (1, 3), BF16, SOME[5:6]),
-}
-
-
-@pytest.mark.row(32, 34)
-@pytest.mark.parametrize(
-    ("name", "stage"),
-    [
-        pytest.param(name, stage, marks=[pytest.mark.full] * (stage in (0, 2)))
-        for name in BITS
-        for stage in BITS[name][1]
-    ],
-)
-def test_any_tier_gives_the_bits_of_the_device(name, stage, tmp_path):
-    world, _, dtype, cases = BITS[name]
-    ranks.run(world, every_tier_like_the_device, str(tmp_path), (stage,), dtype, cases, timeout=120)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_every_combination_gives_the_bits_of_the_device(world, dtype, tmp_path):
-    ranks.run(world, every_tier_like_the_device, str(tmp_path), (0, 1, 2, 3), dtype, EVERY, timeout=900)
-
-
 OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=1e-2),
     "momentum": partial(torch.optim.SGD, lr=1e-2, momentum=0.9),
@@ -476,35 +438,6 @@ def test_a_step_leaves_gradients_in_files_as_they_are(tmp_path):
 
 
 # --- checkpoints ----------------------------------------------------------------------------------------------------
-
-
-def save_some(folder, checkpoint, stage, fields, steps):
-    model, optimizer, zero = start(stage, offload(folder, **fields))
-    for number in range(steps):
-        step(model, optimizer, zero, number, backwards=4 // zero.world_size, clip=False)
-    zero.save(checkpoint)
-    return [step(model, optimizer, zero, steps + more, backwards=4 // zero.world_size, clip=False) for more in range(2)]
-
-
-def load_some(folder, checkpoint, stage, fields, first):
-    model, optimizer, zero = start(stage, offload(folder, **fields))
-    zero.load(checkpoint)
-    return [step(model, optimizer, zero, first + more, backwards=4 // zero.world_size, clip=False) for more in range(2)]
-
-
-@pytest.mark.parametrize(
-    ("saved", "loaded"),
-    [((2, 3, ON_DISK), (1, 1, {})), ((1, 0, {}), (2, 2, ON_DISK)), ((2, 1, ON_DISK), (2, 3, {"optimizer": "cpu"}))],
-    ids=["files-to-memory", "memory-to-files", "files-to-host"],
-)  # fmt: skip
-def test_a_checkpoint_loads_into_any_tier(saved, loaded, tmp_path):
-    went_on = ranks.run(saved[0], save_some, str(tmp_path), tmp_path / "saved", *saved[1:], 2)
-    resumed = ranks.run(loaded[0], load_some, str(tmp_path), tmp_path / "saved", *loaded[1:], 2)
-
-    def by_micro_batch(told):
-        return [sorted(itertools.chain(*(losses[number] for losses in told))) for number in range(2)]
-
-    assert by_micro_batch(went_on) == by_micro_batch(resumed)
 
 
 def test_dcp_refuses_states_in_files(tmp_path):

@@ -1,7 +1,6 @@
 """Masters that rest as what their bfloat16 parameters lack: the bits of whole ones, in 2.125 bytes in place of 4."""
 
 import contextlib
-import itertools
 from functools import partial
 
 import hypothesis
@@ -126,35 +125,6 @@ def trained(stage, fields, folder):
         return losses, masters(zero) | reference.weights(model), dict(zero.ledger().held)
 
 
-def same_bits(stage, fields, folder):
-    whole = trained(stage, fields, folder)
-    with splitting():
-        split = trained(stage, fields, folder)
-    assert split[0] == whole[0]
-    reference.assert_same(split[1], whole[1])
-    held = whole[2]["master"], split[2]["master"]
-    assert held[0] * 17 == held[1] * 32, held
-    assert {**split[2], "master": 0, "joined": 0} == {**whole[2], "master": 0, "joined": 0}
-
-
-@pytest.mark.row(102)
-@pytest.mark.parametrize(
-    ("stage", "fields"),
-    [
-        *(pytest.param(stage, {}, marks=pytest.mark.full, id=f"{stage}-memory") for stage in (0, 2)),
-        pytest.param(1, HOST, marks=pytest.mark.full, id="1-host"),
-        pytest.param(2, FILES, marks=pytest.mark.full, id="2-files"),
-        pytest.param(1, {}, id="1-memory"),
-        pytest.param(3, HOST, id="3-host"),
-        pytest.param(3, FILES, id="3-files"),
-    ],
-)
-@pytest.mark.parametrize("world", [1, 2])
-def test_split_masters_have_the_bits_of_whole_ones(world, stage, fields, tmp_path):
-    """Weights, masters and losses at every stage where they rest beside parameters; and nothing else takes room."""
-    ranks.run(world, same_bits, stage, fields, str(tmp_path), timeout=120)
-
-
 def settled(stage, split, replicas, **precision):
     """Masters and weights of a short run, and nothing that replicas hold differently."""
     model = models.build("gpt", **test_offload.GPT)
@@ -269,21 +239,6 @@ def test_a_digest_of_a_device_tells_contents_apart():
 
 
 # ------------------------------------------------------------------------------------------- planned, saved and refused
-
-
-def planned(cases, folder):
-    return [test_tiers_planned.train(stage, where, SPLIT, folder, turns) for stage, where, turns in cases]
-
-
-@pytest.mark.full
-@pytest.mark.row(102)
-def test_what_split_masters_hold_and_move_is_planned_to_the_byte(tmp_path):
-    wheres = [("device", "device", "device"), ("nvme", "nvme", "nvme"), *test_tiers_planned.MIXED]
-    cases = [(stage, where, 1 + stage % 2) for stage, where in itertools.product((0, 1, 2, 3), wheres)][:-1]
-    cases.remove((3, wheres[0], 2))
-    for found in ranks.run(2, planned, cases, str(tmp_path), timeout=120):
-        for case, (said, held) in zip(cases, found, strict=True):
-            assert said == held, case
 
 
 def test_a_step_from_files_moves_less(tmp_path):

@@ -5,13 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-import test_bits
 import zeroshard
 from test_mesh import job, job_model, train, weights
-from zeroshard import Comm, Layout, Offload, Precision, sharded
+from zeroshard import Comm, Layout, Precision, sharded
 from zeroshard.errors import PeerError, UserError
 from zeroshard.planner import predict_states
-from zeroshard.planner.simulate import simulate
 from zeroshard.stage import Degree
 
 STAGES = (1, 2, 3)
@@ -24,62 +22,6 @@ def spread(stage, replicas, **options):
     one = torch.optim.AdamW(model.parameters(), lr=1e-2)
     comm = Comm(replicas=replicas, optimizer="all", **options.pop("comm", {}))
     return model, one, zeroshard.shard(model, one, stage=stage, comm=comm, **options)
-
-
-@pytest.mark.row(85)
-@pytest.mark.parametrize("precision", test_bits.PRECISIONS)
-@pytest.mark.parametrize(
-    ("world", "replicas"), [(2, 2), *(pytest.param(4, each, marks=pytest.mark.full) for each in (2, 4))]
-)
-def test_an_optimizer_over_all_ranks_has_the_bits_of_plain_torch(world, replicas, precision):
-    """Weights, masters, states and norms, `==`: two backwards a step, clipped, several buckets."""
-    configurations = [(stage, "many", None, "loop") for stage in STAGES]
-    comm = Comm(replicas=replicas, optimizer="all")
-    test_bits.check(world, configurations, precision, backwards=2, steps=3, comm=comm)
-
-
-def in_tier(how, options, folder):
-    found = []
-    path = {"path": folder} if how == "nvme" else {}
-    for stage in STAGES:
-        offload = Offload(**dict.fromkeys(("optimizer", "parameters"), how), **path) if how else None
-        model, optimizer, zero = spread(stage, 2, offload=offload, **options)
-        for step in range(2):
-            data = torch.Generator().manual_seed(100 * step + zero.rank)
-            model(torch.randn(4, 16, generator=data).bfloat16()).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append(weights(model, zero))
-    return found
-
-
-def as_ever():
-    model, optimizer, zero = job(3, 2, precision=Precision(param_dtype=torch.bfloat16))
-    for step in range(2):
-        data = torch.Generator().manual_seed(100 * step + zero.rank)
-        model(torch.randn(4, 16, generator=data).bfloat16()).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return weights(model, zero)
-
-
-HOW = {
-    "in host memory": ("cpu", {}),
-    "in files": ("nvme", {}),
-    "no overlap": (None, {"comm": {"overlap": False}}),
-    "in shared memory": (None, {"comm": {"transport": "shared"}}),
-    "one vector": (None, {"layout": Layout(bounds="model", bucket_mib=0.001)}),
-    "a whole tensor": (None, {"layout": Layout(whole=["0.weight"])}),
-}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("which", HOW)
-def test_tiers_overlap_and_cuts_change_no_bit(ranks, tmp_path, which):
-    how, options = HOW[which]
-    want = ranks.run(4, as_ever)[0]
-    for found in ranks.run(4, in_tier, how, options | {"precision": Precision(param_dtype=torch.bfloat16)}, tmp_path):
-        assert all(torch.equal(each, want) for each in found)
 
 
 def held(stage, dtype):
@@ -116,65 +58,6 @@ def test_no_two_ranks_keep_the_same_optimizer_state(ranks, stage, dtype):
     assert sorted((o.start, o.stop) for o in owners["optimizer"])[0][0] == 0
     assert sum(o.stop - o.start for o in owners["optimizer"]) == 16 * 24
     assert sum(o.stop - o.start for o in owners["parameters"]) == 16 * 24 * (2 if stage == 3 else 4)
-
-
-def simulated():
-    def batch(step, index):
-        return torch.randn(4, 16)
-
-    def loss(model, data):
-        return model(data).square().mean()
-
-    return {"model": job_model(), "optimizer": lambda p: torch.optim.AdamW(p, lr=1e-2), "batch": batch, "loss": loss}
-
-
-def real(stage):
-    model, optimizer, zero = spread(stage, 2)
-    for _ in range(3):
-        model(torch.randn(4, 16)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return told(zero)
-
-
-def told(zero):
-    ledger = zero.ledger()
-    moved = {verb: each for verb, each in ledger.traffic.items() if verb in ("gather", "reduce", "relay", "share")}
-    return {state: nbytes for state, nbytes in ledger.held.items() if nbytes}, moved
-
-
-@pytest.mark.full
-@pytest.mark.row(86)
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_simulated_rank_holds_and_sends_what_a_real_one_does(ranks, stage):
-    for rank, outcome in enumerate(ranks.run(4, real, stage)):
-        comm = Comm(replicas=2, optimizer="all")
-        assert told(simulate(simulated, ranks=4, rank=rank, stage=stage, comm=comm).zero) == outcome
-
-
-def saves(stage, replicas, folder):
-    model, optimizer, zero = spread(stage, replicas)
-    train(model, optimizer, zero, 2)
-    zero.save(folder)
-    train(model, optimizer, zero, 1, first=2)
-    return weights(model, zero)
-
-
-def resumes(stage, replicas, how, folder):
-    make = spread if how == "all" else job
-    model, optimizer, zero = make(stage, replicas)
-    zero.load(folder)
-    train(model, optimizer, zero, 1, first=2)
-    return weights(model, zero)
-
-
-@pytest.mark.full
-@pytest.mark.row(87)
-def test_its_checkpoints_load_anywhere_and_any_into_it(ranks, tmp_path):
-    want = ranks.run(4, saves, 3, 2, tmp_path / "a")[0]
-    for stage, replicas, how in ((3, 2, "all"), (1, 4, "all"), (2, 2, "team"), (0, 1, "team")):
-        for found in ranks.run(4, resumes, stage, replicas, how, tmp_path / "a"):
-            assert torch.equal(found, want)
 
 
 def edits(stage):

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 import ranks
-import selection
 import zeroshard
 from zeroshard import Offload, Precision
 from zeroshard.cli import iobench
@@ -76,33 +75,6 @@ def train(stage, where, precision, path, accumulate=1):
         after = moved(zero.ledger())
     said = predict_tiers(zero), tuple(predict_moves(zero, accumulate=accumulate))
     return said, (bytes_of(zero.ledger().tiers), (after[0] - before[0], after[1] - before[1]))
-
-
-def train_all(cases, path):
-    return [train(*case, path) for case in cases]
-
-
-def grid(stages, wheres):
-    return [(stage, where, precision) for stage, where, precision in itertools.product(stages, wheres, (None, BF16))]
-
-
-@pytest.mark.parametrize("stage", selection.STAGES)
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_what_is_held_in_each_tier_and_moved_is_as_predicted(ranks, world, stage, tmp_path):
-    """Parameters, gradients and optimizer each in each tier, in two precisions; and fractions of them."""
-    cases = grid([stage], [("nvme", "nvme", "nvme"), *MIXED] if world > 1 else [*EACH, *MIXED])
-    for found in ranks.run(world, train_all, cases, tmp_path):
-        for case, (said, held) in zip(cases, found, strict=True):
-            assert said == held, case
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_every_tier_of_every_state(ranks, world, stage, tmp_path):
-    cases = grid([stage], [*itertools.product(TIERS, TIERS, TIERS), *MIXED])
-    for found in ranks.run(world, train_all, cases, tmp_path):
-        for case, (said, held) in zip(cases, found, strict=True):
-            assert said == held, case
 
 
 @pytest.mark.full

@@ -7,5 +7,6 @@
     plain.py        what the same comes to in plain PyTorch
     ../test_claims.py   the claims, each of which is one test of every case
 
-`make full` has one array of cases, `make slow` others of other seeds.
+`make test` has the few cases of an array in which each choice is made once, `make full` the whole array, `make slow` arrays
+of other seeds. lost.py plants faults, and says which of them removed tests found and those of today do not.
 """

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
 
+import selection
 from zeroshard import Comm, Layout, Offload, Precision
 from zeroshard.engine.refused import refuse, settings
 from zeroshard.errors import UserError
@@ -31,18 +33,22 @@ SETTINGS: dict[str, dict[Any, dict[str, Any]]] = {
         "8bits": {"precision": {"fp8": True}},
         "8bits-of-bf16": {"precision": {**BF16, "fp8": True}},
         "8bits-in-tiles": {"precision": {"fp8": True, "scaling": "1x128"}},
+        "8bits-in-squares": {"precision": {"fp8": True, "scaling": "128x128"}},
     },
     "sent": {"whole": {}, "int8": {"comm": {"reduce": "int8"}}},
     "copies": {
         "one": {},
         "replicas": {"comm": {"replicas": 2}},
         "spread": {"comm": {"replicas": 2, "optimizer": "all"}},
+        "four-replicas": {"comm": {"replicas": 4}},
+        "four-spread": {"comm": {"replicas": 4, "optimizer": "all"}},
     },
     "rests": {
         "device": {},
         "host": {"offload": dict.fromkeys(FILES, "cpu")},
         "states-in-host": {"offload": {"optimizer": "cpu"}},
         "files": {"offload": FILES},
+        "files-unchecked": {"offload": {**FILES, "digests": False}},
         "states-in-files": {"offload": {"optimizer": "nvme"}},
         "parts": {"offload": PARTS},
         "one-copy": {"offload": {"parameters": "shared"}},
@@ -58,6 +64,7 @@ SETTINGS: dict[str, dict[Any, dict[str, Any]]] = {
     },
     "gathers": {
         "one-ahead": {},
+        "none-ahead": {"comm": {"prefetch": 0}},
         "three-ahead": {"comm": {"prefetch": 3}},
         "in-step": {"comm": {"overlap": False}},
         "kept": {"comm": {"release_after_forward": False}},
@@ -112,10 +119,14 @@ class Case:
     def settings(self, folder: Any = "/tmp") -> dict[str, Any]:
         """Arguments of `shard` and `simulate`; files go to `folder`."""
         made = dict(self.arguments)
-        on_disk = {"path": str(folder)} if "nvme" in str(made.get("offload")) else {}
-        made["offload"] = made.get("offload", {}) | on_disk
+        made["offload"] = made.get("offload", {}) | ({"path": str(folder)} if self.on_disk else {})
         made["comm"] = {"timeout": 60} | made.get("comm", {})
         return made | {name: policy(**made.get(name, {})) for name, policy in POLICIES.items()}
+
+    @property
+    def on_disk(self) -> bool:
+        """Do some states rest in files?"""
+        return "nvme" in str(self.arguments.get("offload"))
 
     @property
     def early(self) -> bool:
@@ -130,7 +141,7 @@ class Case:
 
 def legal(case: Case) -> bool:
     """Do these settings go together, by `engine/refused.py` and by what is said beside it?"""
-    if case.copies != "one" and case.ranks % 2:
+    if case.ranks % case.arguments.get("comm", {}).get("replicas", 1):
         return False  # replicas divide the ranks
     if case.early and case.micro > 1:
         return False  # nothing is added up
@@ -158,6 +169,12 @@ def drawn(seed: int) -> list[Case]:
         return Case(*(choices[at][choice] for at, choice in enumerate(case)))
 
     return [*map(case_of, pairwise.draw([len(each) for each in choices], lambda case: legal(case_of(case)), seed))]
+
+
+def covering(cases: Sequence[Case]) -> set[Case]:
+    """Choose few of these that have each choice of each setting."""
+    chosen = selection.cover([{*enumerate(astuple(case))} for case in cases], range(len(cases)))
+    return {cases[at] for at in chosen}
 
 
 def linear(name: str) -> bool:

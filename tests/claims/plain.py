@@ -66,7 +66,7 @@ def rounded(form: str, name: str, master: Tensor) -> Tensor:
     """What a parameter keeps of its master, before the cast."""
     if "8bits" not in form or not linear(name):
         return master
-    if "tiles" not in form:
+    if "tiles" not in form:  # a matrix is smaller than a square
         return in_8_bits(master)
     return torch.cat([in_8_bits(part) for row in master for part in row.split(128)]).view_as(master)
 

@@ -25,6 +25,7 @@ from zeroshard.digests import digest
 from zeroshard.engine.buffer import Buffer
 from zeroshard.engine.gathered import Gathered
 from zeroshard.errors import CheckpointError, PeerError, StateError, UserError
+from zeroshard.numerics import BlockMap
 from zeroshard.ranks import watch
 from zeroshard.ranks.link import Link, packed, unpacked
 from zeroshard.ranks.streams import KEPT, Stream
@@ -719,6 +720,28 @@ class Through:
 
     def is_completed(self):
         return True
+
+
+def interrupted(*_):
+    raise KeyboardInterrupt
+
+
+def test_what_an_interrupt_kept_from_being_counted_is_counted_later(monkeypatch):
+    """The map for norms was kept and never counted, where it ended the count of its bytes. Found by a seed."""
+    told = []
+    for ends in (False, True):
+        model = torch.nn.Linear(16, 16)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        zero = zeroshard.shard(model, optimizer, stage=2)
+        model(torch.ones(2, 16)).sum().backward()
+        if ends:
+            monkeypatch.setattr(BlockMap, "nbytes", property(interrupted))
+            with pytest.raises(KeyboardInterrupt):
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            monkeypatch.undo()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        told.append(zero.ledger().held["norms"])
+    assert told[0] == told[1] > 0
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -99,11 +99,11 @@ class Accumulator:
     def blocks(self) -> BlockMap:
         """Return the map from the shard's blocks to entries of the book of gradients, made once."""
         if self._blocks is None:
-            parts = [slot.slice_of(*self.buffer.owned) for slot in self.bucket.slots]
-            parts_of = zip(self.entries, parts, strict=True)
-            spans = [(entry.number, part.start, part.stop) for entry, part in parts_of if part.stop]
-            self._blocks = BlockMap(self.sum.own.numel(), min(BLOCK, self.buffer.align), spans, self.sum.own.device)
-            self.buffer.tier.ledger.hold("norms", self._blocks.nbytes)
+            parts = (slot.slice_of(*self.buffer.owned) for slot in self.bucket.slots)
+            spans = [(e.number, p.start, p.stop) for e, p in zip(self.entries, parts, strict=True) if p.stop]
+            made = BlockMap(self.sum.own.numel(), min(BLOCK, self.buffer.align), spans, self.sum.own.device)
+            self.buffer.tier.ledger.hold_while(made, "norms", made.nbytes)
+            self._blocks = made
         return self._blocks
 
 

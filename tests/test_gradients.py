@@ -996,6 +996,7 @@ def patience_after(skips):
         reduction.PAUSE, Work.done = usual, done
 
 
+@pytest.mark.processes  # each rank replaces `Work.done`
 @pytest.mark.parametrize(
     ("skips", "want"),
     [([[0], [0]], 0.016), ([[1, 1], [1, 1]], 0.016), ([[0, 0, 0], [1, 1, 1]], 0.002), ([[0, 1], [1, 1]], 0.016)],

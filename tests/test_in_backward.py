@@ -144,6 +144,7 @@ MEETING += [("model", at, "spread over all") for at in STAGES[1:]]  # the others
     ("which", "at", "how"), [MEETING[0], *(pytest.param(*each, marks=pytest.mark.full) for each in MEETING[1:])]
 )
 @pytest.mark.parametrize("late", [False, True], ids=["", "late"])
+@pytest.mark.processes  # what comes late replaces verbs of each rank
 def test_replicas_of_unequal_shards_meet_in_one_order(which, at, how, late):
     """Whoever has no part of a bucket has nothing to hand on, and comes to what follows as late as the others."""
     make, layout = UNEQUAL[which]

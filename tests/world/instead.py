@@ -6,6 +6,7 @@ import functools
 import pickle
 import sys
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 from ranks.failures import Raised
@@ -35,11 +36,27 @@ def instead_of_processes(said: str) -> Callable[..., list[Any] | None]:
             return pickle.dumps(function(*mine, **named))
 
         _reset()
+        before = _verbs()
         outcomes = run(world, own, **how, **options)
         _reset()
+        after = _verbs()
+        left = [" ".join(key) for key, verb in before.items() if after.get(key) is not verb]
+        assert not left, f"{fn.__name__} leaves {left} as ranks changed them in turn: mark its test `processes`"
         return [each if isinstance(each, Raised) else pickle.loads(each) for each in outcomes]
 
     return instead
+
+
+def _verbs() -> dict[tuple[str, ...], Any]:
+    """The package's functions and methods: ranks that replace one put back what another rank had replaced."""
+    found: dict[tuple[str, ...], Any] = {}
+    for module in [name for name in sys.modules if name.startswith("zeroshard.")]:
+        for name, thing in vars(sys.modules[module]).items():
+            if isinstance(thing, FunctionType):
+                found[module, name] = thing
+            elif isinstance(thing, type) and thing.__module__ == module:
+                found |= {(module, name, verb): of for verb, of in vars(thing).items() if isinstance(of, FunctionType)}
+    return found
 
 
 def _reset() -> None:

@@ -32,11 +32,6 @@ from zeroshard.tiers import nvme
 from zeroshard.tiers.nvme import BUFFERS, aligned
 from zeroshard.tiers.tier import DeviceTier, HostTier
 
-TIERS = ("device", "cpu", "nvme")
-EVERY = [
-    dict(zip(("parameters", "gradients", "optimizer"), tiers, strict=True))
-    for tiers in itertools.product(TIERS, repeat=3)
-]
 SOME = [
     {"optimizer": "cpu"},
     {"parameters": "cpu", "gradients": "cpu", "optimizer": "cpu"},
@@ -103,7 +98,6 @@ def same(got, want):
 # --- the same bits --------------------------------------------------------------------------------------------------
 
 
-FP32, BF16 = torch.float32, torch.bfloat16
 OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=1e-2),
     "momentum": partial(torch.optim.SGD, lr=1e-2, momentum=0.9),

@@ -117,14 +117,6 @@ def masters(zero):
     return found
 
 
-def trained(stage, fields, folder):
-    """Clipped steps of two backwards; then masters, weights and losses."""
-    model, optimizer, zero = test_offload.start(stage, test_offload.offload(folder, **fields))
-    losses = [test_offload.step(model, optimizer, zero, number) for number in range(4)]
-    with zero.gathered():
-        return losses, masters(zero) | reference.weights(model), dict(zero.ledger().held)
-
-
 def settled(stage, split, replicas, **precision):
     """Masters and weights of a short run, and nothing that replicas hold differently."""
     model = models.build("gpt", **test_offload.GPT)

@@ -79,13 +79,15 @@ class _Step:
         rests = {bucket.index: found.resting(bucket) for bucket in found.partition.buckets}
         trained = [bucket for bucket in found.partition.buckets if bucket.trainable]
         self.placements = found.placements
-        self.files = {state: _Buffers(file.slots) for state, file in found.files().items()}
+        files = found.files()
+        self.files = {state: _Buffers(file.slots) for state, file in files.items()}
         self.parameters, self.gradients, self.masters = map(self._of, ("parameters", "gradients", "master"))
-        self.kept = [self.files[state] for state, file in found.files().items() if file.kind == "optimizer"]
+        self.kept = [self.files[state] for state, file in files.items() if file.kind == "optimizer"]
         self.elsewhere = [bucket.index for bucket in trained if set(found.tier(bucket).values()) != {DEVICE}]
         self.bytewise = [bucket.index for bucket in trained if bucket.fp8 and bucket.index in self.elsewhere]
         # A split master is joined with its parameters, so a step reads and writes both, as without masters.
         self.mastered = {at for at, each in rests.items() if each.master not in (Master.NONE, Master.SPLIT)}
+        self.at_once = not any(row.kind == "gradients" for each in rests.values() for row in each.rows)
         # A rank without a shard of a bucket adds up no gradients of it. Of replicas the first adds to the gradients
         # that it has; the others replace theirs by the sum that arrives.
         self.adds = {b.index: found.seat(b).replica == 0 for b in trained if b.shard_numel(found.seat(b).position)}
@@ -110,10 +112,10 @@ class _Step:
             self.gradients.use(bucket, fresh=fresh or not first)
             self.gradients.behind(bucket)
 
-    def optimize(self, *, ahead: int) -> None:
-        """Step buckets in order while the next `ahead` are read; one after the other from the last where that is 0."""
-        for at, bucket in enumerate(self.elsewhere if ahead else reversed(self.elsewhere)):
-            for coming in self.elsewhere[at : at + 1 + ahead] if ahead else ():
+    def optimize(self) -> None:
+        """Step buckets in order while the next one is read; where no gradients rest each by itself, from the last."""
+        for at, bucket in enumerate(reversed(self.elsewhere) if self.at_once else self.elsewhere):
+            for coming in () if self.at_once else self.elsewhere[at : at + 2]:
                 for file in (*self._updated(coming), self.gradients):
                     file.ahead(coming, fresh=file is self.gradients and coming not in self.adds)
             for file in self._updated(bucket):
@@ -151,7 +153,6 @@ def moves(found: Holding, *, accumulate: int = 1, no_sync: bool = False, release
     releases: is a unit released after its forward, so that backward gathers it again?
     """
     step, buckets = _Step(found), found.partition.buckets
-    at_once = not any(row.kind == "gradients" for bucket in buckets for row in found.resting(bucket).rows)
     forward = sorted(buckets, key=lambda bucket: bucket.unit)
     backward = sorted(forward, key=lambda bucket: -bucket.unit if bucket.unit else -len(forward))  # the root leads
     before = STILL
@@ -162,7 +163,7 @@ def moves(found: Holding, *, accumulate: int = 1, no_sync: bool = False, release
             step.gather(backward if releases else ())
             if not no_sync or turn == accumulate - 1:
                 step.add(fresh=no_sync or turn == 0)
-        step.optimize(ahead=0 if at_once else 1)
+        step.optimize()
         step.encode()
         step.distribute()
     return Moves(*(after - was for after, was in zip(step.total, before, strict=True)))

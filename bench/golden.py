@@ -13,6 +13,7 @@ from typing import Any
 
 import zeroshard
 from zeroshard import Layout, Offload, headroom
+from zeroshard.cli.policies import NAMES, comm_of
 from zeroshard.layout import BUCKET_MIB
 from zeroshard.planner import quantities, recipes
 from zeroshard.planner.machines import MACHINES
@@ -98,7 +99,8 @@ def answer(asked: dict[str, Any]) -> dict[str, Any]:
     if resting := settings.pop("offload", None):
         on_disk = any(where == "nvme" or "nvme" in where for where in resting.values())
         settings["offload"] = Offload(**resting, path="/scratch" if on_disk else None)
-    plan = zeroshard.plan(**settings).json()
+    rest = {name: value for name, value in settings.items() if name not in NAMES}
+    plan = zeroshard.plan(**rest, comm=comm_of(settings)).json()
     for stage in plan["stages"]:
         shown = [instant for instant in stage["instants"] if not instant["name"].startswith(("forward", "reduce"))]
         stage["instants"] = shown[:3] + shown[-2:] if len(shown) > 5 else shown

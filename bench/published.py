@@ -126,8 +126,8 @@ def measure(row: Published) -> dict[str, Any]:
     started = time.perf_counter()
     # What these publications ran: one message per block, the backend's reduce-scatter, two blocks ahead at most.
     run = simulate(
-        row.job, ranks=row.ranks, stage=row.stage, checkpoint=True,
-        comm=Comm(reduce="native"), layout=Layout(bucket_mib=1 << 20),
+        row.job, ranks=row.ranks, stage=row.stage,
+        comm=Comm(reduce="native"), layout=Layout(bucket_mib=1 << 20, recompute=True),
     )  # fmt: skip
     states = ("parameters", "gradients", "master", "exp_avg", "exp_avg_sq")
     updated = sum(run.ledger.held.get(state, 0) for state in states)

@@ -22,7 +22,8 @@ PACKAGE = ROOT / "src" / "zeroshard"
 METERS = ROOT / "docs" / "decisions" / "meters.md"
 AROUND = ("planner", "explain", "integrations", "cli")  # every other file of the package is the core's
 BELOW = "worlds"  # stands under torch.distributed, and knows no feature: its words mean other things
-TABLES = "engine/refused.py", "resting.py"  # of what goes together, and of what rests where: nothing in them counts
+# Of what goes together, of what rests where, of the commands' options: nothing in them counts.
+TABLES = "engine/refused.py", "resting.py", "planner/options.py"
 
 
 class Feature(NamedTuple):
@@ -50,7 +51,7 @@ FEATURES = {
     "experts": Feature(
         r"\balong\b|parameters_along|seat_along|\.parts\b(?!\()|seat\.part\b|self\.part\b(?!\()|everyones|position_of"
         r"|team_of\(|give_all|\boffset\(",
-        ("checkpoint/listed.py",),
+        ("checkpoint/listed.py", "planner/experts.py"),
         r"strips\.parts|saved along|self\.strips|_everyones|self\.parts\.get|kinds\.parts|strips\(name\)\.parts|cut\[r\.name\]",
         (
             "checkpoint/manifest.py",

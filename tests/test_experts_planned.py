@@ -13,7 +13,7 @@ import ranks as rank_processes
 import selection
 import test_experts
 import zeroshard
-from zeroshard import Layout, Precision
+from zeroshard import Comm, Layout, Precision
 from zeroshard.errors import UserError
 from zeroshard.layout import partition
 from zeroshard.planner import recipes, shapes, states
@@ -21,6 +21,7 @@ from zeroshard.planner.simulate import simulate
 from zeroshard.stage import STAGES, seat_along
 
 JOB = f"{Path(__file__).parents[1] / 'examples' / 'job.py'}:job"
+EXPERTS = Layout(along={"*.experts.*": "edp"})
 NAMES = {"m": "exp_avg", "v": "exp_avg_sq"}
 
 
@@ -58,8 +59,8 @@ def test_planned_from_shapes_is_what_each_rank_holds_and_sends(ranks, tmp_path, 
     shaped = listed(whole) if how == "listed" else {n: list(p.shape) for n, p in whole.named_parameters()}
     (tmp_path / "m.json").write_text(json.dumps(shaped))
     recipe = recipes.PRESETS["zeroshard"]
-    specs = shapes.read(tmp_path / "m.json").specs(2, "*.experts.*", 2)
-    cut = partition(specs, Layout(along={"*.experts.*": "edp"}), 4, 2)
+    specs = shapes.read(tmp_path / "m.json").specs(2, EXPERTS.along, 2)
+    cut = partition(specs, EXPERTS, 4, 2)
     totals = []
     for rank, (kept, reduced, buckets) in enumerate(ranks.run(4, held, stage)):
         along = seat_along(rank, {"edp": 2, "ep": 2}, "edp")
@@ -69,7 +70,7 @@ def test_planned_from_shapes_is_what_each_rank_holds_and_sends(ranks, tmp_path, 
         traffic = states.recipe_traffic(cut, STAGES[stage], rank, recipe, along=along)
         assert traffic.reduce.sent == reduced
         totals.append(sum(planned.values()))
-    plan = zeroshard.plan(shapes=tmp_path / "m.json", ranks=4, stage=stage, experts="*.experts.*", ep=2)
+    plan = zeroshard.plan(shapes=tmp_path / "m.json", ranks=4, stage=stage, layout=EXPERTS, ep=2)
     assert plan.stages[0].total == max(totals)
 
 
@@ -121,7 +122,7 @@ def test_published_shapes_at_1024_ranks(tmp_path, name):
     assert sum(map(math.prod, shaped.values())) == numel
     (tmp_path / "m.json").write_text(json.dumps(shaped))
     asked = {"shapes": tmp_path / "m.json", "ranks": 1024, "stage": 3}
-    (found,) = (divided := zeroshard.plan(**asked, experts="*.experts.*", ep=ep)).stages
+    (found,) = (divided := zeroshard.plan(**asked, layout=EXPERTS, ep=ep)).stages
     experts = sum(math.prod(shape) for each, shape in shaped.items() if ".experts." in each)
     assert any(
         f"experts: {experts:,} parameters in {ep} parts, each over {1024 // ep} ranks" in n for n in divided.notes
@@ -136,23 +137,24 @@ def test_what_cannot_be_planned_is_refused(tmp_path):
     (tmp_path / "m.json").write_text(json.dumps(listed(test_experts.model_of(0, 1))))
     asked = {"shapes": tmp_path / "m.json", "ranks": 8}
     for settings, says in (
-        ({"experts": "*.experts.*"}, "belong together"),
+        ({"layout": EXPERTS}, "belong together"),
         ({"ep": 2}, "belong together"),
-        ({"experts": "*.experts.*", "ep": 3}, "must divide the ranks"),
-        ({"experts": "*.experts.*", "ep": 8}, "cannot be divided among so many ranks"),
-        ({"experts": "*.expert.*", "ep": 2}, "matches no parameter"),
-        ({"experts": "*.experts.*", "ep": 2, "replicas": 2}, "replicas: not planned for experts"),
-        ({"experts": "*.experts.*", "ep": 2, "gpus_per_node": 2}, "gpus_per_node: not planned for experts"),
+        ({"layout": EXPERTS, "ep": 3}, "must divide the ranks"),
+        ({"layout": EXPERTS, "ep": 8}, "cannot be divided among so many ranks"),
+        ({"layout": Layout(along={"*.expert.*": "edp"}), "ep": 2}, "matches no parameter"),
+        ({"layout": Layout(along={"*.experts.*": "ep"}), "ep": 2}, "whose ranks have the same rows"),
+        ({"layout": EXPERTS, "ep": 2, "comm": Comm(replicas=2)}, "replicas: not planned for experts"),
+        ({"layout": EXPERTS, "ep": 2, "gpus_per_node": 2}, "gpus_per_node: not planned for experts"),
     ):
         with pytest.raises(UserError, match=says):
             zeroshard.plan(**asked, **settings)
     with pytest.raises(UserError, match="params: not planned for experts"):
-        zeroshard.plan(params=7e9, experts="*", ep=1)
+        zeroshard.plan(params=7e9, layout=Layout(along={"*": "edp"}), ep=1)
 
 
 @pytest.mark.full
 def test_a_job_is_planned_as_it_is_simulated(capsys):
-    plan = zeroshard.plan(test_experts.job, ranks=64, stage=3, experts="*.experts.*", ep=2)
+    plan = zeroshard.plan(test_experts.job, ranks=64, stage=3, layout=EXPERTS, ep=2)
     run = simulate(test_experts.job, ranks=64, rank=plan.stages[0].rank, layout=Layout(along=test_experts.ALONG),
                    mesh={"edp": 32, "ep": 2})  # fmt: skip
     assert plan.stages[0].total == sum(n for s, n in run.ledger.held.items() if s != "norms")

@@ -99,6 +99,9 @@ CALLS = {
     "plan stage": lambda v: zeroshard.plan(params=1e6, stage=v),
     "plan gpu_mem": lambda v: zeroshard.plan(params=1e6, gpu_mem=v),
     "plan offload": lambda v: zeroshard.plan(params=1e6, offload=v),
+    "plan comm": lambda v: zeroshard.plan(params=1e6, comm=v),
+    "plan layout": lambda v: zeroshard.plan(params=1e6, layout=v),
+    "plan precision": lambda v: zeroshard.plan(params=1e6, precision=v),
 }
 
 

@@ -99,7 +99,7 @@ def test_only_the_units_named_run_again():
 @pytest.mark.full
 def test_activations_are_planned_as_with_torchs_own_checkpoint():
     plain, again, by_hand = (
-        simulate(make, ranks=2, checkpoint=recompute)
+        simulate(make, ranks=2, layout=Layout(recompute=recompute))
         for make, recompute in ((job, False), (job, True), (lambda: job(by_hand=True), False))
     )
     assert again.activations == by_hand.activations < plain.activations / 3

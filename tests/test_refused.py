@@ -72,10 +72,10 @@ def test_defaults_go_with_everything():
 @pytest.mark.parametrize(
     ("options", "row"),
     [
-        ({"stage": 0, "replicas": 2, "optimizer_over": "all"}, 0),
+        ({"stage": 0, "comm": Comm(replicas=2, optimizer="all")}, 0),
         ({"stage": 0, "offload": Offload(parameters="shared")}, 1),
-        ({"replicas": 2, "optimizer_over": "all", "offload": Offload(parameters="shared")}, 2),
-        ({"transport": "gloo", "offload": Offload(parameters="shared")}, 3),
+        ({"comm": Comm(replicas=2, optimizer="all"), "offload": Offload(parameters="shared")}, 2),
+        ({"comm": Comm(transport="gloo"), "offload": Offload(parameters="shared")}, 3),
         ({"optimizer_in_backward": True, "offload": Offload(gradients="cpu")}, 11),
         ({"optimizer_in_backward": True, "offload": Offload(parameters="shared")}, 12),
     ],

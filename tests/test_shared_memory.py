@@ -156,7 +156,7 @@ def test_what_shapes_plan_bounds_what_is_held(tmp_path, stage, no_sync):
         "{" + ", ".join(f'"{name}": {list(tensor.shape)}' for name, tensor in Deep().state_dict().items()) + "}"
     )
     options = {"accumulate": 2, "no_sync": no_sync}
-    found = plan(shapes=shapes, ranks=4, stage=stage, preset="fp32", transport="shared", **options).stages[0]
+    found = plan(shapes=shapes, ranks=4, stage=stage, preset="fp32", comm=Comm(transport="shared"), **options).stages[0]
     run = simulate(job, ranks=4, rank=found.rank, stage=stage, comm=SHARED, **options)
     held = {
         phase: sum(most.held.get(state, 0) for state in ("reduce", "lent")) for phase, most in run.ledger.phases.items()

@@ -363,7 +363,7 @@ def test_a_plan_notes_where_masters_rest_alone(stage, fields, said):
     """With half of the optimizer's states in host memory some masters do."""
     offload = Offload(**fields) if fields else None
     notes = zeroshard.plan(
-        planned_job, ranks=2, stage=stage, precision="bf16-split", offload=offload, bucket_mib=0.001
+        planned_job, ranks=2, stage=stage, precision=SPLIT, offload=offload, layout=Layout(bucket_mib=0.001)
     ).notes
     assert any("nothing is split there" in note for note in notes) == said
 

@@ -81,7 +81,9 @@ def test_shapes_alone_say_what_a_rank_of_all_replicas_holds_and_sends(ranks, sta
 @pytest.mark.parametrize("stage", selection.STAGES[1:])
 def test_a_plan_of_a_job_is_the_simulated_rank_it_shows(stage):
     """64 ranks in 8 replicas: the rank that holds most of all, its bytes, and what it shares in a step."""
-    plan = zeroshard.plan(job, ranks=64, stage=stage, replicas=8, optimizer_over="all", bucket_mib=0.003)
+    plan = zeroshard.plan(
+        job, ranks=64, stage=stage, comm=Comm(replicas=8, optimizer="all"), layout=Layout(bucket_mib=0.003)
+    )
     (found,) = plan.stages
     comm, layout = Comm(replicas=8, optimizer="all"), Layout(bucket_mib=0.003)
     runs = [simulate(job, ranks=64, rank=r, stage=stage, comm=comm, layout=layout) for r in (found.rank, 0, 29, 63)]
@@ -117,7 +119,9 @@ def test_the_closed_form_of_all_replicas_is_the_layout_where_sizes_divide(stage)
 def test_a_number_of_parameters_over_all_replicas():
     """Padding and all on every rank, and the largest model that fits is the largest."""
     place = placements(3, spread=True)
-    found = zeroshard.plan(params=1001, ranks=12, replicas=3, optimizer_over="all", stage=3, gpu_mem="1KB").stages[0]
+    found = zeroshard.plan(
+        params=1001, ranks=12, comm=Comm(replicas=3, optimizer="all"), stage=3, gpu_mem="1KB"
+    ).stages[0]
     assert found.total == 2 * 251 + 2 * 251 + 12 * 84  # ceil(1001/4) of parameters and gradients, a third of that, up
     assert closed.total(found.largest, 4, place, PAPER, 3) <= 1000 < closed.total(found.largest + 1, 4, place, PAPER, 3)
 
@@ -133,10 +137,7 @@ def test_a_number_of_parameters_over_all_replicas():
 )
 def test_the_slow_link_of_an_optimizer_over_all(over, backwards, between):
     """Bytes per parameter between hosts of 8 at 64 ranks: the guide's 0.875, 3.5, 1.09 and 3.72."""
-    plan = zeroshard.plan(
-        params=64 * 10**6, preset="zeroshard", ranks=64, replicas=8, stage=3, gpus_per_node=8, accumulate=backwards,
-        optimizer_over=over,
-    )  # fmt: skip
+    plan = zeroshard.plan(params=64 * 10**6, preset="zeroshard", ranks=64, comm=Comm(replicas=8, optimizer=over), stage=3, gpus_per_node=8, accumulate=backwards)  # fmt: skip
     (found,) = plan.stages
     assert found.links.between == found.slow_link.sent == between * 64 * 10**6
     assert plan.replicas.optimizer == Fraction(12, 64 if over == "all" else 8)
@@ -146,9 +147,9 @@ def test_the_slow_link_of_an_optimizer_over_all(over, backwards, between):
 
 def test_a_node_of_several_replicas_shares_over_its_cards():
     """A ring over 8 replicas, 4 of which are in a node: two cross."""
-    settings = {"params": 64 * 10**6, "ranks": 64, "replicas": 8, "stage": 1, "gpus_per_node": 32}
+    settings = {"params": 64 * 10**6, "ranks": 64, "stage": 1, "gpus_per_node": 32}
     team, spread = (
-        zeroshard.plan(**settings, optimizer_over=over).stages[0].links for over in ("team", "all")
+        zeroshard.plan(**settings, comm=Comm(replicas=8, optimizer=over)).stages[0].links for over in ("team", "all")
     )  # fmt: skip
     shard = 2 * 10**6 * 8
     assert spread.between - team.between == shard * 7 // 8 // 4
@@ -159,27 +160,28 @@ def test_a_node_of_several_replicas_shares_over_its_cards():
     ("settings", "said"),
     [
         ({"stage": 0}, "whole optimizer state at stage 0"),
-        ({"optimizer_over": "al"}, "over which ranks"),
         ({"offload": zeroshard.Offload(parameters="shared")}, "one owner on it for each element"),
     ],
 )
 def test_what_cannot_be_planned_over_all_is_refused(settings, said):
     with pytest.raises(UserError, match=said):
-        zeroshard.plan(**{"params": 1000, "ranks": 4, "replicas": 2, "optimizer_over": "all"} | settings)
+        zeroshard.plan(**{"params": 1000, "ranks": 4, "comm": Comm(replicas=2, optimizer="all")} | settings)
 
 
 def test_no_tensor_is_cut_between_replicas(tmp_path):
     path = tmp_path / "m.json"
     path.write_text(json.dumps({"w": [8, 8]}))
     with pytest.raises(UserError, match="no tensor is to be cut"):
-        zeroshard.plan(shapes=path, ranks=4, replicas=2, optimizer_over="all", bounds="tensor")
+        zeroshard.plan(shapes=path, ranks=4, comm=Comm(replicas=2, optimizer="all"), layout=Layout(bounds="tensor"))
 
 
 def test_stage_0_is_left_out_and_one_replica_is_all_ranks():
-    settings = {"params": 1000, "ranks": 4, "optimizer_over": "all"}
-    assert [stage.stage for stage in zeroshard.plan(**settings, replicas=2).stages] == [1, 2, 3]
-    one = zeroshard.plan(params=1000, ranks=4, replicas=1)
-    assert zeroshard.plan(**settings, replicas=1) == one
+    two, one, team = (
+        zeroshard.plan(params=1000, ranks=4, comm=comm)
+        for comm in (Comm(replicas=2, optimizer="all"), Comm(replicas=1, optimizer="all"), Comm(replicas=1))
+    )
+    assert [stage.stage for stage in two.stages] == [1, 2, 3]
+    assert one == team
 
 
 def test_commands_name_it_alike(capsys):

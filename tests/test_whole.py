@@ -14,7 +14,7 @@ import reference
 import zeroshard
 from test_checkpoint import joined, same
 from test_optimizer import check
-from zeroshard import Layout, Offload
+from zeroshard import Comm, Layout, Offload
 from zeroshard.checkpoint.content import pieces
 from zeroshard.errors import UserError
 from zeroshard.planner.built import predict_tiers
@@ -243,14 +243,14 @@ def test_a_plan_says_how_even_whole_tensors_are_and_which_replicas_leave_no_rank
     idle = zeroshard.plan(lambda: job("Muon"), ranks=8, stage=1)
     assert (idle.whole.idle, idle.whole.replicas) == (5, 4)
     assert any("--replicas 4, Comm(replicas=4)" in note and "5 of 8 ranks" in note for note in idle.notes)
-    assert zeroshard.plan(lambda: job("Muon"), ranks=8, stage=1, replicas=4).whole.idle == 0
+    assert zeroshard.plan(lambda: job("Muon"), ranks=8, stage=1, comm=Comm(replicas=4)).whole.idle == 0
     shapes = tmp_path / "shapes.json"
     shapes.write_text(json.dumps({"h.0.w": [64, 64], "h.0.b": [64], "h.1.w": [64, 64], "h.1.b": [64]}))
     assert zeroshard.plan(shapes=shapes, ranks=2, stage=1).whole is None
-    told = zeroshard.plan(shapes=shapes, ranks=2, stage=1, whole="h.0.w,h.1.w").whole
+    told = zeroshard.plan(shapes=shapes, ranks=2, stage=1, layout=Layout(whole=["h.0.w", "h.1.w"])).whole
     assert (told.tensors, told.idle, told.work) == (2, 0, 1.0)
     with pytest.raises(UserError, match="Layout.whole matches no parameter"):
-        zeroshard.plan(shapes=shapes, ranks=2, whole="w")
+        zeroshard.plan(shapes=shapes, ranks=2, layout=Layout(whole=["w"]))
 
 
 def test_cuts_fall_between_the_blocks_that_a_layout_names(tmp_path):
@@ -262,7 +262,9 @@ def test_cuts_fall_between_the_blocks_that_a_layout_names(tmp_path):
         bucket, slot = partition.find("2.weight")
         cuts = [each - slot.start for each in bucket.bounds if slot.start < each < slot.stop]
         assert cuts and all(each % cut == 0 for each in cuts)
-        plan = zeroshard.plan(shapes=tmp_path / "shapes.json", ranks=3, stage=1, align=align, preset="fp32")
+        plan = zeroshard.plan(
+            shapes=tmp_path / "shapes.json", ranks=3, stage=1, layout=Layout(align=align), preset="fp32"
+        )
         padding = sum(each.padding for each in partition.buckets)
         assert any(note == f"padding over all ranks: {padding:,} elements" for note in plan.notes)
     assert (

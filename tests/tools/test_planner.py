@@ -179,7 +179,7 @@ def test_replicas_move_the_bytes_to_another_place(ranks, data):
 
 
 def test_the_slow_link_both_ways():
-    found = zeroshard.plan(params=8000, ranks=8, replicas=4).replicas
+    found = zeroshard.plan(params=8000, ranks=8, comm=Comm(replicas=4)).replicas
     assert (found.reduce_between, found.gather_inside, found.optimizer) == (6000, 4000, 6)
     assert (found.saved_per_rank, found.saved_per_node) == (Fraction(4, 7), Fraction(1, 7))
 
@@ -194,7 +194,7 @@ def test_one_answer_about_the_slow_link(copies, node, sent, with_one, gloo):
 
     Sums are handed on in fp32 and averages come back in bf16: (K-1)/K * 6 bytes per element of the shard.
     """
-    plan = zeroshard.plan(params=8e9, ranks=8, stage=1, replicas=copies, gpus_per_node=node)
+    plan = zeroshard.plan(params=8e9, ranks=8, stage=1, comm=Comm(replicas=copies), gpus_per_node=node)
     link = plan.stages[0].slow_link
     sent_gloo = {(4, 4): 10e9, (8, 2): 26e9, (1, 2): gloo}.get((copies, node), sent)  # averages go back in a tree
     assert link == (node or 8 // copies, sent, with_one, sent_gloo, gloo)
@@ -207,17 +207,14 @@ def test_one_answer_about_the_slow_link(copies, node, sent, with_one, gloo):
 
 def test_one_replica_saves_nothing():
     """Whatever a link is assumed to be; without nodes there is no link between them to ask about."""
-    plan = zeroshard.plan(params=8e9, ranks=8, stage=1, replicas=1)
+    plan = zeroshard.plan(params=8e9, ranks=8, stage=1, comm=Comm(replicas=1))
     assert (plan.replicas.saved_per_rank, plan.replicas.saved_per_node, plan.stages[0].slow_link) == (0, 0, None)
     assert not any(key.startswith("saved") for key in plan.json()["replicas"])
 
 
 def test_replicas_may_be_called_instances():
-    """The older name, in Python and on the command line; not both."""
-    settings = {"params": 8e9, "ranks": 8, "stage": 1}
-    assert zeroshard.plan(**settings, instances=4) == zeroshard.plan(**settings, replicas=4)
-    with pytest.raises(UserError, match="two names of one thing"):
-        zeroshard.plan(**settings, instances=4, replicas=4)
+    """The older name, on the command line; not both."""
+    assert "two names of one thing" in run("--params", "8B", "--ranks", 8, "--instances", 4, "--replicas", 4).stderr
     shown = [
         run(*["--params", "8B", "--ranks", "8", "--stage", "1"], option, 4).stdout
         for option in ("--replicas", "--instances")
@@ -230,7 +227,7 @@ def test_replicas_change_what_is_reduced_gathered_and_on_each_link():
     """10^9 bf16 parameters on 8 ranks in nodes of 2: as many elements are sent in all, the running sums of them in fp32."""
     found = {}
     for copies in (1, 2, 4, 8):
-        stage = zeroshard.plan(params=1e9, ranks=8, stage=1, replicas=copies, gpus_per_node=2).stages[0]
+        stage = zeroshard.plan(params=1e9, ranks=8, stage=1, comm=Comm(replicas=copies), gpus_per_node=2).stages[0]
         moved = stage.traffic
         found[copies] = (moved.reduce.sent, moved.gather.sent, moved.relay.sent, *stage.links)
         elements = traffic.replicas(10**9, 8, copies, PAPER)
@@ -243,14 +240,17 @@ def test_replicas_change_what_is_reduced_gathered_and_on_each_link():
         1: (1.75e9, 1.75e9, 0, 2e9, 2.375e9), 2: (1.5e9, 1.5e9, 0.75e9, 2e9, 2.5e9),
         4: (1e9, 1e9, 2.25e9, 2e9, 2.25e9), 8: (0, 0, 5.25e9, 3e9, 2.25e9),
     }  # fmt: skip
-    assert zeroshard.plan(params=1e9, ranks=8, stage=1, replicas=4, gpus_per_node=8).stages[0].links == (4.25e9, 0)
+    assert zeroshard.plan(params=1e9, ranks=8, stage=1, comm=Comm(replicas=4), gpus_per_node=8).stages[0].links == (
+        4.25e9,
+        0,
+    )
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_replicas_hold_what_a_smaller_run_holds(stage):
     """A number and shapes alike, at every stage: N ranks in K replicas, and N/K ranks; at rest, gathered and reduced."""
     shapes = {"blocks.0.w": [300, 40], "blocks.0.b": [40], "blocks.1.w": [40, 300], "head": [17, 40]}
-    small, more = {"ranks": 3, "stage": stage}, {"ranks": 12, "stage": stage, "replicas": 4}
+    small, more = {"ranks": 3, "stage": stage}, {"ranks": 12, "stage": stage, "comm": Comm(replicas=4)}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "shapes.json"
         path.write_text(json.dumps(shapes))
@@ -844,7 +844,7 @@ def test_planned_from_shapes_is_what_the_engine_holds(ranks, tmp_path, stage, bo
         planned = states.of_recipe(cut, STAGES[stage], rank, recipes.PRESETS["zeroshard"]).states()
         assert {names.get(state, state): nbytes for state, nbytes in planned.items()} == held
         assert [(bucket.unit, bucket.slots, bucket.bounds) for bucket in cut.buckets] == buckets
-    plan = zeroshard.plan(shapes=path, ranks=3, stage=stage, bounds=bounds)
+    plan = zeroshard.plan(shapes=path, ranks=3, stage=stage, layout=Layout(bounds=bounds))
     assert plan.stages[0].total == max(sum(held.values()) for held, _ in seen)
 
 
@@ -1175,16 +1175,16 @@ def test_replicas_cost_memory():
     """K copies: each is cut among N/K ranks, and that is what has to fit. More ranks are more in each."""
     for copies, totals in ((1, (112e9, 38.5e9, 26.25e9, 14e9)), (2, (112e9, 49e9, 38.5e9, 28e9)), (8, (112e9,) * 4)):
         for found, total in zip(
-            zeroshard.plan(params=7e9, ranks=8, replicas=copies, gpu_mem="40GB").stages, totals, strict=True
+            zeroshard.plan(params=7e9, ranks=8, comm=Comm(replicas=copies), gpu_mem="40GB").stages, totals, strict=True
         ):
             assert found.total == total
             assert found.fits is (total <= 40e9)
-    found = zeroshard.plan(params=7e9, ranks=6, stage=3, replicas=3, gpu_mem="20GB")
+    found = zeroshard.plan(params=7e9, ranks=6, stage=3, comm=Comm(replicas=3), gpu_mem="20GB")
     assert [change.what for change in found.advice] == ["24 ranks"]
-    assert zeroshard.plan(params=7e9, ranks=24, stage=3, replicas=3, gpu_mem="20GB").stages[0].fits
+    assert zeroshard.plan(params=7e9, ranks=24, stage=3, comm=Comm(replicas=3), gpu_mem="20GB").stages[0].fits
     for what in ({"params": 7}, {"shapes": "x.json"}):
         with pytest.raises(UserError, match="replicas must divide the ranks"):
-            zeroshard.plan(**what, ranks=8, replicas=3)
+            zeroshard.plan(**what, ranks=8, comm=Comm(replicas=3))
 
 
 def test_a_bare_number_of_bytes_is_answered_in_gib():

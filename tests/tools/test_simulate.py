@@ -18,9 +18,10 @@ import reference
 import zeroshard
 from zeroshard import Comm, Layout, Precision, shard
 from zeroshard.cli import check, processor
+from zeroshard.cli.policies import precision_of
 from zeroshard.errors import UserError
 from zeroshard.explain import stacked_mlp
-from zeroshard.planner import built, from_job, predict_states, texts
+from zeroshard.planner import built, predict_states, texts
 from zeroshard.planner.machines import MACHINES, machine
 from zeroshard.planner.simulate import PASSING, facts, moments, simulate
 from zeroshard.planner.timeline import replay
@@ -243,12 +244,12 @@ EXAMPLE = str(ROOT / "examples" / "job.py") + ":job"
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 def test_a_plan_of_a_job(precision, stage):
     """At rest as the ledger of a simulated step says, the peak at a named part of the step, activations beside."""
-    found = zeroshard.plan(EXAMPLE, ranks=2, stage=stage, precision=precision, accumulate=2)
+    found = zeroshard.plan(EXAMPLE, ranks=2, stage=stage, precision=precision_of(precision), accumulate=2)
     assert [stage.stage for stage in found.stages] == ([0, 1, 2, 3] if stage is None else [stage])
     assert found.parameters == 27_936
     for stage in found.stages:
         run = simulate(
-            EXAMPLE, ranks=2, rank=stage.rank, stage=stage.stage, accumulate=2, precision=from_job.precision(precision)
+            EXAMPLE, ranks=2, rank=stage.rank, stage=stage.stage, accumulate=2, precision=precision_of(precision)
         )
         held = {state: n for state, n in run.ledger.held.items() if n and state not in PASSING}
         assert dict(stage.states) == held
@@ -275,7 +276,7 @@ def test_a_plan_of_a_job_answers():
     whats = [change.what for change in tight.advice]
     assert whats[:3] == ["stage 2", "stage 3", "and recompute activations in backward"]
     assert [change.fits for change in tight.advice] == [False] * (len(whats) - 1) + [True]
-    recomputed = zeroshard.plan(EXAMPLE, ranks=4, stage=3, checkpoint=True).stages[0]
+    recomputed = zeroshard.plan(EXAMPLE, ranks=4, stage=3, layout=Layout(recompute=True)).stages[0]
     assert recomputed.peak + recomputed.working == tight.advice[2].nbytes
 
 
@@ -294,7 +295,7 @@ def block():
 @pytest.mark.full
 def test_recomputation_is_not_free():
     """Nine tenths of the activations go, but the most that operators hold at once hardly changes with a single block."""
-    plain, again = (simulate(block, ranks=2, checkpoint=checkpoint) for checkpoint in (False, True))
+    plain, again = (simulate(block, ranks=2, layout=Layout(recompute=each)) for each in (False, True))
     layer = 2000 * 64 * 4
     assert again.activations <= 3 * layer < 10 * layer <= plain.activations
     assert again.working >= 10 * layer
@@ -566,24 +567,31 @@ def test_any_optimizer_of_torch_can_be_named():
 
 @pytest.mark.full
 def test_prefetch_is_planned():
-    peaks = [zeroshard.plan(EXAMPLE, ranks=2, stage=3, prefetch=n).stages[0] for n in (0, 1)]
+    peaks = [zeroshard.plan(EXAMPLE, ranks=2, stage=3, comm=Comm(prefetch=n)).stages[0] for n in (0, 1)]
     held = [max(i.nbytes.get("prefetch", 0) for i in stage.instants) for stage in peaks]
     assert held[0] == 0 < held[1]
     with pytest.raises(UserError, match="prefetch counts units"):
-        zeroshard.plan(EXAMPLE, prefetch=-1)
+        zeroshard.plan(EXAMPLE, comm=Comm(prefetch=-1))
+
+
+@pytest.mark.full
+def test_a_plan_is_the_same_each_time():
+    """Storages come and go at the same addresses: what is known of one is not said of the next."""
+    first, *others = (simulate(EXAMPLE, ranks=4, stage=3, comm=Comm(transport="shared")) for _ in range(6))
+    assert {(run.activations, run.working) for run in others} == {(first.activations, first.working)}
 
 
 def test_a_plan_of_a_job_refuses_what_it_cannot_use():
     for settings, word in (
         ({"preset": "paper"}, "preset"),
-        ({"replicas": 2}, "replicas"),  # of one rank
-        ({"precision": "fp8"}, "fp"),
+        ({"comm": Comm(replicas=2)}, "replicas"),  # of one rank
+        ({"precision": "bf16"}, "precision= is a Precision"),
         ({"params": 7}, "one of"),
     ):
         with pytest.raises(UserError, match=word):
             zeroshard.plan(EXAMPLE, **settings)
     with pytest.raises(UserError, match="for jobs"):
-        zeroshard.plan(params=7e9, checkpoint=True)
+        zeroshard.plan(params=7e9, layout=Layout(recompute=True))
     with pytest.raises(UserError, match="cannot be imported"):
         zeroshard.plan("no.such.module:job")
 
@@ -635,7 +643,7 @@ def test_the_texts_profile_is_simulated_with_gradients_in_bf16():
 @pytest.mark.full
 def test_the_texts_profile_in_8_bits_and_its_checkpoint_are_what_plan_text_says():
     """`plan --text B` computes them without torch; the engine holds and sends so many bytes."""
-    run = simulate(stacked_mlp.profile, ranks=4, stage=1, precision=from_job.precision("bf16-fp8", "bf16"))
+    run = simulate(stacked_mlp.profile, ranks=4, stage=1, precision=precision_of("bf16-fp8", "bf16"))
     said = {line.what: line.value for table in texts.text("B").tables[-2:] for line in table.lines}
     held = {state: nbytes for state, nbytes in run.ledger.held.items() if nbytes}
     held.pop("step")

@@ -7,6 +7,7 @@ import pytest
 
 import zeroshard
 from test_mesh_planned import job
+from zeroshard import Comm, Layout
 from zeroshard.cli.main import app
 from zeroshard.cli.simulate import clock
 from zeroshard.errors import UserError
@@ -31,8 +32,8 @@ def test_the_figures_are_those_of_each_plan_alone():
     assert of(ways, 3, K).between == 8 * Fraction(P, G) * Fraction(K - 1, K)
     assert of(ways, 3, K, "all").between == (8 + 2) * Fraction(P, G) * Fraction(K - 1, K)
     for way in ways.ways:
-        settings = {**SETTINGS, "machine": None, "gpus_per_node": G, "stage": way.stage, "replicas": way.replicas}
-        (alone,) = zeroshard.plan(**settings, optimizer_over=way.over).stages
+        settings = {**SETTINGS, "machine": None, "gpus_per_node": G, "stage": way.stage}
+        (alone,) = zeroshard.plan(**settings, comm=Comm(replicas=way.replicas, optimizer=way.over)).stages
         assert (alone.most, *alone.links) == (way.nbytes, way.inside, way.between)
     assert [way.seconds for way in ways.ways] == sorted(way.seconds for way in ways.ways)
 
@@ -126,7 +127,7 @@ def test_nothing_fits_and_one_node():
 @pytest.mark.parametrize("gpus", [2, 4])
 def test_the_time_of_messages_is_that_of_a_simulated_clock(gpus):
     """One replica, whose messages run one after the other on the clock too; gathers after the step are all there are."""
-    plan = zeroshard.plan(job, ranks=8, stage=2, machine="a100", gpus_per_node=gpus, bucket_mib=0.003)
+    plan = zeroshard.plan(job, ranks=8, stage=2, machine="a100", gpus_per_node=gpus, layout=Layout(bucket_mib=0.003))
     cluster = plan.ways.machine
     assert cluster.gpus == gpus
     run = simulate(job, ranks=8, stage=2, layout=zeroshard.Layout(bucket_mib=0.003))
@@ -155,7 +156,7 @@ def test_shapes_are_compared_by_their_peaks(tmp_path):
     path = tmp_path / "m.json"
     path.write_text(json.dumps({f"blocks.{n}.w": [256, 256] for n in range(8)}))
     ways = zeroshard.plan(shapes=path, ranks=16, machine="a100", stage=3).ways
-    alone = zeroshard.plan(shapes=path, ranks=16, stage=3, replicas=2, optimizer_over="all").stages[0]
+    alone = zeroshard.plan(shapes=path, ranks=16, stage=3, comm=Comm(replicas=2, optimizer="all")).stages[0]
     assert of(ways, 3, 2, "all").nbytes == alone.peak > alone.total
 
 
@@ -163,17 +164,17 @@ def test_ways_that_shard_would_refuse_are_left_out(tmp_path):
     path = tmp_path / "m.json"
     path.write_text(json.dumps({f"blocks.{n}.w": [256, 256] for n in range(8)}))
     for bounds, overs in (("unit", {"team", "all"}), ("tensor", {"team"})):
-        ways = zeroshard.plan(shapes=path, ranks=16, machine="a100", bounds=bounds).ways.ways
+        ways = zeroshard.plan(shapes=path, ranks=16, machine="a100", layout=Layout(bounds=bounds)).ways.ways
         assert {way.over for way in ways} == overs and {way.replicas for way in ways} == {1, 2}
 
 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"replicas": 2}, "replicas: machine compares them itself"),
-        ({"optimizer_over": "all"}, "optimizer_over: machine compares them itself"),
-        ({"transport": "shared"}, "transport: machine asks for the links of GPUs"),
-        ({"offload": zeroshard.Offload(parameters="shared")}, "offload: machine asks for the links of GPUs"),
+        ({"comm": Comm(replicas=2)}, "replicas: machine compares them itself"),
+        ({"comm": Comm(optimizer="all")}, "Comm.optimizer: machine compares them itself"),
+        ({"comm": Comm(transport="shared")}, "transport: machine asks for the links of GPUs"),
+        ({"offload": zeroshard.Offload(parameters="shared")}, "Offload.parameters: machine asks for the links of GPUs"),
         ({"machine": "a1000"}, "no such machine"),
     ],
 )

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from zeroshard.cli import launch, processor, screen
 from zeroshard.cli.config import InputError, Launch, OptimizerOver, Reduce, Transport, offload_of
+from zeroshard.cli.policies import policies
 from zeroshard.events import DEVICE
 
 AT_REST = "at rest"
@@ -55,25 +56,8 @@ class Check:
 
     def settings(self, folder: str, stage: int) -> dict[str, Any]:
         """Make the policies for `shard` and `simulate`; files go to `folder`."""
-        from zeroshard.layout import Layout
-        from zeroshard.planner.from_job import precision
-        from zeroshard.ranks.comm import Comm
-
         offload = offload_of(self.offload, folder if "nvme" in self.offload.values() else "")
-        layout = Layout(bounds=self.bounds, align=self.align, bucket_mib=self.bucket_mib, recompute=self.checkpoint)
-        return {
-            "layout": layout,
-            "precision": precision(self.precision, self.grad_dtype),
-            "comm": Comm(
-                prefetch=self.prefetch,
-                replicas=self.replicas,
-                transport=self.transport,
-                optimizer=self.optimizer_over,
-                reduce=self.reduce,
-            ),
-            "offload": offload,
-            "optimizer_in_backward": self.optimizer_in_backward,
-        }
+        return policies(vars(self)) | {"offload": offload}
 
 
 def check(asked: Check, *, as_json: bool = False) -> int:

@@ -24,9 +24,9 @@ from torch.utils._pytree import tree_map_only
 import zeroshard
 from zeroshard.cli import reference
 from zeroshard.cli.config import InputError
+from zeroshard.cli.policies import precision_of
 from zeroshard.cli.question import Configuration, Difference, Question
 from zeroshard.errors import Error, UserError
-from zeroshard.planner import from_job
 from zeroshard.planner.job import Job, build
 
 
@@ -187,7 +187,7 @@ def _cast_inputs(dtype: torch.dtype | None, module: nn.Module, args: Any, kwargs
 
 
 def _precision(question: Question) -> zeroshard.Precision:
-    return from_job.precision(question.precision) or zeroshard.Precision()
+    return precision_of(question.precision) or zeroshard.Precision()
 
 
 # --- with zeroshard -------------------------------------------------------------------------------------------------

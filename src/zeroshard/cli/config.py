@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, NamedTuple
 
 from zeroshard.errors import UserError
+from zeroshard.planner.options import OTHERS
 from zeroshard.ranks.launcher import ranks_to_join
 from zeroshard.stage import STATES
 
@@ -43,8 +44,11 @@ def in_options(error: object, names: Iterable[str]) -> str:
         value = match[2].strip("\"'")
         return f"--{match[1].replace('_', '-')}" + (f" {value}" if value else "")
 
-    text = re.sub(rf"\b(?:Layout|Comm|Offload|Precision)\.(?=(?:{named})\b)", "", one_line(error))
-    text = text.replace("Comm(optimizer=", "Comm(optimizer_over=")  # `optimizer` is another option
+    text = one_line(error)
+    for field, name in OTHERS.items():
+        text = text.replace(field, name)
+    text = re.sub(r'\b(?:Layout)\((?:\w+)=\{("[^"]*"): "edp"\}\)', r"experts=\1", text)
+    text = re.sub(rf"\b(?:Layout|Comm|Offload|Precision)\.(?=(?:{named})\b)", "", text)
     text = re.sub(rf"\b(?:Layout|Comm)\(((?:{named})=[^()]*)\)", r"\1", text)
     beginning = re.match(rf"(?:(?:{named})(?:, | and )?)+(?=[\s:;]|$)", text)
     end = beginning.end() if beginning else 0
@@ -187,14 +191,6 @@ class RunConfig:
         """The `Offload` that is asked for. Raises `InputError`."""
         given = {state: getattr(self, f"offload_{state}") for state in STATES}
         return offload_of(places("", **given), self.offload_path)
-
-    @property
-    def comm(self) -> Any:
-        """The `Comm` that is asked for."""
-        from zeroshard.ranks.comm import Comm
-
-        how = {"replicas": self.replicas, "transport": self.transport, "optimizer": self.optimizer_over}
-        return Comm(timeout=self.timeout, reduce=self.reduce, **how)  # type: ignore[arg-type]
 
     @property
     def shape(self) -> Shape:

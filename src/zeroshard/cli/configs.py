@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from zeroshard.cli.config import planned_offload
+from zeroshard.cli.policies import precision_of
 from zeroshard.integrations.config_export import SYSTEMS, export
 from zeroshard.integrations.settings import Settings, settings
 from zeroshard.layout import Layout
@@ -18,7 +20,6 @@ from zeroshard.ranks.comm import Comm
 from zeroshard.stage import STATES
 
 WORDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "bf16"}  # fp16 has as many bytes as bf16
-PARAM_DTYPES = {"fp32": None, "bf16": torch.bfloat16}
 
 
 def _word(precision: Precision | None, field: str) -> str | None:
@@ -118,15 +119,14 @@ def _fields(policy: Any) -> dict[str, Any]:
 
 def _precision(options: dict[str, Any]) -> Precision:
     """Make the `Precision` of a job by --precision, that of a number or shapes by their recipe's bytes."""
-    computed, _, rest = (options["precision"] or "fp32").partition("-")
-    param = PARAM_DTYPES[computed]
+    made = precision_of(options["precision"], options["grad_dtype"]) or Precision()
+    param = made.param_dtype
     if options["params"] is not None or options["shapes"] is not None:
         default = "paper" if options["params"] is not None else "zeroshard"
         chosen = recipe(options["preset"] or default, optimizer=options["optimizer"], custom=options["bytes"])
         half = torch.float16 if "fp16" in chosen.name else torch.bfloat16
         param = half if chosen.parameters == 2 else None
-    grad = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(options["grad_dtype"])
-    return Precision(param_dtype=param, grad_dtype=grad, split_master=rest == "split", fp8=rest == "fp8")
+    return replace(made, param_dtype=param, cast_inputs=False)
 
 
 __all__ = ["SYSTEMS", "configured", "show_export"]

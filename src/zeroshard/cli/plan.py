@@ -10,6 +10,7 @@ from rich.text import Text as Styled
 
 from zeroshard.cli import screen
 from zeroshard.cli.config import InputError, in_options, one_line, places, planned_offload
+from zeroshard.cli.policies import NAMES, policies
 from zeroshard.cli.screen import Amount
 from zeroshard.cli.sent import replicas, show, traffic, ways
 from zeroshard.engine.refused import Settings, refuse
@@ -66,24 +67,19 @@ def answer(settings: dict[str, Any]) -> None:
         _planned(dict(settings))
 
 
-def _blocks(text: str) -> int | dict[str, int]:
-    """Parse --align: a number, or "*.experts.*=256,*.out.weight=128"."""
-    parts = [each.rpartition("=") for each in text.split(",")]
-    if any(not number.isdecimal() for _, _, number in parts) or (len(parts) > 1 and not all(each[1] for each in parts)):
-        raise InputError(f"--align takes a number, or PATTERN=NUMBER with commas between; got {text!r}")
-    if not parts[0][1]:
-        return int(text)
-    return {pattern: int(number) for pattern, _, number in parts}
-
-
-def _planned(settings: dict[str, Any]) -> Plan:
-    if isinstance(settings.get("align"), str):
-        settings["align"] = _blocks(settings["align"])
-    settings["offload"] = planned_offload(_places(settings))
+def _planned(options: dict[str, Any]) -> Plan:
+    offload = planned_offload(_places(options))
+    if (older := options.pop("instances", None)) is not None:
+        if options["replicas"] is not None:
+            raise InputError(
+                f"--replicas and --instances are two names of one thing; instead: --replicas {options['replicas']}"
+            )
+        options["replicas"] = older
+    rest = {name: value for name, value in options.items() if name not in NAMES}
     try:
-        return plan(**settings)
+        return plan(**rest, **policies(options), offload=offload)
     except UserError as error:
-        raise InputError(in_options(error, settings)) from error
+        raise InputError(in_options(error, (*options, "offload"))) from error
 
 
 def _one_model(settings: dict[str, Any]) -> None:
@@ -132,11 +128,9 @@ def check_plan(*, as_json: bool, text: str | None, **settings: Any) -> int:
     if settings["ranks"] < 1 or settings["accumulate"] < 1:
         raise InputError("--ranks and --accumulate must be at least 1")
     early = settings["optimizer_in_backward"]
-    check_in_backward(settings["accumulate"], None, no_sync=settings["no_sync"], asked=early)
+    check_in_backward(settings["accumulate"], no_sync=settings["no_sync"], asked=early)
     if settings["replicas"] is not None:
         seat(0, settings["ranks"], settings["replicas"])
-    if isinstance(settings.get("align"), str):
-        settings["align"] = _blocks(settings["align"])
     given = {name: settings[name] for name in names if settings[name] is not None}
     once = offload.get("parameters") == "shared"
     copies, over = settings["replicas"] or 1, settings["optimizer_over"]

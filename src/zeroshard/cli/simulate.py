@@ -17,18 +17,16 @@ from zeroshard.api import Zero
 from zeroshard.checkpoint.content import pieces
 from zeroshard.checkpoint.staging import put
 from zeroshard.cli import screen
-from zeroshard.cli.config import OptimizerOver, Transport
+from zeroshard.cli.policies import policies
 from zeroshard.errors import UserError
 from zeroshard.events import DEVICE, HOST, NVME, SHARED, Ledger
 from zeroshard.integrations.chrome_trace import MADE_BY
-from zeroshard.layout import Layout
-from zeroshard.planner import from_job, predict_states, timeline
+from zeroshard.planner import predict_states, timeline
+from zeroshard.planner.experts import check_experts
 from zeroshard.planner.machines import Machine, machine
 from zeroshard.planner.overheads import CLIP, clipped, total
-from zeroshard.planner.plan import check_experts
 from zeroshard.planner.simulate import PASSING, RECORDED, Simulation, facts, simulate
 from zeroshard.planner.states import owned
-from zeroshard.ranks.comm import Comm
 from zeroshard.stage import seat
 from zeroshard.tiers.tier import Offload
 
@@ -40,34 +38,26 @@ def show_simulation(
     rank: Sequence[int],
     stage: int,
     accumulate: int,
-    precision: str,
-    grad_dtype: str | None,
-    bucket_mib: float | None,
-    prefetch: int,
-    reduce: str,
-    replicas: int,
-    optimizer_over: OptimizerOver,
-    transport: Transport,
-    experts: str | None,
     ep: int | None,
     offload: Offload | None,
     on: str,
     trace: str | None,
     as_json: bool,
-    **how: bool,
+    **options: Any,
 ) -> None:
     """Simulate each of the ranks, and print. Raises `UserError` for what cannot be simulated.
 
-    how: `checkpoint` and `optimizer_in_backward`, as `simulate` has them.
+    options: those of the policies.
     """
     cluster = machine(on)
     if trace is not None and not Path(trace).absolute().parent.is_dir():
         raise UserError("there is no folder for the trace", got=repr(trace))
-    check_experts(experts, ep, ranks, replicas=None if replicas == 1 else replicas)
-    comm = Comm(
-        prefetch=prefetch, reduce=reduce, replicas=replicas, transport=transport, optimizer=optimizer_over,  # type: ignore[arg-type]
-    )  # fmt: skip
-    comparable = reduce == "ordered" and replicas == 1 and not ep and transport != "shared"
+    made = policies(options)
+    layout, comm = made["layout"], made["comm"]
+    replicas, ordered = comm.replicas or 1, comm.reduce != "native"
+    check_experts(layout, ep, ranks, replicas=None if replicas == 1 else replicas)
+    made["layout"] = layout.on(accelerator=True)
+    comparable = comm.reduce == "ordered" and replicas == 1 and not ep and comm.transport != "shared"
     found = []
     for one in rank:
         run = simulate(
@@ -76,22 +66,25 @@ def show_simulation(
             rank=one,
             stage=stage,
             accumulate=accumulate,
-            precision=from_job.precision(precision, grad_dtype),
-            layout=Layout(bucket_mib=bucket_mib, along={experts: "edp"} if experts else {}).on(accelerator=True),
-            mesh={"edp": ranks // ep, "ep": ep} if ep else None,
-            comm=comm,
+            mesh={layout.axis: ranks // ep, "ep": ep} if ep else None,
             offload=offload,
-            **how,
+            **made,
         )
-        line = clock(run, cluster, ordered=reduce != "native")
+        line = clock(run, cluster, ordered=ordered)
         found.append(_told(run, cluster, line, offload, comparable=comparable))
         if trace is not None:
             put(trace if len(rank) == 1 else f"{trace}.rank{one}", json.dumps(timeline.chrome(line, one)), MADE_BY)
     if as_json:
-        asked = {"job": job, "ranks": ranks, "replicas": replicas, "optimizer_over": optimizer_over, "stage": stage}
+        asked = {
+            "job": job,
+            "ranks": ranks,
+            "replicas": replicas,
+            "optimizer_over": options["optimizer_over"],
+            "stage": stage,
+        }
         print(json.dumps(asked | {"machine": on, "simulated": found}, indent=2))
         return
-    over = ", the optimizer over all of them" if optimizer_over == "all" and replicas > 1 else ""
+    over = ", the optimizer over all of them" if options["optimizer_over"] == "all" and replicas > 1 else ""
     _open(job, f"{ranks:,} at stage {stage}{_copies(ranks, replicas)}{over}", cluster)
     for each in found:
         _show(each)

@@ -27,6 +27,7 @@ from zeroshard.cli import processor, screen
 from zeroshard.cli.config import Device, InputError, Launch, RunConfig, one_line
 from zeroshard.cli.data import RUN_FILES, Corpus, holds_run
 from zeroshard.cli.model import GPT
+from zeroshard.cli.policies import comm_of, precision_of
 from zeroshard.cli.resume import CHECKPOINTS, MANIFEST, run_of
 from zeroshard.errors import CheckpointError
 from zeroshard.explain.run import record_step
@@ -43,14 +44,11 @@ def train(config: RunConfig, launch: Launch, corpus: Corpus) -> int:
     torch.manual_seed(config.seed)
     model = GPT(config.shape)
     optimizer = torch.optim.AdamW(model.parameters(), config.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    computed, _, rest = config.precision.partition("-")
-    params, sums = (None if each == "fp32" else torch.bfloat16 for each in (computed, config.grad_dtype))
-    split, fp8 = rest == "split", rest == "fp8"
-    precision = zeroshard.Precision(param_dtype=params, grad_dtype=sums, split_master=split, fp8=fp8)
     zero = zeroshard.shard(
-        model, optimizer, stage=config.stage, precision=precision, offload=config.offload, device=device,
+        model, optimizer, stage=config.stage, precision=precision_of(config.precision, config.grad_dtype),
+        offload=config.offload, device=device,
         layout=zeroshard.Layout(recompute=config.recompute),
-        comm=config.comm,
+        comm=comm_of(vars(config)),
     )  # fmt: skip
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_then_cosine(config.steps))
 

@@ -46,8 +46,18 @@ class Settings(NamedTuple):
         return Settings(self.stage, self.replicas, transport=self.transport, over=self.over, once=self.once)
 
 
-def settings(stage: int, precision: Precision, layout: Layout, comm: Comm, offload: Offload, **others: Any) -> Settings:
-    """Take from the four policies what may not go together. others: fields of `Settings` that no policy has."""
+def settings(
+    stage: int, precision: Precision | None, layout: Layout, comm: Comm, offload: Offload | None, **others: Any
+) -> Settings:
+    """Take from the four policies what may not go together; None is a policy as by default, without loading torch.
+
+    others: fields of `Settings` that no policy has.
+    """
+    if precision is not None:
+        names = ("reduce_dtype", "nonfinite", "split_master")
+        others |= {name: getattr(precision, name) for name in names}
+    if offload is not None:
+        others |= {"once": offload.once, "gradients": gradients_of(offload)}
     return Settings(
         stage=stage,
         bounds=layout.bounds,
@@ -56,11 +66,6 @@ def settings(stage: int, precision: Precision, layout: Layout, comm: Comm, offlo
         reduce=comm.reduce,
         transport=comm.transport,
         over=comm.optimizer,
-        reduce_dtype=precision.reduce_dtype,
-        nonfinite=precision.nonfinite,
-        split_master=precision.split_master,
-        once=offload.once,
-        gradients=gradients_of(offload),
         **others,
     )
 

@@ -13,12 +13,12 @@ import torch
 import zeroshard
 
 from ..engine.reduction import UNHURRIED
-from ..planner.from_job import precision
+from ..numerics import Precision
 from ..planner.simulate import PASSING, STEPS, simulate
 from . import stacked_mlp
 
 RANKS, STAGE = 4, 1
-BF16 = precision("bf16", "bf16")  # parameters and gradients, with fp32 masters
+BF16 = Precision(param_dtype=torch.bfloat16, grad_dtype=torch.bfloat16, cast_inputs=True)  # with fp32 masters
 COMMAND = "zeroshard plan zeroshard.explain.stacked_mlp:scaled --ranks 4 --stage 1 --precision bf16 --grad-dtype bf16"
 PHASES = ("forward", "backward", "step")
 

@@ -4,6 +4,8 @@ The question and its answer:
 
     plan         the question, checked: from here to one of from_number, from_shapes and from_job
     asked        the question, once it is checked
+    options      the options of commands that are fields of a policy
+    experts      which parameters are divided among ranks, checked
     answer       the answer for each stage
     quantities   numbers as people write them and as they are shown
     recipes      bytes per parameter of each state, by name

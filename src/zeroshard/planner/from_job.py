@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from ..events import DEVICE
-from ..layout import BUCKET_MIB, Layout
+from ..layout import BUCKET_MIB
 from ..numerics import Precision
-from ..ranks.comm import Comm
 from ..resting import Master, master_of
 from ..stage import STAGES, Degree
 from . import advice, built, optimizers, recipes, states, traffic
@@ -26,8 +25,9 @@ from .simulate import RECORDED, Simulation, moments, simulate
 RANKS_TRIED = 1 << 10  # by advice
 
 
-def plan_job(job: str | Callable[[], dict[str, Any]], asked: Asked, layout: Layout) -> Plan:
+def plan_job(job: str | Callable[[], dict[str, Any]], asked: Asked) -> Plan:
     """Simulate the job at every stage asked for, as the rank that holds most there."""
+    layout = asked.layout
 
     def run(stage: int, rank: int | None, **changes: Any) -> Simulation:
         settings: dict[str, Any] = {
@@ -35,15 +35,8 @@ def plan_job(job: str | Callable[[], dict[str, Any]], asked: Asked, layout: Layo
             "accumulate": asked.accumulate,
             "no_sync": asked.no_sync,
             "layout": layout,
-            "precision": precision(asked.precision, asked.grad_dtype),
-            "checkpoint": asked.checkpoint,
-            "comm": Comm(
-                prefetch=asked.prefetch,
-                replicas=asked.replicas,
-                transport="shared" if asked.shared else "auto",
-                optimizer="all" if asked.spread(stage) else "team",
-                reduce=asked.reduce,
-            ),
+            "precision": asked.precision,
+            "comm": replace(asked.comm, optimizer="all" if asked.spread(stage) else "team"),
             "offload": asked.offload,
             "optimizer_in_backward": asked.recipe.in_backward,
         } | changes
@@ -56,15 +49,17 @@ def plan_job(job: str | Callable[[], dict[str, Any]], asked: Asked, layout: Layo
     runs = {stage: run(stage, None) for stage in dict.fromkeys((least, *asked.stages))}
     recipe = _recipe(runs[least])
     one = runs[asked.stages[0]]
-    other = run(one.stage, one.rank, checkpoint=not asked.checkpoint)
-    kept, recomputed = (other, one) if asked.checkpoint else (one, other)
+    kept, again = (
+        one if layout.recompute is each else run(one.stage, one.rank, layout=replace(layout, recompute=each))
+        for each in (False, True)
+    )
     notes = [
         f"activations kept for backward: {kept.activations:,} bytes as the job is, "
-        f"{recomputed.activations:,} with every unit recomputed",
+        f"{again.activations:,} with every unit recomputed",
         "what operators take while they run, and the optimizer inside its step, comes on top: measured, not planned",
     ]
     masters = {buffer.masters for stage in asked.stages for buffer in runs[stage].zero._engine.buffers}
-    if asked.precision == "bf16-split" and Master.ALONE in masters:
+    if asked.precision and asked.precision.split_master and Master.ALONE in masters:
         notes.append("stage 3: masters alone rest of sharded parameters on the device, and nothing is split there")
     if asked.offload is not None and one.zero._engine.device.type == "cpu":
         notes.append(
@@ -76,27 +71,10 @@ def plan_job(job: str | Callable[[], dict[str, Any]], asked: Asked, layout: Layo
         asked._replace(recipe=recipe),
         one.zero._engine.layout,
         lambda stage: _stage(runs[stage], _recipe(runs[stage])),
-        lambda limit: _advice(run, asked, layout, limit),
+        lambda limit: _advice(run, asked, limit),
         notes,
         balance=balance(runs[max(asked.stages)].zero.partition, asked.copies),
     )
-
-
-def precision(name: str, grad_dtype: str | None = None) -> Precision | None:
-    """Translate a plan's word for a precision into a `Precision`; None: the model's own dtypes.
-
-    "fp32": the model's own dtypes; "bf16": bfloat16 parameters with fp32 masters, floating inputs cast; "bf16-split":
-    the same with split masters. "fp32-fp8" and "bf16-fp8": with the weights of
-    linear layers in 8 bits.
-
-    grad_dtype: what gradients are added up in, "fp32" or "bf16" (None: as `Precision` says).
-    """
-    sums = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16}[grad_dtype]
-    computed, _, rest = name.partition("-")
-    if computed == "bf16":
-        low = Precision(param_dtype=torch.bfloat16, grad_dtype=sums, cast_inputs=True, split_master=rest == "split")
-        return replace(low, fp8=rest == "fp8")
-    return None if sums is None and not rest else Precision(grad_dtype=sums, fp8=rest == "fp8")
 
 
 def _fullest(run: Simulation) -> int:
@@ -215,7 +193,7 @@ def _traffic(run: Simulation) -> traffic.Traffic:
     )  # fmt: skip
 
 
-def _advice(run: Callable[..., Simulation], asked: Asked, layout: Layout, limit: int) -> list[advice.Change]:
+def _advice(run: Callable[..., Simulation], asked: Asked, limit: int) -> list[advice.Change]:
     """List changes, cheapest first, each on top of those before and with the peak it leads to, until one fits."""
     stage = max(asked.stages)
     tried: list[advice.Change] = []
@@ -230,17 +208,18 @@ def _advice(run: Callable[..., Simulation], asked: Asked, layout: Layout, limit:
     for higher in range(stage + 1, max(STAGES) + 1):
         if attempt(f"stage {higher}", stage := higher):
             return tried
-    if not asked.checkpoint:
-        changes["checkpoint"] = True
+    layout, formats = asked.layout, asked.precision or Precision()
+    if (changed := replace(layout, recompute=True)) != layout:
+        changes["layout"] = layout = changed
         if attempt("and recompute activations in backward", stage, **changes):
             return tried
-    if asked.precision.startswith("bf16") and asked.grad_dtype != "bf16":
-        changes["precision"] = precision(asked.precision, "bf16")
-        if attempt("and Precision(grad_dtype=torch.bfloat16)", stage, **changes):
-            return tried
-    elif asked.precision == "fp32":
-        changes["precision"] = precision("bf16", asked.grad_dtype)
+    if formats.param_dtype is None:
+        changes["precision"] = replace(formats, param_dtype=torch.bfloat16, cast_inputs=True)
         if attempt("and Precision(param_dtype=torch.bfloat16)", stage, **changes):
+            return tried
+    elif formats.grad_dtype != torch.bfloat16:
+        changes["precision"] = replace(formats, grad_dtype=torch.bfloat16)
+        if attempt("and Precision(grad_dtype=torch.bfloat16)", stage, **changes):
             return tried
     if (layout.bucket_mib or BUCKET_MIB) > 4:
         changes["layout"] = replace(layout, bucket_mib=4)

@@ -8,7 +8,7 @@ from fractions import Fraction
 
 from ..events import DEVICE, HOST, NVME, SHARED
 from ..headroom import BUFFERS, aligned
-from ..layout import BUCKET_MIB, Layout, Spec, partition
+from ..layout import BUCKET_MIB, Spec, partition
 from ..stage import Placements
 from . import advice, closed, files, instants, recipes, states, traffic
 from .advice import Change
@@ -72,8 +72,7 @@ def plan_params(numel: int, asked: Asked) -> Plan:
     def advise(limit: int) -> list[Change]:
         return advice.changes(max(asked.stages), ranks, recipe, limit, nbytes_of, RANKS_LIMIT, copies)
 
-    alone = asked._replace(replicas=None)
-    return finish("parameters", numel, asked, None, of, advise, notes, lambda stage: moved(stage, alone))
+    return finish("parameters", numel, asked, None, of, advise, notes, lambda stage: moved(stage, asked.alone))
 
 
 def _bucket_nbytes(numel: int, asked: Asked) -> float:
@@ -108,7 +107,8 @@ def _of_equal_units(numel: int, asked: Asked, placements: Placements) -> list[in
         return []
     itemsize = max(round(asked.recipe.parameters), 1)
     unit = -(-numel // asked.units)
-    message = min(unit, int(BUCKET_MIB * 2**20) // itemsize) if not asked.by_unit else unit
+    assert asked.layout.bucket_mib is not None
+    message = min(unit, int(asked.layout.bucket_mib * 2**20) // itemsize)
     sizes = [message] * (unit // message) + [unit % message] * (unit % message > 0)
     specs = [
         Spec(f"units.{number}.{part}", (size,), "element", itemsize, number + 1, True)
@@ -116,9 +116,9 @@ def _of_equal_units(numel: int, asked: Asked, placements: Placements) -> list[in
         for part, size in enumerate(sizes)
     ]
     names = ["root", *(f"units.{number}" for number in range(asked.units))]
-    cut = partition(specs, Layout().on(accelerator=asked.by_unit), asked.ranks // asked.copies)
+    cut = partition(specs, asked.layout, asked.ranks // asked.copies)
     return instants.instants(
-        cut, placements, instants.item_sizes(asked.recipe), asked.ranks - 1, prefetch=asked.prefetch,
+        cut, placements, instants.item_sizes(asked.recipe), asked.ranks - 1, prefetch=asked.comm.prefetch,
         accumulate=asked.accumulate, no_sync=asked.no_sync, names=names, resting=asked.resting(cut),
         replicas=asked.copies, shares=asked.shared,
     )  # fmt: skip

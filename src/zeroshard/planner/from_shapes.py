@@ -21,9 +21,9 @@ RANKS_LIMIT = 1 << 13  # a layout writes down every rank's bounds
 ADVISED_RANKS_LIMIT = 1 << 10  # where several are tried
 
 
-def plan_shapes(path: str | os.PathLike[str], asked: Asked, layout: Layout) -> Plan:
+def plan_shapes(path: str | os.PathLike[str], asked: Asked) -> Plan:
     model = shapes.read(path)
-    recipe = asked.recipe
+    recipe, layout = asked.recipe, asked.layout
     specs = _specs(model, asked, layout)
     names = units.unit_names(model.parameters)
 
@@ -39,7 +39,7 @@ def plan_shapes(path: str | os.PathLike[str], asked: Asked, layout: Layout) -> P
 
     def alone(stage: int) -> Traffic:
         cut, owned = cut_among(asked.ranks)
-        placements = asked._replace(replicas=None).placements(stage)
+        placements = asked.alone.placements(stage)
         rank = states.fullest_rank(owned, placements, recipe)
         return states.recipe_traffic(
             cut, placements, rank, recipe, accumulate=asked.accumulate, no_sync=asked.no_sync, shares=shares
@@ -54,13 +54,11 @@ def plan_shapes(path: str | os.PathLike[str], asked: Asked, layout: Layout) -> P
         holding = states.of_recipe(cut, placements, rank, other, resting, replicas=copies, along=along)
         tiers = holding.tiers(apart=True)
         at_rest = states.together(tiers)
-        backwards, no_sync = asked.accumulate, asked.no_sync
-        how: dict[str, Any] = {"accumulate": backwards, "no_sync": no_sync, "replicas": copies, "along": along}
+        how: dict[str, Any] = {"accumulate": asked.accumulate, "no_sync": asked.no_sync, "replicas": copies}
+        how |= {"along": along}
         moved = states.recipe_traffic(cut, placements, rank, other, shares=shares, **how)
-        sizes = instants.item_sizes(other)
-        found = instants.instants(
-            cut, placements, sizes, rank, prefetch=asked.prefetch, names=names, resting=resting, shares=shares, **how
-        )
+        shown = {"prefetch": asked.comm.prefetch, "names": names, "resting": resting, "shares": shares, **how}
+        found = instants.instants(cut, placements, instants.item_sizes(other), rank, **shown)
         peak, peak_at = instants.peak(tiers.get(DEVICE, {}), found)
         formula = recipes.cast_here(other, asked.shares(DEVICE)).formula(placements, copies)
         beside: dict[str, Any] = {}

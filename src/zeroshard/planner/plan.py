@@ -12,28 +12,30 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Never
 
-from ..engine.refused import Settings, refuse
-from ..errors import UserError, nearest
+from ..engine.refused import Settings, refuse, settings
+from ..errors import UserError
 from ..events import NVME
-from ..headroom import PREFETCH
-from ..layout import Bounds, Layout
-from ..ranks.comm import Comm, Over, Reduce, Transport
+from ..layout import Layout
+from ..ranks.comm import Comm
 from ..stage import STAGES, STATES, seat
 from . import from_number, from_shapes, machines, quantities, recipes, ways
 from .answer import Plan
 from .asked import Asked, check_in_backward
 from .disk import load
+from .experts import check_experts
 from .machines import Machine
+from .options import OF_SHAPES, OPTIONS, in_policies
 from .quantities import whole
 
 if TYPE_CHECKING:
+    from ..numerics import Precision
     from ..tiers.tier import Offload
 
 UNITS_LIMIT = 1 << 12
-DTYPES = ("fp32", "bf16")
+POLICIES = {"precision": "Precision", "layout": "Layout", "comm": "Comm", "offload": "Offload"}
 
 
 def plan(
@@ -43,191 +45,152 @@ def plan(
     shapes: str | os.PathLike[str] | None = None,
     ranks: int = 1,
     stage: int | None = None,
+    precision: Precision | None = None,
+    layout: Layout | None = None,
+    comm: Comm | None = None,
+    offload: Offload | None = None,
+    optimizer_in_backward: bool = False,
+    accumulate: int = 1,
+    no_sync: bool = False,
+    ep: int | None = None,
     preset: str | None = None,
     bytes: str | None = None,
     optimizer: str | None = None,
-    gpu_mem: str | None = None,
-    accumulate: int = 1,
-    no_sync: bool = False,
-    optimizer_in_backward: bool = False,
-    replicas: int | None = None,
-    instances: int | None = None,
     units: int | None = None,
-    align: int | Mapping[str, int] | None = None,
-    bounds: str | None = None,
-    bucket_mib: float | None = None,
-    prefetch: int = PREFETCH,
-    gpus_per_node: int | None = None,
-    precision: Literal["fp32", "bf16", "bf16-split", "fp32-fp8", "bf16-fp8"] | None = None,
-    grad_dtype: Literal["fp32", "bf16"] | None = None,
-    checkpoint: bool = False,
-    offload: Offload | None = None,
+    gpu_mem: str | None = None,
     host_mem: str | None = None,
+    gpus_per_node: int | None = None,
+    machine: str | None = None,
     disk: str | os.PathLike[str] | None = None,
     step_time: float | None = None,
     tokens: str | float | None = None,
-    experts: str | None = None,
-    ep: int | None = None,
-    whole: str | None = None,
-    transport: Transport = "auto",
-    optimizer_over: Over = "team",
-    reduce: Reduce = "ordered",
-    machine: str | None = None,
+    **moved: Never,
 ) -> Plan:
     """Plan the bytes per rank of a model's states, at rest and at the worst instant, at one stage or all four.
 
-    Give one of `job`, `params` and `shapes`.
+    Give one of `job`, `params` and `shapes`. The policies are those of `shard`.
 
     job: "module:function" or the function (see `planner.job`), run as it is on tensors without memory.
     params: how many parameters: 7e9, "7B".
     shapes: a JSON, safetensors or Hugging Face file or folder.
     ranks: how many ranks share the states.
-    stage: 0 to 3 (None: all four).
-    preset: bytes per parameter by name ("paper" for params, "zeroshard" for shapes).
-    optimizer: another optimizer's states in the preset, by a preset's name or as a class of torch.optim.
-    bytes: a formula instead of a preset: "parameters=2,gradients=2,master=4,m=4,v=4".
-    gpu_mem: a budget such as "80GiB": does it fit, and what would? With `offload`, about what stays on the device.
+    stage: 0 to 3 (None: all four; without 0 where it does not go with the policies).
+    precision: of a job. Of a number or shapes, `preset` or `bytes` say how many bytes each state takes.
+    layout: of shapes and jobs. Buckets without a size are as on the CPU; with `machine`, and of a job whose model is on
+        an accelerator, as on one.
+    comm: its `group` is for a run. With `machine` the numbers of replicas are compared, and are not given.
+    offload: where states rest.
+    optimizer_in_backward: each bucket is stepped as its gradients come, which rest nowhere then; as `shard`'s.
     accumulate: backwards per step.
     no_sync: gradients are added up on the rank before one reduction.
-    optimizer_in_backward: each bucket is stepped as its gradients come, which rest nowhere then; as `shard`'s.
-    replicas: as `Comm`'s, K copies of what is sharded, each over 1/K of the ranks.
-    instances: an older name of replicas.
+    ep: among how many ranks the parameters of `Layout.along` are divided; a job's model has one rank's.
+    preset: bytes per parameter by name ("paper" for params, "zeroshard" for shapes).
+    bytes: a formula instead of a preset: "parameters=2,gradients=2,master=4,m=4,v=4".
+    optimizer: another optimizer's states in the preset, by a preset's name or as a class of torch.optim.
     units: with params, the number of equal blocks, for the peaks of a step.
-    align: for shapes and jobs, as `Layout`'s.
-    bounds: for shapes and jobs, as `Layout`'s.
-    bucket_mib: for shapes and jobs, as `Layout`'s. None: as on the CPU; with `machine`, and of a job whose model is on
-        an accelerator, as on one.
-    prefetch: units gathered ahead of use, as `Comm`'s.
-    gpus_per_node: GPUs of a node, to plan what one GPU's links inside and between nodes carry.
-    precision: "fp32", a job's own dtypes; "bf16" with fp32 masters, or "bf16-split" with masters that are split;
-        "fp32-fp8" and "bf16-fp8" with the weights of linear layers in 8 bits.
-    grad_dtype: what a job's gradients are added up in.
-    checkpoint: every unit of a job recomputes in backward.
-    offload: where states rest, as `shard`'s.
+    gpu_mem: a budget such as "80GiB": does it fit, and what would? With `offload`, about what stays on the device.
     host_mem: a budget for one rank's share of host memory, such as "200GiB".
+    gpus_per_node: GPUs of a node, to plan what one GPU's links inside and between nodes carry.
+    machine: a cluster by name, or a JSON file of its numbers: which `Comm.replicas` and `Comm.optimizer` take least
+        time on it, of those that fit into its memory, or `gpu_mem`.
     disk: a file that `zeroshard io-bench` wrote.
-    tokens: tokens in one rank's step, for the tokens per second that the disk allows.
     step_time: seconds of a step, for the disk's wear.
-    experts: for shapes and jobs, a name pattern of parameters of which a rank has some rows, as in `Layout.along`.
-    ep: among how many ranks these rows are divided; a job's model has one rank's.
-    whole: for shapes and jobs, name patterns of parameters that are never cut, comma between them, as `Layout`'s. What
-        a job's optimizer needs whole need not be named.
-    transport: as `Comm`'s: "shared" for ranks of one host, on the CPU, that read each other's memory.
-    optimizer_over: as `Comm.optimizer`: "all" shards it over the ranks of all replicas. Stage 0 is left out then.
-    reduce: as `Comm`'s, for jobs: "int8" sends gradients as codes of 8 bits.
-    machine: a cluster by name, or a JSON file of its numbers: which `replicas` and `optimizer_over` take least time on
-        it, of those that fit into its memory, or `gpu_mem`.
+    tokens: tokens in one rank's step, for the tokens per second that the disk allows.
 
     Raises `UserError` for whatever cannot be answered.
     """
-    # Long by its settings alone: each stands here three times, as an argument, in words, and in what is asked.
+    # Long by its settings alone: each stands here twice, as an argument and in what is asked.
+    _refuse_moved(moved)
     _exactly_one(job=job, params=params, shapes=shapes)
-    _check_words(preset=preset, bytes=bytes, precision=precision, grad_dtype=grad_dtype)
-    replicas = _one_name(replicas, instances)
+    _check_policies(precision=precision, layout=layout, comm=comm, offload=offload)
+    made, talk = layout or Layout(), comm or Comm()
+    _check_recipe(preset, bytes, optimizer, job=job, params=params)
     most = from_number.RANKS_LIMIT if params is not None else from_shapes.RANKS_LIMIT
-    _check_numbers(ranks, most, accumulate, prefetch, gpus_per_node, replicas)
+    _check_numbers(ranks, most, accumulate, gpus_per_node, talk.replicas)
     _check_units(units, known=params is None)
     _check_stage(stage)
     _check_files(offload, disk, step_time, tokens)
-    once = offload is not None and offload.once
-    if optimizer_over not in get_args(Over):
-        raise UserError(
-            "optimizer_over says over which ranks its states are sharded",
-            got=repr(optimizer_over),
-            instead=nearest(optimizer_over, get_args(Over)),
-        )
-    together = Settings(
-        stage=3 if stage is None else stage,
-        replicas=replicas or 1,
-        bounds=str(bounds),
-        reduce=reduce,
-        transport=transport,
-        over=optimizer_over,
-        split_master=precision == "bf16-split",
-        once=once,
-    )
+    together = settings(
+        3 if stage is None else stage, precision, made, talk, offload,
+        replicas=talk.replicas or 1, in_backward=bool(optimizer_in_backward),
+    )  # fmt: skip
     refuse(together)
-    over = None if optimizer_over == "team" else optimizer_over
-    others = {"replicas": replicas, "optimizer_over": over, "experts": experts}
-    sums = None if reduce == "ordered" else reduce
-    if job is None or machine is not None:
-        _refuse("for jobs only, and without machine", "leave it out", reduce=sums)
-    cluster = _cluster(machine, gpus_per_node, transport=transport, once=once, **others)
-    if transport == "shared" and gpus_per_node is not None:
-        raise UserError(
-            "gpus_per_node asks for the links of GPUs, and memory is shared between ranks on the CPU",
-            got=f"gpus_per_node={gpus_per_node}, transport='shared'",
-            instead="one of the two",
-        )
-    check_experts(experts, ep, ranks, replicas=replicas, gpus_per_node=gpus_per_node, params=params)
-    check_in_backward(accumulate, offload, no_sync=bool(no_sync), asked=bool(optimizer_in_backward))
+    check_in_backward(accumulate, no_sync=bool(no_sync), asked=bool(optimizer_in_backward))
+    check_experts(made, ep, ranks, replicas=talk.replicas, gpus_per_node=gpus_per_node, params=params, machine=machine)
+    cluster = _cluster(machine, gpus_per_node, talk, once=together.once)
+    _check_links(gpus_per_node, talk)
+    if job is None:
+        _refuse_what_jobs_alone_count(precision, made, talk)
+    if params is not None and made != Layout():
+        changed = {f"Layout.{name}": value for name, value in _changed(made).items()}
+        _refuse("a number of parameters has no layout", "shapes, or leave it out", **changed)
+    chosen = recipes.recipe(
+        preset or ("paper" if params is not None else "zeroshard"), optimizer=optimizer, custom=bytes
+    )
     asked = Asked(
         ranks=ranks,
-        stages=tuple(each for each in STAGES if each or not (once or together.spread)) if stage is None else (stage,),
-        recipe=dataclasses.replace(
-            recipes.recipe(
-                preset or ("paper" if params is not None else "zeroshard"), optimizer=optimizer, custom=bytes
-            ),
-            in_backward=bool(optimizer_in_backward),
-        ),
+        stages=_stages(together) if stage is None else (stage,),
+        recipe=dataclasses.replace(chosen, in_backward=bool(optimizer_in_backward)),
+        layout=made if cluster is None else made.on(accelerator=True),
+        comm=talk,
+        precision=precision,
+        offload=offload,
         gpu_mem=None if gpu_mem is None else quantities.budget(gpu_mem, "gpu_mem"),
         accumulate=accumulate,
         no_sync=bool(no_sync),
-        replicas=replicas,
         units=units,
-        prefetch=prefetch,
         gpus_per_node=gpus_per_node,
-        precision=precision or "fp32",
-        grad_dtype=grad_dtype,
-        checkpoint=bool(checkpoint),
-        offload=offload,
         host_mem=None if host_mem is None else quantities.budget(host_mem, "host_mem"),
         disk=None if disk is None else load(disk),
         step_time=step_time,
         tokens=None if tokens is None else quantities.count(tokens, "tokens"),
-        experts=experts or "",
         ep=ep or 1,
-        reduce=reduce,
-        shared=Comm(transport=transport, optimizer=optimizer_over, reduce=reduce).sharing(once=once).wanted == "shared",
-        over=optimizer_over,
-        by_unit=cluster is not None,
     )
-    along = {experts: "edp"} if experts else None
-    patterns = None if whole is None else tuple(whole.split(","))
-    layout = _given(along=along, align=align, bounds=bounds, bucket_mib=bucket_mib, whole=patterns)
-    made = _layout(layout)
-    made = made if cluster is None else made.on(accelerator=True)
     if job is not None:
-        _refuse("a job says itself what it holds", "leave it out", preset=preset, bytes=bytes, optimizer=optimizer)
-        return _compared(lambda asked: _plan_job(job, asked, made), asked, cluster, bounds)
-    instead = 'name a job, module:function; for bytes per parameter preset="zeroshard-bf16-grads" and the like'
-    _refuse("for jobs only", instead, precision=precision, checkpoint=checkpoint or None, grad_dtype=grad_dtype)
+        return _compared(lambda asked: _plan_job(job, asked), asked, cluster)
+    asked = asked._replace(layout=asked.layout.on(accelerator=False))
     if params is not None:
-        _refuse("a number of parameters has no layout", "shapes, or leave it out", **layout)
-        return _compared(lambda asked: from_number.plan_params(quantities.count(params), asked), asked, cluster, bounds)
+        return _compared(lambda asked: from_number.plan_params(quantities.count(params), asked), asked, cluster)
     assert shapes is not None
-    made = made.on(accelerator=False)
-    return _compared(lambda asked: from_shapes.plan_shapes(shapes, asked, made), asked, cluster, bounds)
+    return _compared(lambda asked: from_shapes.plan_shapes(shapes, asked), asked, cluster)
 
 
-def _cluster(name: str | None, gpus: int | None, *, transport: str, once: bool, **others: object) -> Machine | None:
+def _stages(together: Settings) -> tuple[int, ...]:
+    """List the stages that go with the policies."""
+    return tuple(stage for stage in STAGES if stage or not (together.once or together.spread))
+
+
+def _changed(policy: Any) -> dict[str, Any]:
+    """Return the fields of a policy that are not as by default."""
+    plain = type(policy)()
+    return {name: value for name, value in vars(policy).items() if value != getattr(plain, name)}
+
+
+def _cluster(name: str | None, gpus: int | None, comm: Comm, *, once: bool) -> Machine | None:
     """Find the cluster that `machine` names, with nodes of `gpus` GPUs; refuse settings that it does not go with."""
     if name is None:
         return None
-    _refuse("machine compares them itself", "leave it out", **others)
-    shared = {"transport": "shared" if transport == "shared" else None, "offload": "parameters" if once else None}
+    compared = {"Comm.replicas": comm.replicas, "Comm.optimizer": None if comm.optimizer == "team" else comm.optimizer}
+    _refuse("machine compares them itself", "leave it out", **compared)
+    shared = {"Comm.transport": "shared" if comm.transport == "shared" else None}
+    shared |= {"Offload.parameters": "shared" if once else None}
     _refuse("machine asks for the links of GPUs, which share no memory", "leave it out", **shared)
+    _refuse("machine compares the sums in order and the backend's", "leave it out", **{"Comm.reduce": _sums(comm)})
     found = machines.machine(name)
     return found if gpus is None else dataclasses.replace(found, gpus=gpus)
 
 
-def _compared(plan_of: Callable[[Asked], Plan], asked: Asked, cluster: Machine | None, bounds: object) -> Plan:
+def _sums(comm: Comm) -> str | None:
+    return None if comm.reduce == "ordered" else comm.reduce
+
+
+def _compared(plan_of: Callable[[Asked], Plan], asked: Asked, cluster: Machine | None) -> Plan:
     """Return the plan, and on a cluster the ways in which its ranks can share the model.
 
     The optimizer over all ranks cuts tensors and splits no masters: these ways are left out for bounds="tensor" and
     split masters.
     """
-    spread = bounds != "tensor" and asked.precision != "bf16-split"
+    spread = asked.layout.bounds != "tensor" and not (asked.precision and asked.precision.split_master)
     found = plan_of(asked)
     return (
         found
@@ -255,19 +218,62 @@ def _exactly_one(**models: object) -> None:
         )
 
 
-def _check_words(*, preset: object, bytes: object, **dtypes: object) -> None:
+def _refuse_moved(moved: dict[str, Any]) -> None:
+    """Refuse arguments of earlier versions, with the policy that has them now, and any that never were."""
+    for name in moved:
+        if name not in OPTIONS:
+            raise TypeError(f"plan() got an unexpected keyword argument {name!r}")
+        raise UserError(f"plan takes the policies of shard, and no {name}", got=f"{name}=", instead=in_policies(name))
+
+
+def _check_policies(**policies: object) -> None:
+    for name, policy in policies.items():
+        kind = POLICIES[name]
+        if policy is not None and type(policy).__name__ != kind:
+            article = "an" if kind[0] in "AEIO" else "a"
+            instead = {"precision": "Precision(param_dtype=torch.bfloat16)", "offload": 'Offload(optimizer="cpu")'}
+            raise UserError(
+                f"{name}= is {article} {kind}", got=repr(policy), instead=f"{name}={instead.get(name, f'{kind}()')}"
+            )
+
+
+def _check_recipe(preset: object, bytes: object, optimizer: object, *, job: object, params: object) -> None:
     if preset is not None and bytes is not None:
         raise UserError("preset and bytes both say how many bytes a parameter takes", instead="one of the two")
-    for name, value in dtypes.items():
-        words = (*DTYPES, "bf16-split", "fp32-fp8", "bf16-fp8") if name == "precision" else DTYPES
-        if value not in (None, *words):
-            raise UserError(f"no such {name}", got=repr(value), instead=nearest(value, words))
+    if job is not None:
+        _refuse("a job says itself what it holds", "leave it out", preset=preset, bytes=bytes, optimizer=optimizer)
 
 
-def _one_name(replicas: int | None, instances: int | None) -> int | None:
-    if instances is not None and replicas is not None:
-        raise UserError("replicas and instances are two names of one thing", instead=f"replicas={replicas!r}")
-    return instances if replicas is None else replicas
+def _check_links(gpus_per_node: int | None, comm: Comm) -> None:
+    if comm.transport == "shared" and gpus_per_node is not None:
+        raise UserError(
+            "gpus_per_node asks for the links of GPUs, and memory is shared between ranks on the CPU",
+            got=f"gpus_per_node={gpus_per_node}, transport='shared'",
+            instead="one of the two",
+        )
+
+
+def _refuse_what_jobs_alone_count(precision: Precision | None, layout: Layout, comm: Comm) -> None:
+    _refuse("for jobs only", "leave it out", **{"Comm.reduce": _sums(comm)})
+    instead = 'name a job, module:function; for bytes per parameter preset="zeroshard-bf16-grads" and the like'
+    told = {
+        f"{kind}.{name}": value
+        for kind, policy in {"Layout": layout, "Comm": comm}.items()
+        for name, value in _changed(policy).items()
+        if name not in OF_SHAPES[kind]
+    }
+    _refuse("for jobs only", instead, precision=(precision and _changed(precision)) or None, **told)
+
+
+def _check_numbers(ranks: object, most: int, accumulate: object, gpus_per_node: object, replicas: int | None) -> None:
+    whole("ranks", ranks, most)
+    whole("accumulate", accumulate, 1 << 30)
+    if gpus_per_node is not None:
+        whole("gpus_per_node", gpus_per_node, from_number.RANKS_LIMIT)
+    if replicas is not None:
+        assert type(ranks) is int
+        whole("replicas", replicas, ranks)
+        seat(0, ranks, replicas)  # says which numbers divide
 
 
 def _check_units(units: object, *, known: bool) -> None:
@@ -277,44 +283,15 @@ def _check_units(units: object, *, known: bool) -> None:
             raise UserError("units stand for shapes that are not known", got="a job or shapes", instead="leave it out")
 
 
-def _check_numbers(
-    ranks: object, most: int, accumulate: object, prefetch: object, gpus_per_node: object, replicas: object
-) -> None:
-    whole("ranks", ranks, most)
-    whole("accumulate", accumulate, 1 << 30)
-    if type(prefetch) is not int or prefetch < 0:
-        raise UserError("prefetch counts units", expected="0, 1, 2, ...", got=repr(prefetch), instead="prefetch=1")
-    if gpus_per_node is not None:
-        whole("gpus_per_node", gpus_per_node, from_number.RANKS_LIMIT)
-    if replicas is not None:
-        assert type(ranks) is int
-        whole("replicas", replicas, ranks)
-        assert type(replicas) is int
-        seat(0, ranks, replicas)  # says which numbers divide
-
-
-def check_experts(experts: str | None, ep: int | None, ranks: int, **others: object) -> None:
-    """Refuse `experts` and `ep` that do not go together, or not with the ranks. others: settings without experts."""
-    if (experts is None) != (ep is None):
-        raise UserError("experts and ep belong together", instead='experts="*.experts.*", ep=8')
-    if ep is not None:
-        _refuse("not planned for experts", "leave it out", **others)
-        whole("ep", ep, ranks)
-        if ranks % ep:
-            raise UserError("ep must divide the ranks", got=f"ep={ep}, ranks={ranks}")
-
-
 def _check_stage(stage: object) -> None:
     if stage is not None and (type(stage) is not int or stage not in STAGES):
         raise UserError("no such ZeRO stage", expected="0, 1, 2 or 3", got=repr(stage), instead="stage=3")
 
 
 def _check_files(offload: Offload | None, disk: object, step_time: object, tokens: object) -> None:
-    """Refuse a `step_time` that is no time, an `offload` that is none, and questions about files without files."""
+    """Refuse a `step_time` that is no time, and questions about files without files."""
     if step_time is not None and not (isinstance(step_time, (int, float)) and 0 < step_time < math.inf):
         raise UserError("step_time counts seconds", got=repr(step_time), instead="step_time=2.5")
-    if offload is not None and not hasattr(offload, "tiers"):
-        raise UserError("offload= is an Offload", got=repr(offload), instead='offload=Offload(optimizer="cpu")')
     on_disk = offload is not None and any(NVME in offload.tiers(kind) for kind in STATES)
     for name, value in {"disk": disk, "step_time": step_time, "tokens": tokens}.items():
         if value is not None and not on_disk:
@@ -323,15 +300,7 @@ def _check_files(offload: Offload | None, disk: object, step_time: object, token
         raise UserError("tokens need to know what the disk moves", instead="disk=, from zeroshard io-bench DIR")
 
 
-def _plan_job(job: str | Callable[[], Any], asked: Asked, layout: Layout) -> Plan:
+def _plan_job(job: str | Callable[[], Any], asked: Asked) -> Plan:
     from .from_job import plan_job  # the only plan that needs torch
 
-    return plan_job(job, asked, layout)
-
-
-def _layout(settings: dict[str, Any]) -> Layout:
-    if settings.get("bounds", "unit") not in get_args(Bounds):
-        raise UserError(
-            "no such bounds", got=repr(settings["bounds"]), instead=nearest(settings["bounds"], get_args(Bounds))
-        )
-    return Layout(**settings)
+    return plan_job(job, asked)

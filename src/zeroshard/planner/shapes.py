@@ -69,24 +69,24 @@ class Shapes:
     def numel(self) -> int:
         return sum(map(math.prod, self.parameters.values()))
 
-    def specs(self, itemsize: int, experts: str = "", ep: int = 1) -> list[Spec]:
+    def specs(self, itemsize: int, rows: Mapping[str, str] | None = None, ep: int = 1) -> list[Spec]:
         """Return specs for `layout.partition`: trainable, of one item size, in the units that the names tell.
 
-        experts: a pattern of parameters of which a rank has 1/ep of the rows, along the axis "edp". Those that
+        rows: {name pattern: axis} of parameters of which a rank has 1/ep of the rows, as `Layout.along`. Those that
         differ by a number alone, after the pattern's last word ("experts.7.w1.weight"), are rows of one tensor.
         """
-        units = units_of(self.parameters)
-        listed = next((part for part in reversed(experts.split(".")) if part.isidentifier()), None)
+        units, rows = units_of(self.parameters), rows or {}
         found: dict[str, Spec] = {}
         for name, shape in self.parameters.items():
-            stacked, along = name, bool(experts) and fnmatch.fnmatchcase(name, experts)
-            if along:
+            stacked, pattern = name, next((each for each in rows if fnmatch.fnmatchcase(name, each)), "")
+            if pattern:
+                listed = next((part for part in reversed(pattern.split(".")) if part.isidentifier()), None)
                 parts = name.split(".")
                 numbers = [at for at, part in enumerate(parts) if part.isdecimal() and parts[at - 1] == listed]
                 if numbers:
                     stacked = ".".join(part for at, part in enumerate(parts) if at != numbers[-1])
                     shape = (1 + (found[stacked].shape[0] if stacked in found else 0), *shape)
-            kind = f"float{8 * itemsize}", itemsize, units[name], True, "edp" * along
+            kind = f"float{8 * itemsize}", itemsize, units[name], True, rows.get(pattern, "")
             found[stacked] = Spec(stacked, shape, *kind)
         for name, spec in found.items():
             if spec.along and (not spec.shape or spec.shape[0] % ep):
@@ -94,8 +94,11 @@ class Shapes:
                     "the rows of a parameter cannot be divided among so many ranks", where=name,
                     expected=f"a multiple of {ep} in the first dimension", got=spec.shape, instead="ep that divides it",
                 )  # fmt: skip
-        if experts and not any(spec.along for spec in found.values()):
-            raise UserError("experts= matches no parameter", got=repr(experts), instead=nearest(experts, [*found][:40]))
+        if rows and not any(spec.along for spec in found.values()):
+            pattern = next(iter(rows))
+            raise UserError(
+                "Layout.along matches no parameter", got=repr(pattern), instead=nearest(pattern, [*found][:40])
+            )
         return [s._replace(shape=(s.shape[0] // ep, *s.shape[1:])) if s.along else s for s in found.values()]
 
 

@@ -86,19 +86,18 @@ def simulate(
     comm: Comm | None = None,
     offload: Offload | None = None,
     no_sync: bool = False,
-    checkpoint: bool = False,
     mesh: Mapping[str, int] | None = None,
     optimizer_in_backward: bool = False,
 ) -> Simulation:
     """Run three steps of `module:function` (or of a function that returns a job's parts) as rank `rank` of `ranks`.
 
     offload: no file is made, whatever rests there. no_sync: all backwards of a step but the last are added up on the
-    rank. checkpoint: as `Layout(recompute=True)`. mesh: {"edp": 64, "ep": 16}, the axes that stand for a `DeviceMesh`,
+    rank. mesh: {"edp": 64, "ep": 16}, the axes that stand for a `DeviceMesh`,
     for `Layout(along=...)`; the job makes one rank's rows. optimizer_in_backward: as `shard`'s.
     Raises `UserError` for what cannot be built, or needs values (`.item()`) to run.
     """
     axes = _axes(ranks, rank, accumulate, mesh)
-    check_in_backward(accumulate, offload, no_sync=no_sync, asked=optimizer_in_backward)
+    check_in_backward(accumulate, no_sync=no_sync, asked=optimizer_in_backward)
     if isinstance(job, str):
         find(job)  # imported outside the mode: what the module makes has values
     with without_values() as mode:
@@ -113,7 +112,7 @@ def simulate(
             stage=stage,
             precision=precision,
             offload=offload,
-            layout=dataclasses.replace(layout or Layout(), recompute=True) if checkpoint else layout,
+            layout=layout,
             comm=dataclasses.replace(comm or Comm(), group=Simulated(rank, ranks, axes)),
             optimizer_in_backward=optimizer_in_backward,
         )
@@ -379,8 +378,16 @@ class Counter(TorchDispatchMode):
         states = [flat for b in zero._engine.buffers for flat in (b.parameters, b.master, b.gradients)]
         resting = [flat.tensor for flat in states if flat is not None and not flat.in_file]
         engine = [*(b.full for b in zero._engine.buffers), *resting]
-        self._known = {tensor.untyped_storage()._cdata for tensor in (*engine, *zero.model.buffers())}
+        self._known: dict[
+            int, Any
+        ] = {}  # held weakly, or another storage may be made at the address of one that is gone
+        for tensor in (*engine, *zero.model.buffers()):
+            self._know(tensor)
         self._leave_out(zero._engine.tier)
+
+    def _know(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self._known[storage._cdata] = StorageWeakRef(storage)
 
     def _leave_out(self, tier: Any) -> None:
         """Leave what the engine reserves in a tier while it runs out of the count: the ledger counts it."""
@@ -391,11 +398,11 @@ class Counter(TorchDispatchMode):
             tensor: Tensor = reserve(*args, **options)
             if self._made.pop(tensor.untyped_storage()._cdata, None) is not None:
                 self._made_since = min(self._made_since, made_since)
-            self._known.add(tensor.untyped_storage()._cdata)
+            self._know(tensor)
             return tensor
 
         def forgotten(state: str, tensor: Tensor) -> None:
-            self._known.discard(tensor.untyped_storage()._cdata)
+            self._known.pop(tensor.untyped_storage()._cdata, None)
             give_back(state, tensor)
 
         tier.reserve, tier.give_back = known, forgotten

@@ -198,7 +198,8 @@ def compare(plan_of: Callable[[Asked], Plan], asked: Asked, machine: Machine, *,
         stages = tuple(stage for stage in asked.stages if over == "team" or (spread and STAGES[stage].optimizer))
         if not stages:
             continue
-        other = asked._replace(replicas=replicas, over=over, stages=stages, gpu_mem=None, gpus_per_node=machine.gpus)
+        comm = replace(asked.comm, replicas=replicas, optimizer=over)
+        other = asked._replace(comm=comm, stages=stages, gpu_mem=None, gpus_per_node=machine.gpus)
         for plan in plan_of(other).stages:
             fits = plan.most <= limit and (asked.host_mem is None or plan.host <= asked.host_mem)
             for reduce in found:

@@ -1,0 +1,95 @@
+"""The four policies of a command line: options of `plan`, `simulate`, `train` and `verify` as arguments of `shard`.
+
+Imports torch only where a precision or an offload is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, get_args
+
+from zeroshard.cli.config import InputError, Precision
+from zeroshard.errors import UserError, nearest
+from zeroshard.layout import Layout
+from zeroshard.planner.options import ARGUMENTS, OPTIONS
+from zeroshard.ranks.comm import Comm
+
+if TYPE_CHECKING:
+    from zeroshard import numerics
+
+NAMES = {*OPTIONS, *ARGUMENTS, "precision"}  # of all options that a policy has
+
+
+def precision_of(word: str | None, grad_dtype: str | None = None) -> numerics.Precision | None:
+    """Make the `Precision` of --precision and --grad-dtype; None where neither asks for anything.
+
+    "fp32": the model's own dtypes; "bf16": bfloat16 parameters with fp32 masters, floating inputs cast; "bf16-split":
+    the same with split masters. "fp32-fp8" and "bf16-fp8": with the weights of linear layers in 8 bits.
+    grad_dtype: what gradients are added up in.
+    """
+    for name, value, words in (
+        ("precision", word, get_args(Precision)),
+        ("grad_dtype", grad_dtype, ("fp32", "bf16")),
+    ):
+        if value not in (None, *words):
+            raise UserError(f"no such {name}", got=repr(value), instead=nearest(str(value), words))
+    computed, _, rest = (word or "fp32").partition("-")
+    if computed == "fp32" and not rest and grad_dtype is None:
+        return None
+    import torch
+
+    from zeroshard import numerics
+
+    low = computed == "bf16"
+    return numerics.Precision(
+        param_dtype=torch.bfloat16 if low else None,
+        grad_dtype=None if grad_dtype is None else {"fp32": torch.float32, "bf16": torch.bfloat16}[grad_dtype],
+        cast_inputs=low,
+        split_master=rest == "split",
+        fp8=rest == "fp8",
+    )
+
+
+def layout_of(options: Mapping[str, Any]) -> Layout:
+    """Make the `Layout` of the options that are given."""
+    given = _given("Layout", options)
+    if isinstance(given.get("align"), str):
+        given["align"] = _blocks(given["align"])
+    if isinstance(given.get("whole"), str):
+        given["whole"] = tuple(given["whole"].split(","))
+    if options.get("experts"):
+        given[OPTIONS["experts"][1]] = {options["experts"]: "edp"}
+    return Layout(**given)
+
+
+def comm_of(options: Mapping[str, Any]) -> Comm:
+    """Make the `Comm` of the options that are given."""
+    return Comm(**_given("Comm", options))
+
+
+def _given(policy: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        field: options[name]
+        for name, (kind, field) in OPTIONS.items()
+        if kind == policy and options.get(name) is not None
+    }
+
+
+def policies(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Make the arguments of `shard` that a command's options are, but for `stage` and `offload`."""
+    return {
+        "precision": precision_of(options.get("precision"), options.get("grad_dtype")),
+        "layout": layout_of(options),
+        "comm": comm_of(options),
+        **{name: bool(options.get(name)) for name in ARGUMENTS},
+    }
+
+
+def _blocks(text: str) -> int | dict[str, int]:
+    """Parse --align: a number, or "*.experts.*=256,*.out.weight=128"."""
+    parts = [each.rpartition("=") for each in text.split(",")]
+    if any(not number.isdecimal() for _, _, number in parts) or (len(parts) > 1 and not all(each[1] for each in parts)):
+        raise InputError(f"--align takes a number, or PATTERN=NUMBER with commas between; got {text!r}")
+    if not parts[0][1]:
+        return int(text)
+    return {pattern: int(number) for pattern, _, number in parts}

@@ -22,15 +22,15 @@ test: install ## every claim of the engine at least once; tests/selection.py say
 tools: install ## the same of commands, planner, page, texts, trainers and the formats of others
 	$(BIN)/pytest -m "not full and not slow" -n 3 --dist loadfile --seconds=run/ci/tools.json tests/tools
 
-full: install ## the rest: all combinations, tests of over a second, and in processes what make test runs as threads
+full: install ## the rest: any two values of a test's parameters, tests of over a second, and in processes what make test runs as threads
 	$(BIN)/pytest -m "(full or worlds) and not slow" -n 3 --dist loadfile --seconds=run/ci/full.json
 
 drawn: install ## nightly, an hour: ranks as threads under schedules and faults drawn from fresh seeds; docs/worlds.md. SEEDS=n
 	cd tests && seed=$$(date +%s) && ../$(BIN)/python -m world drawn --seeds $(or $(SEEDS),2000) --first $$seed && \
 	../$(BIN)/pytest -q -m "not slow" --worlds=$$seed test_bits.py test_gradients.py test_checkpoint.py test_split.py
 
-slow: install ## only what is marked slow
-	$(BIN)/pytest -m slow
+slow: install ## an hour or more: what is marked slow, and all combinations of a test's parameters that full leaves out
+	$(BIN)/pytest -m slow -n 3 --dist loadfile
 
 check: install ## format, lint, types, layers, what features cost, public names
 	$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy && $(BIN)/pytest -q tests/test_house.py

@@ -37,7 +37,7 @@ MARKERS = {
     "worlds": "has its ranks in worlds in `make test`, so that `make full` runs it again (set by itself)",
     "gpu": "needs a CUDA device, skipped without one",
     "row": "proves these rows of docs/trust.md, as a name with rowN in it does",
-    "slow": "left to `make slow` by hand: minutes in all; skipped with --fast",
+    "slow": "left to `make slow`: by hand, or a combination that `make full` need not have; skipped with --fast",
 }
 
 hypothesis.settings.register_profile("zeroshard", deadline=None, derandomize=True, print_blob=True)

@@ -6,8 +6,9 @@
                 What takes seconds at each stage (`STAGES`) runs at 1 and 3
     make tools  the same of tools/: commands, planner, page, texts, trainers, formats of others
     make full   all other values of the parameters, and what is marked `full` by hand: tests of over a second; and, once
-                more, what `make test` runs in worlds
-    make slow   what is marked `slow` by hand
+                more, what `make test` runs in worlds. Of three and more parameters of a test that starts ranks any two
+                values meet
+    make slow   what is marked `slow` by hand, and all other combinations of three and more parameters
 
 What a function runs with never differs between runs.
 
@@ -18,6 +19,7 @@ is about processes: files of `PROCESSES`, and tests marked `processes`. `make fu
 from __future__ import annotations
 
 import inspect
+import itertools
 import random
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -36,6 +38,7 @@ STAGES = [
     pytest.param(stage, marks=[pytest.mark.full] * (stage in (0, 2))) for stage in range(4)
 ]  # of what takes seconds
 BY_HAND = {"test_claims"}  # files that say themselves which of their tests are `full`
+MANY = 3  # parameters, of which `make full` has not every combination
 FEW = 2  # ranks: fewer share nothing, more cost more
 PROCESSES = {  # files whose ranks have to be processes: with memory, sockets, signals or a device of their own
     "test_budgets", "test_checkpoint_faults", "test_compile", "test_delays", "test_device",
@@ -130,6 +133,25 @@ def mark(items: Sequence[Any]) -> None:
                 item.add_marker(pytest.mark.full)
             elif starts_ranks(item) and not needs_processes(item):
                 item.add_marker(pytest.mark.worlds)
+    _leave_to_slow([item for item in items if not any(item.get_closest_marker(mark) for mark in ("slow", "gpu"))])
+
+
+def _leave_to_slow(items: Sequence[Any]) -> None:
+    """Mark `slow` the combinations in which no two values meet that do not in another, which `make full` has."""
+    functions: dict[str, list[Any]] = {}
+    for item in items:
+        if len(parameters(item)) >= MANY:
+            functions.setdefault(function(item), []).append(item)
+    for name, found in functions.items():
+        if starts_ranks(found[0]):
+            pairs = [{*itertools.combinations(sorted(parameters(item).items()), 2)} for item in found]
+            quick = {at for at, item in enumerate(found) if not item.get_closest_marker("full")}
+            met: set[Any] = set().union(*(pairs[at] for at in quick))
+            order = list(range(len(found)))
+            random.Random(name).shuffle(order)
+            kept = quick | set(cover([each - met for each in pairs], order))
+            for at in {*order} - kept:
+                found[at].add_marker(pytest.mark.slow)
 
 
 def _many_ranks(item: Any) -> int:

@@ -100,7 +100,8 @@ def equal_on_one_rank(dtype, seeds, every):
 
 ORDERS = [
     pytest.param(range(1), False, id="an-order"),
-    pytest.param(range(1, 20), True, id="19-orders", marks=pytest.mark.full),
+    pytest.param(range(1, 8), True, id="7-orders", marks=pytest.mark.full),
+    pytest.param(range(8, 40), True, id="32-orders", marks=pytest.mark.slow),
 ]
 
 

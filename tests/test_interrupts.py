@@ -418,32 +418,33 @@ def test_each_signal_saves_at_its_own_path_and_only_when_it_came(ranks, tmp_path
     assert ranks.run(2, preempted_anew, str(tmp_path), **LIMITS) == [(["SIGUSR1"], ["SIGUSR1"])] * 2
 
 
+TRAIN = ["zeroshard", "train", "--data", os.path.abspath(__file__), "--batch", "2", "--steps", "80"]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The folder of a run that nothing ends."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    command = [sys.executable, "-m", *TRAIN, "--ranks", "2", "--out", str(out)]
+    subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, capture_output=True, timeout=300)
+    return out
+
+
 @pytest.mark.row(91)
 @pytest.mark.full
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("starts", "number"), [("zeroshard", "SIGTERM"), ("zeroshard", "SIGUSR1"), ("torchrun", "SIGTERM")]
 )
-def test_train_saves_on_sigterm_and_resumes_bit_equal(tmp_path, starts, number):
+def test_train_saves_on_sigterm_and_resumes_bit_equal(tmp_path, whole, starts, number):
     """Whoever started its two ranks is told to end in their middle: they say what they saved, `--resume` ends alike."""
     number = signal.Signals[number]
-    train = ["zeroshard", "train", "--data", os.path.abspath(__file__), "--batch", "2", "--steps", "80"]
     if starts == "torchrun":
-        train = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            "2",
-            "-m",
-            *train,
-            "--out",
-        ]
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        train = [sys.executable, *torchrun, "-m", *TRAIN, "--out"]
     else:
-        train = [sys.executable, "-m", *train, "--ranks", "2", "--out"]
+        train = [sys.executable, "-m", *TRAIN, "--ranks", "2", "--out"]
     surroundings = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run([*train, str(tmp_path / "whole")], env=surroundings, check=True, capture_output=True, timeout=300)
     part, metrics = tmp_path / "part", tmp_path / "part" / "metrics.jsonl"
     launcher = subprocess.Popen([*train, str(part)], env=surroundings, stdout=subprocess.PIPE, text=True)
     try:
@@ -456,7 +457,7 @@ def test_train_saves_on_sigterm_and_resumes_bit_equal(tmp_path, starts, number):
     assert f"{number.name}: saved {part}/checkpoints/step-000000" in said, said
     resume = [sys.executable, "-m", "zeroshard", "train", "--resume", str(part)]
     subprocess.run(resume, env=surroundings, check=True, capture_output=True, timeout=300)
-    first, second = ((run / "model.safetensors").read_bytes() for run in (tmp_path / "whole", part))
+    first, second = ((run / "model.safetensors").read_bytes() for run in (whole, part))
     assert first == second
 
 

@@ -132,6 +132,19 @@ def test_what_may_run_on_any_number_of_ranks_runs_on_two():
     assert [worlds.count(world) for world in range(1, 5)] == [1, 17, 1, 1]
 
 
+def test_any_two_values_meet_in_what_is_not_slow():
+    """Of 64 combinations 16 at least; what starts no ranks, and two parameters, are left whole."""
+    found = grid(on_ranks, kind="abcd", how="wxyz", stage=range(4))
+    selection.mark(found)
+    left = [tuple(item.callspec.params.values()) for item in found if "slow" not in item.marks]
+    assert 16 <= len(left) <= 24
+    for at, other in itertools.combinations(range(3), 2):
+        assert len({(case[at], case[other]) for case in left}) == 16
+    for whole in (grid(in_process, kind="abcd", how="wxyz", stage=range(4)), grid(on_ranks, kind="abcd", how="wxyz")):
+        selection.mark(whole)
+        assert not any("slow" in item.marks for item in whole)
+
+
 def test_a_table_that_starts_no_ranks_runs_whole():
     assert len(kept(grid(in_process, case=range(30)))) == 30
     assert len(kept(grid(in_process, stage=range(4), world=range(1, 5)))) == 4

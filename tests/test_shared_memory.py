@@ -56,17 +56,6 @@ def test_the_bits_are_those_of_plain_pytorch(world, precision, stage):
     test_bits.check(world, [configuration], precision, steps=6, comm=SHARED)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("options", [{"overlap": False}, {"release_after_forward": False}, {"prefetch": 3}], ids=str)
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_the_bits_hold_over_the_grid(world, options):
-    for precision in test_bits.PRECISIONS:
-        grid = [(stage, buckets, None, "loop") for stage in test_bits.STAGES for buckets in test_bits.BUCKETS]
-        comm_ = Comm(transport="shared", **options)
-        test_bits.check(world, grid, precision, steps=6, comm=comm_)
-        test_bits.check(world, grid[::2], precision, backwards=2, steps=6, comm=comm_)
-
-
 def read(stage: int, no_sync: bool, width: int, transport: str):
     """What one step moves and shares, by verb, and what went over TCP meanwhile."""
     precision, settings = Precision(param_dtype=torch.bfloat16), Comm(transport=transport)

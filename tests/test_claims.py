@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import json
 
 import pytest
 
 import ranks
 import reference
+import zeroshard
 from claims import features, plain, scenario
 from zeroshard.checkpoint.manifest import Saved
 from zeroshard.planner import predict_tiers
@@ -125,16 +128,44 @@ def test_what_files_move_in_a_step_is_predicted_to_the_byte(case, folder):
 
 @pytest.mark.row(86, 104, 105)
 @pytest.mark.parametrize("case", params(CASES, {case for case in FEW if case.ranks < 3}), ids=str)  # 2 seconds each
-def test_a_simulated_rank_is_the_real_one_to_the_byte(case, folder):
-    """At rest, at each peak and by each verb."""
+def test_a_simulated_rank_is_the_real_one_to_the_byte(case, folder, tmp_path):
+    """At rest, at each peak and by each verb; it makes no file."""
     rank = len(str(case)) % case.ranks
     found = outcome(case, folder)[0][rank].ledger
     told = simulate(
-        lambda: scenario.job(case), ranks=case.ranks, rank=rank, accumulate=case.micro, **case.settings(folder)
+        lambda: scenario.job(case),
+        ranks=case.ranks,
+        rank=rank,
+        accumulate=case.micro,
+        **case.settings(tmp_path / "none"),
     )
+    assert not (tmp_path / "none").exists()
     simulated = scenario.told(told.zero, predict_tiers(told.zero))
     assert_at_rest(case, found.held, simulated.held)
     assert (found.peaks, found.moved) == (simulated.peaks, simulated.moved)
+
+
+@pytest.mark.row(86)
+@pytest.mark.parametrize("case", params([case for case in CASES if case.of_shapes]), ids=str)
+def test_names_and_shapes_alone_say_what_each_tier_holds(case, folder, tmp_path):
+    """Of the rank that holds most: the plan counts what is padded apart."""
+    shapes = {name: [*weight.shape] for name, weight in scenario.job(case)["model"].named_parameters()}
+    (tmp_path / "shapes.json").write_text(json.dumps(shapes))
+    settings, preset = case.settings(folder), {"fp32": "fp32", "bf16": "zeroshard"}[case.format]
+    layout = dataclasses.replace(settings["layout"], recompute=False)  # which changes nothing that rests
+    comm = dataclasses.replace(settings["comm"], release_after_forward=True, reduce="ordered")
+    (planned,) = zeroshard.plan(
+        shapes=tmp_path / "shapes.json", ranks=case.ranks, stage=case.stage, preset=preset, accumulate=case.micro,
+        layout=layout, comm=comm, offload=settings["offload"], optimizer_in_backward=case.early,
+    ).stages  # fmt: skip
+    held = outcome(case, folder)[0][planned.rank].ledger.held
+    assert {tier: sum(found.values()) for tier, found in planned.tiers.items()} == {
+        tier: sum(found.values()) for tier, found in held.items()
+    }
+    for tier, found in planned.tiers.items():
+        for state, name in {"m": "exp_avg", "v": "exp_avg_sq", "step": "step"}.items():
+            if tier != "nvme":
+                assert found.get(state, 0) == held[tier].get(name, 0)
 
 
 def assert_at_rest(case, held, planned):

@@ -129,6 +129,15 @@ class Case:
         return "nvme" in str(self.arguments.get("offload"))
 
     @property
+    def of_shapes(self) -> bool:
+        """Do names and shapes alone say what rests of it? Not which units there are, nor what is frozen or in 8 bits."""
+        alone = self.rests in ("device", "one-copy", "host", "files", "files-unchecked")
+        masters = self.format == "bf16" or (
+            self.format == "fp32" and alone
+        )  # else a GPU has copies that a CPU needs not
+        return masters and self.model != "frozen" and self.cut != "one-unit"
+
+    @property
     def early(self) -> bool:
         """Does the optimizer step in backward?"""
         return self.steps == "in-backward"

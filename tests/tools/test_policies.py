@@ -36,7 +36,6 @@ def test_an_argument_that_never_was_is_pythons_error():
         ({"layout": Layout(recompute=True)}, "Layout.recompute"),
         ({"layout": Layout(units=["blocks.*"])}, "Layout.units"),
         ({"layout": Layout(ignore=["w"])}, "Layout.ignore"),
-        ({"comm": Comm(overlap=False)}, "Comm.overlap"),
         ({"comm": Comm(release_after_forward=False)}, "Comm.release_after_forward"),
         ({"comm": Comm(reduce="native")}, "Comm.reduce"),
     ],

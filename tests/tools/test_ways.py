@@ -6,7 +6,7 @@ from fractions import Fraction
 import pytest
 
 import zeroshard
-from test_mesh_planned import job
+from test_planned_replicas import job
 from zeroshard import Comm, Layout
 from zeroshard.cli.main import app
 from zeroshard.cli.simulate import clock

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import UserError
 from ..events import DEVICE
+from ..headroom import IN_FLIGHT
 from ..layout import UNIT_MIB, Layout, Partition
 from ..ranks.comm import Comm
 from ..stage import ALONE, STAGES, STATES, Placements, Seat, placements, seat_along
@@ -75,6 +76,11 @@ class Asked(NamedTuple):
     def shared(self) -> bool:
         """Do ranks that shard together read each other's memory?"""
         return self.comm.sharing(once=self.once).wanted == "shared"
+
+    @property
+    def in_flight(self) -> int:
+        """Count the reductions that may be under way: none where each is waited for at once."""
+        return IN_FLIGHT if self.comm.overlap else 0
 
     @property
     def by_unit(self) -> bool:

@@ -120,5 +120,5 @@ def _of_equal_units(numel: int, asked: Asked, placements: Placements) -> list[in
     return instants.instants(
         cut, placements, instants.item_sizes(asked.recipe), asked.ranks - 1, prefetch=asked.comm.prefetch,
         accumulate=asked.accumulate, no_sync=asked.no_sync, names=names, resting=asked.resting(cut),
-        replicas=asked.copies, shares=asked.shared,
+        replicas=asked.copies, shares=asked.shared, in_flight=asked.in_flight,
     )  # fmt: skip

@@ -57,8 +57,10 @@ def plan_shapes(path: str | os.PathLike[str], asked: Asked) -> Plan:
         how: dict[str, Any] = {"accumulate": asked.accumulate, "no_sync": asked.no_sync, "replicas": copies}
         how |= {"along": along}
         moved = states.recipe_traffic(cut, placements, rank, other, shares=shares, **how)
-        shown = {"prefetch": asked.comm.prefetch, "names": names, "resting": resting, "shares": shares, **how}
-        found = instants.instants(cut, placements, instants.item_sizes(other), rank, **shown)
+        shown = {"names": names, "resting": resting, "shares": shares, "in_flight": asked.in_flight, **how}
+        found = instants.instants(
+            cut, placements, instants.item_sizes(other), rank, prefetch=asked.comm.prefetch, **shown
+        )
         peak, peak_at = instants.peak(tiers.get(DEVICE, {}), found)
         formula = recipes.cast_here(other, asked.shares(DEVICE)).formula(placements, copies)
         beside: dict[str, Any] = {}

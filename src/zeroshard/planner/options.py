@@ -32,7 +32,7 @@ OTHERS |= {"Offload.parameters": "offload", "Comm(optimizer=": "Comm(optimizer_o
 # Fields that a plan of shapes or of a number counts, or that change no byte; a job's plan counts all.
 OF_SHAPES = {
     "Layout": ("bounds", "bucket_mib", "align", "along", "whole", "buffers"),
-    "Comm": ("prefetch", "replicas", "transport", "optimizer", "timeout", "reduce"),
+    "Comm": ("prefetch", "overlap", "replicas", "transport", "optimizer", "timeout", "reduce"),
 }
 
 

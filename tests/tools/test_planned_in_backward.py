@@ -10,32 +10,15 @@ import torch
 from torch import nn
 
 import ranks as on_ranks
-import selection
 import zeroshard
-from test_mesh_planned import job
+from test_planned_replicas import job
 from zeroshard import Comm, Offload, Precision
-from zeroshard.cli import check
 from zeroshard.errors import UserError
 from zeroshard.planner.instants import ItemSizes, instants
 from zeroshard.stage import placements
 
-JOBS = Path(__file__).with_name("jobs.py")
+JOBS = Path(__file__).parents[1] / "jobs.py"
 PASSING = ("reduce", "gradients", "upcast")
-
-
-@pytest.mark.row(106)
-@pytest.mark.parametrize("stage", selection.STAGES)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_held_is_what_is_predicted(warm, stage, precision):
-    """Each state at rest and each peak, on each rank, by `plan --check`."""
-    asked = check.Check(
-        f"{__file__}:job", 2, (stage,), precision=precision, bucket_mib=0.003, optimizer_in_backward=True
-    )
-    rows = check.compare(asked)
-    assert {row["rank"] for row in rows} == {0, 1}
-    assert [row for row in rows if row["difference"] and row["what"] not in check.MEASURED] == []
-    assert not any(row["held"] for row in rows if row["what"] == "gradients")
-    assert any(row["held"] for row in rows if row["what"] == "exp_avg")
 
 
 def most_passing(stage, overlap, dtype):
@@ -130,7 +113,7 @@ def test_no_other_systems_config_has_it():
 
 
 def test_the_guide_says_what_plan_says():
-    guide = (Path(__file__).parents[1] / "docs" / "memory.md").read_text()
+    guide = (Path(__file__).parents[2] / "docs" / "memory.md").read_text()
     plan = partial(zeroshard.plan, params=7e9, ranks=8, preset="zeroshard", units=32)
     for stage in (1, 3):
         ordinary, early = (plan(stage=stage, optimizer_in_backward=each).stages[0].peak for each in (False, True))

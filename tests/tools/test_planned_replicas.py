@@ -10,7 +10,6 @@ import selection
 import zeroshard
 from zeroshard import Comm, Layout, Offload, shard
 from zeroshard.checkpoint.content import pieces
-from zeroshard.cli import check
 from zeroshard.cli.main import app
 from zeroshard.explain.run import read, record_step
 from zeroshard.layout import Spec, partition
@@ -44,66 +43,6 @@ def job():
         "batch": lambda step, index: torch.full((4, 16), float(step + index)),
         "loss": lambda model, batch: model(batch).square().mean(),
     }
-
-
-@pytest.mark.full
-@pytest.mark.row(86)
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("files", [(), ("gradients", "optimizer")])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_what_replicas_hold_is_predicted_to_the_byte(warm, stage, precision, files):
-    """4 ranks in 2 replicas, every stage: each state at rest and each peak, on each rank, by `plan --check`.
-
-    When an average is back from the other replica is nobody's to know, and decides nothing: not what passes through,
-    and not what is still in a file's buffers.
-    """
-    asked = check.Check(
-        f"{__file__}:job", 4, (stage,), accumulate=2, precision=precision, replicas=2, bucket_mib=0.003,
-        offload=dict.fromkeys(files, "nvme"),
-    )  # fmt: skip
-    rows = check.compare(asked)
-    assert {(row["stage"], row["rank"]) for row in rows} == {(stage, rank) for rank in range(4)}
-    assert {row["what"] for row in rows} >= {"at rest", "peak in backward", "peak in reduce"}
-    assert {row["what"] for row in rows} >= ({"read in 3 steps"} if files else {"gradients", "exp_avg"})
-    assert [row for row in rows if row["difference"] and row["what"] not in check.MEASURED] == []
-
-
-def real(stage, options):
-    rank = torch.distributed.get_rank()
-    parts = job()
-    optimizer = parts["optimizer"](parts["model"].parameters())
-    zero = shard(parts["model"], optimizer, stage=stage, **options)
-    for step in range(STEPS):
-        if step == 1:
-            zero.record(1 << 20)
-        parts["loss"](parts["model"], parts["batch"](step, rank)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return told(zero)
-
-
-def told(zero):
-    """Bytes at rest, traffic by verb, and the order of what is launched."""
-    ledger = zero.ledger()
-    return (
-        {state: n for state, n in ledger.held.items() if n},
-        {verb: t for verb, t in ledger.traffic.items() if verb in ("gather", "reduce", "relay")},
-        [
-            (e.verb, e.unit, e.bucket, e.logical, e.sent, e.received)
-            for e in zero.events()
-            if e.verb in ("gather", "reduce", "relay", "forward", "step")
-        ],
-    )
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("replicas", [2, 4])
-def test_a_simulated_rank_of_a_replica_is_the_real_one(ranks, stage, replicas):
-    """Rest, traffic of every verb and the order of things, on every rank of every replica."""
-    options = {"comm": Comm(replicas=replicas), "layout": Layout(bucket_mib=0.003)}
-    for rank, outcome in enumerate(ranks.run(4, real, stage, options)):
-        found = simulate(job, ranks=4, rank=rank, stage=stage, **options)
-        assert outcome == told(found.zero)
 
 
 @pytest.mark.row(86)

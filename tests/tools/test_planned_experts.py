@@ -20,7 +20,7 @@ from zeroshard.planner import recipes, shapes, states
 from zeroshard.planner.simulate import simulate
 from zeroshard.stage import STAGES, seat_along
 
-JOB = f"{Path(__file__).parents[1] / 'examples' / 'job.py'}:job"
+JOB = f"{Path(__file__).parents[2] / 'examples' / 'job.py'}:job"
 EXPERTS = Layout(along={"*.experts.*": "edp"})
 NAMES = {"m": "exp_avg", "v": "exp_avg_sq"}
 

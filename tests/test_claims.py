@@ -11,7 +11,7 @@ import pytest
 import ranks
 import reference
 import zeroshard
-from claims import features, plain, scenario
+from claims import features, plain, removed, scenario
 from zeroshard.checkpoint.manifest import Saved
 from zeroshard.planner import predict_tiers
 from zeroshard.planner.simulate import simulate
@@ -166,6 +166,22 @@ def test_names_and_shapes_alone_say_what_each_tier_holds(case, folder, tmp_path)
         for state, name in {"m": "exp_avg", "v": "exp_avg_sq", "step": "step"}.items():
             if tier != "nvme":
                 assert found.get(state, 0) == held[tier].get(name, 0)
+
+
+@pytest.mark.parametrize(
+    ("test", "claim", "choices"),
+    [
+        (f"{file}.{test}", claim, choices)
+        for file, tests in removed.REMOVED.items()
+        for test, claims in tests.items()
+        for claim, *choices in claims
+    ],
+)
+def test_the_choices_of_a_test_that_is_gone_meet_in_a_case(test, claim, choices):
+    """Of the claim that is made in its place."""
+    assert callable(globals()[claim])
+    cases = [case for case in CASES if case.on_disk or claim != removed.FILES]
+    assert any({*choices} <= {*dataclasses.astuple(case)} for case in cases), test
 
 
 def assert_at_rest(case, held, planned):

@@ -8,5 +8,5 @@
     ../test_claims.py   the claims, each of which is one test of every case
 
 `make test` has the few cases of an array in which each choice is made once, `make full` the whole array, `make slow` arrays
-of other seeds. lost.py plants faults, and says which of them removed tests found and those of today do not.
+of other seeds. removed.py lists the tests of features that these replace, and beside which choices.
 """

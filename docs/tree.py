@@ -13,7 +13,8 @@ GUIDE = ROOT / "docs" / "guide.md"
 
 # The core, in the order in which to read it: a file imports only what stands above it.
 ORDER = (
-    "errors.py", "fields.py", "ended.py", "events.py", "stage.py", "strips.py", "layout.py", "headroom.py", "device.py",
+    "errors.py", "fields.py", "ended.py", "events.py", "coordinates.py", "stage.py", "strips.py",
+    "layout.py", "headroom.py", "device.py",
     "resting.py", "numerics.py", "fp8.py", "int8.py", "digests.py",
     "ranks/launcher.py", "ranks/watch.py", "ranks/at_once.py", "ranks/calls.py", "ranks/comm.py", "ranks/transport.py",
     "ranks/agreement.py", "ranks/together.py",

@@ -494,7 +494,7 @@ class Zero:
             return []
         tier = self._engine.resting[bucket.index][state]
         degree, found = getattr(self.placements, state), []
-        for rank, sits in enumerate(self._engine.group.team_of(bucket).seat.everyones(self._engine.group.ranks)):
+        for rank, sits in enumerate(self._engine.group.team_of(bucket).seat.everyones()):
             part, first = slot.within(*bucket.held(sits, degree)), sits.part * slot.numel
             if part.numel or not degree:
                 found.append(Owner(rank, first + part.start, first + part.stop, tier))

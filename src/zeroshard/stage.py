@@ -16,10 +16,10 @@ has a copy of, with the same gradients: its replicas are *mirrored*.
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from .coordinates import Grid
 from .errors import UserError, nearest
 
 
@@ -65,10 +65,7 @@ SAVED = Degree.ALL  # what a rank writes to a checkpoint: every element once
 
 
 class Seat(NamedTuple):
-    """The coordinates of one rank in the mesh, as its team sees it: rank = replica * size + position.
-
-    Along an axis (`stride`, `part`) ranks of a team are not next to each other: see `rank`.
-    """
+    """The coordinates of one rank in a mesh, as its team sees it: the ranks on its line along `axis`."""
 
     position: int = 0  # on the shard axis
     size: int = 1  # of that axis: the ranks of a team
@@ -76,8 +73,9 @@ class Seat(NamedTuple):
     replicas: int = 1  # the length of that
     part: int = 0  # which rows of a tensor along an axis the team has
     parts: int = 1  # how many teams have rows of it
-    stride: int = 1  # from a rank of the team to the next one
     mirrored: bool = False  # do all replicas compute the same, so that their gradients are not added up?
+    grid: Grid = Grid()
+    axis: str = "shard"
 
     @property
     def summed(self) -> int:
@@ -94,30 +92,25 @@ class Seat(NamedTuple):
         """The number of this rank among the `sources`."""
         return self.position + self.size * (0 if self.mirrored else self.replica)
 
-    def rank(self, part: int, position: int) -> int:
-        """Return the rank at a position of the team that has a part."""
-        return part // self.stride * self.stride * self.size + part % self.stride + position * self.stride
-
     def members(self, rank: int) -> range:
         """Return the ranks of this team, in order of position; `rank` is the one that has these coordinates."""
-        first = rank - self.position * self.stride
-        return range(first, first + self.size * self.stride, self.stride)
+        return self.grid.line(rank, self.axis)
 
-    def everyones(self, ranks: int) -> list[Seat]:
+    def everyones(self) -> list[Seat]:
         """Return the seat of each rank in its team of this kind, in rank order."""
         found: dict[int, Seat] = {}
-        for number, team in enumerate(self.teams(ranks)):
+        for number, team in enumerate(self.teams()):
             of = self._replace(part=number) if self.parts > 1 else self._replace(replica=number)
             found |= {rank: of._replace(position=position) for position, rank in enumerate(team)}
-        return [found[rank] for rank in range(ranks)]
+        return [found[rank] for rank in sorted(found)]
 
-    def teams(self, ranks: int) -> list[range]:
+    def teams(self) -> list[range]:
         """Return the members of every team of this kind, in the order of their parts, or replicas."""
-        return [self._replace(position=0).members(rank) for rank in range(ranks) if not self.position_of(rank)]
+        return self.grid.lines(self.axis)
 
     def position_of(self, rank: int) -> int:
         """Return the position of any rank in its own team."""
-        return rank // self.stride % self.size
+        return self.grid.coordinate(rank, self.axis)
 
     def whole(self, shape: tuple[int, ...], cut: int = 0) -> tuple[int, ...]:
         """Return the shape of the whole tensor, of which the team has a part of this shape, cut on dimension `cut`."""
@@ -137,7 +130,7 @@ def seat(rank: int, ranks: int, replicas: int = 1) -> Seat:
             instead=f"one of {', '.join(divisors[:12])}",
         )
     size = ranks // replicas
-    return Seat(rank % size, size, rank // size, replicas)
+    return Seat(rank % size, size, rank // size, replicas, grid=Grid((("replicate", replicas), ("shard", size))))
 
 
 def seat_along(rank: int, axes: Mapping[str, int], name: str) -> Seat:
@@ -147,10 +140,10 @@ def seat_along(rank: int, axes: Mapping[str, int], name: str) -> Seat:
     """
     if name not in axes:
         raise UserError("the DeviceMesh has no axis of that name", got=repr(name), instead=nearest(name, list(axes)))
-    names = list(axes)
-    size, stride = axes[name], math.prod(axes[each] for each in names[names.index(name) + 1 :])
-    part = rank // (stride * size) * stride + rank % stride
-    return Seat(rank // stride % size, size, part=part, parts=math.prod(axes.values()) // size, stride=stride)
+    grid = Grid(tuple(axes.items()))
+    size, stride = grid.length(name), grid.stride(name)
+    part = rank // (stride * size) * stride + rank % stride  # the number of its line
+    return Seat(grid.coordinate(rank, name), size, part=part, parts=grid.ranks // size, grid=grid, axis=name)
 
 
 def placements(stage: int, *, spread: bool = False, once: bool = False, in_backward: bool = False) -> Placements:

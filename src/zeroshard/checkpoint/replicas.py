@@ -88,7 +88,7 @@ def _all_holders(kind: str, group: Group) -> list[list[int]]:
     ranks, seat = range(group.ranks), group.team.seat
     if kind == "shard":
         return [[rank for rank in ranks if seat.position_of(rank) == at] for at in range(seat.size)]
-    return [[*team] for team in group.along.seat.teams(group.ranks)] if kind == "part" else [[*ranks]]
+    return [[*team] for team in group.along.seat.teams()] if kind == "part" else [[*ranks]]
 
 
 def _holders(label: str, group: Group) -> list[int]:

@@ -108,7 +108,7 @@ class Alike:
         """Tell if ranks differ in their weights as they leave gathered(). asked: else False, one rank's count."""
         found = [weights_digest(units, along=along) if asked else 0 for along in (False, True)]
         told = self._group.poll(LEAVING, len(units), *found)
-        teams = self._group.along.seat.teams(self._group.ranks) if len(told) > 1 else []
+        teams = self._group.along.seat.teams() if len(told) > 1 else []
         return len({each[0] for each in told}) > 1 or any(len({told[r] for r in team}) > 1 for team in teams)
 
 

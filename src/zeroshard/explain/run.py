@@ -119,7 +119,7 @@ def _groups(zero: Zero) -> list[dict[str, Any]]:
             found.append(
                 {
                     "axis": what, "buckets": len(own), "numel": sum(_numel(bucket, along) for bucket in own),
-                    "teams": [list(team) for team in seat.teams(zero.world_size)], "rows": bool(what),
+                    "teams": [list(team) for team in seat.teams()], "rows": bool(what),
                     "spread": zero.placements.optimizer is Degree.ALL,
                 }
             )  # fmt: skip

@@ -369,7 +369,7 @@ def _parts(buffer: Buffer, own: Tensor, group: Group) -> Iterator[tuple[int, Ten
         return
     theirs = buffer.tier.reserve("gather", own.numel(), own.dtype)
     try:
-        for part, team in enumerate(buffer.team.seat.teams(group.ranks)):
+        for part, team in enumerate(buffer.team.seat.teams()):
             theirs.copy_(own)
             group.broadcast(theirs, team[0])
             yield part, theirs

@@ -8,7 +8,7 @@ from ..events import NVME
 from ..layout import Bucket, Slot
 from ..resting import Resting, resting
 from .optimizers import Shown, asked_with, probe
-from .states import Holding, Kept, Tiers
+from .states import Holding, Kept, Seats, Tiers
 
 if TYPE_CHECKING:
     from ..api import Zero
@@ -62,5 +62,5 @@ def holding(zero: Zero) -> Holding:
             return {file_name(state, number) if each[1] == 1 else state: each for state, each in found.items()}
         return found
 
-    sits, along = zero._engine.group.team.seat, zero._engine.group.along.seat
-    return Holding(zero.partition, zero.placements, sits, rests, kept, zero._engine.resting, along)
+    seats = Seats(zero._engine.group.team.seat, zero._engine.group.along.seat)
+    return Holding(zero.partition, zero.placements, seats, rests, kept, zero._engine.resting)

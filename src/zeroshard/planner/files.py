@@ -90,7 +90,9 @@ class _Step:
         self.at_once = not any(row.kind == "gradients" for each in rests.values() for row in each.rows)
         # A rank without a shard of a bucket adds up no gradients of it. Of replicas the first adds to the gradients
         # that it has; the others replace theirs by the sum that arrives.
-        self.adds = {b.index: found.seat(b).replica == 0 for b in trained if b.shard_numel(found.seat(b).position)}
+        self.adds = {
+            b.index: found.seats.of(b).replica == 0 for b in trained if b.shard_numel(found.seats.of(b).position)
+        }
         made = [bucket.index for bucket in trained if bucket.index in self.masters.slots][-BUFFERS:]
         self.masters.rooms = dict.fromkeys(made, False)  # they were made from the parameters
 

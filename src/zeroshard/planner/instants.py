@@ -27,7 +27,7 @@ from ..headroom import IN_FLIGHT, POOLED, PREFETCH, room
 from ..layout import Bucket, Partition
 from ..stage import ALONE, Placements, Seat, seat
 from .recipes import Recipe
-from .states import At
+from .states import At, Seats
 
 GATHER, REDUCE, UPCAST, BUILD, LENT, GRADIENTS = "gather", "reduce", "upcast", "build", "lent", "gradients"
 
@@ -86,7 +86,7 @@ def instants(
 
     shares: do ranks read each other's memory? Then each lends the others a copy of its shard of what they gather.
     """
-    sits = seat(rank, partition.ranks * replicas, replicas)
+    seats = Seats(seat(rank, partition.ranks * replicas, replicas), along)
     units: dict[int, list[Bucket]] = {}
     for bucket in partition.buckets:
         units.setdefault(bucket.unit, []).append(bucket)
@@ -107,11 +107,11 @@ def instants(
         return _some({GATHER: sum(whole[unit] for unit in window)}, lent(buckets, sizes.parameters))
 
     def lent(buckets: Iterable[Bucket], itemsize: Fraction | int) -> dict[str, int]:
-        numels = [b.shard_numel(along.position if b.along else sits.position) for b in buckets if b.size > 1]
+        numels = [b.shard_numel(seats.of(b).position) for b in buckets if b.size > 1]
         return {LENT: sum(_nbytes(numel, itemsize) for numel in numels) * shares}
 
     reduced = _reductions(
-        partition, placements, sizes, sits, along, in_flight, fresh=accumulate == 1, no_sync=no_sync and accumulate > 1,
+        partition, placements, sizes, seats, in_flight, fresh=accumulate == 1, no_sync=no_sync and accumulate > 1,
         resting=resting, shares=shares,
     )  # fmt: skip
     found = [_init(units, whole, sizes)]
@@ -128,7 +128,7 @@ def instants(
         found += _each_bucket(units[0], reduced, gathered(0, 0, 1))
     trained = [bucket for bucket in partition.buckets if bucket.trainable]
     averages = [] if placements.optimizer or sizes.in_backward else trained
-    stepped = {} if sizes.in_backward else _step(partition, placements, sizes, sits, along, resting)
+    stepped = {} if sizes.in_backward else _step(partition, placements, sizes, seats, resting)
     found.append(Instant("step", _some(stepped, lent(averages, sizes.gradients))))
     # A copy that rests elsewhere passes through the device, bucket by bucket.
     published = [nbytes(b) for b in trained if b.index in brought and not placements.parameters]
@@ -169,13 +169,11 @@ def _init(units: Mapping[int, list[Bucket]], whole: Mapping[int, int], sizes: It
 
 
 def _step(
-    partition: Partition, placements: Placements, sizes: ItemSizes, sits: Seat, along: Seat, resting: At | None
+    partition: Partition, placements: Placements, sizes: ItemSizes, seats: Seats, resting: At | None
 ) -> dict[str, int]:
     """Return the most that a bucket's gradients take once they are in the dtype of what the optimizer updates."""
     trained = [bucket for bucket in partition.buckets if bucket.trainable]
-    return {
-        UPCAST: max((_upcast(b, placements, sizes, along if b.along else sits, resting) for b in trained), default=0)
-    }
+    return {UPCAST: max((_upcast(b, placements, sizes, seats.of(b), resting) for b in trained), default=0)}
 
 
 def _upcast(bucket: Bucket, placements: Placements, sizes: ItemSizes, sits: Seat, resting: At | None) -> int:
@@ -263,8 +261,7 @@ def _reductions(
     partition: Partition,
     placements: Placements,
     sizes: ItemSizes,
-    sits: Seat,
-    along: Seat,
+    seats: Seats,
     in_flight: int,
     *,
     fresh: bool,
@@ -297,15 +294,14 @@ def _reductions(
         return [] if in_place and _on_device(resting, bucket, "gradients") else [_nbytes(bucket.numel, itemsize)]
 
     def receive(bucket: Bucket) -> list[int]:
-        position = along.position if bucket.along else sits.position
         if shares and bucket.size > 1:
             return []
-        return [_nbytes(bucket.shard_numel(position) * room(bucket.size), itemsize)]
+        return [_nbytes(bucket.shard_numel(seats.of(bucket).position) * room(bucket.size), itemsize)]
 
     def handed_on(bucket: Bucket) -> list[int]:
-        if sits.replicas == 1:
+        if seats.everyone.replicas == 1:
             return []
-        own, rests = bucket.shard_numel(sits.position), _on_device(resting, bucket, "gradients")
+        own, rests = bucket.shard_numel(seats.everyone.position), _on_device(resting, bucket, "gradients")
         average = [_nbytes(own, sizes.gradients)] * (sizes.in_backward or not rests)
         return [_nbytes(own, sizes.running), *average]
 
@@ -315,7 +311,7 @@ def _reductions(
     alive: list[tuple[list[int], ...]] = []  # buffers of the reductions under way, oldest first
     relayed: list[list[int]] = []  # of those that were handed on
     most: dict[int, dict[str, int]] = {}
-    updates = _Updates(trainable[::-1], placements, sizes, lambda b: along if b.along else sits, resting, in_flight)
+    updates = _Updates(trainable[::-1], placements, sizes, seats.of, resting, in_flight)
     waiting = {bucket.index: sum(sends(bucket)) for bucket in trainable} if no_sync else {}
     for bucket in reversed(trainable):
         for other in trainable:
@@ -334,7 +330,7 @@ def _reductions(
             pool.keep(came)
             sent.keep(went)
             updates.land(0 if any(on) else 1)
-        while len(relayed) > in_flight + sits.replicas:
+        while len(relayed) > in_flight + seats.everyone.replicas:
             pool.keep(relayed.pop(0))
             updates.land(1)
         most[bucket.index] = {REDUCE: reduce} | updates.most(last=bucket is trainable[0])

@@ -112,6 +112,16 @@ class File(NamedTuple):
         return min(BUFFERS, len(self.slots)) * self.largest
 
 
+class Seats(NamedTuple):
+    """The seats of one rank: among all that shard, and among those of the axis that some buckets are sharded along."""
+
+    everyone: Seat
+    along: Seat = ALONE
+
+    def of(self, bucket: Bucket) -> Seat:
+        return self.along if bucket.along else self.everyone
+
+
 class Holding(NamedTuple):
     """One rank of a layout and the bytes of what it holds: by a recipe (`of_recipe`), or in a built engine (`built`).
 
@@ -121,15 +131,10 @@ class Holding(NamedTuple):
 
     partition: Partition
     placements: Placements
-    sits: Seat
+    seats: Seats
     resting: Callable[[Bucket], Resting]
     kept: Callable[[Bucket, Slot], Kept]
     at: At | None = None
-    along: Seat = ALONE  # among the ranks of the axis that some buckets are sharded along
-
-    def seat(self, bucket: Bucket) -> Seat:
-        """Return the rank's seat among those that share a bucket."""
-        return self.along if bucket.along else self.sits
 
     def tier(self, bucket: Bucket) -> Mapping[str, str]:
         """Return the tier of each kind of a bucket's states."""
@@ -137,7 +142,7 @@ class Holding(NamedTuple):
 
     def reserved(self, bucket: Bucket) -> Iterator[Reserved]:
         rows, tier = self.resting(bucket).rows, self.tier(bucket)["optimizer"]
-        return reserved(bucket, self.placements, self.seat(bucket), rows, self.kept, tier)
+        return reserved(bucket, self.placements, self.seats.of(bucket), rows, self.kept, tier)
 
     def tiers(self, *, apart: bool = False) -> Tiers:
         """Count {tier: {state: bytes}} at rest.
@@ -171,7 +176,7 @@ class Holding(NamedTuple):
         largest = dict.fromkeys(STATES, 0)
         for bucket in self.partition.buckets if self.at else ():
             rests, at = self.resting(bucket), self.tier(bucket)
-            for kind, size in rests.largest(bucket, self.seat(bucket), self.placements, at, NVME).items():
+            for kind, size in rests.largest(bucket, self.seats.of(bucket), self.placements, at, NVME).items():
                 largest[kind] = max(largest[kind], size)
             for each in self.reserved(bucket):
                 if each.tier == NVME and each.nbytes:
@@ -199,11 +204,11 @@ class Holding(NamedTuple):
         for bucket in self.partition.buckets:
             value = self.resting(bucket).formats.of("optimizer" if bucket.trainable else "parameters").itemsize
             for slot in bucket.slots:
-                part = slot.within(*bucket.held(self.seat(bucket), SAVED))
+                part = slot.within(*bucket.held(self.seats.of(bucket), SAVED))
                 total += value * part.numel
                 if bucket.trainable and part.numel:
                     for nbytes, grows in self.kept(bucket, slot).values():
-                        first = part.start == 0 and not self.seat(bucket).part
+                        first = part.start == 0 and not self.seats.of(bucket).part
                         blocks = -(-part.stop // grows) - -(-part.start // grows) if grows else first
                         total += nbytes * blocks
         return math.ceil(total)
@@ -232,8 +237,8 @@ def of_recipe(
         where, accumulated = at[bucket.index] if at else DEVICE_ALONE, not recipe.in_backward
         return resting(bucket, formats, placements, where, one_memory=False, accumulated=accumulated)
 
-    sits = seat(rank, partition.ranks * replicas, replicas)
-    return Holding(partition, placements, sits, rests, lambda bucket, slot: kept, at, along)
+    seats = Seats(seat(rank, partition.ranks * replicas, replicas), along)
+    return Holding(partition, placements, seats, rests, lambda bucket, slot: kept, at)
 
 
 class Owned(NamedTuple):
@@ -319,18 +324,18 @@ def recipe_traffic(
     shares: bool = False,
 ) -> Traffic:
     """Count the bytes that one rank moves in a step, by bucket. Recomputation finds its unit gathered already."""
-    position, on, back = rank % partition.ranks, 0, 0
-    sits, share = seat(rank, partition.ranks * replicas, replicas), NOTHING
+    on, back, share = 0, 0, NOTHING
+    seats = Seats(seat(rank, partition.ranks * replicas, replicas), along)
     reductions, gathers = passes(placements, accumulate=accumulate, no_sync=no_sync)
     reduced, gathered = widths(placements, recipe, no_sync=no_sync)
     totals = [Moved(0, 0, 0), Moved(0, 0, 0)]
     for bucket in partition.buckets:
-        own = bucket.shard_numel(along.position if bucket.along else position)
+        own = bucket.shard_numel(seats.of(bucket).position)
         if bucket.trainable:
             on += reductions * math.ceil(own * running(recipe))
             back += reductions * math.ceil(own * recipe.gradients)
         if bucket.trainable and placements.optimizer is Degree.ALL:
-            first, last = bucket.held(sits, Degree.ALL)
+            first, last = bucket.held(seats.everyone, Degree.ALL)
             part, whole = (math.ceil(numel * recipe.parameters) for numel in (last - first, own))
             share = Moved(*map(sum, zip(share, split(whole, part, replicas), strict=True)))
         both = (

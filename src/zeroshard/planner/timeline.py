@@ -242,7 +242,7 @@ class _Clock:
             if event.verb == "share":  # a whole replica lies between two of its ranks
                 machine, ranks = replace(machine, gpus=max(machine.gpus // ranks, 1)), self.replicas
             elif sits is not None:  # fewer of its ranks are on one node: those between are of other teams
-                machine, ranks = replace(machine, gpus=max(machine.gpus // sits.stride, 1)), sits.size
+                machine, ranks = replace(machine, gpus=max(machine.gpus // sits.grid.stride(sits.axis), 1)), sits.size
             time_of = machine.exchange_seconds if exchange else machine.ring_seconds
             seconds = busy = 0.0 if self._unsent(event) else time_of(event.logical, ranks)
         start = max(self.now, self._link_free)

@@ -33,6 +33,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
+from ..coordinates import Grid
 from ..device import captured
 from ..errors import Error, PeerError, StateError, UserError
 from ..events import Event, Ledger, ends
@@ -72,12 +73,9 @@ def axes(ranks: int) -> tuple[int, ...]:
 
 def lines(ranks: int, rank: int) -> list[list[int]]:
     """Return, for each axis of the grid, the ranks that lie on one line with this rank, in order."""
-    found, stride = [], 1
-    for length in axes(ranks):
-        first = rank - rank // stride % length * stride
-        found.append([first + at * stride for at in range(length)])
-        stride *= length
-    return found
+    lengths = axes(ranks)
+    grid = Grid(tuple((str(number), length) for number, length in reversed([*enumerate(lengths)])))
+    return [[*grid.line(rank, str(number))] for number in range(len(lengths))]
 
 
 @dataclasses.dataclass

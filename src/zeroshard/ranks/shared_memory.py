@@ -451,13 +451,11 @@ class Exchange:
         first, last = bucket.shard(self._sits.position)
         block = self.host.block(send)
         pieces = {} if block is None or block.flight is None else block.flight.pieces(send.dtype)
-        found: dict[int, Tensor] = {}
-        for source in range(sources):
-            at = source * bucket.numel
-            for position, rank in enumerate(self._members):
-                piece = send if rank == self.host.rank else pieces[rank]
-                found[self._sits.rank(source, position)] = piece[at + first : at + last]
-        return [found[rank] for rank in sorted(found)]
+        sent = [send if rank == self.host.rank else pieces[rank] for rank in self._members]
+        starts = [source * bucket.numel for source in range(sources)]
+        return self._sits.grid.in_rank_order(
+            self._sits.axis, [[piece[at + first : at + last] for piece in sent] for at in starts]
+        )
 
 
 class Told:

@@ -163,13 +163,13 @@ class Team:
         Of several sources a rank's contributions are those of the ranks at its position in each part's team.
         """
         first, last = bucket.shard(self.position)
-        found: dict[int, Tensor] = {}
-        for source, (sent, came) in enumerate(self._by_source(send, receive, bucket, sources)):
+        found: list[list[Tensor]] = []
+        for sent, came in self._by_source(send, receive, bucket, sources):
             pieces = list(came.view(self.arriving, last - first).unbind(0)) if self.arriving else []
             if self.arriving < self.size:
                 pieces.insert(self.position, sent[first:last])
-            found |= {self.seat.rank(source, position): piece for position, piece in enumerate(pieces)}
-        return [found[rank] for rank in sorted(found)]
+            found.append(pieces)
+        return self.seat.grid.in_rank_order(self.seat.axis, found)
 
     def _by_source(self, send: Tensor, receive: Tensor, bucket: Bucket, sources: int) -> list[tuple[Tensor, Tensor]]:
         """Return for each source the tensor that is sent, and the memory that contributions arrive in."""

@@ -9,6 +9,7 @@ import torch
 
 import models
 import ranks
+import training
 import zeroshard
 from test_checkpoint import joined, same
 from test_optimizer import check
@@ -149,12 +150,7 @@ def test_a_manifest_that_lies_of_blocks_is_refused(tmp_path):
 
 
 def job():
-    return {
-        "model": models.build("mlp", sizes=SIZES),
-        "optimizer": Adam8,
-        "batch": lambda step, index: models.batch("mlp", step, index),
-        "loss": lambda model, batch: models.loss("mlp", model, batch),
-    }
+    return training.job("mlp", Adam8, sizes=SIZES)
 
 
 def what_is_held(stage):

@@ -16,13 +16,13 @@ import models
 import ranks
 import reference
 import test_offload
+import training
 import zeroshard
-from zeroshard import Comm, Layout, Offload, Precision, fp8
+from zeroshard import Comm, Offload, Precision, fp8
 from zeroshard.cli.reference import in_8_bits
 from zeroshard.device import CHUNK
 from zeroshard.errors import PeerError, StateError, TierError, UserError
 
-GPT = {"hidden": 24, "layers": 2}
 FP8 = Precision(fp8=True)
 LINEAR = ("qkv.weight", "proj.weight", "mlp.0.weight", "mlp.2.weight", "head.weight")
 ALL = torch.arange(256, dtype=torch.uint8)
@@ -152,50 +152,27 @@ def linear(name):
     return name.endswith(LINEAR)
 
 
-def start(stage, precision=FP8, *, bucket_mib=0.005, offload=None, **comm):
-    model = models.build("gpt", **GPT)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    zero = zeroshard.shard(
-        model, optimizer, stage=stage, precision=precision, layout=Layout(bucket_mib=bucket_mib),
-        comm=Comm(timeout=60, **comm), offload=Offload() if offload is None else test_offload.offload(**offload),
-    )  # fmt: skip
-    return model, optimizer, zero
+def start(stage, precision=FP8, offload=None):
+    states = Offload() if offload is None else test_offload.offload(**offload)
+    return training.sharded(stage, precision=precision, offload=states)
 
 
-def steps(model, optimizer, zero, numbers, *, clip=0.5, every=4):
-    """Losses of this rank, of `every` micro-batches a step on all ranks together."""
-    losses = []
+def steps(model, optimizer, zero, numbers, **how):
     for number in numbers:
-        backwards = every // zero.world_size
-        for turn in range(backwards):
-            loss = models.loss("gpt", model, models.batch("gpt", number, turn * zero.world_size + zero.rank))
-            (loss / backwards).backward()
-            losses.append(loss.item())
-        if clip:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
+        training.step(model, optimizer, zero, number, **how)
 
 
-def trained(stage, precision, **settings):
-    model, optimizer, zero = start(stage, precision, **settings)
-    losses = steps(model, optimizer, zero, range(3))
-    with zero.gathered():
-        return losses, reference.weights(model)
-
-
-def all_trained(cases):
-    return [trained(stage, precision, **settings) for stage, precision, settings in cases]
+def all_trained(stages, precision):
+    return [training.trained(stage, precision=precision)[1] for stage in stages]
 
 
 @pytest.mark.full
 @pytest.mark.row(104)
 def test_sums_of_16_bits_are_equal_over_stages():
     precision = dataclasses.replace(FP8, grad_dtype=torch.bfloat16)
-    for runs in ranks.run(4, all_trained, [(stage, precision, {}) for stage in (1, 2, 3)], timeout=120):
-        for _, got in runs:
-            reference.assert_same(got, runs[0][1])
+    for runs in ranks.run(4, all_trained, (1, 2, 3), precision, timeout=120):
+        for got in runs:
+            reference.assert_same(got, runs[0])
 
 
 # ------------------------------------------------------------------------------------------------------- which, and bytes
@@ -397,7 +374,7 @@ def fragments_edited(stage):
 def test_an_edit_of_the_optimizers_parts_is_rounded_on_every_rank(stage):
     want = {
         name: in_8_bits(tensor.detach() * 2) if linear(name) else tensor.detach() * 2
-        for name, tensor in models.build("gpt", **GPT).named_parameters()
+        for name, tensor in models.build("gpt", **training.GPT).named_parameters()
     }
     for got in ranks.run(2, fragments_edited, stage, timeout=60):
         reference.assert_same(got, want)

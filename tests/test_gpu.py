@@ -11,11 +11,10 @@ from functools import partial
 import pytest
 import torch
 
-import models
 import ranks
 import reference
-import zeroshard
-from zeroshard import Comm, Layout, Offload, Precision
+import training
+from zeroshard import Comm, Offload, Precision
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 GPT = {"hidden": 24, "layers": 3}
@@ -24,43 +23,20 @@ STATES = ("parameters", "gradients", "optimizer")
 ALLOCATED = 512  # bytes that CUDA's allocator rounds up to
 
 
-def start(device, stage, tier="device", *, folder=None, dtype=torch.float32, overlap=True):
+def how(device, tier="device", *, folder=None, dtype=torch.float32, overlap=True):
     if device != "cpu":  # or the backwards of embeddings and of attention are other sums each time
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    model = models.build("gpt", **GPT).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    zero = zeroshard.shard(
-        model,
-        optimizer,
-        stage=stage,
-        precision=Precision(param_dtype=None if dtype == torch.float32 else dtype),
-        offload=Offload(**dict.fromkeys(STATES, tier), path=folder if tier == "nvme" else None),
-        layout=Layout(bucket_mib=0.005),
-        comm=Comm(overlap=overlap),
-    )
-    return model, optimizer, zero
-
-
-def step(device, model, optimizer, zero, number):
-    losses = []
-    for turn in range(2):
-        batch = models.batch("gpt", number, turn * zero.world_size + zero.rank)
-        batch = torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), batch)
-        loss = models.loss("gpt", model, batch)
-        (loss / 2).backward()
-        losses.append(loss.item())
-    losses.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
-    optimizer.step()
-    optimizer.zero_grad()
-    return losses
+    return {
+        "device": device, "options": GPT, "optimizer": partial(training.ADAMW, fused=True),
+        "precision": Precision(param_dtype=None if dtype == torch.float32 else dtype),
+        "offload": Offload(**dict.fromkeys(STATES, tier), path=folder if tier == "nvme" else None),
+        "comm": Comm(overlap=overlap),
+    }  # fmt: skip
 
 
 def trained(device, stage, tier="device", **options):
-    model, optimizer, zero = start(device, stage, tier, **options)
-    losses = [step(device, model, optimizer, zero, number) for number in range(3)]
-    with zero.gathered():
-        return losses, reference.weights(model)
+    return training.trained(stage, backwards=2, **how(device, tier, **options))
 
 
 def like_stage_0(device, folder, tier, dtype):
@@ -99,9 +75,9 @@ def test_the_allocator_holds_what_the_ledger_says(stage):
 def held(stage):
     torch.ones(1, device="cuda")
     before = torch.cuda.memory_allocated()
-    model, optimizer, zero = start("cuda", stage, dtype=torch.bfloat16)
+    model, optimizer, zero = training.sharded(stage, **how("cuda", dtype=torch.bfloat16))
     for number in range(2):
-        step("cuda", model, optimizer, zero, number)
+        training.step(model, optimizer, zero, number, backwards=2)
     torch.cuda.synchronize()
     said = sum(zero.ledger().tiers["device"].values())
     tensors = 8 * len(zero.partition.buckets) + 4 * len(list(model.parameters())) + 64

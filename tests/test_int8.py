@@ -10,61 +10,27 @@ import torch
 import models
 import ranks
 import reference
+import training
 import zeroshard
 from zeroshard import Comm, Layout, Offload, Precision
 from zeroshard.cli.reference import in_codes, total_norm
 from zeroshard.errors import NotFiniteError, UserError
 from zeroshard.planner.simulate import simulate
 
-GPT = {"hidden": 24, "layers": 2}
-
-
-def start(stage, *, precision=None, layout=None, offload=None, **comm):
-    model = models.build("gpt", **GPT)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    zero = zeroshard.shard(
-        model, optimizer, stage=stage, precision=precision or Precision(), layout=layout or Layout(bucket_mib=0.005),
-        comm=Comm(**{"timeout": 60, "reduce": "int8"} | comm), offload=offload or Offload(),
-    )  # fmt: skip
-    return model, optimizer, zero
-
-
-def steps(model, optimizer, zero, numbers, *, every, no_sync=False):
-    losses = []
-    for number in numbers:
-        backwards = every // zero.world_size
-        for turn in range(backwards):
-            loss = models.loss("gpt", model, models.batch("gpt", number, turn * zero.world_size + zero.rank))
-            if no_sync and turn < backwards - 1:
-                with zero.no_sync():
-                    (loss / backwards).backward()
-            else:
-                (loss / backwards).backward()
-            losses.append(loss.item())
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
-
-
-def trained(stage, every=4, *, no_sync=False, **settings):
-    model, optimizer, zero = start(stage, **settings)
-    losses = steps(model, optimizer, zero, range(3), every=every, no_sync=no_sync)
-    with zero.gathered():
-        return losses, reference.weights(model)
+INT8 = Comm(timeout=60, reduce="int8")
 
 
 def as_they_are(name, grad):
     return grad
 
 
-def all_trained(every, cases):
-    return [trained(stage, every, **settings) for stage, settings in cases]
+def all_trained(cases):
+    return [training.trained(stage, comm=INT8, **settings)[1] for stage, settings in cases]
 
 
 @functools.cache
 def plain(dtype=None, *, world=1, every=4, sent=in_codes):
-    model = models.build("gpt", **GPT)
+    model = models.build("gpt", **training.GPT)
     history, _ = reference.accumulate_with_masters(
         model, partial(torch.optim.AdamW, lr=1e-2), partial(models.batch, "gpt"), partial(models.loss, "gpt"),
         world, every // world, dtype=dtype, steps=3, clip=0.5, norm=total_norm, average=True, sent=sent,
@@ -77,11 +43,11 @@ def plain(dtype=None, *, world=1, every=4, sent=in_codes):
 def test_what_is_summed_under_no_sync_is_rounded_once_at_every_stage():
     """So the bits are other ones than those of micro-batches that are rounded one by one, which cuts do not change."""
     cases = [(3, {"layout": Layout(bucket_mib=1.0, align=256)}), *((stage, {"no_sync": True}) for stage in range(4))]
-    (_, cut), *sums = ranks.run(2, all_trained, 4, cases, timeout=120)[0]
+    cut, *sums = ranks.run(2, all_trained, cases, timeout=120)[0]
     reference.assert_same(cut, plain(world=2)[1])
-    for _, got in sums:
-        reference.assert_same(got, sums[0][1])
-    assert reference.first_difference(sums[0][1], cut)
+    for got in sums:
+        reference.assert_same(got, sums[0])
+    assert reference.first_difference(sums[0], cut)
     assert reference.first_difference(plain(world=2, sent=as_they_are)[1], cut)
 
 
@@ -107,7 +73,7 @@ def test_what_arrives_is_what_was_sent_on_average():
 
 def moved(stage):
     """Bytes of reductions, those sent by this rank, and elements."""
-    model, optimizer, zero = start(stage)
+    model, optimizer, zero = training.sharded(stage, comm=INT8)
     for step in range(3):
         models.loss("gpt", model, models.batch("gpt", step, zero.rank)).backward()
         optimizer.step()
@@ -117,13 +83,7 @@ def moved(stage):
 
 
 def job():
-    model = models.build("gpt", **GPT)
-    return {
-        "model": model,
-        "optimizer": lambda params: torch.optim.AdamW(params, lr=1e-2),
-        "batch": partial(models.batch, "gpt"),
-        "loss": partial(models.loss, "gpt"),
-    }
+    return training.job(**training.GPT)
 
 
 @pytest.mark.row(105)
@@ -152,7 +112,7 @@ def test_a_plan_of_a_job_says_what_is_sent_and_held():
 
 def spoiled(stage, value, nonfinite):
     """One element of one gradient on rank 1 is no number: what `step` said, and which elements of the gradient are."""
-    model, optimizer, zero = start(stage, precision=Precision(nonfinite=nonfinite))
+    model, optimizer, zero = training.sharded(stage, comm=INT8, precision=Precision(nonfinite=nonfinite))
     weight = model.blocks[1].mlp[0].weight
     loss = models.loss("gpt", model, models.batch("gpt", 0, zero.rank))
 
@@ -190,7 +150,7 @@ def test_a_value_that_is_no_number_is_seen_by_every_rank_where_it_is(value, stag
 
 def scaled(stage):
     """A GradScaler; on rank 1 alone one gradient of the second step is infinite. Its scales, and the weights."""
-    model, optimizer, zero = start(stage)
+    model, optimizer, zero = training.sharded(stage, comm=INT8)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=100)
     weight, scales = model.blocks[0].qkv.weight, []
     for number in range(3):
@@ -231,11 +191,11 @@ def test_a_grad_scaler_skips_alike_on_every_rank():
 )
 def test_what_it_does_not_go_with_is_refused_by_name(options, says):
     with pytest.raises(UserError, match=says):
-        start(2, **options)
+        training.sharded(2, comm=INT8, **options)
 
 
 def test_beside_shared_memory_it_is_refused():
     with pytest.raises(UserError, match="with shared memory none are sent"):
         Comm(reduce="int8", transport="shared")
     with pytest.raises(UserError, match="with shared memory none are sent"):
-        start(1, offload=Offload(parameters="shared"))
+        training.sharded(1, comm=INT8, offload=Offload(parameters="shared"))

@@ -23,6 +23,7 @@ import torch
 import models
 import ranks
 import reference
+import training
 import zeroshard
 from zeroshard import Comm, Layout, Offload, Precision
 from zeroshard.engine import split
@@ -50,44 +51,26 @@ def offload(path, **fields):
     return Offload(**fields, path=path if on_disk else None)
 
 
-def start(stage, settings, *, dtype=torch.bfloat16, optimizer=None, overlap=True, scaler=False):
-    """A GPT of many small buckets."""
-    model = models.build("gpt", **GPT)
-    made = (optimizer or partial(torch.optim.AdamW, lr=1e-2, fused=True))(model.parameters())
-    precision = Precision(param_dtype=None if dtype == torch.float32 else dtype)
-    layout = Layout(bucket_mib=0.005)
-    zero = zeroshard.shard(
-        model,
-        made,
-        stage=stage,
-        precision=precision,
-        offload=settings,
-        layout=layout,
-        comm=Comm(overlap=overlap, timeout=60),
-    )
-    return model, made, zero
+def how(settings, *, dtype=torch.bfloat16, optimizer=None, overlap=True):
+    return {
+        "options": GPT,
+        "optimizer": optimizer or partial(training.ADAMW, fused=True),
+        "precision": Precision(param_dtype=None if dtype == torch.float32 else dtype),
+        "offload": settings,
+        "comm": Comm(overlap=overlap, timeout=60),
+    }
 
 
-def step(model, optimizer, zero, number, *, clip=True, backwards=2):
-    losses = []
-    for turn in range(backwards):
-        loss = models.loss("gpt", model, models.batch("gpt", number, turn * zero.world_size + zero.rank))
-        (loss / backwards).backward()
-        losses.append(loss.item())
-    if clip:
-        losses.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
-    optimizer.step()
-    optimizer.zero_grad()
-    return losses
+def start(stage, settings, **options):
+    return training.sharded(stage, **how(settings, **options))
 
 
-def trained(stage, settings, *, steps=2, **options):
-    """Losses and norms of every step, the weights after the last, and the tiers of what is held."""
-    model, optimizer, zero = start(stage, settings, **options)
-    losses = [step(model, optimizer, zero, number) for number in range(steps)]
-    with zero.gathered():
-        weights = reference.weights(model)
-    return losses, weights, {tier: {s: n for s, n in held.items() if n} for tier, held in zero.ledger().tiers.items()}
+def step(*args, clip=True, backwards=2):
+    return training.step(*args, clip=0.5 if clip else None, backwards=backwards)
+
+
+def trained(stage, settings, **options):
+    return training.trained(stage, steps=2, backwards=2, **how(settings, **options))
 
 
 def same(got, want):
@@ -119,8 +102,8 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_elementwise_optimizer_keeps_its_states_in_files(name, tmp_path):
     settings = offload(tmp_path, **ON_DISK)
-    got = trained(3, settings, optimizer=OPTIMIZERS[name], steps=2)
-    same(got, trained(3, None, optimizer=OPTIMIZERS[name], steps=2))
+    got = trained(3, settings, optimizer=OPTIMIZERS[name])
+    same(got, trained(3, None, optimizer=OPTIMIZERS[name]))
     assert not set(got[2]["device"]) - {"norms"}
 
 

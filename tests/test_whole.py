@@ -11,6 +11,7 @@ from torch import nn
 import models
 import ranks
 import reference
+import training
 import zeroshard
 from test_checkpoint import joined, same
 from test_optimizer import check
@@ -204,13 +205,8 @@ def test_checkpoints_of_whole_matrices_load_at_any_ranks_and_stage(kind, tmp_pat
 
 
 def job(kind):
-    model = models.build("mlp", sizes=SIZES)
-    return {
-        "model": model,
-        "optimizer": lambda _: optimizers_of(kind, model),
-        "batch": lambda step, index: models.batch("mlp", step, index),
-        "loss": lambda model, batch: models.loss("mlp", model, batch),
-    }
+    parts = training.job("mlp", sizes=SIZES)
+    return parts | {"optimizer": lambda _: optimizers_of(kind, parts["model"])}
 
 
 def held_and_planned(kind, stage):

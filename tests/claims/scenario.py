@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import models
 import reference
+import training
 import zeroshard
 from zeroshard.engine.reduction import PAUSE, UNHURRIED
 from zeroshard.errors import PeerError
@@ -48,13 +48,7 @@ class Outcome(NamedTuple):
 
 def job(case: Case) -> dict[str, Any]:
     """The parts of a job, as `simulate` takes them."""
-    model = models.build("gpt", **case.options)
-    return {
-        "model": model,
-        "optimizer": lambda parameters: adamw(case.kernel, parameters),
-        "batch": BATCHES,
-        "loss": LOSS,
-    }
+    return training.job(optimizer=lambda parameters: adamw(case.kernel, parameters), **case.options)
 
 
 class Run:

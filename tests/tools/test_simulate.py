@@ -15,6 +15,7 @@ from torch import nn
 import models
 import ranks
 import reference
+import training
 import zeroshard
 from zeroshard import Comm, Layout, Precision, shard
 from zeroshard.cli import check, processor
@@ -42,18 +43,8 @@ CASES = {
 }
 
 
-def job(case, dtype=None):
-    kind = case.split("-")[0]
-
-    def parts():
-        return {
-            "model": models.build(kind, **CASES[case]),
-            "optimizer": lambda params: torch.optim.AdamW(params, lr=1e-3),
-            "batch": lambda step, index: models.batch(kind, step, index),
-            "loss": lambda model, batch: models.loss(kind, model, batch),
-        }
-
-    return parts
+def job(case):
+    return partial(training.job, case.split("-")[0], partial(torch.optim.AdamW, lr=1e-3), **CASES[case])
 
 
 def told(zero):
@@ -278,6 +269,11 @@ def test_a_plan_of_a_job_answers():
     assert [change.fits for change in tight.advice] == [False] * (len(whats) - 1) + [True]
     recomputed = zeroshard.plan(EXAMPLE, ranks=4, stage=3, layout=Layout(recompute=True)).stages[0]
     assert recomputed.peak + recomputed.working == tight.advice[2].nbytes
+
+
+class Made:
+    def __call__(self):
+        return training.job("mlp")
 
 
 def block():
@@ -572,6 +568,13 @@ def test_prefetch_is_planned():
     assert held[0] == 0 < held[1]
     with pytest.raises(UserError, match="prefetch counts units"):
         zeroshard.plan(EXAMPLE, comm=Comm(prefetch=-1))
+
+
+@pytest.mark.parametrize("make", [partial(training.job, "mlp"), Made(), lambda: training.job("mlp")])
+def test_whatever_can_be_called_without_arguments_is_a_job(make):
+    """Named after the function inside a partial, or the class that is called."""
+    name = {partial: "job", Made: "Made"}.get(type(make), "<lambda>")
+    assert simulate(make, ranks=2).job == zeroshard.plan(make, ranks=2, stage=1).source == name
 
 
 @pytest.mark.full

@@ -24,6 +24,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -139,7 +140,7 @@ def build(job: str | Callable[[], Any], *, device: str | None = None) -> Job:
 
     from ..integrations.jobs import parts_of
 
-    name, function = (job, find(job)) if isinstance(job, str) else (getattr(job, "__name__", "job"), job)
+    name, function = (job, find(job)) if isinstance(job, str) else (_name(job), job)
     where: AbstractContextManager[Any] = nullcontext() if device is None else torch.device(device)
     try:
         with where:
@@ -174,6 +175,13 @@ def build(job: str | Callable[[], Any], *, device: str | None = None) -> Job:
         return given
 
     return Job(name, parts["model"], part("optimizer"), part("batch"), part("loss"), frozenset(parts))
+
+
+def _name(function: Any) -> str:
+    """Name a function; of `functools.partial` the one inside, of another callable its class."""
+    while isinstance(function, partial):
+        function = function.func
+    return getattr(function, "__name__", type(function).__name__)
 
 
 def line_of(error: BaseException) -> str:

@@ -124,7 +124,7 @@ def simulate(
             batches = (_drawn(built, mode, step, index) for index in indices)
             _train(built, zero, optimizers, counted, step, batches, len(indices) - 1 if no_sync else 0)
         return Simulation(
-            job if isinstance(job, str) else job.__name__,
+            built.name,
             stage,
             rank,
             ranks,

@@ -71,7 +71,7 @@ FEATURES = {
     ),
     "tensor parallelism": Feature(
         r"tensor_parallel|TensorParallel|is_dtensor|mesh_of|mirrored|SavedPart|Strips|strips|ONE_STRIP|slot\.cut"
-        r"|cut is not None|spec\.cut|check_parts|_beside\(|tensors\.(cuts|axis)|whole_shape|stand_in\(self\.model"
+        r"|cut is not None|spec\.cut|check_parts|_beside\(|tensors\.(cuts|axis)|whole_shape|replace_dtensors\(self"
         r"|self\.mesh\b|_local_tensor|\btensor: Any|tensor is not None|check_tensors",
         ("engine/tensor_parallel.py", "strips.py"),
         r"place_beside|_persistent_buffers|tensor is not None and name|sits\.replicas - 1, 2|_beside\(self|self\._beside\("
@@ -162,13 +162,21 @@ FEATURES = {
         ("ranks/groups.py", "ranks/link.py"),
     ),
     "no_sync": Feature(
-        r"accumulator\.local|self\.local\b|backward\.local|\.aside\b|self\._local\b|_settling|\.settle\(\)|def settle|local=",
-        unless=r"stream\.settle|buffer\.settle|self\.settle\(\)$|def settle\(self, full",
-        homonyms=("ranks/streams.py", "ranks/shared_memory.py", "ranks/link.py", "engine/tensor_parallel.py"),
+        r"accumulator\.local|self\.local\b|backward\.local|\.aside\b|self\._local\b|_settling|(keeper|reduction)\.flush\(\)"
+        r"|def flush\(|local=",
+        homonyms=(
+            "ranks/streams.py",
+            "ranks/shared_memory.py",
+            "ranks/link.py",
+            "engine/tensor_parallel.py",
+            "ranks/neighbours.py",
+            "cli/train.py",
+            "cli/output.py",
+        ),
     ),
     "interrupts": Feature(
-        r"levell|\.level\(|def level|interrupted|as_one|\btorn\b|\bCall\b|_party|\bparty\b|Party\b|unsettled|\.stand_in\("
-        r"|def stand_in|_stand_in|\bheed|self\.left\b|refuse_within|forget_step|\bbusy\b|running\(\)|\.begin\(Call|\.end\(\)$"
+        r"levell|\.level\(|def level|interrupted|as_one|\btorn\b|\bCall\b|_party|\bparty\b|Party\b|unsettled|recovery_copy"
+        r"|join_launched|\b_join\(|\bheed|self\.left\b|refuse_within|forget_step|\bbusy\b|running\(\)|\.begin\(Call|\.end\(\)$"
         r"|_unwind",
         ("ranks/streams.py", "ranks/calls.py", "ranks/ending.py"),
         r"forget_step\(averaged",

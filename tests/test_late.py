@@ -35,7 +35,7 @@ PLACES = [
     (Alone, "step"), (Alone, "write_back"),
     (Buffer, "gather"), (Buffer, "land"), (Buffer, "release"), (Buffer, "spread"), (Buffer, "follow_edits"),
     (InBackward, "landed"), (InBackward, "update_first"), (InBackward, "ended"),
-    (Reduction, "_land_first"), (Reduction, "_settle"), (Reduction, "_send"),
+    (Reduction, "_land_first"), (Reduction, "_store"), (Reduction, "_send"),
     (States, "present"), (Rest, "here"), (Passing, "forget"), (FileRest, "here"),
 ]  # fmt: skip
 

@@ -386,7 +386,7 @@ def test_a_run_goes_on_with_split_masters(monkeypatch):
 
     def settled(precision):
         options = before | {"precision": precision, "offload_path": ""} | dict.fromkeys(resume.TIERS, "")
-        return resume.settle("run", options, frozenset({"precision", "offload_path", *resume.TIERS}), None)["precision"]
+        return resume.merge("run", options, frozenset({"precision", "offload_path", *resume.TIERS}), None)["precision"]
 
     assert (settled("bf16-split"), settled("bf16")) == ("bf16-split", "bf16")
     with pytest.raises(InputError, match="--precision fp32: the run in run has bf16"):

@@ -117,7 +117,7 @@ class Ledger:
     def hold(self, state: str, nbytes: int, tier: str = DEVICE) -> None:
         """Count `nbytes` more (or, negative, fewer) bytes held for `state`."""
         with self._lock:
-            self._settle()
+            self._count_ended()
             if nbytes:
                 self._count(state, nbytes, tier)
 
@@ -132,7 +132,7 @@ class Ledger:
 
         return over
 
-    def _settle(self) -> None:
+    def _count_ended(self) -> None:
         with contextlib.suppress(IndexError):
             while True:
                 self._count(*self._ended.popleft(), DEVICE)
@@ -233,7 +233,7 @@ class Ledger:
     def snapshot(self) -> Ledger:
         """Return a copy that no longer changes."""
         with self._lock:
-            self._settle()
+            self._count_ended()
             return Ledger(
                 dict(self.held),
                 dict(self.peak),

@@ -17,7 +17,7 @@ from torch import nn
 
 from .checkpoint.content import ModelState
 from .checkpoint.replicas import check_replicas
-from .checkpoint.saving import Saving, settle
+from .checkpoint.saving import Saving, wait_for_all_saves
 from .device import asynchronous
 from .engine.accepted import by_bucket, check_added, check_options
 from .engine.alike import Alike, editable, joined, report_lost_edits
@@ -166,9 +166,9 @@ class Engine:
         """End the forward or backward that an exception left under way."""
         self.schedule.recover()
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Reduce the sums that backwards under no_sync left on this rank."""
-        self.reduction.settle()
+        self.reduction.flush()
 
     def judge(self, overflow: bool) -> None:
         """Hear a GradScaler's verdict, which is the same on every rank."""
@@ -397,7 +397,7 @@ class Engine:
             told = self.group.poll(what, self.group.number("checkpoint"), *mine)
         self._furthest = furthest(what, told)
         if what != COMPARING and any(saving for _, saving, _ in told):
-            settle(self.group)
+            wait_for_all_saves(self.group)
         for buffer in self.buffers:
             buffer.land()
             buffer.rebind()

@@ -27,8 +27,8 @@ BUGS = (
     Bug(
         "a relay's average is taken off its queue before it came: an exception loses it", "engine/reduction.py",
         "        self._relayed[0].relay.back.wait()  # an interrupt may come here: then it is still under way\n"
-        "        self._settle(self._relayed.pop(0))\n",
-        "        self._settle(self._relayed.pop(0))\n",
+        "        self._store(self._relayed.pop(0))\n",
+        "        self._store(self._relayed.pop(0))\n",
     ),
     Bug(
         "what the replica before has summed up is not waited for", "engine/reduction.py",

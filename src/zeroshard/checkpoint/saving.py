@@ -123,7 +123,7 @@ def wait_for_saves() -> None:
         saving.wait()
 
 
-def settle(group: Group) -> None:
+def wait_for_all_saves(group: Group) -> None:
     """Wait, on all ranks, for saves behind the training, and raise on all of them if one was lost."""
     lost = "a checkpoint that other ranks were saving was lost"
     with Together(group, lambda told: CheckpointError(lost, got="; ".join(told)), own=True):
@@ -142,7 +142,7 @@ def save(
     """Write a checkpoint at `path`, or leave everything as it is and raise on every rank."""
     group = running.group
     group.same("zero.save(...)", lambda: asked(path, extra, asynchronous=asynchronous, keep=keep))
-    target, apart = absolute(path), group.apart(behind=asynchronous)
+    target, apart = absolute(path), group.for_saves(behind=asynchronous)
     running.kinds = agreed_kinds(_together(group, target, lambda: told_kinds(running)))
     with _attempt(group, target) as attempt:
         snapshot = _snapshot(running, extra, copied=asynchronous)

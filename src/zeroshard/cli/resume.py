@@ -68,7 +68,7 @@ def _unplain(told: Any) -> Any:
     return {key: _unplain(each) for key, each in inner} if kind == "map" else [_unplain(each) for each in inner]
 
 
-def settle(resume: str, options: Mapping[str, Any], given: frozenset[str], ranks: int | None) -> dict[str, Any]:
+def merge(resume: str, options: Mapping[str, Any], given: frozenset[str], ranks: int | None) -> dict[str, Any]:
     """Merge the stopped run's settings with those `given`. ranks: those of torchrun or of --ranks; None: as before."""
     before: dict[str, Any] = {"grad_dtype": "fp32", "reduce": "ordered", "recompute": False} | read(resume)
     for name in FIXED:

@@ -43,7 +43,7 @@ from .preflight import (
 )
 from .quantised import QuantisedBuffer, check_fp8, chosen
 from .refused import Settings, refuse
-from .tensor_parallel import TensorParallel, check_tensors, stand_in
+from .tensor_parallel import TensorParallel, check_tensors, replace_dtensors
 from .undo import Before
 from .unit import (
     Initialiser,
@@ -101,7 +101,7 @@ class Assembly:
             check_model(self.model)
             check_tensors(self.model, self.mesh, layout, comm)
             if self.mesh is not None:
-                self.tensors = stand_in(self.model, optimizers, self.mesh, comm.group.mesh_dim_names[0])
+                self.tensors = replace_dtensors(self.model, optimizers, self.mesh, comm.group.mesh_dim_names[0])
             named = find_units(self.model, layout)
             self.managed = managed_parameters(self.model, named, layout)
             check_parameters(self.managed)

@@ -33,7 +33,7 @@ from .guard import SavedTensors
 from .split import Split
 
 
-class Reader(Protocol):
+class Gatherer(Protocol):
     """The part of the engine that gathers a bucket when it is read."""
 
     def touch(self, buffer: Buffer, position: int) -> None:
@@ -72,7 +72,7 @@ class Buffer:
     which elements are whose), in a line each.
     """
 
-    reader: Reader  # set by the schedule, before a parameter can be read
+    reader: Gatherer  # set by the schedule, before a parameter can be read
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class Buffer:
             self._make_master(source[slice(*self.updated)])
         del source
         ledger.hold("staging", -staged)
-        self.gathered.settle(full)
+        self.gathered.place(full)
         del full
         if bucket.trainable:
             self.reserve_gradients()
@@ -183,7 +183,7 @@ class Buffer:
             self.master = Flat(self.bucket, self._group, self.split, self.formats.master, degree, "master")
             self.split.seed(values)
             self.split.behind()
-            self.settle()
+            self.mark_followed()
             return
         self.master = self.reserve("master", self.formats.master, degree)
         with self.master.here(fresh=True) as master:
@@ -324,7 +324,7 @@ class Buffer:
     def _landing(self, *, kept: bool) -> Tensor:
         return self.full
 
-    def stand_in(self) -> Tensor:
+    def recovery_copy(self) -> Tensor:
         """Return a whole bucket with this rank's shard of the weights in it, so that ranks in a gather get this."""
         if self.resident or not self.gathered.released:
             return self.full
@@ -455,7 +455,7 @@ class Buffer:
         self.rebind()
         return self.edits.differ(self.parameters.of(*self.updated))
 
-    def settle(self) -> None:
+    def mark_followed(self) -> None:
         """Take note that the resting parameters are the cast of their masters: no edit is left to follow."""
         self.edits.unfollowed = False
         if self.split is not None and self.resident:

@@ -133,7 +133,7 @@ class Gathered:
         self._references: list[int] = []
         self._uses = 0
 
-    def settle(self, full: Tensor) -> None:
+    def place(self, full: Tensor) -> None:
         """Put the parameters into `full`, at construction."""
         self._placeholder = home(full, full.device)
         absent = self._placeholder.view(self.dtype)[0]

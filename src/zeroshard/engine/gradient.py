@@ -193,7 +193,7 @@ class Gradients:
 
     def ask(self) -> None:
         """Agree that every rank is asking; reduce first what was only summed locally."""
-        self.keeper.settle()
+        self.keeper.flush()
         self.agree()
 
     def agree(self) -> None:

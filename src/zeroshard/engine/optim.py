@@ -271,7 +271,7 @@ class Binding:
             finally:
                 self._lent = False
             with torch.no_grad():
-                self.gradients.keeper.settle()
+                self.gradients.keeper.flush()
                 self._bind()
             return loss
 
@@ -324,7 +324,7 @@ class Binding:
             f"{edits[-3:]}; options {options}",
         )  # fmt: skip
         self.gradients.take_edits()
-        self.gradients.keeper.settle()
+        self.gradients.keeper.flush()
         self.watcher.before_step()
         for buffer in self.buffers if self.early is None else ():
             buffer.land()

@@ -216,7 +216,7 @@ class QuantisedBuffer(Buffer):
         if self.gathered.open():
             self.edits.opened(self.full, self._mine)
 
-    def stand_in(self) -> Tensor:
+    def recovery_copy(self) -> Tensor:
         whole = torch.zeros(self.bucket.numel, dtype=fp8.BYTE, device=self.tier.device)
         first, last = self.owned
         self.parameters.copy(first, whole[first:last])

@@ -312,7 +312,7 @@ class Reduction:
         if relay.running is None and len(self._relayed) == 1:
             # Not before the sums ahead of it, though nothing of it is on its way: where each average is gathered, all
             # ranks of a team gather in one order, and other ranks may have a part of this one.
-            self._settle(self._relayed.pop())
+            self._store(self._relayed.pop())
 
     def _fold(self, sent: Sent, *, early: bool) -> None:
         """Add this rank's contributions to what came, or, on the first replica, to what there is."""
@@ -343,9 +343,9 @@ class Reduction:
 
     def _settle_first(self) -> None:
         self._relayed[0].relay.back.wait()  # an interrupt may come here: then it is still under way
-        self._settle(self._relayed.pop(0))
+        self._store(self._relayed.pop(0))
 
-    def _settle(self, sent: Sent) -> None:
+    def _store(self, sent: Sent) -> None:
         """Finish a reduction whose average has landed: put that where it rests, and give memory back."""
         accumulator, relay = sent.accumulator, sent.relay
         relay.back.wait()
@@ -448,7 +448,7 @@ class Reduction:
         """True while sums are on their way, and after an exception ended that."""
         return self._settling or bool(self._under_way or self._relayed)
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Send what no_sync left unsent, because gradients are used before another backward would send them."""
         pending = [index for index, pending in self.pending.items() if pending.accumulator.local is not None]
         if not pending:

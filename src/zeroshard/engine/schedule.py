@@ -139,7 +139,7 @@ class Schedule:
         group.party = self
         self._buffers = [buffer for unit in units for buffer in unit.buffers]
         self._unit_of = {id(buffer): unit for unit in units for buffer in unit.buffers}
-        reader = _Reader(self)
+        reader = _WeakSchedule(self)
         for unit in units:
             for buffer in unit.buffers:
                 buffer.reader = reader
@@ -441,9 +441,9 @@ class Schedule:
     def message(self, index: int) -> Bucket:
         return self.reduction.pending[index].message
 
-    def stand_in(self, bucket: int, state: str) -> Tensor | None:
+    def recovery_copy(self, bucket: int, state: str) -> Tensor | None:
         found = [buffer for buffer in self._buffers if buffer.bucket.index == bucket and state == "parameters"]
-        return found[0].stand_in() if found else None
+        return found[0].recovery_copy() if found else None
 
     def levelled(self, drop: bool) -> None:
         self.script.forget()
@@ -513,7 +513,7 @@ class Schedule:
                 unit.pinned -= 1
 
 
-class _Reader:
+class _WeakSchedule:
     """The buffers' weak reference to the schedule: parameters refer to buffers, and must not keep the engine alive."""
 
     def __init__(self, schedule: Schedule) -> None:

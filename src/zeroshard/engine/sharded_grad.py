@@ -29,7 +29,7 @@ class Keeper(Protocol):
     def recover(self) -> None:
         """End a backward that an exception ended."""
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Reduce the sums that backwards under no_sync left on this rank."""
 
     def judge(self, overflow: bool) -> None:
@@ -177,7 +177,7 @@ class ShardedGrad(Tensor):
 
         Collective only if no_sync left sums to reduce.
         """
-        self._book.keeper.settle()
+        self._book.keeper.flush()
         with self._current.accumulator.sum.here(changed=False):
             local = self._entry.accumulator.fragment(self._entry.position).clone()
         if not self._entry.accumulator.averaged:
@@ -187,7 +187,7 @@ class ShardedGrad(Tensor):
     def editable(self) -> Tensor:
         """Return this rank's elements, averaged, to be changed in place; inside its accumulator's sum.here()."""
         entry = self._current
-        self._book.keeper.settle()
+        self._book.keeper.flush()
         self._book.forget_answers()
         entry.accumulator.average()
         entry.accumulator.spread = False

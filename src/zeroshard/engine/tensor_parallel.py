@@ -94,7 +94,9 @@ def check_tensors(model: nn.Module, mesh: Any, layout: Layout, comm: Comm) -> No
             )
 
 
-def stand_in(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], mesh: Any, axis: str) -> TensorParallel:
+def replace_dtensors(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], mesh: Any, axis: str
+) -> TensorParallel:
     """Put plain parameters in the place of all DTensors. `undo.Before` can put these back."""
     local: dict[int, Placed] = {}
     cuts: dict[int, int] = {}

@@ -43,7 +43,7 @@ class Named:
             self.__dict__.update(state)
 
 
-def _stand_in(name: str) -> type[Named]:
+def _named(name: str) -> type[Named]:
     """Make a class in place of `name`, a fresh one for each file, so that no file can leave anything behind."""
     return type(name.rpartition(".")[2], (Named,), {})
 
@@ -70,7 +70,7 @@ class _Metadata(pickle.Unpickler):
         if (module, name) == ("collections", "OrderedDict"):
             return collections.OrderedDict
         if name in OF_DCP.get(module, ()):
-            return self._made.setdefault(f"{module}.{name}", _stand_in(name))
+            return self._made.setdefault(f"{module}.{name}", _named(name))
         raise refused(self._where, f"{module}.{name}")
 
 
@@ -95,7 +95,7 @@ def read_torch(file: Path | bytes, where: Path) -> Any:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(source)
         if others := [name for name in names if not name.startswith("deepspeed.")]:
             raise refused(where, ", ".join(others))
-        made: list[Any] = [(_stand_in(name), name) for name in names]
+        made: list[Any] = [(_named(name), name) for name in names]
         if isinstance(source, io.BytesIO):
             source.seek(0)
         with torch.serialization.safe_globals(made):

@@ -19,7 +19,7 @@ from ..checkpoint.manifest import AVERAGE, VALUE, own_name
 from ..engine import hooks
 from ..engine.fragment import made_of
 from ..engine.guard import unflip
-from ..engine.tensor_parallel import stand_in
+from ..engine.tensor_parallel import replace_dtensors
 from ..errors import StateError, UserError
 from ..numerics import as_bytes
 from ..ranks.together import Together
@@ -87,7 +87,7 @@ def _check(running: ModelState) -> None:
                 raise UserError(f"{name} keeps {key!r} as a tensor that is made of others: {_INSTEAD}")
         for module in running.model.modules():
             forward = getattr(module.__dict__.get("forward"), "func", None)
-            if getattr(forward, "__module__", "") == stand_in.__module__:
+            if getattr(forward, "__module__", "") == replace_dtensors.__module__:
                 raise UserError(f"{type(module).__name__} has parameters that tensor parallelism has cut: {_INSTEAD}")
 
 

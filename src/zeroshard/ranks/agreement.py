@@ -129,7 +129,7 @@ class Party(Protocol):
     def message(self, index: int) -> Bucket:
         """Return the bucket in elements of what is sent of its gradients."""
 
-    def stand_in(self, bucket: int, state: str) -> Tensor | None:
+    def recovery_copy(self, bucket: int, state: str) -> Tensor | None:
         """Return a whole bucket, 1-D, in which this rank's shard of a state is right, since others wait for it."""
 
     def levelled(self, drop: bool) -> None:
@@ -387,7 +387,7 @@ class Group:
             raise mine
         raise PeerError("another rank failed", got="; ".join(told), instead="mend that, and load the last checkpoint")
 
-    def apart(self, *, behind: bool) -> Group:
+    def for_saves(self, *, behind: bool) -> Group:
         """Return the same ranks with a control group of their own, for a save; `behind` the training it is a thread's.
 
         Collective the first time, when it is made. Nothing else orders it, and it waits half an hour at least: ranks

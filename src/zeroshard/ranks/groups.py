@@ -374,7 +374,7 @@ class Groups:
         self._parent = weakref.ref(parent)
         self.process, self.seat, self._engines = os.getpid(), sits, 0
         self._for_saves = {**options, "timeout": max(LONGEST, options.get("timeout", LONGEST))}
-        self._apart: dict[bool, Attended] = {}
+        self._save_streams: dict[bool, Attended] = {}
         self.streams: list[Stream] = []
         self.engines: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by number, its `Group`
         # Models at a levelling, held to its end: all ranks then know of the same ones whether they live.
@@ -627,13 +627,13 @@ class Groups:
         """The streams that take part in a levelling: all but a save's behind the training, which goes on."""
         return [stream for stream in self.streams if not stream.behind]
 
-    def apart(self, *, behind: bool) -> Stream:
+    def for_saves(self, *, behind: bool) -> Stream:
         """Return the control stream for saves, made once of each kind, also if an interrupt ends the wait for it."""
-        if behind not in self._apart:
-            self._apart[behind] = Attended(
+        if behind not in self._save_streams:
+            self._save_streams[behind] = Attended(
                 lambda: _new_group(lazy=len(self.axes) > 1, backend="gloo", **self._for_saves)
             )
-        group = self._apart[behind].attend(self.watch)
+        group = self._save_streams[behind].attend(self.watch)
         if all(group is not stream.group for stream in self.streams):
             self.streams.append(Stream(group, self.control.members, behind=behind))
         return next(stream for stream in self.streams if stream.group is group)

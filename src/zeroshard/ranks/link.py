@@ -31,7 +31,7 @@ from .agreement import Progress, refuse_forked
 from .calls import Call
 from .ending import BY_ITSELF, Ending
 from .groups import Groups
-from .shared_memory import SharedStream, stand_in
+from .shared_memory import SharedStream, join_launched
 from .streams import Launch, Stream, prune
 from .watch import ENDED, GONE
 
@@ -200,7 +200,7 @@ class Link:
             if most - stream.count > len(last):
                 raise self._loss(RuntimeError(f"{most - stream.count} collectives behind the others"))
             for what in last[len(last) - (most - stream.count) :]:
-                self._stand_in(stream, what)
+                self._join(stream, what)
         for handle in [handle for stream in ours for handle in stream.under_way]:
             self._wait_in_slices(handle, queued=False, levelling=True)
         spreads = any(each["spreads"] for each in states)
@@ -210,7 +210,7 @@ class Link:
         watch.posted[number, THROUGH] = THROUGH
         self._posted(number, THROUGH)
         for stream in ours:
-            stream.settle()
+            stream.discard()
         for engine, (group, _) in engines.items():
             group.levelled([each["engines"][str(engine)] for each in states if str(engine) in each["engines"]], uneven)
         for heard in [each for each in watch.posted if each[0] < number]:  # by all: they were here
@@ -259,7 +259,7 @@ class Link:
     def _relaying(self) -> list[Stream]:
         return [self.groups.streams[at] for at in self.groups.sums]
 
-    def _stand_in(self, stream: Stream, what: Launch) -> None:
+    def _join(self, stream: Stream, what: Launch) -> None:
         """Join a collective that others have launched, with memory in which only this rank's parameters are right."""
         verb, engine, bucket, *facts = what
         group: Any = self.groups.engines.get(engine)
@@ -292,7 +292,7 @@ class Link:
 
     def _lend(self, stream: SharedStream, what: Launch, group: Any) -> None:
         verb, _, bucket, state, nbytes = what
-        whole = group.party.stand_in(bucket, state) if group is not None and group.party and state else None
+        whole = group.party.recovery_copy(bucket, state) if group is not None and group.party and state else None
         own = None
         if whole is not None and whole.numel() * whole.itemsize == nbytes:
             cut = group.party.bucket(bucket)
@@ -302,7 +302,7 @@ class Link:
                 exchange = group.team_of(cut)._exchange
                 exchange.join_publishing(stream, what, whole, own, first * whole.itemsize)
                 return
-        stand_in(stream, what, own)
+        join_launched(stream, what, own)
 
     @property
     def lost(self) -> bool:
@@ -355,7 +355,7 @@ class Link:
 
 def _own(group: Any, bucket: int, state: str, nbytes: int, at: torch.device) -> Tensor:
     """Return all bytes of a bucket, in which this rank's shard of a state is right; zeros if they are no state's."""
-    whole: Tensor | None = group.party.stand_in(bucket, state) if group is not None and state else None
+    whole: Tensor | None = group.party.recovery_copy(bucket, state) if group is not None and state else None
     if whole is None or whole.numel() * whole.itemsize != nbytes:
         return torch.zeros(nbytes, dtype=torch.uint8, device=at)
     return whole.view(torch.uint8)

@@ -266,9 +266,9 @@ class ProcessGroup(Group):
         texts = self._texts(trouble.encode()[:999], [999] * self.ranks)
         return [text.rstrip(b"\0").decode(errors="replace") for text in texts]
 
-    def apart(self, *, behind: bool) -> Group:
+    def for_saves(self, *, behind: bool) -> Group:
         other = copy.copy(self)
-        other._stream = self._groups.apart(behind=behind)
+        other._stream = self._groups.for_saves(behind=behind)
         other._axes = [other._stream]
         other._link = copy.copy(self._link)
         other._link.behind, other._link.saves = behind, True

@@ -339,7 +339,7 @@ class SharedStream(Stream):
     def let_go(self, engine: int) -> None:
         """Do nothing: to ask whether a flight is through would be to listen, which may not happen anywhere."""
 
-    def settle(self) -> None:
+    def discard(self) -> None:
         for flight in self.under_way:
             flight.read()
 
@@ -478,7 +478,7 @@ class Told:
         return not self._host.neighbours.clogged
 
 
-def stand_in(stream: SharedStream, what: Launch, own: Tensor | None) -> None:
+def join_launched(stream: SharedStream, what: Launch, own: Tensor | None) -> None:
     """Join a collective that others have launched. own: this rank's shard, if they wait for that; else zeros."""
     nbytes = what[-1]
     lent = stream.host.take(nbytes, torch.uint8)

@@ -105,7 +105,7 @@ class Stream:
             if what[1] == engine and all(each.is_completed() for each in handle):
                 handle.clear()
 
-    def settle(self) -> None:
+    def discard(self) -> None:
         """End a levelling: what has come will not be used."""
 
     @property

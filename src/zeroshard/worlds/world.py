@@ -165,7 +165,7 @@ class World:
         """
         schedule, self.late = self.schedule, ""
         schedule.begin()
-        with installed(), also(schedule.draws), self._apart():
+        with installed(), also(schedule.draws), self._restoring():
             for rank in self.ranks:
                 Task(schedule, rank, partial(call, rank), f"rank {rank.number}", main=True)
             mains = schedule.tasks[:]
@@ -190,7 +190,7 @@ class World:
         self.schedule.draws.fails(what, what)
 
     @contextlib.contextmanager
-    def _apart(self) -> Iterator[None]:
+    def _restoring(self) -> Iterator[None]:
         """Keep what this process has one of as it was, whatever the ranks do to it, and theirs until the next run."""
         outside, hook, collects, threads = Registers(), sys.excepthook, gc.isenabled(), torch.get_num_threads()
         untold, holding = Saving._untold[:], dict(transport._holding)

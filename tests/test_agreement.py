@@ -68,7 +68,7 @@ class Branches(nn.Module):
         return x
 
 
-def trained(longest, stage, alike):
+def over_short_axes(longest, stage, alike):
     """The weights after three steps, exchanged along axes of at most so many ranks; and how many axes there are."""
     rank = rank_processes.rank()
     with short_axes(longest):
@@ -92,8 +92,8 @@ def trained(longest, stage, alike):
 @pytest.mark.parametrize(("world", "longest", "axes"), [(4, 2, 2), (6, 3, 2)])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_how_rows_travel_changes_no_bit(ranks, world, longest, axes, stage, alike):
-    direct = ranks.run(world, trained, 8, stage, alike)
-    along = ranks.run(world, trained, longest, stage, alike)
+    direct = ranks.run(world, over_short_axes, 8, stage, alike)
+    along = ranks.run(world, over_short_axes, longest, stage, alike)
     assert [found for found, _ in direct] == [1] * world and [found for found, _ in along] == [axes] * world
     for (_, got), (_, want) in zip(along, direct, strict=True):
         assert all(torch.equal(got[name], want[name]) for name in want)

@@ -27,7 +27,7 @@ def made(stage, **settings):
     return model, optimizer, zero, zero.average(DECAY)
 
 
-def trained(model, optimizer, average, numbers):
+def train_and_average(model, optimizer, average, numbers):
     """Four micro-batches a step, however many ranks there are."""
     each = 4 // ranks.world()
     for number in numbers:
@@ -64,14 +64,14 @@ def averaged(stage, where, folder):
     model, optimizer, zero, average = made(
         stage, offload=where and Offload(path=folder if "nvme" in where.values() else None, **where)
     )
-    trained(model, optimizer, average, range(3))
+    train_and_average(model, optimizer, average, range(3))
     after = weights(zero)
     with average.swapped():
         swapped = weights(zero)
         loss = models.loss("mlp", model, models.batch("mlp", 0, 0)).item()
     assert held(zero) == predict_tiers(zero)
     assert not reference.first_difference(weights(zero), after)
-    trained(model, optimizer, average, range(3, 5))
+    train_and_average(model, optimizer, average, range(3, 5))
     with average.swapped():
         return after, swapped, loss, weights(zero)
 
@@ -93,7 +93,7 @@ def test_the_average_is_that_of_torch(where, tmp_path):
 
 def in_bf16(stage):
     model, optimizer, zero, average = made(stage, precision=Precision(param_dtype=torch.bfloat16, cast_inputs=True))
-    trained(model, optimizer, average, range(3))
+    train_and_average(model, optimizer, average, range(3))
     before = weights(zero)
     with average.swapped():
         swapped = weights(zero)
@@ -115,7 +115,7 @@ def saved(stage, folder, numbers, load=None):
     model, optimizer, zero, average = made(stage)
     if load is not None:
         assert zero.load(load).skipped == []
-    trained(model, optimizer, average, numbers)
+    train_and_average(model, optimizer, average, numbers)
     zero.save(folder)
     with average.swapped():
         zero.export(f"{folder}.exported")
@@ -146,7 +146,7 @@ def refused(stage, folder):
         pass
     with pytest.raises(StateError, match="has an average already"):
         zero.average(DECAY)
-    trained(model, optimizer, average, range(1))
+    train_and_average(model, optimizer, average, range(1))
     zero.save(folder)
     with average.swapped():
         for act in (optimizer.step, average.update, lambda: zero.save(folder), lambda: average.swapped().__enter__()):
@@ -171,7 +171,7 @@ def with_split_masters(stage):
     model, optimizer, zero, average = made(
         stage, precision=Precision(param_dtype=torch.bfloat16, cast_inputs=True, split_master=True)
     )
-    trained(model, optimizer, average, range(3))
+    train_and_average(model, optimizer, average, range(3))
     before = weights(zero)
     with average.swapped():
         swapped = weights(zero)
@@ -194,7 +194,7 @@ def over_replicas(stage, over, where, folder):
         stage, comm=Comm(replicas=2, optimizer=over), offload=offload,
         precision=Precision(param_dtype=torch.bfloat16, cast_inputs=True),
     )  # fmt: skip
-    trained(model, optimizer, average, range(3))
+    train_and_average(model, optimizer, average, range(3))
     before = weights(zero)
     with average.swapped():
         swapped = weights(zero)

@@ -63,7 +63,7 @@ def pack(values, codes, scales):
         codes.view(-1)[256 * at : 256 * at + block.numel()] = (block / scales[at].clamp(min=1e-20) * 127).round() + 128
 
 
-def trained(engine, layout, precision=None):
+def trained_in_blocks(engine, layout, precision=None):
     model = models.build("mlp", sizes=SIZES)
     optimizer = Adam8(model.parameters())
     engine.shard(model, optimizer, layout=layout, precision=precision)
@@ -83,7 +83,13 @@ def trained(engine, layout, precision=None):
 )
 def test_states_of_blocks_equal_plain_torch(world, how):
     """At stages 0-3 on 1 to 4 ranks, whatever the bounds: no block is cut, so each has the scale it has anywhere."""
-    check(trained, Layout(**how) if how else None, stages=(1, 3) if how else (0, 1, 2, 3), world=world, state=False)
+    check(
+        trained_in_blocks,
+        Layout(**how) if how else None,
+        stages=(1, 3) if how else (0, 1, 2, 3),
+        world=world,
+        state=False,
+    )
 
 
 # --------------------------------------------------------------------------------------------------------- checkpoints
@@ -149,7 +155,7 @@ def test_a_manifest_that_lies_of_blocks_is_refused(tmp_path):
 # ------------------------------------------------------------------------------------------------------------- planner
 
 
-def job():
+def of_blocks():
     return training.job("mlp", Adam8, sizes=SIZES)
 
 
@@ -170,9 +176,9 @@ def test_codes_and_scales_are_planned_to_the_byte():
     for stage in (0, 1, 3):
         for rank, (ledger, predicted) in enumerate(ranks.run(3, what_is_held, stage)):
             assert ledger == predicted
-            run = simulate(job, ranks=3, rank=rank, stage=stage)
+            run = simulate(of_blocks, ranks=3, rank=rank, stage=stage)
             assert {state: n for state, n in run.ledger.held.items() if n} == ledger["device"]
-    plan = zeroshard.plan(job, ranks=1, stage=0).stages[0]
+    plan = zeroshard.plan(of_blocks, ranks=1, stage=0).stages[0]
     assert (plan.states["m"], plan.states["m_scale"]) == (5197, 4 * (7 + 1 + 12 + 1 + 1 + 1))
 
 

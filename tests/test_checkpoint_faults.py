@@ -52,7 +52,7 @@ def bits(zero):
     return found.hexdigest()
 
 
-def job(steps, **options):
+def after_steps(steps, **options):
     model, optimizer, zero = build("mlp", 3, **options)
     for number in range(steps):
         step("mlp", model, optimizer, number, total=zero.world_size)
@@ -104,9 +104,9 @@ def forked(act):
 
 
 def dies_everywhere(folder, over, stride, how=signal.SIGKILL):
-    _, _, before = job(1)
-    _, _, now = job(2)
-    _, _, reader = job(0)
+    _, _, before = after_steps(1)
+    _, _, now = after_steps(2)
+    _, _, reader = after_steps(0)
     found = {}
     before.save(folder / "old" / "a", extra={"which": "before"})
     now.save(folder / "new" / "a", extra={"which": "now"})
@@ -181,7 +181,7 @@ def test_a_save_that_a_signal_ends_anywhere_leaves_nothing_half_written(ranks, t
 
 def ended_behind(parent):
     """A save stands still behind the training when a child forked from there is ended, and then this process."""
-    _, _, zero = job(1)
+    _, _, zero = after_steps(1)
 
     def ended():
         began = threading.Event()
@@ -208,7 +208,7 @@ def test_a_signal_in_a_save_behind_the_training_leaves_nothing_half_written(rank
 @pytest.mark.parametrize("moment", ["write_manifest", "publish"])
 def test_what_another_thread_still_saves_is_not_published_without_its_files(tmp_path, monkeypatch, moment, over):
     """The end comes to the main thread, or to the one that waits for it, while the saver is before its last rename."""
-    _, _, zero = job(1)
+    _, _, zero = after_steps(1)
     if over:
         zero.save(tmp_path / "a", extra={"which": "before"})
     then = getattr(zeroshard.checkpoint.saving, moment)
@@ -223,7 +223,7 @@ def test_what_another_thread_still_saves_is_not_published_without_its_files(tmp_
 @pytest.mark.row(60)
 @pytest.mark.parametrize("over", [False, True], ids=["fresh", "over"])
 def test_an_end_between_the_rename_and_the_disk_leaves_the_new_one(tmp_path, monkeypatch, over):
-    _, _, zero = job(1)
+    _, _, zero = after_steps(1)
     if over:
         zero.save(tmp_path / "a", extra={"which": "before"})
     sync, seen = files.sync, []
@@ -250,7 +250,7 @@ def interrupted(*_):
 
 def restored(folder):
     """What ends a process outside its saves is again what it was; and what the user has set up stays."""
-    _, _, zero = job(1)
+    _, _, zero = after_steps(1)
     told = []
     signal.signal(signal.SIGHUP, lambda *_: told.append(signal.SIGHUP))
     try:
@@ -279,7 +279,7 @@ def test_a_save_leaves_signals_as_they_were(ranks, tmp_path):
 
 def dies_on(path, victim, number):
     """The victim's save dies; the other rank hears of it."""
-    _, _, zero = job(2)
+    _, _, zero = after_steps(2)
     if zero.rank == victim:
         at_call(number, die)
     try:
@@ -290,14 +290,14 @@ def dies_on(path, victim, number):
 
 
 def saves_first(path):
-    job(1)[2].save(path, extra={"which": "before"})
+    after_steps(1)[2].save(path, extra={"which": "before"})
 
 
 def loads_one_of_both(path):
     """Which of the two is at `path`: all of its bits."""
-    _, _, zero = job(0)
+    _, _, zero = after_steps(0)
     which = zero.load(path).extra["which"]
-    assert bits(zero) == bits(job({"before": 1, "now": 2}[which])[2])
+    assert bits(zero) == bits(after_steps({"before": 1, "now": 2}[which])[2])
     zero.save(path, extra={"which": which})
     return which, names(path.parent)
 
@@ -320,7 +320,7 @@ def test_one_of_two_ranks_killed_in_a_save(ranks, tmp_path):
 
 def dies_behind(path):
     """Rank 1 ends while both write behind the training: what rank 0 is told, and what is left."""
-    _, _, zero = job(1)
+    _, _, zero = after_steps(1)
     zero.save(path, extra={"which": "before"})
     write_tensors = zeroshard.checkpoint.saving.write_tensors
     if zero.rank == 1:
@@ -370,7 +370,7 @@ def leftover(parent, name, *, machine=None, process=None, started=None, age=0.0)
 @pytest.mark.row(37)
 def test_only_dead_saves_leftovers_are_removed(tmp_path):
     """Dead: of a process of this machine that has ended; or of another machine, and not written to for a day."""
-    _, _, zero = job(0)
+    _, _, zero = after_steps(0)
     kept = [
         leftover(tmp_path, "a"),  # this very process could be saving behind the training
         leftover(tmp_path, "a", process=os.getppid(), started=workplace._started(os.getppid())),
@@ -392,7 +392,7 @@ def test_only_dead_saves_leftovers_are_removed(tmp_path):
 @pytest.mark.row(47)
 def test_what_is_no_checkpoint_is_not_replaced(tmp_path):
     """Saving into a folder of other things would remove them."""
-    _, _, zero = job(0)
+    _, _, zero = after_steps(0)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.tex").write_text("years")
     with pytest.raises(CheckpointError, match="would remove what zeroshard did not write"):
@@ -410,7 +410,7 @@ def test_what_is_no_checkpoint_is_not_replaced(tmp_path):
 @pytest.mark.parametrize("when", ["before", "meanwhile", "last moment"])
 def test_what_a_user_put_into_a_checkpoint_stays(tmp_path, monkeypatch, when):
     """keep= leaves that checkpoint whole and says so; a save over it is refused."""
-    _, _, zero = job(0)
+    _, _, zero = after_steps(0)
     old, notes = tmp_path / "a", tmp_path / "a" / "notes.txt"
     for name in "ab":
         zero.save(tmp_path / name)
@@ -445,7 +445,7 @@ def test_what_a_user_put_into_a_checkpoint_stays(tmp_path, monkeypatch, when):
 
 @pytest.mark.row(72)
 def test_a_folder_or_link_that_has_a_checkpoints_file_name_stays(tmp_path):
-    _, _, zero = job(0)
+    _, _, zero = after_steps(0)
     (tmp_path / "a" / "rank00001.safetensors").mkdir(parents=True)
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "rank00001.safetensors").symlink_to(tmp_path)
@@ -460,9 +460,9 @@ def test_a_folder_or_link_that_has_a_checkpoints_file_name_stays(tmp_path):
 
 def fails_everywhere(folder, over, code, stride):
     """Every call into the system fails once, in a save each; then it succeeds."""
-    _, _, before = job(1)
-    _, _, now = job(2)
-    _, _, reader = job(0)
+    _, _, before = after_steps(1)
+    _, _, now = after_steps(2)
+    _, _, reader = after_steps(0)
     path, failed, hidden = folder / "a", 0, 0
     mine = bits(now)
     for number in itertools.count(0, stride):
@@ -518,7 +518,7 @@ def test_each_call_that_fails_publishes_nothing(ranks, tmp_path, over, code):
 
 def meets_a_limit(path, victim, limit):
     """A file of the victim's may not grow beyond `limit` bytes."""
-    model, optimizer, zero = job(1)
+    model, optimizer, zero = after_steps(1)
     zero.save(path, extra={"which": "before"})
     step("mlp", model, optimizer, 1, total=2)
     mine = bits(zero)
@@ -579,7 +579,7 @@ def test_a_full_disk(ranks, tmp_path):
 
 
 def meets_a_lock(path, message):
-    _, _, zero = job(1)
+    _, _, zero = after_steps(1)
     with pytest.raises(CheckpointError, match=message):
         zero.save(path)
     return f"{zero.load(path).extra}"
@@ -596,7 +596,7 @@ def test_a_read_only_folder(ranks, tmp_path):
 @pytest.mark.row(39)
 def test_a_file_system_that_cannot_exchange(tmp_path, monkeypatch):
     """As on some network file systems: saving over a checkpoint is refused there, and to another name works."""
-    _, _, zero = job(1)
+    _, _, zero = after_steps(1)
     zero.save(tmp_path / "a", extra={"n": 1})
 
     def refuse(one, other):
@@ -612,7 +612,7 @@ def test_a_file_system_that_cannot_exchange(tmp_path, monkeypatch):
 
 @pytest.mark.row(39)
 def test_a_parent_that_is_a_file(tmp_path):
-    _, _, zero = job(0)
+    _, _, zero = after_steps(0)
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="Not a directory|File exists"):
         zero.save(tmp_path / "file" / "a")
@@ -631,7 +631,7 @@ class Lying(io.FileIO):
 @pytest.mark.row(42)
 @pytest.mark.parametrize("lost", ["rank00000.safetensors", "manifest.json"])
 def test_a_lost_write_that_reports_success(tmp_path, monkeypatch, lost):
-    _, _, zero = job(1)
+    _, _, zero = after_steps(1)
     if lost == "manifest.json":
         monkeypatch.setattr(files, "open", lambda path, mode, **_: io.TextIOWrapper(Lying(path, mode)), raising=False)
     else:
@@ -652,7 +652,7 @@ def saves_and_reads(path, rounds):
     import ranks
 
     rank = ranks.rank()
-    model, _, zero = job(1)
+    model, _, zero = after_steps(1)
     enough = path.parent / "enough"
     if rank < 2:
         for number in itertools.count():

@@ -22,7 +22,7 @@ import models
 import ranks as rank_processes
 import zeroshard
 from test_checkpoint import build, saves, step
-from test_checkpoint_faults import bits, forked, job, names
+from test_checkpoint_faults import after_steps, bits, forked, names
 from zeroshard.checkpoint import files
 from zeroshard.checkpoint.files import canonical
 from zeroshard.checkpoint.manifest import Saved
@@ -78,7 +78,7 @@ def zeros_in(path, nbytes):
 def test_a_file_much_larger_than_its_tensors_is_refused_before_it_is_read(copy, monkeypatch):
     zeros_in(copy, 4 << 30)
     monkeypatch.setattr(files.Reader, "_check_block", lambda *_: pytest.fail("it was read"))
-    _, _, zero = job(1)
+    _, _, zero = after_steps(1)
     assert "at most" in refuses(zero, copy, match=r"rank00001.safetensors with at most [0-9,]+ bytes, for its tensors")
 
 
@@ -109,7 +109,7 @@ def test_an_index_that_is_none_is_refused_on_every_rank(ranks, tmp_path, content
 
 def flips(path, count):
     """Both ranks load after each flipped bit, wherever it is."""
-    _, _, zero = job(1)
+    _, _, zero = after_steps(1)
     before, generator = bits(zero), random.Random(0)
     right = {name: (path / name).read_bytes() for name in names(path)}
     places = [(name, at) for name, content in right.items() for at in range(len(content))]
@@ -177,7 +177,7 @@ DAMAGE = {  # name: (what it does to the folder, given another run's; what the e
 
 
 def all_refused(folder, other):
-    _, _, zero = job(1)
+    _, _, zero = after_steps(1)
     messages = {}
     for how, (_, message) in DAMAGE.items():
         messages[how] = refuses(zero, folder / how, message)
@@ -323,7 +323,7 @@ def test_only_plain_names_are_opened(copy, monkeypatch, name):
     gc.collect()  # models of earlier tests that end open folders of their own
     plain_open = os.open
     monkeypatch.setattr(files.os, "open", lambda path, *a, **k: (tried.append(path), plain_open(path, *a, **k))[1])
-    refuses(job(0)[2], copy, "file names like rank00000.safetensors")
+    refuses(after_steps(0)[2], copy, "file names like rank00000.safetensors")
     assert set(tried) <= {copy, "manifest.json", "rank00001.safetensors"} | {
         p for p in tried if str(p).startswith("/proc")
     }
@@ -595,7 +595,7 @@ def reset_high_water():
 def meets_forgeries(path, kinds, strict):
     """Each refused, in a limited time, with little memory, and nothing changed."""
     tables = {"bombs": BOMBS, "rng": RNG, "options": OPTIONS, "states": STATES}
-    _, optimizer, zero = job(1)
+    _, optimizer, zero = after_steps(1)
     right = manifest_of(path)
     grown = {}
     for kind in kinds:
@@ -635,7 +635,7 @@ def skips_what_does_not_fit(path):
     skipped = {}
     for name, make in {**OPTIONS, **STATES}.items():
         forge(path, make(right))
-        _, optimizer, zero = job(1)
+        _, optimizer, zero = after_steps(1)
         skipped[name] = zero.load(path, strict=False).skipped
         step("mlp", zero.model, optimizer, 1, total=1)
         assert [type(group["lr"]) for group in optimizer.param_groups] == [float]
@@ -658,7 +658,7 @@ def test_a_manifest_too_long_is_not_read(ranks, copy, nbytes):
 
 
 def meets_length(path):
-    zero = job(1)[2]
+    zero = after_steps(1)[2]
     start = reset_high_water()
     message = refuses(zero, path)
     return high_water() - start, message
@@ -667,7 +667,7 @@ def meets_length(path):
 @pytest.mark.row(52)
 def test_a_manifest_that_could_not_be_read_is_not_written(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "MANIFEST_LIMIT", 30_000)
-    _, _, zero = job(0)
+    _, _, zero = after_steps(0)
     with pytest.raises(CheckpointError, match="the manifest would be too long to be read"):
         zero.save(tmp_path / "a", extra={"long": list(range(10_000))})
     assert names(tmp_path) == []
@@ -684,7 +684,7 @@ def test_the_longest_bombs(ranks, copy):
 
 
 def meets_longest(path):
-    zero = job(1)[2]
+    zero = after_steps(1)[2]
     room = files.MANIFEST_LIMIT - 100
     grown = {}
     for name, make in {
@@ -791,7 +791,7 @@ def meets_mutations(folder, count):
     right = manifest_of(path)
     text = canonical(right).encode()
     known = [place for place in places(right) if place]
-    model, optimizer, zero = job(1)
+    model, optimizer, zero = after_steps(1)
     zero.load(path)
     before = bits(zero)
     seen = {"refused": 0, "loaded": 0, "skipped": 0}
@@ -820,7 +820,7 @@ def meets_mutations(folder, count):
         forge(path, right)
         zero.load(path, strict=False)
         if bits(zero) != before:  # options that are only here stay: as good as new
-            model, optimizer, zero = job(1)
+            model, optimizer, zero = after_steps(1)
             zero.load(path)
             assert bits(zero) == before, (rank, number)
     assert bits(zero) == before
@@ -949,7 +949,7 @@ def test_the_stored_version_1_is_as_it_was():
 @pytest.mark.parametrize("version", [0, 4, 5, 10**6, "1", 1.0, None, [1]])
 def test_another_version_is_refused_by_number(copy, version):
     forge(copy, {**manifest_of(copy), "version": version})
-    text = refuses(job(0)[2], copy, "of a format that is not read here")
+    text = refuses(after_steps(0)[2], copy, "of a format that is not read here")
     assert f"zeroshard checkpoint {version}" in text and "expected: zeroshard checkpoint 1 or 2 or 3" in text
 
 
@@ -960,11 +960,11 @@ def test_strips_that_are_not_the_tensors_are_refused(copy, strips):
     manifest = manifest_of(copy)
     next(entry for entry in manifest["parameters"].values() if len(entry["shape"]) == 2)["strips"] = strips
     forge(copy, {**manifest, "version": 2})
-    assert "damaged" in refuses(job(0)[2], copy)
+    assert "damaged" in refuses(after_steps(0)[2], copy)
 
 
 @pytest.mark.row(54)
 def test_a_future_version_is_refused_before_its_content_is_looked_at(tmp_path):
     """A stored one: all that it shares with versions 1 to 3 is where the number is."""
-    text = refuses(job(0)[2], FIXTURES / "checkpoint-4")
+    text = refuses(after_steps(0)[2], FIXTURES / "checkpoint-4")
     assert "zeroshard checkpoint 4" in text and "the zeroshard that wrote it" in text

@@ -8,7 +8,7 @@ import pytest
 
 import ranks as rank_processes
 from test_checkpoint import joined, loads, same, saves
-from test_checkpoint_faults import job
+from test_checkpoint_faults import after_steps
 from test_checkpoint_forgeries import forge, manifest_of, refuses
 from zeroshard.checkpoint import files, parts
 from zeroshard.checkpoint.files import canonical
@@ -153,7 +153,7 @@ LIES = {
 @pytest.mark.parametrize("lie", LIES)
 def test_a_part_that_lies_is_refused(copy, lie):
     forge_part(copy, 2, LIES[lie](part_of_rank(copy, 2)))
-    assert "damaged" in refuses(job(0)[2], copy)
+    assert "damaged" in refuses(after_steps(0)[2], copy)
 
 
 DAMAGE = {
@@ -173,7 +173,7 @@ def test_a_damaged_file_is_refused_by_whoever_needs_it(copy, damage, which):
     """And found by ranks that each check a share."""
     file = copy / f"rank00002.{which}"
     DAMAGE[damage](file)
-    assert file.name in refuses(job(0)[2], copy)
+    assert file.name in refuses(after_steps(0)[2], copy)
     told = []
     for rank in range(3):
         try:
@@ -188,7 +188,7 @@ def test_a_damaged_file_is_refused_by_whoever_needs_it(copy, damage, which):
 @pytest.mark.parametrize("name", ["rank00006.json", "rank00006.safetensors"])
 def test_a_file_of_another_checkpoint_is_refused(copy, name):
     shutil.copy(copy / name.replace("6", "5"), copy / name)
-    assert "a file of another checkpoint" in refuses(job(0)[2], copy)
+    assert "a file of another checkpoint" in refuses(after_steps(0)[2], copy)
 
 
 def test_few_files_are_open_at_once(checkpoint, monkeypatch):

@@ -133,7 +133,7 @@ def test_a_simulated_rank_is_the_real_one_to_the_byte(case, folder, tmp_path):
     rank = len(str(case)) % case.ranks
     found = outcome(case, folder)[0][rank].ledger
     told = simulate(
-        lambda: scenario.job(case),
+        lambda: scenario.job_of(case),
         ranks=case.ranks,
         rank=rank,
         accumulate=case.micro,
@@ -149,7 +149,7 @@ def test_a_simulated_rank_is_the_real_one_to_the_byte(case, folder, tmp_path):
 @pytest.mark.parametrize("case", params([case for case in CASES if case.of_shapes]), ids=str)
 def test_names_and_shapes_alone_say_what_each_tier_holds(case, folder, tmp_path):
     """Of the rank that holds most: the plan counts what is padded apart."""
-    shapes = {name: [*weight.shape] for name, weight in scenario.job(case)["model"].named_parameters()}
+    shapes = {name: [*weight.shape] for name, weight in scenario.job_of(case)["model"].named_parameters()}
     (tmp_path / "shapes.json").write_text(json.dumps(shapes))
     settings, preset = case.settings(folder), {"fp32": "fp32", "bf16": "zeroshard"}[case.format]
     layout = dataclasses.replace(settings["layout"], recompute=False)  # which changes nothing that rests

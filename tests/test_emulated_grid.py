@@ -113,7 +113,7 @@ def made(stage, dtype, recompute, replicas, bucket_mib=0.0005, offload=None):
     return model, optimizer, zero
 
 
-def trained(model, optimizer, zero):
+def history_and_weights(model, optimizer, zero):
     history = reference.loop(
         model, optimizer, batch, loss, ranks.rank(), ranks.world(), BACKWARDS, steps=STEPS, clip=0.5
     )
@@ -141,7 +141,7 @@ def equal(dtype, replicas, offload, cases, orders, folder):
             device().synchronize()
             device().machine.order = Order(1000 * seed + 100 * stage + 10 * recompute + rank)
             tiers = Offload(**OFFLOADS[offload], path=files)
-            assert_same(trained(*made(stage, DTYPES[dtype], recompute, replicas, offload=tiers)), want)
+            assert_same(history_and_weights(*made(stage, DTYPES[dtype], recompute, replicas, offload=tiers)), want)
 
 
 RANKS = [(1, 1), (2, 1), (2, 2), (3, 1), (4, 2)]  # ranks and replicas
@@ -189,7 +189,7 @@ def in_buckets(dtype, replicas, recompute):
         device().machine.order = Order(100 * seed + rank)
         model, optimizer, zero = made(stage, DTYPES[dtype], recompute, replicas, size)
         assert len(zero.partition.buckets) == SIZES[size]
-        assert_same(trained(model, optimizer, zero), want, (stage, size))
+        assert_same(history_and_weights(model, optimizer, zero), want, (stage, size))
 
 
 @pytest.mark.full

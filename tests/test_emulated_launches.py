@@ -40,7 +40,7 @@ def sharded(stage, dtype, **settings):
     return model, optimizer, zeroshard.shard(model, optimizer, stage=stage, **settings)
 
 
-def trained(model, optimizer, number, backwards=1):
+def one_step(model, optimizer, number, backwards=1):
     for index in range(backwards):
         x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * number + 10 * index + ranks.rank()))
         model(x.to("emu", next(model.parameters()).dtype)).square().sum().backward()
@@ -73,7 +73,7 @@ def first_launches(stage, dtype, comm):
     model, optimizer, _ = sharded(stage, dtype, comm=comm)
     before = kernels.take()
     for number in range(2):
-        trained(model, optimizer, number, backwards=2)
+        one_step(model, optimizer, number, backwards=2)
     return sorted(kernels.take().keys() - before.keys())
 
 
@@ -91,9 +91,9 @@ def launched(stage, dtype, backwards):
     """Kernels and collectives of a step's gathers and sums; how many buckets, and parameters, there are."""
     model, optimizer, zero = sharded(stage, dtype)
     assert zero._engine.layout == Layout().on(accelerator=True)
-    trained(model, optimizer, 0, backwards)
+    one_step(model, optimizer, 0, backwards)
     with emulated.counted() as counts:
-        trained(model, optimizer, 1, backwards)
+        one_step(model, optimizer, 1, backwards)
     found = Counter()
     for (site, name), number in counts.launches.items():
         if site.startswith(SUMMED):

@@ -39,7 +39,7 @@ class Beside(nn.Module):
         return y + z
 
 
-def trained(stage, aside, twice, comm):
+def beside_another_stream(stage, aside, twice, comm):
     torch.manual_seed(0)
     model = Beside(aside, twice).to("emu")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
@@ -67,7 +67,7 @@ CASES = [
 @pytest.mark.parametrize(("world", "stage", "twice", "comm"), CASES)
 def test_a_unit_in_a_stream_of_its_own_comes_after_its_weights(world, stage, twice, comm):
     """The detector finds no race, and the bits are those of one stream."""
-    found = emulated.run(world, trained, stage, True, twice, comm, seed=3)
-    want = emulated.run(world, trained, stage, False, twice, comm, seed=4)
+    found = emulated.run(world, beside_another_stream, stage, True, twice, comm, seed=3)
+    want = emulated.run(world, beside_another_stream, stage, False, twice, comm, seed=4)
     for got, plain in zip(found, want, strict=True):
         reference.assert_same(got, plain)

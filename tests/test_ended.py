@@ -117,7 +117,7 @@ def test_a_thousand_launches_while_models_end(ranks, transport):
     assert ranks.run(2, sums, transport) == [(True, 0, 0)] * 2
 
 
-def trained(seed: int | None, stages, transport: str):
+def one_after_the_other(seed: int | None, stages, transport: str):
     """The weights of models trained one after the other, as a search over settings does; the last one's ends first."""
     comm, found = zeroshard.Comm(transport=transport), {}
     drawn = contextlib.nullcontext() if seed is None else collections_drawn(seed + rank_processes.rank(), 0.002)
@@ -141,8 +141,8 @@ def trained(seed: int | None, stages, transport: str):
 def test_models_trained_one_after_the_other(ranks, transport):
     """Each ends in the middle of a later one's steps; the bits are those of a quiet run."""
     stages = [3, 1, 3, 2, 3, 0, 3]
-    quiet, _ = ranks.run(2, trained, None, stages, transport)
-    for weights in ranks.run(2, trained, 1, stages, transport):
+    quiet, _ = ranks.run(2, one_after_the_other, None, stages, transport)
+    for weights in ranks.run(2, one_after_the_other, 1, stages, transport):
         assert reference.first_difference(weights, quiet) == ""
 
 

@@ -30,7 +30,7 @@ class Blocks(nn.Module):
         return x
 
 
-def trained(stage, steps=3, record=True, **options):
+def of_blocks(stage, steps=3, record=True, **options):
     torch.manual_seed(0)
     model = Blocks()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -50,7 +50,7 @@ def trained(stage, steps=3, record=True, **options):
 
 
 def phases(stage, overlap):
-    _, _, zero = trained(stage, record=False, comm=Comm(overlap=overlap))
+    _, _, zero = of_blocks(stage, record=False, comm=Comm(overlap=overlap))
     ledger = zero.ledger()
     for phase, peak in ledger.phases.items():
         assert sum(peak.held.values()) == peak.total, phase
@@ -80,7 +80,7 @@ def test_the_most_held_in_each_phase(ranks, stage, overlap):
 
 
 def what_gathered_holds():
-    _, _, zero = trained(3, record=False)
+    _, _, zero = of_blocks(3, record=False)
     with zero.gathered():
         pass
     return zero.ledger().phases["gather"].held["gather"], zero.ledger().peak["prefetch"]
@@ -125,7 +125,7 @@ def test_an_exception_leaves_no_phase_behind():
 
 
 def shown_in_a_notebook():
-    _, _, zero = trained(3)
+    _, _, zero = of_blocks(3)
     ledger = zero.ledger()
     want = {f"{state}, device": nbytes for state, nbytes in ledger.tiers["device"].items() if nbytes}
     want |= {f"peak in {phase}, device": peak.total for phase, peak in ledger.phases.items()}
@@ -142,7 +142,7 @@ def test_a_notebook_shows_a_ledger_as_a_table(ranks):
 
 
 def told_to_a_tracker(stage):
-    _, _, zero = trained(stage)
+    _, _, zero = of_blocks(stage)
     ledger, metrics = zero.ledger(), zero.metrics()
     assert {type(value) for value in metrics.values()} == {float}
     said = {name.removeprefix("zeroshard/"): value for name, value in metrics.items()}
@@ -185,7 +185,7 @@ def test_a_tracker_is_told_what_the_ledger_says(ranks):
 
 
 def recorded(stage):
-    _, _, zero = trained(stage)
+    _, _, zero = of_blocks(stage)
     events = zero.events()
     assert all(event.end >= event.start > 0 for event in events), events
     traffic = zero.ledger().traffic
@@ -231,10 +231,10 @@ def test_recomputed_units_are_told_apart(ranks):
 
 
 def test_recording_is_off_by_default_and_bounded():
-    _, _, zero = trained(3, record=False)
+    _, _, zero = of_blocks(3, record=False)
     with pytest.raises(StateError, match=r"zero\.record\(\)"):
         zero.events()
-    model, optimizer, zero = trained(3, record=False)
+    model, optimizer, zero = of_blocks(3, record=False)
     zero.record(7)
     model(torch.ones(2, WIDTH)).sum().backward()
     optimizer.step()
@@ -251,7 +251,7 @@ def test_recording_is_off_by_default_and_bounded():
 def test_recording_changes_no_bit():
     weights = []
     for record in (False, True):
-        model, _, zero = trained(3, record=record)
+        model, _, zero = of_blocks(3, record=record)
         with zero.gathered():
             weights.append(reference.weights(model))
     assert reference.first_difference(*weights) == ""
@@ -360,7 +360,7 @@ def test_the_trace_nests(ranks, tmp_path):
 
 def test_profiler_ranges_carry_the_units_name():
     """torch.profiler shows which unit's gather and forward it is; without a profiler nothing is entered."""
-    model, optimizer, _ = trained(3, record=False)
+    model, optimizer, _ = of_blocks(3, record=False)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         model(torch.ones(2, WIDTH)).sum().backward()
         optimizer.step()
@@ -371,7 +371,7 @@ def test_profiler_ranges_carry_the_units_name():
 
 def test_recording_costs_little():
     """Counted, not timed: a handful of notes per unit and step, each one object in a bounded ring."""
-    _, _, zero = trained(3)
+    _, _, zero = of_blocks(3)
     assert len(zero.events()) <= 16 * LAYERS
     started = time.perf_counter_ns()
     assert zero.events()[0].start < started

@@ -153,7 +153,7 @@ def rows_of(whole, name, at, ep):
 # ----------------------------------------------------------------------------------------------------------------- bits
 
 
-def trained(world, ep, stage, precision, layout, dtype):
+def weights_and_norms(world, ep, stage, precision, layout, dtype):
     model, optimizer, zero = sharded(world, ep, stage, seed=0, precision=precision, layout=layout)
     norms = train(model, optimizer, zero, 3, dtype=dtype)
     return weights(model, zero), norms
@@ -167,7 +167,7 @@ def test_bits_are_those_of_plain_torch_at_every_stage(ranks, world, ep, stage, d
     """Weights and norms, `==`: two backwards a step, divided by all micro-batches, clipped by all rows' norm."""
     want, norms = plain(world, ep, 3, dtype=dtype)
     precision = None if dtype == torch.float32 else Precision(param_dtype=dtype)
-    runs = ranks.run(world, trained, world, ep, stage, precision, {"bucket_mib": 0.001}, dtype)
+    runs = ranks.run(world, weights_and_norms, world, ep, stage, precision, {"bucket_mib": 0.001}, dtype)
     for rank, (found, said) in enumerate(runs):
         assert said == norms
         for name, tensor in found.items():
@@ -738,7 +738,7 @@ def test_the_page_shows_who_has_which_rows(ranks, tmp_path, stage):
 # ------------------------------------------------------------------------------------------------------------- simulated
 
 
-def job():
+def divided():
     model = model_of(0, 2)
     return {
         "model": model,
@@ -762,7 +762,7 @@ def run_of_four(stage):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_simulated_rank_holds_and_moves_what_a_real_one_does(ranks, stage):
     for rank, (held, moved) in enumerate(ranks.run(4, run_of_four, stage)):
-        run = simulate(job, ranks=4, rank=rank, stage=stage, layout=Layout(along=ALONG), mesh={"edp": 2, "ep": 2})
+        run = simulate(divided, ranks=4, rank=rank, stage=stage, layout=Layout(along=ALONG), mesh={"edp": 2, "ep": 2})
         assert {s: n for s, n in run.ledger.held.items() if n and s != "norms"} == held
         traffic = run.ledger.traffic
         assert {verb: (traffic[verb].calls, traffic[verb].sent) for verb in moved} == moved
@@ -771,9 +771,9 @@ def test_a_simulated_rank_holds_and_moves_what_a_real_one_does(ranks, stage):
 @pytest.mark.full
 def test_a_mesh_of_a_thousand_ranks():
     """16 teams of 64 along the axis: what a rank holds of the experts is 1/64 of its rows, of all else 1/1,024."""
-    run = simulate(job, ranks=1024, rank=1023, layout=Layout(along=ALONG), mesh={"edp": 64, "ep": 16})
+    run = simulate(divided, ranks=1024, rank=1023, layout=Layout(along=ALONG), mesh={"edp": 64, "ep": 16})
     assert {(b.size, b.along) for b in run.zero.partition.buckets} == {(64, "edp"), (1024, "")}
     assert run.zero._engine.group.along.seat.part == 15
     assert predict_states(run.zero) == {s: run.ledger.held.get(s, 0) for s in predict_states(run.zero)}
     with pytest.raises(UserError, match="multiply to its ranks"):
-        simulate(job, ranks=1024, layout=Layout(along=ALONG), mesh={"edp": 64, "ep": 8})
+        simulate(divided, ranks=1024, layout=Layout(along=ALONG), mesh={"edp": 64, "ep": 8})

@@ -35,16 +35,16 @@ def how(device, tier="device", *, folder=None, dtype=torch.float32, overlap=True
     }  # fmt: skip
 
 
-def trained(device, stage, tier="device", **options):
+def on(device, stage, tier="device", **options):
     return training.trained(stage, backwards=2, **how(device, tier, **options))
 
 
 def like_stage_0(device, folder, tier, dtype):
     """With its states in the same tier, where that is stepped by another processor: their AdamW are other arithmetic."""
-    want = trained(device, 0, "device" if device == "cpu" else tier, folder=folder, dtype=dtype)
+    want = on(device, 0, "device" if device == "cpu" else tier, folder=folder, dtype=dtype)
     for stage in STAGES:
         for overlap in (True, False):
-            got = trained(device, stage, tier, folder=folder, dtype=dtype, overlap=overlap)
+            got = on(device, stage, tier, folder=folder, dtype=dtype, overlap=overlap)
             assert got[0] == want[0], f"losses and norms at stage {stage}"
             reference.assert_same(got[1], want[1])
 

@@ -70,7 +70,7 @@ def everything(model, optimizers, zero):
     return [*weights, *(value.clone() for value in states if isinstance(value, torch.Tensor) and not value.is_meta)]
 
 
-def trained(early, name, options, make, settings):
+def with_schedules(early, name, options, make, settings):
     """Of three steps with schedules: losses, weights and states."""
     parts = sharded(early, name, options, make, **settings)
     schedules = [torch.optim.lr_scheduler.LambdaLR(each, lambda step: 1 / (1 + step)) for each in parts[1]]
@@ -91,7 +91,7 @@ WAYS = {
 def test_bits_of_the_ordinary_step(way, world, stage):
     name, make, settings = WAYS[way]
     early, ordinary = (
-        ranks.run(world, trained, each, name, {}, make, settings | {"stage": stage}) for each in (True, False)
+        ranks.run(world, with_schedules, each, name, {}, make, settings | {"stage": stage}) for each in (True, False)
     )
     for (losses, tensors), (want, others) in zip(early, ordinary, strict=True):
         assert losses == want
@@ -121,7 +121,7 @@ UNEQUAL = {
 
 def drawn_late(seed, *args):
     with test_delays.delays(seed):
-        return trained(*args)
+        return with_schedules(*args)
 
 
 MEETING = [(which, at, "a team each") for at in STAGES for which in UNEQUAL]
@@ -138,8 +138,8 @@ def test_replicas_of_unequal_shards_meet_in_one_order(which, at, how, late):
     """Whoever has no part of a bucket has nothing to hand on, and comes to what follows as late as the others."""
     make, layout = UNEQUAL[which]
     settings = {"stage": at, "comm": replace(REPLICAS[how], timeout=20.0), "layout": layout}
-    want = ranks.run(4, trained, False, "gpt", {}, make, settings)
-    early = partial(drawn_late, 1, True) if late else partial(trained, True)
+    want = ranks.run(4, with_schedules, False, "gpt", {}, make, settings)
+    early = partial(drawn_late, 1, True) if late else partial(with_schedules, True)
     for (losses, tensors), (its, others) in zip(ranks.run(4, early, "gpt", {}, make, settings), want, strict=True):
         assert losses == its
         assert [torch.equal(a, b) for a, b in zip(tensors, others, strict=True)] == [True] * len(others)

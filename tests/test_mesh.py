@@ -24,7 +24,7 @@ STAGES = (0, 1, 2, 3)
 MESHES = ((2, 2), (3, 3), (4, 2), (4, 4))  # ranks, replicas
 
 
-def job(stage, replicas, *, group=None, optimizer=torch.optim.AdamW, **options):
+def replicated(stage, replicas, *, group=None, optimizer=torch.optim.AdamW, **options):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 24), nn.GELU(), nn.Linear(24, 16), nn.Linear(16, 5))
     one = optimizer(model.parameters(), lr=1e-2)
@@ -66,7 +66,9 @@ def in_tier(replicas, tier, folder):
     offload = Offload(optimizer=tier, gradients=tier, parameters=tier, **path)
     found = []
     for stage in STAGES:
-        model, optimizer, zero = job(stage, replicas, offload=offload, precision=Precision(param_dtype=torch.bfloat16))
+        model, optimizer, zero = replicated(
+            stage, replicas, offload=offload, precision=Precision(param_dtype=torch.bfloat16)
+        )
         for step in range(2):
             for backward in range(2):
                 data = torch.Generator().manual_seed(100 * step + 10 * backward + zero.rank)
@@ -98,7 +100,7 @@ def test_overlap_changes_no_bit_of_a_relay(options):
 def added_up(replicas):
     found = []
     for stage in STAGES:
-        model, optimizer, zero = job(stage, replicas)
+        model, optimizer, zero = replicated(stage, replicas)
         for step in range(2):
             data = torch.Generator().manual_seed(100 * step + zero.rank)
             with zero.no_sync():
@@ -123,7 +125,7 @@ def test_no_sync_is_the_same_with_replicas(ranks):
 
 
 def moved(stage, replicas):
-    model, optimizer, zero = job(stage, replicas, layout=Layout(units=()))
+    model, optimizer, zero = replicated(stage, replicas, layout=Layout(units=()))
     train(model, optimizer, zero, 1)
     traffic = zero.ledger().traffic
     (bucket,) = zero.partition.buckets
@@ -164,7 +166,7 @@ def test_a_rank_holds_what_a_rank_of_a_smaller_run_holds(ranks, stage):
 
 
 def held(stage, replicas):
-    model, optimizer, zero = job(stage, replicas)
+    model, optimizer, zero = replicated(stage, replicas)
     train(model, optimizer, zero, 1)
     kept = ("parameters", "gradients", "master", "exp_avg", "exp_avg_sq", "step")
     states = {state: zero.ledger().held.get(state, 0) for state in kept}
@@ -175,7 +177,7 @@ def held(stage, replicas):
 
 
 def save(stage, replicas, folder):
-    model, optimizer, zero = job(stage, replicas)
+    model, optimizer, zero = replicated(stage, replicas)
     train(model, optimizer, zero, 2)
     zero.save(folder)
     train(model, optimizer, zero, 1, first=2)
@@ -183,7 +185,7 @@ def save(stage, replicas, folder):
 
 
 def resume(stage, replicas, folder, world):
-    model, optimizer, zero = job(stage, replicas)
+    model, optimizer, zero = replicated(stage, replicas)
     zero.load(folder)
     if zero.world_size == world:
         train(model, optimizer, zero, 1, first=2)
@@ -215,7 +217,7 @@ def job_model():
 
 
 def flipped(stage, what):
-    model, optimizer, zero = job(stage, 2)
+    model, optimizer, zero = replicated(stage, 2)
     train(model, optimizer, zero, 1)
     zero.check_replicas()
     if zero.rank == 3:
@@ -239,7 +241,7 @@ def test_a_flipped_bit_in_one_replica_is_named(ranks, what, stage):
 
 
 def edited(stage):
-    model, _, zero = job(stage, 2)
+    model, _, zero = replicated(stage, 2)
     messages = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
@@ -264,7 +266,7 @@ def test_of_edits_that_differ_rank_0_s_count(ranks, stage):
 
 def by_mesh(shape):
     mesh = init_device_mesh("cpu", shape)
-    model, optimizer, zero = job(3, None, group=mesh)
+    model, optimizer, zero = replicated(3, None, group=mesh)
     train(model, optimizer, zero, 2)
     return zero.replicas, zero.partition.ranks, weights(model, zero)
 
@@ -305,7 +307,7 @@ def test_a_mesh_that_cannot_be_is_refused(ranks, which):
 
 def given_differently():
     with pytest.raises(PeerError) as caught:
-        job(2, 2 if ranks_of_test() else 4)
+        replicated(2, 2 if ranks_of_test() else 4)
     return str(caught.value)
 
 
@@ -322,7 +324,7 @@ def test_ranks_that_are_given_different_meshes_say_so_at_once(ranks):
 
 
 def spoiled():
-    model, optimizer, zero = job(2, 2, precision=Precision(nonfinite="raise"))
+    model, optimizer, zero = replicated(2, 2, precision=Precision(nonfinite="raise"))
     train(model, optimizer, zero, 1)
     x = torch.ones(4, 16)
     if zero.rank == 2:
@@ -338,7 +340,7 @@ def test_a_rank_of_another_replica_is_named_for_its_nan(ranks):
 
 
 def interrupted(stage, replicas, at):
-    model, optimizer, zero = job(stage, replicas)
+    model, optimizer, zero = replicated(stage, replicas)
     train(model, optimizer, zero, 1)
     if zero.rank == at:
         handle = model[0].register_full_backward_hook(raises)
@@ -370,7 +372,7 @@ def test_a_backward_that_raised_on_one_rank_can_be_tried_again(ranks, stage, at)
 
 
 def killed(stage):
-    model, optimizer, zero = job(stage, 2)
+    model, optimizer, zero = replicated(stage, 2)
     train(model, optimizer, zero, 1)
     if zero.rank == 3:
         import os

@@ -451,7 +451,7 @@ def test_waits_for_the_device_are_so_many(stages):
 # --- their bits -----------------------------------------------------------------------------------------------------------
 
 
-def trained(where, stage, settings):
+def three_steps(where, stage, settings):
     model = Wider(16).to(where)
     adam, zero = shard(model, stage, **settings)
     for number in range(3):
@@ -468,7 +468,7 @@ BITS = {name: settings for name, (settings, _) in {**NEVER, **ASKING}.items()} |
 
 def compared(stages):
     for name, stage in ((name, stage) for name in BITS for stage in stages if (name, stage) != ("split", 3)):
-        reference.assert_same(trained("emu", stage, BITS[name]), trained("cpu", stage, BITS[name]))
+        reference.assert_same(three_steps("emu", stage, BITS[name]), three_steps("cpu", stage, BITS[name]))
 
 
 @pytest.mark.full

@@ -56,7 +56,7 @@ def weights(model, zero):
         return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def trained(ep, stage, options, backwards=1, local=False):
+def tokens_sent(ep, stage, options, backwards=1, local=False):
     model, optimizer, zero = moe().sharded(ep, stage, **options)
     for step in range(1, STEPS + 1):
         for backward in range(backwards):
@@ -87,7 +87,7 @@ def alike(found, want):
 def test_apart_any_number_of_groups_has_the_bits_of_one_plain_process(ranks, backwards, world, ep, stage):
     """Each source's tokens multiplied apart, and their gradients added up in the order of all ranks: EP = 1, 2, 4 and
     one process, `==`, after steps of one backward and of two."""
-    told = ranks.run(world, trained, ep, stage, {"layout": {"bucket_mib": 0.05}}, backwards)
+    told = ranks.run(world, tokens_sent, ep, stage, {"layout": {"bucket_mib": 0.05}}, backwards)
     assert alike(whole(told, ep), plain(world, backwards))
 
 
@@ -95,7 +95,7 @@ def test_apart_any_number_of_groups_has_the_bits_of_one_plain_process(ranks, bac
 @pytest.mark.row(94)
 def test_without_it_another_number_of_groups_has_other_bits(ranks):
     """Else the test above would say nothing: the same products, their gradients added up group by group."""
-    told = ranks.run(4, trained, 2, 3, {"apart": False})
+    told = ranks.run(4, tokens_sent, 2, 3, {"apart": False})
     found, want = whole(told, 2), plain(4)
     assert not alike(found, want)
     assert all(torch.allclose(found[name], want[name], atol=1e-2) for name in want)
@@ -107,7 +107,7 @@ def test_without_it_another_number_of_groups_has_other_bits(ranks):
 def test_grouped_the_bits_are_equal_over_stages_and_buckets(ranks, ep):
     """One product for each expert over all sources' tokens, at one number of groups."""
     runs = [
-        whole(ranks.run(4, trained, ep, stage, {"apart": False, "layout": {"bucket_mib": size}}), ep)
+        whole(ranks.run(4, tokens_sent, ep, stage, {"apart": False, "layout": {"bucket_mib": size}}), ep)
         for stage, size in ((0, 24), (1, 0.05), (2, 24), (3, 0.05), (3, 24))
     ]
     assert all(alike(each, runs[0]) for each in runs)
@@ -117,9 +117,9 @@ def test_grouped_the_bits_are_equal_over_stages_and_buckets(ranks, ep):
 def test_sums_of_no_sync_stay_apart(ranks):
     """Two micro-batches are added up on each rank, source by source, and sent once: EP 2 and 4 as EP 1."""
     for stage in (1, 3):
-        one = whole(ranks.run(4, trained, 1, stage, {}, 2, True), 1)
+        one = whole(ranks.run(4, tokens_sent, 1, stage, {}, 2, True), 1)
         for ep in (2, 4):
-            assert alike(whole(ranks.run(4, trained, ep, stage, {}, 2, True), ep), one)
+            assert alike(whole(ranks.run(4, tokens_sent, ep, stage, {}, 2, True), ep), one)
 
 
 def saved(folder):

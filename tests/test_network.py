@@ -102,7 +102,7 @@ def network(tmp_path):
         yield made
 
 
-def job(stage: int, out: Path, steps: int) -> list[str]:
+def options_of(stage: int, out: Path, steps: int) -> list[str]:
     return [
         "--stage",
         f"{stage}",
@@ -121,7 +121,7 @@ def job(stage: int, out: Path, steps: int) -> list[str]:
 
 def alone(stage: int, out: Path, steps: int) -> bytes:
     """The weights of a run of two ranks that talk over the loopback."""
-    command = [sys.executable, "-m", "zeroshard", "train", "--ranks", "2", *job(stage, out, steps)]
+    command = [sys.executable, "-m", "zeroshard", "train", "--ranks", "2", *options_of(stage, out, steps)]
     done = subprocess.run(
         command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200
     )
@@ -138,7 +138,7 @@ def test_lost_doubled_reordered_and_late_packets_change_nothing_but_time(network
     """Training, a save that a signal asks of one rank, a load and the rest of the run: the bits of an undisturbed run."""
     wanted, out = alone(stage, tmp_path / "alone", 6), tmp_path / "run"
     network.link.set(**FAULTS[faults])
-    network.train(*job(stage, out, 6))
+    network.train(*options_of(stage, out, 6))
     network.until_saved(out, 2, 300.0)
     network.processes[1].send_signal(signal.SIGTERM)
     codes = network.ended(300.0)
@@ -156,7 +156,7 @@ def test_lost_doubled_reordered_and_late_packets_change_nothing_but_time(network
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_partition_that_heals_in_time_changes_nothing(network, tmp_path, stage):
     wanted, out = alone(stage, tmp_path / "alone", 30), tmp_path / "run"
-    network.train(*job(stage, out, 30))
+    network.train(*options_of(stage, out, 30))
     for step in (2, 10, 20):
         network.until_saved(out, step, 120.0)
         network.link.set(cut=True)
@@ -173,7 +173,7 @@ def test_a_partition_that_lasts_is_named_on_both_sides_and_the_run_goes_on_from_
     network, tmp_path, stage
 ):
     wanted, out = alone(stage, tmp_path / "alone", 30), tmp_path / "run"
-    network.train(*job(stage, out, 30), timeout=6.0)
+    network.train(*options_of(stage, out, 30), timeout=6.0)
     network.until_saved(out, 10, 120.0)
     network.link.set(cut=True)
     assert network.ended(30.0) == [1, 1], network.said()

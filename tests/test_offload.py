@@ -69,7 +69,7 @@ def step(*args, clip=True, backwards=2):
     return training.step(*args, clip=0.5 if clip else None, backwards=backwards)
 
 
-def trained(stage, settings, **options):
+def in_tiers(stage, settings, **options):
     return training.trained(stage, steps=2, backwards=2, **how(settings, **options))
 
 
@@ -102,8 +102,8 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_elementwise_optimizer_keeps_its_states_in_files(name, tmp_path):
     settings = offload(tmp_path, **ON_DISK)
-    got = trained(3, settings, optimizer=OPTIMIZERS[name])
-    same(got, trained(3, None, optimizer=OPTIMIZERS[name]))
+    got = in_tiers(3, settings, optimizer=OPTIMIZERS[name])
+    same(got, in_tiers(3, None, optimizer=OPTIMIZERS[name]))
     assert not set(got[2]["device"]) - {"norms"}
 
 
@@ -180,7 +180,7 @@ class Twice(torch.optim.AdamW):
 @pytest.mark.parametrize("fields", [{"optimizer": "cpu"}, ON_DISK], ids=["cpu", "nvme"])
 def test_an_optimizer_whose_step_calls_its_classs_own(fields, tmp_path):
     make = partial(Twice, lr=1e-2, fused=True)
-    same(trained(3, offload(tmp_path, **fields), optimizer=make), trained(3, None, optimizer=make))
+    same(in_tiers(3, offload(tmp_path, **fields), optimizer=make), in_tiers(3, None, optimizer=make))
 
 
 class Failing(torch.optim.AdamW):
@@ -228,7 +228,7 @@ def test_a_step_that_raised_can_be_repeated(world, tmp_path):
 @pytest.mark.parametrize("at", range(4))
 def test_a_step_can_be_repeated_that_an_interrupt_ended_in_a_buffer_for_files(at, tmp_path, monkeypatch):
     """A buffer was kept that had memory and no view of it: its next use was a TypeError."""
-    want = trained(1, offload(tmp_path, **ON_DISK))
+    want = in_tiers(1, offload(tmp_path, **ON_DISK))
     model, optimizer, zero = start(1, offload(tmp_path, **ON_DISK))
     made, raw = itertools.count(), nvme.raw
 
@@ -334,7 +334,7 @@ def test_whole_tensor_optimizers_step_bucket_by_bucket(tmp_path):
 
 
 def test_each_state_is_held_in_its_tier(tmp_path):
-    _, weights, held = trained(3, offload(tmp_path, parameters="cpu", gradients="cpu", optimizer="nvme"))
+    _, weights, held = in_tiers(3, offload(tmp_path, parameters="cpu", gradients="cpu", optimizer="nvme"))
     model, _, zero = start(3, None)
     numel = sum(bucket.numel for bucket in zero.partition.buckets)
     assert held["host"].pop("step") == 4 * len(list(model.parameters()))
@@ -606,9 +606,9 @@ def test_without_direct_io_states_go_through_the_cache_and_it_is_said_once(tmp_p
         return real(descriptor, command, argument)
 
     monkeypatch.setattr(fcntl, "fcntl", refuse)
-    got = trained(3, offload(tmp_path, optimizer="nvme"))
+    got = in_tiers(3, offload(tmp_path, optimizer="nvme"))
     monkeypatch.undo()
-    same(got, trained(3, None))
+    same(got, in_tiers(3, None))
     said = [record.getMessage() for record in caplog.records if "direct I/O" in record.getMessage()]
     assert len(said) == 1
 

@@ -192,7 +192,7 @@ CASES = [
 ]
 
 
-def trained(build, setting, want, warm=0, steps=3, stages=STAGES):
+def differences(build, setting, want, warm=0, steps=3, stages=STAGES):
     """{(stage, layout): difference}, of those that differ, after `steps` steps."""
     found = {}
     for stage in stages:
@@ -233,7 +233,7 @@ def test_every_state_has_the_dtype_it_was_given(build, setting, stage):
         apart.average()
         apart.optimizer.step()
         apart.write_back()
-    assert ranks.run(3, trained, build, setting, apart.found(), stages=(stage,)) == [{}] * 3
+    assert ranks.run(3, differences, build, setting, apart.found(), stages=(stage,)) == [{}] * 3
 
 
 @pytest.mark.full
@@ -246,7 +246,7 @@ def test_a_stepped_optimizer_keeps_its_state_in_another_precision(build, setting
         apart.average()
         apart.optimizer.step()
         apart.write_back()
-    assert ranks.run(2, trained, build, setting, apart.found(), 2) == [{}] * 2
+    assert ranks.run(2, differences, build, setting, apart.found(), 2) == [{}] * 2
 
 
 EVERYWHERE = {setting: precision for setting, precision in SETTINGS.items() if not precision.keep}

@@ -44,7 +44,7 @@ class Blocks(nn.Module):
         return self.head(x).square().mean()
 
 
-def job(by_hand: bool = False):
+def blocks(by_hand: bool = False):
     torch.manual_seed(0)
     return {
         "model": Blocks(by_hand),
@@ -54,9 +54,9 @@ def job(by_hand: bool = False):
     }
 
 
-def trained(stage, recompute, by_hand=False):
+def recomputed(stage, recompute, by_hand=False):
     """Weights and losses after three steps, and what the last one did: recomputations, gathers, bytes sent, peaks."""
-    parts = job(by_hand)
+    parts = blocks(by_hand)
     model, optimizer = parts["model"], parts["optimizer"](parts["model"].parameters())
     zero = zeroshard.shard(model, optimizer, stage=stage, layout=Layout(recompute=recompute))
     torch.manual_seed(7 + ranks.rank())
@@ -80,8 +80,8 @@ def trained(stage, recompute, by_hand=False):
 
 @pytest.mark.parametrize("stage", selection.STAGES)
 def test_the_same_bits_messages_and_peaks_as_with_torchs_own_checkpoint_around_each_block(stage):
-    for rank, plain in enumerate(ranks.run(2, trained, stage, False)):
-        again, by_hand = (ranks.run(2, trained, stage, *how)[rank] for how in ((True,), (False, True)))
+    for rank, plain in enumerate(ranks.run(2, recomputed, stage, False)):
+        again, by_hand = (ranks.run(2, recomputed, stage, *how)[rank] for how in ((True,), (False, True)))
         assert again[0] == plain[0] == by_hand[0]
         assert all(torch.equal(a, b) for a, b in zip(again[1], plain[1], strict=True))
         assert again[2:] == by_hand[2:]
@@ -91,16 +91,16 @@ def test_the_same_bits_messages_and_peaks_as_with_torchs_own_checkpoint_around_e
 
 
 def test_only_the_units_named_run_again():
-    (losses, _, found, _), _ = ranks.run(2, trained, 3, ("blocks.[02]",))
+    (losses, _, found, _), _ = ranks.run(2, recomputed, 3, ("blocks.[02]",))
     assert [unit for verb, unit, _ in found if verb == "recompute"] == ["blocks.2", "blocks.0"]
-    assert losses == ranks.run(2, trained, 3, False)[0][0]
+    assert losses == ranks.run(2, recomputed, 3, False)[0][0]
 
 
 @pytest.mark.full
 def test_activations_are_planned_as_with_torchs_own_checkpoint():
     plain, again, by_hand = (
         simulate(make, ranks=2, layout=Layout(recompute=recompute))
-        for make, recompute in ((job, False), (job, True), (lambda: job(by_hand=True), False))
+        for make, recompute in ((blocks, False), (blocks, True), (lambda: blocks(by_hand=True), False))
     )
     assert again.activations == by_hand.activations < plain.activations / 3
     assert again.ledger.phases == by_hand.ledger.phases

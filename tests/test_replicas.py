@@ -37,7 +37,7 @@ def made(stage, optimizer=torch.optim.AdamW, **options):
     return model, one, zero
 
 
-def trained(model, optimizer):
+def one_step(model, optimizer):
     model(torch.ones(2, 16)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -54,7 +54,7 @@ ASKS = {
 
 def loaded_on_one(stage, ask, folder, precision, offload):
     model, optimizer, zero = made(stage, precision=precision, offload=offload)
-    trained(model, optimizer)
+    one_step(model, optimizer)
     ASKS[ask](zero, folder / "first")
     if zero.rank == 1:
         with torch.no_grad():
@@ -93,7 +93,7 @@ def test_replicas_in_other_tiers_are_compared_too(ranks, tmp_path):
 def noisy(stage, offload, folder):
     model, optimizer, zero = made(stage, Noisy, offload=offload)
     zero.check_replicas()
-    trained(model, optimizer)
+    one_step(model, optimizer)
     if stage:
         zero.save(folder)
         return ""
@@ -112,7 +112,7 @@ def test_an_optimizer_that_draws_its_own_numbers_is_named_where_it_is_replicated
 
 def lone_state(kind):
     model, optimizer, zero = made(0)
-    trained(model, optimizer)
+    one_step(model, optimizer)
     if zero.rank == 1:
         state = optimizer.state[optimizer.param_groups[0]["params"][0]]
         if kind == "an element":
@@ -154,7 +154,7 @@ def edited_alone():
         model(torch.ones(2, 16))
     with zero.gathered(write_from=0):
         pass
-    trained(model, optimizer)
+    one_step(model, optimizer)
     zero.check_replicas()
 
 
@@ -165,7 +165,7 @@ def test_an_edit_of_one_ranks_copy_is_named_at_the_next_forward(ranks):
 
 def counted(stage):
     model, optimizer, zero = made(stage)
-    trained(model, optimizer)
+    one_step(model, optimizer)
     zero.record()
     before = sum(each.calls for verb, each in zero.ledger().traffic.items() if verb == "control")
     zero.check_replicas()
@@ -187,18 +187,18 @@ def test_a_check_takes_two_small_meetings_and_is_in_the_record(ranks, stage):
 def written_on_one(stage):
     """What each rank hears when rank 1 alone writes weights outside `gathered()`, and whether the remedy works."""
     model, optimizer, zero = made(stage)
-    trained(model, optimizer)
+    one_step(model, optimizer)
     with torch.no_grad():
         if zero.rank == 1:
             model[1].weight.zero_()
         model(torch.ones(2, 16))  # an evaluation compares nothing, and hides nothing
     with pytest.raises(PeerError) as caught:
-        trained(model, optimizer)
+        one_step(model, optimizer)
     with pytest.raises(PeerError):  # not only once
-        trained(model, optimizer)
+        one_step(model, optimizer)
     with zero.gathered(write_from=0):
         pass
-    trained(model, optimizer)
+    one_step(model, optimizer)
     zero.check_replicas()
     return str(caught.value)
 

@@ -110,7 +110,7 @@ class Deep(nn.Module):
         return self.head(x)
 
 
-def job():
+def deep():
     torch.manual_seed(0)
     return {
         "model": Deep(),
@@ -128,7 +128,7 @@ def test_bytes_held_are_those_planned(warm, command, world, more, monkeypatch):
     nothing that arrives."""
     monkeypatch.chdir(Path(__file__).parent)
     options = ["--ranks", str(world), "--check", "--transport", "shared", *more]
-    code, out, error = command("plan", "test_shared_memory:job", *options)
+    code, out, error = command("plan", "test_shared_memory:deep", *options)
     assert code == 0, out + error
 
 
@@ -146,7 +146,7 @@ def test_what_shapes_plan_bounds_what_is_held(tmp_path, stage, no_sync):
     )
     options = {"accumulate": 2, "no_sync": no_sync}
     found = plan(shapes=shapes, ranks=4, stage=stage, preset="fp32", comm=Comm(transport="shared"), **options).stages[0]
-    run = simulate(job, ranks=4, rank=found.rank, stage=stage, comm=SHARED, **options)
+    run = simulate(deep, ranks=4, rank=found.rank, stage=stage, comm=SHARED, **options)
     held = {
         phase: sum(most.held.get(state, 0) for state in ("reduce", "lent")) for phase, most in run.ledger.phases.items()
     }
@@ -339,7 +339,7 @@ def test_bytes_of_one_copy_are_those_planned(warm, command, stage_of_plan, monke
     """At rest and at every peak, to the byte."""
     monkeypatch.chdir(Path(__file__).parent)
     options = ["--ranks", "2", "--stage", stage_of_plan, "--check", "--offload-parameters", "shared"]
-    code, out, error = command("plan", "test_shared_memory:job", *options)
+    code, out, error = command("plan", "test_shared_memory:deep", *options)
     assert code == 0, out + error
 
 
@@ -474,7 +474,7 @@ def test_one_copy_is_refused_where_it_would_be_wrong(options, says):
 # --- what else there is -------------------------------------------------------------------------------------------------
 
 
-def trained(folder: str, transport: str, offload: Offload):
+def saved_or_loaded(folder: str, transport: str, offload: Offload):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -495,8 +495,8 @@ def test_checkpoints_and_tiers_are_the_same(ranks, tmp_path, where):
     """What ranks that share memory have saved others load, and go on with the same bits; wherever states rest."""
     path = {"path": tmp_path / "states"} if where == "nvme" else {}
     offload = Offload(parameters=where, gradients=where, optimizer=where, **path)
-    first = ranks.run(2, trained, str(tmp_path / "ckpt"), "shared", offload)
-    second = ranks.run(1, trained, str(tmp_path / "ckpt"), "gloo", Offload(), group=False)
+    first = ranks.run(2, saved_or_loaded, str(tmp_path / "ckpt"), "shared", offload)
+    second = ranks.run(1, saved_or_loaded, str(tmp_path / "ckpt"), "gloo", Offload(), group=False)
     for weights in first:
         assert reference.first_difference(weights, second[0]) == ""
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import zeroshard
-from test_mesh import job, job_model, train, weights
+from test_mesh import job_model, replicated, train, weights
 from zeroshard import Comm, Layout, Precision, sharded
 from zeroshard.errors import PeerError, UserError
 from zeroshard.planner import predict_states
@@ -99,7 +99,7 @@ def test_edits_are_compared_when_they_have_arrived(ranks):
 
 
 def averaged(stage, how):
-    model, optimizer, zero = (spread if how == "all" else job)(stage, 2)
+    model, optimizer, zero = (spread if how == "all" else replicated)(stage, 2)
     average = zero.average(0.5)
     for step in range(2):
         train(model, optimizer, zero, 1, first=step)

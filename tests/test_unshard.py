@@ -27,7 +27,7 @@ def made(kind="adamw"):
     return model, ROWS[kind](model.parameters(), lr=0.01)
 
 
-def trained(model, optimizer, numbers):
+def four_a_step(model, optimizer, numbers):
     """Four micro-batches a step, however many ranks there are; of a plain model all of them on this one."""
     sharded = any(hasattr(parameter, "_zeroshard") for parameter in model.parameters())
     world, rank = (ranks.world(), ranks.rank()) if sharded else (1, 0)
@@ -54,7 +54,7 @@ def state_of(model, optimizer):
 
 def plain(kind, steps):
     model, optimizer = made(kind)
-    trained(model, optimizer, range(steps))
+    four_a_step(model, optimizer, range(steps))
     return state_of(model, optimizer)
 
 
@@ -77,7 +77,7 @@ def unsharded(kind, stage, folder, **settings):
         settings = {"offload": Offload(optimizer="nvme", parameters="nvme", path=folder)}
     zero = zeroshard.shard(model, optimizer, stage=stage, **settings)
     engine, bucket = weakref.ref(zero._engine), weakref.ref(zero._engine.buffers[0])
-    trained(model, optimizer, range(2))
+    four_a_step(model, optimizer, range(2))
     gc.disable()
     zero.unshard()
     gone = engine() is None, bucket() is None
@@ -88,7 +88,7 @@ def unsharded(kind, stage, folder, **settings):
     with pytest.raises(StateError, match="this model was unsharded") as refused:
         zero.gathered().__enter__()
     again = zeroshard.shard(model, optimizer, stage=(stage + 2) % 4)
-    trained(model, optimizer, range(2, 3))
+    four_a_step(model, optimizer, range(2, 3))
     again.unshard()
     return gone, left, at_two, whose, str(refused.value), state_of(model, optimizer), repr(zero)
 
@@ -119,7 +119,7 @@ def there_and_back(stages, **settings):
     number = itertools.count()
     for stage in stages:
         zero = None if stage is None else zeroshard.shard(model, optimizer, stage=stage, **settings)
-        trained(model, optimizer, [next(number)])
+        four_a_step(model, optimizer, [next(number)])
         scheduler.step()
         if zero is not None:
             zero.unshard()
@@ -143,7 +143,7 @@ def in_bf16_all_along():
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
     zero = zeroshard.shard(model, optimizer, stage=3, precision=Precision(param_dtype=torch.bfloat16, cast_inputs=True))
     for number in range(3):
-        trained(model, optimizer, [number])
+        four_a_step(model, optimizer, [number])
         scheduler.step()
     zero.unshard()
     return state_of(model, optimizer)
@@ -160,9 +160,9 @@ def trains_in_another_dtype():
     """Autograd knew the parameters as bfloat16, and knows them as fp32 now."""
     model, optimizer = made()
     zero = zeroshard.shard(model, optimizer, precision=Precision(param_dtype=torch.bfloat16, cast_inputs=True))
-    trained(model, optimizer, range(1))
+    four_a_step(model, optimizer, range(1))
     zero.unshard()
-    trained(model, optimizer, range(1, 2))
+    four_a_step(model, optimizer, range(1, 2))
     return {parameter.dtype for parameter in model.parameters()}
 
 
@@ -217,7 +217,7 @@ def inside():
     zero = zeroshard.shard(model, optimizer, stage=3)
     with zero.gathered(), pytest.raises(StateError, match=r"unsharding inside forward, backward or gathered\(\)"):
         zero.unshard()
-    trained(model, optimizer, range(1))
+    four_a_step(model, optimizer, range(1))
     optimizer.param_groups[0]["params"][0].grad = None
     for each in optimizer.state.values():
         each[3] = torch.zeros(())
@@ -225,7 +225,7 @@ def inside():
         zero.unshard()
     for each in optimizer.state.values():
         del each[3]
-    trained(model, optimizer, range(1, 2))
+    four_a_step(model, optimizer, range(1, 2))
     zero.unshard()
     return str(refused.value), state_of(model, optimizer)
 

@@ -73,7 +73,7 @@ def optimizers_of(kind, model):
 KINDS = ("Muon", "Muon of one", "Shampoo", "Adafactor")
 
 
-def trained(engine, kind, layout):
+def trained_whole(engine, kind, layout):
     model = models.build("mlp", sizes=SIZES)
     optimizers = optimizers_of(kind, model)
     engine.shard(model, optimizers, layout=layout)
@@ -91,14 +91,14 @@ def trained(engine, kind, layout):
 )
 def test_whole_matrices_equal_plain_torch(kind, world):
     """At stages 0-3 on 1 to 4 ranks, weights and every state have the bits of the plain process."""
-    check(trained, kind, None, world=world)
+    check(trained_whole, kind, None, world=world)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("bounds", ["model", "tensor"])
 def test_other_bounds_cut_the_rest(bounds):
     for kind in KINDS:
-        check(trained, kind, Layout(bounds=bounds, bucket_mib=0.002))
+        check(trained_whole, kind, Layout(bounds=bounds, bucket_mib=0.002))
 
 
 def held(zero):
@@ -204,7 +204,7 @@ def test_checkpoints_of_whole_matrices_load_at_any_ranks_and_stage(kind, tmp_pat
 # ------------------------------------------------------------------------------------------------------------- planner
 
 
-def job(kind):
+def job_of(kind):
     parts = training.job("mlp", sizes=SIZES)
     return parts | {"optimizer": lambda _: optimizers_of(kind, parts["model"])}
 
@@ -228,18 +228,18 @@ def test_the_planner_knows_whole_tensors_to_the_byte(kind):
     for stage in (1, 3):
         for rank, (ledger, planned) in enumerate(ranks.run(3, held_and_planned, kind, stage)):
             assert ledger == planned
-            run = simulate(lambda: job(kind), ranks=3, rank=rank, stage=stage)
+            run = simulate(lambda: job_of(kind), ranks=3, rank=rank, stage=stage)
             assert predict_tiers(run.zero) == planned
 
 
 @pytest.mark.full
 def test_a_plan_says_how_even_whole_tensors_are_and_which_replicas_leave_no_rank_idle(tmp_path):
-    found = zeroshard.plan(lambda: job("Muon"), ranks=2, stage=3)
+    found = zeroshard.plan(lambda: job_of("Muon"), ranks=2, stage=3)
     assert found.json()["whole"]["tensors"] == 3 and found.json()["whole"]["idle"] == 0
-    idle = zeroshard.plan(lambda: job("Muon"), ranks=8, stage=1)
+    idle = zeroshard.plan(lambda: job_of("Muon"), ranks=8, stage=1)
     assert (idle.whole.idle, idle.whole.replicas) == (5, 4)
     assert any("--replicas 4, Comm(replicas=4)" in note and "5 of 8 ranks" in note for note in idle.notes)
-    assert zeroshard.plan(lambda: job("Muon"), ranks=8, stage=1, comm=Comm(replicas=4)).whole.idle == 0
+    assert zeroshard.plan(lambda: job_of("Muon"), ranks=8, stage=1, comm=Comm(replicas=4)).whole.idle == 0
     shapes = tmp_path / "shapes.json"
     shapes.write_text(json.dumps({"h.0.w": [64, 64], "h.0.b": [64], "h.1.w": [64, 64], "h.1.b": [64]}))
     assert zeroshard.plan(shapes=shapes, ranks=2, stage=1).whole is None

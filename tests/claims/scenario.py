@@ -46,7 +46,7 @@ class Outcome(NamedTuple):
     loaded: tuple[dict[str, Tensor], dict[str, Tensor]]  # of another case's checkpoint; and after a step from there
 
 
-def job(case: Case) -> dict[str, Any]:
+def job_of(case: Case) -> dict[str, Any]:
     """The parts of a job, as `simulate` takes them."""
     return training.job(optimizer=lambda parameters: adamw(case.kernel, parameters), **case.options)
 
@@ -55,7 +55,7 @@ class Run:
     """A case's model on this rank, in its loop."""
 
     def __init__(self, case: Case, folder: Path) -> None:
-        self.case, parts = case, job(case)
+        self.case, parts = case, job_of(case)
         self.model = parts["model"]
         self.optimizer = parts["optimizer"](self.model.parameters())
         self.zero = zeroshard.shard(self.model, self.optimizer, **case.settings(folder))

@@ -1027,7 +1027,7 @@ def test_the_last_whole_step_is_found():
 # ------------------------------------------------------------------------------------------------- in a run's folder
 
 
-def trained(folder: str) -> None:
+def trained_by_the_command(folder: str) -> None:
     from zeroshard.cli import train
     from zeroshard.cli.config import SIZES, Launch, RunConfig
     from zeroshard.cli.data import read_corpus
@@ -1045,7 +1045,7 @@ def test_train_leaves_what_explain_reads(ranks, tmp_path, template, capsys):
     """A recorded step of every rank and the curves, as a page and as text."""
     from zeroshard.cli.explain import explain
 
-    ranks.run(2, trained, str(tmp_path))
+    ranks.run(2, trained_by_the_command, str(tmp_path))
     found = run.read(tmp_path)
     assert (found["stage"], found["ranks"], len(found["recording"]["ranks"])) == (2, 2, 2)
     metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

@@ -38,7 +38,7 @@ def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def trained(case, stage, options, steps=2):
+def after_steps(case, stage, options, steps=2):
     model, optimizer, zero = build(case, stage, **options)
     for number in range(steps):
         step(case, model, optimizer, number)
@@ -46,7 +46,7 @@ def trained(case, stage, options, steps=2):
 
 
 def saves_and_exports(case, path, stage, options, wanted):
-    model, zero = trained(case, stage, options)
+    model, zero = after_steps(case, stage, options)
     zero.save(path / "checkpoint")
     zero.export(path / "live", **wanted)
     with zero.gathered():
@@ -222,7 +222,7 @@ def test_an_export_of_drawn_settings_is_what_gathered_shows(ranks, tmp_path, see
 
 
 def test_load_model_takes_it(tmp_path):
-    model, zero = trained("gpt", 3, {})
+    model, zero = after_steps("gpt", 3, {})
     zero.export(tmp_path / "out")
     other = models.build("gpt", seed=7, tied=True)
     assert load_model(other, tmp_path / "out" / "model.safetensors") == (set(), [])
@@ -251,7 +251,7 @@ def test_files_are_filled_in_the_order_of_blocks_up_to_their_bytes(tmp_path):
 
 
 def test_only_an_export_is_replaced(tmp_path):
-    _model, zero = trained("gpt", 2, {}, steps=0)
+    _model, zero = after_steps("gpt", 2, {}, steps=0)
     out = tmp_path / "out"
     zero.export(out, file_nbytes=5000)
     zero.export(out)
@@ -275,13 +275,13 @@ def test_another_programs_weights_are_not_replaced(tmp_path):
     from safetensors.torch import save_file
 
     save_file({"a": torch.ones(3)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    _model, zero = trained("gpt", 0, {}, steps=0)
+    _model, zero = after_steps("gpt", 0, {}, steps=0)
     with pytest.raises(CheckpointError, match="would replace what is no export"):
         zero.export(tmp_path)
 
 
 def test_what_cannot_be_asked_is_refused_with_a_reason(tmp_path):
-    _model, zero = trained("gpt", 0, {}, steps=0)
+    _model, zero = after_steps("gpt", 0, {}, steps=0)
     with pytest.raises(UserError, match="file_nbytes counts bytes"):
         zero.export(tmp_path / "out", file_nbytes="5GB")
     for dtype in (torch.int8, torch.complex64, torch.float8_e4m3fn):
@@ -310,7 +310,7 @@ def test_numbers_of_other_kinds_are_exported_as_they_are(tmp_path):
 
 
 def fails_to_export(path, rank, what):
-    model, zero = trained("gpt", 3, {}, steps=0)
+    model, zero = after_steps("gpt", 3, {}, steps=0)
     real = export._write
     calls = []
 
@@ -350,7 +350,7 @@ def test_a_failure_on_one_rank_raises_alike_on_all_and_leaves_nothing(ranks, tmp
 
 
 def exports_differently(path):
-    _model, zero = trained("gpt", 3, {}, steps=0)
+    _model, zero = after_steps("gpt", 3, {}, steps=0)
     try:
         zero.export(path / "out", dtype=torch.bfloat16 if zero.rank else None)
     except zeroshard.Error as error:
@@ -363,7 +363,7 @@ def test_ranks_that_ask_for_different_things_are_told(ranks, tmp_path):
 
 
 def test_a_damaged_checkpoint_is_not_exported(tmp_path):
-    _model, zero = trained("gpt", 0, {}, steps=0)
+    _model, zero = after_steps("gpt", 0, {}, steps=0)
     zero.save(tmp_path / "a")
     file = tmp_path / "a" / "rank00000.safetensors"
     data = bytearray(file.read_bytes())

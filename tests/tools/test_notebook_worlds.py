@@ -38,7 +38,7 @@ def step(model, optimizer, number):
     return loss.item()
 
 
-def trained(stage):
+def losses_and_weights(stage):
     model, optimizer, zero = made(stage)
     losses = [step(model, optimizer, number) for number in range(STEPS)]
     with zero.gathered():
@@ -47,9 +47,9 @@ def trained(stage):
 
 @pytest.mark.parametrize("seed", [None, 5])
 def test_a_program_for_torchrun_runs_unchanged_with_the_same_bits(seed):
-    want = ranks.run(3, trained, 3, group="env")
+    want = ranks.run(3, losses_and_weights, 3, group="env")
     with zeroshard.world(3, seed=seed) as world:
-        found = world.run(trained, 3)
+        found = world.run(losses_and_weights, 3)
     for (losses, weights), (wanted, those) in zip(found, want, strict=True):
         assert losses == wanted
         reference.assert_same(weights, those)
@@ -58,7 +58,7 @@ def test_a_program_for_torchrun_runs_unchanged_with_the_same_bits(seed):
 
 def test_ranks_keep_what_they_have_from_one_run_to_the_next():
     """A model that one cell shards is trained by the next, with the bits of one run."""
-    want = zeroshard.world(2).run(trained, 2)
+    want = zeroshard.world(2).run(losses_and_weights, 2)
     with zeroshard.world(2) as world:
         models = world.run(made, 2)
 

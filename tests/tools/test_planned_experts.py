@@ -154,8 +154,8 @@ def test_what_cannot_be_planned_is_refused(tmp_path):
 
 @pytest.mark.full
 def test_a_job_is_planned_as_it_is_simulated(capsys):
-    plan = zeroshard.plan(test_experts.job, ranks=64, stage=3, layout=EXPERTS, ep=2)
-    run = simulate(test_experts.job, ranks=64, rank=plan.stages[0].rank, layout=Layout(along=test_experts.ALONG),
+    plan = zeroshard.plan(test_experts.divided, ranks=64, stage=3, layout=EXPERTS, ep=2)
+    run = simulate(test_experts.divided, ranks=64, rank=plan.stages[0].rank, layout=Layout(along=test_experts.ALONG),
                    mesh={"edp": 32, "ep": 2})  # fmt: skip
     assert plan.stages[0].total == sum(n for s, n in run.ledger.held.items() if s != "norms")
 

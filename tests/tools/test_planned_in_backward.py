@@ -11,7 +11,7 @@ from torch import nn
 
 import ranks as on_ranks
 import zeroshard
-from test_planned_replicas import job
+from test_planned_replicas import wide
 from zeroshard import Comm, Offload, Precision
 from zeroshard.errors import UserError
 from zeroshard.planner.instants import ItemSizes, instants
@@ -88,7 +88,7 @@ def test_gradients_that_are_said_to_rest_on_the_device_are_no_others():
 
 @pytest.mark.full
 def test_the_jobs_own_plan():
-    plain, early = (zeroshard.plan(job, ranks=2, stage=2, optimizer_in_backward=each) for each in (False, True))
+    plain, early = (zeroshard.plan(wide, ranks=2, stage=2, optimizer_in_backward=each) for each in (False, True))
     assert plain.stages[0].states["gradients"] == plain.stages[0].total - early.stages[0].total
     assert early.stages[0].formula == "4 + 8/N"
 

@@ -8,7 +8,7 @@ import torch
 
 import selection
 import zeroshard
-from test_planned_replicas import STEPS, job
+from test_planned_replicas import STEPS, wide
 from zeroshard import Comm, Layout, shard
 from zeroshard.cli.config import InputError
 from zeroshard.cli.main import app
@@ -26,7 +26,7 @@ NAMES = {"m": "exp_avg", "v": "exp_avg_sq"}
 
 def real(stage):
     rank = torch.distributed.get_rank()
-    parts = job()
+    parts = wide()
     optimizer = parts["optimizer"](parts["model"].parameters())
     zero = shard(parts["model"], optimizer, stage=stage, layout=LAYOUT, comm=Comm(replicas=2, optimizer="all"))
     for step in range(STEPS):
@@ -38,7 +38,7 @@ def real(stage):
 
 
 def specs():
-    return [Spec(name, tuple(param.shape), "float32", 4, 0, True) for name, param in job()["model"].named_parameters()]
+    return [Spec(name, tuple(param.shape), "float32", 4, 0, True) for name, param in wide()["model"].named_parameters()]
 
 
 @pytest.mark.row(86)
@@ -65,11 +65,11 @@ def test_shapes_alone_say_what_a_rank_of_all_replicas_holds_and_sends(ranks, sta
 def test_a_plan_of_a_job_is_the_simulated_rank_it_shows(stage):
     """64 ranks in 8 replicas: the rank that holds most of all, its bytes, and what it shares in a step."""
     plan = zeroshard.plan(
-        job, ranks=64, stage=stage, comm=Comm(replicas=8, optimizer="all"), layout=Layout(bucket_mib=0.003)
+        wide, ranks=64, stage=stage, comm=Comm(replicas=8, optimizer="all"), layout=Layout(bucket_mib=0.003)
     )
     (found,) = plan.stages
     comm, layout = Comm(replicas=8, optimizer="all"), Layout(bucket_mib=0.003)
-    runs = [simulate(job, ranks=64, rank=r, stage=stage, comm=comm, layout=layout) for r in (found.rank, 0, 29, 63)]
+    runs = [simulate(wide, ranks=64, rank=r, stage=stage, comm=comm, layout=layout) for r in (found.rank, 0, 29, 63)]
     totals = [sum(n for state, n in run.ledger.held.items() if state in found.states) for run in runs]
     assert found.total == totals[0] == max(totals)
     shared = runs[0].ledger.traffic["share"]
@@ -168,7 +168,7 @@ def test_stage_0_is_left_out_and_one_replica_is_all_ranks():
 
 
 def test_commands_name_it_alike(capsys):
-    for command in (["plan", "--params", "1e6", "--stage", "3"], ["simulate", f"{__file__}:job"]):
+    for command in (["plan", "--params", "1e6", "--stage", "3"], ["simulate", f"{__file__}:wide"]):
         with pytest.raises(SystemExit) as ended:
             app([*command, "--ranks", "4", "--replicas", "2", "--optimizer-over", "all", "--json"])
         assert ended.value.code == 0
@@ -178,7 +178,7 @@ def test_commands_name_it_alike(capsys):
 
 
 def test_a_check_refuses_stage_0_as_a_plan_does():
-    command = ["plan", f"{__file__}:job", "--check", "--stage", "0", "--ranks", "4", "--replicas", "2"]
+    command = ["plan", f"{__file__}:wide", "--check", "--stage", "0", "--ranks", "4", "--replicas", "2"]
     with pytest.raises(UserError, match="every rank holds the whole optimizer state at stage 0"):
         app([*command, "--optimizer-over", "all"])
 

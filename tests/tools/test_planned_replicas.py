@@ -22,7 +22,7 @@ from zeroshard.stage import STAGES
 STEPS = 3
 
 
-def job():
+def wide():
     torch.manual_seed(0)
     blocks = nn.ModuleList([nn.Linear(24, 24) for _ in range(5)])
 
@@ -49,12 +49,14 @@ def job():
 @pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.full) for stage in (0, 1, 2)), 3])
 def test_what_a_relay_sends_is_planned_to_the_byte(stage):
     """Over all replicas, what a simulated rank of each sends is what the plan says on average, bucket by bucket."""
-    specs = [Spec(name, tuple(param.shape), "float32", 4, 0, True) for name, param in job()["model"].named_parameters()]
+    specs = [
+        Spec(name, tuple(param.shape), "float32", 4, 0, True) for name, param in wide()["model"].named_parameters()
+    ]
     layout = Layout(bucket_mib=0.003, units=())
     for replicas in (2, 4):
         cut = partition(specs, layout, 8 // replicas)
         runs = [
-            simulate(job, ranks=8, rank=rank, stage=stage, layout=layout, comm=Comm(replicas=replicas))
+            simulate(wide, ranks=8, rank=rank, stage=stage, layout=layout, comm=Comm(replicas=replicas))
             for rank in range(0, 8, 8 // replicas)
         ]
         sent = sum(run.ledger.traffic["relay"].sent for run in runs)
@@ -68,10 +70,10 @@ def test_512_replicas_of_8_ranks():
 
     Ranks agree as often as 8 do; a rank sends 7 messages for each factor of 8 in their number: 28, not 4,095.
     """
-    one = simulate(job, ranks=8, stage=3)
+    one = simulate(wide, ranks=8, stage=3)
     for rank in (0, 8 * 300 + 3, 4095):
-        run = simulate(job, ranks=4096, rank=rank, stage=3, comm=Comm(replicas=512))
-        small = one if rank % 8 == 0 else simulate(job, ranks=8, rank=rank % 8, stage=3)
+        run = simulate(wide, ranks=4096, rank=rank, stage=3, comm=Comm(replicas=512))
+        small = one if rank % 8 == 0 else simulate(wide, ranks=8, rank=rank % 8, stage=3)
         assert built.predict_states(run.zero) == built.predict_states(small.zero)
         assert {state: n for state, n in run.ledger.held.items() if n} == {
             state: n for state, n in small.ledger.held.items() if n
@@ -93,8 +95,8 @@ def test_512_replicas_of_8_ranks():
 @pytest.mark.full
 def test_what_512_replicas_send_between_nodes():
     """Nodes of 8, which are replicas: gathers and reductions stay inside; (K-1)/K of a shard goes on and back between."""
-    (found,) = zeroshard.plan(job, ranks=4096, stage=3, comm=Comm(replicas=512), gpus_per_node=8).stages
-    one = simulate(job, ranks=8, stage=3)
+    (found,) = zeroshard.plan(wide, ranks=4096, stage=3, comm=Comm(replicas=512), gpus_per_node=8).stages
+    one = simulate(wide, ranks=8, stage=3)
     own = sum(bucket.shard_numel(0) for bucket in one.zero.partition.buckets)
     assert found.traffic.relay.logical == 4 * own
     assert found.links.between == found.traffic.relay.sent == -(-511 * 8 * own // 512)
@@ -104,7 +106,7 @@ def test_what_512_replicas_send_between_nodes():
 @pytest.mark.full
 def test_a_simulation_shows_replicas(capsys):
     """The command: what is handed on, how often ranks agree, and a clock on which a relay takes its hops."""
-    words = ["simulate", f"{__file__}:job", "--ranks", "16", "--json"]
+    words = ["simulate", f"{__file__}:wide", "--ranks", "16", "--json"]
     moving = []
     for replicas in ("1", "2", "8"):
         with pytest.raises(SystemExit) as ended:
@@ -126,7 +128,7 @@ def test_a_simulation_shows_replicas(capsys):
 
 
 def copied(stage, offload):
-    parts = job()
+    parts = wide()
     optimizer = parts["optimizer"](parts["model"].parameters())
     zero = shard(parts["model"], optimizer, stage=stage, comm=Comm(replicas=2), offload=offload)
     parts["loss"](parts["model"], parts["batch"](0, zero.rank)).backward()
@@ -141,8 +143,8 @@ def copied(stage, offload):
 @pytest.mark.parametrize("stage", selection.STAGES)
 def test_a_save_copies_a_replica_s_part_and_tiers_hold_what_is_predicted(ranks, stage):
     """Each element is some rank's to write, and nobody's beside: values, states, and step counters."""
-    numel = sum(param.numel() for param in job()["model"].parameters())
-    tensors = len(list(job()["model"].parameters()))
+    numel = sum(param.numel() for param in wide()["model"].parameters())
+    tensors = len(list(wide()["model"].parameters()))
     for offload in (None, Offload(optimizer="cpu", gradients="cpu")):
         found = ranks.run(4, copied, stage, offload)
         assert sum(written for _, written, _, _ in found) == 12 * numel + 4 * tensors
@@ -152,7 +154,7 @@ def test_a_save_copies_a_replica_s_part_and_tiers_hold_what_is_predicted(ranks, 
 
 
 def recorded(folder, over="team"):
-    parts = job()
+    parts = wide()
     optimizer = parts["optimizer"](parts["model"].parameters())
     zero = shard(parts["model"], optimizer, stage=3, comm=Comm(replicas=2, optimizer=over))
     zero.record(1 << 16)

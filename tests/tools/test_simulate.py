@@ -43,7 +43,7 @@ CASES = {
 }
 
 
-def job(case):
+def model_of(case):
     return partial(training.job, case.split("-")[0], partial(torch.optim.AdamW, lr=1e-3), **CASES[case])
 
 
@@ -62,7 +62,7 @@ def told(zero):
 def real(case, stage, options):
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    parts = job(case)()
+    parts = model_of(case)()
     model = parts["model"]
     optimizer = parts["optimizer"](model.parameters())
     zero = shard(model, optimizer, stage=stage, **options)
@@ -76,7 +76,7 @@ def real(case, stage, options):
 
 
 def simulated(case, stage, options, ranks, rank):
-    return told(simulate(job(case), ranks=ranks, rank=rank, stage=stage, **options).zero)
+    return told(simulate(model_of(case), ranks=ranks, rank=rank, stage=stage, **options).zero)
 
 
 OPTIONS = {
@@ -137,7 +137,7 @@ def test_what_needs_values_is_refused():
     """A loss that reads a number cannot be simulated, and says so."""
 
     def branches():
-        parts = job("mlp")()
+        parts = model_of("mlp")()
         loss = parts["loss"]
         return parts | {"loss": lambda model, batch: loss(model, batch) * (2 if loss(model, batch).item() > 0 else 1)}
 
@@ -151,9 +151,11 @@ def test_what_needs_values_is_refused():
         {"ranks": 2, "accumulate": 0},
     ):
         with pytest.raises(UserError):
-            simulate(job("mlp"), **wrong)
+            simulate(model_of("mlp"), **wrong)
     with pytest.raises(UserError, match="needs the job's loss"):
-        simulate(lambda: {"model": models.build("mlp")} | {k: job("mlp")()[k] for k in ("optimizer", "batch")}, ranks=2)
+        simulate(
+            lambda: {"model": models.build("mlp")} | {k: model_of("mlp")()[k] for k in ("optimizer", "batch")}, ranks=2
+        )
 
 
 @pytest.mark.full
@@ -161,7 +163,7 @@ def test_a_simulation_leaves_nothing_behind():
     """Real training afterwards is what it was, in the same process."""
 
     def trained():
-        parts = job("gpt")()
+        parts = model_of("gpt")()
         optimizer = parts["optimizer"](parts["model"].parameters())
         zero = shard(parts["model"], optimizer)
         for step in range(2):
@@ -172,7 +174,7 @@ def test_a_simulation_leaves_nothing_behind():
             return reference.weights(parts["model"])
 
     before = trained()
-    simulate(job("gpt"), ranks=64, rank=63)
+    simulate(model_of("gpt"), ranks=64, rank=63)
     assert reference.first_difference(trained(), before) == ""
     model = models.build("gpt")
     shard(model, None)
@@ -189,7 +191,7 @@ def test_a_simulation_leaves_nothing_behind():
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_timeline_adds_up(stage):
     """Exposed waiting is what is left of the step; free links hide everything, slow ones nothing."""
-    run = simulate(job("gpt"), ranks=16, stage=stage)
+    run = simulate(model_of("gpt"), ranks=16, stage=stage)
     at_once = dict.fromkeys(("launch", "kernel", "drain", "meeting"), 0.0)
     free = dataclasses.replace(MACHINES["a100"], **at_once)
     fast = dataclasses.replace(free, link=1e30, network=1e30, link_latency=0, network_latency=0)

@@ -6,7 +6,7 @@ from fractions import Fraction
 import pytest
 
 import zeroshard
-from test_planned_replicas import job
+from test_planned_replicas import wide
 from zeroshard import Comm, Layout
 from zeroshard.cli.main import app
 from zeroshard.cli.simulate import clock
@@ -127,10 +127,10 @@ def test_nothing_fits_and_one_node():
 @pytest.mark.parametrize("gpus", [2, 4])
 def test_the_time_of_messages_is_that_of_a_simulated_clock(gpus):
     """One replica, whose messages run one after the other on the clock too; gathers after the step are all there are."""
-    plan = zeroshard.plan(job, ranks=8, stage=2, machine="a100", gpus_per_node=gpus, layout=Layout(bucket_mib=0.003))
+    plan = zeroshard.plan(wide, ranks=8, stage=2, machine="a100", gpus_per_node=gpus, layout=Layout(bucket_mib=0.003))
     cluster = plan.ways.machine
     assert cluster.gpus == gpus
-    run = simulate(job, ranks=8, stage=2, layout=zeroshard.Layout(bucket_mib=0.003))
+    run = simulate(wide, ranks=8, stage=2, layout=zeroshard.Layout(bucket_mib=0.003))
     way = of(plan.ways, 2, 1)
     assert way.seconds - way.overhead == pytest.approx(clock(run, cluster, ordered=True).moving)  # sums of floats
     assert {(way.replicas, way.over) for way in plan.ways.ways} == {

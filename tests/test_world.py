@@ -322,7 +322,7 @@ def test_a_seed_that_fails_fails_again(monkeypatch):
             return f"{found}", ran
         return "", ran
 
-    seed = next(seed for seed in range(20) if "deque mutated" in failure(seed)[0])
+    seed = next(seed for seed in range(200) if "deque mutated" in failure(seed)[0])
     before = failure(seed)[1].before
     assert "collects garbage inside a copy in a tuple" in "".join(before)
     assert "raises RuntimeError: deque mutated during iteration" in before[-1]

@@ -48,6 +48,16 @@ def test_what_only_a_jobs_plan_counts_is_refused_of_a_number_and_of_shapes(tmp_p
             zeroshard.plan(**model, ranks=4, **policy)
 
 
+def test_a_group_is_of_a_run():
+    with pytest.raises(UserError, match="Comm.group is of a run"):
+        zeroshard.plan(**NUMBER, comm=Comm(group=object()))
+
+
+@pytest.mark.parametrize("prefetch", [0, 3])
+def test_a_zero_is_given_too(prefetch):
+    assert policies({"prefetch": prefetch})["comm"] == Comm(prefetch=prefetch)
+
+
 def test_policies_as_by_default_change_nothing(tmp_path):
     (tmp_path / "m.json").write_text('{"blocks.0.w": [8, 8], "w": [8]}')
     for model in ({"params": 1000}, {"shapes": tmp_path / "m.json"}):

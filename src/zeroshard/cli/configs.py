@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from zeroshard.cli.config import planned_offload
-from zeroshard.cli.policies import precision_of
+from zeroshard.cli.policies import given_of, precision_of
 from zeroshard.integrations.config_export import SYSTEMS, export
 from zeroshard.integrations.settings import Settings, settings
 from zeroshard.layout import Layout
 from zeroshard.numerics import Precision
+from zeroshard.planner.options import ARGUMENTS
 from zeroshard.planner.recipes import recipe
 from zeroshard.ranks.comm import Comm
 from zeroshard.stage import STATES
@@ -85,16 +86,10 @@ def show_export(system: str, options: dict[str, Any], found: Settings | None, gi
 def _settings(options: dict[str, Any], found: Settings, given: Collection[str]) -> Settings:
     """Return what is planned as arguments of `shard`: a config's settings, and those that options override."""
     shard: dict[str, Any] = {**found, "stage": 3 if options["stage"] is None else options["stage"]}
-    layout, comm = _fields(found.get("layout")), _fields(found.get("comm"))
-    for name in ("bounds", "align", "bucket_mib"):
-        if options[name] is not None:
-            layout[name] = options[name]
-    if options["checkpoint"]:
-        layout["recompute"] = True
-    if options["optimizer_in_backward"]:
-        shard["optimizer_in_backward"] = True
-    comm |= {name: options[name] for name in ("prefetch", "replicas", "reduce", "transport")}
-    comm["optimizer"] = options["optimizer_over"]
+    asked = {name: value for name, value in options.items() if value is not False}  # a flag that is not given
+    layout = _fields(found.get("layout")) | given_of("Layout", asked)
+    comm = _fields(found.get("comm")) | given_of("Comm", asked)
+    shard |= {name: True for name in ARGUMENTS if options[name]}
     places = {state: options[f"offload_{state}"] or options["offload"] for state in STATES}
     offload = planned_offload({state: where for state, where in places.items() if where not in ("", "device")})
     if offload is not None:

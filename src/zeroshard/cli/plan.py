@@ -18,11 +18,11 @@ from zeroshard.errors import UserError
 from zeroshard.events import HOST, NVME, SHARED
 from zeroshard.planner.answer import Plan, StagePlan
 from zeroshard.planner.asked import check_in_backward
-from zeroshard.planner.plan import plan
+from zeroshard.planner.plan import plan, stages_of
 from zeroshard.planner.quantities import number
 from zeroshard.planner.recipes import PADDING
 from zeroshard.planner.texts import Line, text
-from zeroshard.stage import STAGES, STATES, seat
+from zeroshard.stage import STATES, seat
 
 BAR = 24  # characters of the longest bar
 PASSING = "passing at the peak"
@@ -102,23 +102,7 @@ def check_plan(*, as_json: bool, text: str | None, **settings: Any) -> int:
     from zeroshard.cli.check import Check, check
 
     job, stage = settings["job"], settings["stage"]
-    names = (
-        "ranks",
-        "accumulate",
-        "no_sync",
-        "optimizer_in_backward",
-        "precision",
-        "grad_dtype",
-        "checkpoint",
-        "bounds",
-        "align",
-        "bucket_mib",
-        "prefetch",
-        "replicas",
-        "optimizer_over",
-        "transport",
-        "reduce",
-    )
+    names = {"ranks", "accumulate", "no_sync", *NAMES} - {"experts", "whole", "instances"}
     offload = _places(settings)
     planned_offload(offload)
     other = {name: value for name, value in settings.items() if name not in (*names, "job", "stage") and value}
@@ -131,11 +115,11 @@ def check_plan(*, as_json: bool, text: str | None, **settings: Any) -> int:
     check_in_backward(settings["accumulate"], no_sync=settings["no_sync"], asked=early)
     if settings["replicas"] is not None:
         seat(0, settings["ranks"], settings["replicas"])
-    given = {name: settings[name] for name in names if settings[name] is not None}
+    given = {name: settings[name] for name in names if settings.get(name) is not None}
     once = offload.get("parameters") == "shared"
     copies, over = settings["replicas"] or 1, settings["optimizer_over"]
     refuse(asked := Settings(3 if stage is None else stage, copies, over=over, once=once))
-    stages = tuple(each for each in STAGES if each or not (once or asked.spread)) if stage is None else (stage,)
+    stages = stages_of(asked) if stage is None else (stage,)
     return check(Check(job=job, stages=stages, offload=offload, **given), as_json=as_json)
 
 

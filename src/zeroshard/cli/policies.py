@@ -5,7 +5,7 @@ Imports torch only where a precision or an offload is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, get_args
 
 from zeroshard.cli.config import InputError, Precision
@@ -52,24 +52,18 @@ def precision_of(word: str | None, grad_dtype: str | None = None) -> numerics.Pr
 
 def layout_of(options: Mapping[str, Any]) -> Layout:
     """Make the `Layout` of the options that are given."""
-    given = _given("Layout", options)
-    if isinstance(given.get("align"), str):
-        given["align"] = _blocks(given["align"])
-    if isinstance(given.get("whole"), str):
-        given["whole"] = tuple(given["whole"].split(","))
-    if options.get("experts"):
-        given[OPTIONS["experts"][1]] = {options["experts"]: "edp"}
-    return Layout(**given)
+    return Layout(**given_of("Layout", options))
 
 
 def comm_of(options: Mapping[str, Any]) -> Comm:
     """Make the `Comm` of the options that are given."""
-    return Comm(**_given("Comm", options))
+    return Comm(**given_of("Comm", options))
 
 
-def _given(policy: str, options: Mapping[str, Any]) -> dict[str, Any]:
+def given_of(policy: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return {field: value} of the options of a policy that are given."""
     return {
-        field: options[name]
+        field: READ[name](options[name]) if name in READ and isinstance(options[name], str) else options[name]
         for name, (kind, field) in OPTIONS.items()
         if kind == policy and options.get(name) is not None
     }
@@ -93,3 +87,10 @@ def _blocks(text: str) -> int | dict[str, int]:
     if not parts[0][1]:
         return int(text)
     return {pattern: int(number) for pattern, _, number in parts}
+
+
+READ: Mapping[str, Callable[[str], Any]] = {  # options whose text is not yet the field's value
+    "align": _blocks,
+    "experts": lambda pattern: {pattern: "edp"},
+    "whole": lambda patterns: tuple(patterns.split(",")),
+}

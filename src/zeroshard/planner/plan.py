@@ -76,9 +76,9 @@ def plan(
     ranks: how many ranks share the states.
     stage: 0 to 3 (None: all four; without 0 where it does not go with the policies).
     precision: of a job. Of a number or shapes, `preset` or `bytes` say how many bytes each state takes.
-    layout: of shapes and jobs. Buckets without a size are as on the CPU; with `machine`, and of a job whose model is on
-        an accelerator, as on one.
-    comm: its `group` is for a run. With `machine` the numbers of replicas are compared, and are not given.
+    layout: of shapes and jobs. Buckets without a size are as on the CPU; with `machine`, and of a job whose model is
+        on an accelerator, as on one.
+    comm: without a `group`, which only a run has. With `machine` numbers of replicas are compared, and none is given.
     offload: where states rest.
     optimizer_in_backward: each bucket is stepped as its gradients come, which rest nowhere then; as `shard`'s.
     accumulate: backwards per step.
@@ -129,7 +129,7 @@ def plan(
     )
     asked = Asked(
         ranks=ranks,
-        stages=_stages(together) if stage is None else (stage,),
+        stages=stages_of(together) if stage is None else (stage,),
         recipe=dataclasses.replace(chosen, in_backward=bool(optimizer_in_backward)),
         layout=made if cluster is None else made.on(accelerator=True),
         comm=talk,
@@ -155,7 +155,7 @@ def plan(
     return _compared(lambda asked: from_shapes.plan_shapes(shapes, asked), asked, cluster)
 
 
-def _stages(together: Settings) -> tuple[int, ...]:
+def stages_of(together: Settings) -> tuple[int, ...]:
     """List the stages that go with the policies."""
     return tuple(stage for stage in STAGES if stage or not (together.once or together.spread))
 
@@ -235,6 +235,12 @@ def _check_policies(**policies: object) -> None:
             raise UserError(
                 f"{name}= is {article} {kind}", got=repr(policy), instead=f"{name}={instead.get(name, f'{kind}()')}"
             )
+    if getattr(policies["comm"], "group", None) is not None:
+        raise UserError(
+            "Comm.group is of a run, and a plan has none",
+            got=repr(policies["comm"]),
+            instead="ranks=, how many there are",
+        )
 
 
 def _check_recipe(preset: object, bytes: object, optimizer: object, *, job: object, params: object) -> None:

@@ -434,7 +434,12 @@ def whole(tmp_path_factory):
 @pytest.mark.full
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("starts", "number"), [("zeroshard", "SIGTERM"), ("zeroshard", "SIGUSR1"), ("torchrun", "SIGTERM")]
+    ("starts", "number"),
+    [
+        ("zeroshard", "SIGTERM"),
+        pytest.param("zeroshard", "SIGUSR1", marks=pytest.mark.slow),
+        ("torchrun", "SIGTERM"),
+    ],
 )
 def test_train_saves_on_sigterm_and_resumes_bit_equal(tmp_path, whole, starts, number):
     """Whoever started its two ranks is told to end in their middle: they say what they saved, `--resume` ends alike."""

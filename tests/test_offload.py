@@ -26,7 +26,7 @@ import reference
 import training
 import zeroshard
 from zeroshard import Comm, Layout, Offload, Precision
-from zeroshard.engine import split
+from zeroshard.engine import flat, split
 from zeroshard.errors import CheckpointError, PeerError, StateError, TierError, UserError
 from zeroshard.events import Ledger
 from zeroshard.tiers import nvme
@@ -246,6 +246,25 @@ def test_a_step_can_be_repeated_that_an_interrupt_ended_in_a_buffer_for_files(at
         same((losses, reference.weights(model)), want)
     held = {state: n for state, n in zero.ledger().tiers["host"].items() if n}
     assert held == want[2]["host"]
+
+
+@pytest.mark.parametrize("at", range(2))
+def test_an_interrupt_leaves_no_room_in_files_that_no_state_has(at, tmp_path, monkeypatch):
+    """The first step reserves it: what was reserved before a state had it was counted for good, and reserved again."""
+    model, optimizer, zero = start(1, offload(tmp_path, **ON_DISK))
+    made, begin = itertools.count(), flat.Flat.__init__
+
+    def interrupted(self, *args):
+        begin(self, *args)
+        if next(made) == at:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(flat.Flat, "__init__", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        step(model, optimizer, zero, 0)
+    held = zero.ledger().tiers["nvme"]
+    first, second = held.get("exp_avg", 0), held.get("exp_avg_sq", 0)
+    assert (first > 0, second > 0) == (at == 1, False)
 
 
 def sums_that_no_file_takes(folder):

@@ -669,7 +669,15 @@ def test_the_texts_profile_in_8_bits_and_its_checkpoint_are_what_plan_text_says(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("words", [(), ("--recompute",), ("--accumulate", 3, "--no-sync")], ids=lambda words: words[:1])
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param((), marks=pytest.mark.slow),  # the page's own run: test_explain
+        pytest.param(("--recompute",), marks=pytest.mark.slow),
+        ("--accumulate", 3, "--no-sync"),
+    ],
+    ids=lambda words: words[:1],
+)
 def test_the_texts_profile_is_held_as_planned_at_a_scale_that_fits(words):
     """Four real ranks: every state at rest and every peak, to the byte, also while they accumulate."""
     done = command("plan", "zeroshard.explain.stacked_mlp:scaled", *PROFILE, *words, "--check", "--json", timeout=300)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,9 +54,11 @@ class Flat:
     @classmethod
     def reserve(cls, state: str, bucket: Bucket, group: Group, tier: Tier, dtype: torch.dtype, degree: Degree) -> Flat:
         """Make a Flat of zeros in a tier."""
-        first, last = bucket.held(group.team_of(bucket).seat, degree)
-        rest = tier.rest(state, bucket.index, last - first, dtype)
-        return cls(bucket, group, rest, dtype, degree, state)
+        nowhere: Any = None
+        flat = cls(bucket, group, nowhere, dtype, degree, state)
+        # Last: after an interrupt behind it a file would keep room, which is counted, for a state that nobody has.
+        flat.rest = tier.rest(state, bucket.index, flat.last - flat.first, dtype)
+        return flat
 
     # --- which elements ---------------------------------------------------------------------------------------------
 

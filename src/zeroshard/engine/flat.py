@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,8 +53,7 @@ class Flat:
     @classmethod
     def reserve(cls, state: str, bucket: Bucket, group: Group, tier: Tier, dtype: torch.dtype, degree: Degree) -> Flat:
         """Make a Flat of zeros in a tier."""
-        nowhere: Any = None
-        flat = cls(bucket, group, nowhere, dtype, degree, state)
+        flat = cls(bucket, group, None, dtype, degree, state)  # type: ignore[arg-type]
         # Last: after an interrupt behind it a file would keep room, which is counted, for a state that nobody has.
         flat.rest = tier.rest(state, bucket.index, flat.last - flat.first, dtype)
         return flat

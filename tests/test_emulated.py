@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from itertools import product
 
 import pytest
@@ -207,3 +208,33 @@ def raised_in_backward():
 
 def test_what_hooks_raise_in_backward_comes_to_the_program():
     assert emulated.run(1, raised_in_backward) == [["a hook", "a function", "a leaf's hook"]]
+
+
+def test_devices_that_send_each_other_more_than_a_socket_holds_both_go_on(tmp_path):
+    """Each holds its lock as it sends, and takes under its lock what has come: a socket holds some ten datagrams."""
+    from emulated.streams import Machine, Order
+    from emulated.wire import Wire
+
+    many, came = 2000, [threading.Semaphore(0), threading.Semaphore(0)]
+    ends = [Wire(Machine(Order(0), 8), str(tmp_path)) for _ in came]
+
+    def take(end, its):
+        def taken(_: bytes) -> None:
+            with end.machine.lock:
+                its.release()
+
+        return taken
+
+    def send(end, to):
+        for _ in range(many // 100):
+            with end.machine.lock:
+                for _ in range(100):
+                    end.send(to.address, "part", payload=b"1")
+
+    for end, its in zip(ends, came, strict=True):
+        end.taken["part"] = take(end, its)
+    senders = [threading.Thread(target=send, args=pair, daemon=True) for pair in (ends, ends[::-1])]
+    for sender in senders:
+        sender.start()
+    for its in came:
+        assert all(its.acquire(timeout=30) for _ in range(many))

@@ -597,9 +597,9 @@ _all: dict[str, Communicator] = {}
 _early: dict[str, list[tuple[str, tuple[Any, ...]]]] = {}  # came before this rank had made the communicator
 
 
-def register(device: Device) -> None:
+def register(device: Device, folder: str | None = None) -> None:
     """Let `init_process_group("emuccl")` and `new_group(backend="emuccl")` make groups for this device."""
-    wire = Wire(device.machine)
+    wire = Wire(device.machine, folder)
 
     def deliver(kind: str) -> Callable[..., None]:
         def taken(key: str, *facts: Any) -> None:

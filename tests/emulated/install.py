@@ -24,12 +24,13 @@ def install(
     patience: float = PATIENCE,
     detect: bool = True,
     syncs_every: int = 0,
+    folder: str | None = None,
 ) -> Device:
     """Make the device type "emu" and the backend "emuccl" in this process, which has to end by `os._exit`.
 
     seed, style: of the order in which kernels run, see `Order`. slots: messages under way that leave no room for
     kernels. patience: seconds in which nothing can run before a wait is given up. detect: races are errors. syncs_every:
-    so many allocations, after which one waits for the whole device, as `cudaFree` does.
+    so many allocations, after which one waits for the whole device, as `cudaFree` does. folder: of what the ranks send.
     """
     made = Device(Order(seed, style), slots, patience, detect)
     made.syncs_every = syncs_every
@@ -40,7 +41,7 @@ def install(
     torch.UntypedStorage.clone = _clone(torch.UntypedStorage.clone)  # type: ignore[method-assign]
     torch.autograd.graph._engine_run_backward = guard.run_backward(torch.autograd.graph._engine_run_backward)
     torch.autograd._engine_run_backward = torch.autograd.graph._engine_run_backward  # type: ignore[attr-defined]
-    emuccl.register(made)
+    emuccl.register(made, folder)
     return made
 
 

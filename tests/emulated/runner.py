@@ -54,7 +54,7 @@ def _on_rank(
     from .install import install
 
     rank, world, (group, path, limit) = ranks.rank(), ranks.world(), meeting
-    device = install(None if seed is None else 1000 * seed + rank, **options)
+    device = install(None if seed is None else 1000 * seed + rank, folder=os.path.dirname(path), **options)
     if group is not None and world > 1:
         store = dist.FileStore(path, world)
         dist.init_process_group(group, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=limit))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import queue
 import socket
 import sys
 import tempfile
@@ -24,19 +25,27 @@ _ANSWER = 1.0  # seconds to wait for what another rank says of itself
 
 
 class Wire:
-    """This process's end: an address, and a thread that takes what comes."""
+    """This process's end: an address, a thread that receives, and one that takes what has come.
 
-    def __init__(self, machine: Machine) -> None:
+    What has come is taken under the device's lock, which the device holds while it sends, and a datagram waits until the
+    other end's few places are free. A single thread would not receive meanwhile: two devices that send each other more
+    than these places hold would wait for each other for good.
+    """
+
+    def __init__(self, machine: Machine, folder: str | None = None) -> None:
+        """folder: in which the end lies, and what is long; else among the temporary files."""
         self.machine = machine
-        self.folder = tempfile.mkdtemp(prefix="emu-")
+        self.folder = tempfile.mkdtemp(prefix="emu-", dir=folder)
         self.address = os.path.join(self.folder, "wire")
         self.taken: dict[str, Callable[..., None]] = {"ask": self._asked, "tell": self._told}
         self.peers: dict[str, str] = {}  # by address, who that is
         self._files = 0
         self._answers: dict[str, str] = {}
+        self._came: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.bind(self.address)
-        threading.Thread(target=self._serve, name="emu wire", daemon=True).start()
+        for act in (self._receive, self._serve):
+            threading.Thread(target=act, name="emu wire", daemon=True).start()
         machine.report = self.report
 
     def send(self, address: str, kind: str, *facts: Any, payload: bytes = b"") -> None:
@@ -50,9 +59,13 @@ class Wire:
         with contextlib.suppress(OSError):  # a rank that has ended; who waits for it will say so
             self._socket.sendto(pickle.dumps((kind, facts, payload, path)), address)
 
+    def _receive(self) -> None:
+        while True:
+            self._came.put(self._socket.recv(1 << 17))
+
     def _serve(self) -> None:
         while True:
-            kind, facts, payload, path = pickle.loads(self._socket.recv(1 << 17))
+            kind, facts, payload, path = pickle.loads(self._came.get())
             if path is not None:
                 with open(path, "rb") as file:
                     payload = file.read()

@@ -1,5 +1,7 @@
 """Worlds: ranks as threads of this process give the bits of ranks that are processes, and show what these hide."""
 
+import contextlib
+import inspect
 import os
 import random
 import subprocess
@@ -24,6 +26,7 @@ from world.training import earlier
 from zeroshard.ranks import process_group, streams
 from zeroshard.ranks.process_team import ProcessTeam
 from zeroshard.tiers import tier
+from zeroshard.worlds import signals
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -262,6 +265,64 @@ def test_a_seed_is_run_again_by_a_command(kind):
     found = drawn_jobs.find(seed)
     assert found.ran.struck and all(words in told for words in found.ran.struck)
     assert f"schedule {found.ran.digest}: {found.ran.hand_overs} hand-overs" in told
+
+
+@contextlib.contextmanager
+def entered(counts):
+    counts["held"] += 1
+    try:
+        yield len(counts)
+    finally:
+        counts["held"] -= 1  # at the end of a yield: a signal would be seen in what is tried
+        counts["ended"] += 1  # nothing is called in the line before
+    print(end="")
+
+
+def held(counts):
+    with entered(counts) as number:
+        number += 1  # no signal between what enters and what is inside
+        number += 2
+        print(end="")
+        number += 3  # after a call
+    print(end="")  # the `with` was left by a call
+    for each in range(2):
+        number += each  # a loop goes back to it, once
+
+
+def test_interrupts_come_where_the_interpreter_looks_for_signals():
+    """Not before the line that a `finally` begins with, nor between two lines that call nothing."""
+    came, lines = set(), {}
+    for each in (entered.__wrapped__, held):
+        code, first = inspect.getsourcelines(each)
+        lines |= {first + at: line.strip() for at, line in enumerate(code)}
+
+    def call(frame, event, _):
+        code, since = frame.f_code, frame.f_lasti
+
+        def line(frame, event, _):
+            nonlocal since
+            if event == "line":
+                if signals.can_come(code, since, frame.f_lasti):
+                    came.add(lines[frame.f_lineno])
+                since = frame.f_lasti
+            return line
+
+        return line if code in (entered.__wrapped__.__code__, held.__code__) else None
+
+    before = sys.gettrace()
+    sys.settrace(call)
+    try:
+        held({"held": 0, "ended": 0})
+    finally:
+        sys.settrace(before)
+    assert came == {
+        'counts["held"] += 1',
+        "with entered(counts) as number:",
+        "number += 3  # after a call",
+        'print(end="")  # the `with` was left by a call',
+        "for each in range(2):",
+        "number += each  # a loop goes back to it, once",
+    }
 
 
 def test_weights_are_gathered_again_whose_release_an_interrupt_ended(monkeypatch):

@@ -9,7 +9,6 @@ happened for a while time goes in longer and longer steps, but never past a mess
 
 from __future__ import annotations
 
-import dis
 import gc
 import sys
 import threading
@@ -22,6 +21,7 @@ import torch
 
 from .draws import NEVER, Draws
 from .rank import GONE, SILENT, Rank
+from .signals import can_come
 
 QUIET = 1.0  # virtual seconds in which nothing happens, after which the ranks count as waiting for each other
 LONGEST = 0.003  # virtual seconds that a message which could land stays away while ranks sleep
@@ -393,22 +393,25 @@ class Schedule:
             return
         assert me is not None
 
-        def line(frame: Any, event: str, _: Any) -> Any:
-            if event == "line":
-                draws.lines -= 1
-                if draws.lines <= 0:
-                    self._at_line(me, frame)
-            return line
-
         def call(frame: Any, event: str, _: Any) -> Any:
-            code = frame.f_code
+            code, since = frame.f_code, frame.f_lasti
             ours = code.co_filename.startswith(_ZEROSHARD) and not code.co_filename.startswith(_HERE)
+
+            def line(frame: Any, event: str, _: Any) -> Any:
+                nonlocal since
+                if event == "line":
+                    draws.lines -= 1
+                    if draws.lines <= 0:
+                        self._at_line(me, frame, since)
+                    since = frame.f_lasti
+                return line
+
             return line if ours and code.co_name != "<module>" else None
 
         sys.settrace(call)
 
-    def _at_line(self, me: Task, frame: Any) -> None:
-        if self.over or self._within or not self.draws.armed or _ends_with(frame):
+    def _at_line(self, me: Task, frame: Any, since: int) -> None:
+        if self.over or self._within or not self.draws.armed or not can_come(frame.f_code, since, frame.f_lasti):
             self.draws.lines = 1  # at the next one
             return
         what = self.draws.line()
@@ -418,9 +421,3 @@ class Schedule:
         elif what:
             self.draws.strike(f"rank {me.rank.number} is interrupted at {place}")
             raise KeyboardInterrupt
-
-
-def _ends_with(frame: Any) -> bool:
-    """Tell if a `with` is about to call what ends it: three times None, and a call. No signal comes there."""
-    code, at = frame.f_code.co_code, frame.f_lasti
-    return bool(code[at] == dis.opmap["LOAD_CONST"] and code[at : at + 2] * 3 == code[at : at + 6])

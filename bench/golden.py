@@ -1,6 +1,6 @@
 """`python -m bench.golden`: what the page's calculator is made of and tested against, written to web/fixtures.
 
-planner.json        the tables of the planner: stages, recipes, optimizers, machines. The page is built with it.
+planner.json        the tables of the planner: stages, recipes, optimizers, how masters rest, machines. The page has them.
 plan-golden.json    a few hundred random questions and the planner's answers
 """
 
@@ -14,11 +14,14 @@ from typing import Any
 import zeroshard
 from zeroshard import Layout, Offload, headroom
 from zeroshard.cli.policies import NAMES, comm_of
+from zeroshard.events import DEVICE, HOST, NVME
 from zeroshard.layout import BUCKET_MIB
 from zeroshard.planner import quantities, recipes
 from zeroshard.planner.machines import MACHINES
+from zeroshard.resting import masters
 from zeroshard.stage import STAGES, STATES
 
+TIERS = (DEVICE, HOST, NVME)
 TARGET = Path(__file__).parents[1] / "web" / "fixtures"
 SEED, CASES, OFFLOADED = 8, 300, 120
 PRESETS_ON_THE_PAGE = (
@@ -130,6 +133,15 @@ def tables() -> dict[str, Any]:
         "optimizers": {
             name: {state: quantities.plain(nbytes) for state, nbytes in kept.items()}
             for name, kept in recipes.OPTIMIZERS.items()
+        },
+        # How masters rest where parameters are sharded, {tier of these: {tier of the optimizer: how}}: of recipes that
+        # name no master, and of those whose gathers may cast it.
+        "masters": {
+            name: {here: {there: found[here, there].name.lower() for there in TIERS} for here in TIERS}
+            for name, found in (
+                ("none", masters(recipes.formats(recipes.PRESETS["fp32"]), STAGES[3])),
+                ("cast", masters(recipes.formats(recipes.PRESETS["zeroshard"]), STAGES[3])),
+            )
         },
         "constants": {
             "message": int(BUCKET_MIB * 2**20),

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from .events import DEVICE, SHARED
+from .events import DEVICE, HOST, NVME, SHARED
 from .headroom import SPLIT_BITS
 from .layout import Bucket
 from .stage import STATES, Degree, Placements, Seat
@@ -31,6 +31,7 @@ class Format(Protocol):
 
 
 F = TypeVar("F", bound=Format)
+TIERS = (DEVICE, HOST, NVME, SHARED)
 Sizes = dict[str, int]  # bytes of each kind of states
 
 
@@ -110,6 +111,15 @@ def master_of(formats: Formats[F], placements: Placements, at: Mapping[str, str]
     if formats.casts and placements.together and at["parameters"] == at["optimizer"] == DEVICE:
         return Master.ALONE
     return Master.SPLIT if formats.splits else Master.BESIDE
+
+
+def masters(formats: Formats[F], placements: Placements) -> dict[tuple[str, str], Master]:
+    """Tell how the master of a trained bucket rests on a GPU, by the tiers of its parameters and of the optimizer."""
+    return {
+        (here, there): master_of(formats, placements, {"parameters": here, "optimizer": there}, one_memory=False)
+        for here in TIERS
+        for there in TIERS
+    }
 
 
 def resting(

@@ -21,7 +21,7 @@ from torch import nn
 
 import ranks
 import zeroshard
-from zeroshard import Comm, Layout, numerics
+from zeroshard import Comm, Layout, Offload, numerics
 from zeroshard.cli.config import InputError
 from zeroshard.cli.plan import one_line, show_plan, show_text
 from zeroshard.cli.screen import Amount
@@ -822,6 +822,29 @@ def test_the_closed_form_is_the_layout_where_sizes_divide(cut, stage):
         moved = states.recipe_traffic(cut, STAGES[stage], rank, PAPER)
         want = traffic.per_step(numel, cut.ranks, STAGES[stage], PAPER)
         assert (moved.total == want.total) if even else (moved.total.logical == want.total.logical)
+
+
+TIERS = [
+    {"optimizer": "cpu"},
+    {"parameters": "cpu"},
+    {"parameters": "cpu", "optimizer": "cpu"},
+    {"parameters": "shared"},
+    {"parameters": "shared", "optimizer": "cpu"},
+]
+
+
+@pytest.mark.parametrize("tiers", TIERS, ids=lambda each: ",".join(map("=".join, each.items())))
+@pytest.mark.parametrize("preset", ["fp32", "zeroshard", "paper"])
+def test_a_number_rests_where_shapes_do(tmp_path, preset, tiers):
+    """Of parameters that a host has once the closed form counted an fp32 master on the device, and none in the host."""
+    path = write(tmp_path / "m.json", {"a": [1024, 1024], "b": [1024, 1024]})
+    asked = {"ranks": 4, "preset": preset, "offload": Offload(**tiers)}
+    for of_number, of_shapes in zip(
+        zeroshard.plan(params=2 << 20, **asked).stages, zeroshard.plan(shapes=path, **asked).stages, strict=True
+    ):
+        for held in of_shapes.tiers.values():
+            held.pop("step", None)  # a counter of each tensor
+        assert of_number.tiers == of_shapes.tiers
 
 
 def held_by_the_engine(stage, bounds):

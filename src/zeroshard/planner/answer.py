@@ -285,17 +285,7 @@ def _of_files(asked: Asked) -> list[str]:
 
 def _largest(asked: Asked, stage: int, limit: int | None) -> int | None:
     """Return the most parameters whose states alone fit `limit`; None without one, or if none rest on the device."""
-    mine = recipes.part(with_copies(asked.recipe, asked), asked.shares(DEVICE), device=True)
+    mine = recipes.part(asked.recipe, asked.fractions, DEVICE)
     if limit is None or not mine.total:
         return None
     return closed.largest(asked.ranks // asked.copies, asked.placements(stage), mine, limit, asked.copies)
-
-
-def with_copies(recipe: Recipe, asked: Asked) -> Recipe:
-    """Give parameters that rest on a GPU and are updated off it, or the reverse, a master in their own dtype."""
-    shares = asked.shares(DEVICE)
-    here, there = shares["parameters"], shares["optimizer"]
-    copied = recipe.parameters * (here * (1 - there) + there * (1 - here))
-    if "master" in recipe.optimizer or not copied:
-        return recipe
-    return replace(recipe, optimizer={"master": copied, **recipe.optimizer})

@@ -12,10 +12,11 @@ from ..events import DEVICE
 from ..headroom import IN_FLIGHT
 from ..layout import UNIT_MIB, Layout, Partition
 from ..ranks.comm import Comm
+from ..resting import TIERS
 from ..stage import ALONE, STAGES, STATES, Placements, Seat, placements, seat_along
 from . import states
 from .disk import Disk
-from .recipes import Recipe
+from .recipes import Fractions, Recipe
 
 if TYPE_CHECKING:
     from ..numerics import Precision
@@ -96,12 +97,14 @@ class Asked(NamedTuple):
         """Return the tier of each state for each bucket; None where all rest on the device."""
         return None if self.offload is None else self.offload.buckets(cut.buckets)
 
-    def shares(self, tier: str) -> dict[str, Fraction]:
-        """Return {state: fraction of its bytes in a tier}."""
-        if self.offload is None:
-            return dict.fromkeys(STATES, Fraction(tier == DEVICE))
-        parts = {kind: self.offload.tiers(kind).get(tier, 0.0) for kind in STATES}
-        return {kind: Fraction(part).limit_denominator(10**6) for kind, part in parts.items()}
+    @property
+    def fractions(self) -> Fractions:
+        """Return {tier: {kind of states: the fraction of its bytes there}}."""
+        parts = {kind: {DEVICE: 1.0} if self.offload is None else self.offload.tiers(kind) for kind in STATES}
+        return {
+            tier: {kind: Fraction(part.get(tier, 0)).limit_denominator(10**6) for kind, part in parts.items()}
+            for tier in TIERS
+        }
 
 
 def check_in_backward(accumulate: int, *, no_sync: bool, asked: bool) -> None:

@@ -6,13 +6,13 @@ import math
 from dataclasses import replace
 from fractions import Fraction
 
-from ..events import DEVICE, HOST, NVME, SHARED
+from ..events import DEVICE, HOST, NVME
 from ..headroom import BUFFERS, aligned
 from ..layout import BUCKET_MIB, Spec, partition
 from ..stage import Placements
 from . import advice, closed, files, instants, recipes, states, traffic
 from .advice import Change
-from .answer import Plan, StagePlan, finish, with_copies
+from .answer import Plan, StagePlan, finish
 from .asked import Asked
 from .recipes import Recipe
 
@@ -40,7 +40,7 @@ def plan_params(numel: int, asked: Asked) -> Plan:
         return StagePlan(
             stage,
             ranks - 1,
-            recipes.cast_here(recipe, asked.shares(DEVICE)).formula(placements, copies),
+            recipes.cast_here(recipe, asked.fractions).formula(placements, copies),
             at_rest,
             0.0,
             moved(stage),
@@ -51,14 +51,14 @@ def plan_params(numel: int, asked: Asked) -> Plan:
             tiers=tiers,
             files=sum(on_disk.values()),
             moves=files.closed_moves(
-                on_disk, placements, mastered="master" in with_copies(recipe, asked).optimizer,
+                on_disk, placements, mastered="master" in recipes.with_masters(recipe, asked.fractions).optimizer,
                 accumulate=asked.accumulate, no_sync=asked.no_sync, first=copies == 1,
             ),
             buckets=-(-math.ceil(numel * recipe.parameters) // int(_bucket_nbytes(numel, asked))),
         )  # fmt: skip
 
     def nbytes_of(stage: int, more_ranks: int, other: Recipe) -> int:
-        mine = recipes.part(with_copies(other, asked), asked.shares(DEVICE), device=True)
+        mine = recipes.part(other, asked.fractions, DEVICE)
         return closed.total(numel, more_ranks // copies, asked.placements(stage), mine, copies)
 
     notes = []
@@ -84,15 +84,15 @@ def _bucket_nbytes(numel: int, asked: Asked) -> float:
 
 def _shared_out(numel: int, ranks: int, placements: Placements, recipe: Recipe, asked: Asked) -> states.Tiers:
     """Return {tier: {state: bytes}} by the closed form; a file's buffers hold one message each."""
-    whole = with_copies(recipe, asked)
-    parts = {
-        tier: recipes.part(whole, asked.shares(tier), device=tier == DEVICE) for tier in (DEVICE, HOST, NVME, SHARED)
+    tiers = {
+        tier: closed.at_rest(numel, ranks, placements, recipes.part(recipe, asked.fractions, tier), asked.copies)
+        for tier in asked.fractions
     }
-    tiers = {tier: closed.at_rest(numel, ranks, placements, mine, asked.copies) for tier, mine in parts.items()}
     message = int(_bucket_nbytes(numel, asked) / recipe.parameters)
     buffers = 0
     reserved = closed.reserves(min(message, numel), ranks, asked.copies)
-    for state, itemsize, degree in replace(whole, cast=Fraction()).states(placements):  # in files nothing is cast
+    uncast = replace(recipes.with_masters(recipe, asked.fractions), cast=Fraction())
+    for state, itemsize, degree in uncast.states(placements):
         slot = aligned(math.ceil(reserved[degree][0] * itemsize))
         buffers += min(BUFFERS * slot, aligned(tiers[NVME].get(state, 0)))
     if buffers:

@@ -62,7 +62,7 @@ def plan_shapes(path: str | os.PathLike[str], asked: Asked) -> Plan:
             cut, placements, instants.item_sizes(other), rank, prefetch=asked.comm.prefetch, **shown
         )
         peak, peak_at = instants.peak(tiers.get(DEVICE, {}), found)
-        formula = recipes.cast_here(other, asked.shares(DEVICE)).formula(placements, copies)
+        formula = recipes.cast_here(other, asked.fractions).formula(placements, copies)
         beside: dict[str, Any] = {}
         if resting is not None:
             beside["files"] = sum(file.nbytes for file in holding.files().values())

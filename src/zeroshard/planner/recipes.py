@@ -9,12 +9,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from types import MappingProxyType
+from typing import NamedTuple
 
 from ..errors import UserError, nearest
-from ..stage import Degree, Placements
+from ..events import DEVICE
+from ..resting import Formats, Master, masters
+from ..stage import STAGES, Degree, Placements
 from .quantities import number, plain
 
 PADDING = "padding"
+Fractions = Mapping[str, Mapping[str, Fraction]]  # {tier: {"parameters", "gradients", "optimizer": the fraction there}}
 Bytes = Fraction  # per parameter; 8-bit optimizers keep scales per block, so it need not be whole
 
 
@@ -203,23 +207,54 @@ def _custom(text: str) -> Recipe:
     return Recipe(f"custom ({text})", parameters, gradients, MappingProxyType(states))
 
 
-def cast_here(recipe: Recipe, shares: Mapping[str, Bytes]) -> Recipe:
-    """Lower `cast` to what rests on the device: elsewhere a copy is kept beside the masters.
+class Width(NamedTuple):
+    """The format of a state of which only its bytes per element are known."""
 
-    shares: the fraction of each state on the device. Only a layout knows which buckets have both parameters and masters
-    there: this is the least that can.
+    state: str
+    itemsize: Bytes | int
+
+
+def formats(recipe: Recipe) -> Formats[Width]:
+    """Return the formats of a bucket's states by a recipe."""
+    parameters = Width("parameters", recipe.parameters)
+    master = Width("master", recipe.optimizer["master"]) if recipe.optimizer.get("master") else parameters
+    return Formats(parameters, parameters, Width("gradients", recipe.gradients), master, bool(recipe.cast))
+
+
+def cast_here(recipe: Recipe, fractions: Fractions) -> Recipe:
+    """Lower `cast` to the parameters of which only masters rest: elsewhere a copy is kept beside these.
+
+    Only a layout knows which buckets have both in the tiers that this takes: this is the least that can.
     """
-    return replace(recipe, cast=recipe.cast * max(shares["parameters"] + shares["optimizer"] - 1, Fraction()))
+    alone = (
+        max(fractions[here]["parameters"] + fractions[there]["optimizer"] - 1, Fraction())
+        for (here, there), master in masters(formats(recipe), STAGES[3]).items()
+        if master is Master.ALONE
+    )
+    return replace(recipe, cast=recipe.cast * sum(alone))
 
 
-def part(recipe: Recipe, shares: Mapping[str, Bytes], *, device: bool) -> Recipe:
-    """Return the recipe of one tier. shares: the fraction there of "parameters", "gradients" and "optimizer"."""
-    kept = {state: nbytes * shares["optimizer"] for state, nbytes in recipe.optimizer.items()}
-    whole = shares["parameters"]
+def with_masters(recipe: Recipe, fractions: Fractions) -> Recipe:
+    """Give a recipe without masters those of parameters that are updated in another memory than they rest in."""
+    if "master" in recipe.optimizer:
+        return recipe
+    beside = sum(
+        fractions[here]["parameters"] * fractions[there]["optimizer"]
+        for (here, there), master in masters(formats(recipe), STAGES[3]).items()
+        if master is Master.BESIDE
+    )
+    return replace(recipe, optimizer={"master": recipe.parameters * beside, **recipe.optimizer}) if beside else recipe
+
+
+def part(recipe: Recipe, fractions: Fractions, tier: str) -> Recipe:
+    """Return the recipe of what rests in a tier."""
+    whole, mine = with_masters(recipe, fractions), fractions[tier]
+    kept = {state: nbytes * mine["optimizer"] for state, nbytes in whole.optimizer.items()}
+    here = mine["parameters"]
     return replace(
-        recipe,
-        cast=cast_here(recipe, shares).cast / whole if device and whole else Fraction(),
-        parameters=recipe.parameters * whole,
-        gradients=recipe.gradients * shares["gradients"],
+        whole,
+        cast=cast_here(whole, fractions).cast / here if here and tier == DEVICE else Fraction(),
+        parameters=whole.parameters * here,
+        gradients=whole.gradients * mine["gradients"],
         optimizer=MappingProxyType(kept),
     )

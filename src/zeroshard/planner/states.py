@@ -7,21 +7,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from ..events import DEVICE, HOST, NVME, SHARED
+from ..events import DEVICE, HOST, NVME
 from ..headroom import BUFFERS, aligned
 from ..layout import Bucket, Partition, Slot
-from ..resting import Formats, Resting, Row, resting
+from ..resting import TIERS, Resting, Row, resting
 from ..stage import ALONE, SAVED, STATES, Degree, Placements, Seat, seat
-from .recipes import PADDING, Recipe
+from .recipes import PADDING, Recipe, formats
 from .traffic import NOTHING, Moved, Traffic, moved, passes, relayed, running, shared, split, widths
-
-
-class Width(NamedTuple):
-    """The format of a state of which only its bytes per element are known."""
-
-    state: str
-    itemsize: Fraction | int
-
 
 # An optimizer's states of one slot: {state: (bytes, elements that they are for; 0: the whole tensor)}
 Kept = Mapping[str, tuple[Fraction | int, int]]
@@ -150,7 +142,7 @@ class Holding(NamedTuple):
         What rests in files is counted without the rounding to pages; their buffers are "staging", in host memory.
         apart: padding is counted not in its states but in a row of its own, "padding".
         """
-        held: Tiers = {DEVICE: {}, HOST: {}, NVME: {}, SHARED: {}}
+        held: Tiers = {tier: {} for tier in TIERS}
 
         def add(tier: str, state: str, nbytes: Fraction | int) -> None:
             if nbytes:
@@ -225,9 +217,6 @@ def of_recipe(
     along: Seat = ALONE,
 ) -> Holding:
     """Return a rank's `Holding` by a recipe, on a GPU. As in the engine, only trainable buckets have gradients."""
-    parameters = Width("parameters", recipe.parameters)
-    master = Width("master", recipe.optimizer["master"]) if recipe.optimizer.get("master") else parameters
-    formats = Formats(parameters, parameters, Width("gradients", recipe.gradients), master, bool(recipe.cast))
     kept: dict[str, tuple[Fraction | int, int]] = {
         **{state: (nbytes, 1) for state, nbytes in recipe.optimizer.items() if state != "master"},
         **{state: (nbytes, 0) for state, nbytes in recipe.per_tensor.items()},
@@ -235,7 +224,7 @@ def of_recipe(
 
     def rests(bucket: Bucket) -> Resting:
         where, accumulated = at[bucket.index] if at else DEVICE_ALONE, not recipe.in_backward
-        return resting(bucket, formats, placements, where, one_memory=False, accumulated=accumulated)
+        return resting(bucket, formats(recipe), placements, where, one_memory=False, accumulated=accumulated)
 
     seats = Seats(seat(rank, partition.ranks * replicas, replicas), along)
     return Holding(partition, placements, seats, rests, lambda bucket, slot: kept, at)

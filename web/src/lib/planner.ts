@@ -128,6 +128,15 @@ interface State {
   millionths: number;
 }
 
+/** [tier of parameters, tier of the optimizer] in which masters rest in one way. The engine's rule, from its tables. */
+const tiersWhere = (masters: Record<Tier, Record<Tier, string>>, how: 'alone' | 'beside'): [Tier, Tier][] =>
+  TIERS.flatMap((here) =>
+    TIERS.filter((there) => masters[here][there] === how).map((there): [Tier, Tier] => [here, there]),
+  );
+
+const ADDED = tiersWhere(tables.masters.none, 'beside');
+const CAST = tiersWhere(tables.masters.cast, 'alone');
+
 /** All states. On a GPU, parameters that are updated elsewhere than they rest have a master in their own dtype. */
 function statesOf(recipe: Recipe, offload: Offload): State[] {
   const found = Object.entries(recipe.bytes_per_parameter).map(([state, each]) => ({
@@ -136,9 +145,9 @@ function statesOf(recipe: Recipe, offload: Offload): State[] {
     each,
     millionths: MILLION,
   }));
-  const here = percentIn(offload, 'parameters', 'device');
-  const there = percentIn(offload, 'optimizer', 'device');
-  const copied = 100 * (here * (100 - there) + there * (100 - here));
+  const both = ([here, there]: [Tier, Tier]) =>
+    percentIn(offload, 'parameters', here) * percentIn(offload, 'optimizer', there);
+  const copied = 100 * ADDED.reduce((all, tiers) => all + both(tiers), 0);
   if (copied && !('master' in recipe.bytes_per_parameter))
     found.splice(2, 0, {
       state: 'master',
@@ -149,11 +158,12 @@ function statesOf(recipe: Recipe, offload: Offload): State[] {
   return found;
 }
 
-/** Percent of a state's bytes that rests in a tier; of parameters that are cast from masters on the device, nothing. */
+/** Percent of a state's bytes that rests in a tier; of parameters that are cast from masters, nothing. */
 function restsIn(recipe: Recipe, place: Placements, offload: Offload, of: Kind, tier: Tier): number {
   const here = percentIn(offload, of, tier);
-  if (!(recipe.cast && of === 'parameters' && place.parameters && tier === 'device')) return here;
-  return here - Math.max(here + percentIn(offload, 'optimizer', 'device') - 100, 0); // so many at least, in both
+  if (!(recipe.cast && of === 'parameters' && place.parameters)) return here;
+  const least = (there: Tier) => Math.max(here + percentIn(offload, 'optimizer', there) - 100, 0); // in both tiers
+  return here - CAST.reduce((all, [from, there]) => all + (from === tier ? least(there) : 0), 0);
 }
 
 const pages = (bytes: number): number => Math.ceil(bytes / PAGE) * PAGE;

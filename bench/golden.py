@@ -1,6 +1,6 @@
 """`python -m bench.golden`: what the page's calculator is made of and tested against, written to web/fixtures.
 
-planner.json        the tables of the planner: stages, recipes, optimizers, how masters rest, machines. The page has them.
+planner.json        the tables of the planner: stages, recipes, optimizers, machines, how masters rest. The page has it.
 plan-golden.json    a few hundred random questions and the planner's answers
 """
 

@@ -345,6 +345,20 @@ def test_weights_are_gathered_again_whose_release_an_interrupt_ended(monkeypatch
         assert bucket.params[0].data_ptr() == bucket.full.data_ptr()
 
 
+def in_different_collectives():
+    if dist.get_rank():
+        dist.broadcast(torch.ones(3), src=0)
+    else:
+        dist.all_gather([torch.ones(3), torch.ones(3)], torch.ones(3))
+
+
+@pytest.mark.parametrize("seed", [None, *range(10)])
+def test_ranks_in_different_collectives_end_by_an_error(seed):
+    """What cannot land fails: its error ended the thread that chose who goes on, and nobody went on."""
+    with pytest.raises(RankFailure, match="do all ranks call the same.* rank 0 gives 12 bytes, broadcast 1 of"):
+        run_in_world(2, in_different_collectives, seed=seed)
+
+
 def asks_for_another_thing(folder):
     model = nn.Linear(4, 4)
     zero = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=1)

@@ -109,6 +109,8 @@ def find(seed: int) -> Found:
             before = alone(settings.number)
         except RankFailure as failure:
             return Found(case, "fails when it is left alone", str(failure), ran)
+        if not all("bits" in each for each in before):
+            return Found(case, "fails when it is left alone", f"{before}", ran)
         with tempfile.TemporaryDirectory() as folder:
             try:
                 outcomes = run(

@@ -341,8 +341,11 @@ class Schedule:
         self.landing.remove(work)
         self.moves()
         self.stuck = ""
-        work.land()
-        self.draws.note(f"{self.clock:.4f} s: {work} lands")
+        try:
+            work.land()
+        except Exception as error:  # else it is the running thread's, or ends the one that chooses who goes on
+            work.fails(error)
+        self.draws.note(f"{self.clock:.4f} s: {work} {'fails' if work.failed else 'lands'}")
 
     def lost(self, work: Any) -> None:
         """A message has failed."""

@@ -66,8 +66,17 @@ class NvmeTier:
         if not simulated(torch.empty(0, device="cpu")):
             assert offload.path is not None
             self.folder = self._folder(Path(offload.path).absolute(), nbytes)
-            self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="zeroshard nvme")
-            at_end_of(self, _end, os.getpid(), self.threads, at_exit=True)
+            self._start()
+
+    def _start(self) -> None:
+        self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="zeroshard nvme")
+        at_end_of(self, _end, os.getpid(), self.threads, at_exit=True)
+
+    def quiesce(self) -> None:
+        """Wait for all transfers, also for one that an exception came before anybody took note of."""
+        if self.threads is not None:
+            self.threads.shutdown()
+            self._start()
 
     def _folder(self, folder: Path, nbytes: int) -> Path:
         try:
@@ -198,11 +207,15 @@ class StateFile:
             self.wait(room)
             self._make(room)
         room.holder, rest.room = rest, room
-        if rest.written and not fresh:
-            self._transfer(rest, "read", self._read)
-        elif not fresh:
-            self.wait(room)
-            room.memory[: rest.nbytes].zero_()
+        try:
+            if rest.written and not fresh:
+                self._transfer(rest, "read", self._read)
+            elif not fresh:
+                self.wait(room)
+                room.memory[: rest.nbytes].zero_()
+        except BaseException:  # its bytes are not there
+            room.holder, rest.room = None, None
+            raise
 
     def _room(self) -> _Room:
         idle = [room for room in self._rooms if room.holder is None or not room.holder.depth]
@@ -215,8 +228,7 @@ class StateFile:
             raise AssertionError(f"all {BUFFERS} buffers of {self.state} are in use at once")
         # First one that is free, then one that need not be written, then the one used longest ago.
         room = min(idle, key=lambda room: (room.holder is not None, room.holder is not None and room.holder.dirty))
-        self._rooms.remove(room)
-        self._rooms.append(room)
+        self._rooms = [*(each for each in self._rooms if each is not room), room]
         return room
 
     def _make(self, room: _Room) -> None:
@@ -228,12 +240,13 @@ class StateFile:
 
     def write(self, rest: FileRest) -> None:
         if rest.dirty:
-            rest.dirty, rest.written = False, True
             self._transfer(rest, "write", self._write)
+            rest.dirty, rest.written = False, True  # what an exception kept from the file is still to be written
 
     def wait(self, room: _Room) -> None:
-        work, room.work = room.work, []
-        if errors := [error for error in (future.exception() for future in work) if error is not None]:
+        errors = [error for error in (future.exception() for future in room.work) if error is not None]
+        room.work = []
+        if errors:
             raise self.tier.fail(self, errors[0] if isinstance(errors[0], Exception) else OSError("interrupted"))
 
     # --- transfers --------------------------------------------------------------------------------------------------
@@ -249,11 +262,15 @@ class StateFile:
             ends(event)
             return
         before = [*room.work, *rest.writing]  # through, and without an error
-        parts = [
-            self.tier.threads.submit(_after, before, move, rest, at, room.view[at : min(at + BLOCK, size)])
-            for at in range(0, size, BLOCK)
-        ]
-        parts[-1].add_done_callback(lambda _: ends(event))
+        try:
+            parts = [
+                self.tier.threads.submit(_after, before, move, rest, at, room.view[at : min(at + BLOCK, size)])
+                for at in range(0, size, BLOCK)
+            ]
+            parts[-1].add_done_callback(lambda _: ends(event))
+        except BaseException:
+            self.tier.quiesce()
+            raise
         room.work += parts
         rest.writing = parts if verb == "write" else []
 

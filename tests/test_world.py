@@ -345,6 +345,29 @@ def test_weights_are_gathered_again_whose_release_an_interrupt_ended(monkeypatch
         assert bucket.params[0].data_ptr() == bucket.full.data_ptr()
 
 
+def test_states_are_counted_whose_count_an_interrupt_ended(monkeypatch):
+    """What told that they need no new count was noted before they were counted."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    zero = zeroshard.shard(model, optimizer, stage=1)
+    states, ledger = zero._engine.bindings[0].states, zero._engine.group.ledger
+
+    hold = ledger.hold
+
+    def interrupted(state, *rest):
+        if state == "exp_avg":
+            raise KeyboardInterrupt
+        hold(state, *rest)
+
+    model(torch.ones(1, 4)).sum().backward()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(ledger, "hold", interrupted)
+        optimizer.step()
+    assert not ledger.held["exp_avg"]
+    states.count(changed=True)
+    assert ledger.held["exp_avg"] == 20 * 4
+
+
 def in_different_collectives():
     if dist.get_rank():
         dist.broadcast(torch.ones(3), src=0)

@@ -164,7 +164,7 @@ class States:
         """Tell the ledger the bytes of states; `changed`: only if more or fewer parameters have state than before."""
         if changed and len(self.optimizer.state) == self._stateful:
             return
-        self._stateful = len(self.optimizer.state)
+        stateful = len(self.optimizer.state)
         now: dict[tuple[str, str], int] = {}
         held = [each for fragments in self._fragments.values() for each in fragments]
         tiers = {id(each.param): each.buffer.tiers["optimizer"].name for each in held}
@@ -175,7 +175,7 @@ class States:
                     now[tier, key] = now.get((tier, key), 0) + value.numel() * value.itemsize
         for at in dict.fromkeys([*now, *self._counted]):
             self.group.ledger.hold(at[1], now.get(at, 0) - self._counted.get(at, 0), at[0])
-        self._counted = now
+        self._counted, self._stateful = now, stateful
 
     # --- in files ---------------------------------------------------------------------------------------------------
 

@@ -372,7 +372,7 @@ def test_only_dead_saves_leftovers_are_removed(tmp_path):
     """Dead: of a process of this machine that has ended; or of another machine, and not written to for a day."""
     _, _, zero = after_steps(0)
     kept = [
-        leftover(tmp_path, "a"),  # this very process could be saving behind the training
+        workplace.temporary(leftover(tmp_path, "a")),  # this very process could be saving behind the training
         leftover(tmp_path, "a", process=os.getppid(), started=workplace._started(os.getppid())),
         leftover(tmp_path, "a", machine="0" * 16, process=1),
         leftover(tmp_path, "b", machine="0" * 16, process=2, age=workplace.ABANDONED - 100),
@@ -383,10 +383,28 @@ def test_only_dead_saves_leftovers_are_removed(tmp_path):
         leftover(tmp_path, "a", started=1),  # the number has gone to another process since
         leftover(tmp_path, "other", process=1 << 30),
         leftover(tmp_path, "a", machine="1" * 16, age=workplace.ABANDONED + 100),
+        leftover(tmp_path, "b"),  # of this very process, which an interrupt kept from being removed
     ]
     zero.save(tmp_path / "a")
     assert names(tmp_path) == sorted([*(path.name for path in kept), other.name, "a"])
     assert not any(path.exists() for path in gone)
+    workplace.discard(kept[0])
+
+
+def test_an_older_checkpoint_whose_removal_is_interrupted_goes_with_the_next_save(monkeypatch, tmp_path):
+    """It stayed under its temporary name until the process had ended and another one saved."""
+    _, _, zero = after_steps(0)
+    zero.save(tmp_path / "a")
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(workplace.shutil, "rmtree", interrupted)
+        zero.save(tmp_path / "b", keep=1)
+    assert len(names(tmp_path)) == 2 and "b" in names(tmp_path)
+    zero.save(tmp_path / "c", keep=1)
+    assert names(tmp_path) == ["c"]
 
 
 @pytest.mark.row(47)

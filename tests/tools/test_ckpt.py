@@ -77,8 +77,9 @@ def test_inspect_lists_a_folder_of_checkpoints(tmp_path, command):
         saves("gpt", tmp_path / name, 3, {}, steps=0)
     (tmp_path / "c" / "rank00000.safetensors").write_bytes(b"short")
     (tmp_path / "d" / "manifest.json").unlink()
-    mine = workplace.owner()
-    machine, _, *rest = mine.split("-")
+    machine, _, *rest = workplace.owner().split("-")
+    parent = os.getppid()
+    mine = f"{machine}-{parent}-{workplace._started(parent)}-{rest[-1]}"
     dead = "-".join((machine, str(1 << 30), *rest))
     for owner in (mine, dead):
         workplace.place_beside(tmp_path / "e", owner).mkdir()

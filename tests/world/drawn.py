@@ -41,7 +41,7 @@ SAME = "the same bits"
 # An interrupt between two lines of these leaves a count beside what it counts.
 COUNTING = (
     "events.py", "in reserve", "in rest", "in take", "in give_back", "in take_memory", "in give_back_memory",
-    "in _memory",
+    "in _memory", "in _make", "in count",
 )  # fmt: skip
 LIMIT = 30.0  # virtual seconds of a collective
 

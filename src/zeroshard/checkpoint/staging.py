@@ -73,10 +73,12 @@ def temporary(folder: Path) -> Path:
 
 
 def discard(folder: Path) -> None:
-    """Remove a folder as far as that goes; a later save cleans up what stays."""
-    _remove(folder)
-    _temporary.discard(folder)
-    release_signals()
+    """Remove a folder as far as that goes; a later save cleans up what stays, also after an interrupt."""
+    try:
+        _remove(folder)
+    finally:
+        _temporary.discard(folder)
+        release_signals()
 
 
 def release_signals() -> None:
@@ -154,14 +156,16 @@ def clean(parent: Path) -> None:
 def under_way(folder: Path) -> bool | None:
     """Tell if a save can still be working in this folder. None: no save works in a folder of this name.
 
-    A save of another machine can, until `ABANDONED` seconds have passed without a write.
+    One of this process can while its folder is temporary; one of another machine, until `ABANDONED` seconds have passed
+    without a write.
     """
     match = LEFTOVER.fullmatch(folder.name)
     if match is None or folder.is_symlink() or not folder.is_dir():
         return None
     machine, process, started = match.groups()
     if machine == _machine():
-        return _started(int(process)) == int(started)
+        alive = _started(int(process)) == int(started)
+        return alive and (int(process) != os.getpid() or any(each.name == folder.name for each in _temporary))
     return time.time() - _last_write(folder) <= ABANDONED
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ..checkpoint import staging
 from ..checkpoint.saving import Saving
 from ..errors import PeerError, StateError, UserError
 from ..ranks import groups, transport
@@ -193,10 +194,11 @@ class World:
     def _restoring(self) -> Iterator[None]:
         """Keep what this process has one of as it was, whatever the ranks do to it, and theirs until the next run."""
         outside, hook, collects, threads = Registers(), sys.excepthook, gc.isenabled(), torch.get_num_threads()
-        untold, holding = Saving._untold[:], dict(transport._holding)
+        untold, holding, temporary = Saving._untold[:], dict(transport._holding), set(staging._temporary)
         Saving._untold[:] = self._untold
         transport._holding.clear()
         transport._holding.update(self._holding)
+        staging._temporary.clear()  # those of ranks that end stay
         drawn = self.schedule.draws.seed is not None
         if drawn:
             gc.collect()
@@ -217,6 +219,8 @@ class World:
             Saving._untold[:] = untold
             transport._holding.clear()
             transport._holding.update(holding)
+            staging._temporary.clear()
+            staging._temporary.update(temporary)
             if collects:
                 gc.enable()
 

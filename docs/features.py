@@ -162,7 +162,7 @@ FEATURES = {
         ("ranks/groups.py", "ranks/link.py"),
     ),
     "no_sync": Feature(
-        r"accumulator\.local|self\.local\b|backward\.local|\.aside\b|self\._local\b|_settling|(keeper|reduction)\.flush\(\)"
+        r"accumulator\.local|self\.local\b|backward\.local|\.aside\b|self\._local\b|_flushing|(keeper|reduction)\.flush\(\)"
         r"|def flush\(|local=",
         homonyms=(
             "ranks/streams.py",

@@ -142,7 +142,7 @@ def save(
     """Write a checkpoint at `path`, or leave everything as it is and raise on every rank."""
     group = running.group
     group.same("zero.save(...)", lambda: asked(path, extra, asynchronous=asynchronous, keep=keep))
-    target, apart = absolute(path), group.for_saves(behind=asynchronous)
+    target, writers = absolute(path), group.for_saves(behind=asynchronous)
     running.kinds = agreed_kinds(_together(group, target, lambda: told_kinds(running)))
     with _attempt(group, target) as attempt:
         snapshot = _snapshot(running, extra, copied=asynchronous)
@@ -160,7 +160,7 @@ def save(
 
     def work() -> None:
         try:
-            _write(apart, snapshot, beside, target, places, keep)
+            _write(writers, snapshot, beside, target, places, keep)
         finally:
             if asynchronous:
                 ledger.hold(SNAPSHOT, -nbytes, HOST)

@@ -70,7 +70,7 @@ class Reduction:
         self.sends = Scratch(group.team.messages(tier), "reduce") if group.team.shares else self.scratch
         self._local = False
         self.silent = False  # does this rank's part of all gradients count as zero? (`Zero.join`)
-        self._settling = False
+        self._flushing = False
         self._pauses = True
         self.pause = PAUSE
         self._shortened = 1  # by this factor, since ranks were seen to wait for each other in vain
@@ -274,7 +274,7 @@ class Reduction:
             return rest.done, rest, self.updater.update_first
         if len(self._relayed) > allowed + self.group.team.seat.replicas:
             back = self._relayed[0].relay.back
-            return back.done, back, self._settle_first
+            return back.done, back, self._store_first
         if len(self._under_way) > allowed:
             return self._under_way[0].here, self._under_way[0].work, self._land_first
         return None
@@ -341,7 +341,7 @@ class Reduction:
             return total
         return accumulator.own.to(total.device)
 
-    def _settle_first(self) -> None:
+    def _store_first(self) -> None:
         self._relayed[0].relay.back.wait()  # an interrupt may come here: then it is still under way
         self._store(self._relayed.pop(0))
 
@@ -371,7 +371,7 @@ class Reduction:
 
     def _land_all(self) -> None:
         while self._under_way or self._relayed:
-            (self._land_first if self._under_way else self._settle_first)()
+            (self._land_first if self._under_way else self._store_first)()
             self.updater.catch_up(1)
         self.updater.catch_up(0)
         self._leave(0)
@@ -446,7 +446,7 @@ class Reduction:
     @property
     def busy(self) -> bool:
         """True while sums are on their way, and after an exception ended that."""
-        return self._settling or bool(self._under_way or self._relayed)
+        return self._flushing or bool(self._under_way or self._relayed)
 
     def flush(self) -> None:
         """Send what no_sync left unsent, because gradients are used before another backward would send them."""
@@ -456,11 +456,11 @@ class Reduction:
         self.gradients.forget_answers()
         self.gradients.agree()
         with self.group.ledger.during("reduce"):
-            self._settling = True
+            self._flushing = True
             for index in sorted(pending, reverse=True):
                 self._send(self.pending[index])
             self._land_all()
-            self._settling = False
+            self._flushing = False
             self._trim()
 
     def abort(self) -> None:
@@ -468,7 +468,7 @@ class Reduction:
 
         Nothing is on its way any more: all ranks have ended what they had launched.
         """
-        self._relayed, self._under_way, self._settling = [], [], False
+        self._relayed, self._under_way, self._flushing = [], [], False
         self._leave(0)
         self.updater.abort()
         for pending in self.pending.values():
